@@ -1,0 +1,1 @@
+"""The lean loop: NumPy, ONNX Runtime and tokenizers; never torch, transformers or onnx."""

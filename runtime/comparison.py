@@ -1,0 +1,113 @@
+"""Plain against speculative decoding of one prompt: the same path, with and without a draft."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from .pipeline import Generation, Pipeline
+from .stats import Stats, as_dict
+from .theory import speedup
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Medians over repeats; `speedup` is the median of the paired ratios.
+
+    Costs are in seconds of a plain pass of the target, `target_seconds`: of one draft pass, of one
+    verify pass, and of what the host does in a round. None where nothing was drafted.
+    """
+
+    plain: Generation
+    speculative: Generation
+    greedy: bool
+    repeats: int
+    num_draft_tokens: int
+    plain_seconds: float
+    speculative_seconds: float
+    speedup: float
+    speedup_range: tuple[float, float]
+    predicted_speedup: float | None
+    target_seconds: float
+    draft_cost: float | None
+    verify_cost: float
+    host_cost: float
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether both gave the same tokens; at temperature 0 they must."""
+        return self.plain.tokens == self.speculative.tokens
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values by the API's names."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("plain", "speculative"):
+            one = fields[name]
+            fields[name] = {
+                "text": one.text,
+                "tokens": one.tokens,
+                "finish_reason": one.finish_reason,
+                "stats": as_dict(one.stats),
+            }
+        return fields | {"same_tokens": self.same_tokens}
+
+
+def compare(pipeline: Pipeline, prompt: str, repeats: int, **request: Any) -> Comparison:
+    """Time both, warm, in alternating order, `repeats` times. Takes the options of `generate`."""
+    request["seed"] = 0 if request.get("seed") is None else request["seed"]
+    num_draft_tokens = request.pop("num_draft_tokens", None)
+
+    def run(plain: bool) -> Generation:
+        return pipeline.generate(
+            prompt, num_draft_tokens=0 if plain else num_draft_tokens, **request
+        )
+
+    plain, speculative = [run(True)], [run(False)]
+    for i in range(repeats):
+        for first in (True, False) if i % 2 else (False, True):
+            (plain if first else speculative).append(run(first))
+    return _summarise(plain[1:], speculative[1:], greedy=not request.get("temperature"))
+
+
+def _summarise(plain: list[Generation], speculative: list[Generation], greedy: bool) -> Comparison:
+    ratios = [_seconds(p) / _seconds(s) for p, s in zip(plain, speculative, strict=True)]
+    target = median(one.stats.verify_seconds / one.stats.num_target_passes for one in plain)
+    plain_host = median(_host_seconds(one.stats) for one in plain) / target
+    host = median(_host_seconds(one.stats) for one in speculative) / target
+    verify = median(s.stats.verify_seconds / s.stats.num_target_passes for s in speculative)
+    stats = speculative[0].stats
+    draft_cost = predicted = None
+    if stats.num_draft_passes and stats.accepted_over_tested is not None:
+        draft = median(s.stats.draft_seconds / s.stats.num_draft_passes for s in speculative)
+        draft_cost = draft / target
+        k = speculative[0].num_draft_tokens
+        predicted = speedup(stats.accepted_over_tested, k, draft_cost, verify / target, host) * (
+            1 + plain_host
+        )
+    return Comparison(
+        plain=plain[0],
+        speculative=speculative[0],
+        greedy=greedy,
+        repeats=len(ratios),
+        num_draft_tokens=speculative[0].num_draft_tokens,
+        plain_seconds=median(map(_seconds, plain)),
+        speculative_seconds=median(map(_seconds, speculative)),
+        speedup=median(ratios),
+        speedup_range=(min(ratios), max(ratios)),
+        predicted_speedup=predicted,
+        target_seconds=target,
+        draft_cost=draft_cost,
+        verify_cost=verify / target,
+        host_cost=host,
+    )
+
+
+def _seconds(one: Generation) -> float:
+    return one.stats.prefill_seconds + one.stats.decode_seconds
+
+
+def _host_seconds(stats: Stats) -> float:
+    """What a round spends outside the graphs."""
+    return (stats.sampling_seconds + stats.other_seconds) / stats.num_rounds

@@ -1,0 +1,75 @@
+"""The speculative decoding loop: draft, verify, commit, again."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+from specedge.options import Sampling
+
+from .drafters import Drafter
+from .model import LanguageModel
+from .randomness import uniforms
+from .sampling import Floats, verify
+from .stats import Stopwatch
+
+
+@dataclass(frozen=True)
+class Round:
+    """One draft-and-verify pass: the tokens it committed and how the draft fared."""
+
+    tokens: list[int]
+    num_drafted: int
+    num_accepted: int
+
+
+class SpeculativeDecoder:
+    """Generates with the target's distribution at fewer target passes.
+
+    Between rounds the target's cache holds every committed token but the last: that one is
+    pending, and leads the next verify pass. With `num_draft_tokens` 0 it is plain decoding.
+    """
+
+    def __init__(
+        self, target: LanguageModel, drafter: Drafter, num_draft_tokens: int, watch: Stopwatch
+    ) -> None:
+        self.target = target
+        self.drafter = drafter
+        self.num_draft_tokens = num_draft_tokens
+        self.watch = watch
+
+    def rounds(
+        self, prompt: Sequence[int], sampling: Sampling, seed: int, max_new_tokens: int
+    ) -> Generator[Round]:
+        """Rounds until at least `max_new_tokens` are committed; the last may overshoot by one.
+
+        A round consumes 2K + 1 uniforms, whatever it uses of them: K draws, K tests, one for the
+        recovered or bonus token. So what was committed never depends on where a request ends.
+        """
+        tokens = list(prompt)
+        self._prefill(tokens)
+        end = len(tokens) + max_new_tokens
+        consumed = 0
+        while len(tokens) < end:
+            count = 2 * self.num_draft_tokens + 1
+            yield self._round(tokens, sampling, uniforms(seed, consumed, count), end - len(tokens))
+            consumed += count
+
+    def _prefill(self, tokens: list[int]) -> None:
+        self.target.truncate(0)
+        self.drafter.truncate(0)
+        self.target.prefill(tokens[:-1])
+
+    def _round(self, tokens: list[int], sampling: Sampling, us: Floats, limit: int) -> Round:
+        """Commit 1 to K + 1 tokens to `tokens`; no more than `limit` are drafted."""
+        k = self.num_draft_tokens
+        with self.watch.part("sampling"):
+            draft = self.drafter.propose(tokens, min(k, limit), sampling, us[:k])
+        logits = self.target.forward([tokens[-1], *draft.tokens])
+        with self.watch.part("sampling"):
+            verdict = verify(draft, logits, sampling, us[k : 2 * k], float(us[-1]))
+        committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
+        tokens += committed
+        self.target.truncate(len(tokens) - 1)
+        self.drafter.truncate(len(tokens) - 1)
+        return Round(committed, len(draft.tokens), verdict.num_accepted)

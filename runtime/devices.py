@@ -1,0 +1,96 @@
+"""ONNX Runtime sessions on a device, and the thread pool that they share."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
+
+DEVICES = ("cpu",)
+
+
+def onnxruntime() -> Any:
+    """The onnxruntime module, or an error that says how to install it."""
+    try:
+        return importlib.import_module("onnxruntime")
+    except ImportError as error:
+        raise MissingExtraError(
+            "ONNX Runtime is not installed: pip install 'specedge[cpu]', "
+            "or 'specedge[gpu]' for NVIDIA GPUs"
+        ) from error
+
+
+def open_session(path: Path, device: str, threads: int | None, share_threads: bool) -> Any:
+    """A session for one graph.
+
+    Each ONNX Runtime session has its own pool, whose workers spin after a run, so draft and target
+    would steal each other's cores: one pool for the process made the loop 27% faster. A pool
+    lives as long as its process, and sessions with pools of their own cannot be made beside it;
+    `share_threads` False is for hosts that need them.
+    """
+    if device not in DEVICES:
+        raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{device}'")
+    if threads is not None and threads < 1:
+        raise DeviceError(f"threads must be at least 1, got {threads}")
+    ort = onnxruntime()
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # failures arrive as exceptions
+    if share_threads:
+        _make_pool(ort, threads)
+        options.use_per_session_threads = False
+    else:
+        options.intra_op_num_threads = threads or 0
+    try:
+        return ort.InferenceSession(
+            os.fspath(path), options, providers=["CPUExecutionProvider"], enable_fallback=False
+        )
+    except Exception as error:
+        if "per_session_threads" in str(error):
+            raise DeviceError(
+                "this process already has ONNX Runtime's shared thread pool; "
+                "load with share_threads=True"
+            ) from error
+        raise BundleError(
+            f"{path}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)}); "
+            "export the pair again, or upgrade ONNX Runtime"
+        ) from error
+
+
+@contextmanager
+def translated_errors(what: str) -> Iterator[None]:
+    """Turn an exception of ONNX Runtime into ours."""
+    try:
+        yield
+    except Exception as error:
+        raise SpecEdgeError(f"{what} failed in ONNX Runtime: {_first_line(error)}") from error
+
+
+_pool_threads: list[int | None] = []  # what the process's pool was made with, once it is made
+
+
+def _make_pool(ort: Any, threads: int | None) -> None:
+    if not _pool_threads:
+        try:
+            ort.set_global_thread_pool_sizes(threads or 0, 1)
+        except Exception as error:
+            if threads is not None:
+                raise DeviceError(
+                    f"cannot use {threads} threads: this process already made ONNX Runtime's "
+                    "shared thread pool; leave threads out"
+                ) from error
+        _pool_threads.append(threads)
+    if threads is not None and threads != _pool_threads[0]:
+        raise DeviceError(
+            f"cannot use {threads} threads: this process's shared pool was made with "
+            f"{_pool_threads[0] or 'the default number'}; leave threads out, or use a new process"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:300] if lines else type(error).__name__

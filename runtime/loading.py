@@ -1,0 +1,44 @@
+"""From a bundle on disk to a pipeline."""
+
+from __future__ import annotations
+
+import os
+
+from tokenizers import Tokenizer
+
+from specedge import store
+from specedge.bundle import Bundle
+from specedge.errors import BundleError
+
+from .ort import OrtModel
+from .pipeline import Pipeline
+
+
+def load(
+    bundle: str | os.PathLike[str] | None = None,
+    device: str = "cpu",
+    threads: int | None = None,
+    share_threads: bool = True,
+) -> Pipeline:
+    """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the last exported, else the
+    embedded pair.
+
+    `threads` is the number of CPU threads that both models share, by default one a core. The pool
+    belongs to the process: sessions that the host makes beside it need `use_per_session_threads`
+    False, or `share_threads` False here, which is slower.
+
+    Raises BundleError, DeviceError or MissingExtraError.
+    """
+    found = Bundle.read(store.find(bundle))
+    store.check_large_files(found)
+    draft = OrtModel(found, found.draft, device, threads, share_threads)
+    target = OrtModel(found, found.target, device, threads, share_threads)
+    return Pipeline(found, _tokenizer(found), target, draft)
+
+
+def _tokenizer(bundle: Bundle) -> Tokenizer:
+    path = bundle.path(bundle.tokenizer)
+    try:
+        return Tokenizer.from_file(os.fspath(path))
+    except Exception as error:
+        raise BundleError(f"{path}: {error}; export the pair again") from error

@@ -1,0 +1,29 @@
+"""What the loop asks of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from .sampling import Floats
+
+
+class LanguageModel(Protocol):
+    """A model with a KV cache over V vocabulary entries."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens are in the cache."""
+        ...
+
+    def forward(self, tokens: Sequence[int]) -> Floats:
+        """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]"""
+        ...
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Append any number of tokens to the cache without computing logits."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget every cached token past `length`."""
+        ...

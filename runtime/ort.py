@@ -1,0 +1,103 @@
+"""A language model on ONNX Runtime: bound buffers, caches updated in place, rollback by length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from specedge.bundle import Bundle, Model
+
+from .devices import onnxruntime, open_session, translated_errors
+from .sampling import Floats
+
+PREFILL_LENGTH = 64
+
+
+class OrtModel:
+    """One model of a bundle. Rows past `length` in the caches are stale and never read."""
+
+    def __init__(
+        self, bundle: Bundle, model: Model, device: str, threads: int | None, share_threads: bool
+    ) -> None:
+        self.length = 0
+        self.vocab_size = model.vocab_size
+        self._name = model.source.id
+        self._session = open_session(
+            bundle.path(model.graph("decoder").file), device, threads, share_threads
+        )
+        self._padded_vocab_size = model.padded_vocab_size
+        self._past_length = np.zeros(1, np.int64)
+        self._caches = _allocate(model)
+        self._passes: dict[int, _Pass] = {}
+        self._without_logits = onnxruntime().RunOptions()
+        self._without_logits.only_execute_path_to_fetches = True
+
+    def forward(self, tokens: Sequence[int]) -> Floats:
+        """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]"""
+        length = len(tokens)
+        if length not in self._passes:
+            self._passes[length] = self._bind(length, logits=True)
+        one = self._passes[length]
+        self._run(one, tokens, None)
+        assert one.logits is not None
+        return one.logits[0, :, : self.vocab_size]
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Append any number of tokens to the cache without computing logits."""
+        for start in range(0, len(tokens), PREFILL_LENGTH):
+            chunk = tokens[start : start + PREFILL_LENGTH]
+            self._run(self._bind(len(chunk), logits=False), chunk, self._without_logits)
+
+    def truncate(self, length: int) -> None:
+        """Forget every cached token past `length`."""
+        assert 0 <= length <= self.length
+        self.length = length
+
+    def _run(self, one: _Pass, tokens: Sequence[int], options: Any) -> None:
+        one.input_ids[0] = tokens
+        self._past_length[0] = self.length
+        with translated_errors(f"a pass of {self._name}"):
+            self._session.run_with_iobinding(one.binding, options)
+        self.length += len(tokens)
+
+    def _bind(self, length: int, logits: bool) -> _Pass:
+        """Bind a pass of `length` tokens to our buffers, each cache as input and output."""
+        one = _Pass(self._session.io_binding(), np.zeros((1, length), np.int64))
+        _bind_input(one.binding, "input_ids", one.input_ids)
+        _bind_input(one.binding, "past_length", self._past_length)
+        for name, cache in self._caches.items():
+            _bind_input(one.binding, f"past_key_values.{name}", cache)
+            _bind_output(one.binding, f"present.{name}", cache)
+        if logits:
+            one.logits = np.zeros((1, length, self._padded_vocab_size), np.float32)
+            _bind_output(one.binding, "logits", one.logits)
+        return one
+
+
+class _Pass:
+    """A binding for one number of tokens, with the arrays it points into."""
+
+    def __init__(self, binding: Any, input_ids: np.ndarray[Any, Any]) -> None:
+        self.binding = binding
+        self.input_ids = input_ids
+        self.logits: Floats | None = None
+
+
+def _allocate(model: Model) -> dict[str, Floats]:
+    """Key and value buffers [1, H, S, D] of every layer, by the end of their graph names."""
+    caches: dict[str, Floats] = {}
+    for i, layer in enumerate(model.cache.layers):
+        for name, size in (("key", layer.key_size), ("value", layer.value_size)):
+            shape = (1, layer.heads, model.cache.capacity, size)
+            caches[f"{i}.{name}"] = np.zeros(shape, model.cache.dtype)
+    return caches
+
+
+def _bind_input(binding: Any, name: str, array: np.ndarray[Any, Any]) -> None:
+    binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+
+
+def _bind_output(binding: Any, name: str, array: np.ndarray[Any, Any]) -> None:
+    binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)

@@ -1,0 +1,253 @@
+"""A loaded pair, its requests and what they return."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+
+from tokenizers import Tokenizer
+
+from specedge.bundle import Bundle
+from specedge.errors import ContextLengthError, PromptError, SpecEdgeError
+from specedge.options import Sampling
+
+from .decoding import Round, SpeculativeDecoder
+from .drafters import DraftModel
+from .model import LanguageModel
+from .stats import Recorder, Stats, Stopwatch, Timed
+from .text import Detokenizer, StopStrings
+
+MAX_DRAFT_TOKENS = 64
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a request gave.
+
+    `text` is the continuation alone, without the end token or stop string that ended it; `tokens`
+    are the new ids, that end token or those of the stop string included. `finish_reason` is
+    "length" (`max_new_tokens`), "end" (an end token), "stop" (a stop string), "context" (no room
+    left), or "unfinished". `seed` repeats the request.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    seed: int
+    num_draft_tokens: int
+    stats: Stats
+    rounds: list[Round] = field(repr=False)
+
+
+class Pipeline:
+    """A draft and a target ready to generate, one request at a time.
+
+    A new request ends an unfinished stream of the same pipeline. Two pipelines are independent and
+    may run in two threads.
+    """
+
+    def __init__(
+        self, bundle: Bundle, tokenizer: Tokenizer, target: LanguageModel, draft: LanguageModel
+    ) -> None:
+        self.bundle = bundle
+        self.tokenizer = tokenizer
+        self.target = target
+        self.draft = draft
+        self.current: Stream | None = None
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        num_draft_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Generation:
+        """Continue a prompt, text or ids, by `max_new_tokens` tokens or to an end.
+
+        The output is the target's alone: its own tokens at temperature 0, else its distribution.
+        Generation stops at one of the bundle's end tokens unless `ignore_eos`, at the first of the
+        `stop` strings, or where the context is full. `num_draft_tokens` defaults to the bundle's;
+        0 is plain decoding. Without `seed` a fresh one is taken; `Generation.seed` tells it.
+
+        Raises PromptError, ContextLengthError (before anything runs) or ValueError.
+        """
+        stream = self.stream(
+            prompt, max_new_tokens, temperature, top_k, top_p, min_p, seed, num_draft_tokens,
+            stop, ignore_eos,
+        )  # fmt: skip
+        for _ in stream:
+            pass
+        return stream.generation
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
+        seed: int | None = None,
+        num_draft_tokens: int | None = None,
+        stop: str | Sequence[str] = (),
+        ignore_eos: bool = False,
+    ) -> Stream:
+        """As `generate`, in pieces of text that join to exactly `Generation.text`."""
+        sampling = Sampling(temperature, top_k, top_p, min_p)
+        stops = (stop,) if isinstance(stop, str) else tuple(stop)
+        if max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
+        if not all(stops):
+            raise ValueError("a stop string must not be empty")
+        if num_draft_tokens is None:
+            num_draft_tokens = self.bundle.num_draft_tokens
+        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(
+                f"num_draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, got {num_draft_tokens}"
+            )
+        tokens = self._prompt_tokens(prompt)
+        ends = () if ignore_eos else self.bundle.end_tokens
+        seed = secrets.randbits(32) if seed is None else seed
+        stream = Stream(
+            self, tokens, sampling, seed, num_draft_tokens, max_new_tokens, stops, frozenset(ends)
+        )
+        self.current = stream
+        return stream
+
+    def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
+        vocab_size, context = self.bundle.target.vocab_size, self.bundle.context_length
+        if isinstance(prompt, str):
+            tokens = list(self.tokenizer.encode(prompt).ids)
+        else:
+            tokens = [int(token) for token in prompt]
+        if not tokens:
+            raise PromptError("the prompt is empty; give at least one token of text")
+        if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")
+        if len(tokens) >= context:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens, {self.bundle.target.source.id} takes "
+                f"{context} with at least one new; shorten it"
+            )
+        return tokens
+
+
+class Stream:
+    """The pieces of a request's text, as they become certain. Close it or leave it at any time."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        prompt: list[int],
+        sampling: Sampling,
+        seed: int,
+        num_draft_tokens: int,
+        max_new_tokens: int,
+        stops: tuple[str, ...],
+        ends: frozenset[int],
+    ) -> None:
+        self._pipeline = pipeline
+        self._seed = seed
+        self._ends = ends
+        self._num_draft_tokens = num_draft_tokens
+        room = pipeline.bundle.context_length - len(prompt)
+        self._limit = min(max_new_tokens, room)
+        self._limit_reason = "length" if max_new_tokens <= room else "context"
+        self._watch = Stopwatch()
+        self._target = Timed(pipeline.target, self._watch, "verify")
+        self._draft = Timed(pipeline.draft, self._watch, "draft")
+        decoder = SpeculativeDecoder(
+            self._target, DraftModel(self._draft), num_draft_tokens, self._watch
+        )
+        self._rounds = decoder.rounds(prompt, sampling, seed, self._limit)
+        self._recorder = Recorder(len(prompt), num_draft_tokens, self._watch)
+        self._detokenizer = Detokenizer(pipeline.tokenizer, prompt)
+        self._stop_strings = StopStrings(stops)
+        self._tokens: list[int] = []
+        self._pieces: list[str] = []
+        self._past_rounds: list[Round] = []
+        self._finish_reason = "unfinished"
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while self._finish_reason == "unfinished":
+            if self._pipeline.current is not self:
+                raise SpecEdgeError("this stream ended when its pipeline began another request")
+            with self._watch.part("other"):
+                piece = self._next_round()
+            if piece:
+                return piece
+        raise StopIteration
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop here; `generation` holds what there is."""
+        self._rounds.close()
+
+    @property
+    def generation(self) -> Generation:
+        """What there is so far."""
+        stats = self._recorder.stats(self._draft.num_passes, self._target.num_passes)
+        return Generation(
+            "".join(self._pieces),
+            list(self._tokens),
+            self._finish_reason,
+            self._seed,
+            self._num_draft_tokens,
+            stats,
+            list(self._past_rounds),
+        )
+
+    def _next_round(self) -> str:
+        one = next(self._rounds, None)
+        if one is None:
+            raise StopIteration
+        before = len(self._tokens)
+        piece = "".join(self._take(token) for token in one.tokens)
+        if self._finish_reason != "unfinished":
+            piece += self._flush()
+        self._recorder.record(one, len(self._tokens) - before)
+        self._past_rounds.append(one)
+        self._pieces.append(piece)
+        return piece
+
+    def _take(self, token: int) -> str:
+        """Add one token unless the text has ended; the text it makes certain."""
+        if self._finish_reason != "unfinished":
+            return ""
+        self._tokens.append(token)
+        if token in self._ends:
+            self._finish_reason = "end"
+            return ""
+        text = self._stop_strings.feed(self._detokenizer.feed(token))
+        if self._stop_strings.found:
+            self._finish_reason = "stop"
+        elif len(self._tokens) == self._limit:
+            self._finish_reason = self._limit_reason
+        return text
+
+    def _flush(self) -> str:
+        """Text held back until now."""
+        if self._finish_reason == "stop":
+            return ""
+        return self._stop_strings.feed(self._detokenizer.flush()) + self._stop_strings.flush()

@@ -1,0 +1,178 @@
+"""What a run did, by the field's names, and where its time went."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .model import LanguageModel
+from .sampling import Floats
+
+if TYPE_CHECKING:
+    from .decoding import Round
+
+
+class Stopwatch:
+    """Adds up seconds by part; an inner part interrupts the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._part: str | None = None
+        self._since = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside the block as `name`."""
+        outer = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def _switch(self, name: str | None) -> str | None:
+        now = time.perf_counter()
+        if self._part is not None:
+            self.seconds[self._part] += now - self._since
+        previous, self._part, self._since = self._part, name, now
+        return previous
+
+
+class Timed:
+    """A language model whose passes are counted and timed as one part of a run."""
+
+    def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
+        self._model = model
+        self._watch = watch
+        self._part = part
+        self.num_passes = 0
+
+    @property
+    def length(self) -> int:
+        return self._model.length
+
+    def forward(self, tokens: Sequence[int]) -> Floats:
+        self.num_passes += 1
+        with self._watch.part(self._part):
+            return self._model.forward(tokens)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        with self._watch.part("prefill"):
+            self._model.prefill(tokens)
+
+    def truncate(self, length: int) -> None:
+        self._model.truncate(length)
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What a run did. Seconds exclude the time between two pieces of a stream.
+
+    A draft token is tested if no earlier one of its round was rejected: `accepted_over_tested`
+    estimates alpha, the mean acceptance rate; `accepted_over_drafted` is what vLLM reports.
+    Ratios are None where nothing was drafted. Passes are those of the loop, not of the prefill.
+    """
+
+    num_prompt_tokens: int = 0
+    num_new_tokens: int = 0
+    num_rounds: int = 0
+    num_drafted: int = 0
+    num_tested: int = 0
+    num_accepted: int = 0
+    num_draft_passes: int = 0
+    num_target_passes: int = 0
+    tested_by_position: list[int] = field(default_factory=list)
+    accepted_by_position: list[int] = field(default_factory=list)
+    prefill_seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    sampling_seconds: float = 0.0
+    other_seconds: float = 0.0
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """New tokens for each pass of the target."""
+        return _ratio(self.num_new_tokens, self.num_rounds)
+
+    @property
+    def accepted_over_tested(self) -> float | None:
+        """The share of judged draft tokens that were accepted: alpha's estimate."""
+        return _ratio(self.num_accepted, self.num_tested)
+
+    @property
+    def accepted_over_drafted(self) -> float | None:
+        """The share of all draft tokens that were accepted."""
+        return _ratio(self.num_accepted, self.num_drafted)
+
+    @property
+    def acceptance_by_position(self) -> list[float | None]:
+        """The share accepted among those tested, for the first, second, ... draft token."""
+        pairs = zip(self.accepted_by_position, self.tested_by_position, strict=True)
+        return [_ratio(accepted, tested) for accepted, tested in pairs]
+
+    @property
+    def decode_seconds(self) -> float:
+        """Everything but the prefill."""
+        parts = self.draft_seconds + self.verify_seconds + self.sampling_seconds
+        return parts + self.other_seconds
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Decoding time of a new token, without the prefill."""
+        return _ratio(self.decode_seconds, self.num_new_tokens)
+
+
+class Recorder:
+    """Collects the rounds of a run; `stats` may be asked for at any time."""
+
+    def __init__(self, num_prompt_tokens: int, num_draft_tokens: int, watch: Stopwatch) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.num_new_tokens = 0
+        self.num_rounds = 0
+        self.num_drafted = 0
+        self.tested = [0] * num_draft_tokens
+        self.accepted = [0] * num_draft_tokens
+        self.watch = watch
+
+    def record(self, one: Round, num_kept: int) -> None:
+        """Count a round of which `num_kept` tokens became output."""
+        self.num_rounds += 1
+        self.num_new_tokens += num_kept
+        self.num_drafted += one.num_drafted
+        for i in range(one.num_drafted):
+            self.accepted[i] += i < one.num_accepted
+            self.tested[i] += i <= one.num_accepted
+
+    def stats(self, num_draft_passes: int, num_target_passes: int) -> Stats:
+        """The counts so far."""
+        seconds = self.watch.seconds
+        return Stats(
+            num_prompt_tokens=self.num_prompt_tokens,
+            num_new_tokens=self.num_new_tokens,
+            num_rounds=self.num_rounds,
+            num_drafted=self.num_drafted,
+            num_tested=sum(self.tested),
+            num_accepted=sum(self.accepted),
+            num_draft_passes=num_draft_passes,
+            num_target_passes=num_target_passes,
+            tested_by_position=list(self.tested),
+            accepted_by_position=list(self.accepted),
+            prefill_seconds=seconds["prefill"],
+            draft_seconds=seconds["draft"],
+            verify_seconds=seconds["verify"],
+            sampling_seconds=seconds["sampling"],
+            other_seconds=seconds["other"],
+        )
+
+
+def _ratio(part: float, whole: float) -> float | None:
+    return part / whole if whole else None
+
+
+def as_dict(stats: Stats) -> dict[str, Any]:
+    """Every field and every ratio by its name."""
+    properties = [name for name, value in vars(Stats).items() if isinstance(value, property)]
+    return asdict(stats) | {name: getattr(stats, name) for name in properties}

@@ -1,0 +1,69 @@
+"""Lossless speculative decoding on ONNX Runtime.
+
+    import specedge
+    print(specedge.load().generate("def read_config(path):").text)
+
+Importing this module loads neither NumPy nor ONNX Runtime: names are fetched when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    BundleError,
+    CheckpointError,
+    ContextLengthError,
+    DeviceError,
+    ExportError,
+    MissingExtraError,
+    PairError,
+    ParityError,
+    PromptError,
+    SpecEdgeError,
+)
+from .version import __version__
+
+if TYPE_CHECKING:
+    from .bundle import Bundle
+    from .options import Sampling
+    from .runtime.loading import load
+    from .runtime.pipeline import Generation, Pipeline
+
+_HOMES = {
+    "Bundle": "specedge.bundle",
+    "Sampling": "specedge.options",
+    "Generation": "specedge.runtime.pipeline",
+    "Pipeline": "specedge.runtime.pipeline",
+    "load": "specedge.runtime.loading",
+}
+
+__all__ = [
+    "Bundle",
+    "BundleError",
+    "CheckpointError",
+    "ContextLengthError",
+    "DeviceError",
+    "ExportError",
+    "Generation",
+    "MissingExtraError",
+    "PairError",
+    "ParityError",
+    "Pipeline",
+    "PromptError",
+    "Sampling",
+    "SpecEdgeError",
+    "__version__",
+    "load",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'specedge' has no attribute '{name}'")
+    return getattr(importlib.import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,282 @@
+"""The bundle: a folder with `bundle.json`, ONNX graphs, one weights file a model, a tokenizer.
+
+Standard library only. Reading is strict: what comes out has every key, of the right type, no file
+outside the folder, every file of the stated size, and models that agree with each other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from .errors import BundleError
+from .options import Sampling
+from .strict_json import JsonError, build, parse, plain
+
+FORMAT = 1
+MANIFEST = "bundle.json"
+SMALL = 8 * 2**20  # files up to this size are hashed at every load
+_CURE = "export the pair again, or copy the bundle again"
+
+
+@dataclass(frozen=True)
+class File:
+    """What a file must be."""
+
+    size: int
+    sha256: str
+
+    def __post_init__(self) -> None:
+        if self.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
+            raise ValueError("a file has a size of at least 0 and 64 lowercase hexadecimal digits")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a checkpoint came from: a hub id or a folder's name, with its commit and licence."""
+
+    id: str
+    revision: str | None
+    licence: str | None
+
+
+@dataclass(frozen=True)
+class CacheLayer:
+    """One layer's buffers: keys [B, heads, S, key_size], values [B, heads, S, value_size]."""
+
+    heads: int
+    key_size: int
+    value_size: int
+
+    def __post_init__(self) -> None:
+        if min(self.heads, self.key_size, self.value_size) < 1:
+            raise ValueError("heads, key_size and value_size are at least 1")
+
+
+@dataclass(frozen=True)
+class Cache:
+    """The KV cache: S = `capacity` rows, one entry a layer."""
+
+    dtype: str
+    capacity: int
+    layers: tuple[CacheLayer, ...]
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "float16", "bfloat16"):
+            raise ValueError(f"dtype must be float32, float16 or bfloat16, got {self.dtype}")
+        if self.capacity < 1 or not self.layers:
+            raise ValueError("a cache has at least one row and one layer")
+
+
+@dataclass(frozen=True)
+class Graph:
+    """One ONNX file: `length` new tokens a pass (null: any), with or without logits."""
+
+    name: str
+    ops: str
+    batch: int
+    length: int | None
+    logits: bool
+    file: str
+
+    def __post_init__(self) -> None:
+        if self.batch < 1 or (self.length is not None and self.length < 1):
+            raise ValueError("batch and length are at least 1")
+
+
+@dataclass(frozen=True)
+class Parity:
+    """What the export measured against the PyTorch model, errors relative to the largest value.
+
+    `row_independent_lengths` are the pass lengths T whose rows had the same bits as one pass over
+    all of them. `versions` are those of the packages that took part.
+    """
+
+    tolerance: float
+    logits_error: float
+    cache_error: float
+    logits_std: float
+    num_positions: int
+    row_independent_lengths: tuple[int, ...]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Model:
+    """One exported model. `vocab_size` tokens are real; logits have `padded_vocab_size` columns."""
+
+    source: Source
+    architecture: str
+    num_parameters: int
+    vocab_size: int
+    padded_vocab_size: int
+    context_length: int
+    dtype: str
+    weights_dtype: str
+    cache: Cache
+    weights: str
+    graphs: tuple[Graph, ...]
+    parity: Parity
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.vocab_size <= self.padded_vocab_size:
+            raise ValueError("vocab_size is at least 1 and at most padded_vocab_size")
+        if not 1 <= self.context_length <= self.cache.capacity:
+            raise ValueError("context_length is at least 1 and at most the cache's capacity")
+
+    def graph(self, name: str, ops: str = "onnx") -> Graph:
+        """The graph of a name: `decoder` takes any length, others have one."""
+        for graph in self.graphs:
+            if (graph.name, graph.ops) == (name, ops):
+                return graph
+        have = ", ".join(f"{g.name} ({g.ops})" for g in self.graphs)
+        raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {_CURE}")
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A draft, a target and what both need, as `bundle.json` states it. `folder` is where."""
+
+    format: int
+    specedge_version: str
+    num_draft_tokens: int
+    context_length: int
+    end_tokens: tuple[int, ...]
+    tokenizer: str
+    chat_template: str | None
+    default_sampling: Sampling
+    target: Model
+    draft: Model
+    files: dict[str, File]
+    folder: Path = field(default=Path(), init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_draft_tokens <= 64:
+            raise ValueError("num_draft_tokens is between 1 and 64")
+        for name in self.files:
+            _check_inside(name)
+        for key, model in self.models.items():
+            self._check_model(key, model)
+        if self.tokenizer not in self.files:
+            raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
+        if self.target.vocab_size != self.draft.vocab_size:
+            raise ValueError(
+                f"target.vocab_size {self.target.vocab_size} and draft.vocab_size "
+                f"{self.draft.vocab_size} differ"
+            )
+        if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
+            raise ValueError(f"end_tokens {bad} are not in the vocabulary")
+
+    def _check_model(self, key: str, model: Model) -> None:
+        for file in (model.weights, *(graph.file for graph in model.graphs)):
+            if file not in self.files:
+                raise ValueError(f"{key} names '{file}', which is not among the files")
+        need = model.context_length + self.num_draft_tokens + 1
+        if model.cache.capacity < need:
+            raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
+        if self.context_length > model.context_length:
+            raise ValueError(f"context_length is above {key}.context_length")
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """Both models by their role."""
+        return {"target": self.target, "draft": self.draft}
+
+    def path(self, file: str) -> Path:
+        """Where a listed file lies."""
+        return self.folder / file
+
+    @classmethod
+    def read(cls, folder: Path) -> Bundle:
+        """Read and check everything but the hashes of large files; see `check`."""
+        manifest = Path(folder) / MANIFEST
+        try:
+            bundle = cls.from_json(manifest.read_text("utf-8"))
+        except (JsonError, UnicodeDecodeError) as error:
+            raise BundleError(f"{manifest}: {error}; {_CURE}") from error
+        except (OSError, ValueError) as error:
+            raise BundleError(_unreadable(Path(folder), error)) from error
+        bundle = bundle.at(Path(folder))
+        for name, file in bundle.files.items():
+            bundle._check_size(name, file)
+            if file.size <= SMALL:
+                bundle.check_hash(name)
+        return bundle
+
+    @classmethod
+    def from_json(cls, text: str) -> Bundle:
+        """The manifest alone, without looking at any file."""
+        value = parse(text)
+        if isinstance(value, dict) and value.get("format") != FORMAT:
+            raise JsonError(
+                f"format is {value.get('format')!r}, this specedge reads format {FORMAT}"
+            )
+        return build(cls, value)
+
+    def to_json(self) -> str:
+        """The manifest's text."""
+        return json.dumps(plain(self), indent=1, ensure_ascii=False) + "\n"
+
+    def at(self, folder: Path) -> Bundle:
+        """The same bundle in a folder."""
+        bundle = replace(self)
+        object.__setattr__(bundle, "folder", folder)
+        return bundle
+
+    def large_files(self) -> list[str]:
+        """The files whose hashes `read` left unchecked."""
+        return [name for name, file in self.files.items() if file.size > SMALL]
+
+    def check_hash(self, name: str, progress: Callable[[int], None] | None = None) -> None:
+        """Hash one file and compare; `progress` is told how many bytes each step read."""
+        try:
+            found = sha256(self.path(name), progress)
+        except OSError as error:
+            raise BundleError(f"{self.path(name)}: {error.strerror}; {_CURE}") from error
+        if found != self.files[name].sha256:
+            raise BundleError(f"{self.path(name)}: its SHA-256 is not the one listed; {_CURE}")
+
+    def _check_size(self, name: str, file: File) -> None:
+        path = self.path(name)
+        try:
+            size = path.stat().st_size
+        except OSError as error:
+            raise BundleError(f"{path}: {error.strerror}; {_CURE}") from error
+        if size != file.size:
+            raise BundleError(f"{path}: has {size} bytes, {MANIFEST} lists {file.size}; {_CURE}")
+
+
+def describe(path: Path) -> File:
+    """A file's entry for the manifest."""
+    return File(path.stat().st_size, sha256(path))
+
+
+def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
+    """A file's SHA-256 in hexadecimal, read in pieces."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(4 * 2**20):
+            digest.update(piece)
+            if progress:
+                progress(len(piece))
+    return digest.hexdigest()
+
+
+def _check_inside(name: str) -> None:
+    """Refuse a path that could leave the folder on any system."""
+    part = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+    if not re.fullmatch(f"{part}(/{part})*", name) or len(name) > 200:
+        raise ValueError(f"files has '{name}', which is not a plain path inside the bundle")
+
+
+def _unreadable(folder: Path, error: Exception) -> str:
+    if not folder.exists():
+        return f"no bundle at {folder}: there is no such folder; name one made by 'specedge export'"
+    if not os.path.isfile(folder / MANIFEST):
+        return f"{folder} has no {MANIFEST}; name a folder made by 'specedge export'"
+    return f"{folder / MANIFEST}: {error}; {_CURE}"

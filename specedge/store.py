@@ -1,0 +1,105 @@
+"""Where bundles live on this machine, and which one is used when none is named."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import platformdirs
+
+from .bundle import Bundle
+from .errors import BundleError
+
+VARIABLE = "SPECEDGE_BUNDLE"
+
+
+def data_folder() -> Path:
+    """The user's folder for exported bundles."""
+    return platformdirs.user_data_path("specedge", appauthor=False)
+
+
+def embedded() -> Path:
+    """The pair that comes with specedge."""
+    return Path(__file__).parent / "models" / "embedded"
+
+
+def default_destination(draft: str, target: str) -> Path:
+    """Where an export without `--output` goes: one folder a pair."""
+    name = f"{_slug(target)}--{_slug(draft)}"
+    return data_folder() / "bundles" / name
+
+
+def remember_default(folder: Path) -> None:
+    """Make a bundle the one that is used when none is named."""
+    _replace_text(data_folder() / "default", str(folder.absolute()))
+
+
+def find(bundle: str | os.PathLike[str] | None = None) -> Path:
+    """The folder named, else SPECEDGE_BUNDLE's, else the last exported, else the embedded."""
+    if bundle is not None:
+        return Path(bundle)
+    if named := os.environ.get(VARIABLE):
+        return Path(named)
+    try:
+        default = Path((data_folder() / "default").read_text("utf-8"))
+    except OSError:
+        return embedded()
+    if not default.exists():
+        raise BundleError(
+            f"the default bundle {default} is gone; export the pair again, or name another bundle"
+        )
+    return default
+
+
+def check_large_files(bundle: Bundle, progress: Callable[[int], None] | None = None) -> None:
+    """Hash large files not seen before here, recognised by path, size, time and inode."""
+    known = _known_files()
+    for name in bundle.large_files():
+        path = bundle.path(name)
+        if known.get(str(path.absolute())) != _identity(path, bundle.files[name].sha256):
+            bundle.check_hash(name, progress)
+            remember_checked(bundle, name)
+
+
+def remember_checked(bundle: Bundle, name: str) -> None:
+    """Note that a file's hash was right; where that cannot be written it is checked again."""
+    path = bundle.path(name)
+    identity = _identity(path, bundle.files[name].sha256)
+    known = {p: i for p, i in _known_files().items() if os.path.exists(p)}
+    known[str(path.absolute())] = identity
+    with contextlib.suppress(OSError):
+        _replace_text(_checked_list(), json.dumps(known))
+
+
+def _checked_list() -> Path:
+    return platformdirs.user_cache_path("specedge", appauthor=False) / "checked.json"
+
+
+def _known_files() -> dict[str, list[int | str]]:
+    try:
+        known = json.loads(_checked_list().read_text("utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _identity(path: Path, sha256: str) -> list[int | str]:
+    facts = path.stat()
+    return [facts.st_size, facts.st_mtime_ns, facts.st_ino, sha256]
+
+
+def _replace_text(path: Path, text: str) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    temporary.write_text(text, "utf-8")
+    os.replace(temporary, path)
+
+
+def _slug(name: str) -> str:
+    """A model's id or path as a folder's name."""
+    last = "-".join(Path(name).parts[-2:]) if os.path.isdir(name) else name
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "model"

@@ -1,0 +1,110 @@
+"""Strict JSON in and out of dataclasses: every key present, none unknown, all types right."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, NoReturn, TypeVar
+
+T = TypeVar("T")
+
+
+class JsonError(ValueError):
+    """The text is not JSON, or not of the shape asked for; the message names the key."""
+
+
+def parse(text: str) -> Any:
+    """JSON text to plain values; repeated keys and NaN are errors."""
+    try:
+        return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except JsonError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise JsonError(f"not valid JSON: {error}") from error
+
+
+def build(kind: type[T], value: Any, key: str = "") -> T:
+    """Plain JSON values to an object of type `kind`; `key` says where in the file we are."""
+    return typing.cast(T, _build(kind, value, key))
+
+
+def plain(value: Any) -> Any:
+    """The inverse of `build`: a dataclass to values that json can write."""
+    if dataclasses.is_dataclass(value):
+        fields = dataclasses.fields(value)
+        return {f.name: plain(getattr(value, f.name)) for f in fields if f.init}
+    if isinstance(value, tuple):
+        return [plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: plain(item) for name, item in value.items()}
+    return value
+
+
+def _build(kind: Any, value: Any, key: str) -> Any:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        inner = next(a for a in arguments if a is not types.NoneType)
+        return None if value is None else _build(inner, value, key)
+    if origin is tuple:
+        items = _expect(list, value, key)
+        return tuple(_build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items))
+    if origin is dict:
+        entries = _expect(dict, value, key)
+        return {name: _build(arguments[1], e, f"{key}.{name}") for name, e in entries.items()}
+    if dataclasses.is_dataclass(kind):
+        return _build_dataclass(typing.cast(type, kind), _expect(dict, value, key), key)
+    if kind is float and type(value) is int and abs(value) < 1e300:
+        return float(value)
+    return _expect(kind, value, key)
+
+
+def _build_dataclass(kind: type, value: dict[str, Any], key: str) -> Any:
+    hints = typing.get_type_hints(kind)
+    names = {f.name for f in dataclasses.fields(kind) if f.init}
+    prefix = f"{key}." if key else ""
+    if missing := sorted(names - value.keys()):
+        raise JsonError(f"key '{prefix}{missing[0]}' is missing")
+    if unknown := sorted(value.keys() - names):
+        raise JsonError(f"key '{prefix}{unknown[0]}' is unknown")
+    built = {name: _build(hints[name], value[name], prefix + name) for name in sorted(names)}
+    try:
+        return kind(**built)
+    except JsonError:
+        raise
+    except ValueError as error:
+        raise JsonError(f"key '{key}': {error}" if key else str(error)) from error
+
+
+def _expect(kind: type, value: Any, key: str) -> Any:
+    if type(value) is not kind:
+        raise JsonError(f"key '{key}' must be {_NAMES[kind]}, got {_shown(value)}")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise JsonError(f"key '{next(n for n in names if names.count(n) > 1)}' appears twice")
+    return result
+
+
+def _constant(name: str) -> NoReturn:
+    raise JsonError(f"{name} is not a number that JSON knows")
+
+
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    list: "a list",
+    dict: "an object",
+}

@@ -1,0 +1,55 @@
+"""A bundle whose files are noise: enough for everything that does not run it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from specedge import bundle as b
+from specedge.options import Sampling
+
+SHAPE = b.CacheLayer(heads=2, key_size=4, value_size=4)
+
+
+def make_model(role: str) -> b.Model:
+    return b.Model(
+        source=b.Source(f"some/{role}", "abc", "apache-2.0"),
+        architecture="gpt2",
+        num_parameters=10,
+        vocab_size=50,
+        padded_vocab_size=64,
+        context_length=32,
+        dtype="float32",
+        weights_dtype="float16",
+        cache=b.Cache("float32", 40, (SHAPE, SHAPE)),
+        weights=f"{role}/weights.bin",
+        graphs=(b.Graph("decoder", "onnx", 1, None, True, f"{role}/decoder.onnx"),),
+        parity=b.Parity(5e-6, 1e-7, 1e-7, 3.0, 32, (1, 2), {"torch": "2.13.0"}),
+    )
+
+
+def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
+    """Write the files and the manifest."""
+    files = {
+        f"{role}/{name}": size
+        for role in ("target", "draft")
+        for name, size in (("weights.bin", weights_size), ("decoder.onnx", 30))
+    }
+    files["tokenizer.json"] = 20
+    for name, size in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(bytes(i % 251 for i in range(size)))
+    bundle = b.Bundle(
+        format=b.FORMAT,
+        specedge_version="0.1.0",
+        num_draft_tokens=4,
+        context_length=32,
+        end_tokens=(0,),
+        tokenizer="tokenizer.json",
+        chat_template=None,
+        default_sampling=Sampling(),
+        target=make_model("target"),
+        draft=make_model("draft"),
+        files={name: b.describe(folder / name) for name in files},
+    )
+    (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")
+    return bundle

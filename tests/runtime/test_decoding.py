@@ -1,0 +1,195 @@
+"""The loop over models that are tables: laws, rollback, catch-up, counts."""
+
+from collections import Counter
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+
+from fakes import TableModel, hashed_law, quarters
+from specedge.options import Sampling
+from specedge.runtime import decoding
+from specedge.runtime.decoding import SpeculativeDecoder
+from specedge.runtime.drafters import DraftModel
+from specedge.runtime.stats import Recorder, Stopwatch
+
+
+def decoder(target, draft, k):
+    return SpeculativeDecoder(target, DraftModel(draft), k, Stopwatch())
+
+
+def generate(target_law, draft_law, k, sampling, seed, count, prompt=(0, 1)):
+    """The first `count` tokens and the rounds, and both models."""
+    target, draft = TableModel(target_law), TableModel(draft_law)
+    rounds = list(decoder(target, draft, k).rounds(prompt, sampling, seed, count))
+    return [t for one in rounds for t in one.tokens][:count], rounds, target, draft
+
+
+@pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
+@pytest.mark.parametrize("draft_seed", [1, 2])
+def test_greedy_output_equals_the_target_alone(k, draft_seed):
+    law = hashed_law(1, 6)
+    text = (0, 1)
+    for _ in range(40):
+        text += (int(np.argmax(law(text))),)
+    assert generate(law, hashed_law(draft_seed, 6), k, Sampling(), 0, 40)[0] == list(text[2:])
+
+
+class GridUniforms:
+    """Uniforms on a grid of midpoints, chosen when first read; `explore` tries them all."""
+
+    def __init__(self, script, size):
+        self.script, self.size, self.read = script, size, {}
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self.count)
+            return _Window(self, range(start, stop))
+        index %= self.count
+        if index not in self.read:
+            at = len(self.read)
+            self.read[index] = self.script[at] if at < len(self.script) else 0
+        return (self.read[index] + 0.5) / self.size
+
+
+class _Window:
+    def __init__(self, parent, indices):
+        self.parent, self.indices = parent, indices
+
+    def __getitem__(self, i):
+        return self.parent[self.indices[i]]
+
+
+def explore(run, count, size=4):
+    """Every outcome of `run(uniforms)` with its exact probability."""
+    outcomes = Counter()
+    script = []
+    while True:
+        uniforms = GridUniforms(script, size)
+        uniforms.count = count
+        outcome = run(uniforms)
+        choices = list(uniforms.read.values())
+        outcomes[outcome] += Fraction(1, size ** len(choices))
+        while choices and choices[-1] == size - 1:
+            choices.pop()
+        if not choices:
+            return outcomes
+        script = [*choices[:-1], choices[-1] + 1]
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize(("target_seed", "draft_seed"), [(1, 2), (3, 4)])
+def test_every_string_has_exactly_the_targets_joint_probability(
+    k, target_seed, draft_seed, monkeypatch
+):
+    """All 27 strings of 3 tokens, through the real loop, with exact arithmetic."""
+    target_law, draft_law = quarters(target_seed, True), quarters(draft_seed, False)
+    length = 3
+
+    def one_round(text):
+        def run(uniforms):
+            target, draft = TableModel(target_law), TableModel(draft_law)
+            monkeypatch.setattr(decoding, "uniforms", lambda *_: uniforms)
+            left = length - (len(text) - 1)
+            rounds = decoder(target, draft, k).rounds(text, Sampling(1.0), 0, left)
+            return tuple(next(rounds).tokens[:left])
+
+        return explore(run, 2 * k + 1)
+
+    law = {(0,): Fraction(1)}
+    while any(len(text) <= length for text in law):
+        longer = Counter()
+        for text, probability in law.items():
+            if len(text) > length:
+                longer[text] += probability
+            else:
+                for tokens, share in one_round(text).items():
+                    longer[text + tokens] += probability * share
+        law = longer
+    for string in product(range(3), repeat=length):
+        expected = Fraction(1)
+        for i in range(length):
+            expected *= Fraction(target_law((0, *string[:i]))[string[i]])
+        assert law.get((0, *string), 0) == expected
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8)]
+)
+def test_sampled_pairs_of_tokens_follow_the_targets_law(sampling):
+    """Chi-square over the joint law of tokens 2 and 3, which a wrong rollback would change."""
+    from specedge.runtime.sampling import probabilities
+
+    law = hashed_law(5, 4)
+    runs, k = 6000, 2
+    counts = Counter(
+        tuple(generate(law, hashed_law(6, 4), k, sampling, seed, 3)[0]) for seed in range(runs)
+    )
+
+    def row(text):
+        return probabilities(np.log(law(text)), sampling)
+
+    statistic, cells = 0.0, 0
+    for string in product(range(4), repeat=3):
+        expected = runs * float(np.prod([row((0, 1, *string[:i]))[string[i]] for i in range(3)]))
+        if expected == 0:
+            assert counts[string] == 0
+        else:
+            statistic += (counts[string] - expected) ** 2 / expected
+            cells += 1
+    stats = pytest.importorskip("scipy.stats")
+    assert stats.chi2.sf(statistic, cells - 1) > 1e-4
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_that_equals_its_target_gives_k_plus_one_tokens_every_round(k, temperature):
+    law = hashed_law(3, 5)
+    _, rounds, target, draft = generate(law, law, k, Sampling(temperature), 0, 20 * (k + 1))
+    assert [len(one.tokens) for one in rounds] == [k + 1] * 20
+    assert target.passes == [k + 1] * 20
+    # K passes a round, the first of two tokens: the prompt's at first, then the catch-up.
+    assert draft.passes == ([2] + [1] * (k - 1)) * 20
+
+
+def test_plain_decoding_runs_no_draft_and_one_row_a_pass():
+    _, _, target, draft = generate(hashed_law(1, 5), hashed_law(2, 5), 0, Sampling(1.0), 0, 10)
+    assert (target.passes, draft.passes) == ([1] * 10, [])
+
+
+def test_a_prompt_of_one_token_needs_no_prefill():
+    tokens, _, target, _ = generate(hashed_law(1, 5), hashed_law(2, 5), 2, Sampling(), 0, 6, (3,))
+    assert len(tokens) == 6
+    assert target.rows[0] == 3
+
+
+@pytest.mark.parametrize("k", [0, 1, 4])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_shorter_request_gives_the_beginning_of_a_longer_one(k, temperature):
+    def run(count):
+        laws = hashed_law(1, 6), hashed_law(2, 6)
+        return generate(*laws, k, Sampling(temperature), 9, count)[0]
+
+    longest = run(20)
+    assert all(run(count) == longest[:count] for count in range(1, 20))
+
+
+def test_no_pass_reaches_past_the_last_token_asked_for():
+    for count in range(1, 12):
+        _, _, target, draft = generate(hashed_law(1, 3), hashed_law(1, 3), 4, Sampling(), 0, count)
+        assert max(len(target.rows), len(draft.rows)) <= 2 + count
+
+
+def test_recorder_counts_tested_and_accepted_by_position():
+    recorder = Recorder(2, 3, Stopwatch())
+    for accepted, kept in ((3, 4), (1, 2), (0, 1)):
+        recorder.record(decoding.Round([0] * (accepted + 1), 3, accepted), kept)
+    stats = recorder.stats(9, 3)
+    assert (stats.num_new_tokens, stats.num_drafted) == (7, 9)
+    assert stats.tested_by_position == [3, 2, 1]
+    assert stats.accepted_by_position == [2, 1, 1]
+    assert stats.accepted_over_tested == 4 / 6
+    assert stats.accepted_over_drafted == 4 / 9
+    assert stats.tokens_per_round == 7 / 3
+    assert stats.acceptance_by_position == [2 / 3, 1 / 2, 1.0]

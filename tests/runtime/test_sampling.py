@@ -1,0 +1,186 @@
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specedge.errors import SpecEdgeError
+from specedge.options import Sampling
+from specedge.runtime.sampling import Draft, argmax, draw, pick, probabilities, verify
+
+
+def logits_of(*probs):
+    with np.errstate(divide="ignore"):
+        return np.log(np.array(probs, float))
+
+
+def test_greedy_takes_the_lowest_id_on_ties():
+    assert argmax(np.array([1.0, 3.0, 3.0])) == 1
+    assert draw(np.array([1.0, 3.0, 3.0]), Sampling(), 0.9) == (1, None)
+
+
+def test_temperature_divides_the_logits():
+    logits = np.array([0.0, 1.0, 2.0])
+    expected = np.exp(logits / 0.5) / np.exp(logits / 0.5).sum()
+    np.testing.assert_allclose(probabilities(logits, Sampling(0.5)), expected, rtol=1e-12)
+
+
+def test_a_tiny_temperature_is_one_hot_not_a_number_error():
+    probs = probabilities(np.array([1.0, 5.0, 3.0], np.float32), Sampling(1e-30))
+    assert probs.tolist() == [0, 1, 0]
+
+
+def test_top_k_keeps_every_tie_with_the_kth():
+    probs = probabilities(logits_of(0.1, 0.4, 0.25, 0.25), Sampling(1.0, top_k=2))
+    np.testing.assert_allclose(probs, np.array([0, 0.4, 0.25, 0.25]) / 0.9)
+
+
+@pytest.mark.parametrize(
+    ("top_p", "kept"), [(0.4, [1]), (0.41, [1, 2]), (0.7, [1, 2]), (0.71, [0, 1, 2]), (0.99, None)]
+)
+def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
+    law = np.array([0.2, 0.4, 0.3, 0.1])
+    probs = probabilities(logits_of(*law), Sampling(1.0, top_p=top_p))
+    assert np.flatnonzero(probs).tolist() == ([0, 1, 2, 3] if kept is None else kept)
+    np.testing.assert_allclose(probs[probs > 0], (law / law[probs > 0].sum())[probs > 0])
+
+
+def test_min_p_is_a_share_of_the_likeliest():
+    probs = probabilities(logits_of(0.5, 0.3, 0.15, 0.05), Sampling(1.0, min_p=0.4))
+    np.testing.assert_allclose(probs, [0.625, 0.375, 0, 0])
+
+
+@given(
+    st.integers(0, 2**32 - 1),
+    st.floats(0.1, 5),
+    st.integers(0, 60),
+    st.floats(0.01, 1),
+    st.floats(0, 1),
+)
+def test_filters_agree_with_transformers(seed, temperature, top_k, top_p, min_p):
+    torch = pytest.importorskip("torch", reason="needs the export extra")
+    process = pytest.importorskip("transformers.generation.logits_process")
+    logits = np.random.default_rng(seed).normal(0, 3, 50)
+    scores = torch.tensor(logits)[None]
+    warpers = [process.TemperatureLogitsWarper(temperature)]
+    warpers += [process.TopKLogitsWarper(top_k)] if top_k else []
+    warpers += [process.TopPLogitsWarper(top_p)] if top_p < 1 else []
+    warpers += [process.MinPLogitsWarper(min_p)] if min_p else []
+    for warper in warpers:
+        scores = warper(None, scores)
+    ours = probabilities(logits, Sampling(temperature, top_k, top_p, min_p))
+    np.testing.assert_allclose(ours, scores.softmax(-1)[0].numpy(), rtol=1e-9, atol=1e-12)
+
+
+def test_pick_never_draws_a_token_without_weight():
+    weights = np.array([0, 0.25, 0, 0.75, 0])
+    drawn = {pick(weights, u) for u in (0.0, 0.2499, 0.25, 0.5, np.nextafter(1, 0))}
+    assert drawn == {1, 3}
+
+
+def test_pick_survives_a_product_that_rounds_up_to_the_total():
+    weights = np.array([1e-320, 1e-320, 0])  # subnormal: times the largest uniform is the total
+    assert pick(weights, float(np.nextafter(1, 0))) == 1
+
+
+TARGET, DRAFT = (0.1, 0.6, 0.3), (0.5, 0.3, 0.2)
+
+
+def output_law(target, draft):
+    """The law of a round's first token, integrated exactly over its uniforms on a grid.
+
+    Accepting x has probability min(1, t/d); what remains is spread as the residual picks.
+    """
+    law = np.zeros(3)
+    grid = (np.arange(3000) + 0.5) / 3000
+    rows = np.stack([logits_of(*target)] * 2)
+    for x, d in enumerate(draft):
+        proposal = Draft([x], [np.array(draft)])
+        accepted = np.array(
+            [verify(proposal, rows, Sampling(1.0), [u], 0.5).num_accepted for u in grid]
+        )
+        law[x] += d * accepted.mean()
+        if not accepted.all():
+            u = grid[~accepted.astype(bool)][0]
+            tokens = [verify(proposal, rows, Sampling(1.0), [u], v).next_token for v in grid]
+            law += d * (1 - accepted.mean()) * np.bincount(tokens, minlength=3) / 3000
+    return law
+
+
+@pytest.mark.parametrize("draft", [DRAFT, TARGET, (1, 0, 0), (0, 0, 1), (0.9, 0.05, 0.05)])
+def test_the_accept_rule_gives_the_targets_law_for_any_draft(draft):
+    np.testing.assert_allclose(output_law(TARGET, draft), TARGET, atol=4e-4)
+
+
+def test_acceptance_rate_is_the_overlap_of_the_two_laws():
+    grid = (np.arange(3000) + 0.5) / 3000
+    rows = np.stack([logits_of(*TARGET)] * 2)
+    rate = sum(
+        d * verify(Draft([x], [np.array(DRAFT)]), rows, Sampling(1.0), [u], 0.5).num_accepted
+        for x, d in enumerate(DRAFT)
+        for u in grid
+    ) / len(grid)
+    assert rate == pytest.approx(sum(map(min, TARGET, DRAFT)), abs=4e-4)
+
+
+def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
+    rows = np.stack([logits_of(0, 1)] * 2)
+    for drafted in ([1.0, 0.0], [0.0, 1.0]):  # drafted with certainty, and never
+        assert verify(Draft([0], [np.array(drafted)]), rows, Sampling(1.0), [0.0], 0.5) == (
+            verify(Draft([0]), rows, Sampling(1.0), [0.0], 0.5)
+        )
+        assert verify(Draft([0], [np.array(drafted)]), rows, Sampling(1.0), [0.0], 0.5).next_token
+
+
+def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
+    law = np.array([0.5, 0.5])
+    above = np.array([0.5, 0.5]) * (1 + 1e-9)
+    verdict = verify(
+        Draft([0], [above]), np.log(np.stack([law, law])), Sampling(1.0), [1 - 1e-12], 0.9
+    )
+    assert (verdict.num_accepted, verdict.next_token) == (0, 1)
+
+
+def test_nothing_after_a_rejection_counts():
+    rows = np.stack([logits_of(0, 1), logits_of(1, 0), logits_of(1, 0)])
+    verdict = verify(Draft([0, 0], [np.array([1.0, 0])] * 2), rows, Sampling(1.0), [0.0, 0.0], 0.5)
+    assert (verdict.num_accepted, verdict.next_token) == (0, 1)
+
+
+def test_the_bonus_token_follows_the_last_row_unadjusted():
+    rows = np.stack([logits_of(1, 0), logits_of(0, 1)])
+    verdict = verify(Draft([0], [np.array([1.0, 0])]), rows, Sampling(1.0), [0.9], 0.0)
+    assert (verdict.num_accepted, verdict.next_token) == (1, 1)
+
+
+@given(st.lists(st.integers(0, 3), min_size=0, max_size=4), st.integers(0, 1000))
+def test_greedy_verification_is_the_accept_rule_at_temperature_zero(tokens, seed):
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 3, (len(tokens) + 1, 4)).astype(float)  # ties on purpose
+    choices = [int(np.argmax(row)) for row in rows]
+    agreed = next((i for i, t in enumerate(tokens) if t != choices[i]), len(tokens))
+    verdict = verify(Draft(tokens), rows, Sampling(), rng.random(4), 0.5)
+    assert (verdict.num_accepted, verdict.next_token) == (agreed, choices[agreed])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)])
+def test_logits_that_are_not_numbers_are_an_error(sampling):
+    with pytest.raises(SpecEdgeError, match="not numbers"):
+        draw(np.array([0.0, np.nan, 1.0]), sampling, 0.5)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 2},
+    ],
+)
+def test_impossible_options_are_refused_when_built(options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        Sampling(**options)

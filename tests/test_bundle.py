@@ -1,0 +1,206 @@
+import contextlib
+import json
+import os
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from manifests import make_bundle
+from specedge import store
+from specedge.bundle import MANIFEST, SMALL, Bundle
+from specedge.errors import BundleError
+from specedge.strict_json import JsonError
+
+
+@pytest.fixture
+def folder(tmp_path):
+    make_bundle(tmp_path)
+    return tmp_path
+
+
+def edit(folder, *keys, value=..., drop=False):
+    """Change or drop the value under a path of keys."""
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    inner = manifest
+    for key in keys[:-1]:
+        inner = inner[key]
+    if drop:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = value
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+
+
+def test_reading_gives_what_was_written(tmp_path):
+    written = make_bundle(tmp_path)
+    assert Bundle.read(tmp_path) == written
+    assert Bundle.read(tmp_path).path("tokenizer.json") == tmp_path / "tokenizer.json"
+
+
+def test_writing_is_repeatable(folder):
+    text = (folder / MANIFEST).read_text("utf-8")
+    assert Bundle.from_json(text).to_json() == text
+
+
+@pytest.mark.parametrize(
+    ("keys", "value", "message"),
+    [
+        (("format",), 3, "format is 3, this specedge reads format 1"),
+        (("format",), True, "format"),
+        (("surprise",), 1, "key 'surprise' is unknown"),
+        (("target", "surprise"), 1, "key 'target.surprise' is unknown"),
+        (("target", "cache", "layers"), [], "key 'target.cache'"),
+        (("target", "cache", "layers"), [{"heads": 1}], r"'target.cache.layers\[0\].key_size'"),
+        (("target", "vocab_size"), "50", "key 'target.vocab_size' must be a whole number"),
+        (("target", "vocab_size"), 50.0, "key 'target.vocab_size' must be a whole number"),
+        (("target", "vocab_size"), True, "key 'target.vocab_size' must be a whole number"),
+        (("target", "vocab_size"), 49, "vocab_size 49 and draft.vocab_size 50 differ"),
+        (("target", "weights"), "target/other.bin", "which is not among the files"),
+        (("target", "context_length"), 38, r"target.cache.capacity 40 is below 43"),
+        (("context_length",), 33, "context_length is above"),
+        (("end_tokens",), [50], r"end_tokens \[50\]"),
+        (("num_draft_tokens",), 0, "num_draft_tokens is between"),
+        (("default_sampling", "temperature"), -1, "temperature must be at least 0"),
+        (("files", "tokenizer.json", "sha256"), "00", "64 lowercase"),
+        (("tokenizer",), "gone.json", "'gone.json' is not among the files"),
+    ],
+)
+def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
+    edit(folder, *keys, value=value)
+    with pytest.raises(BundleError, match=message) as caught:
+        Bundle.read(folder)
+    assert MANIFEST in str(caught.value)
+    assert "export the pair again" in str(caught.value)
+
+
+def test_every_missing_key_is_named(folder):
+    whole = (folder / MANIFEST).read_text("utf-8")
+
+    def paths(value, before=()):
+        for key in value:
+            yield (*before, key)
+            if isinstance(value[key], dict) and key not in ("files", "versions"):
+                yield from paths(value[key], (*before, key))
+
+    for keys in list(paths(json.loads(whole))):
+        (folder / MANIFEST).write_text(whole, "utf-8")
+        edit(folder, *keys, drop=True)
+        with pytest.raises(BundleError, match="missing" if keys != ("format",) else "format"):
+            Bundle.read(folder)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../outside", "/etc/passwd", "a/../../b", "a//b", "./a", "a\\b", "C:/a", "a/", "", "..", "é"],
+)
+def test_a_path_that_could_leave_the_folder_is_refused(folder, name):
+    entry = {"size": 0, "sha256": "0" * 64}
+    edit(folder, "files", name, value=entry)
+    with pytest.raises(BundleError, match="not a plain path inside the bundle"):
+        Bundle.read(folder)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"format": 1}', "{" * 9999, "\0"])
+def test_text_that_is_no_manifest_is_an_error(folder, text):
+    (folder / MANIFEST).write_text(text, "utf-8")
+    with pytest.raises(BundleError, match=MANIFEST):
+        Bundle.read(folder)
+
+
+def test_a_repeated_key_and_a_constant_that_is_no_number_are_errors(folder):
+    text = (folder / MANIFEST).read_text("utf-8")
+    (folder / MANIFEST).write_text(text.replace("{", '{"format": 1,', 1), "utf-8")
+    with pytest.raises(BundleError, match="key 'format' appears twice"):
+        Bundle.read(folder)
+    (folder / MANIFEST).write_text(text.replace("3.0", "NaN", 1), "utf-8")
+    with pytest.raises(BundleError, match="NaN"):
+        Bundle.read(folder)
+
+
+def test_bytes_that_are_not_text_are_an_error(folder):
+    (folder / MANIFEST).write_bytes(b"\xff\xfe")
+    with pytest.raises(BundleError, match=MANIFEST):
+        Bundle.read(folder)
+
+
+def test_a_missing_folder_or_manifest_says_so(tmp_path):
+    with pytest.raises(BundleError, match="no such folder"):
+        Bundle.read(tmp_path / "nowhere")
+    with pytest.raises(BundleError, match=r"has no bundle\.json"):
+        Bundle.read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["target/weights.bin", "tokenizer.json"])
+def test_a_truncated_or_missing_file_is_found_when_reading(folder, name):
+    (folder / name).write_bytes((folder / name).read_bytes()[:-1])
+    with pytest.raises(BundleError, match=f"{name}: has .* bytes, bundle.json lists"):
+        Bundle.read(folder)
+    (folder / name).unlink()
+    with pytest.raises(BundleError, match=name):
+        Bundle.read(folder)
+
+
+def test_a_wrong_checksum_of_a_small_file_is_found_when_reading(folder):
+    (folder / "tokenizer.json").write_bytes(b"x" * 20)
+    with pytest.raises(BundleError, match="SHA-256"):
+        Bundle.read(folder)
+
+
+def test_large_files_are_hashed_once_and_again_after_a_change(tmp_path):
+    make_bundle(tmp_path, weights_size=SMALL + 1)
+    weights = tmp_path / "target" / "weights.bin"
+    bundle = Bundle.read(tmp_path)
+    read = []
+    store.check_large_files(bundle, read.append)
+    assert sum(read) == 2 * (SMALL + 1)
+    store.check_large_files(bundle, read.append)
+    assert sum(read) == 2 * (SMALL + 1)
+    with weights.open("r+b") as file:
+        file.write(b"\xff")
+    os.utime(weights, ns=(1, 1))
+    assert Bundle.read(tmp_path) == bundle
+    with pytest.raises(BundleError, match="SHA-256"):
+        store.check_large_files(bundle)
+
+
+def test_the_bundle_used_is_the_named_else_the_variables_else_the_last_exported(
+    tmp_path, monkeypatch
+):
+    assert store.find() == store.embedded()
+    store.remember_default(tmp_path)
+    assert store.find() == tmp_path
+    monkeypatch.setenv("SPECEDGE_BUNDLE", "variable")
+    assert str(store.find()) == "variable"
+    assert str(store.find("named")) == "named"
+
+
+def test_a_default_bundle_that_is_gone_is_an_error(tmp_path):
+    store.remember_default(tmp_path / "gone")
+    with pytest.raises(BundleError, match="is gone"):
+        store.find()
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_no_manifest_gives_anything_but_a_bundle_or_an_error(data, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("fuzz")
+    manifest = json.loads(make_bundle(folder).to_json())
+    inner = manifest
+    while True:
+        key = data.draw(st.sampled_from(sorted(inner)))
+        if not (isinstance(inner[key], dict) and inner[key] and data.draw(st.booleans())):
+            break
+        inner = inner[key]
+    inner[key] = data.draw(JSON)
+    with contextlib.suppress(JsonError):
+        Bundle.from_json(json.dumps(manifest))
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8", "surrogatepass")
+    with contextlib.suppress(BundleError):
+        Bundle.read(folder)

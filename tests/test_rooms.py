@@ -1,0 +1,64 @@
+"""Who may import what."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import specedge
+
+ROOT = Path(specedge.__file__).parent
+ONLY = {
+    "exporter": {"torch", "transformers", "optimum", "safetensors", "huggingface_hub", "filelock"},
+    "runtime": set(),
+}
+
+
+def imports(folder):
+    """Every module named in an import anywhere in a folder, with its file."""
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.Import):
+                yield from ((path.name, alias.name) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                yield path.name, node.module
+
+
+def test_exporter_and_runtime_are_strangers():
+    assert not [i for i in imports("exporter") if i[1].startswith("specedge.runtime")]
+    assert not [i for i in imports("runtime") if i[1].startswith("specedge.exporter")]
+
+
+def test_the_runtime_imports_no_package_of_the_export_extra():
+    heavy = ONLY["exporter"] | {"onnx", "onnxscript", "onnx_ir", "ml_dtypes"}
+    assert not [i for i in imports("runtime") if i[1].split(".")[0] in heavy]
+
+
+def test_only_devices_imports_onnxruntime_in_the_runtime():
+    names = [file for file, module in imports("runtime") if module.startswith("onnxruntime")]
+    assert not names  # devices.py imports it by name, to turn its absence into our error
+
+
+def loaded_after(statement):
+    code = f"import sys; {statement}; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    return {name.split(".")[0] for name in result.stdout.split()}
+
+
+def test_importing_specedge_loads_neither_numpy_nor_onnxruntime():
+    assert not loaded_after("import specedge") & {"numpy", "onnxruntime", "tokenizers", "click"}
+
+
+@pytest.mark.parametrize("statement", ["import specedge.runtime", "from specedge import load"])
+def test_the_runtime_loads_neither_torch_nor_transformers_nor_onnx(statement):
+    assert not loaded_after(statement) & {"torch", "transformers", "onnx", "onnxscript"}
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        _ = specedge.nothing
+    assert all(hasattr(specedge, name) for name in dir(specedge))

@@ -1,0 +1,289 @@
+"""Train the embedded pair from CPython's own standard library. Development only.
+
+    python tools/train_embedded_pair.py --work build/embedded
+
+Four stages, each skipped when its result exists and resumed where it was interrupted: tokenizer,
+target (cross-entropy, the checkpoint with the lowest held-out loss wins), samples (text that the
+target writes), draft (distilled from the target's distributions on library text and on those
+samples). Every random choice is a function of the seed and the step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import sysconfig
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional
+from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+
+SEED = 1
+END = "<|endoftext|>"
+VOCAB_SIZE = 4096
+CONTEXT = 512
+BATCH = 8
+TARGET = {"n_layer": 6, "n_embd": 320, "n_head": 5}
+DRAFT = {"n_layer": 2, "n_embd": 160, "n_head": 5}
+TARGET_STEPS = 2000
+DRAFT_STEPS = 2500
+NUM_SAMPLES = 2048
+EVERY = 100  # steps between checkpoints and held-out evaluations
+TABLES = ("encodings/cp", "encodings/mac_", "encodings/iso", "encodings/koi", "encodings/tis_",
+          "encodings/hp_", "encodings/ptcp", "pydoc_data/", "_sysconfigdata", "lib2to3/tests/data",
+          "site-packages/", "idlelib/idle_test/htest", "test/test_email/data")  # fmt: skip
+
+
+def library_files() -> list[tuple[str, str]]:
+    """Name and text of every module of the running Python's library, tables left out, sorted."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files, seen = [], set()
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        if any(table in name for table in TABLES):
+            continue
+        try:
+            text = path.read_text("utf-8").replace("\r\n", "\n")
+        except UnicodeDecodeError:
+            continue
+        if text.strip() and text not in seen and max(map(len, text.splitlines())) < 2000:
+            seen.add(text)
+            files.append((name, text))
+    return files
+
+
+def held_out(name: str) -> bool:
+    """One module in forty, chosen by the hash of its name."""
+    return hashlib.sha256(name.encode()).digest()[0] % 40 == 0
+
+
+def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
+    """All texts as one stream, an end token before and after each. -> [N]"""
+    end = tokenizer.convert_tokens_to_ids(END)
+    stream = [end]
+    for text in texts:
+        stream += [*tokenizer(text)["input_ids"], end]
+    return torch.tensor(stream)
+
+
+def windows(stream: torch.Tensor, step: int, count: int) -> torch.Tensor:
+    """The windows of a step: a function of the seed and the step alone. -> [count, CONTEXT + 1]"""
+    generator = torch.Generator().manual_seed(SEED * 1_000_003 + step)
+    starts = torch.randint(len(stream) - CONTEXT - 1, (count,), generator=generator)
+    return torch.stack([stream[s : s + CONTEXT + 1] for s in starts])
+
+
+def new_model(shape: dict[str, int]) -> GPT2LMHeadModel:
+    torch.manual_seed(SEED)
+    config = GPT2Config(
+        vocab_size=VOCAB_SIZE, n_positions=CONTEXT, **shape, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+class Trainer:
+    """A model, its optimizers and a resumable run: warm-up, plateau, linear decay to zero."""
+
+    def __init__(self, model: GPT2LMHeadModel, steps: int, rate: float, folder: Path) -> None:
+        self.model, self.steps, self.folder = model, steps, folder
+        self.forward = torch.compile(model)
+        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".h." in n]
+        others = [p for n, p in model.named_parameters() if p.ndim != 2 or ".h." not in n]
+        self.optimizers = [
+            torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
+        ]
+        self.rate = rate
+        self.step, self.best = 0, math.inf
+        if (folder / "state.pt").exists():
+            self.load()
+
+    def logits(self, tokens: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.forward(tokens, use_cache=False).logits
+
+    def update(self, loss: torch.Tensor) -> None:
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        left = (self.steps - self.step) / self.steps
+        for optimizer in self.optimizers:
+            optimizer.param_groups[0]["lr"] = self.rate * min((self.step + 1) / 50, left / 0.5, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        self.step += 1
+
+    def save(self, held_out_loss: float) -> None:
+        if held_out_loss < self.best:
+            self.best = held_out_loss
+            torch.save(self.model.state_dict(), self.folder / "best.pt")
+        state = {
+            "model": self.model.state_dict(), "step": self.step, "best": self.best,
+            "optimizers": [o.state_dict() for o in self.optimizers],
+        }  # fmt: skip
+        torch.save(state, self.folder / "state.tmp")
+        os.replace(self.folder / "state.tmp", self.folder / "state.pt")
+
+    def load(self) -> None:
+        state = torch.load(self.folder / "state.pt", weights_only=True)
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.step, self.best = state["step"], state["best"]
+
+
+def cross_entropy(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
+
+
+def train_target(folder: Path, train: torch.Tensor, test: torch.Tensor) -> None:
+    run = Trainer(new_model(TARGET), TARGET_STEPS, 2.5e-3, folder)
+    start, first = time.monotonic(), run.step
+    while run.step < run.steps:
+        batch = windows(train, run.step, BATCH)
+        loss = cross_entropy(run.logits(batch[:, :-1]), batch)
+        run.update(loss)
+        if run.step % EVERY == 0 or run.step == run.steps:
+            batches = [windows(test, -1 - i, BATCH) for i in range(8)]
+            with torch.no_grad():
+                losses = [float(cross_entropy(run.logits(b[:, :-1]), b)) for b in batches]
+            run.save(float(np.mean(losses)))
+            report("target", run, float(loss), float(np.mean(losses)), start, first)
+
+
+def report(name: str, run: Trainer, loss: float, test: float, start: float, first: int) -> None:
+    speed = (run.step - first) * BATCH * CONTEXT / (time.monotonic() - start)
+    figures = f"loss {loss:.3f}, held out {test:.4f}, {speed:.0f} tokens/s"
+    print(f"{name} {run.step}/{run.steps}: {figures}", flush=True)
+
+
+def write_samples(target: GPT2LMHeadModel, train: torch.Tensor, path: Path) -> None:
+    """Text the target writes after library prompts, half greedy, half at temperature 1."""
+    rows = []
+    for i in range(0, NUM_SAMPLES, 64):
+        greedy = (i // 64) % 2 == 0
+        prompts = windows(train, 10_000_000 + i, 64)[:, :64]
+        torch.manual_seed(SEED + i)
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            rows.append(
+                target.generate(
+                    prompts, max_length=CONTEXT, do_sample=not greedy, top_k=0,
+                    eos_token_id=None, pad_token_id=0,
+                )
+            )  # fmt: skip
+        print(f"samples {i + 64}/{NUM_SAMPLES}", flush=True)
+    torch.save(torch.cat(rows), path)
+
+
+def distances(target: torch.Tensor, draft: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Mean KL divergence and mean acceptance rate 1 - TV of two rows of logits."""
+    target_log, draft_log = target.float().log_softmax(-1), draft.float().log_softmax(-1)
+    kl = (target_log.exp() * (target_log - draft_log)).sum(-1).mean()
+    alpha = torch.minimum(target_log.exp(), draft_log.exp()).sum(-1).mean()
+    return kl, alpha
+
+
+def train_draft(
+    folder: Path, target: GPT2LMHeadModel, train: torch.Tensor, test: torch.Tensor, samples: Path
+) -> None:
+    """Minimise KL + TV: the first learns fast, the second is what acceptance pays for."""
+    run = Trainer(new_model(DRAFT), DRAFT_STEPS, 5e-3, folder)
+    teacher, written = torch.compile(target), torch.load(samples, weights_only=True)
+    start, first = time.monotonic(), run.step
+
+    def teach(tokens: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+            return teacher(tokens, use_cache=False).logits
+
+    while run.step < run.steps:
+        generator = torch.Generator().manual_seed(SEED + run.step)
+        own = written[torch.randint(len(written), (BATCH // 2,), generator=generator)]
+        batch = torch.cat([windows(train, run.step, BATCH // 2)[:, :CONTEXT], own])
+        kl, alpha = distances(teach(batch), run.logits(batch))
+        run.update(kl + (1 - alpha))
+        if run.step % EVERY == 0 or run.step == run.steps:
+            batches = [windows(test, -1 - i, BATCH)[:, :-1] for i in range(8)]
+            with torch.no_grad():
+                alphas = [float(distances(teach(b), run.logits(b))[1]) for b in batches]
+            run.save(1 - float(np.mean(alphas)))
+            report("draft", run, float(kl), 1 - float(np.mean(alphas)), start, first)
+
+
+def rounded(folder: Path, shape: dict[str, int]) -> GPT2LMHeadModel:
+    """The best checkpoint, rounded to fp16 as it will be shipped, computing in fp32."""
+    model = new_model(shape)
+    model.load_state_dict(torch.load(folder / "best.pt", weights_only=True))
+    return model.half().float().eval()
+
+
+def save_checkpoint(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, to: Path) -> None:
+    model.half().save_pretrained(to)
+    tokenizer.save_pretrained(to)
+    model.float()
+
+
+def stages(work: Path, output: Path) -> Iterator[str]:
+    files = library_files()
+    tests = [name for name, _ in files if held_out(name)]
+    digest = hashlib.sha256("".join(n + t for n, t in files).encode()).hexdigest()
+    facts = {"corpus_sha256": digest, "modules": len(files), "held_out": tests}
+    (work / "corpus.json").write_text(json.dumps(facts, indent=1))
+    texts = [text for name, text in files if not held_out(name)]
+    if not (work / "tokenizer.json").exists():
+        train_tokenizer(texts).backend_tokenizer.save(str(work / "tokenizer.json"))
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_file=str(work / "tokenizer.json"), bos_token=END, eos_token=END,
+        model_max_length=CONTEXT,
+    )  # fmt: skip
+    if not (work / "streams.pt").exists():
+        streams = encode(tokenizer, texts), encode(tokenizer, [t for n, t in files if held_out(n)])
+        torch.save(streams, work / "streams.pt")
+    train, test = torch.load(work / "streams.pt", weights_only=True)
+    yield f"{len(files)} modules, {len(train)} tokens to train, {len(test)} held out"
+    train_target(work / "target", train, test)
+    target = rounded(work / "target", TARGET)
+    save_checkpoint(target, tokenizer, output / "target")
+    yield f"target: {sum(p.numel() for p in target.parameters())} parameters"
+    if not (work / "samples.pt").exists():
+        write_samples(target, train, work / "samples.pt")
+    train_draft(work / "draft", target, train, test, work / "samples.pt")
+    draft = rounded(work / "draft", DRAFT)
+    save_checkpoint(draft, tokenizer, output / "draft")
+    yield f"draft: {sum(p.numel() for p in draft.parameters())} parameters"
+
+
+@click.command()
+@click.option("--work", type=click.Path(path_type=Path), default=Path("build/embedded"))
+@click.option("--output", type=click.Path(path_type=Path), default=Path("models/checkpoints"))
+def main(work: Path, output: Path) -> None:
+    """Train the target and the draft of the embedded pair and write their checkpoints."""
+    for folder in (work / "target", work / "draft", output):
+        folder.mkdir(parents=True, exist_ok=True)
+    for line in stages(work, output):
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()
