@@ -128,7 +128,7 @@ class Pipeline:
             tokens = list(self.tokenizer.encode(prompt).ids)
         else:
             tokens = [int(token) for token in prompt]
-        if not tokens:
+        if not tokens or prompt == "":  # some tokenizers begin even no text with a token
             raise PromptError("the prompt is empty; give at least one token of text")
         if bad := [token for token in tokens if not 0 <= token < vocab_size]:
             raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")

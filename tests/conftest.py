@@ -19,3 +19,29 @@ def _own_folders(tmp_path_factory, monkeypatch):
     for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE"):
         monkeypatch.setenv(variable, str(home))
     monkeypatch.delenv("SPECEDGE_BUNDLE", raising=False)
+
+
+@pytest.fixture(scope="session")
+def pipeline():
+    """The embedded pair, loaded."""
+    pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+    import specedge
+
+    return specedge.load(specedge_embedded())
+
+
+@pytest.fixture(scope="session")
+def self_draft(pipeline):
+    """The embedded target drafting for itself."""
+    from specedge.runtime.ort import OrtModel
+    from specedge.runtime.pipeline import Pipeline
+
+    bundle = pipeline.bundle
+    twin = OrtModel(bundle, bundle.target, "cpu", None, True)
+    return Pipeline(bundle, pipeline.tokenizer, pipeline.target, twin)
+
+
+def specedge_embedded():
+    from specedge import store
+
+    return store.embedded()

@@ -14,7 +14,6 @@ import hashlib
 import json
 import math
 import os
-import sysconfig
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +21,7 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
+from corpus import held_out, library_files
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
@@ -37,32 +37,6 @@ TARGET_STEPS = 2000
 DRAFT_STEPS = 2500
 NUM_SAMPLES = 2048
 EVERY = 100  # steps between checkpoints and held-out evaluations
-TABLES = ("encodings/cp", "encodings/mac_", "encodings/iso", "encodings/koi", "encodings/tis_",
-          "encodings/hp_", "encodings/ptcp", "pydoc_data/", "_sysconfigdata", "lib2to3/tests/data",
-          "site-packages/", "idlelib/idle_test/htest", "test/test_email/data")  # fmt: skip
-
-
-def library_files() -> list[tuple[str, str]]:
-    """Name and text of every module of the running Python's library, tables left out, sorted."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    files, seen = [], set()
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        if any(table in name for table in TABLES):
-            continue
-        try:
-            text = path.read_text("utf-8").replace("\r\n", "\n")
-        except UnicodeDecodeError:
-            continue
-        if text.strip() and text not in seen and max(map(len, text.splitlines())) < 2000:
-            seen.add(text)
-            files.append((name, text))
-    return files
-
-
-def held_out(name: str) -> bool:
-    """One module in forty, chosen by the hash of its name."""
-    return hashlib.sha256(name.encode()).digest()[0] % 40 == 0
 
 
 def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:

@@ -193,3 +193,12 @@ def test_recorder_counts_tested_and_accepted_by_position():
     assert stats.accepted_over_drafted == 4 / 9
     assert stats.tokens_per_round == 7 / 3
     assert stats.acceptance_by_position == [2 / 3, 1 / 2, 1.0]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4])
+def test_after_a_rejection_the_draft_feeds_one_token(k):
+    _, rounds, _, draft = generate(
+        lambda text: (1, 0), lambda text: (0, 1), k, Sampling(1.0), 0, 6 * k
+    )
+    assert not any(one.num_accepted for one in rounds)
+    assert draft.passes[: 3 * k] == [2] + [1] * (3 * k - 1)

@@ -1,0 +1,1 @@
+"""The embedded pair, which works offline: a bundle in `embedded`; see README.md for its making."""

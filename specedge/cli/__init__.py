@@ -1,0 +1,53 @@
+"""The command line: text to stdout, all else to stderr; exit 1 on errors, 130 on Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import click
+
+from specedge.cli.compare import compare
+from specedge.cli.export import export
+from specedge.cli.generate import generate
+from specedge.cli.inspect import inspect
+from specedge.errors import SpecEdgeError
+from specedge.version import __version__
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="specedge")
+def cli() -> None:
+    """Export a draft and a target model to ONNX and generate with lossless speculative decoding."""
+
+
+for command in (export, generate, compare, inspect):
+    cli.add_command(command)
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        code = cli.main(prog_name="specedge", standalone_mode=False)
+        sys.stdout.flush()
+        return code if isinstance(code, int) else 0
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("specedge: interrupted", err=True)
+        return 130
+    except SpecEdgeError as error:
+        click.echo(f"specedge: {error}", err=True)
+        return 1
+    except OSError as error:
+        # Whether the reader of our output went away, as `head` does, or the disk under it is full:
+        # what is left in the buffer must not fail again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if not isinstance(error, BrokenPipeError):
+            click.echo(f"specedge: {error}", err=True)
+        return 1

@@ -1,0 +1,82 @@
+"""`specedge compare`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specedge.cli import options
+
+if TYPE_CHECKING:
+    from specedge.runtime.comparison import Comparison
+
+
+@click.command()
+@click.argument("prompt")
+@options.bundle
+@options.request
+@click.option(
+    "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Time each this often."
+)
+@options.threads
+@options.as_json
+def compare(
+    prompt: str,
+    bundle: str | None,
+    repeats: int,
+    threads: int | None,
+    as_json: bool,
+    **request: Any,
+) -> None:
+    """Time plain and speculative decoding of PROMPT; at temperature 0, exit 1 if they differ."""
+    from specedge.runtime.comparison import compare as run
+    from specedge.runtime.loading import load
+
+    pipeline = load(bundle, threads=threads)
+    with options.usage_errors():
+        result = run(pipeline, options.read_prompt(prompt), repeats, **request)
+    if as_json:
+        click.echo(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
+    else:
+        _print(result)
+    if result.greedy and not result.same_tokens:
+        click.echo("specedge: speculative decoding gave other tokens than plain decoding", err=True)
+        raise click.exceptions.Exit(1)
+
+
+def _print(result: Comparison) -> None:
+    for name, generation, seconds in (
+        ("plain", result.plain, result.plain_seconds),
+        ("speculative", result.speculative, result.speculative_seconds),
+    ):
+        click.secho(f"--- {name}: {seconds:.3f} s, {len(generation.tokens)} tokens", bold=True)
+        click.echo(generation.text)
+    click.secho("---", bold=True)
+    for line in _figures(result):
+        click.echo(line)
+
+
+def _figures(result: Comparison) -> list[str]:
+    stats = result.speculative.stats
+    low, high = result.speedup_range
+    lines = [
+        f"speed-up             {result.speedup:.2f} (median of {result.repeats} pairs,"
+        f" {low:.2f} to {high:.2f})",
+    ]
+    if result.predicted_speedup is not None:
+        lines += [
+            f"predicted            {result.predicted_speedup:.2f} from alpha and the costs below",
+            f"tokens per round     {stats.tokens_per_round:.2f} at K = {result.num_draft_tokens}",
+            f"accepted / tested    {stats.accepted_over_tested:.3f} (alpha)",
+            f"accepted / drafted   {stats.accepted_over_drafted:.3f}",
+            "by position          "
+            + " ".join("-" if a is None else f"{a:.2f}" for a in stats.acceptance_by_position),
+            f"costs in target passes: draft {result.draft_cost:.3f}, verify"
+            f" {result.verify_cost:.3f}, host {result.host_cost:.3f};"
+            f" one is {result.target_seconds * 1e3:.3f} ms",
+        ]
+    if result.greedy:
+        lines.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
+    return lines

@@ -1,0 +1,89 @@
+"""`specedge export`."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import click
+
+from specedge.bundle import Bundle, Model
+
+
+@click.command()
+@click.option("--draft", required=True, help="The draft model: a folder or a hub id.")
+@click.option("--target", required=True, help="The target model: a folder or a hub id.")
+@click.option(
+    "--output", type=click.Path(), help="The bundle's folder; without it, the default bundle."
+)
+@click.option(
+    "--num-draft-tokens",
+    "-k",
+    type=click.IntRange(1, 16),
+    default=4,
+    show_default=True,
+    help="Draft tokens a round that the fixed shapes are for.",
+)
+@click.option("--max-length", type=click.IntRange(2), help="Limit the context to this many tokens.")
+@click.option("--draft-revision", help="Branch, tag or commit of the draft on the hub.")
+@click.option("--target-revision", help="Branch, tag or commit of the target on the hub.")
+def export(
+    draft: str,
+    target: str,
+    output: str | None,
+    num_draft_tokens: int,
+    max_length: int | None,
+    draft_revision: str | None,
+    target_revision: str | None,
+) -> None:
+    """Export a draft and a target model to one bundle of ONNX graphs."""
+    from specedge.exporter import export as run
+
+    with _bars() as progress:
+        bundle = run(
+            draft,
+            target,
+            output,
+            num_draft_tokens=num_draft_tokens,
+            max_length=max_length,
+            draft_revision=draft_revision,
+            target_revision=target_revision,
+            progress=progress,
+        )
+    for note in progress.notes:
+        click.echo(f"note: {note}", err=True)
+    for role, model in bundle.models.items():
+        click.echo(_summary(bundle, role, model), err=True)
+    click.echo(bundle.folder)
+
+
+def _summary(bundle: Bundle, role: str, model: Model) -> str:
+    parity, size = model.parity, bundle.files[model.weights].size
+    return (
+        f"{role}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, "
+        f"{size / 1e6:.1f} MB as {model.weights_dtype}; over {parity.num_positions} positions "
+        f"logits within {parity.logits_error:.1e} and caches within {parity.cache_error:.1e} of "
+        f"PyTorch's (allowed {parity.tolerance:.0e})"
+    )
+
+
+@contextlib.contextmanager
+def _bars() -> Iterator[Any]:
+    """Progress that draws a bar for each step on stderr."""
+    from rich.console import Console
+    from rich.progress import Progress as Bars
+
+    from specedge.exporter import Progress
+
+    class Drawn(Progress):
+        @contextlib.contextmanager
+        def step(
+            self, description: str, total: int | None = None
+        ) -> Iterator[Callable[[int], None]]:
+            task = bars.add_task(description, total=total)
+            yield lambda amount: bars.advance(task, amount)
+            bars.update(task, total=1, completed=1)
+
+    with Bars(console=Console(stderr=True), transient=True) as bars:
+        yield Drawn()

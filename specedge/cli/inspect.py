@@ -1,0 +1,78 @@
+"""`specedge inspect`."""
+
+from __future__ import annotations
+
+import click
+
+from specedge.bundle import Bundle, Model
+from specedge.cli import options
+
+
+@click.command()
+@options.bundle
+@click.option("--check", is_flag=True, help="Hash every file, the weights too.")
+@options.as_json
+def inspect(bundle: str | None, check: bool, as_json: bool) -> None:
+    """Show what a bundle holds, and where it came from."""
+    from specedge import store
+
+    found = Bundle.read(store.find(bundle))
+    if check:
+        _check(found)
+    click.echo(found.to_json() if as_json else "\n".join(_lines(found)), nl=not as_json)
+
+
+def _check(bundle: Bundle) -> None:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+
+    from specedge import store
+
+    console = Console(stderr=True)
+    columns = (TextColumn("checking"), BarColumn(), DownloadColumn())
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("", total=sum(f.size for f in bundle.files.values()))
+        for name in bundle.files:
+            bundle.check_hash(name, lambda size: progress.advance(task, size))
+            store.remember_checked(bundle, name)
+    click.echo(f"all {len(bundle.files)} files are as listed", err=True)
+
+
+def _lines(bundle: Bundle) -> list[str]:
+    size = sum(file.size for file in bundle.files.values())
+    lines = [
+        f"bundle           {bundle.folder}",
+        f"format           {bundle.format}, written by specedge {bundle.specedge_version}",
+        f"size             {size / 1e6:.1f} MB in {len(bundle.files)} files",
+        f"draft tokens     {bundle.num_draft_tokens}",
+        f"context          {bundle.context_length} tokens",
+        f"end tokens       {', '.join(map(str, bundle.end_tokens)) or 'none'}",
+        f"chat template    {'yes' if bundle.chat_template else 'no'}",
+        f"default sampling {bundle.default_sampling}",
+    ]
+    for role, model in bundle.models.items():
+        lines += ["", *_model_lines(bundle, role, model)]
+    return lines
+
+
+def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
+    source, cache, parity = model.source, model.cache, model.parity
+    layers = cache.layers
+    row = sum(layer.heads * (layer.key_size + layer.value_size) for layer in layers)
+    item = {"float32": 4, "float16": 2, "bfloat16": 2}[cache.dtype]
+    lengths = ", ".join(map(str, parity.row_independent_lengths)) or "none"
+    return [
+        f"{role:16} {source.id}" + (f" at {source.revision}" if source.revision else ""),
+        f"  licence        {source.licence or 'not stated'}",
+        f"  architecture   {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
+        f" {len(layers)} layers, {layers[0].heads} KV heads of {layers[0].key_size}",
+        f"  vocabulary     {model.vocab_size} tokens, {model.padded_vocab_size} columns",
+        f"  weights        {bundle.files[model.weights].size / 1e6:.1f} MB, stored as"
+        f" {model.weights_dtype}, computed in {model.dtype}",
+        f"  cache          {row * item * cache.capacity / 1e6:.1f} MB for {cache.capacity} rows",
+        "  graphs         " + ", ".join(f"{g.name} ({g.ops})" for g in model.graphs),
+        f"  parity         logits {parity.logits_error:.1e}, caches {parity.cache_error:.1e}"
+        f" (tolerance {parity.tolerance:.0e}), logits' standard deviation"
+        f" {parity.logits_std:.1f}, {parity.num_positions} positions",
+        f"  same bits      for passes of {lengths} tokens",
+    ]

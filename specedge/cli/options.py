@@ -1,0 +1,78 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import click
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+bundle = click.option(
+    "--bundle",
+    metavar="FOLDER",
+    help="Use this bundle. [default: $SPECEDGE_BUNDLE, else the pair exported last, else the"
+    " embedded pair]",
+)
+threads = click.option(
+    "--threads", type=click.IntRange(1), help="Use this many CPU threads. [default: one a core]"
+)
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with the API's names.")
+
+_REQUEST = (
+    click.option(
+        "-n", "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True,
+        help="Generate at most this many tokens.",
+    ),
+    click.option(
+        "--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
+        help="Divide the logits by this; 0 takes the likeliest token.",
+    ),
+    click.option(
+        "--top-k", type=click.IntRange(0), default=0, help="Draw from the k likeliest tokens only."
+    ),
+    click.option(
+        "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0,
+        help="Draw from the fewest likeliest tokens whose probability reaches p.",
+    ),
+    click.option(
+        "--min-p", type=click.FloatRange(0, 1), default=0.0,
+        help="Drop tokens less likely than this share of the likeliest.",
+    ),
+    click.option("--seed", type=int, help="Repeat an earlier run. [default: a fresh seed]"),
+    click.option(
+        "-k", "--num-draft-tokens", type=click.IntRange(0, 64),
+        help="Draft this many tokens a round; 0 is plain decoding. [default: the bundle's]",
+    ),
+    click.option("--stop", multiple=True, help="End before this text; may be given repeatedly."),
+    click.option("--ignore-eos", is_flag=True, help="Do not stop at end tokens."),
+)  # fmt: skip
+
+
+def request(function: F) -> F:
+    """Add the options of a generation request, passed on as keyword arguments of the API."""
+    for option in reversed(_REQUEST):
+        function = option(function)
+    return function
+
+
+def read_prompt(prompt: str) -> str:
+    """The prompt itself, or standard input for `-`."""
+    if prompt != "-":
+        return prompt
+    try:
+        return sys.stdin.read()
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Report a bad value that the API refused as a usage error."""
+    try:
+        yield
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error

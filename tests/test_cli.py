@@ -1,0 +1,225 @@
+"""The command as a user runs it: what goes where, exit codes, one line for what goes wrong."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from manifests import make_bundle
+
+from specedge.bundle import SMALL
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+PROMPT = "def read_config(path):"
+ROOT = Path(__file__).parents[1]
+COMMAND = [sys.executable, "-m", "specedge"]
+
+
+def run(*arguments, stdin=None, **variables):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+        timeout=120,
+    )
+
+
+def test_generate_prints_text_to_stdout_and_one_line_to_stderr(pipeline):
+    result = run("generate", PROMPT, "-n", 40)
+    assert result.returncode == 0
+    assert result.stdout == pipeline.generate(PROMPT, 40).text + "\n"
+    assert re.fullmatch(r"40 tokens in [\d.]+ s .*tokens a round.*accepted\n", result.stderr)
+
+
+def test_generate_reads_standard_input():
+    by_stdin = run("generate", "-", "-n", 10, stdin=PROMPT)
+    assert by_stdin.stdout == run("generate", PROMPT, "-n", 10).stdout
+
+
+def test_json_has_the_names_of_the_api(pipeline):
+    result = run("generate", PROMPT, "-n", 30, "--json", "--temperature", 0.8, "--seed", 4)
+    found, expected = json.loads(result.stdout), pipeline.generate(PROMPT, 30, 0.8, seed=4)
+    for name in ("text", "tokens", "finish_reason", "seed", "num_draft_tokens"):
+        assert found[name] == getattr(expected, name)
+    for name in ("tokens_per_round", "accepted_over_tested", "acceptance_by_position"):
+        assert found["stats"][name] == getattr(expected.stats, name)
+
+
+def test_every_sampling_option_reaches_the_sampler(pipeline):
+    options = ["--temperature", 1.1, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--seed", 7]
+    result = run("generate", PROMPT, "-n", 30, "-k", 2, "--ignore-eos", *options)
+    expected = pipeline.generate(PROMPT, 30, 1.1, 20, 0.9, 0.01, 7, 2, ignore_eos=True)
+    assert result.stdout == expected.text + "\n"
+    assert "seed 7" in result.stderr
+
+
+def test_stop_and_threads_are_options():
+    result = run("generate", PROMPT, "--stop", "zzz", "--stop", "\n", "-n", 40, "--threads", 1)
+    assert result.returncode == 0
+    assert "\n" not in result.stdout.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["generate", ""], "the prompt is empty"),
+        (["generate", PROMPT, "--bundle", "nowhere"], "no bundle at nowhere"),
+        (["generate", PROMPT * 1000], "shorten it"),
+        (["generate", PROMPT, "-n", "0"], "-n"),
+        (["generate", PROMPT, "-n", "many"], "many"),
+        (["generate", PROMPT, "--temperature", "-1"], "--temperature"),
+        (["generate", PROMPT, "--temperature", "nan"], "temperature"),
+        (["generate", PROMPT, "--top-p", "0"], "--top-p"),
+        (["generate", PROMPT, "-k", "65"], "-k"),
+        (["generate", PROMPT, "--stop", ""], "stop string"),
+        (["generate", PROMPT, "--colour"], "--colour"),
+        (["generate"], "PROMPT"),
+        (["compare", "", "--repeats", "1"], "the prompt is empty"),
+        (["inspect", "--bundle", "README.md"], "README.md"),
+        (["frobnicate"], "frobnicate"),
+    ],
+)
+def test_bad_input_is_one_clear_message_and_a_failing_exit(arguments, message):
+    result = run(*arguments)
+    assert result.returncode in (1, 2)
+    assert result.stdout.strip() == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+    last = [line for line in result.stderr.splitlines() if not line.startswith(("Usage", "Try"))]
+    assert len([line for line in last if line.strip()]) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_prints_what_there_is_and_exits_130():
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "x", "-n", "400", "--ignore-eos", "-k", "0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )
+    first = process.stdout.read(1)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert (first + out).endswith("\n")
+    assert "interrupted" in err
+    assert "Traceback" not in err
+
+
+def test_a_closed_pipe_is_not_a_traceback():
+    process = subprocess.Popen(
+        [*COMMAND, "generate", "x", "-n", "300", "--ignore-eos"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait(60) == 1
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_under_the_output_is_one_line():
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*COMMAND, "generate", PROMPT, "-n", "5"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert result.returncode == 1
+    assert "No space left" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_compare_shows_both_texts_and_the_figures(pipeline):
+    result = run("compare", PROMPT, "-n", 40, "--repeats", 2)
+    assert result.returncode == 0
+    assert result.stdout.count(pipeline.generate(PROMPT, 40).text) == 2
+    for word in ("speed-up", "predicted", "tokens per round", "accepted / tested", "same tokens"):
+        assert word in result.stdout
+    as_json = json.loads(run("compare", PROMPT, "-n", 40, "--repeats", 1, "--json").stdout)
+    assert as_json["same_tokens"] is True
+    assert as_json["speedup"] > 0
+    assert as_json["predicted_speedup"] > 0
+
+
+def test_compare_without_a_draft_has_no_prediction():
+    as_json = json.loads(run("compare", PROMPT, "-n", 9, "-k", 0, "--json").stdout)
+    assert as_json["predicted_speedup"] is None
+
+
+def test_compare_exits_1_if_the_tokens_differ():
+    code = (
+        "from specedge.runtime import sampling, decoding\n"
+        "from specedge.cli import main\n"
+        "def wrong(draft, *rest):\n"
+        "    return sampling.Verdict(len(draft.tokens), 5)\n"
+        f"import sys; sys.argv = ['specedge', 'compare', {PROMPT!r}, '-n', '20']\n"
+        "decoding.verify = lambda d, *r: wrong(d) if d.tokens else sampling.verify(d, *r)\n"
+        "main()\n"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "other tokens" in result.stderr
+
+
+def test_inspect_shows_the_bundle_and_its_json(pipeline):
+    shown = run("inspect")
+    assert shown.returncode == 0
+    for word in ("target", "draft", "parity", "licence", "same bits"):
+        assert word in shown.stdout
+    assert run("inspect", "--json").stdout == pipeline.bundle.to_json()
+
+
+def test_inspect_check_hashes_every_file(tmp_path):
+    make_bundle(tmp_path, weights_size=SMALL + 1)
+    assert "all 5 files" in run("inspect", "--check", "--bundle", tmp_path).stderr
+    weights = tmp_path / "draft" / "weights.bin"
+    facts = weights.stat()
+    with weights.open("r+b") as file:
+        file.write(b"\xff")
+    os.utime(weights, ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    assert run("inspect", "--bundle", tmp_path).returncode == 0  # remembered by size and time
+    result = run("inspect", "--check", "--bundle", tmp_path)
+    assert result.returncode == 1
+    assert "draft/weights.bin" in result.stderr.splitlines()[-1]
+
+
+def test_the_variable_names_the_bundle(tmp_path):
+    make_bundle(tmp_path)
+    assert str(tmp_path) in run("inspect", SPECEDGE_BUNDLE=str(tmp_path)).stdout
+
+
+def test_version():
+    assert re.fullmatch(r"specedge, version \d+\.\d+\.\d+\n", run("--version").stdout)
+
+
+def test_every_command_and_option_is_in_the_readme():
+    import click
+
+    from specedge.cli import cli
+
+    readme = (ROOT / "README.md").read_text("utf-8")
+    for name, command in cli.commands.items():
+        assert f"specedge {name}" in readme
+        assert command.help
+        for option in command.params:
+            if isinstance(option, click.Option):
+                assert option.help, option.opts
+                assert all(f"{flag}" in readme for flag in option.opts), (name, option.opts)
+
+
+def test_help_starts_fast_because_it_imports_no_room():
+    code = "import sys; sys.argv = ['specedge', '--help']\n"
+    code += "import specedge.cli\ntry: specedge.cli.main()\nexcept SystemExit: pass\n"
+    code += "assert not {'numpy', 'onnxruntime', 'torch', 'rich'} & set(sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
