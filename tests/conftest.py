@@ -45,3 +45,18 @@ def specedge_embedded():
     from specedge import store
 
     return store.embedded()
+
+
+_LINES = []
+
+
+@pytest.fixture
+def report():
+    """Say something in the summary at the end of the run."""
+    return _LINES.append
+
+
+def pytest_terminal_summary(terminalreporter):
+    if _LINES:
+        terminalreporter.section("measured")
+        terminalreporter.write_line("\n".join(_LINES))

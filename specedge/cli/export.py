@@ -85,5 +85,6 @@ def _bars() -> Iterator[Any]:
             yield lambda amount: bars.advance(task, amount)
             bars.update(task, total=1, completed=1)
 
-    with Bars(console=Console(stderr=True), transient=True) as bars:
+    console = Console(stderr=True)
+    with Bars(console=console, transient=True, disable=not console.is_terminal) as bars:
         yield Drawn()

@@ -1,0 +1,212 @@
+"""A checkpoint from a local folder or the hub: safetensors only, no code, no pickle."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+import yaml
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from specedge.bundle import Source
+from specedge.errors import CheckpointError
+
+from . import hub
+from .progress import Progress
+from .quiet import one_line, quiet
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
+_CONVERT = (
+    "convert it with transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(...), "
+    "where you trust its pickle, and export that folder"
+)
+
+
+@dataclass
+class Checkpoint:
+    """A config and a tokenizer at hand; the weights are fetched and read when asked for."""
+
+    role: str
+    name: str
+    folder: Path
+    source: Source
+    config: Any
+    tokenizer: Any
+    generation: dict[str, Any]
+    remote: hub.Snapshot | None
+
+    @property
+    def kind(self) -> str:
+        """The architecture, as transformers names it."""
+        return str(self.config.model_type)
+
+
+def find(role: str, name: str, revision: str | None) -> Checkpoint:
+    """Config and tokenizer of a local folder or a hub id, without its weights."""
+    path = Path(name).expanduser()
+    local = path.is_dir()
+    if not local and (path.exists() or _looks_like_a_path(name)):
+        what = "is a file, not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{role} {name} {what}; give a checkpoint's folder or a hub id")
+    remote = None if local else hub.find(role, name, revision)
+    folder = path if remote is None else remote.folder
+    files = {p.name for p in path.iterdir()} if remote is None else remote.names
+    _check_files(role, name, files)
+    shown, commit = (name, remote.revision) if remote else (path.resolve().name, None)
+    config = _load_config(role, name, folder)
+    return Checkpoint(
+        role=role,
+        name=name,
+        folder=folder,
+        source=Source(shown, commit, _licence(folder)),
+        config=config,
+        tokenizer=_load_tokenizer(role, name, folder),
+        generation=_json(role, name, folder / "generation_config.json"),
+        remote=remote,
+    )
+
+
+def load(checkpoint: Checkpoint, progress: Progress) -> tuple[torch.nn.Module, str]:
+    """The model in float32, and the type that most of its weights are stored in."""
+    where = f"{checkpoint.role} {checkpoint.name}"
+    if checkpoint.remote is not None:
+        hub.fetch_weights(checkpoint.remote, progress)
+    dtype = stored_dtype(where, weight_files(checkpoint.folder))
+    with quiet():
+        try:
+            model, info = AutoModelForCausalLM.from_pretrained(
+                checkpoint.folder,
+                dtype=torch.float32,
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                attn_implementation="eager",
+                output_loading_info=True,
+            )
+        except Exception as error:
+            raise CheckpointError(f"{where} cannot be loaded: {one_line(error)}") from error
+    if lacking := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):
+        raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
+    return model.eval().requires_grad_(False), dtype
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files that hold a checkpoint's weights."""
+    if (folder / SINGLE).exists():
+        return [folder / SINGLE]
+    index = json.loads((folder / INDEX).read_text("utf-8"))
+    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+
+
+def stored_dtype(where: str, files: list[Path]) -> str:
+    """The type of most weights, from the files' headers, which also shows a truncated file."""
+    sizes: Counter[str] = Counter()
+    for file in files:
+        try:
+            with safetensors.safe_open(file, "pt") as tensors:
+                for key in tensors.keys():  # noqa: SIM118
+                    part = tensors.get_slice(key)
+                    sizes[part.get_dtype()] += torch.Size(part.get_shape()).numel()
+        except (OSError, safetensors.SafetensorError) as error:
+            raise CheckpointError(
+                f"{where}: {file.name} cannot be read ({one_line(error)}); download it again"
+            ) from error
+    kind = sizes.most_common(1)[0][0] if sizes else "none"
+    if kind not in _DTYPES:
+        raise CheckpointError(
+            f"{where} stores {kind} weights; give one in float32, float16 or bfloat16"
+        )
+    return _DTYPES[kind]
+
+
+def _looks_like_a_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
+
+
+def _check_files(role: str, name: str, files: set[str]) -> None:
+    """Say early, and what to do, when a folder holds something other than a checkpoint."""
+    where = f"{role} {name}"
+    if not files:
+        raise CheckpointError(f"{where} is an empty folder; give one with a checkpoint")
+    if "bundle.json" in files:
+        raise CheckpointError(f"{where} is a bundle already; give the checkpoint it was made from")
+    if "adapter_config.json" in files:
+        raise CheckpointError(f"{where} is an adapter; merge it into its model and export that")
+    if SINGLE in files or INDEX in files:
+        if "config.json" not in files:
+            raise CheckpointError(f"{where} has weights but no config.json; download it again")
+        return
+    if any(f.endswith((".bin", ".pt", ".pth", ".ckpt")) for f in files):
+        raise CheckpointError(
+            f"{where} has only pickled weights (.bin), which can run code; {_CONVERT}"
+        )
+    if any(f.endswith(".onnx") for f in files) or "onnx" in files:
+        raise CheckpointError(
+            f"{where} is an ONNX export, as optimum writes it; give the original checkpoint, "
+            "with config.json and model.safetensors"
+        )
+    raise CheckpointError(f"{where} has no {SINGLE}; give a folder with a whole checkpoint")
+
+
+def _load_config(role: str, name: str, folder: Path) -> Any:
+    raw = _json(role, name, folder / "config.json")
+    if "transformers_weights" in raw:
+        raise CheckpointError(f"{role} {name} names its own weights file, which is not supported")
+    if "quantization_config" in raw:
+        raise CheckpointError(f"{role} {name} is quantised; give the checkpoint it was made from")
+    if "auto_map" in raw and not raw.get("model_type"):
+        raise CheckpointError(f"{role} {name} needs its own code to run, which specedge never runs")
+    return _pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
+
+
+def _load_tokenizer(role: str, name: str, folder: Path) -> Any:
+    tokenizer = _pretrained(AutoTokenizer.from_pretrained, f"{role} {name}: its tokenizer", folder)
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(f"{role} {name} has no tokenizer that the tokenizers library can run")
+    return tokenizer
+
+
+def _pretrained(load: Callable[..., Any], what: str, folder: Path) -> Any:
+    with quiet():
+        try:
+            return load(folder, local_files_only=True, trust_remote_code=False)
+        except Exception as error:
+            text = one_line(error)
+            if "trust_remote_code" in str(error):
+                text = "it needs the repository's own code, which specedge never runs"
+            raise CheckpointError(f"{what} cannot be read: {text}") from error
+
+
+def _json(role: str, name: str, path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{role} {name}: {path.name} cannot be read: {one_line(error)}"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{role} {name}: {path.name} is not a JSON object")
+    return value
+
+
+def _licence(folder: Path) -> str | None:
+    """The licence that a README's front matter states."""
+    try:
+        head, _, rest = (folder / "README.md").read_text("utf-8").partition("---\n")
+        facts = yaml.safe_load(rest.partition("\n---")[0]) if not head.strip() else None
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    if not isinstance(facts, dict):
+        return None
+    names = facts.get("license_name") or facts.get("license")
+    return ", ".join(map(str, names)) if isinstance(names, list) else names and str(names)

@@ -1,0 +1,241 @@
+"""The story of an export: find, fit, fetch, trace, compare, write."""
+
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from specedge import store
+from specedge.bundle import FORMAT, MANIFEST, Bundle, Cache, File, Model, Parity, describe
+from specedge.errors import ExportError
+from specedge.version import __version__
+
+from . import checkpoints, geometry, graphs, hub, pair, parity, tracing, weights, writing
+from .checkpoints import Checkpoint
+from .geometry import Geometry
+from .playing import Player
+from .progress import Progress
+from .swaps import swapped
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller asked for, the same for both models."""
+
+    num_draft_tokens: int
+    max_length: int | None
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.num_draft_tokens <= 16:
+            raise ValueError(f"num_draft_tokens must be 1 to 16, got {self.num_draft_tokens}")
+        if self.max_length is not None and self.max_length < 2:
+            raise ValueError(f"max_length must be at least 2, got {self.max_length}")
+
+
+def export(
+    draft: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    output: str | os.PathLike[str] | None = None,
+    *,
+    num_draft_tokens: int = 4,
+    max_length: int | None = None,
+    draft_revision: str | None = None,
+    target_revision: str | None = None,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Export a draft and a target, each a folder or a hub id, to a bundle in the folder `output`.
+
+    Without `output` the bundle goes to the user's data folder and becomes the default one.
+    """
+    progress = progress or Progress()
+    request = Request(num_draft_tokens, max_length)
+    draft, target = os.fspath(draft), os.fspath(target)
+    folder = Path(output) if output is not None else store.default_destination(draft, target)
+    try:
+        with writing.destination(folder) as work:
+            found = [
+                checkpoints.find("target", target, target_revision),
+                checkpoints.find("draft", draft, draft_revision),
+            ]
+            _write(found[1], found[0], request, work, progress)
+    except OSError as error:
+        raise ExportError(_disk_trouble(error, folder)) from error
+    if output is None:
+        store.remember_default(folder)
+    return Bundle.read(folder)
+
+
+def _write(
+    draft: Checkpoint, target: Checkpoint, request: Request, work: Path, progress: Progress
+) -> None:
+    text = pair.fit(draft, target, progress)
+    pair.write_tokenizer(text, target, work)
+    lengths = [pair.context_length(c, request.max_length, progress) for c in (target, draft)]
+    if lengths[1] < lengths[0]:
+        progress.note(f"the draft has {lengths[1]} positions, so text ends there")
+    remote = [c.remote for c in (target, draft) if c.remote is not None]
+    hub.check_space(remote, work)
+    models = [
+        _export_model(checkpoint, length, text.num_tokens, request, work, progress)
+        for checkpoint, length in zip((target, draft), lengths, strict=True)
+    ]
+    models = _same_vocab_size(models, text.num_tokens, progress)
+    ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
+    bundle = Bundle(
+        format=FORMAT,
+        specedge_version=__version__,
+        num_draft_tokens=request.num_draft_tokens,
+        context_length=min(lengths),
+        end_tokens=ends,
+        tokenizer=pair.FILE,
+        chat_template=text.chat_template,
+        default_sampling=pair.default_sampling(target),
+        target=models[0],
+        draft=models[1],
+        files=_files(work, progress),
+    )
+    (work / MANIFEST).write_text(bundle.to_json(), "utf-8")
+
+
+def _export_model(
+    checkpoint: Checkpoint,
+    context_length: int,
+    num_tokens: int,
+    request: Request,
+    work: Path,
+    progress: Progress,
+) -> Model:
+    """Trace one model into its folder and compare the files with it."""
+    role = checkpoint.role
+    folder = work / role
+    folder.mkdir()
+    with progress.step(f"Loading the {role}"):
+        model, dtype = checkpoints.load(checkpoint, progress)
+        shape = geometry.measure(model, context_length, request.num_draft_tokens)
+    wanted = graphs.lengths(request.num_draft_tokens, context_length)
+    with progress.step(f"Tracing the {role}"):
+        _write_graphs(model, shape, wanted, dtype, folder)
+    num_tokens = min(num_tokens, shape.padded_vocab_size)
+    with progress.step(f"Comparing the {role}", _num_compared(model, shape)) as advance:
+        player = Player(folder, wanted, shape)
+        measured = parity.measure(role, model, player, num_tokens, advance)
+        if differing := parity.differing_files(player, parity.tokens(num_tokens, shape)):
+            progress.note(f"{role}: {', '.join(differing)} give other last bits than decoder")
+    if measured.logits_std < parity.SPREAD:
+        sharp = work.parent / f"{role}-sharpened"
+        measured = _measure_sharpened(
+            model, measured, shape, wanted, num_tokens, role, sharp, progress
+        )
+    _note_lengths(measured, wanted, role, progress)
+    result = Model(
+        source=checkpoint.source,
+        architecture=checkpoint.kind,
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        vocab_size=num_tokens,
+        padded_vocab_size=shape.padded_vocab_size,
+        context_length=context_length,
+        dtype="float32",
+        weights_dtype=dtype,
+        cache=Cache("float32", shape.capacity, shape.layers),
+        weights=f"{role}/{weights.FILE}",
+        graphs=tuple(length.entry(role) for length in wanted),
+        parity=measured,
+    )
+    del model, player
+    gc.collect()
+    return result
+
+
+def _write_graphs(
+    model: torch.nn.Module,
+    shape: Geometry,
+    wanted: list[graphs.Length],
+    dtype: str,
+    folder: Path,
+) -> None:
+    with swapped(model, shape.context_length):
+        traced = tracing.trace(model, shape)
+    graphs.tidy(traced)
+    graphs.widen_biases(traced.graph)
+    weights.externalize(traced, folder, dtype)
+    graphs.write(traced, folder, wanted)
+
+
+def _measure_sharpened(
+    model: torch.nn.Module,
+    plain: Parity,
+    shape: Geometry,
+    wanted: list[graphs.Length],
+    num_tokens: int,
+    role: str,
+    folder: Path,
+    progress: Progress,
+) -> Parity:
+    """Compare again with larger weights where an untrained model's say little."""
+    progress.note(
+        f"{role}: its logits have a standard deviation of {plain.logits_std:.2g}, as an untrained "
+        "model's; the comparison was repeated with larger weights"
+    )
+    sharp = parity.sharpened(model, num_tokens)
+    total = _num_compared(model, shape)
+    with progress.step(f"Comparing the {role} with larger weights", total) as advance:
+        folder.mkdir()
+        _write_graphs(sharp, shape, wanted, "float32", folder)
+        again = parity.measure(role, sharp, Player(folder, wanted, shape), num_tokens, advance)
+    shutil.rmtree(folder)
+    return replace(
+        again,
+        logits_error=max(plain.logits_error, again.logits_error),
+        cache_error=max(plain.cache_error, again.cache_error),
+        row_independent_lengths=tuple(
+            t for t in plain.row_independent_lengths if t in again.row_independent_lengths
+        ),
+    )
+
+
+def _note_lengths(
+    measured: Parity, wanted: list[graphs.Length], role: str, progress: Progress
+) -> None:
+    expected = {*parity.INDEPENDENT, *(x.length for x in wanted if not x.logits and x.length)}
+    if missing := sorted(expected - set(measured.row_independent_lengths)):
+        progress.note(
+            f"{role}: passes of {', '.join(map(str, missing))} tokens give other last bits than "
+            "wider ones, so near-ties may be decided otherwise than by the target alone"
+        )
+
+
+def _num_compared(model: torch.nn.Module, shape: Geometry) -> int:
+    num_parameters = sum(p.numel() for p in model.parameters())
+    return 2 * sum(b - a for a, b in parity.positions_played(shape, num_parameters))
+
+
+def _same_vocab_size(models: list[Model], num_tokens: int, progress: Progress) -> list[Model]:
+    """Both models draw from the same ids: those that the tokenizer and both embeddings have."""
+    size = min(model.vocab_size for model in models)
+    if size < num_tokens:
+        progress.note(f"the tokenizer has {num_tokens} ids, the models take {size} of them")
+    return [replace(model, vocab_size=size) for model in models]
+
+
+def _files(work: Path, progress: Progress) -> dict[str, File]:
+    paths = sorted(p for p in work.rglob("*") if p.is_file())
+    total = sum(p.stat().st_size for p in paths)
+    files = {}
+    with progress.step("Hashing", total) as advance:
+        for path in paths:
+            files[path.relative_to(work).as_posix()] = describe(path)
+            advance(path.stat().st_size)
+    return files
+
+
+def _disk_trouble(error: OSError, folder: Path) -> str:
+    if error.errno == errno.ENOSPC:
+        return f"no space left for {folder}; free some, or name another disk with --output"
+    place = f"{error.filename}: " if error.filename else ""
+    return f"{place}{error.strerror or error}"

@@ -1,0 +1,169 @@
+"""The graph files of a model: one for any length T, and for single lengths made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import onnxscript.optimizer
+
+from specedge.bundle import Graph
+from specedge.errors import ExportError
+
+OPS = "onnx"
+PREFILL_LENGTH = 64
+# Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
+FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
+
+
+@dataclass(frozen=True)
+class Length:
+    """A file's name, its T (None: any), and whether it has logits."""
+
+    name: str
+    length: int | None
+    logits: bool = True
+
+    def entry(self, folder: str) -> Graph:
+        """Its line in the manifest."""
+        return Graph(self.name, OPS, 1, self.length, self.logits, f"{folder}/{self.name}.onnx")
+
+
+def lengths(num_draft_tokens: int, context_length: int) -> list[Length]:
+    """Every file that a model gets."""
+    return [
+        Length("decoder", None),
+        Length("step", 1),
+        Length("catchup", 2),
+        Length("verify", num_draft_tokens + 1),
+        Length("prefill", min(PREFILL_LENGTH, context_length), logits=False),
+    ]
+
+
+def tidy(model: ir.Model) -> None:
+    """Leave nothing in the graph but what computes, with T named T."""
+    passes.ClearMetadataAndDocStringPass()(model)
+    model.graph.doc_string = None
+    model.graph.name = "decoder"
+    model.producer_name, model.producer_version = "specedge", None
+    model.metadata_props.clear()
+    symbol = str(model.graph.inputs[0].shape[1])  # type: ignore[index]
+    for value in _values(model.graph):
+        value.metadata_props.clear()
+        if value.shape is not None:
+            dims = [d if isinstance(d, int) else _renamed(str(d), symbol) for d in value.shape]
+            value.shape = ir.Shape(dims)
+
+
+def widen_biases(graph: ir.Graph) -> None:
+    """Give biases the rank of what they are added to. [N] -> [1, 1, N]
+
+    ONNX Runtime turns MatMul and Add into Gemm where T is fixed and the bias is a vector, which
+    is no faster (measured) and changes the last bits against the file for any length.
+    """
+    for node in graph:
+        if node.op_type != "Add" or not any(_made_by(x, "MatMul") for x in node.inputs):
+            continue
+        for value in node.inputs:
+            if value is None or not value.is_initializer() or value.const_value is None:
+                continue
+            if len(value.const_value.shape) == 1 and len(value.uses()) == 1:
+                array = value.const_value.numpy()[None, None]
+                value.const_value = ir.tensor(array, name=value.name)
+                value.shape = value.const_value.shape  # type: ignore[assignment]
+
+
+def part_norms(graph: ir.Graph) -> None:
+    """Write the last sum before a norm as Sum, which ONNX Runtime fuses with no norm.
+
+    It fuses Add where nothing else reads the sum: another Add in each file, other last bits.
+    """
+    for node in graph:
+        if not node.op_type.endswith("Normalization") or not _made_by(node.inputs[0], "Add"):
+            continue
+        total = node.inputs[0]
+        assert total is not None
+        if len(total.uses()) == 1 and (add := total.producer()) is not None:
+            add.op_type = "Sum"
+
+
+def _made_by(value: ir.Value | None, op_type: str) -> bool:
+    node = value.producer() if value is not None else None
+    return node is not None and node.op_type == op_type
+
+
+def check(model: ir.Model) -> None:
+    """Refuse what some device could not run."""
+    for node in model.graph:
+        if node.op_type in FORBIDDEN or any(
+            a.type == ir.AttributeType.GRAPH for a in node.attributes.values()
+        ):
+            raise ExportError(f"the traced graph has a {node.op_type} node, which runs on no GPU")
+        if any(o.dtype == ir.DataType.DOUBLE for o in node.outputs):
+            raise ExportError(f"the traced graph has a {node.op_type} node in double precision")
+
+
+def write(model: ir.Model, folder: Path, wanted: list[Length]) -> None:
+    """Save one file for each length; all of them read the one weights file beside them."""
+    for length in wanted:
+        variant = model.clone() if length.length is None else _fixed(model, length)
+        part_norms(variant.graph)
+        check(variant)
+        _save(variant, folder / f"{length.name}.onnx")
+
+
+def _fixed(model: ir.Model, length: Length) -> ir.Model:
+    assert length.length is not None
+    model = model.clone()
+    graph = model.graph
+    if not length.logits:
+        graph.outputs[:] = graph.outputs[1:]
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([_at_length(d, length.length) for d in value.shape])
+    _fold_offsets(graph, length.length)
+    # The optimizer may not see the weights: it would fold their casts and copy them.
+    onnxscript.optimizer.fold_constants(
+        model, onnx_shape_inference=False, should_fold=lambda n: None if _is_small(n) else False
+    )
+    passes.RemoveUnusedNodesPass()(model)
+    tidy(model)
+    return model
+
+
+def _fold_offsets(graph: ir.Graph, length: int) -> None:
+    """The only thing that depends on T alone: 0, 1 ... T-1, counted along the input."""
+    (count,) = (n for n in graph if n.op_type == "CumSum")
+    tensor = ir.tensor(np.arange(1, length + 1, dtype=np.int64)[None], name="count")
+    constant = ir.Value(
+        name="count", shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(constant)
+    count.outputs[0].replace_all_uses_with(constant)
+
+
+def _is_small(node: ir.Node) -> bool:
+    return not any(
+        isinstance(x.const_value, ir.ExternalTensor) for x in node.inputs if x is not None
+    )
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *(value for node in graph for value in node.outputs)]
+
+
+def _renamed(dim: str, symbol: str) -> str | None:
+    """T and T + 1 keep a name; ONNX Runtime fuses only what it knows to have one shape."""
+    return dim.replace(symbol, "T") if dim in (symbol, f"{symbol} + 1") else None
+
+
+def _at_length(dim: int | ir.SymbolicDim, length: int) -> int | None:
+    """A dimension when T is known."""
+    return dim if isinstance(dim, int) else {"T": length, "T + 1": length + 1}.get(str(dim))
+
+
+def _save(model: ir.Model, path: Path) -> None:
+    ir.save(model, path)

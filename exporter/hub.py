@@ -1,0 +1,147 @@
+"""Checkpoints on the Hugging Face hub: small files first, weights when the pair is known to fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+
+from specedge.errors import CheckpointError
+
+from .progress import Progress
+from .quiet import one_line, quiet
+
+TIMEOUT = 10.0
+_SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "README.md")
+_SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+
+
+@dataclass
+class Snapshot:
+    """One commit of a repository: small files in `folder`, and the sizes of its weights."""
+
+    role: str
+    name: str
+    revision: str
+    folder: Path
+    names: set[str]
+    weights: dict[str, int]
+
+    def missing_bytes(self) -> int:
+        """How much of the weights is yet to be downloaded."""
+        return sum(n for f, n in self.weights.items() if not (self.folder / f).exists())
+
+
+def find(role: str, name: str, revision: str | None) -> Snapshot:
+    """Look a repository up and fetch its small files; from the cache where there is no network."""
+    try:
+        huggingface_hub.utils.validate_repo_id(name)
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{role} '{name}' is neither a folder nor a hub id") from error
+    try:
+        return _online(role, name, revision)
+    except errors.RevisionNotFoundError as error:
+        raise CheckpointError(f"{role} {name} has no revision '{revision}' on the hub") from error
+    except errors.GatedRepoError as error:
+        raise CheckpointError(
+            f"{role} {name} is gated: accept its terms on https://huggingface.co/{name} "
+            "and log in with 'hf auth login'"
+        ) from error
+    except errors.RepositoryNotFoundError as error:
+        raise CheckpointError(
+            f"{role} {name} is neither a folder here nor a model on the hub "
+            "(a private one needs 'hf auth login')"
+        ) from error
+    except Exception as error:
+        return _cached(role, name, revision, error)
+
+
+def fetch_weights(snapshot: Snapshot, progress: Progress) -> None:
+    """Download the weights that are not here yet."""
+    todo = [f for f in snapshot.weights if not (snapshot.folder / f).exists()]
+    if not todo:
+        return
+    with (
+        progress.step(f"Downloading {snapshot.name}", snapshot.missing_bytes()) as advance,
+        quiet(),
+    ):
+        for file in todo:
+            _download(snapshot, file)
+            advance(snapshot.weights[file])
+
+
+def check_space(snapshots: list[Snapshot], destination: Path) -> None:
+    """Refuse a download that the disks of the hub's cache and of the bundle cannot hold."""
+    needs = {
+        Path(constants.HF_HUB_CACHE): sum(s.missing_bytes() for s in snapshots),
+        destination: sum(size for s in snapshots for size in s.weights.values()),
+    }
+    disks: dict[int, tuple[Path, int]] = {}
+    for path, need in needs.items():
+        place = next(p for p in (path, *path.parents) if p.exists())
+        _, before = disks.get(place.stat().st_dev, (place, 0))
+        disks[place.stat().st_dev] = (place, before + need)
+    for place, need in disks.values():
+        if need > (free := shutil.disk_usage(place).free):
+            raise CheckpointError(
+                f"download and bundle need {need / 1e9:.1f} GB, {place} has {free / 1e9:.1f} GB "
+                "free; free some, or set HF_HOME or --output to a larger disk"
+            )
+
+
+def _online(role: str, name: str, revision: str | None) -> Snapshot:
+    api = huggingface_hub.HfApi()
+    info = api.model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT)
+    sizes = {f.rfilename: f.size or 0 for f in info.siblings or [] if "/" not in f.rfilename}
+    assert info.sha is not None
+    with quiet():
+        folder = huggingface_hub.snapshot_download(
+            name, revision=info.sha, allow_patterns=list(_SMALL), ignore_patterns=["*/*"]
+        )
+    wanted = _weights(Path(folder), set(sizes))
+    return Snapshot(
+        role, name, info.sha, Path(folder), set(sizes), {f: sizes.get(f, 0) for f in wanted}
+    )
+
+
+def _weights(folder: Path, names: set[str]) -> list[str]:
+    if _SINGLE in names:
+        return [_SINGLE]
+    if _INDEX not in names:
+        return []
+    index: dict[str, Any] = json.loads((folder / _INDEX).read_text("utf-8"))
+    return sorted(set(index["weight_map"].values()))
+
+
+def _cached(role: str, name: str, revision: str | None, reason: Exception) -> Snapshot:
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)
+        )
+    except Exception:
+        offline = isinstance(reason, errors.OfflineModeIsEnabled)
+        why = "HF_HUB_OFFLINE is set" if offline else one_line(reason)
+        raise CheckpointError(
+            f"{role} {name} is no folder here, and the hub cannot be reached ({why}); "
+            "connect to the network, or give a local folder"
+        ) from reason
+    names = {p.name for p in folder.iterdir()}
+    weights = dict.fromkeys(_weights(folder, names), 0)
+    return Snapshot(role, name, folder.name, folder, names, weights)
+
+
+def _download(snapshot: Snapshot, file: str) -> None:
+    try:
+        huggingface_hub.hf_hub_download(snapshot.name, file, revision=snapshot.revision)
+    except OSError as error:
+        if getattr(error, "errno", None) == 28:
+            raise CheckpointError(f"no space left while downloading {snapshot.name}") from error
+        raise CheckpointError(
+            f"{snapshot.role} {snapshot.name}: {file} cannot be downloaded; run the export again "
+            "to go on where it stopped"
+        ) from error

@@ -1,0 +1,187 @@
+"""Whether a draft and a target fit, and what both together say about text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specedge.errors import ExportError, PairError
+from specedge.options import Sampling
+
+from .checkpoints import Checkpoint
+from .progress import Progress
+
+FILE = "tokenizer.json"
+DEFAULT_CONTEXT = 4096
+SAMPLES = (
+    "def read_config(path):\n    return path",
+    "The quick brown fox, 1234567890 times!",
+    "  spaces\tand\n\nlines ",
+    "Grüße, 你好, привет, 👩‍🚀 — e\u0301",
+    "<s>[INST] tags </s>",
+    "",
+)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+_PARTS = {
+    "normalizer": "normaliser",
+    "pre_tokenizer": "pre-tokeniser",
+    "added_tokens": "added tokens",
+    "decoder": "decoder",
+}
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the bundle says about text, all of it the target's."""
+
+    tokenizer: str
+    num_tokens: int
+    chat_template: str | None
+
+
+def fit(draft: Checkpoint, target: Checkpoint, progress: Progress) -> Text:
+    """Check that both models read and write the same tokens."""
+    ours, theirs = _settings(target), _settings(draft)
+    _same_vocabulary(target, draft)
+    _same_merges(ours["model"], theirs["model"])
+    for key, name in _PARTS.items():
+        if ours.get(key) != theirs.get(key):
+            raise PairError(f"draft and target have another {name}: {_example(ours, theirs, key)}")
+    if end_tokens(draft) != end_tokens(target):
+        progress.note(
+            f"the draft ends at tokens {list(end_tokens(draft))}, the target at "
+            f"{list(end_tokens(target))}; the target's rule"
+        )
+    if ours.get("post_processor") != theirs.get("post_processor"):
+        progress.note("the draft adds other special tokens to a prompt; the target's rule")
+    template = _chat_template(target)
+    if _chat_template(draft) != template:
+        progress.note("the draft has another chat template; the target's rules")
+    return Text(json.dumps(ours, ensure_ascii=False), _num_tokens(target), template)
+
+
+def write_tokenizer(text: Text, target: Checkpoint, folder: Path) -> None:
+    """Write the tokenizer's file and check that it gives the ids that transformers gives."""
+    path = folder / FILE
+    path.write_text(text.tokenizer, "utf-8")
+    shipped = Tokenizer.from_file(str(path))
+    for sample in SAMPLES:
+        found, wanted = shipped.encode(sample).ids, target.tokenizer(sample)["input_ids"]
+        if found != wanted:
+            raise ExportError(
+                f"the tokenizer's file gives {found[:8]} for {sample!r}, "
+                f"transformers {wanted[:8]}; this tokenizer does more than its file says"
+            )
+
+
+def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The tokens that end a text: from the generation config, else the config."""
+    found = checkpoint.generation.get("eos_token_id")
+    if found is None:
+        found = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
+    values = [] if found is None else found if isinstance(found, list) else [found]
+    return tuple(dict.fromkeys(int(value) for value in values))
+
+
+def default_sampling(target: Checkpoint) -> Sampling:
+    """How the target's generation config samples; greedy where it does not."""
+    config = target.generation
+    if not config.get("do_sample"):
+        return Sampling()
+
+    def number(name: str, default: float) -> float:
+        value = config.get(name)
+        return value if isinstance(value, int | float) else default
+
+    try:
+        return Sampling(
+            temperature=number("temperature", 1.0),
+            top_k=int(number("top_k", 0)),
+            top_p=number("top_p", 1.0),
+            min_p=number("min_p", 0.0),
+        )
+    except ValueError as error:
+        raise ExportError(f"generation_config.json of {target.name}: {error}") from error
+
+
+def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:
+    """The positions that a model has, or as many as were asked for."""
+    config = checkpoint.config.get_text_config()
+    found = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
+    if not found and limit is None:
+        raise ExportError(
+            f"{checkpoint.name} does not say how long its context is; give --max-length"
+        )
+    own = found[0] if found else limit
+    assert own is not None
+    if limit is None and own > DEFAULT_CONTEXT:
+        progress.note(
+            f"the context of {checkpoint.name} is cut from {own} to {DEFAULT_CONTEXT} tokens to "
+            "save memory; --max-length changes that"
+        )
+        return DEFAULT_CONTEXT
+    if limit is not None and limit > own:
+        progress.note(f"{checkpoint.name} has {own} positions, fewer than --max-length {limit}")
+    return own if limit is None else min(own, limit)
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    settings = json.loads(checkpoint.tokenizer.backend_tokenizer.to_str())
+    settings["truncation"] = settings["padding"] = None
+    return settings
+
+
+def _num_tokens(checkpoint: Checkpoint) -> int:
+    return max(checkpoint.tokenizer.get_vocab().values()) + 1
+
+
+def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
+    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
+    if ours == theirs:
+        return
+    token = min(
+        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
+        key=lambda t: (min(ours.get(t, 1 << 60), theirs.get(t, 1 << 60)), t),
+    )
+    said = [f"is {v[token]}" if token in v else "does not exist" for v in (ours, theirs)]
+    raise PairError(
+        f"draft and target have different vocabularies: {token!r} {said[0]} in the target's "
+        f"({len(ours)} tokens) and {said[1]} in the draft's ({len(theirs)}); "
+        "choose a draft of the target's family"
+    )
+
+
+def _same_merges(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
+    a, b = ours.get("merges") or [], theirs.get("merges") or []
+    if a != b:
+        at = next(
+            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
+        said = [m[at] if at < len(m) else "none" for m in (a, b)]
+        raise PairError(
+            f"draft and target have different merges: number {at} is {said[0]} in the target's "
+            f"and {said[1]} in the draft's; choose a draft of the target's family"
+        )
+    keys = (ours.keys() | theirs.keys()) - {"merges", "vocab"}
+    if differing := sorted(key for key in keys if ours.get(key) != theirs.get(key)):
+        text = _example(ours, theirs, differing[0])
+        raise PairError(f"draft and target tokenise differently: {text}")
+
+
+def _example(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> str:
+    a, b = ours.get(key), theirs.get(key)
+    if isinstance(a, list) and isinstance(b, list):
+        a, b = [x for x in a if x not in b][:1], [x for x in b if x not in a][:1]
+    shown = [json.dumps(value, ensure_ascii=False)[:100] for value in (a, b)]
+    return f"{key} is {shown[0]} in the target's and {shown[1]} in the draft's"
+
+
+def _chat_template(checkpoint: Checkpoint) -> str | None:
+    template = getattr(checkpoint.tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

@@ -1,0 +1,37 @@
+"""Silence the libraries, so that a user sees only what specedge says."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator
+
+from transformers.utils import logging as transformers_logging
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """No warnings, log lines, progress bars or prints of torch, transformers and onnxscript."""
+    bars = transformers_logging.is_progress_bar_enabled()
+    verbosity = transformers_logging.get_verbosity()
+    disabled = logging.root.manager.disable
+    transformers_logging.disable_progress_bar()
+    transformers_logging.set_verbosity(logging.CRITICAL)
+    logging.disable(logging.CRITICAL)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(disabled)
+        transformers_logging.set_verbosity(verbosity)
+        if bars:
+            transformers_logging.enable_progress_bar()
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message that says something, and no more."""
+    text = next((s for line in str(error).splitlines() if (s := line.strip())), "")
+    return (text or type(error).__name__)[:200].rstrip(".")

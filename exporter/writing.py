@@ -1,0 +1,146 @@
+"""A bundle appears whole or not at all: written beside its destination, then renamed.
+
+Everything unfinished lies in one hidden folder beside the destination, with a lock that its
+export holds: what has the folder but not the lock is left over and may go.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import filelock
+
+from specedge.bundle import MANIFEST
+from specedge.errors import ExportError
+
+SUFFIX = ".specedge-export"
+_LOCK, _OLD = "lock", "old"
+
+
+@contextlib.contextmanager
+def destination(output: Path) -> Iterator[Path]:
+    """Yield an empty folder that takes `output`'s place when all went well, and goes if not."""
+    output = output.absolute()
+    _check(output)
+    work = output.parent / f".{output.name}{SUFFIX}"
+    with _interruptible():
+        created = _make_parents(output.parent)
+        try:
+            with _locked(work, output):
+                _empty(work)
+                bundle = work / "new"
+                bundle.mkdir()
+                yield bundle
+                _put(bundle, output, work / _OLD)
+        except BaseException:
+            _remove_parents(created)
+            raise
+
+
+def remove_leftovers(parent: Path) -> list[Path]:
+    """Remove what killed exports left in a folder; one that still runs is left alone."""
+    removed = []
+    for work in sorted(parent.glob(f".*{SUFFIX}")):
+        with contextlib.suppress(ExportError, OSError), _locked(work, work):
+            _empty(work)
+            removed.append(work)
+    return removed
+
+
+def _check(output: Path) -> None:
+    """Refuse, before any work, a place where no bundle may be."""
+    if output.is_dir() and not (output / MANIFEST).is_file() and any(output.iterdir()):
+        raise ExportError(f"{output} is not empty and no bundle; name another folder with --output")
+    if output.exists() and not output.is_dir():
+        raise ExportError(f"{output} is a file; name a folder with --output")
+    place = next(p for p in output.parents if p.exists())
+    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
+        raise ExportError(f"{place} cannot be written to; name another place with --output")
+
+
+@contextlib.contextmanager
+def _locked(work: Path, output: Path) -> Iterator[None]:
+    """Hold the folder's lock, and remove the folder in the end."""
+    try:
+        work.mkdir(exist_ok=True)
+        lock = filelock.FileLock(work / _LOCK, timeout=0)
+        lock.acquire()
+    except filelock.Timeout as error:
+        raise ExportError(f"another export to {output} is running; wait for it to end") from error
+    except OSError as error:
+        raise ExportError(f"{work.parent} cannot be written to: {error.strerror}") from error
+    try:
+        yield
+    finally:
+        _empty(work)
+        # Windows removes no open file; elsewhere the name must go before the lock is free.
+        if os.name != "nt":
+            (work / _LOCK).unlink(missing_ok=True)
+        lock.release()
+        with contextlib.suppress(OSError):
+            (work / _LOCK).unlink(missing_ok=True)
+            work.rmdir()
+
+
+def _empty(work: Path) -> None:
+    """Remove everything but the lock; first put back a bundle whose replacement never came."""
+    output = work.with_name(work.name[1:].removesuffix(SUFFIX))
+    if (work / _OLD).exists() and not output.exists():
+        os.rename(work / _OLD, output)
+    for path in work.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
+        elif path.name != _LOCK:
+            path.unlink(missing_ok=True)
+
+
+def _put(bundle: Path, output: Path, aside: Path) -> None:
+    """Rename the bundle to its place; no system renames onto a folder that has files."""
+    replaced = output.exists()
+    if replaced:
+        os.rename(output, aside)
+    try:
+        os.rename(bundle, output)
+    except OSError:
+        if replaced:
+            os.rename(aside, output)
+        raise
+
+
+def _make_parents(parent: Path) -> list[Path]:
+    missing = [p for p in (parent, *parent.parents) if not p.exists()]
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ExportError(f"{parent} cannot be made: {error.strerror}") from error
+    return missing
+
+
+def _remove_parents(created: list[Path]) -> None:
+    for path in created:
+        with contextlib.suppress(OSError):
+            path.rmdir()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let SIGTERM unwind the stack as Ctrl-C does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise SystemExit(128 + number)

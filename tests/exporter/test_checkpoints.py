@@ -1,0 +1,130 @@
+"""Checkpoints that cannot be read are refused in one line that says what to do."""
+
+import json
+
+import pytest
+
+from checkpoints import END
+from specedge.errors import CheckpointError
+from specedge.exporter import checkpoints, export, hub
+from specedge.exporter.progress import Progress
+
+
+def find(folder, revision=None):
+    return checkpoints.find("target", str(folder), revision)
+
+
+def refusal(folder):
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.load(find(folder), Progress())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "missing")
+    assert "does not exist" in refusal("./missing")
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    assert "empty folder" in refusal(tmp_path)
+
+
+def test_a_config_without_weights_is_refused(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    assert "no model.safetensors" in refusal(checkpoint)
+
+
+def test_pickled_weights_are_refused_with_the_cure(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "pytorch_model.bin")
+    assert "save_pretrained" in refusal(checkpoint)
+
+
+def test_an_onnx_export_is_refused(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "model.onnx")
+    assert "original checkpoint" in refusal(checkpoint)
+
+
+def test_truncated_weights_are_refused(checkpoint):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "model.safetensors cannot be read" in refusal(checkpoint)
+
+
+def test_missing_weights_are_refused_instead_of_made_up(checkpoint):
+    edit(checkpoint / "config.json", n_layer=3)
+    assert "lacks weights" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "nothing-like-this"}'])
+def test_an_unreadable_config_is_refused(checkpoint, text):
+    (checkpoint / "config.json").write_text(text, "utf-8")
+    assert "config.json" in refusal(checkpoint)
+
+
+def test_a_missing_tokenizer_is_refused(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    assert "tokenizer" in refusal(checkpoint)
+
+
+def test_a_models_own_code_never_runs(checkpoint):
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    edit(checkpoint / "config.json", model_type="own", auto_map=code)
+    (checkpoint / "code.py").write_text("raise SystemExit('ran')", "utf-8")
+    assert "never runs" in refusal(checkpoint)
+
+
+def test_adapters_and_quantised_checkpoints_are_refused(checkpoint):
+    edit(checkpoint / "config.json", quantization_config={"quant_method": "gptq"})
+    assert "quantised" in refusal(checkpoint)
+    (checkpoint / "adapter_config.json").write_text("{}", "utf-8")
+    assert "merge" in refusal(checkpoint)
+
+
+def test_a_hub_id_without_a_network_is_refused_at_once(monkeypatch):
+    assert "hub cannot be reached" in refusal("someone/something")
+
+
+def test_an_unreachable_hub_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    api = hub.huggingface_hub.HfApi
+    monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: api(endpoint="http://127.0.0.1:9"))
+    assert "hub cannot be reached" in refusal("someone/something")
+
+
+def test_a_name_that_no_repository_can_have_is_refused():
+    assert "neither a folder nor a hub id" in refusal("what is this?")
+
+
+def test_a_download_that_does_not_fit_is_refused(tmp_path):
+    snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.safetensors": 1 << 60})
+    with pytest.raises(CheckpointError, match="GB free"):
+        hub.check_space([snapshot], tmp_path)
+
+
+def test_a_bundle_is_no_checkpoint(pairs):
+    assert "already" in refusal(pairs.bundle("gpt2").folder)
+
+
+def test_source_licence_and_type_are_recorded(pairs, checkpoint):
+    (checkpoint / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Model\n", "utf-8")
+    source = find(checkpoint).source
+    assert (source.id, source.revision, source.licence) == ("checkpoint", None, "mit")
+    bundle = pairs.bundle("bfloat16")
+    assert bundle.target.source.licence is None
+    assert bundle.target.weights_dtype == "bfloat16"
+    assert bundle.end_tokens == (0,)
+
+
+def test_both_models_may_be_one_folder(pairs, tmp_path):
+    target = pairs.checkpoint("gpt2")[1]
+    bundle = export(target, target, tmp_path / "bundle", num_draft_tokens=2, max_length=40)
+    assert bundle.context_length == 40
+    assert bundle.target.graph("verify").length == 3
+    assert bundle.target.graph("prefill").length == 40
+    assert find(target).tokenizer.eos_token == END

@@ -1,0 +1,51 @@
+"""`specedge export` as a user runs it."""
+
+import os
+import subprocess
+import sys
+
+from specedge.bundle import Bundle
+
+
+def run(*arguments, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", "specedge", "export", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+        timeout=120,
+    )
+
+
+def test_export_prints_the_bundles_path_to_stdout_and_all_else_to_stderr(pairs, tmp_path):
+    draft, target = pairs.checkpoint("gpt2")
+    output = tmp_path / "bundle"
+    result = run("--draft", draft, "--target", target, "--output", output, "-k", 2)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == f"{output}\n"
+    assert "of PyTorch's" in result.stderr
+    assert "Warning" not in result.stderr
+    assert Bundle.read(output).num_draft_tokens == 2
+
+
+def test_an_error_is_one_line(pairs, tmp_path):
+    draft = pairs.checkpoint("gpt2")[0]
+    result = run("--draft", draft, "--target", tmp_path / "missing", "--output", tmp_path / "out")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith("specedge: target ")
+
+
+def test_a_hub_id_without_a_network_is_one_line(tmp_path):
+    result = run("--draft", "a/b", "--target", "a/c", "--output", tmp_path / "out")
+    assert result.returncode == 1
+    assert "hub cannot be reached" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_missing_extra_is_one_line_with_its_command(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')", "utf-8")
+    result = run("--draft", "a/b", "--target", "a/c", PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert 'pip install "specedge[cpu,export]"' in result.stderr
+    assert result.stderr.count("\n") == 1

@@ -1,0 +1,82 @@
+"""Exported pairs through the runtime: plain, speculative and transformers' greedy tokens."""
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import specedge
+
+PROMPT = list(range(40, 52))
+LENGTH = 200
+NEAR = 1e-4  # of the logits' spread: what float32 sums in another order may differ by
+
+
+@pytest.fixture(params=["gpt2", "llama", "qwen2", "mistral", "bfloat16"])
+def name(request):
+    return request.param
+
+
+@pytest.fixture
+def pipeline(name, pairs):
+    return specedge.load(pairs.bundle(name).folder)
+
+
+def plain(pipeline):
+    return pipeline.generate(PROMPT, LENGTH, num_draft_tokens=0, ignore_eos=True)
+
+
+def test_speculative_tokens_equal_plain_decoding_bit_for_bit(pipeline, name, report):
+    expected = plain(pipeline).tokens
+    assert len(set(expected)) >= 30
+    for k in (1, 2, 4, 8):
+        one = pipeline.generate(PROMPT, LENGTH, num_draft_tokens=k, ignore_eos=True)
+        assert one.tokens == expected, k
+        rate = one.stats.accepted_over_tested
+        report(f"{name}, K = {k}: acceptance {rate:.2f}, {len(set(expected))} distinct tokens")
+        assert 0.3 < rate < 0.9
+
+
+def test_tokens_equal_the_greedy_generate_of_transformers(pipeline, name, pairs, report):
+    """Where they part, the two best logits must be as close as rounding; each place is listed."""
+    tokens = plain(pipeline).tokens
+    model = AutoModelForCausalLM.from_pretrained(pairs.checkpoint(name)[1], dtype=torch.float32)
+    generated = model.generate(
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=LENGTH,
+        min_new_tokens=LENGTH,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )[0, len(PROMPT) :].tolist()
+    first = next((i for i in range(LENGTH) if tokens[i] != generated[i]), LENGTH)
+    with torch.no_grad():
+        logits = model(torch.tensor([[*PROMPT, *tokens[:-1]]])).logits[0, len(PROMPT) - 1 :].numpy()
+    flips = [i for i in range(LENGTH) if int(np.argmax(logits[i])) != tokens[i]]
+    for i in flips:
+        margin = float((logits[i].max() - logits[i][tokens[i]]) / logits[i].std())
+        report(f"{name}: near-tie against transformers at token {i}, margin {margin:.1e}")
+        assert margin < NEAR
+    assert first == LENGTH or first in flips
+
+
+def test_self_draft_of_any_architecture_gives_k_plus_one_tokens(pipeline):
+    from specedge.runtime.ort import OrtModel
+    from specedge.runtime.pipeline import Pipeline
+
+    bundle = pipeline.bundle
+    twin = OrtModel(bundle, bundle.target, "cpu", None, True)
+    own = Pipeline(bundle, pipeline.tokenizer, pipeline.target, twin)
+    one = own.generate(PROMPT, LENGTH, num_draft_tokens=4, ignore_eos=True)
+    assert [len(r.tokens) for r in one.rounds] == [5] * (LENGTH // 5)
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_the_context_fills_to_its_last_position(pipeline, k):
+    context = pipeline.bundle.context_length
+    prompt = (PROMPT * context)[: context - 9]
+    one = pipeline.generate(prompt, 99, num_draft_tokens=k, ignore_eos=True)
+    expected = pipeline.generate(prompt, 99, num_draft_tokens=0, ignore_eos=True)
+    assert (len(one.tokens), one.finish_reason) == (9, "context")
+    assert one.tokens == expected.tokens

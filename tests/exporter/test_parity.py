@@ -1,0 +1,184 @@
+"""The exported graphs compute what the PyTorch models do, and the check would notice if not."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+import torch
+
+from checkpoints import make_config, make_model
+from specedge.errors import ExportError, ParityError
+from specedge.exporter import exporting, geometry, graphs, parity, playing, tracing
+from specedge.exporter.playing import Player
+
+CONTEXT = 96
+
+
+def traced(model, folder):
+    shape = geometry.measure(model, CONTEXT, 4)
+    lengths = graphs.lengths(4, CONTEXT)
+    exporting._write_graphs(model, shape, lengths, "float32", folder)
+    return Player(folder, lengths, shape)
+
+
+def measure(model, player):
+    return parity.measure("target", model, player, 512, lambda amount: None)
+
+
+def model_of(kind="llama", **options):
+    model = make_model(make_config(kind, kv_heads=2, context=CONTEXT, **options))
+    model.set_attn_implementation("eager")
+    return model
+
+
+def test_logits_and_caches_equal_the_pytorch_models(exported):
+    for model in exported.models.values():
+        assert 0 < model.parity.logits_error <= 5e-6
+        assert 0 < model.parity.cache_error <= 5e-6
+        assert model.parity.logits_std >= 2
+        assert model.parity.num_positions == model.context_length
+
+
+def test_rows_do_not_depend_on_how_many_share_a_pass(exported):
+    for model in exported.models.values():
+        assert model.parity.row_independent_lengths == (1, 2, 3, 5, 9, 64)
+
+
+def test_every_file_gives_the_same_bits_and_nothing_is_noted(pairs, exported):
+    assert [notes for name, notes in pairs.notes.items() if notes] == []
+
+
+def test_caches_are_updated_in_place(pairs):
+    model = pairs.bundle("llama").target
+    folder = pairs.bundle("llama").folder / "target"
+    shape = geometry.Geometry(
+        model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
+    )
+    player = Player(folder, graphs.lengths(4, model.context_length), shape)
+    player.run("decoder", np.arange(7), 3)
+    rows = player.caches[0][0]
+    assert np.abs(rows[:, 3:10]).min(axis=2).max() > 0
+    assert not rows[:, :3].any()
+    assert not rows[:, 10:].any()
+
+
+def spoil_scale(graph):
+    for node in graph:
+        if node.op_type == "Attention":
+            scale = node.attributes["scale"].as_float()
+            node.attributes["scale"] = ir.AttrFloat32("scale", 1.001 * scale)
+
+
+def spoil_positions(graph):
+    clip = next(node for node in graph if node.op_type == "Clip")
+    one = ir.Value(name="shift", const_value=ir.tensor(np.array([[1]], np.int64)))
+    one.shape, one.dtype = ir.Shape([1, 1]), ir.DataType.INT64
+    graph.register_initializer(one)
+    shifted = ir.node("Add", [clip.inputs[0], one])
+    shifted.outputs[0].name = "shifted"
+    graph.insert_before(clip, shifted)
+    clip.replace_input_with(0, shifted.outputs[0])
+
+
+def spoil_mask(graph):
+    """Each query sees one row too many: stale, until it is overwritten."""
+    node = next(node for node in graph if node.op_type == "LessOrEqual")
+    one = ir.Value(name="shift", const_value=ir.tensor(np.array([1], np.int64)))
+    one.shape, one.dtype = ir.Shape([1]), ir.DataType.INT64
+    graph.register_initializer(one)
+    more = ir.node("Add", [node.inputs[1], one])
+    more.outputs[0].name = "more"
+    graph.insert_before(node, more)
+    node.replace_input_with(1, more.outputs[0])
+
+
+@pytest.mark.parametrize("spoil", [spoil_scale, spoil_positions, spoil_mask])
+def test_a_planted_fault_is_a_parity_error(spoil, tmp_path, monkeypatch):
+    model, trace = model_of(), tracing.trace
+
+    def faulty(*args):
+        result = trace(*args)
+        spoil(result.graph)
+        return result
+
+    monkeypatch.setattr(tracing, "trace", faulty)
+    player = traced(model, tmp_path)
+    with pytest.raises(ParityError, match=r"^target: (logits|present\.\d\.\w+) at position \d+"):
+        measure(model, player)
+
+
+def test_a_fault_at_the_last_position_alone_is_found(tmp_path):
+    model = model_of("gpt2")
+    player = traced(model, tmp_path)
+    with torch.no_grad():
+        model.transformer.wpe.weight[CONTEXT - 1, 0] += 0.01
+    with pytest.raises(ParityError, match=f"position {CONTEXT - 1} "):
+        measure(model, player)
+
+
+def test_an_untrained_model_is_sharpened_until_its_logits_spread():
+    model = model_of("llama", scale=0.02)
+    sharp = parity.sharpened(model, 512)
+    tokens = np.arange(16)
+    past = parity._no_rows(model, tokens)
+    assert parity.spread(parity.reference(model, tokens, past)) < 1
+    assert parity.spread(parity.reference(sharp, tokens, past)) >= 2
+
+
+def test_late_positions_of_a_long_context_are_compared(tmp_path):
+    model = make_model(make_config("llama", kv_heads=2, context=1400, layers=1))
+    shape = geometry.measure(model, 1400, 4)
+    lengths = graphs.lengths(4, 1400)
+    exporting._write_graphs(model, shape, lengths, "float32", tmp_path)
+    assert parity.positions_played(shape, 1) == [(0, 256), (1352, 1400)]
+    found = measure(model, Player(tmp_path, lengths, shape))
+    assert found.num_positions == 304
+
+
+def test_large_models_are_compared_with_one_session_at_a_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(playing, "SHARED_BYTES", 0)
+    model = model_of("gpt2")
+    player = traced(model, tmp_path)
+    found = measure(model, player)
+    assert len(player._sessions) == 1
+    assert found.row_independent_lengths == (1, 2, 3, 5, 9, 64)
+
+
+def test_what_attention_cannot_express_is_refused():
+    mask = torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    tracing._refuse_unknown(mask, {"sliding_window": 4, "s_aux": None})
+    with pytest.raises(ExportError, match="s_aux"):
+        tracing._refuse_unknown(mask, {"s_aux": mask})
+    with pytest.raises(ExportError, match="mask"):
+        tracing._refuse_unknown(None, {})
+
+
+def test_weights_in_half_precision_give_the_bits_of_float32(pairs, tmp_path):
+    bundle = pairs.bundle("bfloat16")
+    model = tracing_source(pairs)
+    player = traced(model, tmp_path)
+    shape = player.geometry
+    other = Player(
+        bundle.folder / "target", graphs.lengths(4, 128), geometry.measure(model, 128, 4)
+    )
+    tokens = np.arange(20)
+    assert shape.padded_vocab_size == 512
+    assert np.array_equal(player.run("decoder", tokens, 0), other.run("decoder", tokens, 0))
+
+
+def tracing_source(pairs):
+    from transformers import AutoModelForCausalLM
+
+    folder = pairs.checkpoint("bfloat16")[1]
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    model.set_attn_implementation("eager")
+    return model.eval()
+
+
+def test_onnx_runtime_folds_the_casts_of_the_weights(pairs, tmp_path):
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
+    ort.InferenceSession(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
+    names = [node.op_type for node in ir.load(options.optimized_model_filepath).graph]
+    assert names.count("Cast") == 0
