@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from manifests import make_bundle
 
+from manifests import make_bundle
 from specedge.bundle import SMALL
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
