@@ -102,8 +102,7 @@ def weight_files(folder: Path) -> list[Path]:
     """The safetensors files that hold a checkpoint's weights."""
     if (folder / SINGLE).exists():
         return [folder / SINGLE]
-    index = json.loads((folder / INDEX).read_text("utf-8"))
-    return [folder / name for name in sorted(set(index["weight_map"].values()))]
+    return [folder / name for name in hub.shards(folder)]
 
 
 def stored_dtype(where: str, files: list[Path]) -> str:

@@ -66,9 +66,11 @@ def export(
             _write(found[1], found[0], request, work, progress)
     except OSError as error:
         raise ExportError(_disk_trouble(error, folder)) from error
+    bundle = Bundle.read(folder)
+    store.remember_export(bundle)
     if output is None:
         store.remember_default(folder)
-    return Bundle.read(folder)
+    return bundle
 
 
 def _write(
@@ -111,13 +113,33 @@ def _export_model(
     work: Path,
     progress: Progress,
 ) -> Model:
-    """Trace one model into its folder and compare the files with it."""
+    """Load one model, and let go of it when it is in the bundle's folder."""
+    with progress.step(f"Loading the {checkpoint.role}"):
+        model, dtype = checkpoints.load(checkpoint, progress)
+    with tracing.refusal(model):
+        result = _trace_and_compare(
+            checkpoint, model, dtype, context_length, num_tokens, request, work, progress
+        )
+    del model
+    gc.collect()
+    return result
+
+
+def _trace_and_compare(
+    checkpoint: Checkpoint,
+    model: torch.nn.Module,
+    dtype: str,
+    context_length: int,
+    num_tokens: int,
+    request: Request,
+    work: Path,
+    progress: Progress,
+) -> Model:
+    """Write one model's files and play them against it."""
     role = checkpoint.role
     folder = work / role
     folder.mkdir()
-    with progress.step(f"Loading the {role}"):
-        model, dtype = checkpoints.load(checkpoint, progress)
-        shape = geometry.measure(model, context_length, request.num_draft_tokens)
+    shape = geometry.measure(model, context_length, request.num_draft_tokens)
     wanted = graphs.lengths(request.num_draft_tokens, context_length)
     with progress.step(f"Tracing the {role}"):
         _write_graphs(model, shape, wanted, dtype, folder)
@@ -132,8 +154,8 @@ def _export_model(
         measured = _measure_sharpened(
             model, measured, shape, wanted, num_tokens, role, sharp, progress
         )
-    _note_lengths(measured, wanted, role, progress)
-    result = Model(
+    _note_lengths(measured, parity.lengths_to_compare(player), role, progress)
+    return Model(
         source=checkpoint.source,
         architecture=checkpoint.kind,
         num_parameters=sum(p.numel() for p in model.parameters()),
@@ -147,9 +169,6 @@ def _export_model(
         graphs=tuple(length.entry(role) for length in wanted),
         parity=measured,
     )
-    del model, player
-    gc.collect()
-    return result
 
 
 def _write_graphs(
@@ -199,11 +218,8 @@ def _measure_sharpened(
     )
 
 
-def _note_lengths(
-    measured: Parity, wanted: list[graphs.Length], role: str, progress: Progress
-) -> None:
-    expected = {*parity.INDEPENDENT, *(x.length for x in wanted if not x.logits and x.length)}
-    if missing := sorted(expected - set(measured.row_independent_lengths)):
+def _note_lengths(measured: Parity, expected: list[int], role: str, progress: Progress) -> None:
+    if missing := sorted({*expected} - {*measured.row_independent_lengths}):
         progress.note(
             f"{role}: passes of {', '.join(map(str, missing))} tokens give other last bits than "
             "wider ones, so near-ties may be decided otherwise than by the target alone"

@@ -37,7 +37,7 @@ def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) 
     """Run one pass and read the cache it leaves. S has room for a padded pass at the end."""
     with torch.no_grad():
         output = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True)
-    layers = tuple(map(_layer, getattr(output.past_key_values, "layers", ())))
+    layers = tuple(map(_layer, getattr(getattr(output, "past_key_values", None), "layers", ())))
     if not layers:
         raise ExportError(f"{_kind(model)} models keep no KV cache that transformers can name")
     _check_optimum(model, layers)

@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants, errors
@@ -57,6 +56,8 @@ def find(role: str, name: str, revision: str | None) -> Snapshot:
             f"{role} {name} is neither a folder here nor a model on the hub "
             "(a private one needs 'hf auth login')"
         ) from error
+    except CheckpointError:
+        raise
     except Exception as error:
         return _cached(role, name, revision, error)
 
@@ -114,8 +115,21 @@ def _weights(folder: Path, names: set[str]) -> list[str]:
         return [_SINGLE]
     if _INDEX not in names:
         return []
-    index: dict[str, Any] = json.loads((folder / _INDEX).read_text("utf-8"))
-    return sorted(set(index["weight_map"].values()))
+    return shards(folder)
+
+
+def shards(folder: Path) -> list[str]:
+    """The files that a checkpoint's index names."""
+    try:
+        index = json.loads((folder / _INDEX).read_text("utf-8"))
+        names = sorted(set(index["weight_map"].values()))
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"{folder / _INDEX} cannot be read ({one_line(error)}); download it again"
+        ) from error
+    if any(not isinstance(name, str) or Path(name).name != name for name in names):
+        raise CheckpointError(f"{folder / _INDEX} names files outside its folder")
+    return names
 
 
 def _cached(role: str, name: str, revision: str | None, reason: Exception) -> Snapshot:
@@ -123,6 +137,10 @@ def _cached(role: str, name: str, revision: str | None, reason: Exception) -> Sn
         folder = Path(
             huggingface_hub.snapshot_download(name, revision=revision, local_files_only=True)
         )
+        names = {p.name for p in folder.iterdir()}
+        weights = dict.fromkeys(_weights(folder, names), 0)
+        if not weights and not any(name.endswith(".bin") for name in names):
+            raise FileNotFoundError("only small files are in the cache")
     except Exception:
         offline = isinstance(reason, errors.OfflineModeIsEnabled)
         why = "HF_HUB_OFFLINE is set" if offline else one_line(reason)
@@ -130,8 +148,6 @@ def _cached(role: str, name: str, revision: str | None, reason: Exception) -> Sn
             f"{role} {name} is no folder here, and the hub cannot be reached ({why}); "
             "connect to the network, or give a local folder"
         ) from reason
-    names = {p.name for p in folder.iterdir()}
-    weights = dict.fromkeys(_weights(folder, names), 0)
     return Snapshot(role, name, folder.name, folder, names, weights)
 
 

@@ -100,7 +100,7 @@ def default_sampling(target: Checkpoint) -> Sampling:
     try:
         return Sampling(
             temperature=number("temperature", 1.0),
-            top_k=int(number("top_k", 0)),
+            top_k=int(number("top_k", 50)),  # what transformers takes where none is given
             top_p=number("top_p", 1.0),
             min_p=number("min_p", 0.0),
         )

@@ -8,11 +8,14 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib import metadata
 from typing import Any
 
 import numpy as np
+import onnx
+import onnxruntime
+import onnxscript
 import torch
+import transformers
 from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
@@ -30,7 +33,7 @@ WHOLE = 1024  # contexts up to this length are played whole
 SMALL = 200_000_000  # models up to this many parameters, too
 PART, TAIL = 256, 48  # of others: so many positions from the start, so many up to the end
 INDEPENDENT = (1, 2, 3, 5, 9)
-PACKAGES = ("torch", "transformers", "onnx", "onnxruntime", "onnxscript")
+PACKAGES = (torch, transformers, onnx, onnxruntime, onnxscript)
 TURNS = ("step", "verify", "catchup", "decoder", "prefill", "step", "verify")
 _CHUNK = 256
 
@@ -109,7 +112,7 @@ def measure(
         logits_std=spread(parts[0]),
         num_positions=sum(len(part.tokens) for part in parts),
         row_independent_lengths=independent_lengths(player, parts[0].tokens),
-        versions={name: metadata.version(name) for name in PACKAGES},
+        versions={package.__name__: package.__version__ for package in PACKAGES},
     )
 
 
@@ -183,17 +186,22 @@ def schedule(player: Player, start: int, end: int) -> Iterator[tuple[str, int, i
         yield name, end - 1, 1
 
 
+def lengths_to_compare(player: Player) -> list[int]:
+    """The T whose rows should have the same bits: a few, and those that have files."""
+    fixed = {x.length for x in player.lengths.values() if x.length is not None}
+    return sorted(t for t in {*INDEPENDENT, *fixed} if t <= player.geometry.context_length)
+
+
 def independent_lengths(player: Player, tokens: np.ndarray) -> tuple[int, ...]:
     """The T whose passes give the bits that one pass over all rows gives."""
-    prefill = player.lengths["prefill"].length or 1
-    tokens = tokens[: 2 * prefill]
+    tokens = tokens[: 2 * max(lengths_to_compare(player))]
     player.fill(player.rows(0, 0))
     wide = player.run("decoder", tokens, 0)
     caches = player.rows(0, len(tokens))
     assert wide is not None
     held = []
-    for length in sorted({*INDEPENDENT, prefill}):
-        if length <= len(tokens) and _same_bits(player, tokens, length, wide, caches):
+    for length in lengths_to_compare(player):
+        if _same_bits(player, tokens, length, wide, caches):
             held.append(length)
     return tuple(held)
 

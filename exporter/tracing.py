@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from specedge.errors import ExportError
+from specedge.errors import ExportError, SpecEdgeError
 
 from .geometry import Geometry
 from .quiet import one_line, quiet
@@ -187,7 +187,7 @@ def trace(model: torch.nn.Module, geometry: Geometry) -> ir.Model:
         torch.zeros(1, dtype=torch.long),
         caches,
     )
-    with quiet(), _registered(model), _refusal(model):
+    with quiet(), _registered(model):
         program = torch.onnx.export(
             Traceable(model, geometry.context_length),
             inputs,
@@ -203,10 +203,12 @@ def trace(model: torch.nn.Module, geometry: Geometry) -> ir.Model:
 
 
 @contextlib.contextmanager
-def _refusal(model: torch.nn.Module) -> Iterator[None]:
-    """Say in one line why a model cannot be traced."""
+def refusal(model: torch.nn.Module) -> Iterator[None]:
+    """Say in one line why a model cannot be exported."""
     try:
         yield
+    except (SpecEdgeError, OSError):
+        raise
     except Exception as error:
         causes: list[BaseException] = [error]
         while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
@@ -215,7 +217,7 @@ def _refusal(model: torch.nn.Module) -> Iterator[None]:
             raise ours from None
         kind: Any = model.config
         raise ExportError(
-            f"{kind.model_type} models cannot be traced: {one_line(causes[-1])}"
+            f"{kind.model_type} models cannot be exported: {one_line(causes[-1])}"
         ) from error
 
 

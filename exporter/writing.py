@@ -27,8 +27,9 @@ _LOCK, _OLD = "lock", "old"
 @contextlib.contextmanager
 def destination(output: Path) -> Iterator[Path]:
     """Yield an empty folder that takes `output`'s place when all went well, and goes if not."""
-    output = output.absolute()
+    output = Path(os.path.realpath(output))
     _check(output)
+    remove_leftovers(output.parent)
     work = output.parent / f".{output.name}{SUFFIX}"
     with _interruptible():
         created = _make_parents(output.parent)
@@ -56,6 +57,8 @@ def remove_leftovers(parent: Path) -> list[Path]:
 
 def _check(output: Path) -> None:
     """Refuse, before any work, a place where no bundle may be."""
+    if output == Path.cwd():
+        raise ExportError("--output is the folder you are in; name another one")
     if output.is_dir() and not (output / MANIFEST).is_file() and any(output.iterdir()):
         raise ExportError(f"{output} is not empty and no bundle; name another folder with --output")
     if output.exists() and not output.is_dir():
@@ -85,7 +88,8 @@ def _locked(work: Path, output: Path) -> Iterator[None]:
             (work / _LOCK).unlink(missing_ok=True)
         lock.release()
         with contextlib.suppress(OSError):
-            (work / _LOCK).unlink(missing_ok=True)
+            if os.name == "nt":
+                (work / _LOCK).unlink(missing_ok=True)
             work.rmdir()
 
 
@@ -95,7 +99,7 @@ def _empty(work: Path) -> None:
     if (work / _OLD).exists() and not output.exists():
         os.rename(work / _OLD, output)
     for path in work.iterdir():
-        if path.is_dir():
+        if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         elif path.name != _LOCK:
             path.unlink(missing_ok=True)

@@ -14,7 +14,8 @@ from .theory import speedup
 
 @dataclass(frozen=True)
 class Comparison:
-    """Medians over repeats; `speedup` is the median of the paired ratios.
+    """Medians over repeats; `speedup` is the median of the paired ratios of seconds a new token,
+    without the prefill, which both share.
 
     Costs are in seconds of a plain pass of the target, `target_seconds`: of one draft pass, of one
     verify pass, and of what the host does in a round. None where nothing was drafted.
@@ -72,7 +73,7 @@ def compare(pipeline: Pipeline, prompt: str, repeats: int, **request: Any) -> Co
 
 
 def _summarise(plain: list[Generation], speculative: list[Generation], greedy: bool) -> Comparison:
-    ratios = [_seconds(p) / _seconds(s) for p, s in zip(plain, speculative, strict=True)]
+    ratios = [_pace(p) / _pace(s) for p, s in zip(plain, speculative, strict=True)]
     target = median(one.stats.verify_seconds / one.stats.num_target_passes for one in plain)
     plain_host = median(_host_seconds(one.stats) for one in plain) / target
     host = median(_host_seconds(one.stats) for one in speculative) / target
@@ -104,8 +105,13 @@ def _summarise(plain: list[Generation], speculative: list[Generation], greedy: b
     )
 
 
-def _seconds(one: Generation) -> float:
-    return one.stats.prefill_seconds + one.stats.decode_seconds
+def _seconds(generation: Generation) -> float:
+    return generation.stats.prefill_seconds + generation.stats.decode_seconds
+
+
+def _pace(generation: Generation) -> float:
+    """Seconds a new token, as sampled runs may end at different lengths."""
+    return generation.stats.decode_seconds / generation.stats.num_new_tokens
 
 
 def _host_seconds(stats: Stats) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,9 +72,15 @@ def translated_errors(what: str) -> Iterator[None]:
 
 
 _pool_threads: list[int | None] = []  # what the process's pool was made with, once it is made
+_pool_lock = threading.Lock()
 
 
 def _make_pool(ort: Any, threads: int | None) -> None:
+    with _pool_lock:
+        _make_pool_once(ort, threads)
+
+
+def _make_pool_once(ort: Any, threads: int | None) -> None:
     if not _pool_threads:
         try:
             ort.set_global_thread_pool_sizes(threads or 0, 1)

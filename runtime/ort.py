@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specedge.bundle import Bundle, Model
+from specedge.bundle import CURE, MANIFEST, Bundle, Model
+from specedge.errors import BundleError
 
 from .devices import onnxruntime, open_session, translated_errors
 from .sampling import Floats
@@ -27,6 +29,7 @@ class OrtModel:
         self._session = open_session(
             bundle.path(model.graph("decoder").file), device, threads, share_threads
         )
+        _check_contract(self._session, model, bundle.path(model.graph("decoder").file))
         self._padded_vocab_size = model.padded_vocab_size
         self._past_length = np.zeros(1, np.int64)
         self._caches = _allocate(model)
@@ -83,6 +86,32 @@ class _Pass:
         self.binding = binding
         self.input_ids = input_ids
         self.logits: Floats | None = None
+
+
+def _check_contract(session: Any, model: Model, path: Path) -> None:
+    """Refuse a graph whose inputs or outputs are not those that the manifest promises."""
+    wanted: dict[str, tuple[str, Any]] = {
+        "input_ids": ("tensor(int64)", 1),
+        "past_length": ("tensor(int64)", 1),
+        "logits": ("tensor(float)", model.padded_vocab_size),
+    }
+    for i, layer in enumerate(model.cache.layers):
+        for name, size in (("key", layer.key_size), ("value", layer.value_size)):
+            rows = ("tensor(float)", [1, layer.heads, model.cache.capacity, size])
+            wanted |= {f"past_key_values.{i}.{name}": rows, f"present.{i}.{name}": rows}
+    found = {v.name: (v.type, v.shape) for v in (*session.get_inputs(), *session.get_outputs())}
+    for name in sorted(wanted.keys() | found.keys()):
+        kind, shape = found.get(name, ("missing", []))
+        expected = wanted.get(name, ("missing", []))
+        if name in ("input_ids", "past_length"):
+            shape = shape[0] if shape else None
+        elif name == "logits":
+            shape = shape[-1] if shape else None
+        if (kind, shape) != expected:
+            raise BundleError(
+                f"{path}: {name} is {kind} {shape}, {MANIFEST} wants {expected[0]} {expected[1]}; "
+                f"{CURE}"
+            )
 
 
 def _allocate(model: Model) -> dict[str, Floats]:

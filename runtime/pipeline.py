@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,15 +12,13 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, PromptError, SpecEdgeError
-from specedge.options import Sampling
+from specedge.options import MAX_DRAFT_TOKENS, Sampling, whole
 
 from .decoding import Round, SpeculativeDecoder
 from .drafters import DraftModel
 from .model import LanguageModel
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
-
-MAX_DRAFT_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -103,32 +102,29 @@ class Pipeline:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
         sampling = Sampling(temperature, top_k, top_p, min_p)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, got {max_new_tokens}")
         if not all(stops):
             raise ValueError("a stop string must not be empty")
         if num_draft_tokens is None:
             num_draft_tokens = self.bundle.num_draft_tokens
-        if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise ValueError(
-                f"num_draft_tokens must be between 0 and {MAX_DRAFT_TOKENS}, got {num_draft_tokens}"
-            )
-        tokens = self._prompt_tokens(prompt)
-        ends = () if ignore_eos else self.bundle.end_tokens
-        seed = secrets.randbits(32) if seed is None else seed
+        if seed is None:
+            seed = secrets.randbits(32)
         stream = Stream(
-            self, tokens, sampling, seed, num_draft_tokens, max_new_tokens, stops, frozenset(ends)
+            self,
+            prompt=self._prompt_tokens(prompt),
+            sampling=sampling,
+            seed=whole("seed", seed, -(2**64), 2**64),
+            num_draft_tokens=whole("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS),
+            max_new_tokens=whole("max_new_tokens", max_new_tokens, 1),
+            stops=stops,
+            ends=frozenset(() if ignore_eos else self.bundle.end_tokens),
         )
         self.current = stream
         return stream
 
     def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
         vocab_size, context = self.bundle.target.vocab_size, self.bundle.context_length
-        if isinstance(prompt, str):
-            tokens = list(self.tokenizer.encode(prompt).ids)
-        else:
-            tokens = [int(token) for token in prompt]
-        if not tokens or prompt == "":  # some tokenizers begin even no text with a token
+        tokens = self._encode(prompt) if isinstance(prompt, str) else _ids(prompt)
+        if not tokens:
             raise PromptError("the prompt is empty; give at least one token of text")
         if bad := [token for token in tokens if not 0 <= token < vocab_size]:
             raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")
@@ -139,6 +135,24 @@ class Pipeline:
             )
         return tokens
 
+    def _encode(self, prompt: str) -> list[int]:
+        if not prompt:  # some tokenizers begin even no text with a token
+            return []
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
+        return list(self.tokenizer.encode(prompt).ids)
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    if isinstance(prompt, bytes | bytearray):
+        raise PromptError("the prompt is bytes; decode it to text, or give token ids")
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise PromptError(f"the prompt must be text or token ids ({error})") from error
+
 
 class Stream:
     """The pieces of a request's text, as they become certain. Close it or leave it at any time."""
@@ -146,6 +160,7 @@ class Stream:
     def __init__(
         self,
         pipeline: Pipeline,
+        *,
         prompt: list[int],
         sampling: Sampling,
         seed: int,
@@ -184,7 +199,9 @@ class Stream:
             if self._pipeline.current is not self:
                 raise SpecEdgeError("this stream ended when its pipeline began another request")
             with self._watch.part("other"):
-                piece = self._next_round()
+                piece = self._next_piece()
+            if piece is None:
+                break
             if piece:
                 return piece
         raise StopIteration
@@ -218,16 +235,17 @@ class Stream:
             list(self._past_rounds),
         )
 
-    def _next_round(self) -> str:
-        one = next(self._rounds, None)
-        if one is None:
-            raise StopIteration
+    def _next_piece(self) -> str | None:
+        """What the next round adds to the text; None if the stream was closed."""
+        round_ = next(self._rounds, None)
+        if round_ is None:
+            return None
         before = len(self._tokens)
-        piece = "".join(self._take(token) for token in one.tokens)
+        piece = "".join(self._take(token) for token in round_.tokens)
         if self._finish_reason != "unfinished":
             piece += self._flush()
-        self._recorder.record(one, len(self._tokens) - before)
-        self._past_rounds.append(one)
+        self._recorder.record(round_, len(self._tokens) - before)
+        self._past_rounds.append(round_)
         self._pieces.append(piece)
         return piece
 
@@ -248,6 +266,7 @@ class Stream:
 
     def _flush(self) -> str:
         """Text held back until now."""
-        if self._finish_reason == "stop":
-            return ""
-        return self._stop_strings.feed(self._detokenizer.flush()) + self._stop_strings.flush()
+        text = self._stop_strings.feed(self._detokenizer.flush())
+        if self._stop_strings.found:
+            self._finish_reason = "stop"
+        return text + self._stop_strings.flush()

@@ -95,14 +95,16 @@ def argmax(logits: Floats) -> int:
 
 
 def probabilities(logits: Floats, sampling: Sampling) -> Floats:
-    """Turn one row of logits into the distribution to draw from. [V] -> [V]
+    """Turn one row of logits into the distribution to draw from, above temperature 0. [V] -> [V]
 
     Temperature, top-k, top-p and min-p in the order of transformers; top-k keeps every tie with
-    the k-th. Computed in the type of the logits. Temperature 0 is a one-hot row.
+    the k-th. Computed in the type of the logits.
     """
-    if sampling.greedy:
-        return _one_hot(argmax(logits), logits)
-    scaled = (logits - np.max(logits)) / sampling.temperature
+    assert not sampling.greedy
+    # A temperature too small for the type of the logits still means the largest logit.
+    temperature = max(sampling.temperature, float(np.finfo(logits.dtype).tiny))
+    with np.errstate(over="ignore"):
+        scaled = (logits - np.max(logits)) / logits.dtype.type(temperature)
     if 0 < sampling.top_k < len(scaled):
         kth = np.partition(scaled, -sampling.top_k)[-sampling.top_k]
         scaled[scaled < kth] = -np.inf
@@ -140,12 +142,6 @@ def _nucleus(probs: Floats, top_p: float) -> Floats:
     kept[inside] = probs[inside]
     kept /= kept.sum()
     return kept
-
-
-def _one_hot(token: int, like: Floats) -> Floats:
-    probs = np.zeros_like(like)
-    probs[token] = 1
-    return probs
 
 
 _NOT_A_NUMBER = (

@@ -22,6 +22,8 @@ class Detokenizer:
         self._pending: list[int] = []
         while self._shown and self._decode(self._shown).endswith("\ufffd"):
             self._pending.insert(0, self._shown.pop())
+        self._prompts = ""  # what the prompt itself shows of the pending tokens
+        self._prompts = self._new_text()
 
     def feed(self, token: int) -> str:
         """The text that has become certain with this token."""
@@ -29,7 +31,7 @@ class Detokenizer:
         text = self._new_text()
         if not text or text.endswith("\ufffd"):
             return ""
-        self._shown, self._pending = self._pending, []
+        self._shown, self._pending, self._prompts = self._pending, [], ""
         return text
 
     def flush(self) -> str:
@@ -39,7 +41,8 @@ class Detokenizer:
 
     def _new_text(self) -> str:
         before = self._decode(self._shown)
-        return self._decode(self._shown + self._pending)[len(before) :]
+        text = self._decode(self._shown + self._pending)[len(before) :]
+        return text.removeprefix(self._prompts)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         return self._tokenizer.decode(list(tokens), skip_special_tokens=True)

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .errors import BundleError
-from .options import Sampling
+from .options import MAX_DRAFT_TOKENS, Sampling, whole
 from .strict_json import JsonError, build, parse, plain
 
 FORMAT = 1
 MANIFEST = "bundle.json"
 SMALL = 8 * 2**20  # files up to this size are hashed at every load
-_CURE = "export the pair again, or copy the bundle again"
+CURE = "export the pair again, or copy the bundle again"
 
 
 @dataclass(frozen=True)
@@ -67,8 +67,7 @@ class Cache:
     layers: tuple[CacheLayer, ...]
 
     def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "float16", "bfloat16"):
-            raise ValueError(f"dtype must be float32, float16 or bfloat16, got {self.dtype}")
+        _check_dtype(self.dtype)
         if self.capacity < 1 or not self.layers:
             raise ValueError("a cache has at least one row and one layer")
 
@@ -87,6 +86,8 @@ class Graph:
     def __post_init__(self) -> None:
         if self.batch < 1 or (self.length is not None and self.length < 1):
             raise ValueError("batch and length are at least 1")
+        if self.name == "decoder" and (self.length is not None or not self.logits):
+            raise ValueError("decoder takes any length and has logits")
 
 
 @dataclass(frozen=True)
@@ -124,10 +125,17 @@ class Model:
     parity: Parity
 
     def __post_init__(self) -> None:
+        _check_dtype(self.dtype)
+        _check_dtype(self.weights_dtype)
         if not 1 <= self.vocab_size <= self.padded_vocab_size:
             raise ValueError("vocab_size is at least 1 and at most padded_vocab_size")
         if not 1 <= self.context_length <= self.cache.capacity:
             raise ValueError("context_length is at least 1 and at most the cache's capacity")
+        names = [(graph.name, graph.ops) for graph in self.graphs]
+        if len(set(names)) != len(names) or not any(name == "decoder" for name, _ in names):
+            raise ValueError("graphs has a decoder, and no name twice for one op set")
+        if self.num_parameters < 0 or min(self.parity.row_independent_lengths, default=1) < 1:
+            raise ValueError("num_parameters is at least 0, and lengths at least 1")
 
     def graph(self, name: str, ops: str = "onnx") -> Graph:
         """The graph of a name: `decoder` takes any length, others have one."""
@@ -135,7 +143,7 @@ class Model:
             if (graph.name, graph.ops) == (name, ops):
                 return graph
         have = ", ".join(f"{g.name} ({g.ops})" for g in self.graphs)
-        raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {_CURE}")
+        raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {CURE}")
 
 
 @dataclass(frozen=True)
@@ -156,8 +164,8 @@ class Bundle:
     folder: Path = field(default=Path(), init=False, compare=False)
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_draft_tokens <= 64:
-            raise ValueError("num_draft_tokens is between 1 and 64")
+        whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        whole("context_length", self.context_length, 1)
         for name in self.files:
             _check_inside(name)
         for key, model in self.models.items():
@@ -198,7 +206,7 @@ class Bundle:
         try:
             bundle = cls.from_json(manifest.read_text("utf-8"))
         except (JsonError, UnicodeDecodeError) as error:
-            raise BundleError(f"{manifest}: {error}; {_CURE}") from error
+            raise BundleError(f"{manifest}: {error}; {CURE}") from error
         except (OSError, ValueError) as error:
             raise BundleError(_unreadable(Path(folder), error)) from error
         bundle = bundle.at(Path(folder))
@@ -237,18 +245,20 @@ class Bundle:
         try:
             found = sha256(self.path(name), progress)
         except OSError as error:
-            raise BundleError(f"{self.path(name)}: {error.strerror}; {_CURE}") from error
+            raise BundleError(f"{self.path(name)}: {error.strerror}; {CURE}") from error
         if found != self.files[name].sha256:
-            raise BundleError(f"{self.path(name)}: its SHA-256 is not the one listed; {_CURE}")
+            raise BundleError(f"{self.path(name)}: its SHA-256 is not the one listed; {CURE}")
 
     def _check_size(self, name: str, file: File) -> None:
         path = self.path(name)
         try:
+            if not path.resolve().is_relative_to(self.folder.resolve()):
+                raise BundleError(f"{path}: is a link out of the bundle; {CURE}")
             size = path.stat().st_size
         except OSError as error:
-            raise BundleError(f"{path}: {error.strerror}; {_CURE}") from error
+            raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
         if size != file.size:
-            raise BundleError(f"{path}: has {size} bytes, {MANIFEST} lists {file.size}; {_CURE}")
+            raise BundleError(f"{path}: has {size} bytes, {MANIFEST} lists {file.size}; {CURE}")
 
 
 def describe(path: Path) -> File:
@@ -267,6 +277,11 @@ def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
     return digest.hexdigest()
 
 
+def _check_dtype(name: str) -> None:
+    if name not in ("float32", "float16", "bfloat16"):
+        raise ValueError(f"a dtype is float32, float16 or bfloat16, got '{name}'")
+
+
 def _check_inside(name: str) -> None:
     """Refuse a path that could leave the folder on any system."""
     part = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
@@ -279,4 +294,4 @@ def _unreadable(folder: Path, error: Exception) -> str:
         return f"no bundle at {folder}: there is no such folder; name one made by 'specedge export'"
     if not os.path.isfile(folder / MANIFEST):
         return f"{folder} has no {MANIFEST}; name a folder made by 'specedge export'"
-    return f"{folder / MANIFEST}: {error}; {_CURE}"
+    return f"{folder / MANIFEST}: {error}; {CURE}"

@@ -2,7 +2,22 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
+
+MAX_DRAFT_TOKENS = 64
+
+
+def whole(name: str, value: object, least: int, most: int | None = None) -> int:
+    """`value` as an integer within limits; anything else is a ValueError that names it."""
+    limits = f"at least {least}" if most is None else f"between {least} and {most}"
+    try:
+        number = operator.index(value)  # type: ignore[arg-type]
+    except TypeError as error:
+        raise ValueError(f"{name} must be a whole number {limits}, got {value!r}") from error
+    if number < least or (most is not None and number > most):
+        raise ValueError(f"{name} must be {limits}, got {number}")
+    return number
 
 
 @dataclass(frozen=True)
@@ -21,8 +36,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
-        if self.top_k < 0 or self.top_k != int(self.top_k):
-            raise ValueError(f"top_k must be 0 (off) or a positive integer, got {self.top_k}")
+        whole("top_k", self.top_k, 0)
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
         if not 0 <= self.min_p <= 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -44,13 +45,15 @@ def find(bundle: str | os.PathLike[str] | None = None) -> Path:
         return Path(bundle)
     if named := os.environ.get(VARIABLE):
         return Path(named)
+    note = data_folder() / "default"
     try:
-        default = Path((data_folder() / "default").read_text("utf-8"))
-    except OSError:
+        default = Path(note.read_text("utf-8"))
+    except (OSError, ValueError):
         return embedded()
     if not default.exists():
         raise BundleError(
-            f"the default bundle {default} is gone; export the pair again, or name another bundle"
+            f"the default bundle {default} is gone; export the pair again, name another bundle, "
+            f"or delete {note} to use the embedded pair"
         )
     return default
 
@@ -59,18 +62,24 @@ def check_large_files(bundle: Bundle, progress: Callable[[int], None] | None = N
     """Hash large files not seen before here, recognised by path, size, time and inode."""
     known = _known_files()
     for name in bundle.large_files():
-        path = bundle.path(name)
-        if known.get(str(path.absolute())) != _identity(path, bundle.files[name].sha256):
+        path = bundle.path(name).absolute()
+        before = _identity(path, bundle.files[name].sha256)
+        if known.get(str(path)) != before:
             bundle.check_hash(name, progress)
-            remember_checked(bundle, name)
+            remember_checked(path, before)
 
 
-def remember_checked(bundle: Bundle, name: str) -> None:
+def remember_export(bundle: Bundle) -> None:
+    """Note that a bundle's large files were hashed when they were written."""
+    for name in bundle.large_files():
+        path = bundle.path(name).absolute()
+        remember_checked(path, _identity(path, bundle.files[name].sha256))
+
+
+def remember_checked(path: Path, identity: list[int | str]) -> None:
     """Note that a file's hash was right; where that cannot be written it is checked again."""
-    path = bundle.path(name)
-    identity = _identity(path, bundle.files[name].sha256)
     known = {p: i for p, i in _known_files().items() if os.path.exists(p)}
-    known[str(path.absolute())] = identity
+    known[str(path)] = identity
     with contextlib.suppress(OSError):
         _replace_text(_checked_list(), json.dumps(known))
 
@@ -100,6 +109,9 @@ def _replace_text(path: Path, text: str) -> None:
 
 
 def _slug(name: str) -> str:
-    """A model's id or path as a folder's name."""
-    last = "-".join(Path(name).parts[-2:]) if os.path.isdir(name) else name
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", last).strip("-.") or "model"
+    """A model's id or path as a folder's name; two folders never share one."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        where = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
+        name = f"{path.resolve().name}-{where[:8]}"
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"

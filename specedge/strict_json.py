@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import types
 import typing
 from typing import Any, NoReturn, TypeVar
@@ -57,6 +58,8 @@ def _build(kind: Any, value: Any, key: str) -> Any:
         return _build_dataclass(typing.cast(type, kind), _expect(dict, value, key), key)
     if kind is float and type(value) is int and abs(value) < 1e300:
         return float(value)
+    if kind is float and type(value) is float and not math.isfinite(value):
+        raise JsonError(f"key '{key}' must be a finite number")
     return _expect(kind, value, key)
 
 

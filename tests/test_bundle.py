@@ -60,9 +60,16 @@ def test_writing_is_repeatable(folder):
         (("target", "context_length"), 38, r"target.cache.capacity 40 is below 43"),
         (("context_length",), 33, "context_length is above"),
         (("end_tokens",), [50], r"end_tokens \[50\]"),
-        (("num_draft_tokens",), 0, "num_draft_tokens is between"),
+        (("num_draft_tokens",), 0, "num_draft_tokens must be between 1 and 64"),
         (("default_sampling", "temperature"), -1, "temperature must be at least 0"),
         (("files", "tokenizer.json", "sha256"), "00", "64 lowercase"),
+        (("context_length",), 0, "context_length must be at least 1"),
+        (("target", "graphs"), [], "graphs has a decoder"),
+        (("target", "graphs", 0, "length"), 5, "decoder takes any length"),
+        (("target", "graphs", 0, "logits"), False, "decoder takes any length and has logits"),
+        (("draft", "weights_dtype"), "float8", "got 'float8'"),
+        (("draft", "num_parameters"), -1, "num_parameters is at least 0"),
+        (("draft", "parity", "logits_std"), 10**400, "key 'draft.parity.logits_std'"),
         (("tokenizer",), "gone.json", "'gone.json' is not among the files"),
     ],
 )
@@ -138,6 +145,18 @@ def test_a_truncated_or_missing_file_is_found_when_reading(folder, name):
         Bundle.read(folder)
     (folder / name).unlink()
     with pytest.raises(BundleError, match=name):
+        Bundle.read(folder)
+
+
+def test_a_link_out_of_the_folder_is_refused(folder, tmp_path_factory):
+    outside = tmp_path_factory.mktemp("outside") / "file"
+    outside.write_bytes((folder / "tokenizer.json").read_bytes())
+    (folder / "tokenizer.json").unlink()
+    try:
+        (folder / "tokenizer.json").symlink_to(outside)
+    except OSError:
+        pytest.skip("no symbolic links here")
+    with pytest.raises(BundleError, match="link out of the bundle"):
         Bundle.read(folder)
 
 

@@ -215,7 +215,7 @@ def test_every_command_and_option_is_in_the_readme():
         for option in command.params:
             if isinstance(option, click.Option):
                 assert option.help, option.opts
-                assert all(f"{flag}" in readme for flag in option.opts), (name, option.opts)
+                assert all(f"`{flag}`" in readme for flag in option.opts), (name, option.opts)
 
 
 def test_help_starts_fast_because_it_imports_no_room():

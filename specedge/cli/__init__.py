@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 
@@ -27,6 +28,9 @@ for command in (export, generate, compare, inspect):
 
 def main() -> None:
     """Run the command line and exit."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows is not UTF-8 by itself
+            stream.reconfigure(encoding="utf-8", errors="replace")
     sys.exit(_run())
 
 

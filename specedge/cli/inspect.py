@@ -34,7 +34,7 @@ def _check(bundle: Bundle) -> None:
         task = progress.add_task("", total=sum(f.size for f in bundle.files.values()))
         for name in bundle.files:
             bundle.check_hash(name, lambda size: progress.advance(task, size))
-            store.remember_checked(bundle, name)
+    store.remember_export(bundle)
     click.echo(f"all {len(bundle.files)} files are as listed", err=True)
 
 

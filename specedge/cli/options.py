@@ -9,6 +9,8 @@ from typing import Any, TypeVar
 
 import click
 
+from specedge.options import MAX_DRAFT_TOKENS
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 bundle = click.option(
@@ -44,7 +46,7 @@ _REQUEST = (
     ),
     click.option("--seed", type=int, help="Repeat an earlier run. [default: a fresh seed]"),
     click.option(
-        "-k", "--num-draft-tokens", type=click.IntRange(0, 64),
+        "-k", "--num-draft-tokens", type=click.IntRange(0, MAX_DRAFT_TOKENS),
         help="Draft this many tokens a round; 0 is plain decoding. [default: the bundle's]",
     ),
     click.option("--stop", multiple=True, help="End before this text; may be given repeatedly."),
@@ -64,7 +66,7 @@ def read_prompt(prompt: str) -> str:
     if prompt != "-":
         return prompt
     try:
-        return sys.stdin.read()
+        return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
 

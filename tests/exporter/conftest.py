@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 for package in ("torch", "transformers", "optimum", "onnx", "onnxscript", "onnxruntime"):
@@ -10,6 +12,8 @@ for package in ("torch", "transformers", "optimum", "onnx", "onnxscript", "onnxr
 import torch  # noqa: E402
 
 from checkpoints import make_pair  # noqa: E402
+from specedge import store  # noqa: E402
+from specedge.bundle import Bundle  # noqa: E402
 from specedge.exporter import Progress, export  # noqa: E402
 
 torch.set_num_threads(2)
@@ -18,6 +22,7 @@ PAIRS = {
     "llama": ("llama", {"kv_heads": 2, "context": 256}),
     "qwen2": ("qwen2", {"kv_heads": 2, "tied": True, "context": 256}),
     "mistral": ("mistral", {"kv_heads": 1, "head_size": 20, "context": 256}),
+    "padded": ("gpt2", {"hidden": 60, "vocab_size": 520, "noise": 0.1, "context": 256}),
     "bfloat16": ("llama", {"kv_heads": 2, "tied": True, "dtype": torch.bfloat16, "context": 256}),
     "windowed": ("mistral", {"sliding_window": 16}),
 }
@@ -28,7 +33,10 @@ class Pairs:
 
     def __init__(self, folder):
         self.folder = folder
-        self.checkpoints, self.bundles, self.notes = {}, {}, {}
+        shipped = Path(__file__).parents[2] / "models" / "checkpoints"
+        self.checkpoints = {"embedded": (shipped / "python-1m", shipped / "python-9m")}
+        self.bundles = {"embedded": Bundle.read(store.embedded())}
+        self.notes = {"embedded": []}
 
     def checkpoint(self, name):
         if name not in self.checkpoints:
@@ -51,7 +59,7 @@ def pairs(tmp_path_factory):
     return Pairs(tmp_path_factory.mktemp("pairs"))
 
 
-@pytest.fixture(params=list(PAIRS))
+@pytest.fixture(params=[*PAIRS, "embedded"])
 def exported(request, pairs):
     """Each exported pair in turn."""
     return pairs.bundle(request.param)

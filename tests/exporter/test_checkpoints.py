@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from checkpoints import END
 from specedge.errors import CheckpointError
@@ -85,7 +87,24 @@ def test_adapters_and_quantised_checkpoints_are_refused(checkpoint):
     assert "merge" in refusal(checkpoint)
 
 
-def test_a_hub_id_without_a_network_is_refused_at_once(monkeypatch):
+def test_a_sharded_checkpoint_is_read_and_a_broken_index_refused(checkpoint):
+    config, tokenizer = checkpoint / "config.json", checkpoint / "tokenizer.json"
+    assert config.exists()
+    assert tokenizer.exists()
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    whole.save_pretrained(checkpoint, max_shard_size="50KB")
+    index = checkpoint / "model.safetensors.index.json"
+    found = checkpoints.find("target", str(checkpoint), None)
+    model, dtype = checkpoints.load(found, Progress())
+    assert dtype == "float32"
+    assert torch.equal(model.lm_head.weight, whole.lm_head.weight)
+    for text in ("", "{}", "[]", '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 7}}'):
+        index.write_text(text, "utf-8")
+        assert "index.json" in refusal(checkpoint)
+
+
+def test_a_hub_id_without_a_network_is_refused_at_once():
     assert "hub cannot be reached" in refusal("someone/something")
 
 

@@ -12,7 +12,7 @@ LENGTH = 200
 NEAR = 1e-4  # of the logits' spread: what float32 sums in another order may differ by
 
 
-@pytest.fixture(params=["gpt2", "llama", "qwen2", "mistral", "bfloat16"])
+@pytest.fixture(params=["embedded", "gpt2", "llama", "qwen2", "mistral", "padded", "bfloat16"])
 def name(request):
     return request.param
 
@@ -28,13 +28,13 @@ def plain(pipeline):
 
 def test_speculative_tokens_equal_plain_decoding_bit_for_bit(pipeline, name, report):
     expected = plain(pipeline).tokens
-    assert len(set(expected)) >= 30
+    assert len(set(expected)) >= (30 if name != "embedded" else 10)
     for k in (1, 2, 4, 8):
         one = pipeline.generate(PROMPT, LENGTH, num_draft_tokens=k, ignore_eos=True)
         assert one.tokens == expected, k
         rate = one.stats.accepted_over_tested
         report(f"{name}, K = {k}: acceptance {rate:.2f}, {len(set(expected))} distinct tokens")
-        assert 0.3 < rate < 0.9
+        assert 0.3 < rate < 0.9 or name == "embedded"
 
 
 def test_tokens_equal_the_greedy_generate_of_transformers(pipeline, name, pairs, report):
@@ -59,6 +59,13 @@ def test_tokens_equal_the_greedy_generate_of_transformers(pipeline, name, pairs,
         report(f"{name}: near-tie against transformers at token {i}, margin {margin:.1e}")
         assert margin < NEAR
     assert first == LENGTH or first in flips
+
+
+def test_ids_beyond_the_tokenizer_have_no_logits(pairs):
+    model = pairs.bundle("padded").target
+    assert (model.vocab_size, model.padded_vocab_size) == (512, 520)
+    pipeline = specedge.load(pairs.bundle("padded").folder)
+    assert pipeline.target.forward([1, 2]).shape == (2, 512)
 
 
 def test_self_draft_of_any_architecture_gives_k_plus_one_tokens(pipeline):

@@ -6,9 +6,18 @@ import onnxruntime as ort
 import pytest
 import torch
 
-from checkpoints import make_config, make_model
+from checkpoints import make_config, make_model, make_pair
 from specedge.errors import ExportError, ParityError
-from specedge.exporter import exporting, geometry, graphs, parity, playing, tracing
+from specedge.exporter import (
+    Progress,
+    export,
+    exporting,
+    geometry,
+    graphs,
+    parity,
+    playing,
+    tracing,
+)
 from specedge.exporter.playing import Player
 
 CONTEXT = 96
@@ -123,6 +132,15 @@ def test_an_untrained_model_is_sharpened_until_its_logits_spread():
     past = parity._no_rows(model, tokens)
     assert parity.spread(parity.reference(model, tokens, past)) < 1
     assert parity.spread(parity.reference(sharp, tokens, past)) >= 2
+
+
+def test_an_untrained_pair_is_exported_and_compared_with_larger_weights_too(tmp_path):
+    draft, target = make_pair(tmp_path, "llama", scale=0.02, context=64)
+    progress = Progress()
+    bundle = export(draft, target, tmp_path / "bundle", progress=progress)
+    assert [note for note in progress.notes if "as an untrained model's" in note]
+    assert bundle.target.parity.logits_std >= 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["bundle", "draft", "target", "tokenizer"]
 
 
 def test_late_positions_of_a_long_context_are_compared(tmp_path):

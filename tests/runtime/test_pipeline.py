@@ -4,6 +4,7 @@ import dataclasses
 import subprocess
 import sys
 import threading
+import time
 from itertools import product
 
 import numpy as np
@@ -142,6 +143,12 @@ def test_a_prompt_of_one_token_works_and_an_empty_one_does_not(pipeline):
             pipeline.generate(empty)
 
 
+@pytest.mark.parametrize("prompt", [b"def", [1.5], ["def"], "a\udcff"])
+def test_a_prompt_that_is_neither_text_nor_ids_is_refused(pipeline, prompt):
+    with pytest.raises(PromptError, match="prompt"):
+        pipeline.generate(prompt)
+
+
 @pytest.mark.parametrize("token", [-1, 10**9])
 def test_a_token_outside_the_vocabulary_is_refused(pipeline, token):
     with pytest.raises(PromptError, match=str(token)):
@@ -247,6 +254,10 @@ def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
         ({"num_draft_tokens": 65}, "num_draft_tokens must be between 0 and 64"),
         ({"num_draft_tokens": -1}, "num_draft_tokens must be between 0 and 64"),
         ({"stop": [""]}, "stop string must not be empty"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
+        ({"num_draft_tokens": 2.0}, "num_draft_tokens must be a whole number"),
+        ({"top_k": 2.0}, "top_k must be a whole number"),
+        ({"seed": 1.5}, "seed must be a whole number"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_runs(pipeline, options, message):
@@ -260,13 +271,32 @@ def test_an_unknown_option_is_an_error(pipeline):
 
 
 def test_seconds_add_up_and_passes_are_counted(pipeline):
+    start = time.perf_counter()
     one = pipeline.generate(PROMPTS[0], 50, ignore_eos=True)
+    elapsed = time.perf_counter() - start
     stats = one.stats
     assert stats.num_target_passes == stats.num_rounds == len(one.rounds)
     assert stats.num_draft_passes == stats.num_drafted
     parts = (stats.draft_seconds, stats.verify_seconds, stats.sampling_seconds)
     assert all(part > 0 for part in parts)
+    assert stats.decode_seconds == sum(parts) + stats.other_seconds
+    assert stats.decode_seconds + stats.prefill_seconds <= elapsed
     assert stats.num_tested == sum(stats.tested_by_position)
+
+
+def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
+    from specedge.runtime.ort import OrtModel
+
+    bundle, model = pipeline.bundle, pipeline.bundle.draft
+    wrong = (
+        dataclasses.replace(model, padded_vocab_size=model.padded_vocab_size + 1),
+        dataclasses.replace(
+            model, cache=dataclasses.replace(model.cache, layers=model.cache.layers[:1])
+        ),
+    )
+    for one in wrong:
+        with pytest.raises(specedge.BundleError, match=r"decoder\.onnx: .* wants"):
+            OrtModel(bundle, one, "cpu", None, True)
 
 
 def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeline):

@@ -25,8 +25,9 @@ def test_temperature_divides_the_logits():
 
 
 def test_a_tiny_temperature_is_one_hot_not_a_number_error():
-    probs = probabilities(np.array([1.0, 5.0, 3.0], np.float32), Sampling(1e-30))
-    assert probs.tolist() == [0, 1, 0]
+    for temperature in (1e-30, 1e-44, 1e-300):
+        probs = probabilities(np.array([1.0, 5.0, 3.0], np.float32), Sampling(temperature))
+        assert probs.tolist() == [0, 1, 0]
 
 
 def test_top_k_keeps_every_tie_with_the_kth():

@@ -72,6 +72,11 @@ def test_a_prompt_that_ends_inside_a_character_is_completed():
     assert "".join(pieces(BYTE_LEVEL, tokens[:2], tokens[2:])) == "😀"
 
 
+def test_a_replacement_character_in_the_prompt_is_not_said_again():
+    prompt, tokens = BYTE_LEVEL.encode("ab\ufffd").ids, BYTE_LEVEL.encode("cd").ids
+    assert "".join(pieces(BYTE_LEVEL, prompt, tokens)) == "cd"
+
+
 def test_the_first_space_after_the_prompt_is_kept():
     prompt, tokens = METASPACE.token_to_id("▁def"), METASPACE.token_to_id("▁x")
     assert "".join(pieces(METASPACE, [prompt], [tokens])) == " x"
