@@ -71,7 +71,9 @@ class Player:
             if self.one_at_a_time:
                 self._sessions.clear()
             try:
-                self._sessions[name] = _open(self.folder / f"{name}.onnx")
+                self._sessions[name] = open_session(
+                    self.folder / f"{name}.onnx", ort.SessionOptions()
+                )
             except Exception as error:
                 raise ExportError(
                     f"ONNX Runtime cannot load {name}.onnx: {one_line(error)}"
@@ -79,8 +81,8 @@ class Player:
         return self._sessions[name]
 
 
-def _open(path: Path) -> ort.InferenceSession:
-    options = ort.SessionOptions()
+def open_session(path: Path, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A session on the CPU, whether or not the process has a thread pool for all of them."""
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     providers = ["CPUExecutionProvider"]
@@ -89,6 +91,6 @@ def _open(path: Path) -> ort.InferenceSession:
     except Exception as error:
         if "per_session_threads" not in str(error):
             raise
-    # The process has a shared thread pool, beside which no session has one of its own.
+    # Beside a shared pool no session has one of its own.
     options.use_per_session_threads = False
     return ort.InferenceSession(path, options, providers=providers, enable_fallback=False)

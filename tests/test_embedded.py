@@ -52,7 +52,9 @@ def test_the_continuation_of_a_function_is_like_python(pipeline):
     assert re.search(r"\b(return|self|if|for|raise|with|import|\"\"\")", text)
 
 
-@pytest.mark.parametrize("page", ["README.md", "models/README.md", "docs/design.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "models/README.md", "docs/design.md", "docs/measurements.md"]
+)
 def test_pages_have_no_blanks_and_no_dead_links(page):
     text = (ROOT / page).read_text("utf-8")
     assert not re.search(r"@[A-Z_]+@", text)

@@ -176,8 +176,9 @@ def test_weights_in_half_precision_give_the_bits_of_float32(pairs, tmp_path):
     model = tracing_source(pairs)
     player = traced(model, tmp_path)
     shape = player.geometry
+    context = bundle.context_length
     other = Player(
-        bundle.folder / "target", graphs.lengths(4, 128), geometry.measure(model, 128, 4)
+        bundle.folder / "target", graphs.lengths(4, context), geometry.measure(model, context, 4)
     )
     tokens = np.arange(20)
     assert shape.padded_vocab_size == 512
@@ -197,6 +198,6 @@ def test_onnx_runtime_folds_the_casts_of_the_weights(pairs, tmp_path):
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    ort.InferenceSession(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
+    playing.open_session(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
     names = [node.op_type for node in ir.load(options.optimized_model_filepath).graph]
     assert names.count("Cast") == 0
