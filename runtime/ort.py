@@ -42,10 +42,10 @@ class OrtModel:
         length = len(tokens)
         if length not in self._passes:
             self._passes[length] = self._bind(length, logits=True)
-        one = self._passes[length]
-        self._run(one, tokens, None)
-        assert one.logits is not None
-        return one.logits[0, :, : self.vocab_size]
+        bound = self._passes[length]
+        self._run(bound, tokens, None)
+        assert bound.logits is not None
+        return bound.logits[0, :, : self.vocab_size]
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append any number of tokens to the cache without computing logits."""
@@ -58,25 +58,25 @@ class OrtModel:
         assert 0 <= length <= self.length
         self.length = length
 
-    def _run(self, one: _Pass, tokens: Sequence[int], options: Any) -> None:
-        one.input_ids[0] = tokens
+    def _run(self, bound: _Pass, tokens: Sequence[int], options: Any) -> None:
+        bound.input_ids[0] = tokens
         self._past_length[0] = self.length
         with translated_errors(f"a pass of {self._name}"):
-            self._session.run_with_iobinding(one.binding, options)
+            self._session.run_with_iobinding(bound.binding, options)
         self.length += len(tokens)
 
     def _bind(self, length: int, logits: bool) -> _Pass:
         """Bind a pass of `length` tokens to our buffers, each cache as input and output."""
-        one = _Pass(self._session.io_binding(), np.zeros((1, length), np.int64))
-        _bind_input(one.binding, "input_ids", one.input_ids)
-        _bind_input(one.binding, "past_length", self._past_length)
+        bound = _Pass(self._session.io_binding(), np.zeros((1, length), np.int64))
+        _bind_input(bound.binding, "input_ids", bound.input_ids)
+        _bind_input(bound.binding, "past_length", self._past_length)
         for name, cache in self._caches.items():
-            _bind_input(one.binding, f"past_key_values.{name}", cache)
-            _bind_output(one.binding, f"present.{name}", cache)
+            _bind_input(bound.binding, f"past_key_values.{name}", cache)
+            _bind_output(bound.binding, f"present.{name}", cache)
         if logits:
-            one.logits = np.zeros((1, length, self._padded_vocab_size), np.float32)
-            _bind_output(one.binding, "logits", one.logits)
-        return one
+            bound.logits = np.zeros((1, length, self._padded_vocab_size), np.float32)
+            _bind_output(bound.binding, "logits", bound.logits)
+        return bound
 
 
 class _Pass:

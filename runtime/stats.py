@@ -137,14 +137,14 @@ class Recorder:
         self.accepted = [0] * num_draft_tokens
         self.watch = watch
 
-    def record(self, one: Round, num_kept: int) -> None:
+    def record(self, round_: Round, num_kept: int) -> None:
         """Count a round of which `num_kept` tokens became output."""
         self.num_rounds += 1
         self.num_new_tokens += num_kept
-        self.num_drafted += one.num_drafted
-        for i in range(one.num_drafted):
-            self.accepted[i] += i < one.num_accepted
-            self.tested[i] += i <= one.num_accepted
+        self.num_drafted += round_.num_drafted
+        for i in range(round_.num_drafted):
+            self.accepted[i] += i < round_.num_accepted
+            self.tested[i] += i <= round_.num_accepted
 
     def stats(self, num_draft_passes: int, num_target_passes: int) -> Stats:
         """The counts so far."""

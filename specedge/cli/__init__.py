@@ -41,7 +41,7 @@ def _run() -> int:
         return code if isinstance(code, int) else 0
     except click.ClickException as error:
         error.show()
-        return error.exit_code
+        return 1
     except (click.Abort, KeyboardInterrupt):
         click.echo("specedge: interrupted", err=True)
         return 130

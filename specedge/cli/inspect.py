@@ -6,6 +6,7 @@ import click
 
 from specedge.bundle import Bundle, Model
 from specedge.cli import options
+from specedge.options import Sampling
 
 
 @click.command()
@@ -30,7 +31,8 @@ def _check(bundle: Bundle) -> None:
 
     console = Console(stderr=True)
     columns = (TextColumn("checking"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=console, transient=True) as progress:
+    off = not console.is_terminal  # rich would leave an empty line
+    with Progress(*columns, console=console, transient=True, disable=off) as progress:
         task = progress.add_task("", total=sum(f.size for f in bundle.files.values()))
         for name in bundle.files:
             bundle.check_hash(name, lambda size: progress.advance(task, size))
@@ -48,11 +50,18 @@ def _lines(bundle: Bundle) -> list[str]:
         f"context          {bundle.context_length} tokens",
         f"end tokens       {', '.join(map(str, bundle.end_tokens)) or 'none'}",
         f"chat template    {'yes' if bundle.chat_template else 'no'}",
-        f"default sampling {bundle.default_sampling}",
+        f"default sampling {_sampling(bundle.default_sampling)}",
     ]
     for role, model in bundle.models.items():
         lines += ["", *_model_lines(bundle, role, model)]
     return lines
+
+
+def _sampling(sampling: Sampling) -> str:
+    if sampling.greedy:
+        return "greedy"
+    fields = (f"{name.replace('_', '-')} {value:g}" for name, value in vars(sampling).items())
+    return ", ".join(fields)
 
 
 def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
