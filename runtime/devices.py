@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
+from specedge.options import whole
 
 DEVICES = ("cpu",)
 
@@ -36,8 +37,11 @@ def open_session(path: Path, device: str, threads: int | None, share_threads: bo
     """
     if device not in DEVICES:
         raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{device}'")
-    if threads is not None and threads < 1:
-        raise DeviceError(f"threads must be at least 1, got {threads}")
+    if threads is not None:
+        try:
+            threads = whole("threads", threads, 1, max(os.cpu_count() or 1, 1))
+        except ValueError as error:
+            raise DeviceError(f"{error}; there is no use in more threads than cores") from error
     ort = onnxruntime()
     options = ort.SessionOptions()
     options.log_severity_level = 4  # failures arrive as exceptions

@@ -20,8 +20,8 @@ def load(
     threads: int | None = None,
     share_threads: bool = True,
 ) -> Pipeline:
-    """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the last exported, else the
-    embedded pair.
+    """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the one exported last without
+    an output folder, else the embedded pair.
 
     `threads` is the number of CPU threads that both models share, by default one a core. The pool
     belongs to the process: sessions that the host makes beside it need `use_per_session_threads`

@@ -20,6 +20,8 @@ from .model import LanguageModel
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
 
+_LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -101,9 +103,7 @@ class Pipeline:
     ) -> Stream:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
         sampling = Sampling(temperature, top_k, top_p, min_p)
-        stops = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(stops):
-            raise ValueError("a stop string must not be empty")
+        stops = _stop_strings(stop)
         if num_draft_tokens is None:
             num_draft_tokens = self.bundle.num_draft_tokens
         if seed is None:
@@ -138,11 +138,26 @@ class Pipeline:
     def _encode(self, prompt: str) -> list[int]:
         if not prompt:  # some tokenizers begin even no text with a token
             return []
+        context = self.bundle.context_length
+        if len(prompt) > _LONGEST_TOKEN * context:
+            raise ContextLengthError(
+                f"the prompt has {len(prompt)} characters, far more than {context} tokens hold; "
+                "shorten it"
+            )
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
             raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
         return list(self.tokenizer.encode(prompt).ids)
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
+        raise ValueError(f"stop must be text or a list of texts, got {stop!r}")
+    if not all(stops):
+        raise ValueError("a stop string must not be empty")
+    return tuple(stops)
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

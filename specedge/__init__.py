@@ -9,6 +9,7 @@ Importing this module loads neither NumPy nor ONNX Runtime: names are fetched wh
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from .errors import (
@@ -30,6 +31,9 @@ if TYPE_CHECKING:
     from .options import Sampling
     from .runtime.loading import load
     from .runtime.pipeline import Generation, Pipeline
+
+# ONNX Runtime's official packages collect telemetry unless this is set before it is imported.
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 _HOMES = {
     "Bundle": "specedge.bundle",

@@ -106,6 +106,12 @@ class Parity:
     row_independent_lengths: tuple[int, ...]
     versions: dict[str, str]
 
+    def __post_init__(self) -> None:
+        if not 0 <= max(self.logits_error, self.cache_error) <= self.tolerance:
+            raise ValueError("logits_error and cache_error are at least 0 and within tolerance")
+        if min(self.logits_error, self.cache_error, self.logits_std, self.num_positions) < 0:
+            raise ValueError("no measured value is below 0")
+
 
 @dataclass(frozen=True)
 class Model:
@@ -184,6 +190,10 @@ class Bundle:
         for file in (model.weights, *(graph.file for graph in model.graphs)):
             if file not in self.files:
                 raise ValueError(f"{key} names '{file}', which is not among the files")
+        lengths = {"step": 1, "catchup": 2, "verify": self.num_draft_tokens + 1}
+        for graph in model.graphs:
+            if lengths.get(graph.name, graph.length) != graph.length:
+                raise ValueError(f"{key}: {graph.name} must have length {lengths[graph.name]}")
         need = model.context_length + self.num_draft_tokens + 1
         if model.cache.capacity < need:
             raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
@@ -222,7 +232,8 @@ class Bundle:
         value = parse(text)
         if isinstance(value, dict) and value.get("format") != FORMAT:
             raise JsonError(
-                f"format is {value.get('format')!r}, this specedge reads format {FORMAT}"
+                f"format is {value.get('format')!r}, this specedge reads format {FORMAT}; "
+                "use the specedge that wrote it"
             )
         return build(cls, value)
 
@@ -290,6 +301,8 @@ def _check_inside(name: str) -> None:
 
 
 def _unreadable(folder: Path, error: Exception) -> str:
+    if folder.is_file():
+        return f"{folder} is a file; name the folder of a bundle made by 'specedge export'"
     if not folder.exists():
         return f"no bundle at {folder}: there is no such folder; name one made by 'specedge export'"
     if not os.path.isfile(folder / MANIFEST):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 
@@ -20,6 +21,13 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
     return number
 
 
+def _check_number(name: str, value: object) -> None:
+    try:
+        math.isfinite(value)  # type: ignore[arg-type]
+    except (TypeError, OverflowError) as error:
+        raise ValueError(f"{name} must be a number, got {str(value)[:20]!r}") from error
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How the next token is drawn: filters in the order of the fields, as in transformers.
@@ -34,6 +42,8 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("temperature", "top_p", "min_p"):
+            _check_number(name, getattr(self, name))
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
         whole("top_k", self.top_k, 0)

@@ -82,7 +82,8 @@ def _build_dataclass(kind: type, value: dict[str, Any], key: str) -> Any:
 
 def _expect(kind: type, value: Any, key: str) -> Any:
     if type(value) is not kind:
-        raise JsonError(f"key '{key}' must be {_NAMES[kind]}, got {_shown(value)}")
+        what = f"key '{key}'" if key else "the whole"
+        raise JsonError(f"{what} must be {_NAMES[kind]}, got {_shown(value)}")
     return value
 
 

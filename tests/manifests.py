@@ -22,7 +22,10 @@ def make_model(role: str) -> b.Model:
         weights_dtype="float16",
         cache=b.Cache("float32", 40, (SHAPE, SHAPE)),
         weights=f"{role}/weights.bin",
-        graphs=(b.Graph("decoder", "onnx", 1, None, True, f"{role}/decoder.onnx"),),
+        graphs=(
+            b.Graph("decoder", "onnx", 1, None, True, f"{role}/decoder.onnx"),
+            b.Graph("verify", "onnx", 1, 5, True, f"{role}/decoder.onnx"),
+        ),
         parity=b.Parity(5e-6, 1e-7, 1e-7, 3.0, 32, (1, 2), {"torch": "2.13.0"}),
     )
 

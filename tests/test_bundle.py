@@ -46,7 +46,11 @@ def test_writing_is_repeatable(folder):
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (("format",), 3, "format is 3, this specedge reads format 1"),
+        (
+            ("format",),
+            3,
+            "this specedge reads format 1; use the specedge that",
+        ),
         (("format",), True, "format"),
         (("surprise",), 1, "key 'surprise' is unknown"),
         (("target", "surprise"), 1, "key 'target.surprise' is unknown"),
@@ -68,6 +72,9 @@ def test_writing_is_repeatable(folder):
         (("target", "graphs", 0, "length"), 5, "decoder takes any length"),
         (("target", "graphs", 0, "logits"), False, "decoder takes any length and has logits"),
         (("draft", "weights_dtype"), "float8", "got 'float8'"),
+        (("num_draft_tokens",), 3, "verify must have length 4"),
+        (("target", "parity", "logits_error"), 1.0, "within tolerance"),
+        (("target", "parity", "num_positions"), -1, "below 0"),
         (("draft", "num_parameters"), -1, "num_parameters is at least 0"),
         (("draft", "parity", "logits_std"), 10**400, "key 'draft.parity.logits_std'"),
         (("tokenizer",), "gone.json", "'gone.json' is not among the files"),

@@ -140,6 +140,22 @@ def test_a_full_disk_under_the_output_is_one_line():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+@pytest.mark.parametrize("command", ["generate x -n 3 >&-", "inspect --json >&-"])
+def test_a_closed_standard_output_is_not_a_traceback(command):
+    line = f"{sys.executable} -m specedge {command}"
+    result = subprocess.run(line, shell=True, capture_output=True, text=True)
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
+def test_a_closed_standard_input_is_one_line():
+    line = f"{sys.executable} -m specedge generate - <&-"
+    result = subprocess.run(line, shell=True, capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "standard input is closed" in result.stderr
+
+
 def test_compare_shows_both_texts_and_the_figures(pipeline):
     result = run("compare", PROMPT, "-n", 40, "--repeats", 2)
     assert result.returncode == 0

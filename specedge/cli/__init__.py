@@ -28,6 +28,9 @@ for command in (export, generate, compare, inspect):
 
 def main() -> None:
     """Run the command line and exit."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows is not UTF-8 by itself
             stream.reconfigure(encoding="utf-8", errors="replace")

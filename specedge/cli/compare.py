@@ -79,4 +79,6 @@ def _figures(result: Comparison) -> list[str]:
         ]
     if result.greedy:
         lines.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
+    else:
+        lines.append("above temperature 0 both follow one law, but need not draw the same tokens")
     return lines

@@ -16,8 +16,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 bundle = click.option(
     "--bundle",
     metavar="FOLDER",
-    help="Use this bundle. [default: $SPECEDGE_BUNDLE, else the pair exported last, else the"
-    " embedded pair]",
+    help="Use this bundle. [default: $SPECEDGE_BUNDLE, else the pair exported last without"
+    " --output, else the embedded pair]",
 )
 threads = click.option(
     "--threads", type=click.IntRange(1), help="Use this many CPU threads. [default: one a core]"
@@ -65,6 +65,8 @@ def read_prompt(prompt: str) -> str:
     """The prompt itself, or standard input for `-`."""
     if prompt != "-":
         return prompt
+    if sys.stdin is None:
+        raise click.UsageError("standard input is closed; give the prompt itself")
     try:
         return sys.stdin.buffer.read().decode("utf-8")
     except UnicodeDecodeError as error:

@@ -1,6 +1,7 @@
 """The embedded pair through the public API: exactness, ends, counts, reuse."""
 
 import dataclasses
+import os
 import subprocess
 import sys
 import threading
@@ -254,6 +255,11 @@ def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
         ({"num_draft_tokens": 65}, "num_draft_tokens must be between 0 and 64"),
         ({"num_draft_tokens": -1}, "num_draft_tokens must be between 0 and 64"),
         ({"stop": [""]}, "stop string must not be empty"),
+        ({"stop": [1]}, "stop must be text"),
+        ({"stop": b"x"}, "stop must be text"),
+        ({"temperature": "1"}, "temperature must be a number"),
+        ({"temperature": 10**400}, "temperature must be a number"),
+        ({"top_p": None}, "top_p must be a number"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
         ({"num_draft_tokens": 2.0}, "num_draft_tokens must be a whole number"),
         ({"top_k": 2.0}, "top_k must be a whole number"),
@@ -302,8 +308,24 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
 def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeline):
     with pytest.raises(DeviceError, match="'abacus'"):
         specedge.load(store.embedded(), device="abacus")
+    for threads in (0, 10**6, 1.5, "2"):
+        with pytest.raises(DeviceError, match="threads must be"):
+            specedge.load(store.embedded(), threads=threads)
     with pytest.raises(DeviceError, match="new process"):
-        specedge.load(store.embedded(), threads=17)
+        specedge.load(store.embedded(), threads=1)
+
+
+def test_a_prompt_too_long_for_any_tokenizer_is_refused_without_tokenising_it(pipeline):
+    with pytest.raises(ContextLengthError, match=r"characters.*shorten it"):
+        pipeline.stream("x" * 10_000_000)
+
+
+def test_onnxruntime_collects_no_telemetry(tmp_path):
+    environment = os.environ | {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    code = "import specedge; specedge.load().generate('x', 3)"
+    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
+    assert [path.name for path in tmp_path.iterdir()] in ([], ["specedge"])
 
 
 def run_python(code):
