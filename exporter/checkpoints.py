@@ -14,8 +14,8 @@ import torch
 import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from specedge.bundle import Source
 from specedge.errors import CheckpointError
+from specedge.manifest import Source
 
 from . import hub
 from .progress import Progress

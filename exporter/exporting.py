@@ -12,8 +12,10 @@ from pathlib import Path
 import torch
 
 from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle, Cache, File, Model, Parity, describe
+from specedge.bundle import FORMAT, MANIFEST, Bundle, describe
 from specedge.errors import ExportError
+from specedge.manifest import Cache, File, Model, Parity
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, whole
 from specedge.version import __version__
 
 from . import checkpoints, geometry, graphs, hub, pair, parity, tracing, weights, writing
@@ -32,10 +34,9 @@ class Request:
     max_length: int | None
 
     def __post_init__(self) -> None:
-        if not 1 <= self.num_draft_tokens <= 16:
-            raise ValueError(f"num_draft_tokens must be 1 to 16, got {self.num_draft_tokens}")
-        if self.max_length is not None and self.max_length < 2:
-            raise ValueError(f"max_length must be at least 2, got {self.max_length}")
+        whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
+        if self.max_length is not None:
+            whole("max_length", self.max_length, 2)
 
 
 def export(
@@ -113,48 +114,20 @@ def _export_model(
     work: Path,
     progress: Progress,
 ) -> Model:
-    """Load one model, and let go of it when it is in the bundle's folder."""
-    with progress.step(f"Loading the {checkpoint.role}"):
-        model, dtype = checkpoints.load(checkpoint, progress)
-    with tracing.refusal(model):
-        result = _trace_and_compare(
-            checkpoint, model, dtype, context_length, num_tokens, request, work, progress
-        )
-    del model
-    gc.collect()
-    return result
-
-
-def _trace_and_compare(
-    checkpoint: Checkpoint,
-    model: torch.nn.Module,
-    dtype: str,
-    context_length: int,
-    num_tokens: int,
-    request: Request,
-    work: Path,
-    progress: Progress,
-) -> Model:
-    """Write one model's files and play them against it."""
+    """Write one model's files into its folder and play them against it."""
     role = checkpoint.role
     folder = work / role
     folder.mkdir()
-    shape = geometry.measure(model, context_length, request.num_draft_tokens)
-    wanted = graphs.lengths(request.num_draft_tokens, context_length)
-    with progress.step(f"Tracing the {role}"):
-        _write_graphs(model, shape, wanted, dtype, folder)
-    num_tokens = min(num_tokens, shape.padded_vocab_size)
-    with progress.step(f"Comparing the {role}", _num_compared(model, shape)) as advance:
-        player = Player(folder, wanted, shape)
-        measured = parity.measure(role, model, player, num_tokens, advance)
-        if differing := parity.differing_files(player, parity.tokens(num_tokens, shape)):
-            progress.note(f"{role}: {', '.join(differing)} give other last bits than decoder")
-    if measured.logits_std < parity.SPREAD:
-        sharp = work.parent / f"{role}-sharpened"
-        measured = _measure_sharpened(
-            model, measured, shape, wanted, num_tokens, role, sharp, progress
-        )
-    _note_lengths(measured, parity.lengths_to_compare(player), role, progress)
+    gc.collect()  # what the model before this one left in cycles
+    with progress.step(f"Loading the {role}"):
+        model, dtype = checkpoints.load(checkpoint, progress)
+    with tracing.refusal(model):
+        shape = geometry.measure(model, context_length, request.num_draft_tokens)
+        wanted = graphs.lengths(request.num_draft_tokens, context_length)
+        num_tokens = min(num_tokens, shape.padded_vocab_size)
+        with progress.step(f"Tracing the {role}"):
+            _write_graphs(model, shape, wanted, dtype, folder)
+        measured = _compare(role, model, shape, wanted, num_tokens, work, progress)
     return Model(
         source=checkpoint.source,
         architecture=checkpoint.kind,
@@ -169,6 +142,30 @@ def _trace_and_compare(
         graphs=tuple(length.entry(role) for length in wanted),
         parity=measured,
     )
+
+
+def _compare(
+    role: str,
+    model: torch.nn.Module,
+    shape: Geometry,
+    wanted: list[graphs.Length],
+    num_tokens: int,
+    work: Path,
+    progress: Progress,
+) -> Parity:
+    """Play the files of `work`/`role` against the model; note what is not as it should be."""
+    with progress.step(f"Comparing the {role}", _num_compared(model, shape)) as advance:
+        player = Player(work / role, wanted, shape)
+        measured = parity.measure(role, model, player, num_tokens, advance)
+        if differing := parity.differing_files(player, parity.tokens(num_tokens, shape)):
+            progress.note(f"{role}: {', '.join(differing)} give other last bits than decoder")
+    if measured.logits_std < parity.SPREAD:
+        sharp = work.parent / f"{role}-sharpened"
+        measured = _measure_sharpened(
+            model, measured, shape, wanted, num_tokens, role, sharp, progress
+        )
+    _note_lengths(measured, parity.lengths_to_compare(player), role, progress)
+    return measured
 
 
 def _write_graphs(

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from specedge.bundle import CacheLayer
 from specedge.errors import ExportError, MissingExtraError
+from specedge.manifest import CacheLayer
 
 ALIGNMENT = 8
 

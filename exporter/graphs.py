@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
-from specedge.bundle import Graph
 from specedge.errors import ExportError
+from specedge.manifest import Graph
 
 OPS = "onnx"
 PREFILL_LENGTH = 64

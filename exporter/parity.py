@@ -19,8 +19,8 @@ import transformers
 from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
-from specedge.bundle import Parity
 from specedge.errors import ParityError
+from specedge.manifest import Parity
 
 from .geometry import Geometry
 from .playing import Player

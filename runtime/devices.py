@@ -31,9 +31,9 @@ def open_session(path: Path, device: str, threads: int | None, share_threads: bo
     """A session for one graph.
 
     Each ONNX Runtime session has its own pool, whose workers spin after a run, so draft and target
-    would steal each other's cores: one pool for the process made the loop 27% faster. A pool
-    lives as long as its process, and sessions with pools of their own cannot be made beside it;
-    `share_threads` False is for hosts that need them.
+    would steal each other's cores; one pool for the process serves both. It lives as long as its
+    process, and sessions with pools of their own cannot be made beside it; `share_threads` False is
+    for hosts that need them.
     """
     if device not in DEVICES:
         raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{device}'")

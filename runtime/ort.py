@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from specedge.bundle import CURE, MANIFEST, Bundle, Model
+from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError
+from specedge.manifest import CURE, Model
 
 from .devices import onnxruntime, open_session, translated_errors
 from .sampling import Floats

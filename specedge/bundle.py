@@ -15,141 +15,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .errors import BundleError
+from .manifest import CURE, File, Model
 from .options import MAX_DRAFT_TOKENS, Sampling, whole
 from .strict_json import JsonError, build, parse, plain
 
 FORMAT = 1
 MANIFEST = "bundle.json"
 SMALL = 8 * 2**20  # files up to this size are hashed at every load
-CURE = "export the pair again, or copy the bundle again"
-
-
-@dataclass(frozen=True)
-class File:
-    """What a file must be."""
-
-    size: int
-    sha256: str
-
-    def __post_init__(self) -> None:
-        if self.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise ValueError("a file has a size of at least 0 and 64 lowercase hexadecimal digits")
-
-
-@dataclass(frozen=True)
-class Source:
-    """Where a checkpoint came from: a hub id or a folder's name, with its commit and licence."""
-
-    id: str
-    revision: str | None
-    licence: str | None
-
-
-@dataclass(frozen=True)
-class CacheLayer:
-    """One layer's buffers: keys [B, heads, S, key_size], values [B, heads, S, value_size]."""
-
-    heads: int
-    key_size: int
-    value_size: int
-
-    def __post_init__(self) -> None:
-        if min(self.heads, self.key_size, self.value_size) < 1:
-            raise ValueError("heads, key_size and value_size are at least 1")
-
-
-@dataclass(frozen=True)
-class Cache:
-    """The KV cache: S = `capacity` rows, one entry a layer."""
-
-    dtype: str
-    capacity: int
-    layers: tuple[CacheLayer, ...]
-
-    def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-        if self.capacity < 1 or not self.layers:
-            raise ValueError("a cache has at least one row and one layer")
-
-
-@dataclass(frozen=True)
-class Graph:
-    """One ONNX file: `length` new tokens a pass (null: any), with or without logits."""
-
-    name: str
-    ops: str
-    batch: int
-    length: int | None
-    logits: bool
-    file: str
-
-    def __post_init__(self) -> None:
-        if self.batch < 1 or (self.length is not None and self.length < 1):
-            raise ValueError("batch and length are at least 1")
-        if self.name == "decoder" and (self.length is not None or not self.logits):
-            raise ValueError("decoder takes any length and has logits")
-
-
-@dataclass(frozen=True)
-class Parity:
-    """What the export measured against the PyTorch model, errors relative to the largest value.
-
-    `row_independent_lengths` are the pass lengths T whose rows had the same bits as one pass over
-    all of them. `versions` are those of the packages that took part.
-    """
-
-    tolerance: float
-    logits_error: float
-    cache_error: float
-    logits_std: float
-    num_positions: int
-    row_independent_lengths: tuple[int, ...]
-    versions: dict[str, str]
-
-    def __post_init__(self) -> None:
-        if not 0 <= max(self.logits_error, self.cache_error) <= self.tolerance:
-            raise ValueError("logits_error and cache_error are at least 0 and within tolerance")
-        if min(self.logits_error, self.cache_error, self.logits_std, self.num_positions) < 0:
-            raise ValueError("no measured value is below 0")
-
-
-@dataclass(frozen=True)
-class Model:
-    """One exported model. `vocab_size` tokens are real; logits have `padded_vocab_size` columns."""
-
-    source: Source
-    architecture: str
-    num_parameters: int
-    vocab_size: int
-    padded_vocab_size: int
-    context_length: int
-    dtype: str
-    weights_dtype: str
-    cache: Cache
-    weights: str
-    graphs: tuple[Graph, ...]
-    parity: Parity
-
-    def __post_init__(self) -> None:
-        _check_dtype(self.dtype)
-        _check_dtype(self.weights_dtype)
-        if not 1 <= self.vocab_size <= self.padded_vocab_size:
-            raise ValueError("vocab_size is at least 1 and at most padded_vocab_size")
-        if not 1 <= self.context_length <= self.cache.capacity:
-            raise ValueError("context_length is at least 1 and at most the cache's capacity")
-        names = [(graph.name, graph.ops) for graph in self.graphs]
-        if len(set(names)) != len(names) or not any(name == "decoder" for name, _ in names):
-            raise ValueError("graphs has a decoder, and no name twice for one op set")
-        if self.num_parameters < 0 or min(self.parity.row_independent_lengths, default=1) < 1:
-            raise ValueError("num_parameters is at least 0, and lengths at least 1")
-
-    def graph(self, name: str, ops: str = "onnx") -> Graph:
-        """The graph of a name: `decoder` takes any length, others have one."""
-        for graph in self.graphs:
-            if (graph.name, graph.ops) == (name, ops):
-                return graph
-        have = ", ".join(f"{g.name} ({g.ops})" for g in self.graphs)
-        raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {CURE}")
 
 
 @dataclass(frozen=True)
@@ -211,7 +83,7 @@ class Bundle:
 
     @classmethod
     def read(cls, folder: Path) -> Bundle:
-        """Read and check everything but the hashes of large files; see `check`."""
+        """Read and check everything but the hashes of `large_files`."""
         manifest = Path(folder) / MANIFEST
         try:
             bundle = cls.from_json(manifest.read_text("utf-8"))
@@ -286,11 +158,6 @@ def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
             if progress:
                 progress(len(piece))
     return digest.hexdigest()
-
-
-def _check_dtype(name: str) -> None:
-    if name not in ("float32", "float16", "bfloat16"):
-        raise ValueError(f"a dtype is float32, float16 or bfloat16, got '{name}'")
 
 
 def _check_inside(name: str) -> None:

@@ -7,6 +7,7 @@ import operator
 from dataclasses import dataclass
 
 MAX_DRAFT_TOKENS = 64
+MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
     GPT2Config,
@@ -24,7 +23,8 @@ from transformers import (
     Qwen2Config,
 )
 
-END = "<|endoftext|>"
+from byte_level import END, train_tokenizer
+
 VOCAB_SIZE = 512
 KINDS = ("gpt2", "llama", "qwen2", "mistral")
 _CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
@@ -32,17 +32,8 @@ _CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig
 
 def make_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE on the standard library's own source and save it in `folder`."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     texts = [inspect.getsource(module) for module in (argparse, inspect, json)]
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer = train_tokenizer(texts, vocab_size)
     wrapped = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
     wrapped.save_pretrained(folder)
     return wrapped

@@ -5,14 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 from specedge import bundle as b
+from specedge import manifest as m
 from specedge.options import Sampling
 
-SHAPE = b.CacheLayer(heads=2, key_size=4, value_size=4)
+SHAPE = m.CacheLayer(heads=2, key_size=4, value_size=4)
 
 
-def make_model(role: str) -> b.Model:
-    return b.Model(
-        source=b.Source(f"some/{role}", "abc", "apache-2.0"),
+def make_model(role: str) -> m.Model:
+    return m.Model(
+        source=m.Source(f"some/{role}", "abc", "apache-2.0"),
         architecture="gpt2",
         num_parameters=10,
         vocab_size=50,
@@ -20,13 +21,13 @@ def make_model(role: str) -> b.Model:
         context_length=32,
         dtype="float32",
         weights_dtype="float16",
-        cache=b.Cache("float32", 40, (SHAPE, SHAPE)),
+        cache=m.Cache("float32", 40, (SHAPE, SHAPE)),
         weights=f"{role}/weights.bin",
         graphs=(
-            b.Graph("decoder", "onnx", 1, None, True, f"{role}/decoder.onnx"),
-            b.Graph("verify", "onnx", 1, 5, True, f"{role}/decoder.onnx"),
+            m.Graph("decoder", "onnx", 1, None, True, f"{role}/decoder.onnx"),
+            m.Graph("verify", "onnx", 1, 5, True, f"{role}/decoder.onnx"),
         ),
-        parity=b.Parity(5e-6, 1e-7, 1e-7, 3.0, 32, (1, 2), {"torch": "2.13.0"}),
+        parity=m.Parity(5e-6, 1e-7, 1e-7, 3.0, 32, (1, 2), {"torch": "2.13.0"}),
     )
 
 

@@ -15,8 +15,8 @@ from statistics import median
 from typing import Any
 
 import click
-from corpus import held_out, library_files
 
+from corpus import held_out, library_files
 from specedge import Pipeline, load
 
 PROMPT_LENGTH = 96

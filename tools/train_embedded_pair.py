@@ -21,13 +21,13 @@ from pathlib import Path
 import click
 import numpy as np
 import torch
-from corpus import held_out, library_files
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch.nn import functional
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
+from byte_level import END, train_tokenizer
+from corpus import held_out, library_files
+
 SEED = 1
-END = "<|endoftext|>"
 CARD = """---
 license: apache-2.0
 ---
@@ -44,20 +44,6 @@ NUM_SAMPLES = 1024  # texts that the target writes
 NUM_WINDOWS = 2048  # of the library, for the draft
 LESSON = 96  # tokens of the target's distribution that the draft sees
 EVERY = 100  # steps between checkpoints and held-out evaluations
-
-
-def train_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE,
-        special_tokens=[END],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=END, eos_token=END)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
@@ -221,7 +207,7 @@ def train_draft(folder: Path, lessons: Path) -> None:
     """Minimise KL + 2 TV: the first learns fast, the second is what acceptance pays for."""
     run = Trainer(new_model(DRAFT), DRAFT_STEPS, 5e-3, folder)
     rows, ids, probs = torch.load(lessons, weights_only=True)
-    held = torch.arange(0, len(rows), 64)  # samples and windows of no step
+    held = torch.arange(0, len(rows), 64)  # rows of no step, to choose the checkpoint by
     kept = torch.tensor([i for i in range(len(rows)) if i % 64])
     measure = torch.compile(distances)
     start, first = time.monotonic(), run.step
@@ -262,7 +248,7 @@ def stages(work: Path, output: Path) -> Iterator[str]:
     (work / "corpus.json").write_text(json.dumps(facts, indent=1))
     texts = [text for name, text in files if not held_out(name)]
     if not (work / "tokenizer.json").exists():
-        train_tokenizer(texts).backend_tokenizer.save(str(work / "tokenizer.json"))
+        train_tokenizer(texts, VOCAB_SIZE).save(str(work / "tokenizer.json"))
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_file=str(work / "tokenizer.json"), bos_token=END, eos_token=END,
         model_max_length=CONTEXT,

@@ -8,7 +8,9 @@ from typing import Any
 
 import click
 
-from specedge.bundle import Bundle, Model
+from specedge.bundle import Bundle
+from specedge.manifest import Model
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
 
 @click.command()
@@ -20,7 +22,7 @@ from specedge.bundle import Bundle, Model
 @click.option(
     "--num-draft-tokens",
     "-k",
-    type=click.IntRange(1, 16),
+    type=click.IntRange(1, MAX_EXPORTED_DRAFT_TOKENS),
     default=4,
     show_default=True,
     help="Draft tokens a round that the fixed shapes are for.",

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import click
 
-from specedge.bundle import Bundle, Model
+from specedge.bundle import Bundle
 from specedge.cli import options
+from specedge.manifest import Model
 from specedge.options import Sampling
 
 

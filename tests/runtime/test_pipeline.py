@@ -1,18 +1,11 @@
-"""The embedded pair through the public API: exactness, ends, counts, reuse."""
+"""What the embedded pair generates: exactness, ends, counts, laws."""
 
 import dataclasses
-import os
-import subprocess
-import sys
-import threading
-import time
 from itertools import product
 
 import numpy as np
 import pytest
 
-import specedge
-from specedge import ContextLengthError, DeviceError, PromptError, SpecEdgeError, store
 from specedge.options import Sampling
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.sampling import probabilities
@@ -130,92 +123,6 @@ def test_the_context_fills_to_its_last_position(pipeline, k, left):
     assert one.tokens == plain.tokens
 
 
-def test_a_prompt_that_leaves_no_room_is_refused_before_anything_runs(pipeline):
-    context = pipeline.bundle.context_length
-    for length in (context, context + 7):
-        with pytest.raises(ContextLengthError, match=f"{length} tokens.*{context}.*shorten"):
-            pipeline.stream([5] * length)
-
-
-def test_a_prompt_of_one_token_works_and_an_empty_one_does_not(pipeline):
-    assert len(pipeline.generate([7], 5, ignore_eos=True).tokens) == 5
-    for empty in ("", []):
-        with pytest.raises(PromptError, match="empty"):
-            pipeline.generate(empty)
-
-
-@pytest.mark.parametrize("prompt", [b"def", [1.5], ["def"], "a\udcff"])
-def test_a_prompt_that_is_neither_text_nor_ids_is_refused(pipeline, prompt):
-    with pytest.raises(PromptError, match="prompt"):
-        pipeline.generate(prompt)
-
-
-@pytest.mark.parametrize("token", [-1, 10**9])
-def test_a_token_outside_the_vocabulary_is_refused(pipeline, token):
-    with pytest.raises(PromptError, match=str(token)):
-        pipeline.generate([1, token])
-
-
-def test_a_prompt_may_be_text_or_ids(pipeline):
-    ids = pipeline.tokenizer.encode(PROMPTS[0]).ids
-    by_ids = pipeline.generate(ids, 20)
-    assert by_ids.text == pipeline.generate(PROMPTS[0], 20).text
-    assert by_ids.text == pipeline.generate(np.array(ids), 20).text
-
-
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_streamed_pieces_join_to_the_text_and_the_same_seed_gives_the_same(pipeline, temperature):
-    options = {"temperature": temperature, "seed": 11, "max_new_tokens": 80}
-    stream = pipeline.stream(PROMPTS[0], **options)
-    pieces = list(stream)
-    whole = pipeline.generate(PROMPTS[0], **options)
-    assert "".join(pieces) == stream.generation.text == whole.text
-    assert stream.generation.tokens == whole.tokens
-    assert len(pieces) > 5
-
-
-def test_without_a_seed_a_fresh_one_is_taken_and_told(pipeline):
-    one = pipeline.generate(PROMPTS[0], 30, 1.0)
-    two = pipeline.generate(PROMPTS[0], 30, 1.0)
-    assert one.seed != two.seed
-    assert pipeline.generate(PROMPTS[0], 30, 1.0, seed=one.seed).tokens == one.tokens
-
-
-def test_a_stream_may_be_left_and_the_pipeline_used_again(pipeline):
-    whole = pipeline.generate(PROMPTS[0], 60)
-    with pipeline.stream(PROMPTS[0], 60) as left:
-        first = next(left)
-    assert list(left) == []
-    assert left.generation.finish_reason == "unfinished"
-    assert left.generation.text == first == whole.text[: len(first)]
-    assert pipeline.generate(PROMPTS[0], 60).tokens == whole.tokens
-
-
-def test_a_new_request_ends_an_unfinished_stream_with_an_error(pipeline):
-    left = pipeline.stream(PROMPTS[0], 60)
-    next(left)
-    whole = pipeline.generate(PROMPTS[1], 60)
-    with pytest.raises(SpecEdgeError, match="began another request"):
-        next(left)
-    assert pipeline.generate(PROMPTS[1], 60).tokens == whole.tokens
-
-
-def test_two_pipelines_run_in_two_threads(pipeline):
-    other = specedge.load(store.embedded())
-    expected = [pipeline.generate(p, 100, ignore_eos=True).tokens for p in PROMPTS[:2]]
-    found = [None, None]
-
-    def run(i, one):
-        found[i] = [one.generate(PROMPTS[i], 100, ignore_eos=True).tokens for _ in range(3)]
-
-    threads = [threading.Thread(target=run, args=(i, p)) for i, p in enumerate((pipeline, other))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [[tokens] * 3 for tokens in expected]
-
-
 @pytest.mark.parametrize(
     "sampling", [Sampling(1.0, top_k=5), Sampling(0.8, top_p=0.8), Sampling(1.2, min_p=0.2)]
 )
@@ -245,107 +152,3 @@ def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
     statistic = sum((n - e) ** 2 / e for n, e in cells)
     assert len(cells) >= 4
     assert scipy_stats.chi2.sf(statistic, len(cells) - 1) > 1e-4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens must be at least 1"),
-        ({"temperature": -1}, "temperature must be at least 0"),
-        ({"num_draft_tokens": 65}, "num_draft_tokens must be between 0 and 64"),
-        ({"num_draft_tokens": -1}, "num_draft_tokens must be between 0 and 64"),
-        ({"stop": [""]}, "stop string must not be empty"),
-        ({"stop": [1]}, "stop must be text"),
-        ({"stop": b"x"}, "stop must be text"),
-        ({"temperature": "1"}, "temperature must be a number"),
-        ({"temperature": 10**400}, "temperature must be a number"),
-        ({"top_p": None}, "top_p must be a number"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
-        ({"num_draft_tokens": 2.0}, "num_draft_tokens must be a whole number"),
-        ({"top_k": 2.0}, "top_k must be a whole number"),
-        ({"seed": 1.5}, "seed must be a whole number"),
-    ],
-)
-def test_a_bad_option_is_refused_before_anything_runs(pipeline, options, message):
-    with pytest.raises(ValueError, match=message):
-        pipeline.stream(PROMPTS[0], **options)
-
-
-def test_an_unknown_option_is_an_error(pipeline):
-    with pytest.raises(TypeError, match="temprature"):
-        pipeline.generate(PROMPTS[0], temprature=1)
-
-
-def test_seconds_add_up_and_passes_are_counted(pipeline):
-    start = time.perf_counter()
-    one = pipeline.generate(PROMPTS[0], 50, ignore_eos=True)
-    elapsed = time.perf_counter() - start
-    stats = one.stats
-    assert stats.num_target_passes == stats.num_rounds == len(one.rounds)
-    assert stats.num_draft_passes == stats.num_drafted
-    parts = (stats.draft_seconds, stats.verify_seconds, stats.sampling_seconds)
-    assert all(part > 0 for part in parts)
-    assert stats.decode_seconds == sum(parts) + stats.other_seconds
-    assert stats.decode_seconds + stats.prefill_seconds <= elapsed
-    assert stats.num_tested == sum(stats.tested_by_position)
-
-
-def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
-    from specedge.runtime.ort import OrtModel
-
-    bundle, model = pipeline.bundle, pipeline.bundle.draft
-    wrong = (
-        dataclasses.replace(model, padded_vocab_size=model.padded_vocab_size + 1),
-        dataclasses.replace(
-            model, cache=dataclasses.replace(model.cache, layers=model.cache.layers[:1])
-        ),
-    )
-    for one in wrong:
-        with pytest.raises(specedge.BundleError, match=r"decoder\.onnx: .* wants"):
-            OrtModel(bundle, one, "cpu", None, True)
-
-
-def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeline):
-    with pytest.raises(DeviceError, match="'abacus'"):
-        specedge.load(store.embedded(), device="abacus")
-    for threads in (0, 10**6, 1.5, "2"):
-        with pytest.raises(DeviceError, match="threads must be"):
-            specedge.load(store.embedded(), threads=threads)
-    with pytest.raises(DeviceError, match="new process"):
-        specedge.load(store.embedded(), threads=1)
-
-
-def test_a_prompt_too_long_for_any_tokenizer_is_refused_without_tokenising_it(pipeline):
-    with pytest.raises(ContextLengthError, match=r"characters.*shorten it"):
-        pipeline.stream("x" * 10_000_000)
-
-
-def test_onnxruntime_collects_no_telemetry(tmp_path):
-    environment = os.environ | {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
-    environment.pop("ORT_DISABLE_TELEMETRY", None)
-    code = "import specedge; specedge.load().generate('x', 3)"
-    subprocess.run([sys.executable, "-c", code], check=True, env=environment)
-    assert [path.name for path in tmp_path.iterdir()] in ([], ["specedge"])
-
-
-def run_python(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-
-
-def test_a_missing_onnxruntime_names_the_pip_command():
-    code = "import sys; sys.modules['onnxruntime'] = None; import specedge; specedge.load()"
-    assert "pip install 'specedge[cpu]'" in run_python(code).stderr
-
-
-def test_pools_of_their_own_give_the_same_tokens_and_leave_other_sessions_alone(pipeline):
-    tokens = pipeline.generate(PROMPTS[0], 30).tokens
-    code = (
-        "import specedge, onnxruntime as ort\n"
-        "pipeline = specedge.load(share_threads=False, threads=1)\n"
-        f"print(pipeline.generate({PROMPTS[0]!r}, 30).tokens)\n"
-        "bundle = pipeline.bundle\n"
-        "path = bundle.path(bundle.draft.graph('decoder').file)\n"
-        "ort.InferenceSession(str(path), providers=['CPUExecutionProvider'])\n"
-    )
-    result = run_python(code)
-    assert (result.stderr, result.stdout.strip()) == ("", str(tokens))

@@ -1,23 +1,10 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models
 
+from byte_level import END, train_tokenizer
 from specedge.runtime.text import Detokenizer, StopStrings
-
-
-def byte_level_tokenizer():
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=300,
-        special_tokens=["<end>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(["def read_config(path): return naïve café"] * 3, trainer)
-    return tokenizer
 
 
 def metaspace_tokenizer():
@@ -36,7 +23,8 @@ def metaspace_tokenizer():
     return tokenizer
 
 
-BYTE_LEVEL, METASPACE = byte_level_tokenizer(), metaspace_tokenizer()
+BYTE_LEVEL = train_tokenizer(["def read_config(path): return naïve café"] * 3, 300)
+METASPACE = metaspace_tokenizer()
 
 
 def pieces(tokenizer, prompt, tokens):
@@ -83,7 +71,7 @@ def test_the_first_space_after_the_prompt_is_kept():
 
 
 def test_special_tokens_are_not_shown():
-    end = BYTE_LEVEL.token_to_id("<end>")
+    end = BYTE_LEVEL.token_to_id(END)
     tokens = [*BYTE_LEVEL.encode("a").ids, end, *BYTE_LEVEL.encode("b").ids]
     assert "".join(pieces(BYTE_LEVEL, [], tokens)) == "ab"
 
