@@ -70,7 +70,7 @@ def check_large_files(bundle: Bundle, progress: Callable[[int], None] | None = N
 
 
 def remember_export(bundle: Bundle) -> None:
-    """Note that a bundle's large files were hashed when they were written."""
+    """Note that a bundle's large files have the hashes that it lists."""
     for name in bundle.large_files():
         path = bundle.path(name).absolute()
         remember_checked(path, _identity(path, bundle.files[name].sha256))

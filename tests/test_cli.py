@@ -146,6 +146,7 @@ def test_a_closed_standard_output_is_not_a_traceback(command):
     line = f"{sys.executable} -m specedge {command}"
     result = subprocess.run(line, shell=True, capture_output=True, text=True)
     assert "Traceback" not in result.stderr
+    assert result.returncode == 0
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX shell")
