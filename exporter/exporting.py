@@ -94,7 +94,6 @@ def _write(
         format=FORMAT,
         specedge_version=__version__,
         num_draft_tokens=request.num_draft_tokens,
-        context_length=min(lengths),
         end_tokens=ends,
         tokenizer=pair.FILE,
         chat_template=text.chat_template,
@@ -140,7 +139,7 @@ def _export_model(
         cache=Cache("float32", shape.capacity, shape.layers),
         weights=f"{role}/{weights.FILE}",
         graphs=tuple(length.entry(role) for length in wanted),
-        parity=measured,
+        parity={graphs.OPS: measured},
     )
 
 

@@ -28,9 +28,9 @@ class OrtModel:
         self.vocab_size = model.vocab_size
         self._name = model.source.id
         self._session = open_session(
-            bundle.path(model.graph("decoder").file), device, threads, share_threads
+            bundle.path(model.graph("decoder", "onnx").file), device, threads, share_threads
         )
-        _check_contract(self._session, model, bundle.path(model.graph("decoder").file))
+        _check_contract(self._session, model, bundle.path(model.graph("decoder", "onnx").file))
         self._padded_vocab_size = model.padded_vocab_size
         self._past_length = np.zeros(1, np.int64)
         self._caches = _allocate(model)

@@ -19,7 +19,7 @@ from .manifest import CURE, File, Model
 from .options import MAX_DRAFT_TOKENS, Sampling, whole
 from .strict_json import JsonError, build, parse, plain
 
-FORMAT = 1
+FORMAT = 2
 MANIFEST = "bundle.json"
 SMALL = 8 * 2**20  # files up to this size are hashed at every load
 
@@ -31,7 +31,6 @@ class Bundle:
     format: int
     specedge_version: str
     num_draft_tokens: int
-    context_length: int
     end_tokens: tuple[int, ...]
     tokenizer: str
     chat_template: str | None
@@ -43,7 +42,6 @@ class Bundle:
 
     def __post_init__(self) -> None:
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
-        whole("context_length", self.context_length, 1)
         for name in self.files:
             _check_inside(name)
         for key, model in self.models.items():
@@ -69,8 +67,11 @@ class Bundle:
         need = model.context_length + self.num_draft_tokens + 1
         if model.cache.capacity < need:
             raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
-        if self.context_length > model.context_length:
-            raise ValueError(f"context_length is above {key}.context_length")
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens a text may have: what the target takes. The draft may take fewer."""
+        return self.target.context_length
 
     @property
     def models(self) -> dict[str, Model]:
@@ -103,10 +104,10 @@ class Bundle:
         """The manifest alone, without looking at any file."""
         value = parse(text)
         if isinstance(value, dict) and value.get("format") != FORMAT:
-            raise JsonError(
-                f"format is {value.get('format')!r}, this specedge reads format {FORMAT}; "
-                "use the specedge that wrote it"
-            )
+            found = value.get("format")
+            older = type(found) is int and 0 < found < FORMAT
+            cure = "export the pair again" if older else "use the specedge that wrote it"
+            raise JsonError(f"format is {found!r}, this specedge reads format {FORMAT}; {cure}")
         return build(cls, value)
 
     def to_json(self) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from .errors import BundleError
 
 CURE = "export the pair again, or copy the bundle again"
+OPS = ("onnx", "gqa")
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Graph:
     file: str
 
     def __post_init__(self) -> None:
+        if self.ops not in OPS:
+            raise ValueError(f"ops is one of {', '.join(OPS)}, got '{self.ops}'")
         if self.batch < 1 or (self.length is not None and self.length < 1):
             raise ValueError("batch and length are at least 1")
         if self.name == "decoder" and (self.length is not None or not self.logits):
@@ -97,11 +100,16 @@ class Parity:
             raise ValueError("logits_error and cache_error are at least 0 and within tolerance")
         if min(self.logits_error, self.cache_error, self.logits_std, self.num_positions) < 0:
             raise ValueError("no measured value is below 0")
+        if min(self.row_independent_lengths, default=1) < 1:
+            raise ValueError("row_independent_lengths are at least 1")
 
 
 @dataclass(frozen=True)
 class Model:
-    """One exported model. `vocab_size` tokens are real; logits have `padded_vocab_size` columns."""
+    """One exported model. `vocab_size` tokens are real; logits have `padded_vocab_size` columns.
+
+    `graphs` come in one or two op sets, each with a report in `parity`.
+    """
 
     source: Source
     architecture: str
@@ -114,7 +122,7 @@ class Model:
     cache: Cache
     weights: str
     graphs: tuple[Graph, ...]
-    parity: Parity
+    parity: dict[str, Parity]
 
     def __post_init__(self) -> None:
         _check_dtype(self.dtype)
@@ -124,13 +132,16 @@ class Model:
         if not 1 <= self.context_length <= self.cache.capacity:
             raise ValueError("context_length is at least 1 and at most the cache's capacity")
         names = [(graph.name, graph.ops) for graph in self.graphs]
-        if len(set(names)) != len(names) or not any(name == "decoder" for name, _ in names):
-            raise ValueError("graphs has a decoder, and no name twice for one op set")
-        if self.num_parameters < 0 or min(self.parity.row_independent_lengths, default=1) < 1:
-            raise ValueError("num_parameters is at least 0, and lengths at least 1")
+        if len(set(names)) != len(names):
+            raise ValueError("graphs has no name twice for one op set")
+        ops = {ops for name, ops in names if name == "decoder"}
+        if not ops or ops != {ops for _, ops in names} or ops != self.parity.keys():
+            raise ValueError("each op set in graphs has a decoder and an entry in parity")
+        if self.num_parameters < 0:
+            raise ValueError("num_parameters is at least 0")
 
-    def graph(self, name: str, ops: str = "onnx") -> Graph:
-        """The graph of a name: `decoder` takes any length, others have one."""
+    def graph(self, name: str, ops: str) -> Graph:
+        """The graph of a name in an op set: `decoder` takes any length, others have one."""
         for graph in self.graphs:
             if (graph.name, graph.ops) == (name, ops):
                 return graph

@@ -27,7 +27,7 @@ def make_model(role: str) -> m.Model:
             m.Graph("decoder", "onnx", 1, None, True, f"{role}/decoder.onnx"),
             m.Graph("verify", "onnx", 1, 5, True, f"{role}/decoder.onnx"),
         ),
-        parity=m.Parity(5e-6, 1e-7, 1e-7, 3.0, 32, (1, 2), {"torch": "2.13.0"}),
+        parity={"onnx": m.Parity(5e-6, 1e-7, 1e-7, 3.0, 32, (1, 2), {"torch": "2.13.0"})},
     )
 
 
@@ -46,7 +46,6 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         format=b.FORMAT,
         specedge_version="0.1.0",
         num_draft_tokens=4,
-        context_length=32,
         end_tokens=(0,),
         tokenizer="tokenizer.json",
         chat_template=None,

@@ -49,7 +49,7 @@ def test_writing_is_repeatable(folder):
         (
             ("format",),
             3,
-            "this specedge reads format 1; use the specedge that",
+            "this specedge reads format 2; use the specedge that",
         ),
         (("format",), True, "format"),
         (("surprise",), 1, "key 'surprise' is unknown"),
@@ -62,21 +62,21 @@ def test_writing_is_repeatable(folder):
         (("target", "vocab_size"), 49, "vocab_size 49 and draft.vocab_size 50 differ"),
         (("target", "weights"), "target/other.bin", "which is not among the files"),
         (("target", "context_length"), 38, r"target.cache.capacity 40 is below 43"),
-        (("context_length",), 33, "context_length is above"),
         (("end_tokens",), [50], r"end_tokens \[50\]"),
         (("num_draft_tokens",), 0, "num_draft_tokens must be between 1 and 64"),
         (("default_sampling", "temperature"), -1, "temperature must be at least 0"),
         (("files", "tokenizer.json", "sha256"), "00", "64 lowercase"),
-        (("context_length",), 0, "context_length must be at least 1"),
-        (("target", "graphs"), [], "graphs has a decoder"),
+        (("target", "context_length"), 0, "context_length is at least 1"),
+        (("target", "graphs", 0, "ops"), "tensorrt", "ops is one of onnx, gqa"),
+        (("target", "graphs"), [], "has a decoder"),
         (("target", "graphs", 0, "length"), 5, "decoder takes any length"),
         (("target", "graphs", 0, "logits"), False, "decoder takes any length and has logits"),
         (("draft", "weights_dtype"), "float8", "got 'float8'"),
         (("num_draft_tokens",), 3, "verify must have length 4"),
-        (("target", "parity", "logits_error"), 1.0, "within tolerance"),
-        (("target", "parity", "num_positions"), -1, "below 0"),
+        (("target", "parity", "onnx", "logits_error"), 1.0, "within tolerance"),
+        (("target", "parity", "onnx", "num_positions"), -1, "below 0"),
         (("draft", "num_parameters"), -1, "num_parameters is at least 0"),
-        (("draft", "parity", "logits_std"), 10**400, "key 'draft.parity.logits_std'"),
+        (("draft", "parity", "onnx", "logits_std"), 10**400, "key 'draft.parity.onnx.logits_std'"),
         (("tokenizer",), "gone.json", "'gone.json' is not among the files"),
     ],
 )
@@ -115,7 +115,7 @@ def test_a_path_that_could_leave_the_folder_is_refused(folder, name):
         Bundle.read(folder)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"format": 1}', "{" * 9999, "\0"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"format": 2}', "{" * 9999, "\0"])
 def test_text_that_is_no_manifest_is_an_error(folder, text):
     (folder / MANIFEST).write_text(text, "utf-8")
     with pytest.raises(BundleError, match=MANIFEST):
@@ -124,7 +124,7 @@ def test_text_that_is_no_manifest_is_an_error(folder, text):
 
 def test_a_repeated_key_and_a_constant_that_is_no_number_are_errors(folder):
     text = (folder / MANIFEST).read_text("utf-8")
-    (folder / MANIFEST).write_text(text.replace("{", '{"format": 1,', 1), "utf-8")
+    (folder / MANIFEST).write_text(text.replace("{", '{"format": 2,', 1), "utf-8")
     with pytest.raises(BundleError, match="key 'format' appears twice"):
         Bundle.read(folder)
     (folder / MANIFEST).write_text(text.replace("3.0", "NaN", 1), "utf-8")

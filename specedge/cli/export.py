@@ -61,12 +61,15 @@ def export(
 
 
 def _summary(bundle: Bundle, role: str, model: Model) -> str:
-    parity, size = model.parity, bundle.files[model.weights].size
+    size = bundle.files[model.weights].size
+    found = (
+        f"{ops}: over {parity.num_positions} positions logits within {parity.logits_error:.1e} "
+        f"and caches within {parity.cache_error:.1e} of PyTorch's (allowed {parity.tolerance:.0e})"
+        for ops, parity in model.parity.items()
+    )
     return (
         f"{role}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, "
-        f"{size / 1e6:.1f} MB as {model.weights_dtype}; over {parity.num_positions} positions "
-        f"logits within {parity.logits_error:.1e} and caches within {parity.cache_error:.1e} of "
-        f"PyTorch's (allowed {parity.tolerance:.0e})"
+        f"{size / 1e6:.1f} MB as {model.weights_dtype}; {'; '.join(found)}"
     )
 
 

@@ -6,7 +6,7 @@ import click
 
 from specedge.bundle import Bundle
 from specedge.cli import options
-from specedge.manifest import Model
+from specedge.manifest import Model, Parity
 from specedge.options import Sampling
 
 
@@ -66,11 +66,10 @@ def _sampling(sampling: Sampling) -> str:
 
 
 def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
-    source, cache, parity = model.source, model.cache, model.parity
+    source, cache = model.source, model.cache
     layers = cache.layers
     row = sum(layer.heads * (layer.key_size + layer.value_size) for layer in layers)
     item = {"float32": 4, "float16": 2, "bfloat16": 2}[cache.dtype]
-    lengths = ", ".join(map(str, parity.row_independent_lengths)) or "none"
     return [
         f"{role:16} {source.id}" + (f" at {source.revision}" if source.revision else ""),
         f"  licence        {source.licence or 'not stated'}",
@@ -81,7 +80,14 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
         f" {model.weights_dtype}, computed in {model.dtype}",
         f"  cache          {row * item * cache.capacity / 1e6:.1f} MB for {cache.capacity} rows",
         "  graphs         " + ", ".join(f"{g.name} ({g.ops})" for g in model.graphs),
-        f"  parity         logits {parity.logits_error:.1e}, caches {parity.cache_error:.1e}"
+        *(line for ops, parity in model.parity.items() for line in _parity_lines(ops, parity)),
+    ]
+
+
+def _parity_lines(ops: str, parity: Parity) -> list[str]:
+    lengths = ", ".join(map(str, parity.row_independent_lengths)) or "none"
+    return [
+        f"  parity {ops:7} logits {parity.logits_error:.1e}, caches {parity.cache_error:.1e}"
         f" (tolerance {parity.tolerance:.0e}), logits' standard deviation"
         f" {parity.logits_std:.1f}, {parity.num_positions} positions",
         f"  same bits      for passes of {lengths} tokens",

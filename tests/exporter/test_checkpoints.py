@@ -144,6 +144,6 @@ def test_both_models_may_be_one_folder(pairs, tmp_path):
     target = pairs.checkpoint("gpt2")[1]
     bundle = export(target, target, tmp_path / "bundle", num_draft_tokens=2, max_length=40)
     assert bundle.context_length == 40
-    assert bundle.target.graph("verify").length == 3
-    assert bundle.target.graph("prefill").length == 40
+    assert bundle.target.graph("verify", "onnx").length == 3
+    assert bundle.target.graph("prefill", "onnx").length == 40
     assert find(target).tokenizer.eos_token == END
