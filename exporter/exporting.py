@@ -14,16 +14,18 @@ import torch
 from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle, describe
 from specedge.errors import ExportError
-from specedge.manifest import Cache, File, Model, Parity
+from specedge.manifest import OPS, Cache, File, Model, Parity
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, whole
 from specedge.version import __version__
 
 from . import checkpoints, geometry, graphs, hub, pair, parity, tracing, weights, writing
+from .attention import Layer
 from .checkpoints import Checkpoint
 from .geometry import Geometry
 from .playing import Player
 from .progress import Progress
-from .swaps import swapped
+from .swaps import fix_rotary, swapped
+from .weights import Weights
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,11 @@ class Request:
 
     num_draft_tokens: int
     max_length: int | None
+    ops: str
 
     def __post_init__(self) -> None:
+        if self.ops not in ("auto", *OPS):
+            raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)
@@ -46,16 +51,20 @@ def export(
     *,
     num_draft_tokens: int = 4,
     max_length: int | None = None,
+    ops: str = "auto",
     draft_revision: str | None = None,
     target_revision: str | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
     """Export a draft and a target, each a folder or a hub id, to a bundle in the folder `output`.
 
-    Without `output` the bundle goes to the user's data folder and becomes the default one.
+    Without `output` the bundle goes to the user's data folder and becomes the default one. `ops`
+    is the op set of the graphs: "onnx", "gqa", or "auto" for each that the models can have.
+
+    Raises SpecEdgeError, or ValueError for a bad option.
     """
     progress = progress or Progress()
-    request = Request(num_draft_tokens, max_length)
+    request = Request(num_draft_tokens, max_length, ops)
     draft, target = os.fspath(draft), os.fspath(target)
     folder = Path(output) if output is not None else store.default_destination(draft, target)
     try:
@@ -121,88 +130,118 @@ def _export_model(
     with progress.step(f"Loading the {role}"):
         model, dtype = checkpoints.load(checkpoint, progress)
     with tracing.refusal(model):
+        if fix_rotary(model, context_length):
+            progress.note(
+                f"{role}: its rotary factors are those of texts of {context_length} tokens at "
+                "every position; a smaller --max-length may choose others"
+            )
         shape = geometry.measure(model, context_length, request.num_draft_tokens)
-        wanted = graphs.lengths(request.num_draft_tokens, context_length)
-        num_tokens = min(num_tokens, shape.padded_vocab_size)
-        with progress.step(f"Tracing the {role}"):
-            _write_graphs(model, shape, wanted, dtype, folder)
-        measured = _compare(role, model, shape, wanted, num_tokens, work, progress)
+        part = Part(
+            role=role,
+            model=model,
+            shape=shape,
+            lengths=graphs.lengths(request.num_draft_tokens, context_length),
+            layers=tracing.observe(model, shape),
+            num_tokens=min(num_tokens, shape.padded_vocab_size),
+            dtype=dtype,
+            folder=folder,
+        )
+        reports = _write_op_sets(part, request.ops, progress)
     return Model(
         source=checkpoint.source,
         architecture=checkpoint.kind,
         num_parameters=sum(p.numel() for p in model.parameters()),
-        vocab_size=num_tokens,
+        vocab_size=part.num_tokens,
         padded_vocab_size=shape.padded_vocab_size,
         context_length=context_length,
         dtype="float32",
         weights_dtype=dtype,
         cache=Cache("float32", shape.capacity, shape.layers),
         weights=f"{role}/{weights.FILE}",
-        graphs=tuple(length.entry(role) for length in wanted),
-        parity={graphs.OPS: measured},
+        graphs=tuple(length.entry(role, ops) for ops in reports for length in part.lengths),
+        parity=reports,
     )
 
 
-def _compare(
-    role: str,
-    model: torch.nn.Module,
-    shape: Geometry,
-    wanted: list[graphs.Length],
-    num_tokens: int,
-    work: Path,
-    progress: Progress,
-) -> Parity:
-    """Play the files of `work`/`role` against the model; note what is not as it should be."""
-    with progress.step(f"Comparing the {role}", _num_compared(model, shape)) as advance:
-        player = Player(work / role, wanted, shape)
-        measured = parity.measure(role, model, player, num_tokens, advance)
-        if differing := parity.differing_files(player, parity.tokens(num_tokens, shape)):
+@dataclass(frozen=True)
+class Part:
+    """A model on its way into its folder of the bundle."""
+
+    role: str
+    model: torch.nn.Module
+    shape: Geometry
+    lengths: list[graphs.Length]
+    layers: list[Layer]
+    num_tokens: int
+    dtype: str
+    folder: Path
+
+
+def _write_op_sets(part: Part, ops: str, progress: Progress) -> dict[str, Parity]:
+    """Write and compare the graphs of each op set asked for; `auto` leaves out what cannot be."""
+    file = Weights(part.folder, part.dtype)
+    reports: dict[str, Parity] = {}
+    refused: ExportError | None = None
+    for one in OPS if ops == "auto" else (ops,):
+        try:
+            with progress.step(f"Tracing the {part.role} ({one})"):
+                write_graphs(part, one, file)
+            reports[one] = _compare(part, one, progress)
+        except ExportError as error:
+            refused = refused or error
+            for length in part.lengths:
+                (part.folder / length.file(one)).unlink(missing_ok=True)
+            progress.note(f"{part.role}: no {one} graphs, because {error}")
+    if not reports:
+        assert refused is not None
+        raise refused
+    return reports
+
+
+def write_graphs(part: Part, ops: str, file: Weights) -> None:
+    """Trace one op set and write its files."""
+    if ops == "gqa":
+        for layer in part.layers:
+            if reason := layer.obstacle():
+                raise ExportError(reason)
+    with swapped(part.model, part.shape.context_length):
+        traced = tracing.trace(part.model, part.shape, ops, part.layers)
+    graphs.tidy(traced)
+    graphs.widen_biases(traced.graph)
+    file.attach(traced)
+    graphs.write(traced, part.folder, part.lengths, ops)
+
+
+def _compare(part: Part, ops: str, progress: Progress) -> Parity:
+    """Play an op set's files against the model; note what is not as it should be."""
+    role, model, shape = part.role, part.model, part.shape
+    title = f"Comparing the {role} ({ops})"
+    with progress.step(title, _num_compared(model, shape)) as advance:
+        player = Player(part.folder, part.lengths, shape, ops)
+        measured = parity.measure(role, model, player, part.num_tokens, advance)
+        if differing := parity.differing_files(player, parity.tokens(part.num_tokens, shape)):
             progress.note(f"{role}: {', '.join(differing)} give other last bits than decoder")
     if measured.logits_std < parity.SPREAD:
-        sharp = work.parent / f"{role}-sharpened"
-        measured = _measure_sharpened(
-            model, measured, shape, wanted, num_tokens, role, sharp, progress
-        )
-    _note_lengths(measured, parity.lengths_to_compare(player), role, progress)
+        measured = _measure_sharpened(part, ops, measured, progress)
+    _note_lengths(measured, parity.lengths_to_compare(player), f"{role} ({ops})", progress)
     return measured
 
 
-def _write_graphs(
-    model: torch.nn.Module,
-    shape: Geometry,
-    wanted: list[graphs.Length],
-    dtype: str,
-    folder: Path,
-) -> None:
-    with swapped(model, shape.context_length):
-        traced = tracing.trace(model, shape)
-    graphs.tidy(traced)
-    graphs.widen_biases(traced.graph)
-    weights.externalize(traced, folder, dtype)
-    graphs.write(traced, folder, wanted)
-
-
-def _measure_sharpened(
-    model: torch.nn.Module,
-    plain: Parity,
-    shape: Geometry,
-    wanted: list[graphs.Length],
-    num_tokens: int,
-    role: str,
-    folder: Path,
-    progress: Progress,
-) -> Parity:
+def _measure_sharpened(part: Part, ops: str, plain: Parity, progress: Progress) -> Parity:
     """Compare again with larger weights where an untrained model's say little."""
     progress.note(
-        f"{role}: its logits have a standard deviation of {plain.logits_std:.2g}, as an untrained "
-        "model's; the comparison was repeated with larger weights"
+        f"{part.role}: its logits have a standard deviation of {plain.logits_std:.2g}, as an "
+        "untrained model's; the comparison was repeated with larger weights"
     )
-    sharp = parity.sharpened(model, num_tokens)
-    total = _num_compared(model, shape)
-    with progress.step(f"Comparing the {role} with larger weights", total) as advance:
+    model = parity.sharpened(part.model, part.num_tokens)
+    folder = part.folder.parent.parent / f"{part.role}-sharpened"
+    sharp = replace(part, model=model, dtype="float32", folder=folder)
+    total = _num_compared(model, part.shape)
+    with progress.step(f"Comparing the {part.role} with larger weights", total) as advance:
         folder.mkdir()
-        _write_graphs(sharp, shape, wanted, "float32", folder)
-        again = parity.measure(role, sharp, Player(folder, wanted, shape), num_tokens, advance)
+        write_graphs(sharp, ops, Weights(folder, "float32"))
+        player = Player(folder, part.lengths, part.shape, ops)
+        again = parity.measure(part.role, model, player, part.num_tokens, advance)
     shutil.rmtree(folder)
     return replace(
         again,

@@ -34,14 +34,17 @@ class Geometry:
 
 
 def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) -> Geometry:
-    """Run one pass and read the cache it leaves. S has room for a padded pass at the end."""
+    """Run one pass and read the cache it leaves.
+
+    S has room for a padded pass at the end, and for the row that `gqa` writes behind it.
+    """
     with torch.no_grad():
         output = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True)
     layers = tuple(map(_layer, getattr(getattr(output, "past_key_values", None), "layers", ())))
     if not layers:
         raise ExportError(f"{_kind(model)} models keep no KV cache that transformers can name")
     _check_optimum(model, layers)
-    capacity = -(-(context_length + num_draft_tokens + 1) // ALIGNMENT) * ALIGNMENT
+    capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
     return Geometry(context_length, capacity, output.logits.shape[-1], layers)
 
 

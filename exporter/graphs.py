@@ -13,7 +13,6 @@ import onnxscript.optimizer
 from specedge.errors import ExportError
 from specedge.manifest import Graph
 
-OPS = "onnx"
 PREFILL_LENGTH = 64
 # Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
@@ -27,9 +26,14 @@ class Length:
     length: int | None
     logits: bool = True
 
-    def entry(self, folder: str) -> Graph:
+    def file(self, ops: str) -> str:
+        """Its file in an op set."""
+        return f"{self.name}.onnx" if ops == "onnx" else f"{self.name}-{ops}.onnx"
+
+    def entry(self, folder: str, ops: str) -> Graph:
         """Its line in the manifest."""
-        return Graph(self.name, OPS, 1, self.length, self.logits, f"{folder}/{self.name}.onnx")
+        file = f"{folder}/{self.file(ops)}"
+        return Graph(self.name, ops, 1, self.length, self.logits, file)
 
 
 def lengths(num_draft_tokens: int, context_length: int) -> list[Length]:
@@ -106,13 +110,13 @@ def check(model: ir.Model) -> None:
             raise ExportError(f"the traced graph has a {node.op_type} node in double precision")
 
 
-def write(model: ir.Model, folder: Path, wanted: list[Length]) -> None:
+def write(model: ir.Model, folder: Path, wanted: list[Length], ops: str) -> None:
     """Save one file for each length; all of them read the one weights file beside them."""
     for length in wanted:
         variant = model.clone() if length.length is None else _fixed(model, length)
         part_norms(variant.graph)
         check(variant)
-        _save(variant, folder / f"{length.name}.onnx")
+        ir.save(variant, folder / length.file(ops))
 
 
 def _fixed(model: ir.Model, length: Length) -> ir.Model:
@@ -163,7 +167,3 @@ def _renamed(dim: str, symbol: str) -> str | None:
 def _at_length(dim: int | ir.SymbolicDim, length: int) -> int | None:
     """A dimension when T is known."""
     return dim if isinstance(dim, int) else {"T": length, "T + 1": length + 1}.get(str(dim))
-
-
-def _save(model: ir.Model, path: Path) -> None:
-    ir.save(model, path)

@@ -20,10 +20,12 @@ NOISE = 4.0
 
 
 class Player:
-    """The graphs of one model, each loaded when first used, over caches [1, H, S, D]."""
+    """One op set of a model, each graph loaded when first used, over caches [1, H, S, D]."""
 
-    def __init__(self, folder: Path, lengths: list[Length], geometry: Geometry) -> None:
-        self.folder, self.geometry = folder, geometry
+    def __init__(
+        self, folder: Path, lengths: list[Length], geometry: Geometry, ops: str = "onnx"
+    ) -> None:
+        self.folder, self.geometry, self.ops = folder, geometry, ops
         self.lengths = {length.name: length for length in lengths}
         self.caches = [np.zeros(shape, np.float32) for shape in geometry.cache_shapes()]
         self._bound = [ort.OrtValue.ortvalue_from_numpy(cache) for cache in self.caches]
@@ -47,7 +49,8 @@ class Player:
         try:
             session.run_with_iobinding(binding)
         except Exception as error:
-            raise ExportError(f"ONNX Runtime cannot run {name}.onnx: {one_line(error)}") from error
+            file = self.lengths[name].file(self.ops)
+            raise ExportError(f"ONNX Runtime cannot run {file}: {one_line(error)}") from error
         return None if logits is None else logits[0]
 
     def fill(self, rows: list[np.ndarray]) -> None:
@@ -70,14 +73,11 @@ class Player:
         if name not in self._sessions:
             if self.one_at_a_time:
                 self._sessions.clear()
+            file = self.lengths[name].file(self.ops)
             try:
-                self._sessions[name] = open_session(
-                    self.folder / f"{name}.onnx", ort.SessionOptions()
-                )
+                self._sessions[name] = open_session(self.folder / file, ort.SessionOptions())
             except Exception as error:
-                raise ExportError(
-                    f"ONNX Runtime cannot load {name}.onnx: {one_line(error)}"
-                ) from error
+                raise ExportError(f"ONNX Runtime cannot load {file}: {one_line(error)}") from error
         return self._sessions[name]
 
 

@@ -15,9 +15,26 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .tracing import operator
+from .attention import operator
 
 _CLOSE = 1e-6
+
+
+def fix_rotary(model: nn.Module, context_length: int) -> bool:
+    """Settle factors that change with a pass's last position, as they are at the context's end.
+
+    Tells whether there were any that texts shorter than the context have otherwise (longrope).
+    """
+    changed = False
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        if not isinstance(kind, str) or not ("dynamic" in kind or kind == "longrope"):
+            continue
+        before, positions = module.inv_freq, torch.arange(context_length)[None]
+        module(torch.zeros(1), positions)
+        changed |= not torch.equal(before, module.inv_freq)
+        module.rope_type = "fixed"
+    return changed
 
 
 @contextlib.contextmanager
@@ -39,18 +56,21 @@ def swapped(model: nn.Module, context_length: int) -> Iterator[None]:
 
 def _replacement(module: nn.Module) -> nn.Module | None:
     if isinstance(module, Conv1D):
-        return _linear(module)
+        return _Linear(module)
     if not list(module.parameters()) and not list(module.children()):
         return _activation(module)
     return _norm(module)
 
 
-def _linear(module: Conv1D) -> nn.Linear:
-    """Conv1D is a Linear stored the other way round; as Linear it becomes MatMul and Add."""
-    linear = nn.Linear(module.nx, module.nf, device="meta")
-    linear.weight = nn.Parameter(module.weight.T, requires_grad=False)
-    linear.bias = module.bias
-    return linear
+class _Linear(nn.Module):
+    """GPT-2's Conv1D as MatMul and Add; its own addmm would become a Gemm between two Reshapes."""
+
+    def __init__(self, module: Conv1D) -> None:
+        super().__init__()
+        self.weight, self.bias = module.weight, module.bias
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(x, self.weight) + self.bias
 
 
 def _activation(module: nn.Module) -> nn.Module | None:
@@ -129,35 +149,43 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 
 
 def _swap_rotary(model: nn.Module, context_length: int) -> list[Callable[[], None]]:
-    """Swap the rotary tables and the function that applies them, where both are usual ones."""
+    """Swap the rotary tables, and the function that applies them where it is the usual one."""
     undo: list[Callable[[], None]] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             code = sys.modules[type(child).__module__]
-            apply = getattr(code, "apply_rotary_pos_emb", None)
-            table = _table(child, context_length) if apply else None
-            if table is None or not _applies_halves(apply, table):
+            names = [n for n in vars(code) if n.startswith("apply_") and "rotary" in n]
+            table = _table(child, context_length) if names else None
+            if table is None:
                 continue
+            if names == ["apply_rotary_pos_emb"]:
+                apply = code.apply_rotary_pos_emb
+                if (half := _half(table)) is not None and _applies_halves(apply, half):
+                    table = half
+                    code.apply_rotary_pos_emb = _rotate  # type: ignore[attr-defined]
+                    undo.append(lambda m=code, a=apply: setattr(m, "apply_rotary_pos_emb", a))  # type: ignore[misc]
             setattr(parent, name, table)
-            code.apply_rotary_pos_emb = _rotate  # type: ignore[attr-defined]
             undo.append(lambda p=parent, n=name, c=child: setattr(p, n, c))  # type: ignore[misc]
-            undo.append(lambda m=code, a=apply: setattr(m, "apply_rotary_pos_emb", a))  # type: ignore[misc]
     return undo
 
 
 def _table(module: nn.Module, context_length: int) -> _RotaryTable | None:
-    """Every position's cos and sin, [S, D/2], if the module computes [B, T, D] from positions."""
+    """Every position's cos and sin, [S, D], if the module computes [B, T, D] from positions."""
     if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
         return None
     with torch.no_grad():
         result = module(torch.zeros(1), torch.arange(context_length)[None])
     if not isinstance(result, tuple) or len(result) != 2 or result[0].ndim != 3:
         return None
-    halves = [part.chunk(2, -1) for part in result]
+    return _RotaryTable(*(part[0].float().contiguous() for part in result))
+
+
+def _half(table: _RotaryTable) -> _RotaryTable | None:
+    """[S, D/2], where both halves are the same."""
+    halves = [part.chunk(2, -1) for part in (table.cos, table.sin)]
     if not all(torch.equal(a, b) for a, b in halves):
         return None
-    cos, sin = (a[0].float().contiguous() for a, _ in halves)
-    return _RotaryTable(cos, sin)
+    return _RotaryTable(*(a.contiguous() for a, _ in halves))
 
 
 def _applies_halves(apply: Any, table: _RotaryTable) -> bool:

@@ -21,27 +21,36 @@ STORED = {
 }
 
 
-def externalize(model: ir.Model, folder: Path, dtype: str) -> None:
-    """Move the model's large floats to `folder`/weights.bin, cast back to float32 in the graph.
+class Weights:
+    """The weights file of one model, which the graphs of all its op sets share."""
 
-    A tensor that `dtype` cannot hold bit for bit stays in float32. ONNX Runtime does the casts and
-    transpositions of constants once, when it loads the graph.
-    """
-    graph = model.graph
-    fold_transposes(graph)
-    share_tied(graph)
-    known: dict[str, ir.Value] = {}
-    with (folder / FILE).open("wb") as file:
-        for value in list(_large(graph)):
-            assert value.const_value is not None
-            array = _narrowed(value.const_value.numpy(), STORED[dtype][0])
-            key = hashlib.sha256(array.tobytes()).hexdigest() + f"{array.dtype}{array.shape}"
-            if key in known:
-                value.replace_all_uses_with(known[key])
-            else:
-                tensor = _append(file, array, value, folder)
-                known[key] = _stored(graph, value, tensor)
-    drop_unused(graph)
+    def __init__(self, folder: Path, dtype: str) -> None:
+        self.folder, self.dtype = folder, dtype
+        self._known: dict[str, ir.ExternalTensor] = {}
+        (folder / FILE).touch()
+
+    def attach(self, model: ir.Model) -> None:
+        """Move a graph's large floats to the file, cast back to float32 in the graph.
+
+        A tensor that `dtype` cannot hold bit for bit stays in float32. ONNX Runtime does the casts
+        and transpositions of constants once, when it loads the graph.
+        """
+        graph = model.graph
+        fold_transposes(graph)
+        share_tied(graph)
+        values: dict[str, ir.Value] = {}
+        with (self.folder / FILE).open("ab") as file:
+            for value in list(_large(graph)):
+                assert value.const_value is not None
+                array = _narrowed(value.const_value.numpy(), STORED[self.dtype][0])
+                key = hashlib.sha256(array.tobytes()).hexdigest() + f"{array.dtype}{array.shape}"
+                if key in values:
+                    value.replace_all_uses_with(values[key])
+                    continue
+                if key not in self._known:
+                    self._known[key] = _append(file, array, value, self.folder)
+                values[key] = _stored(graph, value, self._known[key])
+        drop_unused(graph)
 
 
 def fold_transposes(graph: ir.Graph) -> None:

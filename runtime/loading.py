@@ -19,6 +19,7 @@ def load(
     device: str = "cpu",
     threads: int | None = None,
     share_threads: bool = True,
+    ops: str = "auto",
 ) -> Pipeline:
     """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the one exported last without
     an output folder, else the embedded pair.
@@ -27,12 +28,14 @@ def load(
     belongs to the process: sessions that the host makes beside it need `use_per_session_threads`
     False, or `share_threads` False here, which is slower.
 
+    `ops` is the op set to run, "onnx", "gqa", or "auto" for the better one on this device.
+
     Raises BundleError, DeviceError or MissingExtraError.
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
-    draft = OrtModel(found, found.draft, device, threads, share_threads)
-    target = OrtModel(found, found.target, device, threads, share_threads)
+    draft = OrtModel(found, found.draft, device, threads, share_threads, ops)
+    target = OrtModel(found, found.target, device, threads, share_threads, ops)
     return Pipeline(found, _tokenizer(found), target, draft)
 
 

@@ -64,7 +64,7 @@ class Bundle:
         for graph in model.graphs:
             if lengths.get(graph.name, graph.length) != graph.length:
                 raise ValueError(f"{key}: {graph.name} must have length {lengths[graph.name]}")
-        need = model.context_length + self.num_draft_tokens + 1
+        need = model.context_length + self.num_draft_tokens + 1 + ("gqa" in model.parity)
         if model.cache.capacity < need:
             raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
 

@@ -21,12 +21,14 @@ if TYPE_CHECKING:
     "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Time each this often."
 )
 @options.threads
+@options.ops
 @options.as_json
 def compare(
     prompt: str,
     bundle: str | None,
     repeats: int,
     threads: int | None,
+    ops: str,
     as_json: bool,
     **request: Any,
 ) -> None:
@@ -34,7 +36,7 @@ def compare(
     from specedge.runtime.comparison import compare as run
     from specedge.runtime.loading import load
 
-    pipeline = load(bundle, threads=threads)
+    pipeline = load(bundle, threads=threads, ops=ops)
     with options.usage_errors():
         result = run(pipeline, options.read_prompt(prompt), repeats, **request)
     if as_json:

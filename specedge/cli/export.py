@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from specedge.bundle import Bundle
-from specedge.manifest import Model
+from specedge.manifest import OPS, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
 
@@ -28,6 +28,13 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
     help="Draft tokens a round that the fixed shapes are for.",
 )
 @click.option("--max-length", type=click.IntRange(2), help="Limit the context to this many tokens.")
+@click.option(
+    "--ops",
+    type=click.Choice(("auto", *OPS)),
+    default="auto",
+    show_default=True,
+    help="Operators of the graphs: onnx, gqa, or both where the models can have both.",
+)
 @click.option("--draft-revision", help="Branch, tag or commit of the draft on the hub.")
 @click.option("--target-revision", help="Branch, tag or commit of the target on the hub.")
 def export(
@@ -36,6 +43,7 @@ def export(
     output: str | None,
     num_draft_tokens: int,
     max_length: int | None,
+    ops: str,
     draft_revision: str | None,
     target_revision: str | None,
 ) -> None:
@@ -49,6 +57,7 @@ def export(
             output,
             num_draft_tokens=num_draft_tokens,
             max_length=max_length,
+            ops=ops,
             draft_revision=draft_revision,
             target_revision=target_revision,
             progress=progress,

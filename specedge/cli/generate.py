@@ -18,14 +18,15 @@ if TYPE_CHECKING:
 @options.bundle
 @options.request
 @options.threads
+@options.ops
 @options.as_json
 def generate(
-    prompt: str, bundle: str | None, threads: int | None, as_json: bool, **request: Any
+    prompt: str, bundle: str | None, threads: int | None, ops: str, as_json: bool, **request: Any
 ) -> None:
     """Continue PROMPT with the target's own tokens; `-` reads it from standard input."""
     from specedge.runtime.loading import load
 
-    pipeline = load(bundle, threads=threads)
+    pipeline = load(bundle, threads=threads, ops=ops)
     with options.usage_errors():
         stream = pipeline.stream(options.read_prompt(prompt), **request)
     try:

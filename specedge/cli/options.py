@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from specedge.manifest import OPS
 from specedge.options import MAX_DRAFT_TOKENS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,6 +22,13 @@ bundle = click.option(
 )
 threads = click.option(
     "--threads", type=click.IntRange(1), help="Use this many CPU threads. [default: one a core]"
+)
+ops = click.option(
+    "--ops",
+    type=click.Choice(("auto", *OPS)),
+    default="auto",
+    show_default=True,
+    help="Run the graphs of this op set.",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with the API's names.")
 

@@ -58,14 +58,16 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
 
 def test_the_files_have_the_lengths_that_the_manifest_states(exported):
     for model in exported.models.values():
-        assert {g.name: (g.length, g.logits) for g in model.graphs} == {
+        lengths = {
             "decoder": (None, True),
             "step": (1, True),
             "catchup": (2, True),
             "verify": (5, True),
             "prefill": (64, False),
         }
-        assert model.cache.capacity >= model.context_length + exported.num_draft_tokens + 1
+        wanted = {(name, ops): found for name, found in lengths.items() for ops in model.parity}
+        assert {(g.name, g.ops): (g.length, g.logits) for g in model.graphs} == wanted
+        assert model.cache.capacity >= model.context_length + exported.num_draft_tokens + 2
 
 
 def test_weights_are_stored_once_and_in_their_own_type(pairs, exported):
