@@ -34,16 +34,18 @@ class Layer:
     kv_heads: int
     key_size: int
     value_size: int
-    sinks: bool
+    as_cached: bool  # whether it reads the cache's own keys and values
 
     def obstacle(self) -> str | None:
         """Why GroupQueryAttention cannot do this, if it cannot."""
         if self.window == _OTHER:
             return "its attention mask is neither causal nor a window"
+        if not self.as_cached:
+            return "its cache holds something other than the keys and values it attends to"
         if self.key_size != self.value_size:
-            return f"its keys have {self.key_size} values, its values {self.value_size}"
+            return f"its keys have size {self.key_size}, its values {self.value_size}"
         if self.key_size % 8:
-            return f"its heads have size {self.key_size}, which is no multiple of 8"
+            return f"its heads have size {self.key_size}, which is not a multiple of 8"
         return None
 
 
@@ -57,7 +59,8 @@ class Pass:
     capacity: int
     layers: list[Layer] = field(default_factory=list)
     calls: int = 0
-    cache: BufferLayer | None = None  # the one that was written last
+    cache: BufferLayer | None = None  # the one that was written last, and with what
+    written: tuple[torch.Tensor, ...] = ()
     masks: dict[int, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
 
     @property
@@ -116,8 +119,8 @@ class BufferLayer(CacheLayerMixin):
             self.keys = _scatter(self.keys, key_states, now.past_length)
             self.values = _scatter(self.values, value_states, now.past_length)
             return self.keys, self.values
-        now.cache = self
-        return key_states, value_states
+        now.cache, now.written = self, (key_states, value_states)
+        return now.written
 
     def get_seq_length(self) -> int:
         """0, because the mask counts from the positions that are given."""
@@ -190,7 +193,7 @@ def attention(
         raise ExportError("the model's attention does not take its mask from transformers")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if now.ops == "none":
-        now.layers.append(_observed(now, query, key, value, attention_mask, s_aux))
+        now.layers.append(_observed(now, query, key, value, attention_mask))
         return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2), None
     softcap = float(softcap or 0)
     if now.ops == "gqa":
@@ -304,18 +307,14 @@ def _grouped(
 
 
 def _observed(
-    now: Pass,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    sinks: torch.Tensor | None,
+    now: Pass, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> Layer:
     windows = {window for window, _ in now.masks.values()}
     known = now.masks.get(id(mask))
     window = known[0] if known else windows.pop() if len(windows) == 1 else _OTHER
     sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
-    return Layer(window, *sizes, sinks=sinks is not None)
+    written = now.written and key is now.written[0] and value is now.written[1]
+    return Layer(window, *sizes, as_cached=bool(written))
 
 
 def _window(mask: torch.Tensor, queries: torch.Tensor) -> int | None:

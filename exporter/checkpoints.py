@@ -62,6 +62,11 @@ def find(role: str, name: str, revision: str | None) -> Checkpoint:
     _check_files(role, name, files)
     shown, commit = (name, remote.revision) if remote else (path.resolve().name, None)
     config = _load_config(role, name, folder)
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{role} {name} is an encoder-decoder ({config.model_type}), whose cross-attention "
+            "specedge cannot export; give a decoder"
+        )
     return Checkpoint(
         role=role,
         name=name,

@@ -206,6 +206,7 @@ def write_graphs(part: Part, ops: str, file: Weights) -> None:
                 raise ExportError(reason)
     with swapped(part.model, part.shape.context_length):
         traced = tracing.trace(part.model, part.shape, ops, part.layers)
+    graphs.fill_without_shapes(traced)
     graphs.tidy(traced)
     graphs.widen_biases(traced.graph)
     file.attach(traced)

@@ -42,7 +42,10 @@ def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) 
         output = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True)
     layers = tuple(map(_layer, getattr(getattr(output, "past_key_values", None), "layers", ())))
     if not layers:
-        raise ExportError(f"{_kind(model)} models keep no KV cache that transformers can name")
+        raise ExportError(
+            f"{_kind(model)} models keep no KV cache (recurrent ones keep a state that cannot be "
+            "rolled back); specedge takes decoders with attention alone"
+        )
     _check_optimum(model, layers)
     capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
     return Geometry(context_length, capacity, output.logits.shape[-1], layers)
@@ -50,8 +53,12 @@ def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) 
 
 def _layer(layer: Any) -> CacheLayer:
     keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-    if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 2:
-        raise ExportError("a layer of the model keeps something other than keys and values")
+    recurrent = hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states")
+    if recurrent or keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 2:
+        raise ExportError(
+            "a layer of the model keeps something other than keys and values, as recurrent and "
+            "hybrid models do, which cannot be rolled back"
+        )
     return CacheLayer(keys.shape[1], keys.shape[3], values.shape[3])
 
 

@@ -80,6 +80,73 @@ def widen_biases(graph: ir.Graph) -> None:
                 value.shape = value.const_value.shape  # type: ignore[assignment]
 
 
+def fill_without_shapes(model: ir.Model) -> None:
+    """Make constants of T rows from the input itself: Shape would run on the CPU.
+
+    Replaces Expand and ConstantOfShape of the shape of a value that has T as one dimension.
+    """
+    graph = model.graph
+    for node in [n for n in graph if n.op_type == "Shape"]:
+        for user, _ in list(node.outputs[0].uses()):
+            value, output = _filling(user), user.outputs[0]
+            shape = node.inputs[0].shape if node.inputs[0] is not None else None
+            if value is None or shape is None or output.dtype is None:
+                continue
+            output.shape = shape
+            dims = [d if isinstance(d, int) else 1 for d in shape]
+            pattern = [1 if isinstance(d, int) else -1 for d in shape]
+            if pattern.count(-1) != 1:
+                continue
+            rows = _rows_of_zeros(graph, user, pattern, output.dtype)
+            fill = np.full(dims, value, output.dtype.numpy())
+            total = ir.node("Add", [rows, _constant(graph, fill, f"{output.name}.fill")])
+            _named(total, f"{output.name}.filled", output)
+            graph.insert_before(user, total)
+            output.replace_all_uses_with(total.outputs[0])
+    passes.RemoveUnusedNodesPass()(model)
+
+
+def _filling(node: ir.Node) -> float | None:
+    """What a node fills a shape with: a scalar constant, or nothing."""
+    if node.op_type == "ConstantOfShape":
+        value = node.attributes.get("value")
+        return float(value.as_tensor().numpy().item()) if value else 0.0
+    source = node.inputs[0].const_value if node.op_type == "Expand" and node.inputs[0] else None
+    return float(source.numpy().item()) if source is not None and source.size == 1 else None
+
+
+def _rows_of_zeros(
+    graph: ir.Graph, before: ir.Node, pattern: list[int], dtype: ir.DataType
+) -> ir.Value:
+    """T zeros along the dimension that is -1 in `pattern`."""
+    name = before.outputs[0].name
+    zero = _constant(graph, np.zeros(1, np.int64), f"{name}.zero")
+    dims = _constant(graph, np.array(pattern, np.int64), f"{name}.dims")
+    zeros = ir.node("Mul", [graph.inputs[0], zero])
+    zeros.outputs[0].name = f"{name}.zeros"
+    shaped = ir.node("Reshape", [zeros.outputs[0], dims])
+    shaped.outputs[0].name = f"{name}.rows"
+    cast = ir.node("Cast", [shaped.outputs[0]], {"to": dtype})
+    cast.outputs[0].name = f"{name}.cast"
+    for node in (zeros, shaped, cast):
+        graph.insert_before(before, node)
+    return cast.outputs[0]
+
+
+def _constant(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(
+        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def _named(node: ir.Node, name: str, like: ir.Value) -> None:
+    node.outputs[0].name, node.outputs[0].shape = name, like.shape
+    node.outputs[0].type = like.type
+
+
 def part_norms(graph: ir.Graph) -> None:
     """Write the last sum before a norm as Sum, which ONNX Runtime fuses with no norm.
 
@@ -141,12 +208,8 @@ def _fixed(model: ir.Model, length: Length) -> ir.Model:
 def _fold_offsets(graph: ir.Graph, length: int) -> None:
     """The only thing that depends on T alone: 0, 1 ... T-1, counted along the input."""
     (count,) = (n for n in graph if n.op_type == "CumSum")
-    tensor = ir.tensor(np.arange(1, length + 1, dtype=np.int64)[None], name="count")
-    constant = ir.Value(
-        name="count", shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(constant)
-    count.outputs[0].replace_all_uses_with(constant)
+    numbers = np.arange(1, length + 1, dtype=np.int64)[None]
+    count.outputs[0].replace_all_uses_with(_constant(graph, numbers, "count"))
 
 
 def _is_small(node: ir.Node) -> bool:

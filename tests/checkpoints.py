@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import (
     AutoModelForCausalLM,
+    Gemma2Config,
     GPT2Config,
     LlamaConfig,
     MistralConfig,
@@ -27,7 +28,12 @@ from byte_level import END, train_tokenizer
 
 VOCAB_SIZE = 512
 KINDS = ("gpt2", "llama", "qwen2", "mistral")
-_CONFIGS = {"llama": LlamaConfig, "qwen2": Qwen2Config, "mistral": MistralConfig}
+_CONFIGS = {
+    "llama": LlamaConfig,
+    "qwen2": Qwen2Config,
+    "mistral": MistralConfig,
+    "gemma2": Gemma2Config,
+}
 
 
 def make_tokenizer(folder: Path, vocab_size: int = VOCAB_SIZE) -> PreTrainedTokenizerFast:
