@@ -93,7 +93,6 @@ def load(checkpoint: Checkpoint, progress: Progress) -> tuple[torch.nn.Module, s
                 use_safetensors=True,
                 local_files_only=True,
                 trust_remote_code=False,
-                attn_implementation="eager",
                 output_loading_info=True,
             )
         except Exception as error:

@@ -22,6 +22,7 @@ from . import checkpoints, geometry, graphs, hub, pair, parity, tracing, weights
 from .attention import Layer
 from .checkpoints import Checkpoint
 from .geometry import Geometry
+from .peephole import straighten
 from .playing import Player
 from .progress import Progress
 from .swaps import fix_rotary, swapped
@@ -206,6 +207,7 @@ def write_graphs(part: Part, ops: str, file: Weights) -> None:
                 raise ExportError(reason)
     with swapped(part.model, part.shape.context_length):
         traced = tracing.trace(part.model, part.shape, ops, part.layers)
+    straighten(traced.graph)
     graphs.fill_without_shapes(traced)
     graphs.tidy(traced)
     graphs.widen_biases(traced.graph)

@@ -115,16 +115,23 @@ def _norm(module: nn.Module) -> nn.Module | None:
 
 
 class _RotaryTable(nn.Module):
-    """cos and sin looked up by position: computed in the graph, their last bits depend on T."""
+    """cos and sin looked up by position: computed in the graph, their last bits depend on T.
 
-    def __init__(self, cos: torch.Tensor, sin: torch.Tensor) -> None:
+    One pair [S, D] for each type of layer that a model tells apart, or one for None.
+    """
+
+    def __init__(self, tables: dict[str | None, tuple[torch.Tensor, ...]]) -> None:
         super().__init__()
-        self.cos, self.sin = nn.Buffer(cos), nn.Buffer(sin)
+        self.tables = tables
+        for kind, (cos, sin) in tables.items():
+            self.register_buffer(f"cos_{kind}", cos)
+            self.register_buffer(f"sin_{kind}", sin)
 
     def forward(
-        self, x: torch.Tensor, position_ids: torch.Tensor
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return tuple(nn.functional.embedding(position_ids, t) for t in (self.cos, self.sin))  # type: ignore[return-value]
+        tables = (getattr(self, f"{part}_{layer_type}") for part in ("cos", "sin"))
+        return tuple(nn.functional.embedding(position_ids, t) for t in tables)  # type: ignore[return-value]
 
 
 def _rotate(
@@ -171,29 +178,40 @@ def _swap_rotary(model: nn.Module, context_length: int) -> list[Callable[[], Non
 
 def _table(module: nn.Module, context_length: int) -> _RotaryTable | None:
     """Every position's cos and sin, [S, D], if the module computes [B, T, D] from positions."""
-    if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
+    kinds: list[str | None] = [None]
+    parameters = list(inspect.signature(module.forward).parameters)
+    if parameters == ["x", "position_ids", "layer_type"]:
+        kinds = list(getattr(module, "layer_types", kinds))
+    elif parameters != ["x", "position_ids"]:
         return None
-    with torch.no_grad():
-        result = module(torch.zeros(1), torch.arange(context_length)[None])
-    if not isinstance(result, tuple) or len(result) != 2 or result[0].ndim != 3:
-        return None
-    return _RotaryTable(*(part[0].float().contiguous() for part in result))
+    tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
+    for kind in kinds:
+        with torch.no_grad():
+            which = () if kind is None else (kind,)
+            result = module(torch.zeros(1), torch.arange(context_length)[None], *which)
+        if not isinstance(result, tuple) or len(result) != 2 or result[0].ndim != 3:
+            return None
+        tables[kind] = tuple(part[0].float().contiguous() for part in result)
+    return _RotaryTable(tables)
 
 
 def _half(table: _RotaryTable) -> _RotaryTable | None:
     """[S, D/2], where both halves are the same."""
-    halves = [part.chunk(2, -1) for part in (table.cos, table.sin)]
-    if not all(torch.equal(a, b) for a, b in halves):
-        return None
-    return _RotaryTable(*(a.contiguous() for a, _ in halves))
+    tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
+    for kind, pair in table.tables.items():
+        halves = [part.chunk(2, -1) for part in pair]
+        if not all(torch.equal(a, b) for a, b in halves):
+            return None
+        tables[kind] = tuple(a.contiguous() for a, _ in halves)
+    return _RotaryTable(tables)
 
 
 def _applies_halves(apply: Any, table: _RotaryTable) -> bool:
     """Whether a function rotates the first half of each head against the second."""
-    size = table.cos.shape[1]
-    rows = min(3, len(table.cos))
+    whole_cos, whole_sin = next(iter(table.tables.values()))
+    size, rows = whole_cos.shape[1], min(3, len(whole_cos))
     q, k = torch.randn(2, 1, 2, rows, 2 * size, generator=torch.Generator().manual_seed(0))
-    cos, sin = table.cos[-rows:], table.sin[-rows:]
+    cos, sin = whole_cos[-rows:], whole_sin[-rows:]
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
         a, b = x.chunk(2, -1)
