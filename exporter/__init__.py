@@ -9,11 +9,10 @@ from specedge.errors import MissingExtraError
 if TYPE_CHECKING:
     from .exporting import export
     from .progress import Progress
-    from .writing import remove_leftovers
 
-__all__ = ["Progress", "export", "remove_leftovers"]
+__all__ = ["Progress", "export"]
 
-_HOMES = {"export": "exporting", "Progress": "progress", "remove_leftovers": "writing"}
+_HOMES = {"export": "exporting", "Progress": "progress"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,27 +1,18 @@
-"""A bundle appears whole or not at all: written beside its destination, then renamed.
-
-Everything unfinished lies in one hidden folder beside the destination, with a lock that its
-export holds: what has the folder but not the lock is left over and may go.
-"""
+"""A bundle appears whole or not at all: written beside its destination, then renamed."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import signal
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-import filelock
-
+from specedge import leftovers
 from specedge.bundle import MANIFEST
 from specedge.errors import ExportError
-
-SUFFIX = ".specedge-export"
-_LOCK, _OLD = "lock", "old"
 
 
 @contextlib.contextmanager
@@ -29,30 +20,19 @@ def destination(output: Path) -> Iterator[Path]:
     """Yield an empty folder that takes `output`'s place when all went well, and goes if not."""
     output = Path(os.path.realpath(output))
     _check(output)
-    remove_leftovers(output.parent)
-    work = output.parent / f".{output.name}{SUFFIX}"
+    leftovers.remove_leftovers(output.parent)
+    work = leftovers.folder_beside(output)
     with _interruptible():
         created = _make_parents(output.parent)
         try:
             with _locked(work, output):
-                _empty(work)
                 bundle = work / "new"
                 bundle.mkdir()
                 yield bundle
-                _put(bundle, output, work / _OLD)
+                _put(bundle, output, work / leftovers.OLD)
         except BaseException:
             _remove_parents(created)
             raise
-
-
-def remove_leftovers(parent: Path) -> list[Path]:
-    """Remove what killed exports left in a folder; one that still runs is left alone."""
-    removed = []
-    for work in sorted(parent.glob(f".*{SUFFIX}")):
-        with contextlib.suppress(ExportError, OSError), _locked(work, work):
-            _empty(work)
-            removed.append(work)
-    return removed
 
 
 def _check(output: Path) -> None:
@@ -70,39 +50,17 @@ def _check(output: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(work: Path, output: Path) -> Iterator[None]:
-    """Hold the folder's lock, and remove the folder in the end."""
-    try:
-        work.mkdir(exist_ok=True)
-        lock = filelock.FileLock(work / _LOCK, timeout=0)
-        lock.acquire()
-    except filelock.Timeout as error:
-        raise ExportError(f"another export to {output} is running; wait for it to end") from error
-    except OSError as error:
-        raise ExportError(f"{work.parent} cannot be written to: {error.strerror}") from error
-    try:
+    """Hold the folder's lock; one export to a place at a time."""
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(leftovers.locked(work))
+        except TimeoutError as error:
+            raise ExportError(
+                f"another export to {output} is running; wait for it to end"
+            ) from error
+        except OSError as error:
+            raise ExportError(f"{work.parent} cannot be written to: {error.strerror}") from error
         yield
-    finally:
-        _empty(work)
-        # Windows removes no open file; elsewhere the name must go before the lock is free.
-        if os.name != "nt":
-            (work / _LOCK).unlink(missing_ok=True)
-        lock.release()
-        with contextlib.suppress(OSError):
-            if os.name == "nt":
-                (work / _LOCK).unlink(missing_ok=True)
-            work.rmdir()
-
-
-def _empty(work: Path) -> None:
-    """Remove everything but the lock; first put back a bundle whose replacement never came."""
-    output = work.with_name(work.name[1:].removesuffix(SUFFIX))
-    if (work / _OLD).exists() and not output.exists():
-        os.rename(work / _OLD, output)
-    for path in work.iterdir():
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path, ignore_errors=True)
-        elif path.name != _LOCK:
-            path.unlink(missing_ok=True)
 
 
 def _put(bundle: Path, output: Path, aside: Path) -> None:

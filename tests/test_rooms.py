@@ -11,7 +11,7 @@ import specedge
 
 ROOT = Path(specedge.__file__).parent
 EXPORT = {
-    "torch", "transformers", "optimum", "safetensors", "huggingface_hub", "filelock",
+    "torch", "transformers", "optimum", "safetensors", "huggingface_hub",
     "onnx", "onnxscript", "onnx_ir", "ml_dtypes",
 }  # fmt: skip
 

@@ -13,7 +13,8 @@ import pytest
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import ExportError
-from specedge.exporter import export, exporting, remove_leftovers, writing
+from specedge.exporter import export, exporting, writing
+from specedge.leftovers import remove_leftovers
 
 SLOW = """
 import pathlib, sys, time
