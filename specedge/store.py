@@ -23,6 +23,11 @@ def data_folder() -> Path:
     return platformdirs.user_data_path("specedge", appauthor=False)
 
 
+def bundles_folder() -> Path:
+    """Where exports without `--output` go."""
+    return data_folder() / "bundles"
+
+
 def embedded() -> Path:
     """The pair that comes with specedge."""
     return Path(__file__).parent / "models" / "embedded"
@@ -31,12 +36,25 @@ def embedded() -> Path:
 def default_destination(draft: str, target: str) -> Path:
     """Where an export without `--output` goes: one folder a pair."""
     name = f"{_slug(target)}--{_slug(draft)}"
-    return data_folder() / "bundles" / name
+    return bundles_folder() / name
 
 
 def remember_default(folder: Path) -> None:
     """Make a bundle the one that is used when none is named."""
-    _replace_text(data_folder() / "default", str(folder.absolute()))
+    _replace_text(_note(), str(folder.absolute()))
+
+
+def noted_default() -> Path | None:
+    """The bundle exported last without `--output`, whether or not it is still there."""
+    try:
+        return Path(_note().read_text("utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def forget_default() -> None:
+    """Let the embedded pair be the one that is used when none is named."""
+    _note().unlink(missing_ok=True)
 
 
 def find(bundle: str | os.PathLike[str] | None = None) -> Path:
@@ -45,15 +63,13 @@ def find(bundle: str | os.PathLike[str] | None = None) -> Path:
         return Path(bundle)
     if named := os.environ.get(VARIABLE):
         return Path(named)
-    note = data_folder() / "default"
-    try:
-        default = Path(note.read_text("utf-8"))
-    except (OSError, ValueError):
+    default = noted_default()
+    if default is None:
         return embedded()
     if not default.exists():
         raise BundleError(
             f"the default bundle {default} is gone; export the pair again, name another bundle, "
-            f"or delete {note} to use the embedded pair"
+            f"or delete {_note()} to use the embedded pair"
         )
     return default
 
@@ -82,6 +98,10 @@ def remember_checked(path: Path, identity: list[int | str]) -> None:
     known[str(path)] = identity
     with contextlib.suppress(OSError):
         _replace_text(_checked_list(), json.dumps(known))
+
+
+def _note() -> Path:
+    return data_folder() / "default"
 
 
 def _checked_list() -> Path:

@@ -12,6 +12,7 @@ from specedge.cli.compare import compare
 from specedge.cli.export import export
 from specedge.cli.generate import generate
 from specedge.cli.inspect import inspect
+from specedge.cli.library import list_, remove
 from specedge.errors import SpecEdgeError
 from specedge.version import __version__
 
@@ -22,7 +23,7 @@ def cli() -> None:
     """Export a draft and a target model to ONNX and generate with lossless speculative decoding."""
 
 
-for command in (export, generate, compare, inspect):
+for command in (export, generate, compare, inspect, list_, remove):
     cli.add_command(command)
 
 

@@ -1,0 +1,119 @@
+"""`specedge list` and `specedge remove`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specedge.cli import options
+from specedge.errors import BundleError
+from specedge.library import Entry
+
+
+@click.command("list")
+@options.as_json
+def list_(as_json: bool) -> None:
+    """List the bundles on this machine; `*` marks the one used when none is named."""
+    from specedge import library, store
+
+    for path in library.remove_leftovers():
+        click.echo(f"removed what an unfinished export left: {path}", err=True)
+    found = library.entries()
+    if as_json:
+        click.echo(json.dumps([_as_json(entry) for entry in found], ensure_ascii=False, indent=1))
+    else:
+        _print(found)
+    if not any(entry.is_default for entry in found):
+        try:
+            click.echo(f"used when none is named: {store.find()}", err=True)
+        except BundleError as error:
+            click.echo(f"specedge: {error}", err=True)
+
+
+@click.command()
+@click.argument("names", metavar="NAME...", nargs=-1, required=True)
+@click.option("--yes", "-y", is_flag=True, help="Do not ask.")
+def remove(names: tuple[str, ...], yes: bool) -> None:
+    """Remove bundles by the NAME that `list` shows, or by their folder."""
+    from specedge import library
+
+    folders = list(dict.fromkeys(library.removable(name) for name in names))
+    if not (yes or _confirmed(folders)):
+        click.echo("specedge: nothing was removed", err=True)
+        raise click.exceptions.Exit(1)
+    for folder in folders:
+        _remove(folder)
+
+
+def _confirmed(folders: list[Path]) -> bool:
+    if sys.stdin is None or not sys.stdin.isatty():
+        raise click.UsageError("there is no terminal to ask on; give --yes to remove")
+    for folder in folders:
+        click.echo(folder, err=True)
+    what = "this bundle" if len(folders) == 1 else f"these {len(folders)} bundles"
+    return click.confirm(f"Remove {what}?", err=True)
+
+
+def _remove(folder: Path) -> None:
+    from specedge import library, store
+
+    before = store.noted_default()
+    library.remove(folder)
+    click.echo(f"removed {folder}", err=True)
+    if before != store.noted_default():
+        used = store.find()
+        name = "the embedded pair" if used == store.embedded() else str(used)
+        click.echo(f"it was the default; now {name} is used when none is named", err=True)
+
+
+def _print(found: list[Entry]) -> None:
+    rows: list[tuple[str, ...]] = [("", "NAME", "TARGET", "DRAFT", "SIZE", "OPS", "LICENCE")]
+    rows += [_row(entry) for entry in found]
+    shown = [row for row in rows if len(row) > 3]
+    widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
+    for row in rows:
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        click.echo("  ".join([*cells[: len(row) - 1], row[-1]]).rstrip())
+
+
+def _row(entry: Entry) -> tuple[str, ...]:
+    """One line of the table; a bundle that cannot be read has its error as the last cell."""
+    start = ("*" if entry.is_default else "", entry.name)
+    if entry.bundle is None:
+        return (*start, f"error: {entry.error}")
+    models = entry.bundle.target, entry.bundle.draft
+    size = f"{entry.size / 1e6:.1f} MB"
+    ops = _both(", ".join(model.parity) for model in models)
+    licences = _both(model.source.licence or "not stated" for model in models)
+    return (*start, *(model.source.id for model in models), size, ops, licences)
+
+
+def _both(values: Iterable[str]) -> str:
+    """The target's and the draft's, or once what both have."""
+    return " / ".join(dict.fromkeys(values))
+
+
+def _as_json(entry: Entry) -> dict[str, Any]:
+    from specedge.strict_json import plain
+
+    facts: dict[str, Any] = {
+        "name": entry.name,
+        "folder": str(entry.folder),
+        "size": entry.size,
+        "is_default": entry.is_default,
+        "error": entry.error,
+    }
+    if bundle := entry.bundle:
+        facts |= {
+            "format": bundle.format,
+            "num_draft_tokens": bundle.num_draft_tokens,
+            "context_length": bundle.context_length,
+        }
+        for role, model in bundle.models.items():
+            facts[role] = plain(model.source) | {"ops": list(model.parity)}
+    return facts

@@ -1,0 +1,331 @@
+"""`specedge list` and `specedge remove`: every bundle is seen, and nothing else ever goes."""
+
+import json
+import os
+import subprocess
+import sys
+
+import filelock
+import pytest
+
+from manifests import make_bundle
+from specedge import leftovers, library, store
+from specedge.bundle import MANIFEST
+from specedge.errors import BundleError
+
+COMMAND = [sys.executable, "-m", "specedge"]
+
+
+def run(*arguments, **variables):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+        timeout=60,
+    )
+
+
+def install(name="pair"):
+    """A bundle among the user's."""
+    folder = store.bundles_folder() / name
+    make_bundle(folder)
+    return folder
+
+
+def listed():
+    return {entry.name: entry for entry in library.entries()}
+
+
+def everything_below(folder):
+    return sorted(str(path) for path in folder.rglob("*"))
+
+
+def test_the_users_bundles_and_the_embedded_pair_are_listed_with_the_default():
+    folder = install()
+    assert list(listed()) == ["pair", "embedded"]
+    assert [entry.is_default for entry in listed().values()] == [False, True]
+    store.remember_default(folder)
+    result = run("list")
+    assert result.returncode == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].split() == ["NAME", "TARGET", "DRAFT", "SIZE", "OPS", "LICENCE"]
+    row = ["*", "pair", "some/target", "some/draft", "0.0", "MB", "onnx", "apache-2.0"]
+    assert lines[1].split() == row
+    assert lines[2].split()[:3] == ["embedded", "python-9m", "python-1m"]
+    assert result.stderr == ""
+
+
+def test_a_target_and_a_draft_that_differ_are_both_shown():
+    folder = install()
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    manifest["draft"]["source"]["licence"] = None
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    assert run("list").stdout.splitlines()[1].endswith("onnx  apache-2.0 / not stated")
+
+
+def test_a_list_without_any_export_makes_no_folder():
+    assert run("list").returncode == 0
+    assert not store.data_folder().exists()
+
+
+def test_the_json_list_has_the_facts_of_each_bundle():
+    folder = install()
+    one, embedded = json.loads(run("list", "--json").stdout)
+    assert one["folder"] == str(folder)
+    source = {"id": "some/target", "revision": "abc", "licence": "apache-2.0"}
+    assert one["target"] == source | {"ops": ["onnx"]}
+    assert one["size"] == sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    assert (one["error"], one["is_default"]) == (None, False)
+    assert (embedded["name"], embedded["is_default"]) == ("embedded", True)
+
+
+def spoil(folder):
+    (folder / "target/weights.bin").write_bytes(b"short")
+
+
+def age(folder):
+    text = (folder / MANIFEST).read_text("utf-8")
+    (folder / MANIFEST).write_text(text.replace('"format": 2', '"format": 1'), "utf-8")
+
+
+def garble(folder):
+    (folder / MANIFEST).write_bytes(b"\xff{")
+
+
+def strip(folder):
+    (folder / MANIFEST).unlink()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [(spoil, "has 5 bytes"), (age, "format is 1"), (garble, MANIFEST), (strip, "has no bundle.js")],
+)
+def test_a_broken_bundle_is_listed_with_its_error_in_one_line(change, said):
+    install("good")
+    change(install("bad"))
+    result = run("list")
+    assert result.returncode == 0
+    assert len(result.stdout.splitlines()) == 4
+    assert said in result.stdout.splitlines()[1]
+    assert listed()["good"].error is None
+
+
+def test_list_clears_what_killed_exports_left_and_says_so():
+    install()
+    work = store.bundles_folder() / f".other{leftovers.SUFFIX}"
+    (work / "new").mkdir(parents=True)
+    (work / "new/weights.bin").write_bytes(b"half")
+    running = store.bundles_folder() / f".running{leftovers.SUFFIX}"
+    running.mkdir()
+    with filelock.FileLock(running / "lock"):
+        result = run("list")
+        assert running.exists()
+    assert result.stderr == f"removed what an unfinished export left: {work}\n"
+    assert not work.exists()
+
+
+def test_leftovers_are_not_looked_for_behind_a_link(tmp_path):
+    (tmp_path / "mine").write_text("precious", "utf-8")
+    install()
+    os.symlink(tmp_path, store.bundles_folder() / f".x{leftovers.SUFFIX}")
+    assert library.remove_leftovers() == []
+    assert (tmp_path / "mine").exists()
+
+
+def test_a_default_outside_the_list_is_told(tmp_path):
+    make_bundle(tmp_path)
+    assert str(tmp_path) in run("list", SPECEDGE_BUNDLE=str(tmp_path)).stderr
+    store.remember_default(tmp_path / "gone")
+    result = run("list")
+    assert result.returncode == 0
+    assert "is gone" in result.stderr
+
+
+def test_neither_command_needs_the_export_extra():
+    install()
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None, onnx=None)\n"
+        "from specedge.cli import main\n"
+        "sys.argv = ['specedge', *sys.argv[1:]]; main()\n"
+    )
+    for arguments in (["list"], ["remove", "pair", "--yes"]):
+        result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True)
+        assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_a_removed_bundle_is_gone_and_the_others_stay(by_name):
+    folder, other = install(), install("other")
+    result = run("remove", "pair" if by_name else folder, "--yes")
+    assert (result.returncode, result.stdout) == (0, "")
+    assert result.stderr == f"removed {folder}\n"
+    assert list(store.bundles_folder().iterdir()) == [other]
+
+
+def test_removing_the_default_falls_back_to_the_embedded_pair_and_says_so():
+    folder = install()
+    store.remember_default(folder)
+    result = run("remove", "pair", "-y")
+    assert "embedded pair is used" in result.stderr
+    assert store.find() == store.embedded()
+    assert store.noted_default() is None
+
+
+def test_removing_another_bundle_keeps_the_default():
+    default = install("default")
+    store.remember_default(default)
+    library.remove(install("other"))
+    assert store.find() == default
+
+
+def test_a_bundle_outside_is_removed_by_its_folder(tmp_path):
+    make_bundle(tmp_path / "bundle")
+    age(tmp_path / "bundle")
+    library.remove(library.removable(str(tmp_path / "bundle")))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_broken_bundles_of_the_user_can_be_removed():
+    for change in (spoil, age, garble):
+        change(install())
+        library.remove(library.removable("pair"))
+        assert not list(store.bundles_folder().iterdir())
+
+
+def test_without_a_terminal_nothing_is_removed_unless_told():
+    folder = install()
+    result = run("remove", "pair")
+    assert result.returncode == 1
+    assert "--yes" in result.stderr
+    assert folder.exists()
+
+
+def test_one_name_that_cannot_be_removed_keeps_all():
+    folder = install()
+    result = run("remove", "pair", "missing", "--yes")
+    assert result.returncode == 1
+    assert "no bundle 'missing'" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert folder.exists()
+
+
+@pytest.mark.parametrize("name", ["embedded", str(store.embedded()), f"{store.embedded()}/"])
+def test_the_embedded_pair_is_never_removed(name):
+    with pytest.raises(BundleError, match="embedded pair is a part"):
+        library.removable(name)
+
+
+def test_a_folder_that_is_no_bundle_is_never_removed(tmp_path, monkeypatch):
+    (tmp_path / "plain").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / MANIFEST).write_text('{"name": "an app"}', "utf-8")
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / MANIFEST).write_text("{", "utf-8")
+    (tmp_path / "file").write_text("", "utf-8")
+    strip(install("stripped"))
+    before = everything_below(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    for name in ("plain", "other", "text", "file", ".", "..", "", "/", "stripped", "../.."):
+        with pytest.raises(BundleError, match=r"no bundle|not specedge's|cannot be read"):
+            library.removable(name)
+    for name in ("..", "."):
+        with pytest.raises(BundleError):
+            library.removable(str(store.bundles_folder() / name))
+    assert everything_below(tmp_path) == before
+
+
+def test_a_bundle_with_somebodys_files_in_it_is_not_removed(tmp_path):
+    make_bundle(tmp_path)
+    (tmp_path / "target/notes.txt").write_text("precious", "utf-8")
+    with pytest.raises(BundleError, match=r"holds target/notes\.txt"):
+        library.removable(str(tmp_path))
+    (tmp_path / "target/notes.txt").unlink()
+    (tmp_path / "photos").mkdir()
+    with pytest.raises(BundleError, match="holds photos"):
+        library.removable(str(tmp_path))
+
+
+def test_a_link_is_not_followed(tmp_path):
+    make_bundle(tmp_path / "bundle")
+    store.bundles_folder().mkdir(parents=True)
+    os.symlink(tmp_path / "bundle", store.bundles_folder() / "pair")
+    os.symlink(tmp_path / "bundle", tmp_path / "link")
+    for name in ("pair", str(tmp_path / "link"), f"{tmp_path / 'link'}/."):
+        with pytest.raises(BundleError, match="is a link"):
+            library.removable(name)
+
+
+def test_what_a_bundles_folder_links_to_stays(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/file").write_text("precious", "utf-8")
+    os.symlink(tmp_path / "mine", install() / "linked")
+    library.remove(library.removable("pair"))
+    assert (tmp_path / "mine/file").exists()
+
+
+def test_the_folder_one_is_in_is_not_removed(monkeypatch):
+    folder = install()
+    monkeypatch.chdir(folder / "target")
+    with pytest.raises(BundleError, match="you are in"):
+        library.removable("pair")
+
+
+def test_a_bundle_is_not_removed_while_an_export_to_it_runs():
+    folder = install()
+    work = leftovers.folder_beside(folder)
+    work.mkdir()
+    with filelock.FileLock(work / "lock"):
+        result = run("remove", "pair", "--yes")
+    assert result.returncode == 1
+    assert "export to" in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert listed()["pair"].error is None
+
+
+def test_a_killed_removal_leaves_no_bundle_and_the_next_list_clears_it(monkeypatch):
+    folder = install()
+    store.remember_default(folder)
+    code = (
+        "import os, shutil, sys\n"
+        "from pathlib import Path\n"
+        "from specedge import library\n"
+        "shutil.rmtree = lambda *a, **k: os._exit(9)\n"
+        "library.remove(Path(sys.argv[1]))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(folder)]).returncode == 9
+    assert list(listed()) == ["embedded"]
+    assert store.find() == store.embedded()
+    assert library.remove_leftovers() == [leftovers.folder_beside(folder)]
+    assert list(store.bundles_folder().iterdir()) == []
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to_is_one_line():
+    folder = install()
+    folder.parent.chmod(0o500)
+    with pytest.raises(BundleError, match="cannot be removed"):
+        library.remove(folder)
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX terminal")
+@pytest.mark.parametrize(
+    ("answer", "code", "stays"), [(b"y\n", 0, False), (b"\n", 1, True), (b"\x04", 130, True)]
+)
+def test_on_a_terminal_it_asks(answer, code, stays):
+    import pty
+
+    folder = install()
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "remove", "pair"], stdin=theirs, stderr=subprocess.PIPE, text=True
+    )
+    os.close(theirs)
+    while "?" not in (shown := process.stderr.read(1)):
+        assert shown
+    os.write(ours, answer)
+    process.communicate(timeout=60)
+    assert process.returncode == code
+    os.close(ours)
+    assert folder.exists() is stays
