@@ -16,6 +16,7 @@ from specedge.options import MAX_DRAFT_TOKENS, Sampling, whole
 
 from .decoding import Round, SpeculativeDecoder
 from .drafters import DraftModel
+from .fates import Fate, Marks, Span, fates
 from .model import LanguageModel
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
@@ -30,7 +31,8 @@ class Generation:
     `text` is the continuation alone, without the end token or stop string that ended it; `tokens`
     are the new ids, that end token or those of the stop string included. `finish_reason` is
     "length" (`max_new_tokens`), "end" (an end token), "stop" (a stop string), "context" (no room
-    left), or "unfinished". `seed` repeats the request.
+    left), or "unfinished". `seed` repeats the request. `spans` are `text` by token, with what
+    became of each: accepted, recovered, bonus, or plain.
     """
 
     text: str
@@ -40,6 +42,7 @@ class Generation:
     num_draft_tokens: int
     stats: Stats
     rounds: list[Round] = field(repr=False)
+    spans: list[Span] = field(repr=False)
 
 
 class Pipeline:
@@ -202,7 +205,8 @@ class Stream:
         self._detokenizer = Detokenizer(pipeline.tokenizer, prompt)
         self._stop_strings = StopStrings(stops)
         self._tokens: list[int] = []
-        self._pieces: list[str] = []
+        self._marks = Marks()
+        self._spans: list[list[Span]] = []
         self._past_rounds: list[Round] = []
         self._finish_reason = "unfinished"
 
@@ -232,6 +236,11 @@ class Stream:
     ) -> None:
         self.close()
 
+    def traced(self) -> Iterator[list[Span]]:
+        """The pieces as spans: the text of each token, with what became of the token."""
+        for _ in self:
+            yield self._spans[-1]
+
     def close(self) -> None:
         """Stop here; `generation` holds what there is."""
         self._rounds.close()
@@ -240,14 +249,16 @@ class Stream:
     def generation(self) -> Generation:
         """What there is so far."""
         stats = self._recorder.stats(self._draft.num_passes, self._target.num_passes)
+        spans = [span for piece in self._spans for span in piece]
         return Generation(
-            "".join(self._pieces),
+            "".join(span.text for span in spans),
             list(self._tokens),
             self._finish_reason,
             self._seed,
             self._num_draft_tokens,
             stats,
             list(self._past_rounds),
+            spans,
         )
 
     def _next_piece(self) -> str | None:
@@ -256,15 +267,16 @@ class Stream:
         if round_ is None:
             return None
         before = len(self._tokens)
-        piece = "".join(self._take(token) for token in round_.tokens)
+        taken = zip(round_.tokens, fates(round_), strict=True)
+        piece = "".join(self._take(token, fate) for token, fate in taken)
         if self._finish_reason != "unfinished":
             piece += self._flush()
         self._recorder.record(round_, len(self._tokens) - before)
         self._past_rounds.append(round_)
-        self._pieces.append(piece)
+        self._spans.append(self._marks.take(len(piece)))
         return piece
 
-    def _take(self, token: int) -> str:
+    def _take(self, token: int, fate: Fate) -> str:
         """Add one token unless the text has ended; the text it makes certain."""
         if self._finish_reason != "unfinished":
             return ""
@@ -272,7 +284,9 @@ class Stream:
         if token in self._ends:
             self._finish_reason = "end"
             return ""
-        text = self._stop_strings.feed(self._detokenizer.feed(token))
+        text = self._detokenizer.feed(token)
+        self._marks.add(text, fate)
+        text = self._stop_strings.feed(text)
         if self._stop_strings.found:
             self._finish_reason = "stop"
         elif len(self._tokens) == self._limit:
@@ -281,7 +295,9 @@ class Stream:
 
     def _flush(self) -> str:
         """Text held back until now."""
-        text = self._stop_strings.feed(self._detokenizer.flush())
+        text = self._detokenizer.flush()
+        self._marks.add_rest(text)
+        text = self._stop_strings.feed(text)
         if self._stop_strings.found:
             self._finish_reason = "stop"
         return text + self._stop_strings.flush()

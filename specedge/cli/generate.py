@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import options
+from specedge.cli import options, trace
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Generation, Stream
@@ -17,11 +17,18 @@ if TYPE_CHECKING:
 @click.argument("prompt")
 @options.bundle
 @options.request
+@click.option("--trace", "traced", is_flag=True, help="Mark what became of each token.")
 @options.threads
 @options.ops
 @options.as_json
 def generate(
-    prompt: str, bundle: str | None, threads: int | None, ops: str, as_json: bool, **request: Any
+    prompt: str,
+    bundle: str | None,
+    traced: bool,
+    threads: int | None,
+    ops: str,
+    as_json: bool,
+    **request: Any,
 ) -> None:
     """Continue PROMPT with the target's own tokens; `-` reads it from standard input."""
     from specedge.runtime.loading import load
@@ -30,26 +37,35 @@ def generate(
     with options.usage_errors():
         stream = pipeline.stream(options.read_prompt(prompt), **request)
     try:
-        _print(stream, as_json)
+        _print(stream, traced, as_json)
     finally:
         click.echo(_summary(stream.generation, bool(request["temperature"])), err=True)
 
 
-def _print(stream: Stream, as_json: bool) -> None:
+def _print(stream: Stream, traced: bool, as_json: bool) -> None:
     """Print pieces as they come; also on Ctrl-C, what there is ends with a new line."""
+    colours = trace.coloured()
+    if traced and not as_json:
+        click.echo(trace.legend(stream.generation.num_draft_tokens, colours), err=True)
     try:
-        for piece in stream:
-            if not as_json:
-                click.echo(piece, nl=False)
+        for piece in stream.traced():
+            if traced and not as_json:
+                click.echo(trace.marked(piece, colours), nl=False, color=colours)
+            elif not as_json:
+                click.echo("".join(span.text for span in piece), nl=False)
     finally:
-        click.echo(_as_json(stream.generation) if as_json else "")
+        click.echo(_as_json(stream.generation, traced) if as_json else "")
 
 
-def _as_json(generation: Generation) -> str:
+def _as_json(generation: Generation, traced: bool) -> str:
     from specedge.runtime.stats import as_dict
 
-    fields = {name: value for name, value in vars(generation).items() if name != "rounds"}
-    return json.dumps(fields | {"stats": as_dict(generation.stats)}, ensure_ascii=False, indent=1)
+    hidden = {"rounds"} if traced else {"rounds", "spans"}
+    fields = {name: value for name, value in vars(generation).items() if name not in hidden}
+    fields["stats"] = as_dict(generation.stats)
+    if traced:
+        fields["spans"] = [vars(span) for span in generation.spans]
+    return json.dumps(fields, ensure_ascii=False, indent=1)
 
 
 def _summary(generation: Generation, sampled: bool) -> str:

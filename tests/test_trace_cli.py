@@ -1,0 +1,97 @@
+"""`specedge generate --trace`: the marks are readable, and without them the text is exact."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+
+from specedge.cli import trace
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+PROMPT = "def read_config(path):"
+COLOURS = {"": "plain", "32": "accepted", "31": "recovered", "36": "bonus"}
+
+
+def run(*arguments, **variables):
+    command = [sys.executable, "-m", "specedge", "generate", PROMPT, "-n", "40", *arguments]
+    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
+    return subprocess.run(
+        command, capture_output=True, text=True, env=clean | variables, timeout=120
+    )
+
+
+def runs_of(spans):
+    """Neighbours of one fate in one, as colours show them."""
+    joined = []
+    for text, fate in spans:
+        if joined and joined[-1][1] == fate:
+            joined[-1] = (joined[-1][0] + text, fate)
+        else:
+            joined.append((text, fate))
+    return joined
+
+
+def test_colours_are_the_fates_and_the_text_under_them_is_exact(pipeline):
+    result = run("--trace", FORCE_COLOR="1")
+    made = pipeline.generate(PROMPT, 40)
+    found = re.findall(r"\x1b\[(3\d)m(.*?)\x1b\[0m", result.stdout, re.DOTALL)
+    expected = [(span.text, str(span.fate)) for span in made.spans]
+    assert runs_of((text, COLOURS[code]) for code, text in found) == runs_of(expected)
+    assert re.sub(r"\x1b\[\d+m", "", result.stdout) == made.text + "\n"
+
+
+def test_without_a_terminal_the_marks_are_brackets(pipeline):
+    result = run("--trace")
+    assert "\x1b" not in result.stdout + result.stderr
+    assert all(mark in result.stdout for mark in "«»⟨⟩⟦⟧")
+    assert re.sub("[«»⟨⟩⟦⟧]", "", result.stdout) == pipeline.generate(PROMPT, 40).text + "\n"
+    legend, summary = result.stderr.splitlines()
+    assert legend.startswith("trace: «drafted and accepted», ")
+    assert "40 tokens" in summary
+
+
+def test_plain_decoding_has_no_marks(pipeline):
+    result = run("--trace", "-k", "0", FORCE_COLOR="1")
+    assert result.stdout == pipeline.generate(PROMPT, 40).text + "\n"
+    assert "nothing is drafted" in result.stderr
+
+
+def test_json_has_the_spans_if_they_are_asked_for(pipeline):
+    result = run("--trace", "--json")
+    made = pipeline.generate(PROMPT, 40)
+    spans = [{"text": span.text, "fate": span.fate} for span in made.spans]
+    assert json.loads(result.stdout)["spans"] == spans
+    assert "trace" not in result.stderr
+    assert "spans" not in json.loads(run("--json").stdout)
+
+
+class Terminal:
+    def isatty(self):
+        return True
+
+
+@pytest.mark.parametrize(
+    ("variables", "terminal", "expected"),
+    [
+        ({}, True, True),
+        ({}, False, False),
+        ({"TERM": "dumb"}, True, False),
+        ({"NO_COLOR": "1"}, True, False),
+        ({"NO_COLOR": ""}, True, True),
+        ({"FORCE_COLOR": "1"}, False, True),
+        ({"FORCE_COLOR": ""}, False, False),
+        ({"FORCE_COLOR": "1", "NO_COLOR": "1"}, True, False),
+    ],
+)
+def test_when_there_are_colours(monkeypatch, variables, terminal, expected):
+    for name in ("NO_COLOR", "FORCE_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if terminal:
+        monkeypatch.setattr(sys, "stdout", Terminal())
+    assert trace.coloured() is expected
