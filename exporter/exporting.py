@@ -107,6 +107,7 @@ def _write(
         end_tokens=ends,
         tokenizer=pair.FILE,
         chat_template=text.chat_template,
+        special_tokens=text.special_tokens,
         default_sampling=pair.default_sampling(target),
         target=models[0],
         draft=models[1],

@@ -41,6 +41,7 @@ class Text:
     tokenizer: str
     num_tokens: int
     chat_template: str | None
+    special_tokens: dict[str, str]
 
 
 def fit(draft: Checkpoint, target: Checkpoint, progress: Progress) -> Text:
@@ -61,7 +62,9 @@ def fit(draft: Checkpoint, target: Checkpoint, progress: Progress) -> Text:
     template = _chat_template(target)
     if _chat_template(draft) != template:
         progress.note("the draft has another chat template; the target's rules")
-    return Text(json.dumps(ours, ensure_ascii=False), _num_tokens(target), template)
+    named = target.tokenizer.special_tokens_map
+    special = {name: token for name, token in named.items() if isinstance(token, str)}
+    return Text(json.dumps(ours, ensure_ascii=False), _num_tokens(target), template, special)
 
 
 def write_tokenizer(text: Text, target: Checkpoint, folder: Path) -> None:

@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-import operator
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
+from typing import Any
 
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
-from specedge.errors import ContextLengthError, PromptError, SpecEdgeError
+from specedge.errors import SpecEdgeError
 from specedge.options import MAX_DRAFT_TOKENS, Sampling, whole
 
 from .decoding import Round, SpeculativeDecoder
 from .drafters import DraftModel
 from .fates import Fate, Marks, Span, fates
 from .model import LanguageModel
+from .prompts import chat_tokens, prompt_tokens
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
-
-_LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ class Pipeline:
             seed = secrets.randbits(32)
         stream = Stream(
             self,
-            prompt=self._prompt_tokens(prompt),
+            prompt=prompt_tokens(self.bundle, self.tokenizer, prompt),
             sampling=sampling,
             seed=whole("seed", seed, -(2**64), 2**64),
             num_draft_tokens=whole("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS),
@@ -124,34 +123,17 @@ class Pipeline:
         self.current = stream
         return stream
 
-    def _prompt_tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        vocab_size, context = self.bundle.target.vocab_size, self.bundle.context_length
-        tokens = self._encode(prompt) if isinstance(prompt, str) else _ids(prompt)
-        if not tokens:
-            raise PromptError("the prompt is empty; give at least one token of text")
-        if bad := [token for token in tokens if not 0 <= token < vocab_size]:
-            raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")
-        if len(tokens) >= context:
-            raise ContextLengthError(
-                f"the prompt has {len(tokens)} tokens, {self.bundle.target.source.id} takes "
-                f"{context} with at least one new; shorten it"
-            )
-        return tokens
+    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
+        """Answer a chat: messages with a "role" and a "content", by the target's own template.
 
-    def _encode(self, prompt: str) -> list[int]:
-        if not prompt:  # some tokenizers begin even no text with a token
-            return []
-        context = self.bundle.context_length
-        if len(prompt) > _LONGEST_TOKEN * context:
-            raise ContextLengthError(
-                f"the prompt has {len(prompt)} characters, far more than {context} tokens hold; "
-                "shorten it"
-            )
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
-        return list(self.tokenizer.encode(prompt).ids)
+        Takes the options of `generate` and raises what it raises; PromptError also where the
+        bundle has no template or the template refuses the messages.
+        """
+        return self.generate(chat_tokens(self.bundle, self.tokenizer, messages), **options)
+
+    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Stream:
+        """As `chat`, in pieces as `stream` gives them."""
+        return self.stream(chat_tokens(self.bundle, self.tokenizer, messages), **options)
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
@@ -161,15 +143,6 @@ def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     if not all(stops):
         raise ValueError("a stop string must not be empty")
     return tuple(stops)
-
-
-def _ids(prompt: Sequence[int]) -> list[int]:
-    if isinstance(prompt, bytes | bytearray):
-        raise PromptError("the prompt is bytes; decode it to text, or give token ids")
-    try:
-        return [operator.index(token) for token in prompt]
-    except TypeError as error:
-        raise PromptError(f"the prompt must be text or token ids ({error})") from error
 
 
 class Stream:

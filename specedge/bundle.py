@@ -26,7 +26,10 @@ SMALL = 8 * 2**20  # files up to this size are hashed at every load
 
 @dataclass(frozen=True)
 class Bundle:
-    """A draft, a target and what both need, as `bundle.json` states it. `folder` is where."""
+    """A draft, a target and what both need, as `bundle.json` states it. `folder` is where.
+
+    `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`.
+    """
 
     format: int
     specedge_version: str
@@ -34,6 +37,7 @@ class Bundle:
     end_tokens: tuple[int, ...]
     tokenizer: str
     chat_template: str | None
+    special_tokens: dict[str, str]
     default_sampling: Sampling
     target: Model
     draft: Model

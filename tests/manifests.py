@@ -49,6 +49,7 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         end_tokens=(0,),
         tokenizer="tokenizer.json",
         chat_template=None,
+        special_tokens={"eos_token": "</s>"},
         default_sampling=Sampling(),
         target=make_model("target"),
         draft=make_model("draft"),

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 @click.argument("prompt")
 @options.bundle
 @options.request
+@click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
 @click.option("--trace", "traced", is_flag=True, help="Mark what became of each token.")
 @options.threads
 @options.ops
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
 def generate(
     prompt: str,
     bundle: str | None,
+    chat: bool,
+    system: str | None,
     traced: bool,
     threads: int | None,
     ops: str,
@@ -33,9 +37,16 @@ def generate(
     """Continue PROMPT with the target's own tokens; `-` reads it from standard input."""
     from specedge.runtime.loading import load
 
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat")
     pipeline = load(bundle, threads=threads, ops=ops)
+    text = options.read_prompt(prompt)
     with options.usage_errors():
-        stream = pipeline.stream(options.read_prompt(prompt), **request)
+        if chat:
+            text = text.removesuffix("\n") if prompt == "-" else text  # the shell's, not the user's
+            stream = pipeline.stream_chat(options.messages(text, system), **request)
+        else:
+            stream = pipeline.stream(text, **request)
     try:
         _print(stream, traced, as_json)
     finally:

@@ -81,6 +81,12 @@ def read_prompt(prompt: str) -> str:
         raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
 
 
+def messages(question: str, system: str | None) -> list[dict[str, str]]:
+    """A chat of one question, perhaps with a system message before it."""
+    asked = [{"role": "user", "content": question}]
+    return asked if system is None else [{"role": "system", "content": system}, *asked]
+
+
 @contextmanager
 def usage_errors() -> Iterator[None]:
     """Report a bad value that the API refused as a usage error."""

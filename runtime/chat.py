@@ -1,0 +1,142 @@
+"""A chat as the prompt that the target was trained on: its own Jinja template, as transformers
+renders it.
+
+A template comes with a checkpoint, so it is code that nobody here has read: it runs in Jinja's
+sandbox and sees plain values alone.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
+from functools import lru_cache
+from typing import Any, NoReturn
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from specedge.bundle import Bundle
+from specedge.errors import BundleError, PromptError
+
+_CURE = "export the pair again from a checkpoint whose template works, or do without --chat"
+
+
+def render(bundle: Bundle, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Messages, each with a "role" and a "content", as text up to where the assistant answers.
+
+    Raises PromptError for messages that the template refuses, BundleError for a broken template.
+    """
+    name = bundle.target.source.id
+    if bundle.chat_template is None:
+        raise PromptError(f"{name} has no chat template; give the prompt without --chat")
+    chat = _plain_messages(messages)
+    try:
+        template = _compile(bundle.chat_template)
+    except jinja2.TemplateError as error:
+        line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise BundleError(
+            f"{name}'s chat template is broken: {_one_line(error)}{line}; {_CURE}"
+        ) from error
+    values = {"messages": chat, "add_generation_prompt": True, "tools": None, "documents": None}
+    try:
+        return template.render(bundle.special_tokens | values)
+    except _RefusedError as error:
+        raise PromptError(
+            f"{name}'s chat template refuses these messages: {_one_line(error)}"
+        ) from error
+    except Exception as error:  # a template can fail in any way that code can
+        raise PromptError(
+            f"{name}'s chat template fails on these messages: {_one_line(error)}"
+        ) from error
+
+
+class _RefusedError(Exception):
+    """What a template says of messages that it does not take."""
+
+
+def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    if not isinstance(messages, list | tuple) or not messages:
+        raise PromptError("messages must be a list of at least one {'role': ..., 'content': ...}")
+    for i, message in enumerate(messages):
+        given = message if isinstance(message, Mapping) else {}
+        for key in ("role", "content"):
+            if not isinstance(given.get(key), str):
+                raise PromptError(f"messages[{i}] must have '{key}' as text")
+    try:
+        plain: list[dict[str, Any]] = json.loads(json.dumps([dict(m) for m in messages]))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"messages must hold plain values alone ({error})") from error
+    return plain
+
+
+@lru_cache(maxsize=8)
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _tojson
+    helpers: dict[str, Callable[..., Any]] = {
+        "raise_exception": _raise,
+        "strftime_now": lambda form: datetime.now().strftime(form),
+        # Functions, so that a template cannot reach the attributes of a class.
+        "dict": lambda *args, **kwargs: dict(*args, **kwargs),
+        "namespace": _namespace,
+    }
+    environment.globals.update(helpers)
+    return environment.from_string(template)
+
+
+class _Generation(Extension):
+    """`{% generation %}` marks what the assistant wrote, for training; here it shows its body."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.Scope(body).set_lineno(line)
+
+
+class _PlainNamespace(jinja2.utils.Namespace):
+    """Refuses names that could reach into Python, as transformers does."""
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name.startswith("_"):
+            raise jinja2.exceptions.SecurityError(f"a namespace cannot hold '{name}'")
+        super().__setitem__(name, value)
+
+
+def _namespace(*args: Any, **kwargs: Any) -> _PlainNamespace:
+    namespace = _PlainNamespace()
+    for name, value in dict(*args, **kwargs).items():
+        namespace[name] = value
+    return namespace
+
+
+def _tojson(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    """As transformers has it: Jinja's own escapes HTML, which no model was trained on."""
+    return json.dumps(
+        value,
+        ensure_ascii=ensure_ascii,
+        indent=indent,
+        separators=separators,
+        sort_keys=sort_keys,
+    )
+
+
+def _raise(message: object) -> NoReturn:
+    raise _RefusedError(str(message))
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300] or type(error).__name__

@@ -1,0 +1,66 @@
+"""From what a caller gives, text, ids or messages, to the tokens of a prompt."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specedge.bundle import Bundle
+from specedge.errors import ContextLengthError, PromptError
+
+_LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
+
+
+def prompt_tokens(bundle: Bundle, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
+    """The tokens of a prompt; PromptError or ContextLengthError if no model can continue them."""
+    vocab_size, context = bundle.target.vocab_size, bundle.context_length
+    tokens = _encode(bundle, tokenizer, prompt) if isinstance(prompt, str) else _ids(prompt)
+    if not tokens:
+        raise PromptError("the prompt is empty; give at least one token of text")
+    if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+        raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")
+    if len(tokens) >= context:
+        raise ContextLengthError(
+            f"the prompt has {len(tokens)} tokens, {bundle.target.source.id} takes "
+            f"{context} with at least one new; shorten it"
+        )
+    return tokens
+
+
+def chat_tokens(
+    bundle: Bundle, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
+) -> list[int]:
+    """The tokens of a chat; the template writes the special tokens itself, so none are added."""
+    from .chat import render  # plain prompts do without Jinja
+
+    return _encode(bundle, tokenizer, render(bundle, messages), add_special_tokens=False)
+
+
+def _encode(
+    bundle: Bundle, tokenizer: Tokenizer, text: str, add_special_tokens: bool = True
+) -> list[int]:
+    if not text:  # some tokenizers begin even no text with a token
+        return []
+    context = bundle.context_length
+    if len(text) > _LONGEST_TOKEN * context:
+        raise ContextLengthError(
+            f"the prompt has {len(text)} characters, far more than {context} tokens hold; "
+            "shorten it"
+        )
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
+    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+def _ids(prompt: Sequence[int]) -> list[int]:
+    if isinstance(prompt, bytes | bytearray):
+        raise PromptError("the prompt is bytes; decode it to text, or give token ids")
+    try:
+        return [operator.index(token) for token in prompt]
+    except TypeError as error:
+        raise PromptError(f"the prompt must be text or token ids ({error})") from error
