@@ -22,6 +22,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, PromptError
 
+from .prompts import chat_template, plain_messages
+
 _CURE = "export the pair again from a checkpoint whose template works, or do without --chat"
 
 
@@ -31,11 +33,9 @@ def render(bundle: Bundle, messages: Sequence[Mapping[str, Any]]) -> str:
     Raises PromptError for messages that the template refuses, BundleError for a broken template.
     """
     name = bundle.target.source.id
-    if bundle.chat_template is None:
-        raise PromptError(f"{name} has no chat template; give the prompt without --chat")
-    chat = _plain_messages(messages)
+    text, chat = chat_template(bundle), plain_messages(messages)
     try:
-        template = _compile(bundle.chat_template)
+        template = _compile(text)
     except jinja2.TemplateError as error:
         line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise BundleError(
@@ -56,21 +56,6 @@ def render(bundle: Bundle, messages: Sequence[Mapping[str, Any]]) -> str:
 
 class _RefusedError(Exception):
     """What a template says of messages that it does not take."""
-
-
-def _plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if not isinstance(messages, list | tuple) or not messages:
-        raise PromptError("messages must be a list of at least one {'role': ..., 'content': ...}")
-    for i, message in enumerate(messages):
-        given = message if isinstance(message, Mapping) else {}
-        for key in ("role", "content"):
-            if not isinstance(given.get(key), str):
-                raise PromptError(f"messages[{i}] must have '{key}' as text")
-    try:
-        plain: list[dict[str, Any]] = json.loads(json.dumps([dict(m) for m in messages]))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"messages must hold plain values alone ({error})") from error
-    return plain
 
 
 @lru_cache(maxsize=8)

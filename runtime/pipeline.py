@@ -12,7 +12,7 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
-from specedge.options import MAX_DRAFT_TOKENS, Sampling, whole
+from specedge.options import Request, Sampling
 
 from .decoding import Round, SpeculativeDecoder
 from .drafters import DraftModel
@@ -104,20 +104,19 @@ class Pipeline:
         ignore_eos: bool = False,
     ) -> Stream:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
-        sampling = Sampling(temperature, top_k, top_p, min_p)
-        stops = _stop_strings(stop)
-        if num_draft_tokens is None:
-            num_draft_tokens = self.bundle.num_draft_tokens
-        if seed is None:
-            seed = secrets.randbits(32)
+        request = Request(
+            max_new_tokens, temperature, top_k, top_p, min_p, seed, num_draft_tokens, stop,
+            ignore_eos,
+        )  # fmt: skip
+        k = request.num_draft_tokens
         stream = Stream(
             self,
             prompt=prompt_tokens(self.bundle, self.tokenizer, prompt),
-            sampling=sampling,
-            seed=whole("seed", seed, -(2**64), 2**64),
-            num_draft_tokens=whole("num_draft_tokens", num_draft_tokens, 0, MAX_DRAFT_TOKENS),
-            max_new_tokens=whole("max_new_tokens", max_new_tokens, 1),
-            stops=stops,
+            sampling=request.sampling,
+            seed=secrets.randbits(32) if request.seed is None else request.seed,
+            num_draft_tokens=self.bundle.num_draft_tokens if k is None else k,
+            max_new_tokens=request.max_new_tokens,
+            stops=tuple(request.stop),
             ends=frozenset(() if ignore_eos else self.bundle.end_tokens),
         )
         self.current = stream
@@ -134,15 +133,6 @@ class Pipeline:
     def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Stream:
         """As `chat`, in pieces as `stream` gives them."""
         return self.stream(chat_tokens(self.bundle, self.tokenizer, messages), **options)
-
-
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
-        raise ValueError(f"stop must be text or a list of texts, got {stop!r}")
-    if not all(stops):
-        raise ValueError("a stop string must not be empty")
-    return tuple(stops)
 
 
 class Stream:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_DRAFT_TOKENS = 64
@@ -57,3 +58,49 @@ class Sampling:
     def greedy(self) -> bool:
         """Whether the next token is the largest logit, with no randomness."""
         return self.temperature == 0
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a caller asks for beside the prompt, as `Pipeline.generate` explains it.
+
+    A value that cannot be is a ValueError that names it.
+    """
+
+    max_new_tokens: int = 128
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    num_draft_tokens: int | None = None
+    stop: str | Sequence[str] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        self._set("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 1))
+        if self.seed is not None:
+            self._set("seed", whole("seed", self.seed, -(2**64), 2**64))
+        if (k := self.num_draft_tokens) is not None:
+            self._set("num_draft_tokens", whole("num_draft_tokens", k, 0, MAX_DRAFT_TOKENS))
+        self._set("stop", _stop_strings(self.stop))
+        if self.ignore_eos not in (True, False):
+            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        _ = self.sampling
+
+    @property
+    def sampling(self) -> Sampling:
+        """How the next token is drawn."""
+        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
+        raise ValueError(f"stop must be text or a list of texts, got {stop!r}")
+    if not all(stops):
+        raise ValueError("a stop string must not be empty")
+    return tuple(stops)

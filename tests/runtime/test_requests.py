@@ -119,6 +119,7 @@ def test_two_pipelines_run_in_two_threads(pipeline):
         ({"num_draft_tokens": 2.0}, "num_draft_tokens must be a whole number"),
         ({"top_k": 2.0}, "top_k must be a whole number"),
         ({"seed": 1.5}, "seed must be a whole number"),
+        ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_runs(pipeline, options, message):
