@@ -14,32 +14,87 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("prompt")
+@click.argument("prompt", required=False)
 @options.bundle
 @options.request
 @click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
 @click.option("--trace", "traced", is_flag=True, help="Mark what became of each token.")
+@click.option("--prompts", metavar="FILE", help="Continue each prompt of a file; `-` is stdin.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "jsonl"]),
+    help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
+)
+@click.option("--output", metavar="FILE", help="With --prompts, write there. [default: stdout]")
+@click.option("--overwrite", is_flag=True, help="With --prompts, replace the output file.")
 @options.threads
 @options.ops
 @options.as_json
 def generate(
-    prompt: str,
+    prompt: str | None,
     bundle: str | None,
     chat: bool,
     system: str | None,
     traced: bool,
+    prompts: str | None,
+    form: str | None,
+    output: str | None,
+    overwrite: bool,
     threads: int | None,
     ops: str,
     as_json: bool,
     **request: Any,
 ) -> None:
     """Continue PROMPT with the target's own tokens; `-` reads it from standard input."""
-    from specedge.runtime.loading import load
-
+    if (prompt is None) == (prompts is None):
+        raise click.UsageError("give either a PROMPT or --prompts FILE")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
-    pipeline = load(bundle, threads=threads, ops=ops)
+    if prompts is None and (form or output or overwrite):
+        raise click.UsageError("--format, --output and --overwrite need --prompts")
+    models = {"bundle": bundle, "threads": threads, "ops": ops}
+    if prompts is not None:
+        if traced or as_json:
+            raise click.UsageError("--trace and --json are for one PROMPT")
+        _many(prompts, form, chat, system, output or "-", overwrite, models, request)
+    elif prompt is not None:
+        _one(prompt, chat, system, traced, as_json, models, request)
+
+
+def _many(
+    prompts: str,
+    form: str | None,
+    chat: bool,
+    system: str | None,
+    output: str,
+    overwrite: bool,
+    models: dict[str, Any],
+    request: dict[str, Any],
+) -> None:
+    from specedge.cli import batch
+    from specedge.cli.prompts import read
+    from specedge.runtime.loading import load
+
+    batch.check_output(output, prompts, overwrite)
+    items = read(prompts, form, chat, system, request)
+    if not batch.run(load(**models), items, output, overwrite):
+        raise click.exceptions.Exit(1)
+
+
+def _one(
+    prompt: str,
+    chat: bool,
+    system: str | None,
+    traced: bool,
+    as_json: bool,
+    models: dict[str, Any],
+    request: dict[str, Any],
+) -> None:
+    from specedge.runtime.loading import load
+
+    pipeline = load(**models)
     text = options.read_prompt(prompt)
     with options.usage_errors():
         if chat:

@@ -1,0 +1,119 @@
+"""Many prompts, one JSON object a line: what `specedge generate --prompts` does."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from typing import IO, TYPE_CHECKING, Any
+
+import click
+
+from specedge.cli.prompts import Item
+from specedge.errors import PromptError
+
+if TYPE_CHECKING:
+    from specedge.runtime.pipeline import Generation, Pipeline
+
+
+def check_output(output: str, prompts: str, overwrite: bool) -> None:
+    """Refuse, before any work, an output that cannot be or must not be written."""
+    if output == "-":
+        return
+    if os.path.isdir(output):
+        raise click.UsageError(f"{output} is a folder; name a file for --output")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
+        raise click.UsageError(f"{output} lies in no folder; make that first")
+    if prompts != "-" and os.path.exists(output) and os.path.samefile(output, prompts):
+        raise click.UsageError(f"{output} is the file of prompts; name another for --output")
+    if os.path.isfile(output) and not overwrite:
+        raise click.UsageError(f"{output} exists; name another file, or give --overwrite")
+
+
+def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> bool:
+    """Write a line for each prompt as soon as it is done; whether all went well.
+
+    A prompt that cannot be continued gets a line with its error, and the others still run.
+    """
+    from specedge.runtime.prompts import chat_template
+
+    if any(item.messages for item in items):
+        chat_template(pipeline.bundle)
+    done = failed = num_tokens = 0
+    try:
+        with _open(output, overwrite) as file, _bar(len(items), output) as advance:
+            for item in items:
+                line = _line(pipeline, item)
+                file.write(json.dumps(line, ensure_ascii=False) + "\n")
+                file.flush()
+                done += 1
+                failed += "error" in line
+                num_tokens += len(line.get("tokens", ()))
+                advance()
+    finally:
+        click.echo(
+            f"{done} of {len(items)} prompts done, {failed} failed, {num_tokens} tokens", err=True
+        )
+    return not failed
+
+
+def _line(pipeline: Pipeline, item: Item) -> dict[str, Any]:
+    name = {"index": item.index} | ({} if item.id is None else {"id": item.id})
+    try:
+        if item.messages is not None:
+            made = pipeline.chat(item.messages, **item.request)
+        else:
+            made = pipeline.generate(item.prompt or "", **item.request)
+    except PromptError as error:
+        return name | {"error": str(error)}
+    return name | _facts(made)
+
+
+def _facts(made: Generation) -> dict[str, Any]:
+    """What the same seed gives again, byte for byte: no seconds."""
+    from specedge.runtime.stats import as_dict
+
+    counts = {name: value for name, value in as_dict(made.stats).items() if "seconds" not in name}
+    return {
+        "text": made.text,
+        "tokens": made.tokens,
+        "finish_reason": made.finish_reason,
+        "seed": made.seed,
+        "num_draft_tokens": made.num_draft_tokens,
+        "stats": counts,
+    }
+
+
+@contextlib.contextmanager
+def _open(output: str, overwrite: bool) -> Iterator[IO[str]]:
+    if output == "-":
+        yield sys.stdout
+        return
+    # What check_output saw may have changed while the models were loaded.
+    mode = "w" if overwrite or (os.path.exists(output) and not os.path.isfile(output)) else "x"
+    with open(output, mode, encoding="utf-8", newline="\n") as file:
+        yield file
+
+
+@contextlib.contextmanager
+def _bar(total: int, output: str) -> Iterator[Callable[[], None]]:
+    """A bar on stderr if that is a terminal, and not the one that the lines go to."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+    from rich.progress import TimeRemainingColumn as Remaining
+
+    console = Console(stderr=True)
+    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), Remaining())
+    off = not console.is_terminal or (output == "-" and sys.stdout.isatty())
+    with Progress(
+        *columns,
+        console=console,
+        transient=True,
+        disable=off,
+        redirect_stdout=False,  # the lines go to stdout as they are
+        redirect_stderr=False,
+    ) as bar:
+        task = bar.add_task("", total=total)
+        yield lambda: bar.advance(task)

@@ -1,0 +1,144 @@
+"""Files of prompts for `specedge generate --prompts`: read and checked whole, before any runs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+
+from specedge.cli import options
+from specedge.errors import PromptError
+from specedge.options import Request
+from specedge.strict_json import JsonError, parse
+
+_OPTIONS = [field.name for field in dataclasses.fields(Request)]
+
+
+@dataclass(frozen=True)
+class Item:
+    """One prompt of a file: `prompt` or `messages`, and every option of its request."""
+
+    index: int
+    id: str | int | None
+    prompt: str | None
+    messages: list[dict[str, Any]] | None
+    request: dict[str, Any]
+
+
+def read(
+    name: str, form: str | None, chat: bool, system: str | None, request: dict[str, Any]
+) -> list[Item]:
+    """The prompts of a file, or of standard input for `-`; a bad line is a click.UsageError.
+
+    `form` is "text", a prompt a line, or "jsonl". `request` holds for lines that say no other.
+    The prompt of index i is drawn with seed + i, unless its line has a seed.
+    """
+    with options.usage_errors():
+        Request(**request)
+    text = _text(name)
+    name = "standard input" if name == "-" else name
+    lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not lines:
+        raise click.UsageError(f"{name} holds no prompt")
+    if form is None:
+        form = _form(name, lines[0][1])
+    seed = secrets.randbits(32) if request["seed"] is None else request["seed"]
+    items: list[Item] = []
+    for index, (number, line) in enumerate(lines):
+        defaults = request | {"seed": (seed + index) % 2**64}
+        try:
+            facts = _facts(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
+            items.append(_item(index, facts, defaults, chat, system))
+        except (ValueError, PromptError) as error:
+            raise click.UsageError(f"{name}, line {number}: {error}") from error
+    _check_ids(name, items, [number for number, _ in lines])
+    return items
+
+
+def _text(name: str) -> str:
+    if name == "-":
+        return options.read_prompt("-")
+    try:
+        return Path(name).read_bytes().decode("utf-8-sig")
+    except OSError as error:
+        raise click.UsageError(f"{name}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
+
+
+def _form(name: str, first: str) -> str:
+    """By the file's name; text that looks like JSONL is not guessed at."""
+    if name.lower().endswith((".jsonl", ".ndjson")):
+        return "jsonl"
+    try:
+        value = parse(first)
+    except JsonError:
+        return "text"
+    if isinstance(value, dict) and value.keys() & {"prompt", "messages"}:
+        raise click.UsageError(f"{name} looks like JSONL; give --format jsonl or --format text")
+    return "text"
+
+
+def _facts(line: str) -> dict[str, Any]:
+    facts = parse(line)
+    if not isinstance(facts, dict):
+        raise ValueError("a line must be a JSON object")
+    known = ["id", "prompt", "messages", *_OPTIONS]
+    if unknown := [key for key in facts if key not in known]:
+        raise ValueError(f"key '{unknown[0]}' is unknown; known are {', '.join(known)}")
+    if ("prompt" in facts) == ("messages" in facts):
+        raise ValueError("a line must have either 'prompt' or 'messages'")
+    try:
+        json.dumps(facts, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode text ({error.reason})") from error
+    return facts
+
+
+def _item(
+    index: int, facts: dict[str, Any], defaults: dict[str, Any], chat: bool, system: str | None
+) -> Item:
+    from specedge.runtime.prompts import plain_messages
+
+    id_, prompt, messages = facts.get("id"), facts.get("prompt"), facts.get("messages")
+    if "id" in facts and type(id_) not in (str, int):
+        raise ValueError("id must be text or a whole number")
+    if "messages" in facts:
+        if system is not None:
+            raise ValueError("a line with messages takes no --system; put it into the messages")
+        messages = plain_messages(facts["messages"])
+    else:
+        if not isinstance(prompt, str):
+            raise ValueError("prompt must be text")
+        if chat:
+            messages, prompt = options.messages(prompt, system), None
+    return Item(index, id_, prompt, messages, defaults | dict(_request(facts)))
+
+
+def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """The options that a line has, checked."""
+    given = {name: facts[name] for name in _OPTIONS if name in facts}
+    for name, value in given.items():
+        if isinstance(value, bool) and name != "ignore_eos":
+            raise ValueError(f"{name} must not be {json.dumps(value)}")
+        if value is not None or name not in ("seed", "num_draft_tokens"):  # null is the default
+            yield name, value
+    Request(**given)
+
+
+def _check_ids(name: str, items: list[Item], numbers: list[int]) -> None:
+    seen: dict[str | int, int] = {}
+    for item, number in zip(items, numbers, strict=True):
+        if item.id is None:
+            continue
+        if item.id in seen:
+            raise click.UsageError(
+                f"{name}, line {number}: id {json.dumps(item.id)} is that of line {seen[item.id]}"
+            )
+        seen[item.id] = number

@@ -1,0 +1,296 @@
+"""`specedge generate --prompts`: all lines are checked first, then each is written when done."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import click
+import pytest
+
+from specedge import store
+from specedge.bundle import MANIFEST
+from specedge.cli import prompts
+from specedge.options import Request
+from templates import CHATML
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+DEFAULTS = dataclasses.asdict(Request())
+COMMAND = [sys.executable, "-m", "specedge", "generate"]
+
+
+def run(*arguments, stdin=None):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=120
+    )
+
+
+def lines_of(text):
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def read(path, text, form=None, chat=False, system=None, **request):
+    path.write_bytes(text.encode("utf-8"))
+    return prompts.read(str(path), form, chat, system, DEFAULTS | request)
+
+
+def write(path, *lines):
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
+    return path
+
+
+@pytest.fixture
+def text(tmp_path):
+    return tmp_path / "prompts.txt"
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    return tmp_path / "prompts.jsonl"
+
+
+def test_a_text_file_has_a_prompt_a_line_and_blank_lines_do_not_count(text):
+    items = read(text, "\ufeffa\n\n  b \r\n\t\nc\u2028d")
+    assert [item.prompt for item in items] == ["a", "  b ", "c\u2028d"]
+    assert [item.index for item in items] == [0, 1, 2]
+
+
+def test_each_prompt_has_a_seed_of_its_own_that_the_command_lines_seed_decides(text, jsonl):
+    assert [i.request["seed"] for i in read(text, "a\n\na\n", seed=9)] == [9, 10]
+    assert [i.request["seed"] for i in read(text, "a\na", seed=2**64 - 1)] == [2**64 - 1, 0]
+    lines = '{"prompt": "a", "seed": 9}\n{"prompt": "a"}\n{"prompt": "a", "seed": null}'
+    assert [i.request["seed"] for i in read(jsonl, lines, seed=3)] == [9, 4, 5]
+    one, two = read(text, "a\nb")
+    assert two.request["seed"] == one.request["seed"] + 1
+
+
+def test_a_line_of_json_overrides_the_command_line(jsonl):
+    items = read(
+        jsonl,
+        '{"prompt": "a", "id": "x", "temperature": 0.5, "stop": ["b"], "ignore_eos": true}\n'
+        '{"messages": [{"role": "user", "content": "Hi"}], "id": 2, "num_draft_tokens": null}',
+        temperature=1.0,
+        num_draft_tokens=2,
+        seed=0,
+    )
+    assert items[0].request == DEFAULTS | {
+        "temperature": 0.5, "stop": ["b"], "ignore_eos": True, "num_draft_tokens": 2, "seed": 0,
+    }  # fmt: skip
+    assert items[1].request == DEFAULTS | {"temperature": 1.0, "num_draft_tokens": 2, "seed": 1}
+    assert items[1].messages == [{"role": "user", "content": "Hi"}]
+    assert [item.id for item in items] == ["x", 2]
+
+
+def test_with_chat_each_prompt_is_a_question(text):
+    (item,) = read(text, "Hi", chat=True, system="Be brief.")
+    assert item.prompt is None
+    assert [m["role"] for m in item.messages] == ["system", "user"]
+
+
+GOOD = '{"prompt": "z", "id": 1}'
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must be a JSON object"),
+        ('{"prompt": "a", "temprature": 1}', "key 'temprature' is unknown"),
+        ('{"prompt": "a", "prompt": "b"}', "'prompt' appears twice"),
+        ('{"prompt": "a", "messages": []}', "either 'prompt' or 'messages'"),
+        ('{"id": 3}', "either 'prompt' or 'messages'"),
+        ('{"prompt": 1}', "prompt must be text"),
+        ('{"prompt": "\\ud800"}', "not valid Unicode"),
+        ('{"prompt": "a", "id": null}', "id must be"),
+        ('{"prompt": "a", "id": true}', "id must be"),
+        ('{"prompt": "a", "id": 1}', "id 1 is that of line 1"),
+        ('{"prompt": "a", "seed": true}', "seed must not be true"),
+        ('{"prompt": "a", "temperature": -1}', "temperature must be at least 0"),
+        ('{"prompt": "a", "temperature": NaN}', "NaN"),
+        ('{"prompt": "a", "temperature": null}', "temperature must be a number"),
+        ('{"prompt": "a", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number"),
+        ('{"prompt": "a", "stop": [""]}', "stop string"),
+        ('{"prompt": "a", "ignore_eos": "no"}', "ignore_eos must be"),
+        ('{"messages": []}', "messages must be a list"),
+        ('{"messages": [{"role": "user"}]}', r"messages\[0\] must have 'content'"),
+    ],
+)
+def test_a_bad_line_is_named_by_its_number(jsonl, line, said):
+    with pytest.raises(click.UsageError, match=rf"prompts\.jsonl, line 3: .*{said}") as caught:
+        read(jsonl, f"{GOOD}\n\n{line}\n{GOOD}")
+    assert "\n" not in str(caught.value)
+
+
+def test_messages_and_a_system_message_do_not_mix(jsonl):
+    line = '{"messages": [{"role": "user", "content": "Hi"}]}'
+    with pytest.raises(click.UsageError, match="no --system"):
+        read(jsonl, line, chat=True, system="Be brief.")
+
+
+def test_json_in_a_text_file_is_not_guessed_at(text):
+    with pytest.raises(click.UsageError, match="--format jsonl or --format text"):
+        read(text, GOOD)
+    assert read(text, GOOD, form="text")[0].prompt == GOOD
+    assert read(text, GOOD, form="jsonl")[0].prompt == "z"
+    assert read(text, "{}")[0].prompt == "{}"
+
+
+def test_the_lines_are_what_one_prompt_at_a_time_gives(pipeline, jsonl):
+    options = {"max_new_tokens": 12, "temperature": 0.8}
+    write(jsonl, {"prompt": "def f("}, {"prompt": "import", "id": "b", "seed": 5})
+    result = run("--prompts", jsonl, "-n", 12, "--temperature", 0.8, "--seed", 7)
+    assert result.returncode == 0
+    one, two = lines_of(result.stdout)
+    for line, prompt, seed in ((one, "def f(", 7), (two, "import", 5)):
+        made = pipeline.generate(prompt, seed=seed, **options)
+        for name in ("text", "tokens", "finish_reason", "seed", "num_draft_tokens"):
+            assert line[name] == getattr(made, name)
+        assert line["stats"]["num_accepted"] == made.stats.num_accepted
+    assert (one["index"], two["index"], two["id"]) == (0, 1, "b")
+    assert "id" not in one
+    assert result.stderr == "2 of 2 prompts done, 0 failed, 24 tokens\n"
+
+
+def test_the_same_seed_gives_the_same_file_to_the_byte(tmp_path, text):
+    text.write_text("def f(\nclass A\n", "utf-8")
+    made = []
+    for name in ("a", "b"):
+        run(
+            "--prompts", text, "--output", tmp_path / name, "-n", 9, "--temperature", 1, "--seed", 2
+        )
+        made.append((tmp_path / name).read_bytes())
+    assert made[0] == made[1]
+    assert made[0].count(b"\n") == 2
+
+
+def test_a_prompt_that_fails_has_an_error_line_and_the_others_run(jsonl):
+    write(jsonl, {"prompt": "x " * 600, "id": 1}, {"prompt": ""}, {"prompt": "def f("})
+    result = run("--prompts", "-", "--format", "jsonl", "-n", 3, stdin=jsonl.read_text("utf-8"))
+    assert result.returncode == 1
+    long, empty, good = lines_of(result.stdout)
+    assert long.keys() == {"index", "id", "error"}
+    assert "shorten it" in long["error"]
+    assert "empty" in empty["error"]
+    assert len(good["tokens"]) == 3
+    assert result.stderr == "3 of 3 prompts done, 2 failed, 3 tokens\n"
+
+
+def test_chats_of_a_bundle_without_a_template_are_refused_before_any_runs(jsonl, tmp_path):
+    write(jsonl, {"prompt": "a"}, {"messages": [{"role": "user", "content": "Hi"}]})
+    result = run("--prompts", jsonl, "--output", tmp_path / "out")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "has no chat template" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_chats_and_prompts_may_be_mixed(jsonl, tmp_path):
+    copy = shutil.copytree(store.embedded(), tmp_path / "bundle")
+    manifest = json.loads((copy / MANIFEST).read_text("utf-8")) | {"chat_template": CHATML}
+    (copy / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    write(jsonl, {"messages": [{"role": "user", "content": "Hi"}]}, {"prompt": rendered})
+    chat, plain = lines_of(run("--prompts", jsonl, "--bundle", copy, "-n", 9).stdout)
+    assert chat["tokens"] == plain["tokens"]
+
+
+def test_an_output_is_replaced_only_if_that_is_asked_for(tmp_path, text):
+    text.write_text("a\n", "utf-8")
+    out = tmp_path / "out"
+    out.write_text("precious", "utf-8")
+    result = run("--prompts", text, "--output", out, "-n", 1)
+    assert (result.returncode, out.read_text("utf-8")) == (1, "precious")
+    assert "--overwrite" in result.stderr
+    assert run("--prompts", text, "--output", out, "-n", 1, "--overwrite").returncode == 0
+    assert len(lines_of(out.read_text("utf-8"))) == 1
+
+
+def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, text):
+    text.write_text("a\n", "utf-8")
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    (tmp_path / "blank").write_text("\n \n", "utf-8")
+    out = ["--output", tmp_path / "out"]
+    before = sorted(tmp_path.iterdir())
+    for arguments, said in (
+        (["--prompts", tmp_path / "gone", *out], "No such file"),
+        (["--prompts", tmp_path / "latin", *out], "not UTF-8"),
+        (["--prompts", tmp_path / "blank", *out], "holds no prompt"),
+        (["--prompts", text, *out, "--bundle", "nowhere"], "no bundle at nowhere"),
+        (["--prompts", text, *out, "--temperature", "nan"], "temperature"),
+        (["--prompts", text, "--output", tmp_path], "is a folder"),
+        (["--prompts", text, "--output", tmp_path / "no/out"], "lies in no folder"),
+        (["--prompts", text, "--output", text, "--overwrite"], "is the file of prompts"),
+        (["--prompts", text, "--json", *out], "one PROMPT"),
+        (["--prompts", text, "a", *out], "either a PROMPT or --prompts"),
+        (["a", "--overwrite"], "need --prompts"),
+    ):
+        result = run(*arguments)
+        assert (result.returncode, result.stdout) == (1, "")
+        assert said in result.stderr.splitlines()[-1]
+        assert sorted(tmp_path.iterdir()) == before
+    assert text.read_text("utf-8") == "a\n"
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_ctrl_c_keeps_every_finished_line(tmp_path, text):
+    text.write_text("class A:\n" * 200, "utf-8")
+    out = tmp_path / "out"
+    process = subprocess.Popen(
+        [*COMMAND, "--prompts", text, "--output", out, "-n", "60", "--ignore-eos"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = time.monotonic() + 60
+    while not out.exists() or out.read_bytes().count(b"\n") < 2:
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    err = process.communicate(timeout=60)[1]
+    assert process.returncode == 130
+    done = len(lines_of(out.read_text("utf-8")))
+    assert f"{done} of 200 prompts done" in err
+    assert "Traceback" not in err
+
+
+def test_a_closed_pipe_is_not_a_traceback(text):
+    text.write_text("class A:\n" * 20, "utf-8")
+    process = subprocess.Popen(
+        [*COMMAND, "--prompts", text, "-n", "20"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    process.stdout.readline()
+    process.stdout.close()
+    assert "Traceback" not in process.stderr.read()
+    assert process.wait(60) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a POSIX terminal")
+def test_a_bar_on_a_terminal_leaves_the_lines_alone(text):
+    import pty
+
+    text.write_text("class A:\nclass B:\n", "utf-8")
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "--prompts", text, "-n", "5"],
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        text=True,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 4096):
+            shown += piece
+    except OSError:  # how Linux says that the other end is closed
+        pass
+    assert [line["index"] for line in lines_of(process.communicate(timeout=60)[0])] == [0, 1]
+    assert b"2/2" in shown
+    os.close(ours)
