@@ -38,6 +38,8 @@ class DraftModel:
     def propose(
         self, tokens: Sequence[int], max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
+        if not max_tokens:
+            return Draft([])
         behind = len(tokens) - self.model.length
         if behind > 2:
             self.model.prefill(tokens[self.model.length : -1])

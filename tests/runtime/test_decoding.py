@@ -154,8 +154,11 @@ def test_a_draft_that_equals_its_target_gives_k_plus_one_tokens_every_round(k, t
 
 
 def test_plain_decoding_runs_no_draft_and_one_row_a_pass():
-    _, _, target, draft = generate(hashed_law(1, 5), hashed_law(2, 5), 0, Sampling(1.0), 0, 10)
+    prompt = range(4)
+    laws = hashed_law(1, 5), hashed_law(2, 5)
+    _, _, target, draft = generate(*laws, 0, Sampling(1.0), 0, 10, prompt)
     assert (target.passes, draft.passes) == ([1] * 10, [])
+    assert draft.rows == []
 
 
 def test_a_prompt_of_one_token_needs_no_prefill():
