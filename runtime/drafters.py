@@ -8,7 +8,7 @@ from typing import Protocol
 from specedge.options import Sampling
 
 from .model import LanguageModel
-from .sampling import Draft, Floats, draw
+from .sampling import Distribution, Draft, Floats, draw
 
 
 class Drafter(Protocol):
@@ -45,7 +45,7 @@ class DraftModel:
             self.model.prefill(tokens[self.model.length : -1])
             behind = 1
         drafted: list[int] = []
-        probs: list[Floats] = []
+        probs: list[Distribution] = []
         feed: Sequence[int] = tokens[-behind:]
         for i in range(max_tokens):
             token, distribution = draw(self.model.forward(feed)[-1], sampling, float(uniforms[i]))

