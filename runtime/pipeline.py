@@ -160,9 +160,12 @@ class Stream:
         self._watch = Stopwatch()
         self._target = Timed(pipeline.target, self._watch, "verify")
         self._draft = Timed(pipeline.draft, self._watch, "draft")
-        decoder = SpeculativeDecoder(
-            self._target, DraftModel(self._draft), num_draft_tokens, self._watch
+        drafter = DraftModel(
+            self._draft,
+            context_length=pipeline.bundle.draft.context_length,
+            vocab_size=pipeline.bundle.draft.vocab_size,
         )
+        decoder = SpeculativeDecoder(self._target, drafter, num_draft_tokens, self._watch)
         self._rounds = decoder.rounds(prompt, sampling, seed, self._limit)
         self._recorder = Recorder(len(prompt), num_draft_tokens, self._watch)
         self._detokenizer = Detokenizer(pipeline.tokenizer, prompt)

@@ -60,7 +60,8 @@ class Timed:
             return self._model.forward(tokens)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        with self._watch.part("prefill"):
+        """Before the first pass it reads the prompt; later it is a cost of the rounds."""
+        with self._watch.part(self._part if self.num_passes else "prefill"):
             self._model.prefill(tokens)
 
     def truncate(self, length: int) -> None:

@@ -52,10 +52,10 @@ class Bundle:
             self._check_model(key, model)
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
-        if self.target.vocab_size != self.draft.vocab_size:
+        if self.draft.vocab_size > self.target.vocab_size:
             raise ValueError(
-                f"target.vocab_size {self.target.vocab_size} and draft.vocab_size "
-                f"{self.draft.vocab_size} differ"
+                f"draft.vocab_size {self.draft.vocab_size} is above target.vocab_size "
+                f"{self.target.vocab_size}"
             )
         if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
             raise ValueError(f"end_tokens {bad} are not in the vocabulary")

@@ -106,7 +106,8 @@ class Parity:
 
 @dataclass(frozen=True)
 class Model:
-    """One exported model. `vocab_size` tokens are real; logits have `padded_vocab_size` columns.
+    """One exported model. Logits have `padded_vocab_size` columns, of which the first `vocab_size`
+    are tokens: of the target's tokenizer, as many as the model has an embedding for.
 
     `graphs` come in one or two op sets, each with a report in `parity`.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -14,10 +15,15 @@ class TableModel:
 
     It keeps the tokens it was fed, as a cache does, so a loop that rolls back wrongly, feeds a
     token twice or leaves one out gets the law of another text. Rows past `length` are stale.
+    Feeding it a token or a position that it does not have is an error.
     """
 
-    def __init__(self, law: Law) -> None:
+    def __init__(
+        self, law: Law, vocab_size: int = sys.maxsize, context_length: int = sys.maxsize
+    ) -> None:
         self.law = law
+        self.vocab_size = vocab_size
+        self.context_length = context_length
         self.rows: list[int] = []
         self.length = 0
         self.passes: list[int] = []
@@ -40,6 +46,8 @@ class TableModel:
         self.length = length
 
     def _write(self, token: int) -> None:
+        assert 0 <= token < self.vocab_size
+        assert self.length < self.context_length
         self.rows[self.length :] = [int(token)]
         self.length += 1
 

@@ -38,6 +38,14 @@ def test_reading_gives_what_was_written(tmp_path):
     assert Bundle.read(tmp_path).path("tokenizer.json") == tmp_path / "tokenizer.json"
 
 
+def test_a_draft_may_know_fewer_tokens_and_positions(folder):
+    edit(folder, "draft", "vocab_size", value=49)
+    edit(folder, "draft", "context_length", value=16)
+    bundle = Bundle.read(folder)
+    assert (bundle.draft.vocab_size, bundle.target.vocab_size) == (49, 50)
+    assert bundle.context_length == bundle.target.context_length == 32
+
+
 def test_writing_is_repeatable(folder):
     text = (folder / MANIFEST).read_text("utf-8")
     assert Bundle.from_json(text).to_json() == text
@@ -59,7 +67,7 @@ def test_writing_is_repeatable(folder):
         (("target", "vocab_size"), "50", "key 'target.vocab_size' must be a whole number"),
         (("target", "vocab_size"), 50.0, "key 'target.vocab_size' must be a whole number"),
         (("target", "vocab_size"), True, "key 'target.vocab_size' must be a whole number"),
-        (("target", "vocab_size"), 49, "vocab_size 49 and draft.vocab_size 50 differ"),
+        (("target", "vocab_size"), 49, "draft.vocab_size 50 is above target.vocab_size 49"),
         (("target", "weights"), "target/other.bin", "which is not among the files"),
         (("target", "context_length"), 38, r"target.cache.capacity 40 is below 43"),
         (("end_tokens",), [50], r"end_tokens \[50\]"),

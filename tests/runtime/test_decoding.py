@@ -1,12 +1,12 @@
 """The loop over models that are tables: laws, rollback, catch-up, counts."""
 
 from collections import Counter
-from fractions import Fraction
 from itertools import product
 
 import numpy as np
 import pytest
 
+from exact import joint_law, law_of_strings
 from fakes import TableModel, hashed_law, quarters
 from specedge.options import Sampling
 from specedge.runtime import decoding
@@ -36,82 +36,17 @@ def test_greedy_output_equals_the_target_alone(k, draft_seed):
     assert generate(law, hashed_law(draft_seed, 6), k, Sampling(), 0, 40)[0] == list(text[2:])
 
 
-class GridUniforms:
-    """Uniforms on a grid of midpoints, chosen when first read; `explore` tries them all."""
-
-    def __init__(self, script, size):
-        self.script, self.size, self.read = script, size, {}
-
-    def __getitem__(self, index):
-        if isinstance(index, slice):
-            start, stop, _ = index.indices(self.count)
-            return _Window(self, range(start, stop))
-        index %= self.count
-        if index not in self.read:
-            at = len(self.read)
-            self.read[index] = self.script[at] if at < len(self.script) else 0
-        return (self.read[index] + 0.5) / self.size
-
-
-class _Window:
-    def __init__(self, parent, indices):
-        self.parent, self.indices = parent, indices
-
-    def __getitem__(self, i):
-        return self.parent[self.indices[i]]
-
-
-def explore(run, count, size=4):
-    """Every outcome of `run(uniforms)` with its exact probability."""
-    outcomes = Counter()
-    script = []
-    while True:
-        uniforms = GridUniforms(script, size)
-        uniforms.count = count
-        outcome = run(uniforms)
-        choices = list(uniforms.read.values())
-        outcomes[outcome] += Fraction(1, size ** len(choices))
-        while choices and choices[-1] == size - 1:
-            choices.pop()
-        if not choices:
-            return outcomes
-        script = [*choices[:-1], choices[-1] + 1]
-
-
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize(("target_seed", "draft_seed"), [(1, 2), (3, 4)])
 def test_every_string_has_exactly_the_targets_joint_probability(
     k, target_seed, draft_seed, monkeypatch
 ):
-    """All 27 strings of 3 tokens, through the real loop, with exact arithmetic."""
     target_law, draft_law = quarters(target_seed, True), quarters(draft_seed, False)
-    length = 3
 
-    def one_round(text):
-        def run(uniforms):
-            target, draft = TableModel(target_law), TableModel(draft_law)
-            monkeypatch.setattr(decoding, "uniforms", lambda *_: uniforms)
-            left = length - (len(text) - 1)
-            rounds = decoder(target, draft, k).rounds(text, Sampling(1.0), 0, left)
-            return tuple(next(rounds).tokens[:left])
+    def make():
+        return decoder(TableModel(target_law), TableModel(draft_law), k)
 
-        return explore(run, 2 * k + 1)
-
-    law = {(0,): Fraction(1)}
-    while any(len(text) <= length for text in law):
-        longer = Counter()
-        for text, probability in law.items():
-            if len(text) > length:
-                longer[text] += probability
-            else:
-                for tokens, share in one_round(text).items():
-                    longer[text + tokens] += probability * share
-        law = longer
-    for string in product(range(3), repeat=length):
-        expected = Fraction(1)
-        for i in range(length):
-            expected *= Fraction(target_law((0, *string[:i]))[string[i]])
-        assert law.get((0, *string), 0) == expected
+    assert joint_law(make, monkeypatch) == law_of_strings(target_law)
 
 
 @pytest.mark.parametrize(

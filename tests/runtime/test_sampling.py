@@ -159,30 +159,50 @@ def test_pick_survives_a_product_that_rounds_up_to_the_total():
 TARGET, DRAFT = (0.1, 0.6, 0.3), (0.5, 0.3, 0.2)
 
 
-def output_law(target, draft):
+def output_law(target, draft, sampling):
     """The law of a round's first token, integrated exactly over its uniforms on a grid.
 
     Accepting x has probability min(1, t/d); what remains is spread as the residual picks.
     """
-    first = np.zeros(3)
+    first = np.zeros(len(target))
     grid = (np.arange(3000) + 0.5) / 3000
     rows = np.stack([logits_of(*target)] * 2)
-    for x, d in enumerate(draft):
-        proposal = Draft([x], [drafted(*draft)])
-        accepted = np.array(
-            [verify(proposal, rows, Sampling(1.0), [u], 0.5).num_accepted for u in grid]
-        )
+    guess = probabilities(logits_of(*draft), sampling)
+    for x, d in enumerate(guess.row(len(draft))):
+        if d == 0:
+            continue
+        proposal = Draft([x], [guess])
+        accepted = np.array([verify(proposal, rows, sampling, [u], 0.5).num_accepted for u in grid])
         first[x] += d * accepted.mean()
         if not accepted.all():
             u = grid[~accepted.astype(bool)][0]
-            tokens = [verify(proposal, rows, Sampling(1.0), [u], v).next_token for v in grid]
-            first += d * (1 - accepted.mean()) * np.bincount(tokens, minlength=3) / 3000
+            tokens = [verify(proposal, rows, sampling, [u], v).next_token for v in grid]
+            share = np.bincount(tokens, minlength=len(target)) / 3000
+            first += d * (1 - accepted.mean()) * share
     return first
 
 
 @pytest.mark.parametrize("draft", [DRAFT, TARGET, (1, 0, 0), (0, 0, 1), (0.9, 0.05, 0.05)])
 def test_the_accept_rule_gives_the_targets_law_for_any_draft(draft):
-    np.testing.assert_allclose(output_law(TARGET, draft), TARGET, atol=4e-4)
+    np.testing.assert_allclose(output_law(TARGET, draft, Sampling(1.0)), TARGET, atol=4e-4)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0),
+        Sampling(0.6),
+        Sampling(1.0, top_k=2),
+        Sampling(0.9, top_k=3),  # the draft below has no more
+        Sampling(1.0, top_p=0.7),
+        Sampling(1.2, top_k=4, top_p=0.9, min_p=0.3),
+    ],
+)
+@pytest.mark.parametrize("draft", [(0.6, 0.3, 0.1), (0.05, 0.05, 0.9), (1,)])
+@pytest.mark.parametrize("target", [(0.1, 0.25, 0.15, 0.2, 0.3), (0.4, 0.3, 0.1, 0.15, 0.05)])
+def test_a_draft_that_knows_fewer_tokens_leaves_the_targets_law(target, draft, sampling):
+    expected = law(logits_of(*target), sampling)
+    np.testing.assert_allclose(output_law(target, draft, sampling), expected, atol=6e-4)
 
 
 def test_acceptance_rate_is_the_overlap_of_the_two_laws():

@@ -1,0 +1,91 @@
+"""The exact law of what the loop writes: every outcome of uniforms on a grid, in fractions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from fractions import Fraction
+from itertools import product
+
+from specedge.options import Sampling
+from specedge.runtime import decoding
+
+LENGTH = 3
+
+
+def joint_law(make, monkeypatch):
+    """The probability of each string of 3 tokens that the decoder of `make()` writes after a 0."""
+
+    def one_round(text):
+        def run(uniforms):
+            one = make()
+            monkeypatch.setattr(decoding, "uniforms", lambda *_: uniforms)
+            uniforms.count = 2 * one.num_draft_tokens + 1
+            left = LENGTH - (len(text) - 1)
+            return tuple(next(one.rounds(text, Sampling(1.0), 0, left)).tokens[:left])
+
+        return explore(run)
+
+    law = {(0,): Fraction(1)}
+    while any(len(text) <= LENGTH for text in law):
+        longer = Counter()
+        for text, probability in law.items():
+            if len(text) > LENGTH:
+                longer[text] += probability
+            else:
+                for tokens, share in one_round(text).items():
+                    longer[text + tokens] += probability * share
+        law = longer
+    return dict(law)
+
+
+def law_of_strings(target_law):
+    """What `joint_law` must be: the target's own law of all strings that it can write."""
+    law = {}
+    for string in product(range(3), repeat=LENGTH):
+        probability = Fraction(1)
+        for i in range(LENGTH):
+            probability *= Fraction(target_law((0, *string[:i]))[string[i]])
+        if probability:
+            law[0, *string] = probability
+    return law
+
+
+class GridUniforms:
+    """Uniforms on a grid of midpoints, chosen when first read; `explore` tries them all."""
+
+    def __init__(self, script, size):
+        self.script, self.size, self.read = script, size, {}
+
+    def __getitem__(self, index):
+        if isinstance(index, slice):
+            start, stop, _ = index.indices(self.count)
+            return _Window(self, range(start, stop))
+        index %= self.count
+        if index not in self.read:
+            at = len(self.read)
+            self.read[index] = self.script[at] if at < len(self.script) else 0
+        return (self.read[index] + 0.5) / self.size
+
+
+class _Window:
+    def __init__(self, parent, indices):
+        self.parent, self.indices = parent, indices
+
+    def __getitem__(self, i):
+        return self.parent[self.indices[i]]
+
+
+def explore(run, size=4):
+    """Every outcome of `run(uniforms)` with its exact probability."""
+    outcomes = Counter()
+    script = []
+    while True:
+        uniforms = GridUniforms(script, size)
+        outcome = run(uniforms)
+        choices = list(uniforms.read.values())
+        outcomes[outcome] += Fraction(1, size ** len(choices))
+        while choices and choices[-1] == size - 1:
+            choices.pop()
+        if not choices:
+            return outcomes
+        script = [*choices[:-1], choices[-1] + 1]
