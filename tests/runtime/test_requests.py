@@ -200,7 +200,7 @@ def test_pools_of_their_own_give_the_same_tokens_and_leave_other_sessions_alone(
         "pipeline = specedge.load(share_threads=False, threads=1)\n"
         f"print(pipeline.generate({PROMPTS[0]!r}, 30).tokens)\n"
         "bundle = pipeline.bundle\n"
-        "path = bundle.path(bundle.draft.graph('decoder').file)\n"
+        "path = bundle.path(bundle.draft.graph('decoder', 'onnx').file)\n"
         "ort.InferenceSession(str(path), providers=['CPUExecutionProvider'])\n"
     )
     result = run_python(code)
