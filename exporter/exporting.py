@@ -89,16 +89,16 @@ def _write(
 ) -> None:
     text = pair.fit(draft, target, progress)
     pair.write_tokenizer(text, target, work)
-    lengths = [pair.context_length(c, request.max_length, progress) for c in (target, draft)]
-    if lengths[1] < lengths[0]:
-        progress.note(f"the draft has {lengths[1]} positions, so text ends there")
+    lengths = pair.context_lengths(target, draft, request.max_length, progress)
     remote = [c.remote for c in (target, draft) if c.remote is not None]
     hub.check_space(remote, work)
     models = [
         _export_model(checkpoint, length, text.num_tokens, request, work, progress)
         for checkpoint, length in zip((target, draft), lengths, strict=True)
     ]
-    models = _same_vocab_size(models, text.num_tokens, progress)
+    columns = [model.padded_vocab_size for model in models]
+    sizes = pair.vocab_sizes(text.num_tokens, columns[0], columns[1], progress)
+    models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     bundle = Bundle(
         format=FORMAT,
@@ -268,14 +268,6 @@ def _note_lengths(measured: Parity, expected: list[int], role: str, progress: Pr
 def _num_compared(model: torch.nn.Module, shape: Geometry) -> int:
     num_parameters = sum(p.numel() for p in model.parameters())
     return 2 * sum(b - a for a, b in parity.positions_played(shape, num_parameters))
-
-
-def _same_vocab_size(models: list[Model], num_tokens: int, progress: Progress) -> list[Model]:
-    """Both models draw from the same ids: those that the tokenizer and both embeddings have."""
-    size = min(model.vocab_size for model in models)
-    if size < num_tokens:
-        progress.note(f"the tokenizer has {num_tokens} ids, the models take {size} of them")
-    return [replace(model, vocab_size=size) for model in models]
 
 
 def _files(work: Path, progress: Progress) -> dict[str, File]:

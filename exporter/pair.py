@@ -9,9 +9,10 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from specedge.errors import ExportError, PairError
+from specedge.errors import ExportError
 from specedge.options import Sampling
 
+from . import alike
 from .checkpoints import Checkpoint
 from .progress import Progress
 
@@ -26,12 +27,6 @@ SAMPLES = (
     "",
 )
 _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
-_PARTS = {
-    "normalizer": "normaliser",
-    "pre_tokenizer": "pre-tokeniser",
-    "added_tokens": "added tokens",
-    "decoder": "decoder",
-}
 
 
 @dataclass(frozen=True)
@@ -45,20 +40,15 @@ class Text:
 
 
 def fit(draft: Checkpoint, target: Checkpoint, progress: Progress) -> Text:
-    """Check that both models read and write the same tokens."""
-    ours, theirs = _settings(target), _settings(draft)
-    _same_vocabulary(target, draft)
-    _same_merges(ours["model"], theirs["model"])
-    for key, name in _PARTS.items():
-        if ours.get(key) != theirs.get(key):
-            raise PairError(f"draft and target have another {name}: {_example(ours, theirs, key)}")
+    """Check that both models read ordinary text as the same tokens; note what else differs."""
+    ours = _settings(target)
+    for note in alike.compare(ours, _settings(draft)):
+        progress.note(note)
     if end_tokens(draft) != end_tokens(target):
         progress.note(
             f"the draft ends at tokens {list(end_tokens(draft))}, the target at "
             f"{list(end_tokens(target))}; the target's rule"
         )
-    if ours.get("post_processor") != theirs.get("post_processor"):
-        progress.note("the draft adds other special tokens to a prompt; the target's rule")
     template = _chat_template(target)
     if _chat_template(draft) != template:
         progress.note("the draft has another chat template; the target's rules")
@@ -111,6 +101,33 @@ def default_sampling(target: Checkpoint) -> Sampling:
         raise ExportError(f"generation_config.json of {target.name}: {error}") from error
 
 
+def context_lengths(
+    target: Checkpoint, draft: Checkpoint, limit: int | None, progress: Progress
+) -> tuple[int, int]:
+    """The positions that the target and the draft get; the draft needs no more than the target."""
+    ours, theirs = (context_length(one, limit, progress) for one in (target, draft))
+    if theirs < ours:
+        progress.note(
+            f"the draft has {theirs} positions, the target {ours}; when they are full, the draft "
+            "goes on with the last half of its context"
+        )
+    return ours, min(ours, theirs)
+
+
+def vocab_sizes(num_tokens: int, target: int, draft: int, progress: Progress) -> tuple[int, int]:
+    """How many of the tokenizer's ids the target and the draft take, by their embeddings' rows."""
+    ours = min(num_tokens, target)
+    theirs = min(ours, draft)
+    if ours < num_tokens:
+        progress.note(f"the tokenizer has {num_tokens} ids, the target takes {ours} of them")
+    if theirs < ours:
+        progress.note(
+            f"the draft takes {theirs} of the target's {ours} ids; the others are never drafted, "
+            "and it reads another token in their place"
+        )
+    return ours, theirs
+
+
 def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:
     """The positions that a model has, or as many as were asked for."""
     config = checkpoint.config.get_text_config()
@@ -140,47 +157,6 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _num_tokens(checkpoint: Checkpoint) -> int:
     return max(checkpoint.tokenizer.get_vocab().values()) + 1
-
-
-def _same_vocabulary(target: Checkpoint, draft: Checkpoint) -> None:
-    ours, theirs = target.tokenizer.get_vocab(), draft.tokenizer.get_vocab()
-    if ours == theirs:
-        return
-    token = min(
-        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
-        key=lambda t: (min(ours.get(t, 1 << 60), theirs.get(t, 1 << 60)), t),
-    )
-    said = [f"is {v[token]}" if token in v else "does not exist" for v in (ours, theirs)]
-    raise PairError(
-        f"draft and target have different vocabularies: {token!r} {said[0]} in the target's "
-        f"({len(ours)} tokens) and {said[1]} in the draft's ({len(theirs)}); "
-        "choose a draft of the target's family"
-    )
-
-
-def _same_merges(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
-    a, b = ours.get("merges") or [], theirs.get("merges") or []
-    if a != b:
-        at = next(
-            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-        )
-        said = [m[at] if at < len(m) else "none" for m in (a, b)]
-        raise PairError(
-            f"draft and target have different merges: number {at} is {said[0]} in the target's "
-            f"and {said[1]} in the draft's; choose a draft of the target's family"
-        )
-    keys = (ours.keys() | theirs.keys()) - {"merges", "vocab"}
-    if differing := sorted(key for key in keys if ours.get(key) != theirs.get(key)):
-        text = _example(ours, theirs, differing[0])
-        raise PairError(f"draft and target tokenise differently: {text}")
-
-
-def _example(ours: dict[str, Any], theirs: dict[str, Any], key: str) -> str:
-    a, b = ours.get(key), theirs.get(key)
-    if isinstance(a, list) and isinstance(b, list):
-        a, b = [x for x in a if x not in b][:1], [x for x in b if x not in a][:1]
-    shown = [json.dumps(value, ensure_ascii=False)[:100] for value in (a, b)]
-    return f"{key} is {shown[0]} in the target's and {shown[1]} in the draft's"
 
 
 def _chat_template(checkpoint: Checkpoint) -> str | None:

@@ -27,6 +27,7 @@ from transformers import (
 from byte_level import END, train_tokenizer
 
 VOCAB_SIZE = 512
+MARKERS = ("<|im_start|>", "<|im_end|>", "<|tool|>")
 KINDS = ("gpt2", "llama", "qwen2", "mistral")
 _CONFIGS = {
     "llama": LlamaConfig,
@@ -114,6 +115,35 @@ def save(model: torch.nn.Module, tokenizer: PreTrainedTokenizerFast, folder: Pat
     model.save_pretrained(folder)  # type: ignore[operator]
     tokenizer.save_pretrained(folder)
     return folder
+
+
+def make_checkpoint(
+    folder: Path, kind: str, tokenizer: PreTrainedTokenizerFast, seed: int = 0, **options: Any
+) -> Path:
+    """One random model in a folder; `options` are `make_config`'s."""
+    return save(make_model(make_config(kind, **options), seed), tokenizer, folder)
+
+
+def make_instruct_pair(
+    folder: Path, *, draft_context: int, noise: float = 0.03, **options: Any
+) -> tuple[Path, Path]:
+    """A base draft of fewer positions and a target with chat markers that the draft lacks.
+
+    The draft is the target plus noise, without the markers' rows. The target likes its markers, so
+    that they occur; `options` are `make_config`'s, of a kind without learned positions.
+    """
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    config = make_config("llama", vocab_size=VOCAB_SIZE + len(MARKERS), **options)
+    target = make_model(config)
+    with torch.no_grad():
+        target.lm_head.weight[VOCAB_SIZE:] *= 1.3
+    draft = add_noise(target, noise)
+    draft.resize_token_embeddings(VOCAB_SIZE)
+    draft.config.max_position_embeddings = draft_context
+    base = save(draft, tokenizer, folder / "draft")
+    tokenizer.add_special_tokens({"additional_special_tokens": list(MARKERS)})
+    tokenizer.chat_template = "{% for m in messages %}<|im_start|>{{ m.content }}{% endfor %}"
+    return base, save(target, tokenizer, folder / "target")
 
 
 def make_pair(

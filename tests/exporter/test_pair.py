@@ -7,7 +7,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from specedge.errors import PairError
-from specedge.exporter import checkpoints, pair
+from specedge.exporter import alike, checkpoints, pair
 from specedge.exporter.progress import Progress
 from specedge.options import Sampling
 
@@ -53,8 +53,8 @@ def lowercase(value):
     value["normalizer"] = {"type": "Lowercase"}
 
 
-def strip_end(value):
-    value["added_tokens"][0]["lstrip"] = True
+def fall_back(value):
+    value["model"]["byte_fallback"] = True
 
 
 @pytest.mark.parametrize(
@@ -64,13 +64,135 @@ def strip_end(value):
         (swap_merges, "merges: number"),
         (prefix_space, "pre-tokeniser"),
         (lowercase, "normaliser"),
-        (strip_end, "added tokens"),
+        (fall_back, "byte_fallback"),
     ],
 )
 def test_another_tokenizer_is_refused(both, change, said):
     edit(both[0] / "tokenizer.json", change)
     with pytest.raises(PairError, match=said):
         fit(both)
+
+
+def added(id_, content, **flags):
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return {"id": id_, "content": content} | dict.fromkeys(names, False) | flags
+
+
+def markers(value):
+    for i, content in enumerate(("<|im_start|>", "<|im_end|>", "<|tool|>")):
+        value["added_tokens"].append(added(512 + i, content, special=True))
+
+
+def reserved(value):
+    value["added_tokens"].append(added(512, "<|reserved_0|>", special=True))
+
+
+def python_tag(value):
+    value["added_tokens"].append(added(512, "<|python_tag|>", special=True))
+
+
+def flags(value):
+    value["added_tokens"][0]["lstrip"] = True
+
+
+def nothing(value):
+    pass
+
+
+def offsets(value):
+    value["pre_tokenizer"]["trim_offsets"] = not value["pre_tokenizer"]["trim_offsets"]
+    value["model"]["continuing_subword_prefix"] = ""
+
+
+def a_piece_becomes_a_marker(value):
+    vocab = value["model"]["vocab"]
+    vocab["<|tool|>"] = vocab.pop(next(t for t, i in vocab.items() if i == 511))
+    value["added_tokens"].append(added(511, "<|tool|>", special=True))
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "said"),
+    [
+        (nothing, markers, "3 only in the target's (such as 512 <|im_start|>)"),
+        (markers, nothing, "3 only in the draft's (such as 512 <|im_start|>)"),
+        (reserved, python_tag, "1 with another name (such as 512 <|python_tag|> in the target's "),
+        (flags, nothing, "1 with other flags (such as 0 <|endoftext|>)"),
+        (nothing, offsets, None),
+    ],
+)
+def test_added_tokens_may_differ_with_a_note(both, draft, target, said):
+    """Nor does it matter how tokens are placed in the text, or whether "" or null says nothing."""
+    for folder, change in zip(both, (draft, target), strict=True):
+        edit(folder / "tokenizer.json", change)
+    text, notes, found = fit(both)
+    assert len(notes) == (said is not None)
+    assert all(said in note and "speed at most" in note for note in notes)
+    assert (
+        json.loads(text.tokenizer)["added_tokens"]
+        == (json.loads(found.tokenizer.backend_tokenizer.to_str())["added_tokens"])
+    )
+
+
+def test_an_ordinary_token_turned_into_a_marker_is_accepted_while_the_rest_agrees(both):
+    edit(both[1] / "tokenizer.json", lambda value: value["model"]["merges"].pop())
+    edit(both[0] / "tokenizer.json", lambda value: value["model"]["merges"].pop())
+    edit(both[1] / "tokenizer.json", a_piece_becomes_a_marker)
+    _, notes, _ = fit(both)
+    assert "1 with another name (such as 511 <|tool|>" in notes[0]
+
+
+def test_scores_of_unigram_pieces_must_agree():
+    def settings(score):
+        vocab = [["<unk>", 0.0], ["a", -1.0], ["b", score]]
+        return {"model": {"type": "Unigram", "unk_id": 0, "vocab": vocab}, "added_tokens": []}
+
+    assert alike.compare(settings(-2.0), settings(-2.0)) == []
+    with pytest.raises(PairError, match=r"'b' is 2 with score -2\.0 in the target's"):
+        alike.compare(settings(-2.0), settings(-3.0))
+
+
+def test_another_post_processor_and_decoder_are_noted(both):
+    def change(value):
+        value["post_processor"] = {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        }
+        value["decoder"] = {"type": "Fuse"}
+
+    edit(both[0] / "tokenizer.json", change)
+    _, notes, _ = fit(both)
+    assert all(word in note for word, note in zip(("special", "decodes"), notes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "target", "draft", "sizes", "noted"),
+    [
+        (512, 512, 512, (512, 512), 0),
+        (512, 520, 640, (512, 512), 0),
+        (515, 520, 512, (515, 512), 1),
+        (515, 512, 640, (512, 512), 1),
+        (515, 513, 512, (513, 512), 2),
+    ],
+)
+def test_a_model_takes_the_ids_that_it_has_rows_for(num_tokens, target, draft, sizes, noted):
+    progress = Progress()
+    assert pair.vocab_sizes(num_tokens, target, draft, progress) == sizes
+    assert len(progress.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "lengths", "noted"),
+    [(128, 128, (128, 128), 0), (128, 48, (128, 48), 1), (48, 128, (48, 48), 0)],
+)
+def test_a_draft_has_no_more_positions_than_its_target(both, target, draft, lengths, noted):
+    for folder, length in zip(both, (draft, target), strict=True):
+        edit(folder / "config.json", lambda value, n=length: value.update(n_positions=n))
+    found = [checkpoints.find(r, str(f), None) for r, f in zip("dt", both, strict=True)]
+    progress = Progress()
+    assert pair.context_lengths(found[1], found[0], None, progress) == lengths
+    assert len(progress.notes) == noted
 
 
 def test_padding_and_truncation_do_not_matter_and_are_not_shipped(both, tmp_path):

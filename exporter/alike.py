@@ -1,0 +1,134 @@
+"""Whether two tokenizers turn ordinary text into the same tokens.
+
+Settings are those of a `tokenizer.json`. Added tokens (chat markers and the like) may differ: a
+draft that reads or guesses them wrongly costs speed, never exactness.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from specedge.errors import PairError
+
+Settings = dict[str, Any]
+
+_CURE = "choose a draft of the target's family"
+_PARTS = {"normalizer": "normaliser", "pre_tokenizer": "pre-tokeniser"}
+_RULES = {"post_processor": "adds other special tokens to a prompt", "decoder": "decodes otherwise"}
+
+
+def compare(target: Settings, draft: Settings) -> list[str]:
+    """What differs and does no harm, a sentence each. PairError where ordinary text differs."""
+    added = _added(target).keys() | _added(draft).keys()
+    _same_vocabulary(_ordinary(target, added), _ordinary(draft, added))
+    _same_model(target["model"], draft["model"])
+    for key, name in _PARTS.items():
+        ours, theirs = (_without_offsets(x.get(key)) for x in (target, draft))
+        if ours != theirs:
+            raise PairError(
+                f"draft and target have another {name}: {_example(ours, theirs)}; {_CURE}"
+            )
+    notes = [
+        f"the draft {what}; the target's rule"
+        for key, what in _RULES.items()
+        if target.get(key) != draft.get(key)
+    ]
+    return _added_differences(target, draft, added) + notes
+
+
+def _added(settings: Settings) -> dict[int, dict[str, Any]]:
+    return {entry["id"]: entry for entry in settings.get("added_tokens") or []}
+
+
+def _entries(settings: Settings) -> dict[str, tuple[Any, ...]]:
+    """Each token of the model with its id, for unigram models with its score too."""
+    vocab = settings["model"].get("vocab") or {}
+    if isinstance(vocab, dict):
+        return {token: (id_,) for token, id_ in vocab.items()}
+    return {token: (id_, score) for id_, (token, score) in enumerate(vocab)}
+
+
+def _ordinary(settings: Settings, added: set[int]) -> dict[str, tuple[Any, ...]]:
+    """The tokens whose ids are added tokens in neither tokenizer."""
+    return {token: entry for token, entry in _entries(settings).items() if entry[0] not in added}
+
+
+def _same_vocabulary(ours: dict[str, tuple[Any, ...]], theirs: dict[str, tuple[Any, ...]]) -> None:
+    if ours == theirs:
+        return
+    token = min(
+        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
+        key=lambda t: (min(v[t][0] for v in (ours, theirs) if t in v), t),
+    )
+    said = [
+        f"is {' with score '.join(map(str, v[token]))}" if token in v else "does not exist"
+        for v in (ours, theirs)
+    ]
+    raise PairError(
+        f"draft and target have different vocabularies: {token!r} {said[0]} in the target's "
+        f"({len(ours)} ordinary tokens) and {said[1]} in the draft's ({len(theirs)}); {_CURE}"
+    )
+
+
+def _same_model(ours: Settings, theirs: Settings) -> None:
+    a, b = ours.get("merges") or [], theirs.get("merges") or []
+    if a != b:
+        at = next(
+            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+        )
+        said = [m[at] if at < len(m) else "none" for m in (a, b)]
+        raise PairError(
+            f"draft and target have different merges: number {at} is {said[0]} in the target's "
+            f"and {said[1]} in the draft's; {_CURE}"
+        )
+    for key in sorted((ours.keys() | theirs.keys()) - {"merges", "vocab"}):
+        # None, false and "" all mean that there is no such thing.
+        if (x := ours.get(key) or None) != (y := theirs.get(key) or None):
+            raise PairError(
+                f"draft and target tokenise differently: {key}, {_example(x, y)}; {_CURE}"
+            )
+
+
+def _without_offsets(value: Any) -> Any:
+    """A part of a tokenizer without what tells only where in the text a token lies."""
+    if isinstance(value, list):
+        return [_without_offsets(x) for x in value]
+    if isinstance(value, dict):
+        return {k: _without_offsets(v) for k, v in value.items() if k != "trim_offsets"}
+    return value
+
+
+def _example(ours: Any, theirs: Any) -> str:
+    shown = [json.dumps(value, ensure_ascii=False)[:100] for value in (ours, theirs)]
+    return f"{shown[0]} in the target's and {shown[1]} in the draft's"
+
+
+def _added_differences(target: Settings, draft: Settings, added: set[int]) -> list[str]:
+    """How the added tokens differ, with counts and examples; nothing if they do not."""
+    names = [_names(target), _names(draft)]
+    kinds: dict[str, list[str]] = {}
+    for id_ in sorted(added):
+        ours, theirs = (n.get(id_) for n in names)
+        if theirs is None:
+            kinds.setdefault("only in the target's", []).append(f"{id_} {ours}")
+        elif ours is None:
+            kinds.setdefault("only in the draft's", []).append(f"{id_} {theirs}")
+        elif ours != theirs:
+            example = f"{id_} {ours} in the target's and {theirs} in the draft's"
+            kinds.setdefault("with another name", []).append(example)
+        elif _added(target).get(id_) != _added(draft).get(id_):
+            kinds.setdefault("with other flags", []).append(f"{id_} {ours}")
+    if not kinds:
+        return []
+    said = (f"{len(found)} {kind} (such as {found[0]})" for kind, found in kinds.items())
+    return [
+        f"added tokens differ, which costs speed at most: {', '.join(said)}; the bundle has the "
+        "target's"
+    ]
+
+
+def _names(settings: Settings) -> dict[int, str]:
+    """Every id with its token."""
+    names = {entry[0]: token for token, entry in _entries(settings).items()}
+    return names | {id_: entry["content"] for id_, entry in _added(settings).items()}

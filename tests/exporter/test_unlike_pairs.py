@@ -1,0 +1,122 @@
+"""Pairs of two architectures, vocabularies, contexts or tokenizers, exported and run."""
+
+import pytest
+
+import specedge
+from checkpoints import MARKERS, make_checkpoint, make_instruct_pair, make_tokenizer
+from specedge.exporter import Progress, export
+
+CONTEXT = 128
+
+
+def make_mixed(folder):
+    """A gpt2 draft for a llama target, each with another padding of the vocabulary."""
+    tokenizer = make_tokenizer(folder / "tokenizer")
+    draft = make_checkpoint(folder / "draft", "gpt2", tokenizer, vocab_size=640, context=CONTEXT)
+    target = make_checkpoint(
+        folder / "target", "llama", tokenizer, 1, vocab_size=520, context=CONTEXT, kv_heads=2
+    )
+    return draft, target
+
+
+def make_base_and_instruct(folder):
+    """A draft of 48 positions and 512 tokens for a target of 128 and 515."""
+    return make_instruct_pair(folder, draft_context=48, context=CONTEXT, noise=0.01)
+
+
+class Made:
+    def __init__(self, folder, make):
+        progress = Progress()
+        self.bundle = export(*make(folder), folder / "bundle", progress=progress)
+        self.notes = [note for note in progress.notes if "last bits" not in note]
+        self.pipeline = specedge.load(self.bundle.folder)
+
+
+@pytest.fixture(scope="module")
+def mixed(tmp_path_factory):
+    return Made(tmp_path_factory.mktemp("mixed"), make_mixed)
+
+
+@pytest.fixture(scope="module")
+def instruct(tmp_path_factory):
+    return Made(tmp_path_factory.mktemp("instruct"), make_base_and_instruct)
+
+
+@pytest.fixture(params=["mixed", "instruct"])
+def made(request):
+    return request.getfixturevalue(request.param)
+
+
+def prompt(made):
+    marked = [512, 40, 513] if made.bundle.target.vocab_size > 512 else [40]
+    return [*marked, *range(41, 50)]
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_greedy_tokens_equal_plain_decoding_to_the_last_position(made, k):
+    text = prompt(made)
+    plain = made.pipeline.generate(text, CONTEXT, num_draft_tokens=0, ignore_eos=True)
+    one = made.pipeline.generate(text, CONTEXT, num_draft_tokens=k, ignore_eos=True)
+    assert one.tokens == plain.tokens
+    assert one.finish_reason == plain.finish_reason == "context"
+    assert len(one.tokens) == CONTEXT - len(text)
+    assert len(set(one.tokens)) > 10
+
+
+@pytest.mark.parametrize("k", [1, 4])
+def test_a_seed_gives_the_same_text_streamed_or_cut_short(made, k):
+    options = {"temperature": 0.9, "top_k": 40, "seed": 3, "num_draft_tokens": k}
+    text = prompt(made)
+    whole = made.pipeline.generate(text, CONTEXT, ignore_eos=True, **options)
+    stream = made.pipeline.stream(text, CONTEXT, ignore_eos=True, **options)
+    assert "".join(stream) == whole.text
+    assert stream.generation.tokens == whole.tokens
+    for count in (1, 35, 36, 37, 60):
+        one = made.pipeline.generate(text, count, ignore_eos=True, **options)
+        assert one.tokens == whole.tokens[:count]
+
+
+def test_no_id_beyond_the_tokenizer_is_drafted_or_emitted(mixed):
+    for model, columns in ((mixed.bundle.draft, 640), (mixed.bundle.target, 520)):
+        assert (model.vocab_size, model.padded_vocab_size) == (512, columns)
+    assert mixed.notes == []
+    assert mixed.pipeline.draft.forward([1, 2]).shape == (2, 512)
+    one = mixed.pipeline.generate([40, 41], 100, 50.0, seed=1, ignore_eos=True)
+    assert max(one.tokens) < 512
+    assert len(set(one.tokens)) > 60
+
+
+def test_every_token_of_the_target_can_be_emitted_though_the_draft_lacks_some(instruct):
+    assert (instruct.bundle.target.vocab_size, instruct.bundle.draft.vocab_size) == (515, 512)
+    greedy = instruct.pipeline.generate(prompt(instruct), 100, ignore_eos=True)
+    assert max(greedy.tokens) >= 512
+    one = instruct.pipeline.generate(prompt(instruct), 100, 0.9, seed=1, ignore_eos=True)
+    assert max(one.tokens) >= 512
+
+
+def test_the_targets_tokenizer_and_template_are_shipped(instruct):
+    assert instruct.pipeline.tokenizer.encode(f"{MARKERS[1]}a").ids[0] == 513
+    assert "im_start" in instruct.bundle.chat_template
+    said = ("added tokens differ", "chat template", "48 positions", "512 of the target's 515")
+    assert all(word in note for word, note in zip(said, instruct.notes, strict=True))
+
+
+def test_the_draft_goes_on_past_its_own_context(instruct):
+    """It is worse there, as it reads less, but it still guesses."""
+    one = instruct.pipeline.generate(prompt(instruct), CONTEXT, ignore_eos=True)
+    length, late = len(prompt(instruct)), []
+    for round_ in one.rounds:
+        if length > 48:
+            late.append(round_)
+        length += len(round_.tokens)
+    assert length == CONTEXT
+    assert sum(round_.num_accepted for round_ in late) > 0
+    assert sum(round_.num_drafted for round_ in late) > 2 * len(late)
+
+
+def test_a_prompt_longer_than_the_drafts_context_is_taken(instruct):
+    text = [40 + i % 50 for i in range(100)]
+    plain = instruct.pipeline.generate(text, 20, num_draft_tokens=0, ignore_eos=True)
+    one = instruct.pipeline.generate(text, 20, ignore_eos=True)
+    assert one.tokens == plain.tokens
+    assert one.stats.num_drafted > 0
