@@ -211,11 +211,20 @@ def _kth(values: Floats, k: int) -> Any:
 def _nucleus(probs: Floats, top_p: float) -> Ids:
     """Places of the smallest set of tokens whose probability reaches `top_p`, ascending. [n]
 
-    Tokens below (1 - top_p) / n cannot reach 1 - top_p together, so none of them is in the set,
-    and only the others are sorted.
+    Tokens below (1 - top_p) / n cannot reach 1 - top_p together, so none of them is in the set; nor
+    is any below a bound where those above it exceed `top_p` (by more than rounding). Raising the
+    bound leaves few to sort.
     """
-    candidates = np.flatnonzero(probs >= (1 - top_p) / len(probs))
-    order = candidates[np.argsort(-probs[candidates], kind="stable")]
+    bound = (1 - top_p) / len(probs)
+    candidates = np.flatnonzero(probs >= bound)
+    values = probs[candidates]
+    while True:
+        bound *= 4
+        above = values >= bound
+        if values[above].sum(dtype=np.float64) <= top_p * (1 + 1e-6):
+            break
+        candidates, values = candidates[above], values[above]
+    order = candidates[np.argsort(-values, kind="stable")]
     before = np.cumsum(probs[order], dtype=np.float64) - probs[order]
     return np.sort(order[before < top_p])
 

@@ -112,6 +112,7 @@ def by_sorting(logits, sampling):
         Sampling(0.7, top_k=99, top_p=0.9),
         Sampling(1.3, top_k=2000, min_p=0.01),
         Sampling(1.0, top_p=0.95),
+        Sampling(1.0, top_p=0.3),
         Sampling(1.0, top_k=1),
     ],
 )
