@@ -10,6 +10,7 @@ blocks first (0.03 ms); a round has up to 2K + 1 rows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -38,7 +39,7 @@ class Distribution:
 
     def of(self, token: int) -> float:
         """The probability of one token."""
-        at = token if self.ids is None else int(np.searchsorted(self.ids, token))
+        at = token if self.ids is None else int(self.ids.searchsorted(token))
         if at >= len(self.probs) or (self.ids is not None and self.ids[at] != token):
             return 0.0
         return float(self.probs[at])
@@ -153,7 +154,7 @@ def probabilities(logits: Floats, sampling: Sampling) -> Distribution:
     """
     assert not sampling.greedy
     largest = logits.max()
-    if not np.isfinite(largest):
+    if not math.isfinite(largest):
         raise SpecEdgeError(_NOT_A_NUMBER)
     ids = _top(logits, sampling.top_k) if 0 < sampling.top_k < len(logits) else None
     # A temperature too small for the type of the logits still means the largest logit.
@@ -167,25 +168,28 @@ def probabilities(logits: Floats, sampling: Sampling) -> Distribution:
     if sampling.top_p < 1:
         law = law.only(_nucleus(law.probs, sampling.top_p))
     if sampling.min_p > 0:
-        law = law.only(np.flatnonzero(law.probs >= sampling.min_p * law.probs.max()))
+        law = law.only(_places(law.probs >= sampling.min_p * law.probs.max()))
     return law
 
 
 def pick(weights: Floats, uniform: float) -> int:
     """Draw a token with probability proportional to its weight, by inverse CDF. [V] -> token"""
-    blocks = np.add.reduceat(weights, np.arange(0, len(weights), _BLOCK), dtype=np.float64)
-    cdf = np.cumsum(blocks)
+    if len(weights) <= _BLOCK:
+        cdf = weights.cumsum(dtype=np.float64)
+        return _first_above(cdf, uniform * cdf[-1])
+    starts = np.arange(0, len(weights), _BLOCK)
+    cdf = np.add.reduceat(weights, starts, dtype=np.float64).cumsum()
     goal = uniform * cdf[-1]
     block = _first_above(cdf, goal)
     start, before = block * _BLOCK, cdf[block - 1] if block else 0.0
-    inside = np.cumsum(weights[start : start + _BLOCK], dtype=np.float64)
+    inside = weights[start : start + _BLOCK].cumsum(dtype=np.float64)
     return start + _first_above(inside, goal - before)
 
 
 def _first_above(cdf: Floats, goal: float) -> int:
     """Where a CDF first exceeds a value; where rounding put that at its end, the last rise."""
-    at = int(np.searchsorted(cdf, goal, side="right"))
-    return at if at < len(cdf) else int(np.searchsorted(cdf, cdf[-1]))
+    at = int(cdf.searchsorted(goal, "right"))
+    return at if at < len(cdf) else int(cdf.searchsorted(cdf[-1]))
 
 
 def _top(logits: Floats, k: int) -> Ids:
@@ -194,18 +198,24 @@ def _top(logits: Floats, k: int) -> Ids:
     The k-th largest of the largest in each of 64 rows or more bounds it from below.
     """
     num_groups = len(logits) // _BLOCK
-    candidates = None
-    if num_groups > k:
-        grouped = logits[: num_groups * _BLOCK].reshape(_BLOCK, num_groups)
-        candidates = np.flatnonzero(logits >= _kth(grouped.max(0), k))
-    values = logits if candidates is None else logits[candidates]
-    kept = np.flatnonzero(values >= _kth(values, k))
-    return kept if candidates is None else candidates[kept]
+    if num_groups <= k:
+        return _places(logits >= _kth(logits, k))
+    grouped = logits[: num_groups * _BLOCK].reshape(_BLOCK, num_groups)
+    candidates = _places(logits >= _kth(grouped.max(0), k))
+    values = logits[candidates]
+    return candidates[values >= _kth(values, k)]
 
 
-def _kth(values: Floats, k: int) -> Any:
+def _kth(values: Floats, k: int) -> float:
     """The k-th largest."""
-    return np.partition(values, -k)[-k]
+    values = values.copy()
+    values.partition(-k)
+    return float(values[-k])
+
+
+def _places(true: NDArray[np.bool_]) -> Ids:
+    places: Ids = true.nonzero()[0]
+    return places
 
 
 def _nucleus(probs: Floats, top_p: float) -> Ids:
@@ -216,7 +226,7 @@ def _nucleus(probs: Floats, top_p: float) -> Ids:
     bound leaves few to sort.
     """
     bound = (1 - top_p) / len(probs)
-    candidates = np.flatnonzero(probs >= bound)
+    candidates = _places(probs >= bound)
     values = probs[candidates]
     while True:
         bound *= 4
