@@ -221,22 +221,29 @@ def _places(true: NDArray[np.bool_]) -> Ids:
 def _nucleus(probs: Floats, top_p: float) -> Ids:
     """Places of the smallest set of tokens whose probability reaches `top_p`, ascending. [n]
 
-    Tokens below (1 - top_p) / n cannot reach 1 - top_p together, so none of them is in the set; nor
-    is any below a bound where those above it exceed `top_p` (by more than rounding). Raising the
-    bound leaves few to sort.
+    Tokens below (1 - top_p) / n cannot reach 1 - top_p together, so none of them is in the set.
+    From there to the largest the probability of the last one in is bisected, for as long as the
+    sums decide it beyond rounding, until few are left to sort.
     """
-    bound = (1 - top_p) / len(probs)
-    candidates = _places(probs >= bound)
-    values = probs[candidates]
-    while True:
-        bound *= 4
-        above = values >= bound
-        if values[above].sum(dtype=np.float64) <= top_p * (1 + 1e-6):
+    low, high = (1 - top_p) / len(probs), 2 * float(probs.max())
+    edge = _places(probs >= low)
+    values, sure = probs[edge], 0.0  # `sure` is the sum of those from `high` on
+    while len(edge) > _BLOCK:
+        middle = math.sqrt(low * high)
+        above = values >= middle
+        total = sure + float(values[above].sum(dtype=np.float64))
+        if abs(total - top_p) < 1e-9 or not low < middle < high:
             break
-        candidates, values = candidates[above], values[above]
-    order = candidates[np.argsort(-values, kind="stable")]
-    before = np.cumsum(probs[order], dtype=np.float64) - probs[order]
-    return np.sort(order[before < top_p])
+        if total < top_p:
+            sure, high, above = total, middle, ~above
+        else:
+            low = middle
+        edge, values = edge[above], values[above]
+    order = np.argsort(-values, kind="stable")
+    before = sure + np.cumsum(values[order], dtype=np.float64) - values[order]
+    inside = probs >= high
+    inside[edge[order[before < top_p]]] = True
+    return _places(inside)
 
 
 _NOT_A_NUMBER = (
