@@ -228,11 +228,11 @@ def _nucleus(probs: Floats, top_p: float) -> Ids:
     low, high = (1 - top_p) / len(probs), 2 * float(probs.max())
     edge = _places(probs >= low)
     values, sure = probs[edge], 0.0  # `sure` is the sum of those from `high` on
-    while len(edge) > _BLOCK:
+    while len(edge) > _BLOCK and high > (1 + 1e-6) * low:
         middle = math.sqrt(low * high)
         above = values >= middle
         total = sure + float(values[above].sum(dtype=np.float64))
-        if abs(total - top_p) < 1e-9 or not low < middle < high:
+        if abs(total - top_p) < 1e-9:
             break
         if total < top_p:
             sure, high, above = total, middle, ~above
