@@ -10,17 +10,19 @@ import hashlib
 import json
 import os
 import re
+import stat
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .errors import BundleError
-from .manifest import CURE, File, Model
+from .manifest import CURE, File, Model, check_line
 from .options import MAX_DRAFT_TOKENS, Sampling, whole
-from .strict_json import JsonError, build, parse, plain
+from .strict_json import LARGEST, JsonError, build, parse, plain
 
 FORMAT = 2
 MANIFEST = "bundle.json"
+LARGEST_MANIFEST = 16 * 2**20
 SMALL = 8 * 2**20  # files up to this size are hashed at every load
 
 
@@ -45,6 +47,7 @@ class Bundle:
     folder: Path = field(default=Path(), init=False, compare=False)
 
     def __post_init__(self) -> None:
+        check_line("specedge_version", self.specedge_version)
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         for name in self.files:
             _check_inside(name)
@@ -58,7 +61,7 @@ class Bundle:
                 f"{self.target.vocab_size}"
             )
         if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
-            raise ValueError(f"end_tokens {bad} are not in the vocabulary")
+            raise ValueError(f"end_tokens has {bad[0]}, which is not in the vocabulary")
 
     def _check_model(self, key: str, model: Model) -> None:
         for file in (model.weights, *(graph.file for graph in model.graphs)):
@@ -89,14 +92,11 @@ class Bundle:
     @classmethod
     def read(cls, folder: Path) -> Bundle:
         """Read and check everything but the hashes of `large_files`."""
-        manifest = Path(folder) / MANIFEST
+        folder = Path(folder)
         try:
-            bundle = cls.from_json(manifest.read_text("utf-8"))
+            bundle = cls.from_json(_manifest_text(folder)).at(folder)
         except (JsonError, UnicodeDecodeError) as error:
-            raise BundleError(f"{manifest}: {error}; {CURE}") from error
-        except (OSError, ValueError) as error:
-            raise BundleError(_unreadable(Path(folder), error)) from error
-        bundle = bundle.at(Path(folder))
+            raise BundleError(f"{folder / MANIFEST}: {error}; {CURE}") from error
         for name, file in bundle.files.items():
             bundle._check_size(name, file)
             if file.size <= SMALL:
@@ -108,10 +108,7 @@ class Bundle:
         """The manifest alone, without looking at any file."""
         value = parse(text)
         if isinstance(value, dict) and value.get("format") != FORMAT:
-            found = value.get("format")
-            older = type(found) is int and 0 < found < FORMAT
-            cure = "export the pair again" if older else "use the specedge that wrote it"
-            raise JsonError(f"format is {found!r}, this specedge reads format {FORMAT}; {cure}")
+            raise JsonError(_other_format(value.get("format")))
         return build(cls, value)
 
     def to_json(self) -> str:
@@ -140,9 +137,7 @@ class Bundle:
     def _check_size(self, name: str, file: File) -> None:
         path = self.path(name)
         try:
-            if not path.resolve().is_relative_to(self.folder.resolve()):
-                raise BundleError(f"{path}: is a link out of the bundle; {CURE}")
-            size = path.stat().st_size
+            size = _size(self.folder, path)
         except OSError as error:
             raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
         if size != file.size:
@@ -172,11 +167,46 @@ def _check_inside(name: str) -> None:
         raise ValueError(f"files has '{name}', which is not a plain path inside the bundle")
 
 
+def _manifest_text(folder: Path) -> str:
+    path = folder / MANIFEST
+    try:
+        size = _size(folder, path)
+        if size > LARGEST_MANIFEST:
+            raise BundleError(
+                f"{path}: has {size} bytes, at most {LARGEST_MANIFEST} are read; {CURE}"
+            )
+        with path.open(encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError:
+        raise
+    except (OSError, ValueError) as error:  # a NUL in a path is a ValueError
+        raise BundleError(_unreadable(folder, error)) from error
+
+
+def _size(folder: Path, path: Path) -> int:
+    """A file's size; nothing outside the folder counts, and nothing that reading could wait for."""
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise BundleError(f"{path}: is a link out of the bundle; {CURE}")
+    facts = path.stat()
+    if not stat.S_ISREG(facts.st_mode):
+        raise BundleError(f"{path}: is no file; {CURE}")
+    return facts.st_size
+
+
+def _other_format(found: object) -> str:
+    """Why a manifest of another format is not read."""
+    if type(found) is not int:
+        return f"format must be {FORMAT}; {CURE}"
+    cure = "export the pair again" if 0 < found < FORMAT else "use the specedge that wrote it"
+    shown = found if abs(found) <= LARGEST else "a huge number"
+    return f"format is {shown}, this specedge reads format {FORMAT}; {cure}"
+
+
 def _unreadable(folder: Path, error: Exception) -> str:
-    if folder.is_file():
+    if os.path.isfile(folder):
         return f"{folder} is a file; name the folder of a bundle made by 'specedge export'"
-    if not folder.exists():
+    if not os.path.exists(folder):
         return f"no bundle at {folder}: there is no such folder; name one made by 'specedge export'"
-    if not os.path.isfile(folder / MANIFEST):
+    if isinstance(error, FileNotFoundError):
         return f"{folder} has no {MANIFEST}; name a folder made by 'specedge export'"
-    return f"{folder / MANIFEST}: {error}; {CURE}"
+    return f"{folder / MANIFEST}: {getattr(error, 'strerror', None) or error}; {CURE}"

@@ -31,6 +31,10 @@ class Source:
     revision: str | None
     licence: str | None
 
+    def __post_init__(self) -> None:
+        for name, text in vars(self).items():
+            check_line(name, text)
+
 
 @dataclass(frozen=True)
 class CacheLayer:
@@ -73,10 +77,16 @@ class Graph:
     def __post_init__(self) -> None:
         if self.ops not in OPS:
             raise ValueError(f"ops is one of {', '.join(OPS)}, got '{self.ops}'")
+        if not re.fullmatch(r"[a-z][a-z0-9_-]{0,39}", self.name):
+            raise ValueError(f"name is up to 40 of a-z, 0-9, - and _, got '{self.name}'")
         if self.batch < 1 or (self.length is not None and self.length < 1):
             raise ValueError("batch and length are at least 1")
         if self.name == "decoder" and (self.length is not None or not self.logits):
             raise ValueError("decoder takes any length and has logits")
+        if self.name in ("step", "catchup", "verify") and not self.logits:
+            raise ValueError(f"{self.name} has logits")
+        if self.name == "prefill" and (self.length is None or self.logits):
+            raise ValueError("prefill has a length and no logits")
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,8 @@ class Parity:
             raise ValueError("no measured value is below 0")
         if min(self.row_independent_lengths, default=1) < 1:
             raise ValueError("row_independent_lengths are at least 1")
+        for text in (*self.versions, *self.versions.values()):
+            check_line("versions", text)
 
 
 @dataclass(frozen=True)
@@ -126,6 +138,7 @@ class Model:
     parity: dict[str, Parity]
 
     def __post_init__(self) -> None:
+        check_line("architecture", self.architecture)
         _check_dtype(self.dtype)
         _check_dtype(self.weights_dtype)
         if not 1 <= self.vocab_size <= self.padded_vocab_size:
@@ -148,6 +161,12 @@ class Model:
                 return graph
         have = ", ".join(f"{g.name} ({g.ops})" for g in self.graphs)
         raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {CURE}")
+
+
+def check_line(name: str, text: str | None) -> None:
+    """Refuse text that could write over a terminal or pass for two lines."""
+    if text is not None and (len(text) > 500 or re.search(r"[\x00-\x1f\x7f-\x9f]", text)):
+        raise ValueError(f"{name} is one line of at most 500 characters, none of them for control")
 
 
 def _check_dtype(name: str) -> None:

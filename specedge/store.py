@@ -111,7 +111,7 @@ def _checked_list() -> Path:
 def _known_files() -> dict[str, list[int | str]]:
     try:
         known = json.loads(_checked_list().read_text("utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
     return known if isinstance(known, dict) else {}
 

@@ -10,10 +10,18 @@ import typing
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+LARGEST = 2**53  # a reader that keeps its numbers as doubles loses what is beyond
 
 
 class JsonError(ValueError):
-    """The text is not JSON, or not of the shape asked for; the message names the key."""
+    """The text is not JSON, or not of the shape asked for; the message names the key.
+
+    A message quotes what others wrote, so it is cut and kept to one printable line.
+    """
+
+    def __init__(self, message: str) -> None:
+        shown = message if len(message) <= 400 else message[:397] + "..."
+        super().__init__("".join(map(_printable, shown)))
 
 
 def parse(text: str) -> Any:
@@ -60,7 +68,7 @@ def _build(kind: Any, value: Any, key: str) -> Any:
         return float(value)
     if kind is float and type(value) is float and not math.isfinite(value):
         raise JsonError(f"key '{key}' must be a finite number")
-    return _expect(kind, value, key)
+    return _check_range(_expect(kind, value, key), key)
 
 
 def _build_dataclass(kind: type, value: dict[str, Any], key: str) -> Any:
@@ -87,17 +95,41 @@ def _expect(kind: type, value: Any, key: str) -> Any:
     return value
 
 
+def _check_range(value: Any, key: str) -> Any:
+    if type(value) is int and abs(value) > LARGEST:
+        raise JsonError(f"key '{key}' must be at most 2^53 either way")
+    if type(value) is str:
+        _check_unicode(f"the text of key '{key}'", value)
+    return value
+
+
+def _check_unicode(what: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise JsonError(f"{what} has half of a surrogate pair, which is no character") from error
+
+
 def _shown(value: Any) -> str:
+    """A value for a message; one that is nested can be too deep to show."""
+    if isinstance(value, list | dict):
+        return _NAMES[type(value)]
     text = json.dumps(value)
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise JsonError(f"key '{next(n for n in names if names.count(n) > 1)}' appears twice")
+    result: dict[str, Any] = {}
+    for name, value in pairs:
+        _check_unicode(f"key '{name}'", name)
+        if name in result:
+            raise JsonError(f"key '{name}' appears twice")
+        result[name] = value
     return result
+
+
+def _printable(character: str) -> str:
+    return character if character.isprintable() else ascii(character)[1:-1]
 
 
 def _constant(name: str) -> NoReturn:
