@@ -11,13 +11,12 @@ from typing import Any
 
 import safetensors
 import torch
-import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from specedge.errors import CheckpointError
 from specedge.manifest import Source
 
-from . import hub
+from . import hub, licences
 from .progress import Progress
 from .quiet import one_line, quiet
 
@@ -71,7 +70,7 @@ def find(role: str, name: str, revision: str | None) -> Checkpoint:
         role=role,
         name=name,
         folder=folder,
-        source=Source(shown, commit, _licence(folder)),
+        source=Source(_line(shown) or "", commit, _line(licences.stated(folder))),
         config=config,
         tokenizer=_load_tokenizer(role, name, folder),
         generation=_json(role, name, folder / "generation_config.json"),
@@ -202,14 +201,6 @@ def _json(role: str, name: str, path: Path) -> dict[str, Any]:
     return value
 
 
-def _licence(folder: Path) -> str | None:
-    """The licence that a README's front matter states."""
-    try:
-        head, _, rest = (folder / "README.md").read_text("utf-8").partition("---\n")
-        facts = yaml.safe_load(rest.partition("\n---")[0]) if not head.strip() else None
-    except (OSError, ValueError, yaml.YAMLError):
-        return None
-    if not isinstance(facts, dict):
-        return None
-    names = facts.get("license_name") or facts.get("license")
-    return ", ".join(map(str, names)) if isinstance(names, list) else names and str(names)
+def _line(text: str | None) -> str | None:
+    """Text that fits in one line of a manifest, whatever a folder or a README is called."""
+    return text and "".join(c if c.isprintable() else "?" for c in text[:500])

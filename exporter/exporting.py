@@ -18,7 +18,7 @@ from specedge.manifest import OPS, Cache, File, Model, Parity
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, whole
 from specedge.version import __version__
 
-from . import checkpoints, geometry, graphs, hub, pair, parity, tracing, weights, writing
+from . import checkpoints, geometry, graphs, hub, licences, pair, parity, tracing, weights, writing
 from .attention import Layer
 from .checkpoints import Checkpoint
 from .geometry import Geometry
@@ -128,6 +128,7 @@ def _export_model(
     role = checkpoint.role
     folder = work / role
     folder.mkdir()
+    licences.copy(role, checkpoint.folder, checkpoint.source.licence, folder, progress)
     gc.collect()  # what the model before this one left in cycles
     with progress.step(f"Loading the {role}"):
         model, dtype = checkpoints.load(checkpoint, progress)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import shutil
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from huggingface_hub import constants, errors
 
 from specedge.errors import CheckpointError
 
+from .licences import wanted
 from .progress import Progress
 from .quiet import one_line, quiet
 
@@ -102,12 +104,17 @@ def _online(role: str, name: str, revision: str | None) -> Snapshot:
     assert info.sha is not None
     with quiet():
         folder = huggingface_hub.snapshot_download(
-            name, revision=info.sha, allow_patterns=list(_SMALL), ignore_patterns=["*/*"]
+            name, revision=info.sha, allow_patterns=_small(sizes), ignore_patterns=["*/*"]
         )
     wanted = _weights(Path(folder), set(sizes))
     return Snapshot(
         role, name, info.sha, Path(folder), set(sizes), {f: sizes.get(f, 0) for f in wanted}
     )
+
+
+def _small(sizes: dict[str, int]) -> list[str]:
+    """Patterns of the files to fetch at once; licences have all kinds of names."""
+    return [*_SMALL, *(glob.escape(n) for n, size in sizes.items() if wanted(n, size))]
 
 
 def _weights(folder: Path, names: set[str]) -> list[str]:

@@ -23,6 +23,7 @@ from .strict_json import LARGEST, JsonError, build, parse, plain
 FORMAT = 2
 MANIFEST = "bundle.json"
 LARGEST_MANIFEST = 16 * 2**20
+LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
 SMALL = 8 * 2**20  # files up to this size are hashed at every load
 
 
@@ -88,6 +89,14 @@ class Bundle:
     def path(self, file: str) -> Path:
         """Where a listed file lies."""
         return self.folder / file
+
+    def licence_files(self, role: str) -> list[str]:
+        """The listed files that are a model's licence, its notice or its terms of use."""
+        return [
+            name
+            for name in self.files
+            if name.startswith(f"{role}/") and LICENCE_FILE.match(name.rpartition("/")[2])
+        ]
 
     @classmethod
     def read(cls, folder: Path) -> Bundle:

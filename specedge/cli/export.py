@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from specedge.bundle import Bundle
+from specedge.cli.inspect import licence
 from specedge.manifest import OPS, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
@@ -66,6 +67,7 @@ def export(
         click.echo(f"note: {note}", err=True)
     for role, model in bundle.models.items():
         click.echo(_summary(bundle, role, model), err=True)
+        click.echo(f"{role}: licence {licence(bundle, role, model)}", err=True)
     click.echo(bundle.folder)
 
 

@@ -58,6 +58,11 @@ def _lines(bundle: Bundle) -> list[str]:
     return lines
 
 
+def licence(bundle: Bundle, role: str, model: Model) -> str:
+    """What a checkpoint stated, and the files with its terms."""
+    return ", ".join((model.source.licence or "not stated", *bundle.licence_files(role)))
+
+
 def _sampling(sampling: Sampling) -> str:
     if sampling.greedy:
         return "greedy"
@@ -72,7 +77,7 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
     item = {"float32": 4, "float16": 2, "bfloat16": 2}[cache.dtype]
     return [
         f"{role:16} {source.id}" + (f" at {source.revision}" if source.revision else ""),
-        f"  licence        {source.licence or 'not stated'}",
+        f"  licence        {licence(bundle, role, model)}",
         f"  architecture   {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
         f" {len(layers)} layers, {layers[0].heads} KV heads of {layers[0].key_size}",
         f"  vocabulary     {model.vocab_size} tokens, {model.padded_vocab_size} columns",
