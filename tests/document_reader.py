@@ -1,0 +1,208 @@
+"""A reader and a host for bundles, written from docs/bundle.md and nothing else.
+
+It shares no code with specedge: that it works shows that the document suffices.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+
+DOCUMENT = Path(__file__).parents[1] / "docs" / "bundle.md"
+PLAIN = {"integer": int, "text": str, "boolean": bool}
+PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+
+
+@functools.cache
+def tables(document: Path = DOCUMENT) -> dict[str, dict[str, str]]:
+    """Each object's keys and their types, from the tables below `## bundle.json`."""
+    found: dict[str, dict[str, str]] = {}
+    section = document.read_text("utf-8").split("\n## bundle.json\n")[1].split("\n## ")[0]
+    for part in section.split("\n### ")[1:]:
+        title, _, body = part.partition("\n")
+        table = body[body.index("| key | type |") :].split("\n\n")[0]
+        rows = [line.split("|") for line in table.splitlines()[2:]]
+        found[title] = {row[1].strip(" `"): row[2].strip() for row in rows}
+    return found
+
+
+class WrongError(ValueError):
+    """The folder is no bundle by the document."""
+
+
+def wanted(condition: bool, what: str) -> None:
+    if not condition:
+        raise WrongError(what)
+
+
+def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str = "") -> None:
+    """Check a value's type by the tables, at any depth."""
+    if kind.endswith(" or null"):
+        if value is not None:
+            check(kind.removesuffix(" or null"), value, known, key)
+    elif kind == "number":
+        wanted(type(value) in (int, float) and np.isfinite(value), key)
+    elif kind in PLAIN:
+        wanted(type(value) is PLAIN[kind], key)
+        wanted(kind != "integer" or abs(value) <= 2**53, key)
+    elif kind.startswith("list of "):
+        wanted(type(value) is list, key)
+        for item in value:
+            check(kind.removeprefix("list of "), item, known, key)
+    elif kind.startswith("map to "):
+        wanted(type(value) is dict, key)
+        for name, item in value.items():
+            check(kind.removeprefix("map to "), item, known, f"{key}.{name}")
+    else:
+        wanted(type(value) is dict and value.keys() == known[kind].keys(), f"keys of {key}")
+        for name, item in value.items():
+            check(known[kind][name], item, known, f"{key}.{name}")
+
+
+def parse(text: str) -> dict:
+    """The manifest as plain values, of the types that the tables say."""
+    manifest = json.loads(text)
+    wanted(isinstance(manifest, dict) and manifest.get("format") == 2, "format")
+    check("bundle", manifest, tables())
+    return manifest
+
+
+def read(folder: Path) -> dict:
+    """A bundle's manifest, with every file looked at."""
+    manifest = parse((folder / "bundle.json").read_text("utf-8"))
+    for name, file in manifest["files"].items():
+        wanted(re.fullmatch(f"{PART}(/{PART})*", name) is not None and len(name) <= 200, name)
+        wanted((folder / name).resolve().is_relative_to(folder.resolve()), name)
+        content = (folder / name).read_bytes()
+        wanted(len(content) == file["size"], name)
+        wanted(hashlib.sha256(content).hexdigest() == file["sha256"], name)
+    return manifest
+
+
+class Model:
+    """One model of a bundle. Caches are fed and fetched by value, which is slow and simple.
+
+    `spoil` is what stale rows are filled with, to show that nothing reads them.
+    """
+
+    def __init__(self, folder: Path, entry: dict, ops: str, options, spoil: float) -> None:
+        import onnxruntime
+
+        self.entry, self.spoil, self.past_length = entry, spoil, 0
+        graphs = [g for g in entry["graphs"] if g["ops"] == ops]
+        self.sessions = {
+            g["length"]: onnxruntime.InferenceSession(folder / g["file"], options)
+            for g in graphs
+            if g["logits"]
+        }
+        (prefill,) = (g for g in graphs if g["name"] == "prefill")
+        self.prefill_length = prefill["length"]
+        self.prefill = onnxruntime.InferenceSession(folder / prefill["file"], options)
+        rows = entry["cache"]["capacity"]
+        self.caches = {
+            f"{i}.{kind}": np.zeros(
+                (1, layer["heads"], rows, layer[f"{kind}_size"]), entry["cache"]["dtype"]
+            )
+            for i, layer in enumerate(entry["cache"]["layers"])
+            for kind in ("key", "value")
+        }
+
+    def feed(self, tokens: list[int]) -> np.ndarray | None:
+        """Append tokens; the logits of the last pass. [T] -> [T, V]"""
+        size = self.prefill_length
+        while len(tokens) > size and self.past_length + size <= self.entry["cache"]["capacity"]:
+            self._pass(self.prefill, tokens[:size])
+            tokens = tokens[size:]
+        if not tokens:
+            return None
+        session = self.sessions.get(len(tokens), self.sessions[None])
+        return self._pass(session, tokens)
+
+    def _pass(self, session, tokens: list[int]) -> np.ndarray | None:
+        feeds = {f"past_key_values.{name}": cache for name, cache in self.caches.items()}
+        feeds["input_ids"] = np.array([tokens], np.int64)
+        feeds["past_length"] = np.array([self.past_length], np.int64)
+        names = [output.name for output in session.get_outputs()]
+        found = dict(zip(names, session.run(names, feeds), strict=True))
+        self.past_length += len(tokens)
+        for name in self.caches:
+            self.caches[name] = found[f"present.{name}"]
+            self.caches[name][:, :, self.past_length :] = self.spoil
+        logits = found.get("logits")
+        return None if logits is None else logits[0, :, : self.entry["vocab_size"]]
+
+
+def random_number(seed: int, i: int) -> float:
+    bits = 2**64 - 1
+    z = (seed + (i + 1) * 0x9E3779B97F4A7C15) & bits
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & bits
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & bits
+    return ((z ^ (z >> 31)) >> 11) * 2.0**-53
+
+
+def distribution(logits: np.ndarray, sampling: dict) -> np.ndarray:
+    """One row of logits as what a token is drawn from; greedy is all on one token."""
+    if sampling["temperature"] == 0:
+        return np.eye(1, len(logits), int(logits.argmax()), dtype=np.float32)[0]
+    row = (logits - logits.max()) / np.float32(sampling["temperature"])
+    if 0 < sampling["top_k"] < len(row):
+        row = np.where(row < np.sort(row)[-sampling["top_k"]], np.float32(-np.inf), row)
+    row = np.exp(row)
+    row /= row.sum()
+    if sampling["top_p"] < 1:
+        order = np.lexsort((np.arange(len(row)), -row))
+        sums = np.cumsum(row[order].astype(np.float64))
+        before = np.concatenate(([0.0], sums[:-1]))
+        row[order[before >= sampling["top_p"]]] = 0
+        row /= row.sum()
+    if sampling["min_p"] > 0:
+        row[row < sampling["min_p"] * row.max()] = 0
+        row /= row.sum()
+    return row
+
+
+def draw(weights: np.ndarray, u: float) -> int:
+    sums = np.cumsum(weights, dtype=np.float64)
+    above = np.flatnonzero(sums > u * sums[-1])
+    return int(above[0]) if len(above) else int(np.flatnonzero(sums == sums[-1])[0])
+
+
+def generate(
+    manifest: dict,
+    target: Model,
+    draft: Model,
+    prompt: list[int],
+    count: int,
+    k: int,
+    seed: int,
+    sampling: dict,
+) -> tuple[list[int], int]:
+    """The new tokens, without regard to end tokens, and the number of rounds."""  # fmt: skip
+    tokens, used, rounds = list(prompt), 0, 0
+    count = min(count, manifest["target"]["context_length"] - len(prompt))
+    target.past_length = draft.past_length = 0
+    target.feed(tokens[:-1])
+    while len(tokens) < len(prompt) + count:
+        missing = len(prompt) + count - len(tokens)
+        u = [random_number(seed, used + i) for i in range(2 * k + 1)]
+        used, rounds = used + 2 * k + 1, rounds + 1
+        x: list[int] = []
+        d: list[np.ndarray] = []
+        for i in range(min(k, missing)):
+            logits = draft.feed([*tokens, *x][draft.past_length :])
+            d.append(distribution(logits[-1], sampling))
+            x.append(draw(d[-1], u[i]))
+        t = [distribution(row, sampling) for row in target.feed([tokens[-1], *x])]
+        i = 0
+        while i < len(x) and u[k + i] * float(d[i][x[i]]) < float(t[i][x[i]]):
+            i += 1
+        rest = np.maximum(t[i] - d[i], 0) if i < len(x) else t[i]
+        tokens += [*x[:i], draw(rest if rest.any() else t[i], u[2 * k])]
+        target.past_length = min(target.past_length, len(tokens) - 1)
+        draft.past_length = min(draft.past_length, len(tokens) - 1)
+    return tokens[len(prompt) : len(prompt) + count], rounds

@@ -1,0 +1,149 @@
+"""docs/bundle.md is what the code does, and is enough to do it again."""
+
+import ast
+import dataclasses
+import json
+import types
+import typing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import document_reader as reader
+from specedge import store
+from specedge.bundle import FORMAT, MANIFEST, Bundle
+from specedge.strict_json import JsonError
+
+NAMES = {int: "integer", float: "number", str: "text", bool: "boolean"}
+PROMPT = "import json\n\n\ndef read_config(path):\n    "
+PLAIN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+
+
+def rendered(kind):
+    """A type of the code in the document's words."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is types.UnionType:
+        return f"{rendered(arguments[0])} or null"
+    if origin is tuple:
+        return f"list of {rendered(arguments[0])}"
+    if origin is dict:
+        return f"map to {rendered(arguments[1])}"
+    return NAMES.get(kind) or kind.__name__.lower()
+
+
+def described(kind, found):
+    """The tables that a dataclass and all inside it should have."""
+    hints = typing.get_type_hints(kind)
+    fields = [f.name for f in dataclasses.fields(kind) if f.init]
+    found[kind.__name__.lower()] = {name: rendered(hints[name]) for name in fields}
+    for name in fields:
+        for inner in (hints[name], *typing.get_args(hints[name])):
+            if dataclasses.is_dataclass(inner):
+                described(inner, found)
+    return found
+
+
+def test_the_tables_list_the_keys_of_the_code_with_their_types_in_order():
+    tables, code = reader.tables(), described(Bundle, {})
+    assert tables.keys() == code.keys()
+    for name, keys in code.items():
+        assert list(tables[name].items()) == list(keys.items()), name
+    assert f"format {FORMAT}" in reader.DOCUMENT.read_text("utf-8").splitlines()[0]
+
+
+def test_the_reader_written_from_the_document_shares_no_code():
+    tree = ast.parse(Path(reader.__file__).read_text("utf-8"))
+    names = [a.name for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names]
+    names += [n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)]
+    assert names
+    assert not [name for name in names if name.startswith("specedge") or name == "manifests"]
+
+
+def test_the_document_and_the_code_refuse_the_same_keys_and_types():
+    text = (store.embedded() / MANIFEST).read_text("utf-8")
+
+    def places(value, before=()):
+        for key in value if isinstance(value, dict) else range(len(value)):
+            yield (*before, key)
+            if isinstance(value[key], dict | list):
+                yield from places(value[key], (*before, key))
+
+    def edited(keys, values):
+        manifest = inner = json.loads(text)
+        for key in keys[:-1]:
+            inner = inner[key]
+        inner.pop(keys[-1])
+        if values and isinstance(inner, dict):
+            inner[keys[-1]] = values[0]
+        elif values:
+            inner.insert(keys[-1], values[0])
+        return json.dumps(manifest)
+
+    free = ("files", "versions", "end_tokens", "row_independent_lengths", "layers", "graphs")
+    refused = 0
+    for keys in places(json.loads(text)):
+        droppable = len(keys) > 1 and keys[-2] in free
+        for values in ([], [None], [[]], [{}], [True], [0.5], ["text"], [2**60]):
+            if droppable and not values:
+                continue
+            case = edited(keys, values)
+            try:
+                reader.parse(case)
+            except reader.WrongError:
+                with pytest.raises(JsonError):
+                    Bundle.from_json(case)
+                refused += 1
+    assert refused > 500
+
+
+def test_a_reader_written_from_the_document_reads_the_embedded_pair():
+    manifest = reader.read(store.embedded())
+    assert manifest == json.loads(Bundle.read(store.embedded()).to_json())
+
+
+@pytest.fixture(scope="module")
+def models(pipeline):
+    """The manifest, the target and the draft, with noise in stale rows."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False  # the pipeline's pool belongs to the process
+    folder, roles = store.embedded(), ("target", "draft")
+    manifest = reader.read(folder)
+    return manifest, *(reader.Model(folder, manifest[r], "onnx", options, 1e4) for r in roles)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [0, 1, 4, 6])
+@pytest.mark.parametrize(
+    "sampling",
+    [{}, {"temperature": 1.0}, {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "min_p": 0.02}],
+    ids=["greedy", "drawn", "filtered"],
+)
+def test_a_host_written_from_the_document_writes_the_same(
+    pipeline, models, sampling, num_draft_tokens
+):
+    prompt = pipeline.tokenizer.encode(PROMPT).ids
+    found = reader.generate(*models, prompt, 40, num_draft_tokens, 2**64 - 3, {**PLAIN, **sampling})
+    one = pipeline.generate(
+        prompt, 40, seed=-3, num_draft_tokens=num_draft_tokens, ignore_eos=True, **sampling
+    )
+    assert found == (one.tokens, one.stats.num_rounds)
+
+
+def test_a_host_written_from_the_document_fills_the_context(pipeline, models):
+    context = models[0]["target"]["context_length"]
+    prompt = [i % 200 + 1 for i in range(context - 9)]
+    found = reader.generate(*models, prompt, 50, 4, 0, PLAIN)
+    one = pipeline.generate(prompt, 50, num_draft_tokens=4, ignore_eos=True)
+    assert (one.finish_reason, len(one.tokens)) == ("context", 9)
+    assert found == (one.tokens, one.stats.num_rounds)
+
+
+def test_a_padded_verify_pass_fits_at_the_end_and_gives_the_same_bits(models):
+    _, target, _ = models
+    context = target.entry["context_length"]
+    target.past_length = context - 1
+    wide = target.feed([5, 7, 7, 7, 7])
+    target.past_length = context - 1
+    assert np.array_equal(target.feed([5])[0], wide[0])
