@@ -17,6 +17,7 @@ from specedge.errors import CheckpointError
 from specedge.manifest import Source
 
 from . import hub, licences
+from .licences import front_matter
 from .progress import Progress
 from .quiet import one_line, quiet
 
@@ -58,7 +59,7 @@ def find(role: str, name: str, revision: str | None) -> Checkpoint:
     remote = None if local else hub.find(role, name, revision)
     folder = path if remote is None else remote.folder
     files = {p.name for p in path.iterdir()} if remote is None else remote.names
-    _check_files(role, name, files)
+    _check_files(role, name, folder, files)
     shown, commit = (name, remote.revision) if remote else (path.resolve().name, None)
     config = _load_config(role, name, folder)
     if config.is_encoder_decoder:
@@ -133,7 +134,7 @@ def _looks_like_a_path(name: str) -> bool:
     return name.startswith((".", "/", "~")) or "\\" in name or name.count("/") > 1
 
 
-def _check_files(role: str, name: str, files: set[str]) -> None:
+def _check_files(role: str, name: str, folder: Path, files: set[str]) -> None:
     """Say early, and what to do, when a folder holds something other than a checkpoint."""
     where = f"{role} {name}"
     if not files:
@@ -151,11 +152,21 @@ def _check_files(role: str, name: str, files: set[str]) -> None:
             f"{where} has only pickled weights (.bin), which can run code; {_CONVERT}"
         )
     if any(f.endswith(".onnx") for f in files) or "onnx" in files:
-        raise CheckpointError(
-            f"{where} is an ONNX export, as optimum writes it; give the original checkpoint, "
-            "with config.json and model.safetensors"
-        )
+        raise CheckpointError(f"{where} {_onnx_trouble(role, name, folder)}")
     raise CheckpointError(f"{where} has no {SINGLE}; give a folder with a whole checkpoint")
+
+
+def _onnx_trouble(role: str, name: str, folder: Path) -> str:
+    """Why an ONNX export is no checkpoint, and which checkpoint it names as its own."""
+    origin = _json(role, name, folder / "config.json").get("_name_or_path")
+    if not isinstance(origin, str) or not origin:
+        origin = front_matter(folder).get("base_model")
+        origin = origin[0] if isinstance(origin, list) and origin else origin
+    if not isinstance(origin, str) or not origin:
+        cure = "give the checkpoint it was made from, with config.json and model.safetensors"
+    else:
+        cure = f"it was made from {_line(origin)}: give that, with its model.safetensors"
+    return f"is an ONNX export, as optimum writes it, without the weights to export from; {cure}"
 
 
 def _load_config(role: str, name: str, folder: Path) -> Any:

@@ -100,16 +100,16 @@ def check_space(snapshots: list[Snapshot], destination: Path) -> None:
 def _online(role: str, name: str, revision: str | None) -> Snapshot:
     api = huggingface_hub.HfApi()
     info = api.model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT)
-    sizes = {f.rfilename: f.size or 0 for f in info.siblings or [] if "/" not in f.rfilename}
+    everything = {f.rfilename: f.size or 0 for f in info.siblings or []}
+    names = {name.partition("/")[0] for name in everything}  # folders too
+    sizes = {name: size for name, size in everything.items() if "/" not in name}
     assert info.sha is not None
     with quiet():
         folder = huggingface_hub.snapshot_download(
             name, revision=info.sha, allow_patterns=_small(sizes), ignore_patterns=["*/*"]
         )
-    wanted = _weights(Path(folder), set(sizes))
-    return Snapshot(
-        role, name, info.sha, Path(folder), set(sizes), {f: sizes.get(f, 0) for f in wanted}
-    )
+    weights = {f: sizes.get(f, 0) for f in _weights(Path(folder), set(sizes))}
+    return Snapshot(role, name, info.sha, Path(folder), names, weights)
 
 
 def _small(sizes: dict[str, int]) -> list[str]:

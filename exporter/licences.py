@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -17,15 +18,19 @@ LARGEST = 1_000_000  # bytes; what is larger is no text that anyone reads
 
 def stated(folder: Path) -> str | None:
     """The licence that a README's front matter names."""
+    facts = front_matter(folder)
+    names = facts.get("license_name") or facts.get("license")
+    return ", ".join(map(str, names)) if isinstance(names, list) else names and str(names)
+
+
+def front_matter(folder: Path) -> dict[str, Any]:
+    """The YAML at the head of a README, as the hub has it; nothing where it cannot be read."""
     try:
         head, _, rest = (folder / "README.md").read_text("utf-8").partition("---\n")
         facts = yaml.safe_load(rest.partition("\n---")[0]) if not head.strip() else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
-        return None
-    if not isinstance(facts, dict):
-        return None
-    names = facts.get("license_name") or facts.get("license")
-    return ", ".join(map(str, names)) if isinstance(names, list) else names and str(names)
+        return {}
+    return facts if isinstance(facts, dict) else {}
 
 
 def wanted(name: str, size: int) -> bool:

@@ -1,6 +1,7 @@
 """Checkpoints that cannot be read are refused in one line that says what to do."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -46,9 +47,60 @@ def test_pickled_weights_are_refused_with_the_cure(checkpoint):
     assert "save_pretrained" in refusal(checkpoint)
 
 
-def test_an_onnx_export_is_refused(checkpoint):
-    (checkpoint / "model.safetensors").rename(checkpoint / "model.onnx")
-    assert "original checkpoint" in refusal(checkpoint)
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.onnx"],
+        ["model.onnx", "model.onnx_data"],
+        ["model_quantized.onnx"],
+        ["decoder_model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx"],
+        ["onnx/model.onnx"],
+    ],
+)
+@pytest.mark.parametrize(
+    ("config", "readme", "said"),
+    [
+        ({}, None, "give the checkpoint it was made from, with config.json"),
+        ({"_name_or_path": "gpt2"}, None, "it was made from gpt2: give that"),
+        ({"_name_or_path": "/a/b"}, "---\nbase_model: c/d\n---\n", "made from /a/b: give that"),
+        ({}, "---\nbase_model:\n- c/d\n---\n", "it was made from c/d: give that"),
+        ({"_name_or_path": 7}, "---\nbase_model: []\n---\n", "give the checkpoint it was made"),
+    ],
+)
+def test_an_onnx_export_is_refused_with_the_checkpoint_it_names(
+    checkpoint, names, config, readme, said
+):
+    (checkpoint / "model.safetensors").unlink()
+    edit(checkpoint / "config.json", **config)
+    for name in names:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_bytes(b"onnx")
+    if readme:
+        (checkpoint / "README.md").write_text(readme, "utf-8")
+    message = refusal(checkpoint)
+    assert "is an ONNX export" in message
+    assert said in message
+
+
+def test_a_checkpoint_with_onnx_files_beside_its_weights_is_read(checkpoint):
+    (checkpoint / "onnx").mkdir()
+    (checkpoint / "onnx/model.onnx").write_bytes(b"onnx")
+    assert checkpoints.load(find(checkpoint), Progress())[1] == "float32"
+
+
+def test_an_onnx_repository_on_the_hub_is_refused_with_the_checkpoint_it_names(
+    checkpoint, monkeypatch
+):
+    (checkpoint / "README.md").write_text("---\nbase_model: c/d\n---\n", "utf-8")
+    names = ("README.md", "config.json", "tokenizer.json", "onnx/model.onnx")
+    files = [SimpleNamespace(rfilename=name, size=1) for name in names]
+    info = SimpleNamespace(siblings=files, sha="abc")
+    api = SimpleNamespace(model_info=lambda *args, **kwargs: info)
+    monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: api)
+    monkeypatch.setattr(
+        hub.huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(checkpoint)
+    )
+    assert "it was made from c/d: give that" in refusal("someone/something")
 
 
 def test_truncated_weights_are_refused(checkpoint):
