@@ -93,15 +93,20 @@ def _remove_parents(created: list[Path]) -> None:
 
 @contextlib.contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let SIGTERM unwind the stack as Ctrl-C does."""
+    """Let SIGTERM and SIGHUP unwind the stack as Ctrl-C does."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, _terminate)
+    hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # a closed terminal; Windows has none
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, hangup)}
+    before = {n: h for n, h in before.items() if h not in (signal.SIG_IGN, None)}  # nohup ignores
+    for number in before:
+        signal.signal(number, _terminate)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 
@@ -219,6 +220,16 @@ def test_the_bundle_used_is_the_named_else_the_variables_else_the_last_exported(
     monkeypatch.setenv("SPECEDGE_BUNDLE", "variable")
     assert str(store.find()) == "variable"
     assert str(store.find("named")) == "named"
+
+
+def test_a_note_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(*paths):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space left"):
+        store.remember_default(tmp_path)
+    assert list(store.data_folder().iterdir()) == []
 
 
 def test_a_default_bundle_that_is_gone_is_an_error(tmp_path):

@@ -1,0 +1,250 @@
+"""Whatever happens to an export, its destination holds a whole bundle, or what it held before.
+
+Whole exports take seconds, so most of these are forks that only write: real processes all the same.
+"""
+
+import contextlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import specedge
+from specedge.bundle import Bundle
+from specedge.errors import BundleError, ExportError
+from specedge.exporter import export, remove_leftovers, writing
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has other signals and mounts")
+COMMAND = (sys.executable, "-m", "specedge", "export")
+
+
+@pytest.fixture
+def options(pairs):
+    draft, target = pairs.checkpoint("gpt2")
+    return ("--draft", draft, "--target", target, "--max-length", "32")
+
+
+@pytest.fixture
+def place(pairs, tmp_path):
+    """A folder with a bundle in it, whose context is 256, and nothing else."""
+    shutil.copytree(pairs.bundle("gpt2").folder, tmp_path / "place/bundle")
+    return tmp_path / "place"
+
+
+@contextlib.contextmanager
+def process(function):
+    """Run a function in a fork; yields its id. It is killed in the end if it still runs."""
+    pid = os.fork()
+    if not pid:
+        code = 70
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            function()
+            code = 0
+        except SystemExit as error:
+            code = error.code
+        except KeyboardInterrupt:
+            code = 130
+        finally:
+            os._exit(code)
+    try:
+        yield pid
+    finally:
+        with contextlib.suppress(ChildProcessError, ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def ended(pid):
+    """How a process ended: its exit code, or the negative number of the signal."""
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def replacement(place, pause=0.0):
+    """Put a copy of the bundle, its context cut, in its own place; pause before the end."""
+    text = (place / "bundle/bundle.json").read_text("utf-8")
+    with writing.destination(place / "bundle") as work:
+        shutil.copytree(place / "bundle", work, dirs_exist_ok=True)
+        text = text.replace('"context_length": 256', '"context_length": 32')
+        (work / "bundle.json").write_text(text, "utf-8")
+        (place / "begun").touch()
+        deadline = time.monotonic() + pause
+        while time.monotonic() < deadline and not (place / "go").exists():
+            time.sleep(0.01)
+
+
+def wait_for(path):
+    deadline = time.monotonic() + 120
+    while not path.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def context(place):
+    """The context length of the bundle, which is whole and alone."""
+    for note in ("begun", "go"):
+        (place / note).unlink(missing_ok=True)
+    assert [p.name for p in place.iterdir()] == ["bundle"]
+    bundle = Bundle.read(place / "bundle")
+    for name in bundle.files:
+        bundle.check_hash(name)
+    return bundle.context_length
+
+
+def test_a_killed_export_leaves_nothing_at_its_destination(options, tmp_path):
+    exporting = subprocess.Popen([*COMMAND, *options, "--output", tmp_path / "bundle"])
+    wait_for(tmp_path / ".bundle.specedge-export/new/target/weights.bin")
+    exporting.kill()
+    assert exporting.wait() == -signal.SIGKILL
+    with pytest.raises(BundleError, match="no such folder"):
+        Bundle.read(tmp_path / "bundle")
+    assert [p.name for p in remove_leftovers(tmp_path)] == [".bundle.specedge-export"]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("number", "length"), [(0, 256), (1, 256), (2, 32), (3, 32)])
+@pytest.mark.parametrize("next_export", [False, True])
+def test_a_bundle_survives_a_kill_after_each_rename(
+    place, monkeypatch, number, length, next_export
+):
+    real, done = os.rename, []
+
+    def rename(*paths):
+        if len(done) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(*paths)
+        done.append(paths)
+        if len(done) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    monkeypatch.setattr(os, "rename", rename)
+    with process(lambda: replacement(place)) as pid:
+        assert ended(pid) == (-signal.SIGKILL if number < 3 else 0)
+    monkeypatch.undo()
+    if next_export:
+        with pytest.raises(ExportError, match="no-target"):
+            export("./no-draft", "./no-target", place / "bundle")
+    else:
+        remove_leftovers(place)
+    assert context(place) == length
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGINT, 130)]
+)
+def test_an_interrupted_replacement_keeps_the_bundle_that_was_there(place, number, code):
+    with process(lambda: replacement(place, 60)) as pid:
+        wait_for(place / "begun")
+        os.kill(pid, number)
+        assert ended(pid) == code
+    assert context(place) == 256
+
+
+def test_a_terminated_command_says_nothing_and_keeps_the_bundle_that_was_there(options, place):
+    command = [*COMMAND, *options, "--output", place / "bundle"]
+    exporting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    wait_for(place / ".bundle.specedge-export/new/target/weights.bin")
+    exporting.terminate()
+    assert exporting.communicate(timeout=60)[1] == ""
+    assert exporting.returncode == 143
+    assert context(place) == 256
+
+
+def test_an_export_started_with_nohup_survives_its_terminal(place):
+    def ignoring():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        replacement(place, 60)
+
+    with process(ignoring) as pid:
+        wait_for(place / "begun")
+        os.kill(pid, signal.SIGHUP)
+        (place / "go").touch()
+        assert ended(pid) == 0
+    assert context(place) == 32
+
+
+def test_of_two_exports_to_one_place_the_second_is_refused(place):
+    with process(lambda: replacement(place, 60)) as pid:
+        wait_for(place / "begun")
+        with pytest.raises(ExportError) as caught:
+            export("./no-draft", "./no-target", place / "bundle")
+        assert str(caught.value) == (
+            f"another export to {place / 'bundle'} is running; wait for it to end"
+        )
+        assert Bundle.read(place / "bundle").context_length == 256
+        (place / "go").touch()
+        assert ended(pid) == 0
+    assert context(place) == 32
+
+
+def test_many_exports_to_one_place_never_mix(tmp_path):
+    output, names = tmp_path / "bundle", ("one", "two", "bundle.json")
+
+    def race():
+        for i in range(100):
+            try:
+                with writing.destination(output) as work:
+                    assert not list(work.iterdir())
+                    for name in names:
+                        (work / name).write_text(f"{os.getpid()} {i}", "utf-8")
+            except ExportError as error:  # the last is a look between two renames
+                if "another export to" not in str(error) and "no bundle" not in str(error):
+                    raise
+
+    with process(race) as first, process(race) as second, process(race) as third:
+        assert [ended(pid) for pid in (first, second, third)] == [0, 0, 0]
+    assert len({(output / name).read_text("utf-8") for name in names}) == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["bundle"]
+
+
+def mounted(script, *arguments):
+    """Run a shell script as root of a mount namespace of its own, whose mounts go with it."""
+    try:
+        allowed = subprocess.run(
+            ["unshare", "-rm", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True
+        )
+    except FileNotFoundError:
+        pytest.skip("no unshare here")
+    if allowed.returncode:
+        pytest.skip(f"no mounts here: {allowed.stderr.decode().strip()}")
+    root = str(Path(specedge.__file__).parents[1])
+    return subprocess.run(
+        ["unshare", "-rm", "sh", "-ec", script, "sh", *map(str, arguments)],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": root},
+    )  # fmt: skip
+
+
+def test_on_a_full_disk_the_bundle_that_was_there_stays(options, place, tmp_path):
+    old = place / "bundle"
+    used = sum(p.stat().st_size + 4096 for p in old.rglob("*"))
+    script = """
+        disk=$1; old=$2; size=$3; shift 3
+        mount -t tmpfs -o size=$size none "$disk"
+        cp -r "$old" "$disk/bundle"
+        "$@" && exit 9
+        diff -r "$old" "$disk/bundle"
+        ls -A "$disk"
+    """
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = (*COMMAND, *options, "--output", disk / "bundle")
+    result = mounted(script, disk, old, used + 200_000, *command)
+    assert (result.returncode, result.stdout) == (0, "bundle\n"), result.stderr
+    assert result.stderr == (
+        f"specedge: no space left for {disk / 'bundle'}; free some, or name another disk with "
+        "--output\n"
+    )
+
+
+def test_a_read_only_place_is_refused_before_any_work(options, tmp_path):
+    script = 'place=$1; shift; mount -t tmpfs -o ro none "$place"; "$@"'
+    result = mounted(script, tmp_path, *COMMAND, *options, "--output", tmp_path / "bundle")
+    assert result.returncode == 1
+    assert result.stderr == (
+        f"specedge: {tmp_path} cannot be written to; name another place with --output\n"
+    )
