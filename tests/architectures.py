@@ -96,7 +96,7 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
         _config("Gemma3Text", _SIZES, **_ALTERNATING),
     ),
     "smollm3": ("layers without rotary", _config("SmolLM3", _SIZES, num_hidden_layers=4)),
-    "granite": ("multipliers", _config("Granite", _SIZES)),
+    "granite": ("multipliers", _config("Granite", _SIZES, attention_multiplier=0.25)),
     "bloom": ("ALiBi", _config("Bloom", _MULTI_HEAD, n_layer=2, n_head=4)),
     "falcon": ("multi-query", _config("Falcon", _MULTI_HEAD, multi_query=True)),
     "falcon, new decoder": (
@@ -118,7 +118,10 @@ ARCHITECTURES: dict[str, tuple[str, Callable[[], PreTrainedConfig]]] = {
     ),
     "qwen3_moe": ("2 of 8 experts, QK norms", _config("Qwen3Moe", _SIZES, head_dim=16, **_EXPERTS)),
     "olmoe": ("2 of 8 experts", _config("Olmoe", _SIZES, num_experts=8, num_experts_per_tok=2)),
-    "granitemoe": ("2 of 4 experts", _config("GraniteMoe", _SIZES, num_local_experts=4)),
+    "granitemoe": (
+        "2 of 4 experts",
+        _config("GraniteMoe", _SIZES, attention_multiplier=0.25, num_local_experts=4),
+    ),
     "gpt_oss": (
         f"sinks, window {WINDOW} in one of two, 2 of 4 experts",
         _config("GptOss", _SIZES, num_local_experts=4, num_experts_per_tok=2, **_ALTERNATING),
