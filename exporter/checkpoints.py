@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -20,10 +21,15 @@ from . import hub, licences
 from .licences import front_matter
 from .progress import Progress
 from .quiet import one_line, quiet
+from .sources import Sources
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 _DTYPES = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float32"}
+_OPTIONS: dict[str, Any] = {
+    "dtype": torch.float32,
+    "output_loading_info": True,
+}
 _CONVERT = (
     "convert it with transformers, AutoModelForCausalLM.from_pretrained(...).save_pretrained(...), "
     "where you trust its pickle, and export that folder"
@@ -79,27 +85,72 @@ def find(role: str, name: str, revision: str | None) -> Checkpoint:
     )
 
 
-def load(checkpoint: Checkpoint, progress: Progress) -> tuple[torch.nn.Module, str]:
-    """The model in float32, and the type that most of its weights are stored in."""
+@dataclass
+class Loaded:
+    """A model in float32 whose large matrices are stand-ins, and where their numbers are."""
+
+    model: torch.nn.Module
+    dtype: str
+    sources: Sources
+
+
+def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
+    """The model, with `dtype` the type that most of its weights are stored in."""
     where = f"{checkpoint.role} {checkpoint.name}"
     if checkpoint.remote is not None:
         hub.fetch_weights(checkpoint.remote, progress)
-    dtype = stored_dtype(where, weight_files(checkpoint.folder))
+    files = weight_files(checkpoint.folder)
+    dtype = stored_dtype(where, files)
     with quiet():
         try:
-            model, info = AutoModelForCausalLM.from_pretrained(
-                checkpoint.folder,
-                dtype=torch.float32,
-                use_safetensors=True,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+            model, info, sources = _with_stand_ins(checkpoint, files) or _whole(checkpoint)
         except Exception as error:
             raise CheckpointError(f"{where} cannot be loaded: {one_line(error)}") from error
     if lacking := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):
         raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
-    return model.eval().requires_grad_(False), dtype
+    model.eval().requires_grad_(False)
+    _tie(model, sources)
+    return Loaded(model, dtype, sources)
+
+
+def _with_stand_ins(checkpoint: Checkpoint, files: list[Path]) -> tuple[Any, Any, Sources] | None:
+    """The model without its large matrices; None if loading computes something with them."""
+    sources, state = Sources(), {}
+    for file in files:
+        with safetensors.safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                state[key] = sources.stand_in(tensors.get_tensor(key))
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            copy.deepcopy(checkpoint.config), trust_remote_code=False
+        )
+    model, info = type(empty).from_pretrained(
+        None, config=empty.config, state_dict=state, **_OPTIONS
+    )
+    arrived = {parameter.data_ptr() for parameter in model.parameters()}
+    lost = {key for key, tensor in state.items() if tensor.data_ptr() not in arrived}
+    if any(sources.behind(state[key]) is not None for key in lost - set(info["unexpected_keys"])):
+        return None
+    return model, info, sources
+
+
+def _whole(checkpoint: Checkpoint) -> tuple[Any, Any, Sources]:
+    model, info = AutoModelForCausalLM.from_pretrained(
+        checkpoint.folder,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        **_OPTIONS,
+    )
+    return model, info, Sources()
+
+
+def _tie(model: Any, sources: Sources) -> None:
+    """An output matrix that is stored twice but equals the embedding is the embedding."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    a, b = (sources.behind(getattr(module, "weight", None)) for module in (table, head))
+    if a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b):
+        head.weight = table.weight
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -124,6 +124,7 @@ def _rows_of_zeros(
     dims = _constant(graph, np.array(pattern, np.int64), f"{name}.dims")
     zeros = ir.node("Mul", [graph.inputs[0], zero])
     zeros.outputs[0].name = f"{name}.zeros"
+    zeros.outputs[0].type, zeros.outputs[0].shape = graph.inputs[0].type, graph.inputs[0].shape
     shaped = ir.node("Reshape", [zeros.outputs[0], dims])
     shaped.outputs[0].name = f"{name}.rows"
     cast = ir.node("Cast", [shaped.outputs[0]], {"to": dtype})

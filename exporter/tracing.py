@@ -87,8 +87,8 @@ def _example(geometry: Geometry) -> tuple[torch.Tensor, torch.Tensor, list[torch
 
 
 @contextlib.contextmanager
-def refusal(model: torch.nn.Module) -> Iterator[None]:
-    """Say in one line why a model cannot be exported."""
+def refusal(model: Any) -> Iterator[None]:
+    """Say in one line why a model, or a checkpoint, with such a config cannot be exported."""
     try:
         yield
     except (SpecEdgeError, OSError):
@@ -99,7 +99,6 @@ def refusal(model: torch.nn.Module) -> Iterator[None]:
             causes.append(cause)
         if ours := next((c for c in causes if isinstance(c, ExportError)), None):
             raise ours from None
-        kind: Any = model.config
         raise ExportError(
-            f"{kind.model_type} models cannot be exported: {one_line(causes[-1])}"
+            f"{model.config.model_type} models cannot be exported: {one_line(causes[-1])}"
         ) from error

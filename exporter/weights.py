@@ -4,53 +4,136 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
-import ml_dtypes
 import numpy as np
 import onnx_ir as ir
+import torch
+
+from specedge.manifest import File
+
+from .progress import Advance
+from .sources import Sources
 
 FILE = "weights.bin"
 SMALLEST = 1024  # bytes; what is smaller stays in the graph
 ALIGNMENT = 64
 STORED = {
-    "float16": (np.dtype(np.float16), ir.DataType.FLOAT16),
-    "bfloat16": (np.dtype(ml_dtypes.bfloat16), ir.DataType.BFLOAT16),
-    "float32": (np.dtype(np.float32), ir.DataType.FLOAT),
+    "float16": (torch.float16, ir.DataType.FLOAT16),
+    "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
+    "float32": (torch.float32, ir.DataType.FLOAT),
 }
+_PIECE = 8 << 20  # bytes that are read, converted and written at a time
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in the file."""
+
+    offset: int
+    size: int
+    dtype: ir.DataType
 
 
 class Weights:
-    """The weights file of one model, which the graphs of all its op sets share."""
+    """Writes `folder`/weights.bin for one graph after another; no tensor is stored twice.
 
-    def __init__(self, folder: Path, dtype: str) -> None:
-        self.folder, self.dtype = folder, dtype
-        self._known: dict[str, ir.ExternalTensor] = {}
-        (folder / FILE).touch()
+    A tensor that `dtype` cannot hold bit for bit stays in float32, and what is stored in half
+    precision is cast back to float32 in the graph. ONNX Runtime does the casts and transpositions
+    of constants once, when it loads a graph.
+    """
 
-    def attach(self, model: ir.Model) -> None:
-        """Move a graph's large floats to the file, cast back to float32 in the graph.
+    def __init__(self, folder: Path, dtype: str, sources: Sources | None = None) -> None:
+        self.folder = folder
+        self._dtype = STORED[dtype][0]
+        self._sources = sources or Sources()
+        self._places: dict[Any, Place] = {}
+        self._file = _Hashed(folder / FILE)
 
-        A tensor that `dtype` cannot hold bit for bit stays in float32. ONNX Runtime does the casts
-        and transpositions of constants once, when it loads the graph.
-        """
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.close()
+
+    @property
+    def file(self) -> File:
+        """The written file's size and hash, once the context has ended."""
+        return File(self._file.size, self._file.digest.hexdigest())
+
+    def attach(self, model: ir.Model, advance: Advance = lambda amount: None) -> None:
+        """Move a graph's large floats to the file."""
         graph = model.graph
         fold_transposes(graph)
         share_tied(graph)
-        values: dict[str, ir.Value] = {}
-        with (self.folder / FILE).open("ab") as file:
-            for value in list(_large(graph)):
-                assert value.const_value is not None
-                array = _narrowed(value.const_value.numpy(), STORED[self.dtype][0])
-                key = hashlib.sha256(array.tobytes()).hexdigest() + f"{array.dtype}{array.shape}"
-                if key in values:
-                    value.replace_all_uses_with(values[key])
-                    continue
-                if key not in self._known:
-                    self._known[key] = _append(file, array, value, self.folder)
-                values[key] = _stored(graph, value, self._known[key])
+        known: dict[Place, ir.Value] = {}
+        for value in list(_large(graph)):
+            place = self._put(_array(value), advance)
+            if place in known:
+                value.replace_all_uses_with(known[place])
+            else:
+                known[place] = _stored(graph, value, self._tensor(value, place))
         drop_unused(graph)
+
+    def _put(self, array: np.ndarray, advance: Advance) -> Place:
+        """Write a tensor, unless the file has it."""
+        source = self._sources.find(array)
+        tensor = _owned(array) if source is None else source
+        dtype = self._dtype if _holds(self._dtype, tensor) else torch.float32
+        shape = tuple(tensor.shape)
+        key: Any = (tensor.data_ptr(), shape, tensor.stride())
+        if source is None:
+            digest = hashlib.sha256()
+            for piece in pieces(tensor, dtype):
+                digest.update(_bytes(piece))
+            key = (digest.digest(), dtype, shape)
+        if key not in self._places:
+            kind = next(k for d, k in STORED.values() if d == dtype)
+            offset = self._file.align(ALIGNMENT)
+            for piece in pieces(tensor, dtype):
+                self._file.write(_bytes(piece))
+                advance(piece.nbytes)
+            self._places[key] = Place(offset, self._file.size - offset, kind)
+        return self._places[key]
+
+    def _tensor(self, value: ir.Value, place: Place) -> ir.ExternalTensor:
+        assert value.const_value is not None
+        shape = ir.Shape(value.const_value.shape)
+        return ir.ExternalTensor(
+            FILE, place.offset, place.size, place.dtype, shape=shape, name=value.name or "",
+            base_dir=self.folder,
+        )  # fmt: skip
+
+
+class _Hashed:
+    """A file that is hashed in a thread of its own while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.size, self.digest = 0, hashlib.sha256()
+        self._file = path.open("wb")
+        self._thread = ThreadPoolExecutor(1)
+        self._hashing: Future[None] | None = None
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes that nobody changes afterwards."""
+        if self._hashing is not None:
+            self._hashing.result()
+        self._hashing = self._thread.submit(self.digest.update, data)
+        self._file.write(data)
+        self.size += data.nbytes
+
+    def align(self, alignment: int) -> int:
+        """Pad with zeros to a multiple of `alignment`; returns the size then."""
+        if padding := -self.size % alignment:
+            self.write(memoryview(bytes(padding)))
+        return self.size
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._file.close()
 
 
 def fold_transposes(graph: ir.Graph) -> None:
@@ -59,11 +142,11 @@ def fold_transposes(graph: ir.Graph) -> None:
         source, output = node.inputs[0], node.outputs[0]
         if source is None or source.name not in graph.initializers or len(source.uses()) > 1:
             continue
-        assert source.const_value is not None
         order = node.attributes["perm"].as_ints()
-        array = source.const_value.numpy().transpose(order)
         assert output.name is not None
-        folded = ir.Value(name=f"{output.name}.stored", const_value=ir.tensor(array))
+        folded = ir.Value(
+            name=f"{output.name}.stored", const_value=ir.tensor(_array(source).transpose(order))
+        )
         folded.shape, folded.dtype = folded.const_value.shape, ir.DataType.FLOAT
         graph.register_initializer(folded)
         output.replace_all_uses_with(folded)
@@ -80,7 +163,7 @@ def share_tied(graph: ir.Graph) -> None:
     ]
     for table in tables:
         for other in list(_large(graph)):
-            if _is_transposed(other, table):
+            if other is not table and _is_transposed(_array(other), _array(table)):
                 node = ir.node("Transpose", [table], {"perm": [1, 0]})
                 node.outputs[0].name = f"{table.name}.transposed"
                 node.outputs[0].shape, node.outputs[0].dtype = other.shape, other.dtype
@@ -104,32 +187,41 @@ def _large(graph: ir.Graph) -> Iterator[ir.Value]:
             yield value
 
 
-def _is_transposed(other: ir.Value, table: ir.Value) -> bool:
-    a, b = table.const_value, other.const_value
-    assert a is not None
-    assert b is not None
-    if other is table or len(b.shape) != 2 or tuple(a.shape) != tuple(b.shape)[::-1]:
+def _array(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _owned(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
+    """Whether two matrices are one; stand-ins have their address in common and are else NaN."""
+    if other.ndim != 2 or other.shape != table.shape[::-1]:
         return False
-    return np.array_equal(a.numpy().T, b.numpy())
+    same = (other.ctypes.data, other.strides) == (table.ctypes.data, table.strides[::-1])
+    return same or np.array_equal(table.T, other)
 
 
-def _narrowed(array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """The array in a narrower type where that loses no bit."""
-    array = np.ascontiguousarray(array)
-    with np.errstate(over="ignore", invalid="ignore"):
-        narrow = array.astype(dtype)
-        return narrow if np.array_equal(narrow.astype(np.float32), array) else array
+def _holds(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    """Whether a type holds a tensor bit for bit."""
+    if tensor.dtype == dtype or dtype == torch.float32:
+        return True
+    widened = pieces(tensor, torch.float32)
+    return all(torch.equal(piece.to(dtype).to(torch.float32), piece) for piece in widened)
 
 
-def _append(file: BinaryIO, array: np.ndarray, value: ir.Value, folder: Path) -> ir.ExternalTensor:
-    file.write(b"\0" * (-file.tell() % ALIGNMENT))
-    offset = file.tell()
-    file.write(array.tobytes())
-    kind = next(t for d, t in STORED.values() if d == array.dtype)
-    return ir.ExternalTensor(
-        FILE, offset, array.nbytes, kind, shape=ir.Shape(array.shape), name=value.name or "",
-        base_dir=folder,
-    )  # fmt: skip
+def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """A tensor in a type, in its order, piece by piece. [R, ...] -> [r, ...]"""
+    for part in tensor.split(max(1, _PIECE * len(tensor) // tensor.nbytes)):
+        # Of a transposed matrix the strip is copied first: six times as fast as one go.
+        strip = part.T.contiguous().T if part.ndim == 2 and part.stride(0) == 1 else part
+        yield strip.contiguous().to(dtype)
+
+
+def _bytes(piece: torch.Tensor) -> memoryview:
+    return memoryview(piece.reshape(-1).view(torch.uint8).numpy())
 
 
 def _stored(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) -> ir.Value:

@@ -68,7 +68,13 @@ def export(
     for role, model in bundle.models.items():
         click.echo(_summary(bundle, role, model), err=True)
         click.echo(f"{role}: licence {licence(bundle, role, model)}", err=True)
+    click.echo(_times(progress.seconds), err=True)
     click.echo(bundle.folder)
+
+
+def _times(seconds: dict[str, float]) -> str:
+    steps = ", ".join(f"{step[0].lower()}{step[1:]} {took:.1f} s" for step, took in seconds.items())
+    return f"{sum(seconds.values()):.1f} s: {steps}"
 
 
 def _summary(bundle: Bundle, role: str, model: Model) -> str:
@@ -94,9 +100,7 @@ def _bars() -> Iterator[Any]:
 
     class Drawn(Progress):
         @contextlib.contextmanager
-        def step(
-            self, description: str, total: int | None = None
-        ) -> Iterator[Callable[[int], None]]:
+        def shown(self, description: str, total: int | None) -> Iterator[Callable[[int], None]]:
             task = bars.add_task(description, total=total)
             yield lambda amount: bars.advance(task, amount)
             bars.update(task, total=1, completed=1)

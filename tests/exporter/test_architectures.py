@@ -16,12 +16,11 @@ from transformers import AutoModelForCausalLM
 import specedge
 from architectures import ARCHITECTURES, CONTEXT
 from checkpoints import VOCAB_SIZE, add_noise, make_model, make_tokenizer, save
-from specedge.exporter import Progress, export, geometry, parity, tracing
-from specedge.exporter.exporting import Part, write_graphs
-from specedge.exporter.graphs import lengths
+from specedge.exporter import Progress, export, one_model, parity
+from specedge.exporter.checkpoints import Loaded
 from specedge.exporter.playing import Player
+from specedge.exporter.sources import Sources
 from specedge.exporter.swaps import fix_rotary
-from specedge.exporter.weights import Weights
 
 TABLE = Path(__file__).parents[2] / "docs" / "architectures.md"
 OWN_CODE = ("bloom", "falcon, new decoder", "falcon, ALiBi", "gptj", "gpt_oss", "qwen2_moe")
@@ -39,16 +38,16 @@ def model_of(name):
 @pytest.mark.parametrize("name", OWN_CODE)
 def test_families_with_code_of_their_own_equal_pytorch(name, tmp_path):
     model = model_of(name)
-    shape = geometry.measure(model, 96, 4)
-    layers = tracing.observe(model, shape)
-    for ops in ("onnx", "gqa"):
-        folder = tmp_path / ops
-        folder.mkdir()
-        part = Part("target", model, shape, lengths(4, 96), layers, VOCAB_SIZE, "float32", folder)
-        write_graphs(part, ops, Weights(folder, "float32"))
-        player = Player(folder, part.lengths, shape, ops)
-        found = parity.measure("target", model, player, VOCAB_SIZE, lambda amount: None)
-        assert found.row_independent_lengths == (1, 2, 3, 5, 9, 64)
+    loaded = Loaded(model, "float32", Sources())
+    part = one_model.measured("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
+    written, _ = one_model.write(part, "auto")
+    assert written == ["onnx", "gqa"]
+    references = parity.references(model, Sources(), part.shape, VOCAB_SIZE)
+    for ops in written:
+        player = Player(tmp_path, part.lengths, part.shape, ops)
+        found = parity.measure("target", references, player)
+        assert found.differing == []
+        assert found.parity.row_independent_lengths == (1, 2, 3, 5, 9, 64)
 
 
 def test_the_table_has_every_family():

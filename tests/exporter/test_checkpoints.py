@@ -148,9 +148,9 @@ def test_a_sharded_checkpoint_is_read_and_a_broken_index_refused(checkpoint):
     whole.save_pretrained(checkpoint, max_shard_size="50KB")
     index = checkpoint / "model.safetensors.index.json"
     found = checkpoints.find("target", str(checkpoint), None)
-    model, dtype = checkpoints.load(found, Progress())
-    assert dtype == "float32"
-    assert torch.equal(model.lm_head.weight, whole.lm_head.weight)
+    loaded = checkpoints.load(found, Progress())
+    assert loaded.dtype == "float32"
+    assert torch.equal(loaded.model.lm_head.weight, whole.lm_head.weight)
     for text in ("", "{}", "[]", '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 7}}'):
         index.write_text(text, "utf-8")
         assert "index.json" in refusal(checkpoint)

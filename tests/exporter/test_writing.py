@@ -13,7 +13,7 @@ import pytest
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import ExportError
-from specedge.exporter import export, exporting, writing
+from specedge.exporter import export, weights, writing
 from specedge.leftovers import remove_leftovers
 
 SLOW = """
@@ -133,7 +133,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(exporting.weights, "externalize", full)
+    monkeypatch.setattr(weights.Weights, "attach", full)
     with pytest.raises(ExportError, match=r"^no space left"):
         export(*pairs.checkpoint("gpt2"), tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []

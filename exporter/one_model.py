@@ -1,0 +1,234 @@
+"""One model into its folder of a bundle: traced, written, and played against PyTorch."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from specedge.errors import ExportError
+from specedge.manifest import OPS, Cache, File, Model, Parity
+
+from . import checkpoints, geometry, graphs, licences, parity, tracing, weights
+from .attention import Layer
+from .checkpoints import Checkpoint, Loaded
+from .geometry import Geometry
+from .parity import Reference
+from .peephole import straighten
+from .playing import Player
+from .progress import Progress
+from .sources import Sources
+from .swaps import fix_rotary, swapped
+from .weights import Weights
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model on its way into a folder; `num_tokens` ids are real."""
+
+    role: str
+    loaded: Loaded
+    shape: Geometry
+    lengths: list[graphs.Length]
+    layers: list[Layer]
+    num_tokens: int
+    folder: Path
+    progress: Progress
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The PyTorch model, whose large matrices may be stand-ins."""
+        return self.loaded.model
+
+
+def export_model(
+    checkpoint: Checkpoint,
+    context_length: int,
+    num_tokens: int,
+    num_draft_tokens: int,
+    ops: str,
+    folder: Path,
+    progress: Progress,
+) -> tuple[Model, File]:
+    """Write one model's files into a new folder and compare them with it; its weights' hash, too.
+
+    `ops` is "auto" or the op set wanted. Raises ExportError.
+    """
+    role = checkpoint.role
+    folder.mkdir()
+    licences.copy(role, checkpoint.folder, checkpoint.source.licence, folder, progress)
+    gc.collect()  # what the model before this one left in cycles
+    with progress.step(f"Loading the {role}"):
+        loaded = checkpoints.load(checkpoint, progress)
+    with tracing.refusal(checkpoint):
+        _note_rotary(loaded.model, context_length, role, progress)
+        part = measured(
+            role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress
+        )
+        num_parameters = parity.num_parameters(part.model)
+        written, file = write(part, ops)
+        references = _references(part)
+        sharp = _sharpened(part, references, folder.parent.parent / f"{role}-sharpened")
+        loaded.sources.close()  # from here on ONNX Runtime reads the weights
+        part = replace(part, loaded=Loaded(torch.nn.Module(), loaded.dtype, Sources()))
+        dtype = loaded.dtype
+        del loaded
+        gc.collect()
+        reports = _each(part, written, lambda one: _compare(part, one, references))
+        if sharp is not None:
+            reports = _compare_sharpened(sharp, reports)
+    for path in (folder / x.file(one) for x in part.lengths for one in OPS if one not in reports):
+        path.unlink(missing_ok=True)
+    described = Model(
+        source=checkpoint.source,
+        architecture=checkpoint.kind,
+        num_parameters=num_parameters,
+        vocab_size=part.num_tokens,
+        padded_vocab_size=part.shape.padded_vocab_size,
+        context_length=context_length,
+        dtype="float32",
+        weights_dtype=dtype,
+        cache=Cache("float32", part.shape.capacity, part.shape.layers),
+        weights=f"{role}/{weights.FILE}",
+        graphs=tuple(length.entry(role, one) for one in reports for length in part.lengths),
+        parity=reports,
+    )
+    return described, file
+
+
+def measured(
+    role: str,
+    loaded: Loaded,
+    context_length: int,
+    num_draft_tokens: int,
+    num_tokens: int,
+    folder: Path,
+    progress: Progress,
+) -> Part:
+    """Run the model to see what it keeps and what each of its layers does."""
+    with progress.step(f"Loading the {role}"), loaded.sources.reading(loaded.model):
+        shape = geometry.measure(loaded.model, context_length, num_draft_tokens)
+        layers = tracing.observe(loaded.model, shape)
+    lengths = graphs.lengths(num_draft_tokens, context_length)
+    num_tokens = min(num_tokens, shape.padded_vocab_size)
+    return Part(role, loaded, shape, lengths, layers, num_tokens, folder, progress)
+
+
+def write(part: Part, ops: str) -> tuple[list[str], File]:
+    """Trace and write the op sets asked for; which could be, and the weights file's hash."""
+    wanted = OPS if ops == "auto" else (ops,)
+    with Weights(part.folder, part.loaded.dtype, part.loaded.sources) as stored:
+        written = _each(part, wanted, lambda one: _write_graphs(part, one, stored))
+    return list(written), stored.file
+
+
+def _each(part: Part, wanted: tuple[str, ...] | list[str], do: Callable[[str], T]) -> dict[str, T]:
+    """Do something for each op set; one that cannot be is left out with a note, if any can."""
+    done: dict[str, T] = {}
+    refused: list[ExportError] = []
+    for ops in wanted:
+        try:
+            done[ops] = do(ops)
+        except ExportError as error:
+            refused.append(error)
+            part.progress.note(f"{part.role}: no {ops} graphs, because {error}")
+    if not done:
+        raise refused[0]
+    return done
+
+
+def _write_graphs(part: Part, ops: str, stored: Weights) -> None:
+    if ops == "gqa":
+        for layer in part.layers:
+            if reason := layer.obstacle():
+                raise ExportError(reason)
+    with part.progress.step(f"Tracing the {part.role}"):
+        with swapped(part.model, part.shape.context_length):
+            traced = tracing.trace(part.model, part.shape, ops, part.layers)
+        straighten(traced.graph)
+        graphs.fill_without_shapes(traced)
+        graphs.tidy(traced)
+        graphs.widen_biases(traced.graph)
+    size = parity.num_parameters(part.model) * weights.STORED[part.loaded.dtype][0].itemsize
+    with part.progress.step(f"Writing the {part.role}", size) as advance:
+        stored.attach(traced, advance)
+        graphs.write(traced, part.folder, part.lengths, ops)
+
+
+def _note_rotary(
+    model: torch.nn.Module, context_length: int, role: str, progress: Progress
+) -> None:
+    if fix_rotary(model, context_length):
+        progress.note(
+            f"{role}: its rotary factors are those of texts of {context_length} tokens at "
+            "every position; a smaller --max-length may choose others"
+        )
+
+
+def _references(part: Part) -> list[Reference]:
+    played = parity.positions_played(part.shape, parity.num_parameters(part.model))
+    total = sum(end - start for start, end in played)
+    with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
+        sources = part.loaded.sources
+        return parity.references(part.model, sources, part.shape, part.num_tokens, advance)
+
+
+def _compare(part: Part, ops: str, references: list[Reference]) -> Parity:
+    """Play an op set's files against what PyTorch computed; note what is not as it should be."""
+    who, progress = f"{part.role} ({ops})", part.progress
+    player = Player(part.folder, part.lengths, part.shape, ops)
+    with progress.step(f"Comparing the {who}", player.num_stages) as advance:
+        found = parity.measure(part.role, references, player, advance)
+    if found.differing:
+        progress.note(f"{who}: {', '.join(found.differing)} give other last bits than decoder")
+    expected = parity.lengths_to_compare(player)
+    if missing := sorted({*expected} - {*found.parity.row_independent_lengths}):
+        progress.note(
+            f"{who}: passes of {', '.join(map(str, missing))} tokens give other last bits than "
+            "wider ones, so near-ties may be decided otherwise than by the target alone"
+        )
+    return found.parity
+
+
+def _sharpened(part: Part, references: list[Reference], folder: Path) -> Part | None:
+    """The model with larger weights, where an untrained model's say little."""
+    if (found := parity.spread(references[0])) >= parity.SPREAD:
+        return None
+    about = f"{part.role}: its logits have a standard deviation of {found:.2g}, as an untrained"
+    if parity.num_parameters(part.model) > parity.SHARPENED:
+        part.progress.note(
+            f"{about} model's; such a comparison says less than one of a trained model"
+        )
+        return None
+    part.progress.note(f"{about} model's; the comparison was repeated with larger weights")
+    model = parity.sharpened(part.model, part.loaded.sources, part.num_tokens)
+    return replace(part, loaded=Loaded(model, "float32", Sources()), folder=folder)
+
+
+def _compare_sharpened(sharp: Part, plain: dict[str, Parity]) -> dict[str, Parity]:
+    """Compare again, in a folder that goes when that is done."""
+    sharp.folder.mkdir()
+    with Weights(sharp.folder, "float32") as stored:
+        for ops in plain:
+            _write_graphs(sharp, ops, stored)
+    references = _references(sharp)
+    again = _each(sharp, list(plain), lambda ops: _compare(sharp, ops, references))
+    shutil.rmtree(sharp.folder)
+    return {ops: _worse(plain[ops], found) for ops, found in again.items()}
+
+
+def _worse(plain: Parity, sharp: Parity) -> Parity:
+    held = {*plain.row_independent_lengths} & {*sharp.row_independent_lengths}
+    return replace(
+        sharp,
+        logits_error=max(plain.logits_error, sharp.logits_error),
+        cache_error=max(plain.cache_error, sharp.cache_error),
+        row_independent_lengths=tuple(sorted(held)),
+    )

@@ -1,0 +1,166 @@
+"""A graph in parts that are loaded one after another, so that a large model is never in memory.
+
+ONNX Runtime keeps float32 copies of weights stored in less, and packed copies of what it
+multiplies with: twice to four times a model's size. Of a part that is little.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+
+from .weights import pieces
+
+PART_BYTES = 200_000_000  # of weights, in float32
+_PAGE = 4096
+SCRATCH = "parts.bin"  # constants of a part, computed; beside the graphs while they are played
+_TYPES = {
+    onnx.TensorProto.FLOAT: torch.float32,
+    onnx.TensorProto.FLOAT16: torch.float16,
+    onnx.TensorProto.BFLOAT16: torch.bfloat16,
+}
+
+
+@dataclass
+class Part:
+    """Consecutive nodes; what they read of earlier parts, and what later ones read of them."""
+
+    nodes: list[onnx.NodeProto] = field(default_factory=list)
+    constants: list[str] = field(default_factory=list)
+    inputs: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+
+
+class Split:
+    """One graph file in parts; `first` names the constants at which each part but the first begins.
+
+    Without `first` it is cut so that no part has more than PART_BYTES, if more than one constant.
+    """
+
+    def __init__(self, path: Path, first: list[str] | None = None) -> None:
+        self.folder = path.parent
+        self._model = onnx.load(path, load_external_data=False)
+        graph = self._model.graph
+        self._stored = {tensor.name: tensor for tensor in graph.initializer}
+        self._types = {v.name: v for v in (*graph.input, *graph.output, *graph.value_info)}
+        self._computed: dict[str, onnx.NodeProto] = {}
+        for node in graph.node:
+            if node.op_type in ("Cast", "Transpose") and self._is_large(node.input[0]):
+                self._computed[node.output[0]] = node
+        self.first: list[str] = []
+        self.parts = self._cut(first)
+        self._connect()
+
+    def model(self, index: int, offsets: dict[str, int]) -> bytes:
+        """A part as a model; `offsets` say where in SCRATCH its computed constants are."""
+        part, model = self.parts[index], onnx.ModelProto()
+        model.ir_version = self._model.ir_version
+        model.opset_import.extend(self._model.opset_import)
+        graph = model.graph
+        graph.name = self._model.graph.name
+        graph.node.extend(part.nodes)
+        graph.input.extend(self._types[name] for name in part.inputs)
+        graph.output.extend(self._types[name] for name in part.outputs)
+        inner = {name for node in part.nodes for name in node.output} - set(part.outputs)
+        graph.value_info.extend(self._types[name] for name in inner if name in self._types)
+        for name in part.constants:
+            if name in offsets:
+                graph.initializer.append(_external(name, self.shape(name), offsets[name]))
+            else:
+                graph.initializer.append(self._stored[name])
+        return model.SerializeToString()
+
+    def write_computed(self, index: int, scratch: Path) -> dict[str, int]:
+        """Write the constants that are computed from stored ones; returns their offsets."""
+        names = [name for name in self.parts[index].constants if name in self._computed]
+        sizes = [4 * self.compute(name).numel() for name in names]
+        offsets = [0, *itertools.accumulate(-(-size // _PAGE) * _PAGE for size in sizes)]
+        # A file that is there is written over: that is faster than writing a new one.
+        with scratch.open("r+b" if scratch.exists() else "wb") as file:
+            for name, offset in zip(names, offsets, strict=False):
+                file.seek(offset)
+                for piece in pieces(self.compute(name), torch.float32):
+                    file.write(piece.numpy())
+        return dict(zip(names, offsets, strict=False))
+
+    def compute(self, name: str) -> torch.Tensor:
+        """A constant's numbers, as far as possible still in the file."""
+        node = self._computed.get(name)
+        if node is None:
+            return self._read(name)
+        value = self.compute(node.input[0])
+        if node.op_type == "Cast":
+            return value  # to float32, by whoever copies it
+        (order,) = (list(a.ints) for a in node.attribute if a.name == "perm")
+        return value.permute(order)
+
+    def shape(self, name: str) -> list[int]:
+        """A constant's shape."""
+        return list(self.compute(name).shape)
+
+    def _is_constant(self, name: str) -> bool:
+        return name in self._stored or name in self._computed
+
+    def _is_large(self, name: str) -> bool:
+        return name in self._computed or bool(
+            name in self._stored and self._stored[name].external_data
+        )
+
+    def _read(self, name: str) -> torch.Tensor:
+        tensor = self._stored[name]
+        where = {entry.key: entry.value for entry in tensor.external_data}
+        data = np.memmap(
+            self.folder / where["location"],
+            np.uint8,
+            "c",
+            int(where["offset"]),
+            (int(where["length"]),),
+        )
+        return torch.from_numpy(data).view(_TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
+
+    def _cut(self, first: list[str] | None) -> list[Part]:
+        parts, size = [Part()], 0
+        for node in self._model.graph.node:
+            if node.output[0] in self._computed:
+                continue
+            used = [n for n in dict.fromkeys(node.input) if n and self._is_constant(n)]
+            large = [name for name in used if self._is_large(name)]
+            more = sum(4 * self.compute(name).numel() for name in large)
+            begins = size + more > PART_BYTES if first is None else large[:1] == first[:1]
+            if large and size and begins:
+                self.first.append(large[0])
+                first = None if first is None else first[1:]
+                parts.append(Part())
+                size = 0
+            size += more
+            parts[-1].nodes.append(node)
+            parts[-1].constants += [n for n in used if n not in parts[-1].constants]
+        return parts
+
+    def _connect(self) -> None:
+        """Find what each part reads from outside it and what is read of it there."""
+        ends = {value.name for value in self._model.graph.output}
+        reads = [
+            {n for x in p.nodes for n in x.input if n and not self._is_constant(n)}
+            for p in self.parts
+        ]
+        makes = [{n for x in p.nodes for n in x.output if n} for p in self.parts]
+        for i, part in enumerate(self.parts):
+            later = set().union(ends, *reads[i + 1 :])
+            part.inputs = sorted(reads[i] - makes[i])
+            part.outputs = sorted(makes[i] & later)
+
+
+def _external(name: str, shape: list[int], offset: int) -> onnx.TensorProto:
+    """A float32 constant that lies in SCRATCH."""
+    tensor = onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape)
+    tensor.data_location = onnx.TensorProto.EXTERNAL
+    size = 4 * int(np.prod(shape))
+    for key, value in (("location", SCRATCH), ("offset", offset), ("length", size)):
+        tensor.external_data.add(key=key, value=str(value))
+    return tensor

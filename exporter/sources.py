@@ -1,0 +1,114 @@
+"""Large matrices stay in the checkpoint's files: the model holds stand-ins that take no memory.
+
+A stand-in [R, C] is one row of NaN seen R times, so a computation that reads it by mistake shows.
+Its address says which matrix it stands for, its strides whether it was transposed on the way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+
+SMALLEST = 1 << 20  # bytes in float32; what is smaller is in the model itself
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAN = 0x7FC00000
+
+
+class Sources:
+    """The stored matrices, by the addresses of their stand-ins."""
+
+    def __init__(self) -> None:
+        self._stored: dict[int, tuple[np.ndarray, torch.Tensor]] = {}
+
+    def stand_in(self, stored: torch.Tensor) -> torch.Tensor:
+        """What a float32 model holds in a stored matrix's place; of a small one a copy. [R, C]"""
+        if stored.ndim != 2 or stored.dtype not in FLOATS or 4 * stored.numel() < SMALLEST:
+            return stored.clone()
+        # Each has bits of its own, so that no optimizer takes two of them for one tensor.
+        bits = torch.full(stored.shape[1:], _NAN + len(self._stored) + 1, dtype=torch.int32)
+        tensor = bits.view(torch.float32).expand(stored.shape)
+        self._stored[tensor.data_ptr()] = (tensor.numpy(), stored)
+        return tensor
+
+    def close(self) -> None:
+        """Let go of the files; the model is of no use any more."""
+        self._stored.clear()
+
+    def find(self, array: np.ndarray) -> torch.Tensor | None:
+        """The stored matrix behind a stand-in, transposed if the stand-in is; None for others."""
+        if array.ctypes.data not in self._stored:
+            return None
+        known, stored = self._stored[array.ctypes.data]
+        for seen, matrix in ((known, stored), (known.T, stored.T)):
+            if (array.shape, array.strides) == (seen.shape, seen.strides):
+                return matrix
+        raise AssertionError(f"the trace made {array.shape} of a matrix {known.shape}")
+
+    def behind(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        """The stored matrix behind a model's parameter."""
+        if parameter is None or parameter.dtype != torch.float32:
+            return None
+        return self.find(parameter.detach().numpy())
+
+    @contextlib.contextmanager
+    def reading(self, model: nn.Module, at_once: bool = False) -> Iterator[None]:
+        """The model computes with the stored numbers, in float32, while the context lasts.
+
+        Those in half precision are widened for one module's call at a time, or all `at_once`.
+        """
+        buffers = _Buffers()
+        with contextlib.ExitStack() as stack:
+            for module in model.modules():
+                held = {
+                    n: t for n, p in module._parameters.items() if (t := self.behind(p)) is not None
+                }
+                if at_once or all(t.dtype == torch.float32 for t in held.values()):
+                    _put(module, {n: t.to(torch.float32) for n, t in held.items()}, stack)
+                else:
+                    _put_for_each_call(module, held, buffers, stack)
+            yield
+
+
+class _Buffers:
+    """Memory for one widened matrix after another: new pages cost more than the widening."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def widened(self, stored: torch.Tensor) -> Iterator[torch.Tensor]:
+        """A stored matrix in float32 while the context lasts."""
+        fitting = [b for b in self._free if b.numel() >= stored.numel()]
+        buffer = min(fitting, key=torch.numel) if fitting else torch.empty(stored.numel())
+        self._free = [b for b in self._free if b is not buffer]
+        yield buffer[: stored.numel()].view(stored.shape).copy_(stored)
+        self._free.append(buffer)
+
+
+def _put(module: nn.Module, held: dict[str, torch.Tensor], stack: contextlib.ExitStack) -> None:
+    for name, tensor in held.items():
+        stack.callback(module._parameters.__setitem__, name, module._parameters[name])
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _put_for_each_call(
+    module: nn.Module,
+    held: dict[str, torch.Tensor],
+    buffers: _Buffers,
+    stack: contextlib.ExitStack,
+) -> None:
+    calls: list[contextlib.ExitStack] = []
+
+    def before(*args: object) -> None:
+        calls.append(call := contextlib.ExitStack())
+        _put(module, {n: call.enter_context(buffers.widened(t)) for n, t in held.items()}, call)
+
+    def after(*args: object) -> None:
+        calls.pop().close()
+
+    stack.callback(module.register_forward_pre_hook(before).remove)
+    stack.callback(module.register_forward_hook(after, always_call=True).remove)

@@ -1,0 +1,149 @@
+"""Large matrices stay in the checkpoint, and the model computes as if they were in memory."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from checkpoints import make_config, make_model, make_tokenizer, save
+from specedge.bundle import Bundle, describe
+from specedge.exporter import Progress, checkpoints, export, sources
+
+HIDDEN = 576  # every matrix of a layer is 1 MiB or more in float32
+TOKENS = torch.arange(12)[None]
+
+
+def gemma2():
+    return Gemma2Config(
+        vocab_size=512, hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=1,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=72, max_position_embeddings=64,
+        bos_token_id=0, eos_token_id=0, sliding_window=16,
+    )  # fmt: skip
+
+
+def make(folder, kind, dtype):
+    if kind == "gemma2":
+        config = gemma2()
+    else:
+        tied = kind != "llama"
+        config = make_config(
+            kind, hidden=HIDDEN, heads=8, layers=1, context=64, tied=tied, scale=0.07
+        )
+    return save(make_model(config).to(dtype), make_tokenizer(folder / "tokenizer"), folder / kind)
+
+
+def load(folder):
+    return checkpoints.load(checkpoints.find("target", str(folder), None), Progress())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "gemma2"])
+def test_reading_stored_numbers_gives_the_bits_of_a_model_in_memory(kind, dtype, tmp_path):
+    folder = make(tmp_path, kind, dtype)
+    loaded = load(folder)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad(), loaded.sources.reading(loaded.model):
+        assert torch.equal(loaded.model(TOKENS).logits, whole(TOKENS).logits)
+    assert loaded.dtype == str(dtype).removeprefix("torch.")
+    large = {n for n, p in whole.named_parameters() if p.ndim == 2 and p.nbytes >= 1 << 20}
+    stood_in = {
+        n for n, p in loaded.model.named_parameters() if loaded.sources.behind(p) is not None
+    }
+    assert large == stood_in
+    assert len(large) > 4
+
+
+def test_a_stand_in_that_is_computed_with_shows(tmp_path):
+    loaded = load(make(tmp_path, "llama", torch.bfloat16))
+    with torch.no_grad():
+        assert torch.isnan(loaded.model(TOKENS).logits).all()
+    with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
+        assert torch.isfinite(loaded.model(TOKENS).logits).all()
+        assert torch.isfinite(loaded.model.lm_head.weight).all()
+    assert torch.isnan(loaded.model.lm_head.weight).all()
+
+
+def test_stand_ins_take_no_memory_and_know_their_orientation():
+    known = sources.Sources()
+    stored = torch.randn(600, 600)
+    tensor = known.stand_in(stored)
+    array = tensor.numpy()
+    assert tensor.untyped_storage().nbytes() == 4 * 600
+    assert torch.equal(known.find(array), stored)
+    assert torch.equal(known.find(array.T), stored.T)
+    with pytest.raises(AssertionError):
+        known.find(array[:, :300])
+    small = torch.randn(4, 4)
+    assert torch.equal(known.stand_in(small), small)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def exported(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    target = make(folder, request.param, torch.bfloat16)
+    progress = Progress()
+    bundle = export(target, target, folder / "bundle", progress=progress)
+    assert all("states no licence" in note for note in progress.notes)
+    return target, bundle, progress
+
+
+def test_every_matrix_is_stored_once_with_its_own_bits(exported):
+    target, bundle, _ = exported
+    model = onnx.load(bundle.path("target/decoder.onnx"))
+    stored = {
+        onnx.numpy_helper.to_array(tensor).astype(np.float32).tobytes()
+        for tensor in model.graph.initializer
+    }
+    with safe_open(target / "model.safetensors", "pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            matrix = file.get_tensor(key).float()
+            if matrix.ndim == 2 and matrix.numel() >= 1 << 18:
+                assert {matrix.numpy().tobytes(), matrix.T.numpy().tobytes()} & stored, key
+    size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
+    assert abs(bundle.files["target/weights.bin"].size - size) < 0.1 * size
+
+
+def test_the_weights_hash_that_is_made_while_writing_is_the_files(exported):
+    _, bundle, _ = exported
+    for role in ("target", "draft"):
+        name = f"{role}/weights.bin"
+        assert bundle.files[name] == describe(bundle.path(name))
+    assert Bundle.read(bundle.folder) == bundle
+
+
+def test_an_export_says_where_its_time_went(exported):
+    _, _, progress = exported
+    steps = {"Loading", "Tracing", "Writing", "Running", "Comparing", "Hashing"}
+    assert {step.split()[0] for step in progress.seconds} == steps
+    assert all(took >= 0 for took in progress.seconds.values())
+
+
+def test_mixed_types_lose_no_bit(tmp_path):
+    folder = make(tmp_path, "llama", torch.bfloat16)
+    state = load_file(folder / "model.safetensors")
+    exact, inexact = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    state[exact] = state[exact].float()
+    state[inexact] = 0.05 * torch.randn(state[inexact].shape)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    bundle = export(folder, folder, tmp_path / "bundle")
+    assert bundle.target.weights_dtype == "bfloat16"
+    model = onnx.load(bundle.path("target/decoder.onnx"))
+    kinds = {
+        onnx.numpy_helper.to_array(t).astype(np.float32).tobytes(): t.data_type
+        for t in model.graph.initializer
+    }
+    wanted = {exact: onnx.TensorProto.BFLOAT16, inexact: onnx.TensorProto.FLOAT}
+    for name, kind in wanted.items():
+        assert kinds[state[name].float().T.numpy().tobytes()] == kind
+
+
+def test_an_output_matrix_that_is_stored_twice_is_tied(tmp_path):
+    folder = make(tmp_path, "llama", torch.bfloat16)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    loaded = load(folder)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight
