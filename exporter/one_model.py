@@ -14,14 +14,14 @@ import torch
 from specedge.errors import ExportError
 from specedge.manifest import OPS, Cache, File, Model, Parity
 
-from . import checkpoints, geometry, graphs, licences, parity, tracing, weights
+from . import checkpoints, geometry, graphs, licences, parity, reference, tracing, weights
 from .attention import Layer
 from .checkpoints import Checkpoint, Loaded
 from .geometry import Geometry
-from .parity import Reference
 from .peephole import straighten
 from .playing import Player
 from .progress import Progress
+from .reference import Reference
 from .sources import Sources
 from .swaps import fix_rotary, swapped
 from .weights import Weights
@@ -72,7 +72,7 @@ def export_model(
         part = measured(
             role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress
         )
-        num_parameters = parity.num_parameters(part.model)
+        num_parameters = reference.num_parameters(part.model)
         written, file = write(part, ops)
         references = _references(part)
         sharp = _sharpened(part, references, folder.parent.parent / f"{role}-sharpened")
@@ -156,7 +156,7 @@ def _write_graphs(part: Part, ops: str, stored: Weights) -> None:
         graphs.fill_without_shapes(traced)
         graphs.tidy(traced)
         graphs.widen_biases(traced.graph)
-    size = parity.num_parameters(part.model) * weights.STORED[part.loaded.dtype][0].itemsize
+    size = reference.num_parameters(part.model) * weights.STORED[part.loaded.dtype][0].itemsize
     with part.progress.step(f"Writing the {part.role}", size) as advance:
         stored.attach(traced, advance)
         graphs.write(traced, part.folder, part.lengths, ops)
@@ -173,11 +173,11 @@ def _note_rotary(
 
 
 def _references(part: Part) -> list[Reference]:
-    played = parity.positions_played(part.shape, parity.num_parameters(part.model))
+    played = reference.positions_played(part.shape, reference.num_parameters(part.model))
     total = sum(end - start for start, end in played)
     with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
         sources = part.loaded.sources
-        return parity.references(part.model, sources, part.shape, part.num_tokens, advance)
+        return reference.references(part.model, sources, part.shape, part.num_tokens, advance)
 
 
 def _compare(part: Part, ops: str, references: list[Reference]) -> Parity:
@@ -199,16 +199,16 @@ def _compare(part: Part, ops: str, references: list[Reference]) -> Parity:
 
 def _sharpened(part: Part, references: list[Reference], folder: Path) -> Part | None:
     """The model with larger weights, where an untrained model's say little."""
-    if (found := parity.spread(references[0])) >= parity.SPREAD:
+    if (found := reference.spread(references[0])) >= reference.SPREAD:
         return None
     about = f"{part.role}: its logits have a standard deviation of {found:.2g}, as an untrained"
-    if parity.num_parameters(part.model) > parity.SHARPENED:
+    if reference.num_parameters(part.model) > reference.SHARPENED:
         part.progress.note(
             f"{about} model's; such a comparison says less than one of a trained model"
         )
         return None
     part.progress.note(f"{about} model's; the comparison was repeated with larger weights")
-    model = parity.sharpened(part.model, part.loaded.sources, part.num_tokens)
+    model = reference.sharpened(part.model, part.loaded.sources, part.num_tokens)
     return replace(part, loaded=Loaded(model, "float32", Sources()), folder=folder)
 
 

@@ -20,7 +20,7 @@ from .progress import Advance
 from .quiet import one_line
 from .weights import FILE
 
-WHOLE_BYTES = 200_000_000  # of weights; larger models are played part by part
+WHOLE_BYTES = 100_000_000  # of weights; larger models are played part by part
 NOISE = 4.0
 _OFFSETS = 1000  # where in one stretch of numbers a stretch of noise may begin
 Values = dict[str, np.ndarray]
@@ -135,7 +135,9 @@ class Player:
                 offsets = self._splits["decoder"].write_computed(i, scratch)
                 inputs = self._splits["decoder"].parts[i].inputs
                 caches = {n: shape for n, shape in self._caches.items() if n in inputs}
-                yield _Stage(caches, functools.partial(self._open_part, i, offsets))
+                stage = _Stage(caches, functools.partial(self._open_part, i, offsets))
+                yield stage
+                stage.close()
         finally:
             scratch.unlink(missing_ok=True)
 
@@ -180,6 +182,10 @@ class _Stage:
         self._random = np.random.default_rng(0)
         size = max((cache.size for cache in self.caches.values()), default=0) + _OFFSETS
         self._noise = NOISE * self._random.standard_normal(size, np.float32)
+
+    def close(self) -> None:
+        """Unload the sessions, which map files."""
+        self._sessions.clear()
 
     def order(self, actions: list[Action]) -> list[int]:
         """Without caches passes are independent, and those of one session come together."""

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM
 import specedge
 from architectures import ARCHITECTURES, CONTEXT
 from checkpoints import VOCAB_SIZE, add_noise, make_model, make_tokenizer, save
-from specedge.exporter import Progress, export, one_model, parity
+from specedge.exporter import Progress, export, one_model, parity, reference
 from specedge.exporter.checkpoints import Loaded
 from specedge.exporter.playing import Player
 from specedge.exporter.sources import Sources
@@ -42,7 +42,7 @@ def test_families_with_code_of_their_own_equal_pytorch(name, tmp_path):
     part = one_model.measured("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
     written, _ = one_model.write(part, "auto")
     assert written == ["onnx", "gqa"]
-    references = parity.references(model, Sources(), part.shape, VOCAB_SIZE)
+    references = reference.references(model, Sources(), part.shape, VOCAB_SIZE)
     for ops in written:
         player = Player(tmp_path, part.lengths, part.shape, ops)
         found = parity.measure("target", references, player)

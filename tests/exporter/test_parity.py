@@ -19,6 +19,7 @@ from specedge.exporter import (
     parity,
     parts,
     playing,
+    reference,
     tracing,
 )
 from specedge.exporter.checkpoints import Loaded
@@ -37,7 +38,7 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
 
 
 def measure(model, player):
-    references = parity.references(model, Sources(), player.geometry, 512)
+    references = reference.references(model, Sources(), player.geometry, 512)
     found = parity.measure("target", references, player)
     assert found.differing == []
     return found.parity
@@ -212,10 +213,10 @@ def test_a_fault_at_the_last_position_alone_is_found(tmp_path):
 
 def test_an_untrained_model_is_sharpened_until_its_logits_spread():
     model = model_of("llama", scale=0.02)
-    sharp = parity.sharpened(model, Sources(), 512)
+    sharp = reference.sharpened(model, Sources(), 512)
     tokens = np.arange(16)
-    assert parity.spread(parity.reference(model, tokens)) < 1
-    assert parity.spread(parity.reference(sharp, tokens)) >= 2
+    assert reference.spread(reference.reference(model, tokens)) < 1
+    assert reference.spread(reference.reference(sharp, tokens)) >= 2
 
 
 def test_an_untrained_pair_is_exported_and_compared_with_larger_weights_too(tmp_path):
@@ -230,7 +231,7 @@ def test_an_untrained_pair_is_exported_and_compared_with_larger_weights_too(tmp_
 def test_late_positions_of_a_long_context_are_compared(tmp_path):
     model = make_model(make_config("llama", kv_heads=2, context=1400, layers=1))
     player = traced(model, tmp_path, context=1400)
-    assert parity.positions_played(player.geometry, 1) == [(0, 256), (1352, 1400)]
+    assert reference.positions_played(player.geometry, 1) == [(0, 256), (1352, 1400)]
     found = measure(model, player)
     assert found.num_positions == 304
 
@@ -295,14 +296,14 @@ def test_a_file_with_other_bits_is_found_in_parts_too(tmp_path, in_parts):
     node.attributes["scale"] = ir.AttrFloat32("scale", scale * (1 + 1e-6))
     ir.save(step, tmp_path / "step.onnx")
     player = Player(tmp_path, list(player.lengths.values()), player.geometry)
-    references = parity.references(model, Sources(), player.geometry, 512)
+    references = reference.references(model, Sources(), player.geometry, 512)
     assert parity.measure("target", references, player).differing == ["step"]
 
 
 def test_of_large_models_the_start_and_the_end_are_compared():
     shape = geometry.Geometry(1024, 1032, 512, ())
-    assert parity.positions_played(shape, 50_000_000) == [(0, 1024)]
-    assert parity.positions_played(shape, 1_500_000_000) == [(0, 76), (992, 1024)]
+    assert reference.positions_played(shape, 50_000_000) == [(0, 1024)]
+    assert reference.positions_played(shape, 1_500_000_000) == [(0, 76), (992, 1024)]
 
 
 def test_what_attention_cannot_express_is_refused(tmp_path, monkeypatch):
