@@ -55,35 +55,40 @@ class Sources:
         return self.find(parameter.detach().numpy())
 
     @contextlib.contextmanager
-    def reading(self, model: nn.Module, at_once: bool = False) -> Iterator[None]:
-        """The model computes with the stored numbers, in float32, while the context lasts.
+    def reading(
+        self, model: nn.Module, dtype: torch.dtype = torch.float32, at_once: bool = False
+    ) -> Iterator[None]:
+        """The model computes with the stored numbers, in `dtype`, while the context lasts.
 
-        Those in half precision are widened for one module's call at a time, or all `at_once`.
+        Narrower ones are widened for one module's call at a time, or all `at_once`.
         """
-        buffers = _Buffers()
+        memory = _Memory()
         with contextlib.ExitStack() as stack:
             for module in model.modules():
                 held = {
                     n: t for n, p in module._parameters.items() if (t := self.behind(p)) is not None
                 }
-                if at_once or all(t.dtype == torch.float32 for t in held.values()):
-                    _put(module, {n: t.to(torch.float32) for n, t in held.items()}, stack)
+                if at_once or all(t.dtype == dtype for t in held.values()):
+                    _put(module, {n: t.to(dtype) for n, t in held.items()}, stack)
                 else:
-                    _put_for_each_call(module, held, buffers, stack)
+                    _put_for_each_call(module, held, dtype, memory, stack)
+                if dtype != torch.float32:
+                    _widen_small(module, held, dtype, stack)
             yield
 
 
-class _Buffers:
+class _Memory:
     """Memory for one widened matrix after another: new pages cost more than the widening."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     @contextlib.contextmanager
-    def widened(self, stored: torch.Tensor) -> Iterator[torch.Tensor]:
-        """A stored matrix in float32 while the context lasts."""
+    def widened(self, stored: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """A stored matrix in a wider type while the context lasts."""
         fitting = [b for b in self._free if b.numel() >= stored.numel()]
-        buffer = min(fitting, key=torch.numel) if fitting else torch.empty(stored.numel())
+        new = torch.empty(0 if fitting else stored.numel(), dtype=dtype)
+        buffer = min(fitting, key=torch.numel) if fitting else new
         self._free = [b for b in self._free if b is not buffer]
         yield buffer[: stored.numel()].view(stored.shape).copy_(stored)
         self._free.append(buffer)
@@ -95,17 +100,37 @@ def _put(module: nn.Module, held: dict[str, torch.Tensor], stack: contextlib.Exi
         module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
 
 
+def _widen_small(
+    module: nn.Module,
+    held: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    stack: contextlib.ExitStack,
+) -> None:
+    """What is in the model itself: parameters that are not `held`, and buffers."""
+    _put(
+        module,
+        {n: p.to(dtype) for n, p in module._parameters.items() if p is not None and n not in held},
+        stack,
+    )
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_floating_point():
+            stack.callback(module._buffers.__setitem__, name, buffer)
+            module._buffers[name] = buffer.to(dtype)
+
+
 def _put_for_each_call(
     module: nn.Module,
     held: dict[str, torch.Tensor],
-    buffers: _Buffers,
+    dtype: torch.dtype,
+    memory: _Memory,
     stack: contextlib.ExitStack,
 ) -> None:
     calls: list[contextlib.ExitStack] = []
 
     def before(*args: object) -> None:
         calls.append(call := contextlib.ExitStack())
-        _put(module, {n: call.enter_context(buffers.widened(t)) for n, t in held.items()}, call)
+        wide = {n: call.enter_context(memory.widened(t, dtype)) for n, t in held.items()}
+        _put(module, wide, call)
 
     def after(*args: object) -> None:
         calls.pop().close()

@@ -56,21 +56,18 @@ def swapped(model: nn.Module, context_length: int) -> Iterator[None]:
 
 def _replacement(module: nn.Module) -> nn.Module | None:
     if isinstance(module, Conv1D):
-        return _Linear(module)
+        return _linear(module)
     if not list(module.parameters()) and not list(module.children()):
         return _activation(module)
     return _norm(module)
 
 
-class _Linear(nn.Module):
-    """GPT-2's Conv1D as MatMul and Add; its own addmm would become a Gemm between two Reshapes."""
-
-    def __init__(self, module: Conv1D) -> None:
-        super().__init__()
-        self.weight, self.bias = module.weight, module.bias
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.matmul(x, self.weight) + self.bias
+def _linear(module: Conv1D) -> nn.Linear:
+    """Conv1D is a Linear stored the other way round; as Linear it becomes MatMul and Add."""
+    linear = nn.Linear(module.nx, module.nf, device="meta")
+    linear.weight = nn.Parameter(module.weight.T, requires_grad=False)
+    linear.bias = module.bias
+    return linear
 
 
 def _activation(module: nn.Module) -> nn.Module | None:
