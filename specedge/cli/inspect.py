@@ -48,7 +48,6 @@ def _lines(bundle: Bundle) -> list[str]:
         f"format           {bundle.format}, written by specedge {bundle.specedge_version}",
         f"size             {size / 1e6:.1f} MB in {len(bundle.files)} files",
         f"draft tokens     {bundle.num_draft_tokens}",
-        f"context          {bundle.context_length} tokens",
         f"end tokens       {', '.join(map(str, bundle.end_tokens)) or 'none'}",
         f"chat template    {'yes' if bundle.chat_template else 'no'}",
         f"default sampling {_sampling(bundle.default_sampling)}",
@@ -80,20 +79,25 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
         f"  licence        {licence(bundle, role, model)}",
         f"  architecture   {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
         f" {len(layers)} layers, {layers[0].heads} KV heads of {layers[0].key_size}",
+        f"  context        {model.context_length} tokens",
         f"  vocabulary     {model.vocab_size} tokens, {model.padded_vocab_size} columns",
         f"  weights        {bundle.files[model.weights].size / 1e6:.1f} MB, stored as"
         f" {model.weights_dtype}, computed in {model.dtype}",
         f"  cache          {row * item * cache.capacity / 1e6:.1f} MB for {cache.capacity} rows",
-        "  graphs         " + ", ".join(f"{g.name} ({g.ops})" for g in model.graphs),
-        *(line for ops, parity in model.parity.items() for line in _parity_lines(ops, parity)),
+        *(
+            line
+            for ops, parity in model.parity.items()
+            for line in _graph_lines(model, ops, parity)
+        ),
     ]
 
 
-def _parity_lines(ops: str, parity: Parity) -> list[str]:
+def _graph_lines(model: Model, ops: str, parity: Parity) -> list[str]:
     lengths = ", ".join(map(str, parity.row_independent_lengths)) or "none"
     return [
-        f"  parity {ops:7} logits {parity.logits_error:.1e}, caches {parity.cache_error:.1e}"
+        f"  {ops:14} {', '.join(graph.name for graph in model.graphs if graph.ops == ops)}",
+        f"    parity       logits {parity.logits_error:.1e}, caches {parity.cache_error:.1e}"
         f" (tolerance {parity.tolerance:.0e}), logits' standard deviation"
         f" {parity.logits_std:.1f}, {parity.num_positions} positions",
-        f"  same bits      for passes of {lengths} tokens",
+        f"    same bits    for passes of {lengths} tokens",
     ]
