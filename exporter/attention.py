@@ -18,35 +18,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from specedge.errors import ExportError
 
+from .layers import OTHER, Layer, window_of
+
 OPSET = 24
 # What attention calls carry beside these changes nothing: dropout is off, the mask has the windows.
 _HARMLESS = {"dropout", "sliding_window", "is_causal", "use_cache", "position_ids"}
-_OTHER = -1  # a mask that is neither causal nor a window
 _SAMPLES = 64
-
-
-@dataclass(frozen=True)
-class Layer:
-    """What one attention call does: its window (None: all rows), and what else it takes."""
-
-    window: int | None
-    heads: int
-    kv_heads: int
-    key_size: int
-    value_size: int
-    as_cached: bool  # whether it reads the cache's own keys and values
-
-    def obstacle(self) -> str | None:
-        """Why GroupQueryAttention cannot do this, if it cannot."""
-        if self.window == _OTHER:
-            return "its attention mask is neither causal nor a window"
-        if not self.as_cached:
-            return "its cache holds something other than the keys and values it attends to"
-        if self.key_size != self.value_size:
-            return f"its keys have size {self.key_size}, its values {self.value_size}"
-        if self.key_size % 8:
-            return f"its heads have size {self.key_size}, which is not a multiple of 8"
-        return None
 
 
 @dataclass
@@ -164,7 +141,7 @@ def visible(mask_function: Any, **unused: Any) -> torch.Tensor:
     except Exception as error:
         raise ExportError(f"the model's attention mask cannot be traced: {error}") from error
     if now.ops == "none":
-        now.masks[id(mask)] = (_window(mask[0, 0], queries[0]), mask)
+        now.masks[id(mask)] = (window_of(mask[0, 0], queries[0]), mask)
     return mask
 
 
@@ -311,20 +288,7 @@ def _observed(
 ) -> Layer:
     windows = {window for window, _ in now.masks.values()}
     known = now.masks.get(id(mask))
-    window = known[0] if known else windows.pop() if len(windows) == 1 else _OTHER
+    window = known[0] if known else windows.pop() if len(windows) == 1 else OTHER
     sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
     written = now.written and key is now.written[0] and value is now.written[1]
     return Layer(window, *sizes, as_cached=bool(written))
-
-
-def _window(mask: torch.Tensor, queries: torch.Tensor) -> int | None:
-    """How many rows each query sees, itself included; None for all. [n, S], [n] -> window"""
-    keys = torch.arange(mask.shape[1])
-    widths = mask.sum(1)
-    width = int(widths.max())
-    for window in (None, width):
-        lowest = queries - (window or mask.shape[1])
-        wanted = (keys <= queries[:, None]) & (keys > lowest[:, None])
-        if torch.equal(mask, wanted):
-            return window
-    return _OTHER

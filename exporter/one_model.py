@@ -15,9 +15,9 @@ from specedge.errors import ExportError
 from specedge.manifest import OPS, Cache, File, Model, Parity
 
 from . import checkpoints, geometry, graphs, licences, parity, reference, tracing, weights
-from .attention import Layer
 from .checkpoints import Checkpoint, Loaded
 from .geometry import Geometry
+from .layers import Layer
 from .peephole import straighten
 from .playing import Player
 from .progress import Progress

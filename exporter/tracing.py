@@ -15,9 +15,10 @@ import torch.onnx.ops
 
 from specedge.errors import ExportError, SpecEdgeError
 
-from .attention import OPSET, Layer, Pass, buffers, running
+from .attention import OPSET, Pass, buffers, running
 from .families import registered
 from .geometry import Geometry
+from .layers import Layer
 from .quiet import one_line, quiet
 
 EXAMPLE_LENGTH = 5
