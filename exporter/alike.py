@@ -106,7 +106,7 @@ def _example(ours: Any, theirs: Any) -> str:
 
 def _added_differences(target: Settings, draft: Settings, added: set[int]) -> list[str]:
     """How the added tokens differ, with counts and examples; nothing if they do not."""
-    names = [_names(target), _names(draft)]
+    names, flags = [_names(s) for s in (target, draft)], [_added(s) for s in (target, draft)]
     kinds: dict[str, list[str]] = {}
     for id_ in sorted(added):
         ours, theirs = (n.get(id_) for n in names)
@@ -117,7 +117,7 @@ def _added_differences(target: Settings, draft: Settings, added: set[int]) -> li
         elif ours != theirs:
             example = f"{id_} {ours} in the target's and {theirs} in the draft's"
             kinds.setdefault("with another name", []).append(example)
-        elif _added(target).get(id_) != _added(draft).get(id_):
+        elif flags[0].get(id_) != flags[1].get(id_):
             kinds.setdefault("with other flags", []).append(f"{id_} {ours}")
     if not kinds:
         return []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -57,21 +58,25 @@ class Checkpoint:
 
 def find(role: str, name: str, revision: str | None) -> Checkpoint:
     """Config and tokenizer of a local folder or a hub id, without its weights."""
-    path = Path(name).expanduser()
-    local = path.is_dir()
-    if not local and (path.exists() or _looks_like_a_path(name)):
-        what = "is a file, not a folder" if path.exists() else "does not exist"
+    if not name:
+        raise CheckpointError(f"the {role} has no name; give a checkpoint's folder or a hub id")
+    path = Path(os.path.expanduser(name))
+    local = os.path.isdir(path)
+    if not local and (os.path.exists(path) or _looks_like_a_path(name)):
+        what = "is a file, not a folder" if os.path.exists(path) else "does not exist"
         raise CheckpointError(f"{role} {name} {what}; give a checkpoint's folder or a hub id")
+    if local and revision is not None:
+        raise CheckpointError(f"{role} {name} is a folder, which has no revisions; leave it out")
     remote = None if local else hub.find(role, name, revision)
     folder = path if remote is None else remote.folder
     files = {p.name for p in path.iterdir()} if remote is None else remote.names
     _check_files(role, name, folder, files)
     shown, commit = (name, remote.revision) if remote else (path.resolve().name, None)
     config = _load_config(role, name, folder)
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise CheckpointError(
-            f"{role} {name} is an encoder-decoder ({config.model_type}), whose cross-attention "
-            "specedge cannot export; give a decoder"
+            f"{role} {name} ({config.model_type}) attends to an encoder, and cross-attention "
+            "cannot be exported; give a decoder alone"
         )
     return Checkpoint(
         role=role,

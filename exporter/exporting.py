@@ -58,6 +58,8 @@ def export(
     progress = progress or Progress()
     request = Request(num_draft_tokens, max_length, ops)
     draft, target = os.fspath(draft), os.fspath(target)
+    if output is not None and not os.fspath(output):
+        raise ExportError("--output is empty; name a folder")
     folder = Path(output) if output is not None else store.default_destination(draft, target)
     try:
         with writing.destination(folder) as work:

@@ -1,6 +1,6 @@
 """What a few model families need before they can be traced: the least that each lacks.
 
-Most decoders go through transformers' attention interface. These three keep attention code of
+Most decoders go through transformers' attention interface. Those named below keep attention code of
 their own, which is replaced by a call of ours; experts are picked by gathering their matrices.
 """
 
@@ -28,12 +28,7 @@ def registered(model: torch.nn.Module) -> Iterator[None]:
     ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
     ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, visible)
     ALL_EXPERTS_FUNCTIONS.register(NAME, gathered_experts)
-    undo: list[Callable[[], None]] = []
-    for config in {id(c): c for c in _configs(model)}.values():
-        for field in ("_attn_implementation", "_experts_implementation"):
-            before = getattr(config, field, None)
-            setattr(config, field, NAME)
-            undo.append(lambda c=config, f=field, b=before: setattr(c, f, b))  # type: ignore[misc]
+    undo = [_set(model, f"_{kind}_implementation", NAME) for kind in ("attn", "experts")]
     for module in model.modules():
         if getattr(module, "use_alibi", False):
             undo.append(_whole_alibi(sys.modules[type(module).__module__]))
@@ -48,11 +43,28 @@ def registered(model: torch.nn.Module) -> Iterator[None]:
             step()
 
 
-def _configs(model: torch.nn.Module) -> Iterator[Any]:
-    for module in model.modules():
-        config = getattr(module, "config", None)
-        if hasattr(config, "_attn_implementation"):
-            yield config
+@contextlib.contextmanager
+def eager_experts(model: torch.nn.Module) -> Iterator[None]:
+    """Let experts compute one after another, the one way that they have in every type."""
+    undo = _set(model, "_experts_implementation", "eager")
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _set(model: torch.nn.Module, field: str, value: str) -> Callable[[], None]:
+    """Set a field in all configs of a model; returns what sets it back."""
+    configs = (getattr(module, "config", None) for module in model.modules())
+    before = {id(c): (c, getattr(c, field)) for c in configs if hasattr(c, field)}
+    for config, _ in before.values():
+        setattr(config, field, value)
+
+    def undo() -> None:
+        for config, old in before.values():
+            setattr(config, field, old)
+
+    return undo
 
 
 def _whole_alibi(code: Any) -> Callable[[], None]:

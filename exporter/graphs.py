@@ -208,7 +208,7 @@ def _fixed(model: ir.Model, length: Length) -> ir.Model:
 
 def _fold_offsets(graph: ir.Graph, length: int) -> None:
     """The only thing that depends on T alone: 0, 1 ... T-1, counted along the input."""
-    (count,) = (n for n in graph if n.op_type == "CumSum")
+    count = next(n for n in graph if n.op_type == "CumSum")
     numbers = np.arange(1, length + 1, dtype=np.int64)[None]
     count.outputs[0].replace_all_uses_with(_constant(graph, numbers, "count"))
 

@@ -20,7 +20,9 @@ def stated(folder: Path) -> str | None:
     """The licence that a README's front matter names."""
     facts = front_matter(folder)
     names = facts.get("license_name") or facts.get("license")
-    return ", ".join(map(str, names)) if isinstance(names, list) else names and str(names)
+    if isinstance(names, list):
+        return ", ".join(map(str, names)) or None
+    return str(names) if names else None
 
 
 def front_matter(folder: Path) -> dict[str, Any]:

@@ -132,15 +132,18 @@ def write(part: Part, ops: str) -> tuple[list[str], File]:
 def _each(part: Part, wanted: tuple[str, ...] | list[str], do: Callable[[str], T]) -> dict[str, T]:
     """Do something for each op set; one that cannot be is left out with a note, if any can."""
     done: dict[str, T] = {}
-    refused: list[ExportError] = []
+    refused: dict[str, ExportError] = {}
     for ops in wanted:
         try:
             done[ops] = do(ops)
         except ExportError as error:
-            refused.append(error)
-            part.progress.note(f"{part.role}: no {ops} graphs, because {error}")
+            refused[ops] = error
+    reasons = {ops: str(error).removeprefix(f"{part.role}: ") for ops, error in refused.items()}
     if not done:
-        raise refused[0]
+        ops, first = next(iter(refused.items()))
+        raise type(first)(f"{part.role}: {reasons[ops]}; it cannot be exported in {ops}")
+    for ops, reason in reasons.items():
+        part.progress.note(f"{part.role}: no {ops} graphs, because {reason}")
     return done
 
 
@@ -201,13 +204,11 @@ def _sharpened(part: Part, references: list[Reference], folder: Path) -> Part | 
     """The model with larger weights, where an untrained model's say little."""
     if (found := reference.spread(references[0])) >= reference.SPREAD:
         return None
-    about = f"{part.role}: its logits have a standard deviation of {found:.2g}, as an untrained"
+    about = f"{part.role}: its logits have a standard deviation of {found:.2g}, which hides errors"
     if reference.num_parameters(part.model) > reference.SHARPENED:
-        part.progress.note(
-            f"{about} model's; such a comparison says less than one of a trained model"
-        )
+        part.progress.note(f"{about}; the comparison says less than it would of a trained model")
         return None
-    part.progress.note(f"{about} model's; the comparison was repeated with larger weights")
+    part.progress.note(f"{about}; it is compared with larger weights, too")
     model = reference.sharpened(part.model, part.loaded.sources, part.num_tokens)
     return replace(part, loaded=Loaded(model, "float32", Sources()), folder=folder)
 

@@ -77,7 +77,9 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     if found is None:
         found = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
     values = [] if found is None else found if isinstance(found, list) else [found]
-    return tuple(dict.fromkeys(int(value) for value in values))
+    if bad := [value for value in values if type(value) is not int]:
+        raise ExportError(f"{checkpoint.name}: eos_token_id has {bad[0]!r}, which is no token id")
+    return tuple(dict.fromkeys(values))
 
 
 def default_sampling(target: Checkpoint) -> Sampling:
@@ -97,7 +99,7 @@ def default_sampling(target: Checkpoint) -> Sampling:
             top_p=number("top_p", 1.0),
             min_p=number("min_p", 0.0),
         )
-    except ValueError as error:
+    except (ValueError, OverflowError) as error:
         raise ExportError(f"generation_config.json of {target.name}: {error}") from error
 
 

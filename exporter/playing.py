@@ -88,7 +88,7 @@ class Player:
             self.num_stages = len(first.parts)
         else:
             self.num_stages = 1
-            self._whole = _Stage(self._caches, self._open)
+            self._whole = _Stage(self._caches, lambda name, packed: self._open(name))
 
     def _path(self, name: str) -> Path:
         return self.folder / self.lengths[name].file(self.ops)
@@ -136,12 +136,14 @@ class Player:
                 inputs = self._splits["decoder"].parts[i].inputs
                 caches = {n: shape for n, shape in self._caches.items() if n in inputs}
                 stage = _Stage(caches, functools.partial(self._open_part, i, offsets))
-                yield stage
-                stage.close()
+                try:
+                    yield stage
+                finally:
+                    stage.close()
         finally:
             scratch.unlink(missing_ok=True)
 
-    def _open(self, name: str, packed: bool) -> ort.InferenceSession:
+    def _open(self, name: str) -> ort.InferenceSession:
         return self._load(name, self._path(name), ort.SessionOptions())
 
     def _open_part(
@@ -216,7 +218,7 @@ class _Stage:
             session.run_with_iobinding(binding)
         except Exception as error:
             raise ExportError(
-                f"ONNX Runtime cannot run {action.name}.onnx: {one_line(error)}"
+                f"ONNX Runtime cannot run {action.name}: {one_line(error)}"
             ) from error
         outputs = zip(session.get_outputs(), binding.get_outputs(), strict=True)
         return {value.name: made_.numpy() for value, made_ in outputs if value.name in made}

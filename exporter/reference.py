@@ -15,6 +15,7 @@ import torch
 from transformers import DynamicCache
 from transformers.pytorch_utils import Conv1D
 
+from .families import eager_experts
 from .geometry import Geometry
 from .progress import Advance
 from .quiet import quiet
@@ -73,12 +74,12 @@ def references(
     ways = ((torch.float64, False), (torch.float32, False), (torch.float32, True))
     for dtype, at_once in ways:
         try:
-            with sources.reading(model, dtype, at_once):
+            with eager_experts(model), sources.reading(model, dtype, at_once):
                 found = _references(model, stretches, geometry, num_tokens, dtype, advance)
-        except RuntimeError:  # an operator without this type
-            if at_once:
+        except RuntimeError as error:
+            if dtype == torch.float32 or "double" not in str(error).lower():
                 raise
-            continue
+            continue  # an operator without this type
         # A module that reads another's weights outside its call has read a stand-in.
         if all(np.isfinite(part.logits).all() for part in found):
             break
@@ -127,13 +128,15 @@ def sharpened(model: torch.nn.Module, sources: Sources, num_tokens: int) -> torc
     """
     with sources.reading(model, at_once=True):
         model = copy.deepcopy(model)
+    model.tie_weights()  # type: ignore[operator]
     head: Any = model.get_output_embeddings()  # type: ignore[operator]
     tokens = np.random.default_rng(0).integers(0, num_tokens, 16)
     with torch.no_grad():
         for module in model.modules():
             if isinstance(module, torch.nn.Linear | Conv1D) and module is not head:
                 fan_in = module.weight.shape[isinstance(module, torch.nn.Linear)]
-                module.weight.mul_(max(1.0, float(1 / (module.weight.std() * fan_in**0.5))))
+                if (std := float(module.weight.std())) > 0:
+                    module.weight.mul_(max(1.0, 1 / (std * fan_in**0.5)))
         for _ in range(40):
             if spread(reference(model, tokens)) >= SPREAD:
                 break

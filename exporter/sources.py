@@ -54,6 +54,16 @@ class Sources:
             return None
         return self.find(parameter.detach().numpy())
 
+    def _held(self, module: nn.Module, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        """What is behind a module's stand-ins; and what is large and of another type."""
+        held = {}
+        for name, parameter in module._parameters.items():
+            if (stored := self.behind(parameter)) is not None:
+                held[name] = stored
+            elif parameter is not None and dtype != torch.float32 and parameter.nbytes >= SMALLEST:
+                held[name] = parameter.detach()
+        return held
+
     @contextlib.contextmanager
     def reading(
         self, model: nn.Module, dtype: torch.dtype = torch.float32, at_once: bool = False
@@ -65,9 +75,7 @@ class Sources:
         memory = _Memory()
         with contextlib.ExitStack() as stack:
             for module in model.modules():
-                held = {
-                    n: t for n, p in module._parameters.items() if (t := self.behind(p)) is not None
-                }
+                held = self._held(module, dtype)
                 if at_once or all(t.dtype == dtype for t in held.values()):
                     _put(module, {n: t.to(dtype) for n, t in held.items()}, stack)
                 else:

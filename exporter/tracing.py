@@ -56,8 +56,20 @@ class Traceable(torch.nn.Module):
 def observe(model: torch.nn.Module, geometry: Geometry) -> list[Layer]:
     """What each attention call of the model does, in their order."""
     whole = Traceable(model, geometry.context_length, "none", [])
-    with quiet(), registered(model):
-        whole(*_example(geometry))
+    try:
+        with quiet(), registered(model):
+            whole(*_example(geometry))
+    except SpecEdgeError:
+        raise
+    except Exception as error:
+        raise ExportError(
+            f"its attention does not go through transformers' interface ({one_line(error)})"
+        ) from error
+    if len(whole.layers) < len(geometry.layers):
+        raise ExportError(
+            f"{len(whole.layers)} of its {len(geometry.layers)} layers attend through "
+            "transformers' interface"
+        )
     return whole.layers
 
 

@@ -33,14 +33,7 @@ def render(bundle: Bundle, messages: Sequence[Mapping[str, Any]]) -> str:
     Raises PromptError for messages that the template refuses, BundleError for a broken template.
     """
     name = bundle.target.source.id
-    text, chat = chat_template(bundle), plain_messages(messages)
-    try:
-        template = _compile(text)
-    except jinja2.TemplateError as error:
-        line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise BundleError(
-            f"{name}'s chat template is broken: {_one_line(error)}{line}; {_CURE}"
-        ) from error
+    template, chat = load_template(bundle), plain_messages(messages)
     values = {"messages": chat, "add_generation_prompt": True, "tools": None, "documents": None}
     try:
         return template.render(bundle.special_tokens | values)
@@ -51,6 +44,19 @@ def render(bundle: Bundle, messages: Sequence[Mapping[str, Any]]) -> str:
     except Exception as error:  # a template can fail in any way that code can
         raise PromptError(
             f"{name}'s chat template fails on these messages: {_one_line(error)}"
+        ) from error
+
+
+def load_template(bundle: Bundle) -> jinja2.Template:
+    """The bundle's chat template, ready to render. Raises BundleError if it is broken."""
+    text = chat_template(bundle)
+    try:
+        return _compile(text)
+    except Exception as error:  # what Jinja makes of a template is Python, with Python's errors
+        line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
+        raise BundleError(
+            f"{bundle.target.source.id}'s chat template is broken: {_one_line(error)}{line}; "
+            f"{_CURE}"
         ) from error
 
 
@@ -124,4 +130,5 @@ def _raise(message: object) -> NoReturn:
 
 
 def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
+    text = " ".join(str(error).split())[:300] or type(error).__name__
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)

@@ -10,7 +10,7 @@ import numpy as np
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError
-from specedge.manifest import CURE, Model
+from specedge.manifest import CURE, OPS, Model
 
 from .devices import onnxruntime, open_session, translated_errors
 from .sampling import Floats
@@ -90,6 +90,8 @@ def choose_ops(model: Model, ops: str = "auto") -> str:
     """The op set to run. On the CPU `gqa` is the faster one: it reads no more of the cache than is
     filled. It is left out where `onnx` gives the same bits for more pass lengths.
     """
+    if ops not in ("auto", *OPS):
+        raise ValueError(f"ops must be auto, onnx or gqa, got {ops!r}")
     if ops == "auto":
         held = {name: {*found.row_independent_lengths} for name, found in model.parity.items()}
         return "gqa" if "gqa" in held and held["gqa"] >= held.get("onnx", set()) else "onnx"

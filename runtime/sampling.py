@@ -141,7 +141,7 @@ def draw(logits: Floats, sampling: Sampling, uniform: float) -> tuple[int, Distr
 def argmax(logits: Floats) -> int:
     """The token with the largest logit, the lowest id on ties. [V] -> token"""
     token = int(np.argmax(logits))
-    if np.isnan(logits[token]):
+    if not math.isfinite(logits[token]):
         raise SpecEdgeError(_NOT_A_NUMBER)
     return token
 
@@ -157,8 +157,9 @@ def probabilities(logits: Floats, sampling: Sampling) -> Distribution:
     if not math.isfinite(largest):
         raise SpecEdgeError(_NOT_A_NUMBER)
     ids = _top(logits, sampling.top_k) if 0 < sampling.top_k < len(logits) else None
-    # A temperature too small for the type of the logits still means the largest logit.
-    temperature = max(sampling.temperature, float(np.finfo(logits.dtype).tiny))
+    # A temperature beyond the type of the logits still means the largest logit, or all alike.
+    limits = np.finfo(logits.dtype)
+    temperature = min(max(sampling.temperature, float(limits.tiny)), float(limits.max))
     with np.errstate(over="ignore"):
         weights = (logits if ids is None else logits[ids]) - largest
         weights /= logits.dtype.type(temperature)

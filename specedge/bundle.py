@@ -104,6 +104,8 @@ class Bundle:
         folder = Path(folder)
         try:
             bundle = cls.from_json(_manifest_text(folder)).at(folder)
+        except FormatError as error:
+            raise BundleError(f"{folder / MANIFEST}: {error}") from error
         except (JsonError, UnicodeDecodeError) as error:
             raise BundleError(f"{folder / MANIFEST}: {error}; {CURE}") from error
         for name, file in bundle.files.items():
@@ -117,7 +119,7 @@ class Bundle:
         """The manifest alone, without looking at any file."""
         value = parse(text)
         if isinstance(value, dict) and value.get("format") != FORMAT:
-            raise JsonError(_other_format(value.get("format")))
+            raise FormatError(_other_format(value.get("format")))
         return build(cls, value)
 
     def to_json(self) -> str:
@@ -200,6 +202,10 @@ def _size(folder: Path, path: Path) -> int:
     if not stat.S_ISREG(facts.st_mode):
         raise BundleError(f"{path}: is no file; {CURE}")
     return facts.st_size
+
+
+class FormatError(JsonError):
+    """A manifest of another format; the message says what to do."""
 
 
 def _other_format(found: object) -> str:

@@ -60,6 +60,8 @@ def forget_default() -> None:
 def find(bundle: str | os.PathLike[str] | None = None) -> Path:
     """The folder named, else SPECEDGE_BUNDLE's, else the last exported, else the embedded."""
     if bundle is not None:
+        if not os.fspath(bundle):
+            raise BundleError("the bundle has no name; give a folder made by 'specedge export'")
         return Path(bundle)
     if named := os.environ.get(VARIABLE):
         return Path(named)
@@ -134,8 +136,8 @@ def _replace_text(path: Path, text: str) -> None:
 
 def _slug(name: str) -> str:
     """A model's id or path as a folder's name; two folders never share one."""
-    path = Path(name).expanduser()
-    if path.is_dir():
+    path = Path(os.path.expanduser(name))
+    if os.path.isdir(path):
         where = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()
         name = f"{path.resolve().name}-{where[:8]}"
     return re.sub(r"[^A-Za-z0-9._-]+", "-", name).strip("-.") or "model"

@@ -52,12 +52,6 @@ def test_writing_is_repeatable(folder):
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
-        (
-            ("format",),
-            3,
-            "this specedge reads format 2; use the specedge that",
-        ),
-        (("format",), True, "format"),
         (("surprise",), 1, "key 'surprise' is unknown"),
         (("target", "surprise"), 1, "key 'target.surprise' is unknown"),
         (("target", "cache", "layers"), [], "key 'target.cache'"),
@@ -95,6 +89,17 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
         Bundle.read(folder)
     assert MANIFEST in str(caught.value)
     assert "export the pair again" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("found", "cure"), [(1, "export the pair again"), (3, "use the specedge that wrote it")]
+)
+def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
+    edit(folder, "format", value=found)
+    with pytest.raises(BundleError) as caught:
+        Bundle.read(folder)
+    said = f"format is {found}, this specedge reads format 2; {cure}"
+    assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 
 def test_every_missing_key_is_named(folder):

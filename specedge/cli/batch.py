@@ -26,7 +26,8 @@ def check_output(output: str, prompts: str, overwrite: bool) -> None:
         raise click.UsageError(f"{output} is a folder; name a file for --output")
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise click.UsageError(f"{output} lies in no folder; make that first")
-    if prompts != "-" and os.path.exists(output) and os.path.samefile(output, prompts):
+    both = prompts != "-" and os.path.exists(output) and os.path.exists(prompts)
+    if both and os.path.samefile(output, prompts):
         raise click.UsageError(f"{output} is the file of prompts; name another for --output")
     if os.path.isfile(output) and not overwrite:
         raise click.UsageError(f"{output} exists; name another file, or give --overwrite")
@@ -37,10 +38,10 @@ def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> 
 
     A prompt that cannot be continued gets a line with its error, and the others still run.
     """
-    from specedge.runtime.prompts import chat_template
-
     if any(item.messages for item in items):
-        chat_template(pipeline.bundle)
+        from specedge.runtime.chat import load_template
+
+        load_template(pipeline.bundle)
     done = failed = num_tokens = 0
     try:
         with _open(output, overwrite) as file, _bar(len(items), output) as advance:

@@ -76,7 +76,7 @@ def read_prompt(prompt: str) -> str:
     if sys.stdin is None:
         raise click.UsageError("standard input is closed; give the prompt itself")
     try:
-        return sys.stdin.buffer.read().decode("utf-8")
+        return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
 

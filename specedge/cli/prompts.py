@@ -51,7 +51,8 @@ def read(
     seed = secrets.randbits(32) if request["seed"] is None else request["seed"]
     items: list[Item] = []
     for index, (number, line) in enumerate(lines):
-        defaults = request | {"seed": (seed + index) % 2**64}
+        own = seed + index
+        defaults = request | {"seed": own if own < 2**64 else own - 2**64}
         try:
             facts = _facts(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
             items.append(_item(index, facts, defaults, chat, system))

@@ -36,13 +36,16 @@ def model_of(name):
 
 
 @pytest.mark.parametrize("name", OWN_CODE)
-def test_families_with_code_of_their_own_equal_pytorch(name, tmp_path):
+def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path, monkeypatch):
     model = model_of(name)
     loaded = Loaded(model, "float32", Sources())
     part = one_model.measured("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
     written, _ = one_model.write(part, "auto")
     assert written == ["onnx", "gqa"]
+    types, run = [], reference.reference
+    monkeypatch.setattr(reference, "reference", lambda *args: types.append(args[-1]) or run(*args))
     references = reference.references(model, Sources(), part.shape, VOCAB_SIZE)
+    assert set(types) == {torch.float64}
     for ops in written:
         player = Player(tmp_path, part.lengths, part.shape, ops)
         found = parity.measure("target", references, player)

@@ -85,7 +85,7 @@ def test_an_onnx_export_is_refused_with_the_checkpoint_it_names(
 def test_a_checkpoint_with_onnx_files_beside_its_weights_is_read(checkpoint):
     (checkpoint / "onnx").mkdir()
     (checkpoint / "onnx/model.onnx").write_bytes(b"onnx")
-    assert checkpoints.load(find(checkpoint), Progress())[1] == "float32"
+    assert checkpoints.load(find(checkpoint), Progress()).dtype == "float32"
 
 
 def test_an_onnx_repository_on_the_hub_is_refused_with_the_checkpoint_it_names(
@@ -190,6 +190,26 @@ def test_source_licence_and_type_are_recorded(pairs, checkpoint):
     assert bundle.target.source.licence is None
     assert bundle.target.weights_dtype == "bfloat16"
     assert bundle.end_tokens == (0,)
+
+
+@pytest.mark.parametrize("length", [2, 4, 20])
+def test_contexts_shorter_than_a_pass_and_as_long_as_the_buffers_are_compared(
+    pairs, tmp_path, length
+):
+    target = pairs.checkpoint("gpt2")[1]
+    bundle = export(target, target, tmp_path / "bundle", max_length=length)
+    assert bundle.context_length == length
+    assert list(bundle.target.parity) == ["onnx", "gqa"]
+
+
+def test_a_revision_of_a_folder_is_refused(checkpoint):
+    with pytest.raises(CheckpointError, match="which has no revisions"):
+        find(checkpoint, "main")
+
+
+def test_a_decoder_with_cross_attention_is_refused(checkpoint):
+    edit(checkpoint / "config.json", add_cross_attention=True)
+    assert "cross-attention" in refusal(checkpoint)
 
 
 def test_both_models_may_be_one_folder(pairs, tmp_path):

@@ -17,7 +17,8 @@ import pytest
 import specedge
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, ExportError
-from specedge.exporter import export, remove_leftovers, writing
+from specedge.exporter import export, writing
+from specedge.leftovers import remove_leftovers
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has other signals and mounts")
 COMMAND = (sys.executable, "-m", "specedge", "export")
