@@ -10,6 +10,8 @@ import torch
 from specedge.errors import ExportError, MissingExtraError
 from specedge.manifest import CacheLayer
 
+from .quiet import quiet
+
 ALIGNMENT = 8
 
 
@@ -38,17 +40,22 @@ def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) 
 
     S has room for a padded pass at the end, and for the row that `gqa` writes behind it.
     """
-    with torch.no_grad():
+    with torch.no_grad(), quiet():
         output = model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=True)
     layers = tuple(map(_layer, getattr(getattr(output, "past_key_values", None), "layers", ())))
     if not layers:
-        raise ExportError(
-            f"{_kind(model)} models keep no KV cache (recurrent ones keep a state that cannot be "
-            "rolled back); specedge takes decoders with attention alone"
-        )
+        raise ExportError(no_cache(_kind(model)))
     _check_optimum(model, layers)
     capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
     return Geometry(context_length, capacity, output.logits.shape[-1], layers)
+
+
+def no_cache(kind: str) -> str:
+    """Why a model without a KV cache is refused."""
+    return (
+        f"{kind} models keep no KV cache (recurrent ones keep a state that cannot be rolled back); "
+        "specedge takes decoders with attention alone"
+    )
 
 
 def _layer(layer: Any) -> CacheLayer:

@@ -14,6 +14,7 @@ from specedge.options import Sampling
 
 from . import alike
 from .checkpoints import Checkpoint
+from .geometry import no_cache
 from .progress import Progress
 
 FILE = "tokenizer.json"
@@ -134,6 +135,8 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
     """The positions that a model has, or as many as were asked for."""
     config = checkpoint.config.get_text_config()
     found = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
+    if not found and not hasattr(config, "num_attention_heads"):
+        raise ExportError(no_cache(checkpoint.kind))
     if not found and limit is None:
         raise ExportError(
             f"{checkpoint.name} does not say how long its context is; give --max-length"

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 
-from checkpoints import END
-from specedge.errors import CheckpointError
+from checkpoints import END, save
+from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import checkpoints, export, hub
 from specedge.exporter.progress import Progress
 
@@ -190,6 +190,15 @@ def test_source_licence_and_type_are_recorded(pairs, checkpoint):
     assert bundle.target.source.licence is None
     assert bundle.target.weights_dtype == "bfloat16"
     assert bundle.end_tokens == (0,)
+
+
+@pytest.mark.parametrize("limit", [None, 64])
+def test_a_recurrent_model_is_refused_with_the_reason(pairs, tmp_path, limit):
+    draft = pairs.checkpoint("gpt2")[0]
+    config = MambaConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1)
+    save(MambaForCausalLM(config), find(draft).tokenizer, tmp_path / "mamba")
+    with pytest.raises(ExportError, match="mamba models keep no KV cache"):
+        export(draft, tmp_path / "mamba", tmp_path / "bundle", max_length=limit)
 
 
 @pytest.mark.parametrize("length", [2, 4, 20])
