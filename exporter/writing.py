@@ -39,13 +39,21 @@ def _check(output: Path) -> None:
     """Refuse, before any work, a place where no bundle may be."""
     if output == Path.cwd():
         raise ExportError("--output is the folder you are in; name another one")
-    if output.is_dir() and not (output / MANIFEST).is_file() and any(output.iterdir()):
+    if _holds_something_else(output):
         raise ExportError(f"{output} is not empty and no bundle; name another folder with --output")
     if output.exists() and not output.is_dir():
         raise ExportError(f"{output} is a file; name a folder with --output")
     place = next(p for p in output.parents if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ExportError(f"{place} cannot be written to; name another place with --output")
+
+
+def _holds_something_else(output: Path) -> bool:
+    """Whether a folder has files and is no bundle; another export may rename it meanwhile."""
+    try:
+        return any(output.iterdir()) and not (output / MANIFEST).is_file() and output.is_dir()
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,8 @@ def process(function):
             code = error.code
         except KeyboardInterrupt:
             code = 130
+        except Exception:
+            traceback.print_exc()
         finally:
             os._exit(code)
     try:

@@ -28,7 +28,9 @@ class Made:
     def __init__(self, folder, make):
         progress = Progress()
         self.bundle = export(*make(folder), folder / "bundle", progress=progress)
-        self.notes = [note for note in progress.notes if "last bits" not in note]
+        self.notes = [
+            note for note in progress.notes if "last bits" not in note and "licence" not in note
+        ]
         self.pipeline = specedge.load(self.bundle.folder)
 
 
