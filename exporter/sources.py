@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 SMALLEST = 1 << 20  # bytes in float32; what is smaller is in the model itself
+HUGE = 1 << 26  # numbers; larger matrices are widened some rows at a time
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAN = 0x7FC00000
 
@@ -76,7 +77,9 @@ class Sources:
         with contextlib.ExitStack() as stack:
             for module in model.modules():
                 held = self._held(module, dtype)
-                if at_once or all(t.dtype == dtype for t in held.values()):
+                if not at_once and _is_huge(module, held, dtype):
+                    _compute_in_pieces(module, held["weight"], dtype, stack)
+                elif at_once or all(t.dtype == dtype for t in held.values()):
                     _put(module, {n: t.to(dtype) for n, t in held.items()}, stack)
                 else:
                     _put_for_each_call(module, held, dtype, memory, stack)
@@ -124,6 +127,30 @@ def _widen_small(
         if buffer is not None and buffer.is_floating_point():
             stack.callback(module._buffers.__setitem__, name, buffer)
             module._buffers[name] = buffer.to(dtype)
+
+
+def _is_huge(module: nn.Module, held: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether a module is a vocabulary's matrix, too large to be widened whole."""
+    weight = held.get("weight")
+    simple = type(module) in (nn.Linear, nn.Embedding) and list(held) == ["weight"]
+    return simple and weight is not None and weight.dtype != dtype and weight.numel() > HUGE
+
+
+def _compute_in_pieces(
+    module: nn.Module, weight: torch.Tensor, dtype: torch.dtype, stack: contextlib.ExitStack
+) -> None:
+    """Let a module look up or multiply with a few rows of its matrix at a time. [R, C]"""
+
+    def embedded(input: torch.Tensor) -> torch.Tensor:
+        return weight[input].to(dtype)
+
+    def multiplied(input: torch.Tensor) -> torch.Tensor:
+        rows = weight.split(max(1, HUGE // weight.shape[1] // 8))
+        output = torch.cat([nn.functional.linear(input, part.to(dtype)) for part in rows], -1)
+        return output if module.bias is None else output + module.bias
+
+    module.forward = embedded if type(module) is nn.Embedding else multiplied
+    stack.callback(delattr, module, "forward")
 
 
 def _put_for_each_call(

@@ -56,6 +56,20 @@ def test_reading_stored_numbers_gives_the_bits_of_a_model_in_memory(kind, dtype,
     assert len(large) > 4
 
 
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+def test_a_huge_vocabulary_is_widened_some_rows_at_a_time(kind, tmp_path, monkeypatch):
+    loaded = load(make(tmp_path, kind, torch.bfloat16))
+    results = []
+    for huge in (sources.HUGE, 1 << 17):
+        monkeypatch.setattr(sources, "HUGE", huge)
+        with torch.no_grad(), loaded.sources.reading(loaded.model, torch.float64):
+            results.append(loaded.model(TOKENS).logits)
+    assert results[0].dtype == torch.float64
+    assert torch.isfinite(results[1]).all()
+    assert torch.allclose(results[0], results[1], rtol=1e-12, atol=1e-12)
+    assert "forward" not in vars(loaded.model.get_output_embeddings())
+
+
 def test_a_stand_in_that_is_computed_with_shows(tmp_path):
     loaded = load(make(tmp_path, "llama", torch.bfloat16))
     with torch.no_grad():
