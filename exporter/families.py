@@ -30,7 +30,7 @@ def registered(model: torch.nn.Module) -> Iterator[None]:
     ALL_EXPERTS_FUNCTIONS.register(NAME, gathered_experts)
     undo = [_set(model, f"_{kind}_implementation", NAME) for kind in ("attn", "experts")]
     for module in model.modules():
-        if getattr(module, "use_alibi", False):
+        if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
             undo.append(_whole_alibi(sys.modules[type(module).__module__]))
         for method, replacement in _OWN_ATTENTION.get(type(module).__name__, {}).items():
             setattr(module, method, MethodType(replacement, module))
@@ -68,7 +68,10 @@ def _set(model: torch.nn.Module, field: str, value: str) -> Callable[[], None]:
 
 
 def _whole_alibi(code: Any) -> Callable[[], None]:
-    """Let falcon build its biases for all rows of the cache, not for the new ones alone."""
+    """Let a model build its biases for all rows of the cache, not for the new ones alone.
+
+    Newer versions of bloom do so themselves.
+    """
     build = code.build_alibi_tensor
 
     def whole(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
@@ -89,7 +92,7 @@ def gathered_experts(
     inner = _expert_linear(self, first, hidden_states[:, None], top_k_index)
     inner = self._apply_gate(inner) if self.has_gate else self.act_fn(inner)
     outer = _expert_linear(self, "down_proj", inner, top_k_index)
-    if self.has_post_expert_norm:
+    if getattr(self, "has_post_expert_norm", False):
         outer = self.post_expert_norm(outer)
     return (outer * top_k_weights[..., None]).sum(1)
 
