@@ -180,8 +180,10 @@ def attention(
         attention_mask = torch.where(attention_mask, bias, float("-inf"))
     if s_aux is None:
         output = _fused(query, key, value, attention_mask, scale, softcap)
+    elif softcap:
+        raise ExportError("the model's attention has both sinks and a softcap")
     else:
-        output = _with_sinks(query, key, value, attention_mask, scale, softcap, s_aux)
+        output = _with_sinks(query * scale, key, value, attention_mask, s_aux)
     return output.transpose(1, 2)[:, :-1], None
 
 
@@ -217,14 +219,11 @@ def _with_sinks(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor,
-    scale: float,
-    softcap: float,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention spelled out, because the Attention node knows no sinks."""
-    assert not softcap
+    """Attention of a scaled query spelled out, because the Attention node knows no sinks."""
     batch, heads, _, size = query.shape
-    grouped = (query * scale).reshape(batch, key.shape[1], -1, size)
+    grouped = query.reshape(batch, key.shape[1], -1, size)
     logits = torch.matmul(grouped, key.transpose(2, 3)).reshape(batch, heads, -1, key.shape[2])
     logits = torch.where(mask, logits, float("-inf"))
     sink = query[..., :1] * 0 + sinks.reshape(1, heads, 1, 1)

@@ -164,3 +164,17 @@ def make_pair(
         save(draft.to(dtype), tokenizer, folder / "draft"),
         save(target.to(dtype), tokenizer, folder / "target"),
     )
+
+
+def greedy_tokens(model: torch.nn.Module, prompt: list[int], length: int) -> list[int]:
+    """`length` tokens that transformers' own greedy generate gives after a prompt, no end token."""
+    generated = model.generate(  # type: ignore[operator]
+        torch.tensor([prompt]),
+        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+        do_sample=False,
+        max_new_tokens=length,
+        min_new_tokens=length,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    return generated[0, len(prompt) :].tolist()

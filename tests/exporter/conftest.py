@@ -14,7 +14,7 @@ import torch  # noqa: E402
 from checkpoints import make_pair  # noqa: E402
 from specedge import store  # noqa: E402
 from specedge.bundle import Bundle  # noqa: E402
-from specedge.exporter import Progress, export  # noqa: E402
+from specedge.exporter import Progress, export, parts, playing  # noqa: E402
 
 torch.set_num_threads(2)
 PAIRS = {
@@ -71,3 +71,10 @@ def checkpoint(pairs, tmp_path):
     import shutil
 
     return shutil.copytree(pairs.checkpoint("gpt2")[1], tmp_path / "checkpoint")
+
+
+@pytest.fixture
+def in_parts(monkeypatch):
+    """Small models are played as large ones are."""
+    monkeypatch.setattr(playing, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(parts, "PART_BYTES", 100_000)

@@ -15,7 +15,14 @@ from transformers import AutoModelForCausalLM
 
 import specedge
 from architectures import ARCHITECTURES, CONTEXT
-from checkpoints import VOCAB_SIZE, add_noise, make_model, make_tokenizer, save
+from checkpoints import (
+    VOCAB_SIZE,
+    add_noise,
+    greedy_tokens,
+    make_model,
+    make_tokenizer,
+    save,
+)
 from specedge.exporter import Progress, export, one_model, parity, reference
 from specedge.exporter.checkpoints import Loaded
 from specedge.exporter.playing import Player
@@ -96,15 +103,7 @@ def compare_with_transformers(folder, tokens):
     """Equal, or where the two part with the margin there, which must be as small as rounding."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     fix_rotary(model, CONTEXT)
-    generated = model.generate(
-        torch.tensor([PROMPT]),
-        attention_mask=torch.ones(1, len(PROMPT), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=LENGTH,
-        min_new_tokens=LENGTH,
-        eos_token_id=-1,
-        pad_token_id=0,
-    )[0, len(PROMPT) :].tolist()
+    generated = greedy_tokens(model, PROMPT, LENGTH)
     if generated == tokens:
         return "equal"
     first = next(i for i in range(LENGTH) if generated[i] != tokens[i])

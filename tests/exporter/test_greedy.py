@@ -6,6 +6,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specedge
+from checkpoints import greedy_tokens
 
 PROMPTS = {"embedded": "def read_config(path):"}  # for the others, any tokens
 LENGTH = 200
@@ -46,15 +47,7 @@ def test_tokens_equal_the_greedy_generate_of_transformers(pipeline, name, prompt
     """Where they part, the two best logits must be as close as rounding; each place is listed."""
     tokens = plain(pipeline, prompt).tokens
     model = AutoModelForCausalLM.from_pretrained(pairs.checkpoint(name)[1], dtype=torch.float32)
-    generated = model.generate(
-        torch.tensor([[*prompt]]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        do_sample=False,
-        max_new_tokens=LENGTH,
-        min_new_tokens=LENGTH,
-        eos_token_id=-1,
-        pad_token_id=0,
-    )[0, len(prompt) :].tolist()
+    generated = greedy_tokens(model, [*prompt], LENGTH)
     first = next((i for i in range(LENGTH) if tokens[i] != generated[i]), LENGTH)
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0, len(prompt) - 1 :].numpy()

@@ -1,0 +1,72 @@
+"""Large models are played part by part and compared as whole ones are."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from comparing import measure, model_of, traced
+from specedge.exporter import (
+    geometry,
+    graphs,
+    parity,
+    parts,
+    playing,
+    reference,
+)
+from specedge.exporter.playing import Fill, Pass, Player, Rows
+from specedge.exporter.sources import Sources
+
+
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, in_parts):
+    model = model_of(kind)
+    player = traced(model, tmp_path, ops)
+    assert player.num_stages > 3
+    found = measure(model, player)
+    assert 0 < found.logits_error <= 5e-6
+    assert 0 < found.cache_error <= 5e-6
+    assert found.row_independent_lengths == (1, 2, 3, 5, 9, 64)
+    assert not (tmp_path / parts.SCRATCH).exists()
+
+
+def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts, monkeypatch):
+    bundle = pairs.bundle("bfloat16")
+    model = bundle.target
+    shape = geometry.Geometry(
+        model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
+    )
+    folder, lengths = bundle.folder / "target", graphs.lengths(4, model.context_length)
+    split = Player(folder, lengths, shape)
+    monkeypatch.setattr(playing, "WHOLE_BYTES", 1 << 40)
+    whole = Player(folder, lengths, shape)
+    zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
+    actions = [Fill(zeros.__getitem__), Rows(0, 9)]
+    for name in ("decoder", "verify", "step"):
+        tokens = np.arange(5 if name != "step" else 1)
+        actions.append(Pass(name, tokens, 2, packed=True))
+    actions.append(Rows(0, 9))
+    found, wanted = split.play(actions), whole.play(actions)
+    assert split.num_stages > 3
+    for a, b in zip(found[2:5], wanted[2:5], strict=True):
+        assert np.array_equal(a, b)
+    assert all(map(np.array_equal, found[5], wanted[5]))
+
+
+def test_a_file_with_other_bits_is_found_in_parts_too(tmp_path, in_parts):
+    model = model_of("llama")
+    player = traced(model, tmp_path)
+    step = ir.load(tmp_path / "step.onnx")
+    node = next(n for n in step.graph if n.op_type == "Attention")
+    scale = node.attributes["scale"].as_float()
+    node.attributes["scale"] = ir.AttrFloat32("scale", scale * (1 + 1e-6))
+    ir.save(step, tmp_path / "step.onnx")
+    player = Player(tmp_path, list(player.lengths.values()), player.geometry)
+    references = reference.references(model, Sources(), player.geometry, 512)
+    assert parity.measure("target", references, player).differing == ["step"]
+
+
+def test_of_large_models_the_start_and_the_end_are_compared():
+    shape = geometry.Geometry(1024, 1032, 512, ())
+    assert reference.positions_played(shape, 50_000_000) == [(0, 1024)]
+    assert reference.positions_played(shape, 1_500_000_000) == [(0, 76), (992, 1024)]
