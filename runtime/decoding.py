@@ -9,6 +9,7 @@ from specedge.options import Sampling
 
 from .drafters import Drafter
 from .model import LanguageModel
+from .past import Past
 from .randomness import uniforms
 from .sampling import Floats, verify
 from .stats import Stopwatch
@@ -46,13 +47,13 @@ class SpeculativeDecoder:
         A round consumes 2K + 1 uniforms, whatever it uses of them: K draws, K tests, one for the
         recovered or bonus token. So what was committed never depends on where a request ends.
         """
-        tokens = list(prompt)
-        self._prefill(tokens)
-        end = len(tokens) + max_new_tokens
+        past = Past(prompt)
+        self._prefill(past.tokens)
+        end = len(prompt) + max_new_tokens
         consumed = 0
-        while len(tokens) < end:
+        while (left := end - len(past.tokens)) > 0:
             count = 2 * self.num_draft_tokens + 1
-            yield self._round(tokens, sampling, uniforms(seed, consumed, count), end - len(tokens))
+            yield self._round(past, sampling, uniforms(seed, consumed, count), left)
             consumed += count
 
     def _prefill(self, tokens: list[int]) -> None:
@@ -60,16 +61,16 @@ class SpeculativeDecoder:
         self.drafter.truncate(0)
         self.target.prefill(tokens[:-1])
 
-    def _round(self, tokens: list[int], sampling: Sampling, us: Floats, limit: int) -> Round:
-        """Commit 1 to K + 1 tokens to `tokens`; no more than `limit` are drafted."""
+    def _round(self, past: Past, sampling: Sampling, us: Floats, limit: int) -> Round:
+        """Commit 1 to K + 1 tokens to `past`; no more than `limit` are drafted."""
         k = self.num_draft_tokens
         with self.watch.part("sampling"):
-            draft = self.drafter.propose(tokens, min(k, limit), sampling, us[:k])
-        logits = self.target.forward([tokens[-1], *draft.tokens])
+            draft = self.drafter.propose(past, min(k, limit), sampling, us[:k])
+        logits = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
-            verdict = verify(draft, logits, sampling, us[k : 2 * k], float(us[-1]))
+            verdict = verify(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
         committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
-        tokens += committed
-        self.target.truncate(len(tokens) - 1)
-        self.drafter.truncate(len(tokens) - 1)
+        past.extend(committed)
+        self.target.truncate(len(past.tokens) - 1)
+        self.drafter.truncate(len(past.tokens) - 1)
         return Round(committed, len(draft.tokens), verdict.num_accepted)

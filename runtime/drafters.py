@@ -9,6 +9,7 @@ from typing import Protocol
 from specedge.options import Sampling
 
 from .model import LanguageModel
+from .past import Past
 from .sampling import Distribution, Draft, Floats, draw
 
 STAND_IN = 0
@@ -17,10 +18,8 @@ STAND_IN = 0
 class Drafter(Protocol):
     """Proposes tokens that may follow a text."""
 
-    def propose(
-        self, tokens: Sequence[int], max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Draft:
-        """Guess up to `max_tokens` tokens that follow `tokens`; uniforms [max_tokens or more]."""
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        """Guess up to `max_tokens` tokens that follow `past`; uniforms [max_tokens or more]."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -52,11 +51,10 @@ class DraftModel:
         self.vocab_size = vocab_size
         self._start = 0  # the place in the text of the cache's first token
 
-    def propose(
-        self, tokens: Sequence[int], max_tokens: int, sampling: Sampling, uniforms: Floats
-    ) -> Draft:
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
         if not max_tokens:
             return Draft([])
+        tokens = past.tokens
         if len(tokens) - self._start > self.context_length:
             self._start = len(tokens) - max(1, self.context_length // 2)
             self.model.truncate(0)
@@ -68,7 +66,9 @@ class DraftModel:
         drafted: list[int] = []
         probs: list[Distribution] = []
         for i in range(min(max_tokens, room)):
-            token, distribution = draw(self.model.forward(feed)[-1], sampling, float(uniforms[i]))
+            logits = self.model.forward(feed)[-1]
+            text = past.then(drafted)
+            token, distribution = draw(logits, sampling, text, float(uniforms[i]))
             drafted.append(token)
             if distribution is not None:
                 probs.append(distribution)

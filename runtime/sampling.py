@@ -21,6 +21,8 @@ from numpy.typing import NDArray
 from specedge.errors import SpecEdgeError
 from specedge.options import Sampling
 
+from .past import Past
+
 Floats = NDArray[np.floating[Any]]
 Ids = NDArray[np.intp]
 
@@ -86,7 +88,12 @@ class Verdict:
 
 
 def verify(
-    draft: Draft, target_logits: Floats, sampling: Sampling, tests: Floats, last: float
+    draft: Draft,
+    target_logits: Floats,
+    sampling: Sampling,
+    past: Past,
+    tests: Floats,
+    last: float,
 ) -> Verdict:
     """Accept or reject draft tokens so the output follows the target's distribution exactly.
 
@@ -99,13 +106,14 @@ def verify(
     if sampling.greedy:
         return _verify_greedy(draft.tokens, target_logits)
     for i, token in enumerate(draft.tokens):
-        target = probabilities(target_logits[i], sampling)
+        target = probabilities(target_logits[i], sampling, past.then(draft.tokens[:i]))
         drafted = 1.0 if draft.probs is None else draft.probs[i].of(token)
         if not tests[i] * drafted < target.of(token):
             residual = _residual(target.row(len(target_logits[i])), draft, i)
             return Verdict(i, pick(residual, last) if residual.any() else target.pick(last))
     num_drafted = len(draft.tokens)
-    return Verdict(num_drafted, probabilities(target_logits[num_drafted], sampling).pick(last))
+    target = probabilities(target_logits[num_drafted], sampling, past.then(draft.tokens))
+    return Verdict(num_drafted, target.pick(last))
 
 
 def _verify_greedy(tokens: list[int], target_logits: Floats) -> Verdict:
@@ -130,11 +138,13 @@ def _residual(target: Floats, draft: Draft, i: int) -> Floats:
     return np.maximum(target, 0, out=target)
 
 
-def draw(logits: Floats, sampling: Sampling, uniform: float) -> tuple[int, Distribution | None]:
+def draw(
+    logits: Floats, sampling: Sampling, past: Past, uniform: float
+) -> tuple[int, Distribution | None]:
     """Draw a token from logits, with the distribution it came from, None if certain. [V]"""
     if sampling.greedy:
         return argmax(logits), None
-    law = probabilities(logits, sampling)
+    law = probabilities(logits, sampling, past)
     return law.pick(uniform), law
 
 
@@ -146,7 +156,7 @@ def argmax(logits: Floats) -> int:
     return token
 
 
-def probabilities(logits: Floats, sampling: Sampling) -> Distribution:
+def probabilities(logits: Floats, sampling: Sampling, past: Past) -> Distribution:
     """Turn one row of logits into the distribution to draw from, above temperature 0. [V]
 
     Temperature, top-k, top-p and min-p in the order of transformers; top-k keeps every logit that

@@ -12,6 +12,7 @@ from specedge.options import Sampling
 from specedge.runtime import decoding
 from specedge.runtime.decoding import SpeculativeDecoder
 from specedge.runtime.drafters import DraftModel
+from specedge.runtime.past import Past
 from specedge.runtime.stats import Recorder, Stopwatch
 
 
@@ -63,7 +64,7 @@ def test_sampled_pairs_of_tokens_follow_the_targets_law(sampling):
     )
 
     def row(text):
-        return probabilities(np.log(law(text)), sampling).row(4)
+        return probabilities(np.log(law(text)), sampling, Past(text)).row(4)
 
     statistic, cells = 0.0, 0
     for string in product(range(4), repeat=3):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from specedge.options import Sampling
+from specedge.runtime.past import Past
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.sampling import probabilities
 
@@ -139,7 +140,7 @@ def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
     def row(*tokens):
         pipeline.target.truncate(0)
         logits = pipeline.target.forward([*prompt, *tokens])[-1]
-        return probabilities(logits, sampling).row(len(logits))
+        return probabilities(logits, sampling, Past([0])).row(len(logits))
 
     expected = {}
     for first, p in ((int(t), float(row()[t])) for t in np.flatnonzero(row())):

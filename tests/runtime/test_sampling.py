@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from specedge.errors import SpecEdgeError
 from specedge.options import Sampling
+from specedge.runtime.past import Past
 from specedge.runtime.sampling import (
     Distribution,
     Draft,
@@ -15,6 +16,8 @@ from specedge.runtime.sampling import (
     verify,
 )
 
+NOTHING = Past([0])
+
 
 def logits_of(*probs):
     with np.errstate(divide="ignore"):
@@ -23,7 +26,7 @@ def logits_of(*probs):
 
 def law(logits, sampling):
     """The whole row of probabilities."""
-    return probabilities(logits, sampling).row(len(logits))
+    return probabilities(logits, sampling, NOTHING).row(len(logits))
 
 
 def drafted(*probs):
@@ -32,7 +35,7 @@ def drafted(*probs):
 
 def test_greedy_takes_the_lowest_id_on_ties():
     assert argmax(np.array([1.0, 3.0, 3.0])) == 1
-    assert draw(np.array([1.0, 3.0, 3.0]), Sampling(), 0.9) == (1, None)
+    assert draw(np.array([1.0, 3.0, 3.0]), Sampling(), NOTHING, 0.9) == (1, None)
 
 
 def test_temperature_divides_the_logits():
@@ -132,7 +135,7 @@ def test_looking_at_blocks_first_changes_nothing(size, kind, sampling):
 
 
 def test_a_filtered_row_knows_every_token_and_draws_those_it_kept():
-    filtered = probabilities(logits_of(0.1, 0.4, 0.2, 0.3), Sampling(1.0, top_k=2))
+    filtered = probabilities(logits_of(0.1, 0.4, 0.2, 0.3), Sampling(1.0, top_k=2), NOTHING)
     assert len(filtered.probs) == 2
     assert [filtered.of(token) for token in range(4)] == filtered.row(4).tolist()
     assert filtered.of(1) == pytest.approx(4 / 7)
@@ -168,16 +171,18 @@ def output_law(target, draft, sampling):
     first = np.zeros(len(target))
     grid = (np.arange(3000) + 0.5) / 3000
     rows = np.stack([logits_of(*target)] * 2)
-    guess = probabilities(logits_of(*draft), sampling)
+    guess = probabilities(logits_of(*draft), sampling, NOTHING)
     for x, d in enumerate(guess.row(len(draft))):
         if d == 0:
             continue
         proposal = Draft([x], [guess])
-        accepted = np.array([verify(proposal, rows, sampling, [u], 0.5).num_accepted for u in grid])
+        accepted = np.array(
+            [verify(proposal, rows, sampling, NOTHING, [u], 0.5).num_accepted for u in grid]
+        )
         first[x] += d * accepted.mean()
         if not accepted.all():
             u = grid[~accepted.astype(bool)][0]
-            tokens = [verify(proposal, rows, sampling, [u], v).next_token for v in grid]
+            tokens = [verify(proposal, rows, sampling, NOTHING, [u], v).next_token for v in grid]
             share = np.bincount(tokens, minlength=len(target)) / 3000
             first += d * (1 - accepted.mean()) * share
     return first
@@ -210,7 +215,8 @@ def test_acceptance_rate_is_the_overlap_of_the_two_laws():
     grid = (np.arange(3000) + 0.5) / 3000
     rows = np.stack([logits_of(*TARGET)] * 2)
     rate = sum(
-        d * verify(Draft([x], [drafted(*DRAFT)]), rows, Sampling(1.0), [u], 0.5).num_accepted
+        d
+        * verify(Draft([x], [drafted(*DRAFT)]), rows, Sampling(1.0), NOTHING, [u], 0.5).num_accepted
         for x, d in enumerate(DRAFT)
         for u in grid
     ) / len(grid)
@@ -220,28 +226,30 @@ def test_acceptance_rate_is_the_overlap_of_the_two_laws():
 def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
     rows = np.stack([logits_of(0, 1)] * 2)
     for guess in (drafted(1, 0), drafted(0, 1)):  # drafted with certainty, and never
-        assert verify(Draft([0], [guess]), rows, Sampling(1.0), [0.0], 0.5) == (
-            verify(Draft([0]), rows, Sampling(1.0), [0.0], 0.5)
+        assert verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5) == (
+            verify(Draft([0]), rows, Sampling(1.0), NOTHING, [0.0], 0.5)
         )
-        assert verify(Draft([0], [guess]), rows, Sampling(1.0), [0.0], 0.5).next_token
+        assert verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5).next_token
 
 
 def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
     rows = np.stack([logits_of(0.5, 0.5)] * 2)
     above = drafted(*[0.5 * (1 + 1e-9)] * 2)
-    verdict = verify(Draft([0], [above]), rows, Sampling(1.0), [1 - 1e-12], 0.9)
+    verdict = verify(Draft([0], [above]), rows, Sampling(1.0), NOTHING, [1 - 1e-12], 0.9)
     assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
 
 def test_nothing_after_a_rejection_counts():
     rows = np.stack([logits_of(0, 1), logits_of(1, 0), logits_of(1, 0)])
-    verdict = verify(Draft([0, 0], [drafted(1, 0)] * 2), rows, Sampling(1.0), [0.0, 0.0], 0.5)
+    verdict = verify(
+        Draft([0, 0], [drafted(1, 0)] * 2), rows, Sampling(1.0), NOTHING, [0.0, 0.0], 0.5
+    )
     assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
 
 def test_the_bonus_token_follows_the_last_row_unadjusted():
     rows = np.stack([logits_of(1, 0), logits_of(0, 1)])
-    verdict = verify(Draft([0], [drafted(1, 0)]), rows, Sampling(1.0), [0.9], 0.0)
+    verdict = verify(Draft([0], [drafted(1, 0)]), rows, Sampling(1.0), NOTHING, [0.9], 0.0)
     assert (verdict.num_accepted, verdict.next_token) == (1, 1)
 
 
@@ -251,14 +259,14 @@ def test_greedy_verification_is_the_accept_rule_at_temperature_zero(tokens, seed
     rows = rng.integers(0, 3, (len(tokens) + 1, 4)).astype(float)  # ties on purpose
     choices = [int(np.argmax(row)) for row in rows]
     agreed = next((i for i, t in enumerate(tokens) if t != choices[i]), len(tokens))
-    verdict = verify(Draft(tokens), rows, Sampling(), rng.random(4), 0.5)
+    verdict = verify(Draft(tokens), rows, Sampling(), NOTHING, rng.random(4), 0.5)
     assert (verdict.num_accepted, verdict.next_token) == (agreed, choices[agreed])
 
 
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)])
 def test_logits_that_are_not_numbers_are_an_error(sampling):
     with pytest.raises(SpecEdgeError, match="not numbers"):
-        draw(np.array([0.0, np.nan, 1.0]), sampling, 0.5)
+        draw(np.array([0.0, np.nan, 1.0]), sampling, NOTHING, 0.5)
 
 
 @pytest.mark.parametrize(

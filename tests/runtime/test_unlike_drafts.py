@@ -10,6 +10,7 @@ from fakes import TableModel, hashed_law, quarters
 from specedge.options import Sampling
 from specedge.runtime.decoding import SpeculativeDecoder
 from specedge.runtime.drafters import DraftModel
+from specedge.runtime.past import Past
 from specedge.runtime.stats import Stopwatch, Timed
 
 EVERY_K = pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -113,7 +114,7 @@ def test_a_good_draft_stays_good_when_its_window_slides(k, temperature):
 def test_the_draft_reads_the_last_half_of_its_context_once_that_is_full(length, read):
     text = [i % 5 for i in range(length)]
     draft = TableModel(hashed_law(2, 5), context_length=16)
-    drafter(draft).propose(text, 1, Sampling(), np.zeros(1))
+    drafter(draft).propose(Past(text), 1, Sampling(), np.zeros(1))
     assert draft.rows == text[-read:]
 
 
@@ -151,7 +152,7 @@ def test_only_the_prompts_prefill_counts_as_prefill():
     guesses = DraftModel(draft, context_length=8)
     text = [i % 5 for i in range(5)]
     for length in range(5, 30):
-        guesses.propose(text[:5] + [1] * (length - 5), 1, Sampling(), np.zeros(1))
+        guesses.propose(Past(text[:5] + [1] * (length - 5)), 1, Sampling(), np.zeros(1))
     assert parts.count("prefill") == 1
     assert parts[0] == "prefill"
     assert parts.count("draft") > 25  # a pass each round, and a prefill each slide
