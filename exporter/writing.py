@@ -43,6 +43,8 @@ def _check(output: Path) -> None:
         raise ExportError(f"{output} is not empty and no bundle; name another folder with --output")
     if output.exists() and not output.is_dir():
         raise ExportError(f"{output} is a file; name a folder with --output")
+    if around := next((p for p in output.parents if (p / MANIFEST).is_file()), None):
+        raise ExportError(f"{output} is inside the bundle {around}; name another with --output")
     place = next(p for p in output.parents if p.exists())
     if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
         raise ExportError(f"{place} cannot be written to; name another place with --output")

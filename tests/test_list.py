@@ -97,6 +97,9 @@ def test_a_default_outside_the_list_is_told(tmp_path):
     result = run("list")
     assert result.returncode == 0
     assert "is gone" in result.stderr
+    result = run("list", SPECEDGE_BUNDLE=str(tmp_path / "nothing"))
+    assert result.returncode == 0
+    assert f"no bundle at {tmp_path / 'nothing'}" in result.stderr
 
 
 def test_neither_command_needs_the_export_extra():

@@ -10,6 +10,7 @@ from typing import Any
 
 import click
 
+from specedge.bundle import Bundle
 from specedge.cli import options
 from specedge.errors import BundleError
 from specedge.library import Entry
@@ -30,9 +31,9 @@ def list_(as_json: bool) -> None:
         _print(found)
     if not any(entry.is_default for entry in found):
         try:
-            click.echo(f"used when none is named: {store.find()}", err=True)
+            click.echo(f"used when none is named: {Bundle.read(store.find()).folder}", err=True)
         except BundleError as error:
-            click.echo(f"specedge: {error}", err=True)
+            click.echo(f"specedge: the one used when none is named: {error}", err=True)
 
 
 @click.command()

@@ -113,10 +113,12 @@ def test_places_where_no_bundle_may_be_are_refused_before_any_work(tmp_path):
     (tmp_path / "file").write_text("", "utf-8")
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder/file").write_text("", "utf-8")
+    put(tmp_path / "bundle")
     for name, said in (
         ("file", "is a file"),
         ("folder", "not empty"),
         ("file/below", "written to"),
+        ("bundle/target/below", "inside the bundle"),
     ):
         with pytest.raises(ExportError, match=said):
             export("no-draft", "no-target", tmp_path / name)
