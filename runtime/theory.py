@@ -124,7 +124,7 @@ def round_cost(
     _check_cost("draft_cost", draft_cost)
     _check_cost("host_cost", host_cost)
     verify = _verify_cost(verify_cost, k)
-    return k * draft_cost + verify + host_cost if k else 1.0
+    return _check_cost("the cost of a round", k * draft_cost + verify + host_cost) if k else 1.0
 
 
 def speedup(

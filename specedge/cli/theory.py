@@ -1,0 +1,267 @@
+"""`specedge theory`."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specedge.cli import options
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from specedge.runtime.theory import Costs
+
+_ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
+_LENGTHS = (1, 2, 3, 4, 5, 7, 10)
+_DRAFT_COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
+_TABLE_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))  # of Leviathan et al.
+_SHORTEST = 8  # the table of one's own costs goes to this K at least
+
+
+def _costs(context: click.Context, option: click.Parameter, value: str | None) -> Costs | None:
+    """One cost, or several for K = 0, 1, 2, ... with commas between them."""
+    if value is None:
+        return None
+    try:
+        costs = [float(text) for text in value.split(",")]
+    except ValueError as error:
+        raise click.BadParameter(
+            f"'{value}' must be a number, or numbers with commas between them"
+        ) from error
+    return costs if len(costs) > 1 else costs[0]
+
+
+@click.command()
+@click.option(
+    "--alpha", type=click.FloatRange(0, 1), help="Predict for this acceptance rate, not in general."
+)
+@click.option(
+    "--draft-cost", type=click.FloatRange(0), metavar="C", help="What a draft pass costs."
+)
+@click.option(
+    "--verify-cost",
+    callback=_costs,
+    metavar="V[,V...]",
+    help="What verifying K + 1 tokens costs: one number, or one for each K from 0.  [default: 1]",
+)
+@click.option(
+    "--host-cost",
+    type=click.FloatRange(0),
+    metavar="O",
+    help="What the host adds to a round.  [default: 0]",
+)
+@click.option("--figures", metavar="FOLDER", help="Draw the papers' figures there too.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["svg", "png"]),
+    help="What --figures draws.  [default: svg]",
+)
+@click.option("--overwrite", is_flag=True, help="With --figures, replace figures that exist.")
+@options.as_json
+def theory(
+    alpha: float | None,
+    draft_cost: float | None,
+    verify_cost: Costs | None,
+    host_cost: float | None,
+    figures: str | None,
+    form: str | None,
+    overwrite: bool,
+    as_json: bool,
+) -> None:
+    """Print what speculative decoding should gain; costs are in passes of the target over a token.
+
+    With --alpha and --draft-cost it is about these: `specedge compare` measures both.
+    """
+    from specedge.cli import drawing
+
+    if figures is None and (form or overwrite):
+        raise click.UsageError("--format and --overwrite need --figures")
+    if figures is not None:
+        drawing.check_folder(figures, form or "svg", overwrite)
+    if alpha is not None and draft_cost is not None:
+        with options.usage_errors():
+            facts = _prediction(
+                alpha, draft_cost, 1.0 if verify_cost is None else verify_cost, host_cost or 0.0
+            )
+    elif (alpha, draft_cost, verify_cost, host_cost) != (None,) * 4:
+        raise click.UsageError("a prediction needs both --alpha and --draft-cost")
+    else:
+        facts = _tables()
+    if as_json:
+        with options.usage_errors():  # numbers beyond a float's range are no JSON
+            click.echo(json.dumps(facts, indent=1, allow_nan=False))
+    elif alpha is None:
+        _print_tables(facts)
+    else:
+        _print_prediction(facts)
+    if figures is not None:
+        for path in drawing.draw(figures, form or "svg", overwrite):
+            click.echo(f"drew {path}", err=True)
+
+
+def _tables() -> dict[str, Any]:
+    """The papers' tables, by what is in them; costs are those of a draft pass."""
+    from specedge.runtime.theory import best_k, expected_tokens, expected_tokens_limit, speedup
+    from specedge.runtime.theory import operations_factor as operations
+
+    best = {(a, c): best_k(a, c) for a in _ALPHAS for c in _DRAFT_COSTS}
+    return {
+        "expected_tokens": [
+            {
+                "alpha": alpha,
+                "by_num_draft_tokens": {k: expected_tokens(alpha, k) for k in _LENGTHS},
+                "limit": expected_tokens_limit(alpha),
+            }
+            for alpha in _ALPHAS
+        ],
+        "best_k": [
+            {"alpha": a, "draft_cost": c, "best_k": k, "speedup": speedup(a, k, c)}
+            for (a, c), k in best.items()
+        ],
+        "operations": [
+            {
+                "alpha": a,
+                "num_draft_tokens": k,
+                "operations_factor": operations(a, k),
+                "speedup": speedup(a, k, 0),
+            }
+            for a, k in _TABLE_1
+        ],
+    }
+
+
+def _prediction(
+    alpha: float, draft_cost: float, verify_cost: Costs, host_cost: float
+) -> dict[str, Any]:
+    """What these costs give, at each K."""
+    from specedge.options import MAX_DRAFT_TOKENS
+    from specedge.runtime.theory import best_k, expected_tokens_limit
+
+    costs = (draft_cost, verify_cost, host_cost)
+    best = best_k(alpha, *costs)
+    last = max(best + 2, _SHORTEST) if isinstance(verify_cost, float) else len(verify_cost) - 1
+    lengths = range(min(last, MAX_DRAFT_TOKENS) + 1)
+    limit = expected_tokens_limit(alpha)
+    return {
+        "alpha": alpha,
+        "draft_cost": draft_cost,
+        "verify_cost": verify_cost,
+        "host_cost": host_cost,
+        "best_k": best,
+        "tokens_per_round_limit": limit if math.isfinite(limit) else None,
+        "by_num_draft_tokens": [_at(alpha, k, *costs) for k in lengths],
+    }
+
+
+def _at(alpha: float, k: int, *costs: Any) -> dict[str, Any]:
+    from specedge.runtime.theory import (
+        acceptance_rates,
+        break_even_alpha,
+        expected_tokens,
+        round_cost,
+        speedup,
+    )
+
+    rates = acceptance_rates(alpha, k) if k else None
+    return {
+        "num_draft_tokens": k,
+        "tokens_per_round": expected_tokens(alpha, k),
+        "round_cost": round_cost(k, *costs),
+        "speedup": speedup(alpha, k, *costs),
+        "break_even_alpha": break_even_alpha(k, *costs) if k else None,
+        "accepted_over_drafted": rates and rates.accepted_over_drafted,
+        "tokens_over_rows": rates and rates.tokens_over_rows,
+    }
+
+
+def _print_tables(facts: dict[str, Any]) -> None:
+    _print_table(
+        "Tokens a round, by acceptance rate and K",
+        ["alpha", *(f"K = {k}" for k in _LENGTHS), "any K"],
+        (
+            [
+                f"{row['alpha']:g}",
+                *(f"{tokens:.3f}" for tokens in row["by_num_draft_tokens"].values()),
+                f"< {row['limit']:.2f}",
+            ]
+            for row in facts["expected_tokens"]
+        ),
+    )
+    click.echo()
+    best = {(row["alpha"], row["draft_cost"]): row for row in facts["best_k"]}
+    _print_table(
+        "Best K: its speed-up, by acceptance rate and draft cost c; verifying free",
+        ["alpha", *(f"c = {c:g}" for c in _DRAFT_COSTS)],
+        (
+            [
+                f"{a:g}",
+                *(f"{best[a, c]['best_k']}: {best[a, c]['speedup']:.3f}" for c in _DRAFT_COSTS),
+            ]
+            for a in _ALPHAS
+        ),
+    )
+    click.echo()
+    _print_table(
+        "Speed and arithmetic operations over the target's alone; drafting free",
+        ["alpha", "K", "speed-up", "operations"],
+        (
+            [
+                f"{row['alpha']:g}",
+                str(row["num_draft_tokens"]),
+                f"{row['speedup']:.2f}",
+                f"{row['operations_factor']:.2f}",
+            ]
+            for row in facts["operations"]
+        ),
+    )
+
+
+def _print_prediction(facts: dict[str, Any]) -> None:
+    rows = facts["by_num_draft_tokens"]
+    best = rows[facts["best_k"]]
+    click.echo(f"best K               {facts['best_k']}")
+    click.echo(f"speed-up             {best['speedup']:.2f}")
+    if not facts["best_k"]:
+        click.echo("no K pays: the target alone is as fast, or faster")
+    click.echo()
+    _print_table(
+        "By K; costs in passes of the target over one token",
+        [
+            *("", "K", "tokens a round", "cost of a round", "speed-up"),
+            *("pays from alpha", "accepted / drafted", "tokens / rows"),
+        ],
+        ([_star(row is best), *_cells(row)] for row in rows),
+    )
+
+
+def _star(is_best: bool) -> str:
+    return "*" if is_best else ""
+
+
+def _cells(row: dict[str, Any]) -> Iterable[str]:
+    k = row["num_draft_tokens"]
+    yield str(k)
+    for name in ("tokens_per_round", "round_cost", "speedup"):
+        yield f"{row[name]:.3f}"
+    pays, shares = row["break_even_alpha"], (row["accepted_over_drafted"], row["tokens_over_rows"])
+    yield ("never" if k else "-") if pays is None else f"{pays:.3f}"
+    yield from ("-" if share is None else f"{share:.3f}" for share in shares)
+
+
+def _print_table(title: str, headers: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False)
+    for header in headers:
+        table.add_column(header, justify="right")
+    for row in rows:
+        table.add_row(*row)
+    click.secho(title, bold=True)
+    Console(width=80, highlight=False).print(table)

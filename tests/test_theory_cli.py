@@ -1,0 +1,128 @@
+"""`specedge theory` as a user runs it."""
+
+import json
+
+import pytest
+
+import papers
+from installed import run
+
+COSTS = ["--alpha", 0.8, "--draft-cost", 0.1]
+PENNILESS = ["--draft-cost", 0, "--verify-cost", "1e-320"]
+
+
+def stdout(*arguments):
+    result = run("theory", *arguments)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def rows(text, title):
+    """The cells of a printed table, by its rows."""
+    lines = text.split(title)[1].splitlines()
+    end = lines.index("") if "" in lines[1:] else len(lines)
+    return [line.split() for line in lines[3:end]]
+
+
+def test_the_papers_tables_are_printed():
+    text = stdout()
+    tokens = rows(text, "Tokens a round")
+    for row, (alpha, expected) in zip(tokens, papers.EXPECTED_TOKENS.items(), strict=True):
+        assert row == [
+            f"{alpha:g}",
+            *(f"{e:.3f}" for e in expected[:-1]),
+            "<",
+            f"{expected[-1]:.2f}",
+        ]
+    best = rows(text, "Best K")
+    costs = [i for i, cost in enumerate(papers.COSTS) if cost != 1.8 / 14.1]
+    for row, alpha in zip(best, papers.ALPHAS, strict=True):
+        found = list(zip(row[1::2], map(float, row[2::2]), strict=True))
+        for (k, factor), i in zip(found, costs, strict=True):
+            assert k == f"{papers.BEST_K[alpha][i]}:"
+            assert factor == pytest.approx(papers.BEST_SPEEDUP[alpha][i], abs=6e-4)
+    assert [tuple(map(float, row)) for row in rows(text, "Speed and")] == [
+        (row.alpha, row.k, row.printed[1], row.printed[0]) for row in papers.OPERATIONS
+    ]
+
+
+def test_no_line_is_wider_than_a_terminal():
+    for text in (stdout(), stdout(*COSTS)):
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_json_has_the_tables_too():
+    tables = json.loads(stdout("--json"))
+    assert tables["expected_tokens"][3]["by_num_draft_tokens"]["4"] == pytest.approx(3.3616)
+    assert tables["expected_tokens"][3]["limit"] == pytest.approx(5)
+    assert {"alpha": 0.5, "draft_cost": 0.5, "best_k": 0, "speedup": 1} in tables["best_k"]
+    assert [row["speedup"] for row in tables["operations"]] == pytest.approx(
+        [row.speedup for row in papers.OPERATIONS], abs=1e-6
+    )
+
+
+def test_ones_own_costs_give_the_best_k_and_its_speedup():
+    text = stdout(*COSTS)
+    assert text.startswith("best K               6\nspeed-up             2.47\n")
+    table = rows(text, "By K")
+    assert [row[0] for row in table].index("*") == 1 + 6  # after the second line of its header
+    assert table[1 + 4] == ["4", "3.362", "1.400", "2.401", "0.287", "0.590", "0.672"]
+
+
+def test_verifying_may_have_a_cost_for_each_k():
+    arguments = [*COSTS, "--verify-cost", "1,1.05,1.1,1.3,1.5,1.6", "--host-cost", 0.02]
+    found = json.loads(stdout(*arguments, "--json"))
+    assert found["best_k"] == 2
+    assert found["verify_cost"] == [1, 1.05, 1.1, 1.3, 1.5, 1.6]
+    assert len(found["by_num_draft_tokens"]) == 6
+    at_4 = found["by_num_draft_tokens"][4]
+    assert at_4["round_cost"] == pytest.approx(0.4 + 1.5 + 0.02)
+    assert at_4["speedup"] == pytest.approx(3.3616 / 1.92)
+    assert at_4["accepted_over_drafted"] == pytest.approx(0.5904)
+    assert at_4["tokens_over_rows"] == pytest.approx(0.67232)
+
+
+def test_a_draft_that_cannot_pay_is_told_plainly():
+    text = stdout("--alpha", 0.2, "--draft-cost", 0.3)
+    assert text.startswith("best K               0\n")
+    assert "no K pays" in text
+    text = stdout("--alpha", 0.2, "--draft-cost", 2)
+    assert rows(text, "By K")[2][4] == "never"
+
+
+def test_the_numbers_are_given_up_to_what_the_runtime_drafts():
+    found = json.loads(stdout("--alpha", 1, "--draft-cost", 0, "--json"))
+    assert found["best_k"] == 64
+    assert found["tokens_per_round_limit"] is None
+    assert len(found["by_num_draft_tokens"]) == 65
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--alpha", 0.8], "needs both --alpha and --draft-cost"),
+        (["--draft-cost", 0.1], "needs both --alpha and --draft-cost"),
+        (["--host-cost", 0], "needs both --alpha and --draft-cost"),
+        (["--alpha", 1.5, "--draft-cost", 0.1], "--alpha"),
+        (["--alpha", "nan", "--draft-cost", 0.1], "alpha must be between 0 and 1"),
+        ([*COSTS, "--verify-cost", "1,x"], "--verify-cost"),
+        ([*COSTS, "--verify-cost", ""], "--verify-cost"),
+        ([*COSTS, "--verify-cost", "0"], "verify_cost must be above 0"),
+        ([*COSTS, "--verify-cost", "1.1,1.2"], "begins with that of K = 0, which is 1"),
+        (["--alpha", 0.8, "--draft-cost", "1e308"], "the cost of a round"),
+        (["--alpha", 0.8, *PENNILESS, "--json"], "out of range"),
+        (["--format", "png"], "need --figures"),
+        (["--overwrite"], "need --figures"),
+        (["--figures", ""], "is no folder"),
+        (["--figures", __file__], "is no folder"),
+        (["--figures", "no/such/place"], "lies in no folder"),
+    ],
+)
+def test_bad_input_is_one_clear_line(arguments, message):
+    result = run("theory", *arguments)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
+    assert len(lines) == 1
+    assert message.lower() in lines[0].lower()
+    assert "Traceback" not in result.stderr
