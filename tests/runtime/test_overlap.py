@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
 from specedge.options import Sampling
-from specedge.runtime.laws import (
+from specedge.runtime.overlap import (
     acceptance_probability,
     acceptance_rate,
     lenient_law,
