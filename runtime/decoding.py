@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 from specedge.options import Sampling
 
+from .distribution import Floats
 from .drafters import Drafter
 from .model import LanguageModel
 from .past import Past
 from .randomness import uniforms
-from .sampling import Floats, verify
+from .sampling import verify
 from .stats import Stopwatch
 
 

@@ -6,11 +6,13 @@ import sys
 from collections.abc import Sequence
 from typing import Protocol
 
+from specedge.errors import OptionError
 from specedge.options import Sampling
 
+from .distribution import Distribution, Floats
 from .model import LanguageModel
 from .past import Past
-from .sampling import Distribution, Draft, Floats, draw
+from .sampling import Draft, draw
 
 STAND_IN = 0
 
@@ -68,7 +70,10 @@ class DraftModel:
         for i in range(min(max_tokens, room)):
             logits = self.model.forward(feed)[-1]
             text = past.then(drafted)
-            token, distribution = draw(logits, sampling, text, float(uniforms[i]))
+            try:
+                token, distribution = draw(logits, sampling, text, float(uniforms[i]))
+            except OptionError:  # what the options allow are tokens that the draft does not know
+                break
             drafted.append(token)
             if distribution is not None:
                 probs.append(distribution)

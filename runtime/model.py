@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from .sampling import Floats
+from .distribution import Floats
 
 
 class LanguageModel(Protocol):

@@ -13,7 +13,7 @@ from specedge.errors import BundleError
 from specedge.manifest import CURE, OPS, Model
 
 from .devices import onnxruntime, open_session, translated_errors
-from .sampling import Floats
+from .distribution import Floats
 
 PREFILL_LENGTH = 64
 

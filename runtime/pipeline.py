@@ -6,13 +6,13 @@ import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack
 
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
-from specedge.options import Request, Sampling
+from specedge.options import Options, Request, Sampling
 
 from .decoding import Round, SpeculativeDecoder
 from .drafters import DraftModel
@@ -21,6 +21,7 @@ from .model import LanguageModel
 from .prompts import chat_tokens, prompt_tokens
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
+from .words import sampling_of
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,7 @@ class Pipeline:
         prompt: str | Sequence[int],
         max_new_tokens: int = 128,
         temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        num_draft_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
+        **options: Unpack[Options],
     ) -> Generation:
         """Continue a prompt, text or ids, by `max_new_tokens` tokens or to an end.
 
@@ -80,12 +75,13 @@ class Pipeline:
         `stop` strings, or where the context is full. `num_draft_tokens` defaults to the bundle's;
         0 is plain decoding. Without `seed` a fresh one is taken; `Generation.seed` tells it.
 
-        Raises PromptError, ContextLengthError (before anything runs) or ValueError.
+        The other options are those of `specedge.options.Request`, which says what they mean.
+        `lenience` below 1 gives up the target's law for speed.
+
+        Raises PromptError, ContextLengthError or ValueError before anything runs, and OptionError
+        if the options leave no token to go on with.
         """
-        stream = self.stream(
-            prompt, max_new_tokens, temperature, top_k, top_p, min_p, seed, num_draft_tokens,
-            stop, ignore_eos,
-        )  # fmt: skip
+        stream = self.stream(prompt, max_new_tokens, temperature, **options)
         for _ in stream:
             pass
         return stream.generation
@@ -95,44 +91,50 @@ class Pipeline:
         prompt: str | Sequence[int],
         max_new_tokens: int = 128,
         temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        num_draft_tokens: int | None = None,
-        stop: str | Sequence[str] = (),
-        ignore_eos: bool = False,
+        **options: Unpack[Options],
     ) -> Stream:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
-        request = Request(
-            max_new_tokens, temperature, top_k, top_p, min_p, seed, num_draft_tokens, stop,
-            ignore_eos,
-        )  # fmt: skip
+        request = Request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        sampling = sampling_of(request, self.bundle, self.tokenizer)
         k = request.num_draft_tokens
         stream = Stream(
             self,
             prompt=prompt_tokens(self.bundle, self.tokenizer, prompt),
-            sampling=request.sampling,
+            sampling=sampling,
             seed=secrets.randbits(32) if request.seed is None else request.seed,
             num_draft_tokens=self.bundle.num_draft_tokens if k is None else k,
             max_new_tokens=request.max_new_tokens,
             stops=tuple(request.stop),
-            ends=frozenset(() if ignore_eos else self.bundle.end_tokens),
+            ends=frozenset(sampling.end_tokens),
         )
         self.current = stream
         return stream
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Generation:
+    def chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        **options: Unpack[Options],
+    ) -> Generation:
         """Answer a chat: messages with a "role" and a "content", by the target's own template.
 
         Takes the options of `generate` and raises what it raises; PromptError also where the
         bundle has no template or the template refuses the messages.
         """
-        return self.generate(chat_tokens(self.bundle, self.tokenizer, messages), **options)
+        tokens = chat_tokens(self.bundle, self.tokenizer, messages)
+        return self.generate(tokens, max_new_tokens, temperature, **options)
 
-    def stream_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Stream:
+    def stream_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        **options: Unpack[Options],
+    ) -> Stream:
         """As `chat`, in pieces as `stream` gives them."""
-        return self.stream(chat_tokens(self.bundle, self.tokenizer, messages), **options)
+        tokens = chat_tokens(self.bundle, self.tokenizer, messages)
+        return self.stream(tokens, max_new_tokens, temperature, **options)
 
 
 class Stream:

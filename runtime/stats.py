@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from .distribution import Floats
 from .model import LanguageModel
-from .sampling import Floats
 
 if TYPE_CHECKING:
     from .decoding import Round

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from .errors import BundleError
 from .manifest import CURE, File, Model, check_line
-from .options import MAX_DRAFT_TOKENS, Sampling, whole
+from .options import MAX_DRAFT_TOKENS, Filters, whole
 from .strict_json import LARGEST, JsonError, build, parse, plain
 
 FORMAT = 2
@@ -41,7 +41,7 @@ class Bundle:
     tokenizer: str
     chat_template: str | None
     special_tokens: dict[str, str]
-    default_sampling: Sampling
+    default_sampling: Filters
     target: Model
     draft: Model
     files: dict[str, File]

@@ -19,6 +19,10 @@ class DeviceError(SpecEdgeError):
     """A device, provider or number of threads that cannot be had."""
 
 
+class OptionError(SpecEdgeError, ValueError):
+    """An option that this bundle or this text cannot have, such as a token that does not exist."""
+
+
 class PromptError(SpecEdgeError):
     """A prompt that no model can continue, such as an empty one."""
 

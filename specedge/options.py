@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any, TypedDict
 
 MAX_DRAFT_TOKENS = 64
 MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
+
+Biases = tuple[tuple[int, float], ...]
 
 
 def whole(name: str, value: object, least: int, most: int | None = None) -> int:
@@ -30,9 +34,21 @@ def _check_number(name: str, value: object) -> None:
         raise ValueError(f"{name} must be a number, got {str(value)[:20]!r}") from error
 
 
+def _check_between(name: str, value: float, least: float, most: float) -> None:
+    _check_number(name, value)
+    if not least <= value <= most:
+        raise ValueError(f"{name} must be between {least:g} and {most:g}, got {value}")
+
+
+def _check_share(name: str, value: float) -> None:
+    _check_number(name, value)
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
+
+
 @dataclass(frozen=True)
-class Sampling:
-    """How the next token is drawn: filters in the order of the fields, as in transformers.
+class Filters:
+    """The options that checkpoints and bundles recommend, in the order they are applied.
 
     `temperature` 0 is greedy: the largest logit, the lowest id on ties. `top_k` 0, `top_p` 1 and
     `min_p` 0 are off. `min_p` drops tokens less likely than `min_p` times the likeliest one.
@@ -44,15 +60,12 @@ class Sampling:
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("temperature", "top_p", "min_p"):
-            _check_number(name, getattr(self, name))
+        _check_number("temperature", self.temperature)
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
         whole("top_k", self.top_k, 0)
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, got {self.top_p}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be between 0 and 1, got {self.min_p}")
+        _check_share("top_p", self.top_p)
+        _check_between("min_p", self.min_p, 0, 1)
 
     @property
     def greedy(self) -> bool:
@@ -61,24 +74,112 @@ class Sampling:
 
 
 @dataclass(frozen=True)
-class Request:
+class Rules(Filters):
+    """Everything that shapes the law of the next token.
+
+    `typical_p` (1 is off) keeps the tokens whose surprise is nearest to the expected one, until
+    their probability reaches it.
+
+    Before the filters, logits are edited. `repetition_penalty` divides positive and multiplies
+    negative logits of tokens that are in the prompt or the output; `presence_penalty` is taken
+    from those of tokens in the output, `frequency_penalty` once for each time they are there.
+    `logit_bias` is added by token id. `bad_words`, sequences of token ids (and texts, in a
+    request), are never completed. No end token comes before `min_new_tokens` tokens.
+
+    `lenience` b below 1 accepts a draft token if b u d(x) < t(x): more tokens a round, of another
+    law than the target's.
+    """
+
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Biases = ()
+    bad_words: str | Sequence[str | Sequence[int]] = ()
+    min_new_tokens: int = 0
+    lenience: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _check_share("typical_p", self.typical_p)
+        _check_number("repetition_penalty", self.repetition_penalty)
+        if not 0 < self.repetition_penalty < float("inf"):
+            raise ValueError(
+                f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}"
+            )
+        _check_between("presence_penalty", self.presence_penalty, -2, 2)
+        _check_between("frequency_penalty", self.frequency_penalty, -2, 2)
+        _check_share("lenience", self.lenience)
+        self._set("min_new_tokens", whole("min_new_tokens", self.min_new_tokens, 0))
+        self._set("logit_bias", _biases(self.logit_bias))
+        self._set("bad_words", _bad_words(self.bad_words))
+
+    def _set(self, name: str, value: object) -> None:
+        object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True)
+class Sampling(Rules):
+    """How the next token is drawn: `Rules`, with bad words as token ids alone.
+
+    `end_tokens` are what `min_new_tokens` holds back. As in transformers, a bad word that is one
+    end token does not count.
+    """
+
+    end_tokens: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if text := [word for word in self.bad_words if isinstance(word, str)]:
+            raise ValueError(f"bad_words must be token ids here, got {text[0]!r}")
+        ends = tuple(whole("an end token", token, 0) for token in self.end_tokens)
+        self._set("end_tokens", ends)
+
+    @property
+    def edits(self) -> bool:
+        """Whether logits are edited before they are filtered."""
+        return bool(self.counts or self.logit_bias or self.bad_words or self.min_new_tokens)
+
+    @property
+    def counts(self) -> bool:
+        """Whether the law depends on which tokens are in the text, and how often."""
+        penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
+        return penalties != (1, 0, 0)
+
+    @cached_property
+    def bans(self) -> dict[int | None, list[tuple[int, ...]]]:
+        """Bad words by their last token but one, None for those of one token."""
+        found: dict[int | None, list[tuple[int, ...]]] = {}
+        ends = {(token,) for token in self.end_tokens}
+        for word in self.bad_words:
+            assert isinstance(word, tuple)
+            if word not in ends:
+                found.setdefault(word[-2] if len(word) > 1 else None, []).append(word)
+        return found
+
+
+@dataclass(frozen=True)
+class Request(Rules):
     """What a caller asks for beside the prompt, as `Pipeline.generate` explains it.
 
     A value that cannot be is a ValueError that names it.
     """
 
     max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
     seed: int | None = None
     num_draft_tokens: int | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
+    logprobs: int | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         self._set("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 1))
+        if self.min_new_tokens > self.max_new_tokens:
+            raise ValueError(
+                f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
+                f"{self.max_new_tokens}"
+            )
         if self.seed is not None:
             self._set("seed", whole("seed", self.seed, -(2**64), 2**64))
         if (k := self.num_draft_tokens) is not None:
@@ -86,15 +187,72 @@ class Request:
         self._set("stop", _stop_strings(self.stop))
         if self.ignore_eos not in (True, False):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
-        _ = self.sampling
+        if self.logprobs is not None:
+            self._set("logprobs", whole("logprobs", self.logprobs, 0))
 
-    @property
-    def sampling(self) -> Sampling:
-        """How the next token is drawn."""
-        return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
+    def sampling(
+        self, bad_words: Iterable[Sequence[int]] = (), end_tokens: Iterable[int] = ()
+    ) -> Sampling:
+        """How the next token is drawn, given this request's bad words as token ids."""
+        rules: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Rules)}
+        given = {"bad_words": tuple(bad_words), "end_tokens": tuple(end_tokens)}
+        return Sampling(**rules | given)
 
-    def _set(self, name: str, value: object) -> None:
-        object.__setattr__(self, name, value)
+
+class Options(TypedDict, total=False):
+    """The names and types of `Request`'s fields beside `max_new_tokens` and `temperature`."""
+
+    top_k: int
+    top_p: float
+    min_p: float
+    typical_p: float
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    logit_bias: Mapping[int, float]
+    bad_words: str | Sequence[str | Sequence[int]]
+    min_new_tokens: int
+    lenience: float
+    seed: int | None
+    num_draft_tokens: int | None
+    stop: str | Sequence[str]
+    ignore_eos: bool
+    logprobs: int | None
+
+
+def _biases(bias: Any) -> Biases:
+    try:
+        pairs = bias.items() if isinstance(bias, Mapping) else bias
+        found = [(_biased_token(token), value) for token, value in pairs]
+    except TypeError as error:
+        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}") from error
+    if len(dict(found)) < len(found):
+        raise ValueError("logit_bias names a token twice")
+    for token, value in found:
+        _check_between(f"logit_bias of token {token}", value, -100, 100)
+    return tuple(sorted((token, float(value)) for token, value in found))
+
+
+def _biased_token(token: object) -> int:
+    """A token id, also as the text that JSON makes of a key."""
+    if isinstance(token, str) and token.isascii() and token.isdigit():
+        token = int(token)
+    return whole("a token of logit_bias", token, 0)
+
+
+def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
+    given = (words,) if isinstance(words, str) else words
+    if not isinstance(given, list | tuple):
+        raise ValueError(f"bad_words must be texts or sequences of token ids, got {words!r}")
+    return tuple(dict.fromkeys(_bad_word(word) for word in given))
+
+
+def _bad_word(word: object) -> str | tuple[int, ...]:
+    if not isinstance(word, str | list | tuple):
+        raise ValueError(f"a bad word must be text or a sequence of token ids, got {word!r}")
+    if not word:
+        raise ValueError("a bad word must not be empty")
+    return word if isinstance(word, str) else tuple(whole("a bad word's token", t, 0) for t in word)
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

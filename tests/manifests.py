@@ -6,7 +6,7 @@ from pathlib import Path
 
 from specedge import bundle as b
 from specedge import manifest as m
-from specedge.options import Sampling
+from specedge.options import Filters
 
 SHAPE = m.CacheLayer(heads=2, key_size=4, value_size=4)
 
@@ -50,7 +50,7 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         tokenizer="tokenizer.json",
         chat_template=None,
         special_tokens={"eos_token": "</s>"},
-        default_sampling=Sampling(),
+        default_sampling=Filters(),
         target=make_model("target"),
         draft=make_model("draft"),
         files={name: b.describe(folder / name) for name in files},

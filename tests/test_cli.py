@@ -55,7 +55,10 @@ def test_json_has_the_names_of_the_api(pipeline):
 def test_every_sampling_option_reaches_the_sampler(pipeline):
     options = ["--temperature", 1.1, "--top-k", 20, "--top-p", 0.9, "--min-p", 0.01, "--seed", 7]
     result = run("generate", PROMPT, "-n", 30, "-k", 2, "--ignore-eos", *options)
-    expected = pipeline.generate(PROMPT, 30, 1.1, 20, 0.9, 0.01, 7, 2, ignore_eos=True)
+    expected = pipeline.generate(
+        PROMPT, 30, 1.1, top_k=20, top_p=0.9, min_p=0.01, seed=7, num_draft_tokens=2,
+        ignore_eos=True,
+    )  # fmt: skip
     assert result.stdout == expected.text + "\n"
     assert "seed 7" in result.stderr
 

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from specedge.cli.prompts import Item
-from specedge.errors import PromptError
+from specedge.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Generation, Pipeline
@@ -67,7 +67,7 @@ def _line(pipeline: Pipeline, item: Item) -> dict[str, Any]:
             made = pipeline.chat(item.messages, **item.request)
         else:
             made = pipeline.generate(item.prompt or "", **item.request)
-    except PromptError as error:
+    except (OptionError, PromptError) as error:
         return name | {"error": str(error)}
     return name | _facts(made)
 

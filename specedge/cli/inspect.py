@@ -7,7 +7,7 @@ import click
 from specedge.bundle import Bundle
 from specedge.cli import options
 from specedge.manifest import Model, Parity
-from specedge.options import Sampling
+from specedge.options import Filters
 
 
 @click.command()
@@ -62,7 +62,7 @@ def licence(bundle: Bundle, role: str, model: Model) -> str:
     return ", ".join((model.source.licence or "not stated", *bundle.licence_files(role)))
 
 
-def _sampling(sampling: Sampling) -> str:
+def _sampling(sampling: Filters) -> str:
     if sampling.greedy:
         return "greedy"
     fields = (f"{name.replace('_', '-')} {value:g}" for name, value in vars(sampling).items())

@@ -19,6 +19,8 @@ from specedge.strict_json import JsonError, parse
 
 _OPTIONS = [field.name for field in dataclasses.fields(Request)]
 
+_NULLABLE = ("seed", "num_draft_tokens", "logprobs")  # null is their default
+
 
 @dataclass(frozen=True)
 class Item:
@@ -119,18 +121,23 @@ def _item(
             raise ValueError("prompt must be text")
         if chat:
             messages, prompt = options.messages(prompt, system), None
-    return Item(index, id_, prompt, messages, defaults | dict(_request(facts)))
+    request = defaults | dict(_request(facts))
+    Request(**request)
+    return Item(index, id_, prompt, messages, request)
 
 
 def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The options that a line has, checked."""
+    """The options that a line has, of the right types."""
     given = {name: facts[name] for name in _OPTIONS if name in facts}
     for name, value in given.items():
         if isinstance(value, bool) and name != "ignore_eos":
             raise ValueError(f"{name} must not be {json.dumps(value)}")
-        if value is not None or name not in ("seed", "num_draft_tokens"):  # null is the default
+        if value is not None or name not in (
+            "seed",
+            "num_draft_tokens",
+            "logprobs",
+        ):  # null is the default
             yield name, value
-    Request(**given)
 
 
 def _check_ids(name: str, items: list[Item], numbers: list[int]) -> None:

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from specedge.errors import PairError
 from specedge.exporter import alike, checkpoints, pair
 from specedge.exporter.progress import Progress
-from specedge.options import Sampling
+from specedge.options import Filters
 
 
 def edit(path, change):
@@ -227,10 +227,10 @@ def test_default_sampling_is_the_generation_configs(both):
     def sampling():
         return pair.default_sampling(checkpoints.find("target", str(both[1]), None))
 
-    assert sampling() == Sampling()
+    assert sampling() == Filters()
     change = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
     edit(both[1] / "generation_config.json", lambda value: value.update(change))
-    assert sampling() == Sampling(temperature=0.7, top_k=20, top_p=0.8)
+    assert sampling() == Filters(temperature=0.7, top_k=20, top_p=0.8)
 
 
 def test_a_long_context_is_cut_with_a_note(both):

@@ -6,7 +6,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specedge.options import Sampling
+from specedge.options import Rules, Sampling
 from specedge.runtime.past import Past
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.sampling import probabilities
@@ -131,7 +131,7 @@ def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
     """Chi-square of the joint law of two tokens against the target's rows, rare cells pooled."""
     scipy_stats = pytest.importorskip("scipy.stats")
     prompt, runs = pipeline.tokenizer.encode(PROMPTS[2]).ids, 800
-    options = dataclasses.asdict(sampling)
+    options = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(Rules)}
     counts = {}
     for seed in range(runs):
         one = pipeline.generate(prompt, 2, seed=seed, ignore_eos=True, **options)

@@ -1,0 +1,46 @@
+"""What a request's options mean for one bundle: bad words as its tokens, and its end tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from tokenizers import Tokenizer
+
+from specedge.bundle import Bundle
+from specedge.errors import OptionError
+from specedge.options import Request, Sampling
+
+
+def sampling_of(request: Request, bundle: Bundle, tokenizer: Tokenizer) -> Sampling:
+    """How the bundle draws for a request; OptionError if that names a token it does not have."""
+    words = dict.fromkeys(
+        tokens for word in request.bad_words for tokens in _sequences(tokenizer, word)
+    )
+    ends = () if request.ignore_eos else bundle.end_tokens
+    sampling = request.sampling(words, ends)
+    biased = list(dict(sampling.logit_bias))
+    for name, tokens in (("logit_bias", biased), *(("bad_words", word) for word in words)):
+        if bad := [token for token in tokens if token >= bundle.target.vocab_size]:
+            raise OptionError(
+                f"{name} has token {bad[0]}, {bundle.target.source.id} has 0 to "
+                f"{bundle.target.vocab_size - 1}"
+            )
+    return sampling
+
+
+def _sequences(tokenizer: Tokenizer, word: str | Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """The tokens of a bad word. Text counts with and without a space before it, which are other
+    tokens to most tokenizers; text that begins with white space is taken as it is.
+    """
+    if not isinstance(word, str):
+        yield tuple(word)
+        return
+    for text in (word,) if word[0].isspace() else (word, f" {word}"):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise OptionError(f"a bad word is not valid Unicode text ({error.reason})") from error
+        tokens = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+        if not tokens:
+            raise OptionError(f"the tokenizer makes no token of the bad word {word!r}")
+        yield tokens

@@ -1,0 +1,80 @@
+"""What a request may ask for, and what is refused when the object is built."""
+
+import dataclasses
+import typing
+
+import pytest
+
+from specedge.options import Options, Request, Sampling
+
+
+def test_the_types_of_generate_are_those_of_a_request():
+    fields = {field.name for field in dataclasses.fields(Request)}
+    assert fields == {"max_new_tokens", "temperature", *Options.__annotations__}
+    ours, theirs = typing.get_type_hints(Options), typing.get_type_hints(Request)
+    assert all(ours[name] == theirs[name] for name in ours if name != "logit_bias")
+
+
+def test_options_are_hashable_whatever_they_were_given_as():
+    one = Sampling(logit_bias={7: 1, 3: -2.5}, bad_words=[[1, 2], [5]])
+    two = Sampling(logit_bias=((3, -2.5), (7, 1.0)), bad_words=((1, 2), (5,)))
+    assert one == two
+    assert hash(one) == hash(two)
+    assert Request(logit_bias={"7": 1, 3: -2.5}, bad_words=[[1, 2], (5,)]).sampling(
+        [[1, 2], [5]]
+    ) == Sampling(logit_bias={3: -2.5, 7: 1}, bad_words=[[1, 2], [5]])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"typical_p": 0},
+        {"typical_p": 1.1},
+        {"repetition_penalty": 0},
+        {"repetition_penalty": float("inf")},
+        {"repetition_penalty": "1"},
+        {"presence_penalty": 2.1},
+        {"frequency_penalty": -2.1},
+        {"frequency_penalty": float("nan")},
+        {"lenience": 0},
+        {"lenience": 1.5},
+        {"lenience": None},
+        {"min_new_tokens": -1},
+        {"min_new_tokens": 1.5},
+        {"logit_bias": 5},
+        {"logit_bias": {-1: 1}},
+        {"logit_bias": {"x": 1}},
+        {"logit_bias": {1: 101}},
+        {"logit_bias": {1: "a"}},
+        {"logit_bias": {1: float("-inf")}},
+        {"logit_bias": {1: 2, "1": 3}},
+        {"bad_words": 5},
+    ],
+)
+@pytest.mark.parametrize("kind", [Sampling, Request])
+def test_impossible_options_are_refused_when_built(kind, options):
+    with pytest.raises(ValueError, match=next(iter(options))):
+        kind(**options)
+
+
+@pytest.mark.parametrize("words", [[""], [[]], [5], [[-1]], [["a"]], [b"x"]])
+def test_impossible_bad_words_are_refused_when_built(words):
+    with pytest.raises(ValueError, match="bad word"):
+        Request(bad_words=words)
+
+
+def test_text_is_no_bad_word_where_there_is_no_tokenizer():
+    with pytest.raises(ValueError, match=r"bad_words must be token ids here, got 'x'"):
+        Sampling(bad_words=["x"])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"min_new_tokens": 5, "max_new_tokens": 4}, "min_new_tokens 5 is above max_new_tokens 4"),
+        ({"logprobs": -1}, "logprobs must be at least 0"),
+    ],
+)
+def test_impossible_requests_are_refused_when_built(options, message):
+    with pytest.raises(ValueError, match=message):
+        Request(**options)
