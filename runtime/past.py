@@ -71,7 +71,8 @@ class _Tally:
 
     def read(self, tokens: list[int], num_prompt_tokens: int) -> None:
         for i in range(self._num_read, len(tokens)):
-            self._counts[self._place(tokens[i])] += i >= num_prompt_tokens
+            place = self._place(tokens[i])
+            self._counts[place] += i >= num_prompt_tokens
         self._num_read = len(tokens)
 
     def with_also(self, tokens: Sequence[int]) -> tuple[Ids, Ids]:
