@@ -14,6 +14,7 @@ from specedge.runtime.overlap import (
     rejection_sampling_acceptance,
     total_variation,
 )
+from specedge.runtime.past import Past
 from specedge.runtime.sampling import Distribution, Draft, verify
 
 TARGET, DRAFT = (0.1, 0.6, 0.3), (0.5, 0.3, 0.2)
@@ -78,7 +79,7 @@ def test_the_lenient_law_is_what_the_accept_rule_gives_with_lenient_uniforms():
             draft = Draft([token], [Distribution(np.array(DRAFT))])
             for test in lenience * grid:
                 for last in grid[::5]:
-                    verdict = verify(draft, logits, Sampling(1.0), np.array([test]), last)
+                    verdict = verify(draft, logits, Sampling(1.0), Past([0]), [test], last)
                     first = token if verdict.num_accepted else verdict.next_token
                     out[first] += drafted / (size * len(grid[::5]))
         assert out == pytest.approx(lenient_law(TARGET, DRAFT, lenience), abs=0.02)
