@@ -50,6 +50,7 @@ class Comparison:
                 "text": one.text,
                 "tokens": one.tokens,
                 "finish_reason": one.finish_reason,
+                "lossy": one.lossy,
                 "stats": as_dict(one.stats),
             }
         return fields | {"same_tokens": self.same_tokens}

@@ -9,6 +9,7 @@ from specedge.options import Sampling
 
 from .distribution import Floats
 from .drafters import Drafter
+from .logprobs import TokenLogprobs, of_tokens
 from .model import LanguageModel
 from .past import Past
 from .randomness import uniforms
@@ -18,11 +19,15 @@ from .stats import Stopwatch
 
 @dataclass(frozen=True)
 class Round:
-    """One draft-and-verify pass: the tokens it committed and how the draft fared."""
+    """One draft-and-verify pass: the tokens it committed and how the draft fared.
+
+    `logprobs` are those of the committed tokens, None if they were not asked for.
+    """
 
     tokens: list[int]
     num_drafted: int
     num_accepted: int
+    logprobs: list[TokenLogprobs] | None = None
 
 
 class SpeculativeDecoder:
@@ -41,9 +46,16 @@ class SpeculativeDecoder:
         self.watch = watch
 
     def rounds(
-        self, prompt: Sequence[int], sampling: Sampling, seed: int, max_new_tokens: int
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        max_new_tokens: int,
+        num_logprobs: int | None = None,
     ) -> Generator[Round]:
         """Rounds until at least `max_new_tokens` are committed; the last may overshoot by one.
+
+        Each token has its log-probability and `num_logprobs` others', unless that is None.
 
         A round consumes 2K + 1 uniforms, whatever it uses of them: K draws, K tests, one for the
         recovered or bonus token. So what was committed never depends on where a request ends.
@@ -54,7 +66,8 @@ class SpeculativeDecoder:
         consumed = 0
         while (left := end - len(past.tokens)) > 0:
             count = 2 * self.num_draft_tokens + 1
-            yield self._round(past, sampling, uniforms(seed, consumed, count), left)
+            us = uniforms(seed, consumed, count)
+            yield self._round(past, sampling, us, left, num_logprobs)
             consumed += count
 
     def _prefill(self, tokens: list[int]) -> None:
@@ -62,7 +75,9 @@ class SpeculativeDecoder:
         self.drafter.truncate(0)
         self.target.prefill(tokens[:-1])
 
-    def _round(self, past: Past, sampling: Sampling, us: Floats, limit: int) -> Round:
+    def _round(
+        self, past: Past, sampling: Sampling, us: Floats, limit: int, num_logprobs: int | None
+    ) -> Round:
         """Commit 1 to K + 1 tokens to `past`; no more than `limit` are drafted."""
         k = self.num_draft_tokens
         with self.watch.part("sampling"):
@@ -70,8 +85,9 @@ class SpeculativeDecoder:
         logits = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
             verdict = verify(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
-        committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
+            committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
+            logprobs = of_tokens(logits, committed, num_logprobs)
         past.extend(committed)
         self.target.truncate(len(past.tokens) - 1)
         self.drafter.truncate(len(past.tokens) - 1)
-        return Round(committed, len(draft.tokens), verdict.num_accepted)
+        return Round(committed, len(draft.tokens), verdict.num_accepted, logprobs)

@@ -33,7 +33,7 @@ def probabilities(logits: Floats, sampling: Sampling, past: Past) -> Distributio
     assert not sampling.greedy
     scores = edited(logits, sampling, past)
     largest = _largest(scores, logits)
-    ids = _top(scores, sampling.top_k) if 0 < sampling.top_k < len(scores) else None
+    ids = top(scores, sampling.top_k) if 0 < sampling.top_k < len(scores) else None
     # A temperature beyond the type of the logits still means the largest logit, or all alike.
     limits = np.finfo(scores.dtype)
     temperature = min(max(sampling.temperature, float(limits.tiny)), float(limits.max))
@@ -71,7 +71,7 @@ def _largest(scores: Floats, logits: Floats) -> Any:
     raise SpecEdgeError(_NOT_A_NUMBER)
 
 
-def _top(logits: Floats, k: int) -> Ids:
+def top(logits: Floats, k: int) -> Ids:
     """The tokens whose logits are the k-th largest or above, ascending. [V] -> [k or more]
 
     The k-th largest of the largest in each of 64 rows or more bounds it from below.

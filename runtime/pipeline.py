@@ -17,6 +17,7 @@ from specedge.options import Options, Request, Sampling
 from .decoding import Round, SpeculativeDecoder
 from .drafters import DraftModel
 from .fates import Fate, Marks, Span, fates
+from .logprobs import TokenLogprobs
 from .model import LanguageModel
 from .prompts import chat_tokens, prompt_tokens
 from .stats import Recorder, Stats, Stopwatch, Timed
@@ -32,7 +33,9 @@ class Generation:
     are the new ids, that end token or those of the stop string included. `finish_reason` is
     "length" (`max_new_tokens`), "end" (an end token), "stop" (a stop string), "context" (no room
     left), or "unfinished". `seed` repeats the request. `spans` are `text` by token, with what
-    became of each: accepted, recovered, bonus, or plain.
+    became of each: accepted, recovered, bonus, or plain. `logprobs` has an entry for each of
+    `tokens` if they were asked for. `lossy` names what made the text follow another law than the
+    target's, None where nothing did.
     """
 
     text: str
@@ -43,6 +46,8 @@ class Generation:
     stats: Stats
     rounds: list[Round] = field(repr=False)
     spans: list[Span] = field(repr=False)
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
+    lossy: str | None = None
 
 
 class Pipeline:
@@ -76,7 +81,8 @@ class Pipeline:
         0 is plain decoding. Without `seed` a fresh one is taken; `Generation.seed` tells it.
 
         The other options are those of `specedge.options.Request`, which says what they mean.
-        `lenience` below 1 gives up the target's law for speed.
+        `lenience` below 1 gives up the target's law for speed. `logprobs` asks for the tokens'
+        log-probabilities, and for those of that many likeliest ones.
 
         Raises PromptError, ContextLengthError or ValueError before anything runs, and OptionError
         if the options leave no token to go on with.
@@ -105,6 +111,7 @@ class Pipeline:
             num_draft_tokens=self.bundle.num_draft_tokens if k is None else k,
             max_new_tokens=request.max_new_tokens,
             stops=tuple(request.stop),
+            num_logprobs=request.logprobs,
             ends=frozenset(sampling.end_tokens),
         )
         self.current = stream
@@ -150,6 +157,7 @@ class Stream:
         num_draft_tokens: int,
         max_new_tokens: int,
         stops: tuple[str, ...],
+        num_logprobs: int | None,
         ends: frozenset[int],
     ) -> None:
         self._pipeline = pipeline
@@ -168,11 +176,13 @@ class Stream:
             vocab_size=pipeline.bundle.draft.vocab_size,
         )
         decoder = SpeculativeDecoder(self._target, drafter, num_draft_tokens, self._watch)
-        self._rounds = decoder.rounds(prompt, sampling, seed, self._limit)
+        self._rounds = decoder.rounds(prompt, sampling, seed, self._limit, num_logprobs)
         self._recorder = Recorder(len(prompt), num_draft_tokens, self._watch)
         self._detokenizer = Detokenizer(pipeline.tokenizer, prompt)
         self._stop_strings = StopStrings(stops)
+        self._lossy = sampling.lossy if num_draft_tokens else None
         self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None if num_logprobs is None else []
         self._marks = Marks()
         self._spans: list[list[Span]] = []
         self._past_rounds: list[Round] = []
@@ -227,6 +237,8 @@ class Stream:
             stats,
             list(self._past_rounds),
             spans,
+            None if self._logprobs is None else list(self._logprobs),
+            self._lossy,
         )
 
     def _next_piece(self) -> str | None:
@@ -239,7 +251,10 @@ class Stream:
         piece = "".join(self._take(token, fate) for token, fate in taken)
         if self._finish_reason != "unfinished":
             piece += self._flush()
-        self._recorder.record(round_, len(self._tokens) - before)
+        num_taken = len(self._tokens) - before
+        if self._logprobs is not None:
+            self._logprobs += (round_.logprobs or [])[:num_taken]
+        self._recorder.record(round_, num_taken)
         self._past_rounds.append(round_)
         self._spans.append(self._marks.take(len(piece)))
         return piece

@@ -87,7 +87,7 @@ class Rules(Filters):
     request), are never completed. No end token comes before `min_new_tokens` tokens.
 
     `lenience` b below 1 accepts a draft token if b u d(x) < t(x): more tokens a round, of another
-    law than the target's.
+    law than the target's. At temperature 0 it changes nothing.
     """
 
     typical_p: float = 1.0
@@ -113,6 +113,11 @@ class Rules(Filters):
         self._set("min_new_tokens", whole("min_new_tokens", self.min_new_tokens, 0))
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("bad_words", _bad_words(self.bad_words))
+
+    @property
+    def lossy(self) -> str | None:
+        """What makes drafting change the law of the text, None if nothing does."""
+        return f"lenience {self.lenience:g}" if self.lenience < 1 and not self.greedy else None
 
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)

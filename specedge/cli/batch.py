@@ -77,14 +77,18 @@ def _facts(made: Generation) -> dict[str, Any]:
     from specedge.runtime.stats import as_dict
 
     counts = {name: value for name, value in as_dict(made.stats).items() if "seconds" not in name}
-    return {
+    facts = {
         "text": made.text,
         "tokens": made.tokens,
         "finish_reason": made.finish_reason,
         "seed": made.seed,
         "num_draft_tokens": made.num_draft_tokens,
+        "lossy": made.lossy,
         "stats": counts,
     }
+    if made.logprobs is not None:
+        facts["logprobs"] = [vars(one) for one in made.logprobs]
+    return facts
 
 
 @contextlib.contextmanager

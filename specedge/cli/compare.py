@@ -81,6 +81,8 @@ def _figures(result: Comparison) -> list[str]:
         ]
     if result.greedy:
         lines.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
+    elif lossy := result.speculative.lossy:
+        lines.append(f"lossy ({lossy}): speculative decoding follows another law than plain")
     else:
         lines.append("above temperature 0 both follow one law, but need not draw the same tokens")
     return lines

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 @click.argument("prompt", required=False)
 @options.bundle
 @options.request
+@options.logprobs
 @click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
 @click.option("--trace", "traced", is_flag=True, help="Mark what became of each token.")
@@ -60,6 +61,8 @@ def generate(
             raise click.UsageError("--trace and --json are for one PROMPT")
         _many(prompts, form, chat, system, output or "-", overwrite, models, request)
     elif prompt is not None:
+        if request["logprobs"] is not None and not as_json:
+            raise click.UsageError("--logprobs needs --json or --prompts")
         _one(prompt, chat, system, traced, as_json, models, request)
 
 
@@ -112,7 +115,9 @@ def _print(stream: Stream, traced: bool, as_json: bool) -> None:
     """Print pieces as they come; also on Ctrl-C, what there is ends with a new line."""
     colours = trace.coloured()
     if traced and not as_json:
-        click.echo(trace.legend(stream.generation.num_draft_tokens, colours), err=True)
+        started = stream.generation
+        legend = trace.legend(started.num_draft_tokens, colours)
+        click.echo(legend + (f"; lossy ({started.lossy})" if started.lossy else ""), err=True)
     try:
         for piece in stream.traced():
             if traced and not as_json:
@@ -129,6 +134,8 @@ def _as_json(generation: Generation, traced: bool) -> str:
     hidden = {"rounds"} if traced else {"rounds", "spans"}
     fields = {name: value for name, value in vars(generation).items() if name not in hidden}
     fields["stats"] = as_dict(generation.stats)
+    if generation.logprobs is not None:
+        fields["logprobs"] = [vars(one) for one in generation.logprobs]
     if traced:
         fields["spans"] = [vars(span) for span in generation.spans]
     return json.dumps(fields, ensure_ascii=False, indent=1)
@@ -145,6 +152,8 @@ def _summary(generation: Generation, sampled: bool) -> str:
         parts.append(f"{stats.tokens_per_round:.2f} tokens a round")
     if stats.accepted_over_tested is not None:
         parts.append(f"{stats.accepted_over_tested:.0%} of tested draft tokens accepted")
+    if generation.lossy:
+        parts.append(f"lossy ({generation.lossy})")
     if sampled:
         parts.append(f"seed {generation.seed}")
     return ", ".join(parts)

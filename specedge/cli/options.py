@@ -32,6 +32,28 @@ ops = click.option(
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with the API's names.")
 
+logprobs = click.option(
+    "--logprobs", type=click.IntRange(0), metavar="N",
+    help="With --json or --prompts, give the tokens' log-probabilities and the N likeliest.",
+)  # fmt: skip
+
+
+def _biases(
+    context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float]:
+    found: dict[int, float] = {}
+    for value in values:
+        token, _, bias = value.partition("=")
+        try:
+            number = int(token)
+            if number in found:
+                raise click.BadParameter(f"token {number} is given twice")
+            found[number] = float(bias)
+        except ValueError as error:
+            raise click.BadParameter(f"{value!r} is not ID=BIAS, such as 42=-1.5") from error
+    return found
+
+
 _REQUEST = (
     click.option(
         "-n", "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True,
@@ -51,6 +73,38 @@ _REQUEST = (
     click.option(
         "--min-p", type=click.FloatRange(0, 1), default=0.0,
         help="Drop tokens less likely than this share of the likeliest.",
+    ),
+    click.option(
+        "--typical-p", type=click.FloatRange(0, 1, min_open=True), default=1.0,
+        help="Draw from the tokens of the most expected surprise whose probability reaches this.",
+    ),
+    click.option(
+        "--repetition-penalty", type=click.FloatRange(0, min_open=True), default=1.0,
+        help="Make tokens of the prompt and the output less likely, by division.",
+    ),
+    click.option(
+        "--presence-penalty", type=click.FloatRange(-2, 2), default=0.0,
+        help="Take this from the logits of tokens that are in the output.",
+    ),
+    click.option(
+        "--frequency-penalty", type=click.FloatRange(-2, 2), default=0.0,
+        help="Take this from a token's logit for each time it is in the output.",
+    ),
+    click.option(
+        "--logit-bias", multiple=True, metavar="ID=BIAS", callback=_biases,
+        help="Add this to a token's logit; may be given repeatedly.",
+    ),
+    click.option(
+        "--bad-word", "bad_words", multiple=True, metavar="TEXT",
+        help="Never write this, nor after a space; may be given repeatedly.",
+    ),
+    click.option(
+        "--min-new-tokens", type=click.IntRange(0), default=0,
+        help="Let no end token come before so many tokens.",
+    ),
+    click.option(
+        "--lenience", type=click.FloatRange(0, 1, min_open=True), default=1.0,
+        help="Below 1, accept more draft tokens, and give up the target's law: lossy.",
     ),
     click.option("--seed", type=int, help="Repeat an earlier run. [default: a fresh seed]"),
     click.option(

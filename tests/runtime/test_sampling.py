@@ -204,6 +204,32 @@ def test_a_draft_that_knows_fewer_tokens_leaves_the_targets_law(target, draft, s
     np.testing.assert_allclose(output_law(target, draft, sampling), expected, atol=6e-4)
 
 
+@pytest.mark.parametrize(
+    ("lenience", "expected"),
+    [
+        (1.0, (0.1, 0.6, 0.3)),
+        (0.5, (0.2, 0.525, 0.275)),
+        (0.3, (1 / 3, 0.425, 0.725 / 3)),
+        (0.1, DRAFT),
+    ],
+)
+def test_lenience_has_exactly_the_law_of_the_papers_appendix(lenience, expected):
+    """min(d, t/b) + (1 - sum min(d, t/b)) / (1 - sum min(d, t)) max(0, t - d)."""
+    found = output_law(TARGET, DRAFT, Sampling(1.0, lenience=lenience))
+    np.testing.assert_allclose(found, expected, atol=4e-4)
+
+
+def test_lenience_1_changes_no_bit_and_at_temperature_0_none_does():
+    rows = np.stack([logits_of(*TARGET)] * 2)
+    guess = Draft([0], [drafted(*DRAFT)])
+    for u in np.random.default_rng(0).random(200):
+        lenient = verify(guess, rows, Sampling(1.0, lenience=1.0), NOTHING, [u], u)
+        assert lenient == verify(guess, rows, Sampling(1.0), NOTHING, [u], u)
+    for token in range(3):
+        lenient = verify(Draft([token]), rows, Sampling(lenience=0.01), NOTHING, [0.0], 0.0)
+        assert lenient == verify(Draft([token]), rows, Sampling(), NOTHING, [0.0], 0.0)
+
+
 def test_acceptance_rate_is_the_overlap_of_the_two_laws():
     grid = (np.arange(3000) + 0.5) / 3000
     rows = np.stack([logits_of(*TARGET)] * 2)

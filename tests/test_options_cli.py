@@ -1,0 +1,112 @@
+"""The options that shape the law, as a user gives them, and what the output says of them."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+PROMPT = "def read_config(path):"
+FLAGS = [
+    *("--typical-p", 0.9, "--repetition-penalty", 1.2, "--presence-penalty", 0.3),
+    *("--frequency-penalty", -0.1, "--logit-bias", "7=2.5", "--logit-bias", "9=-100"),
+    *("--bad-word", "self", "--bad-word", "\n", "--min-new-tokens", 5, "--lenience", 0.5),
+]
+OPTIONS = {
+    "typical_p": 0.9,
+    "repetition_penalty": 1.2,
+    "presence_penalty": 0.3,
+    "frequency_penalty": -0.1,
+    "logit_bias": {7: 2.5, 9: -100},
+    "bad_words": ["self", "\n"],
+    "min_new_tokens": 5,
+    "lenience": 0.5,
+}
+
+
+def run(*arguments, stdin=None):
+    command = [sys.executable, "-m", "specedge", *map(str, arguments)]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
+
+
+def test_every_option_reaches_the_sampler_by_flag_and_by_line(pipeline):
+    made = pipeline.generate(PROMPT, 30, 0.9, seed=3, logprobs=2, **OPTIONS)
+    common = ["--temperature", 0.9, "--seed", 3, "-n", 30, "--logprobs", 2]
+    by_flag = json.loads(run("generate", PROMPT, *common, *FLAGS, "--json").stdout)
+    line = json.dumps({"prompt": PROMPT, **OPTIONS})
+    jsonl = ["generate", "--prompts", "-", "--format", "jsonl"]
+    by_line = json.loads(run(*jsonl, *common, stdin=line).stdout)
+    for found in (by_flag, by_line):
+        assert found["tokens"] == made.tokens
+        assert found["lossy"] == made.lossy == "lenience 0.5"
+        entries = [
+            {"token": one.token, "logprob": one.logprob, "top": [list(pair) for pair in one.top]}
+            for one in made.logprobs
+        ]
+        assert found["logprobs"] == entries
+
+
+def test_lossy_text_is_marked_wherever_it_is_shown():
+    lenient = ["-n", 10, "--temperature", 1, "--lenience", 0.25]
+    marked = run("generate", PROMPT, *lenient, "--trace")
+    legend, summary = marked.stderr.splitlines()
+    assert "lossy (lenience 0.25)" in legend
+    assert "lossy (lenience 0.25)" in summary
+    assert "lossy (lenience 0.25)" in run("compare", PROMPT, *lenient, "--repeats", 1).stdout
+
+
+def test_what_is_not_lossy_is_not_marked(pipeline):
+    assert pipeline.generate(PROMPT, 5, 0.0, lenience=0.5).lossy is None
+    assert pipeline.generate(PROMPT, 5, 1.0, lenience=0.5, num_draft_tokens=0).lossy is None
+    assert pipeline.generate(PROMPT, 5, 1.0).lossy is None
+    assert pipeline.generate(PROMPT, 5, 1.0, lenience=0.5).lossy == "lenience 0.5"
+    plain = run("generate", PROMPT, "-n", 5, "--lenience", 0.5, "--json")
+    assert json.loads(plain.stdout)["lossy"] is None
+    assert "lossy" not in plain.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--logit-bias", "x"], "ID=BIAS"),
+        (["--logit-bias", "5=x"], "ID=BIAS"),
+        (["--logit-bias", "5=1", "--logit-bias", "5=2"], "twice"),
+        (["--logit-bias", "5=101"], "between -100 and 100"),
+        (["--logit-bias", "5=nan"], "between -100 and 100"),
+        (["--logit-bias", "-5=1"], "at least 0"),
+        (["--logit-bias", "99999999=1"], "token 99999999"),
+        (["--bad-word", ""], "bad word"),
+        (["--lenience", "0"], "--lenience"),
+        (["--lenience", "nan"], "lenience"),
+        (["--typical-p", "2"], "--typical-p"),
+        (["--repetition-penalty", "inf"], "repetition_penalty"),
+        (["--min-new-tokens", "200"], "min_new_tokens 200 is above max_new_tokens 128"),
+        (["--logprobs", "3"], "--logprobs needs"),
+    ],
+)
+def test_a_bad_option_is_one_clear_message(arguments, message):
+    result = run("generate", PROMPT, *arguments)
+    assert result.returncode == 1
+    assert result.stdout.strip() == ""
+    assert message in result.stderr
+    last = [line for line in result.stderr.splitlines() if not line.startswith(("Usage", "Try"))]
+    assert len([line for line in last if line.strip()]) == 1
+
+
+def test_a_line_whose_options_this_bundle_cannot_have_fails_alone():
+    lines = [
+        {"prompt": "a", "logit_bias": {"99999999": 1}},
+        {"prompt": "b", "max_new_tokens": 2},
+    ]
+    jsonl = ["generate", "--prompts", "-", "--format", "jsonl"]
+    result = run(*jsonl, stdin="\n".join(map(json.dumps, lines)))
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert result.returncode == 1
+    assert "token 99999999" in first["error"]
+    assert len(second["tokens"]) == 2
+    least = json.dumps({"prompt": "a", "min_new_tokens": 9})
+    refused = run(*jsonl, "-n", 8, stdin=least)
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert "line 1: min_new_tokens 9 is above max_new_tokens 8" in refused.stderr
