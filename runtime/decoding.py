@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specedge.options import Sampling
 
-from .drafters import Drafter
+from .drafters import Drafter, sources
 from .model import LanguageModel
 from .past import Past
 from .randomness import uniforms
@@ -17,11 +17,15 @@ from .stats import Stopwatch
 
 @dataclass(frozen=True)
 class Round:
-    """One draft-and-verify pass: the tokens it committed and how the draft fared."""
+    """One draft-and-verify pass: the tokens it committed and how the draft fared.
+
+    `sources` names the drafter of each drafted token.
+    """
 
     tokens: list[int]
     num_drafted: int
     num_accepted: int
+    sources: tuple[str, ...] = ()
 
 
 class SpeculativeDecoder:
@@ -73,4 +77,6 @@ class SpeculativeDecoder:
         past.extend(committed)
         self.target.truncate(len(past.tokens) - 1)
         self.drafter.truncate(len(past.tokens) - 1)
-        return Round(committed, len(draft.tokens), verdict.num_accepted)
+        return Round(
+            committed, len(draft.tokens), verdict.num_accepted, sources(self.drafter, draft)
+        )

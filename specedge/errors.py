@@ -19,6 +19,10 @@ class DeviceError(SpecEdgeError):
     """A device, provider or number of threads that cannot be had."""
 
 
+class DrafterError(SpecEdgeError):
+    """A drafter that cannot draft: n-gram tables that do not fit, or one that breaks its rules."""
+
+
 class PromptError(SpecEdgeError):
     """A prompt that no model can continue, such as an empty one."""
 
