@@ -14,8 +14,9 @@ from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
 from specedge.options import Request, Sampling
 
+from .choosing import Drafters
 from .decoding import Round, SpeculativeDecoder
-from .drafters import DraftModel
+from .drafters import Drafter
 from .fates import Fate, Marks, Span, fates
 from .model import LanguageModel
 from .prompts import chat_tokens, prompt_tokens
@@ -31,7 +32,7 @@ class Generation:
     are the new ids, that end token or those of the stop string included. `finish_reason` is
     "length" (`max_new_tokens`), "end" (an end token), "stop" (a stop string), "context" (no room
     left), or "unfinished". `seed` repeats the request. `spans` are `text` by token, with what
-    became of each: accepted, recovered, bonus, or plain.
+    became of each: accepted, recovered, bonus, or plain. `drafter` is the drafter's name.
     """
 
     text: str
@@ -39,6 +40,7 @@ class Generation:
     finish_reason: str
     seed: int
     num_draft_tokens: int
+    drafter: str
     stats: Stats
     rounds: list[Round] = field(repr=False)
     spans: list[Span] = field(repr=False)
@@ -58,6 +60,7 @@ class Pipeline:
         self.tokenizer = tokenizer
         self.target = target
         self.draft = draft
+        self.drafters = Drafters(bundle)
         self.current: Stream | None = None
 
     def generate(
@@ -72,6 +75,9 @@ class Pipeline:
         num_draft_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        drafter: str | Drafter = "model",
+        lookup_min: int | None = None,
+        lookup_max: int | None = None,
     ) -> Generation:
         """Continue a prompt, text or ids, by `max_new_tokens` tokens or to an end.
 
@@ -79,12 +85,15 @@ class Pipeline:
         Generation stops at one of the bundle's end tokens unless `ignore_eos`, at the first of the
         `stop` strings, or where the context is full. `num_draft_tokens` defaults to the bundle's;
         0 is plain decoding. Without `seed` a fresh one is taken; `Generation.seed` tells it.
+        `drafter` is "model", "lookup", "chain", "block", "random", "ngram:FILE", or an object of
+        your own (`runtime.drafters.Drafter`); it changes the speed alone. `lookup_min` and
+        `lookup_max` are the match lengths of lookup and chain.
 
-        Raises PromptError, ContextLengthError (before anything runs) or ValueError.
+        Raises PromptError, ContextLengthError, DrafterError (before anything runs) or ValueError.
         """
         stream = self.stream(
             prompt, max_new_tokens, temperature, top_k, top_p, min_p, seed, num_draft_tokens,
-            stop, ignore_eos,
+            stop, ignore_eos, drafter, lookup_min, lookup_max,
         )  # fmt: skip
         for _ in stream:
             pass
@@ -102,15 +111,19 @@ class Pipeline:
         num_draft_tokens: int | None = None,
         stop: str | Sequence[str] = (),
         ignore_eos: bool = False,
+        drafter: str | Drafter = "model",
+        lookup_min: int | None = None,
+        lookup_max: int | None = None,
     ) -> Stream:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
         request = Request(
             max_new_tokens, temperature, top_k, top_p, min_p, seed, num_draft_tokens, stop,
-            ignore_eos,
+            ignore_eos, drafter, lookup_min, lookup_max,
         )  # fmt: skip
         k = request.num_draft_tokens
         stream = Stream(
             self,
+            request,
             prompt=prompt_tokens(self.bundle, self.tokenizer, prompt),
             sampling=request.sampling,
             seed=secrets.randbits(32) if request.seed is None else request.seed,
@@ -141,6 +154,7 @@ class Stream:
     def __init__(
         self,
         pipeline: Pipeline,
+        request: Request,
         *,
         prompt: list[int],
         sampling: Sampling,
@@ -160,11 +174,8 @@ class Stream:
         self._watch = Stopwatch()
         self._target = Timed(pipeline.target, self._watch, "verify")
         self._draft = Timed(pipeline.draft, self._watch, "draft")
-        drafter = DraftModel(
-            self._draft,
-            context_length=pipeline.bundle.draft.context_length,
-            vocab_size=pipeline.bundle.draft.vocab_size,
-        )
+        drafter = pipeline.drafters.choose(request, self._draft)
+        self._drafter = drafter.name
         decoder = SpeculativeDecoder(self._target, drafter, num_draft_tokens, self._watch)
         self._rounds = decoder.rounds(prompt, sampling, seed, self._limit)
         self._recorder = Recorder(len(prompt), num_draft_tokens, self._watch)
@@ -222,6 +233,7 @@ class Stream:
             self._finish_reason,
             self._seed,
             self._num_draft_tokens,
+            self._drafter,
             stats,
             list(self._past_rounds),
             spans,

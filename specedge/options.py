@@ -6,8 +6,12 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MAX_DRAFT_TOKENS = 64
+MAX_MATCH = 64
+DRAFTERS = ("model", "lookup", "chain", "block", "random")
+NGRAM = "ngram:"  # and a file's name
 MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
 
 
@@ -76,6 +80,9 @@ class Request:
     num_draft_tokens: int | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
+    drafter: Any = "model"
+    lookup_min: int | None = None
+    lookup_max: int | None = None
 
     def __post_init__(self) -> None:
         self._set("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 1))
@@ -87,14 +94,41 @@ class Request:
         if self.ignore_eos not in (True, False):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
         _ = self.sampling
+        _check_drafter(self.drafter)
+        for name in ("lookup_min", "lookup_max"):
+            self._set_match(name)
+        if self.lookup_min and self.lookup_max and self.lookup_min > self.lookup_max:
+            raise ValueError(
+                f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
+                f"{self.lookup_max}"
+            )
 
     @property
     def sampling(self) -> Sampling:
         """How the next token is drawn."""
         return Sampling(self.temperature, self.top_k, self.top_p, self.min_p)
 
+    def _set_match(self, name: str) -> None:
+        """Check a match length, which only drafters that look matches up can have."""
+        if (length := getattr(self, name)) is not None:
+            self._set(name, whole(name, length, 1, MAX_MATCH))
+            if self.drafter not in ("lookup", "chain"):
+                raise ValueError(f"{name} is for the drafters lookup and chain")
+
     def _set(self, name: str, value: object) -> None:
         object.__setattr__(self, name, value)
+
+
+def _check_drafter(drafter: object) -> None:
+    if not isinstance(drafter, str):
+        ours = all(callable(getattr(drafter, name, None)) for name in ("propose", "truncate"))
+        if not (ours and isinstance(getattr(drafter, "name", None), str)):
+            raise ValueError(
+                f"drafter must be a name or an object with name, propose and truncate, "
+                f"got {str(drafter)[:40]}"
+            )
+    elif drafter not in DRAFTERS and drafter.removeprefix(NGRAM) in ("", drafter):
+        raise ValueError(f"drafter must be {', '.join(DRAFTERS)} or {NGRAM}FILE, got {drafter!r}")
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -7,7 +7,6 @@ import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,6 +17,7 @@ from specedge.options import Request
 from specedge.strict_json import JsonError, parse
 
 _OPTIONS = [field.name for field in dataclasses.fields(Request)]
+_NULLABLE = ("seed", "num_draft_tokens", "lookup_min", "lookup_max")  # null is their default
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def read(
     """
     with options.usage_errors():
         Request(**request)
-    text = _text(name)
+    text = options.read_text(name)
     name = "standard input" if name == "-" else name
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
@@ -60,17 +60,6 @@ def read(
             raise click.UsageError(f"{name}, line {number}: {error}") from error
     _check_ids(name, items, [number for number, _ in lines])
     return items
-
-
-def _text(name: str) -> str:
-    if name == "-":
-        return options.read_prompt("-")
-    try:
-        return Path(name).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise click.UsageError(f"{name}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
 
 
 def _form(name: str, first: str) -> str:
@@ -119,18 +108,19 @@ def _item(
             raise ValueError("prompt must be text")
         if chat:
             messages, prompt = options.messages(prompt, system), None
-    return Item(index, id_, prompt, messages, defaults | dict(_request(facts)))
+    request = defaults | dict(_request(facts))
+    Request(**request)
+    return Item(index, id_, prompt, messages, request)
 
 
 def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The options that a line has, checked."""
+    """The options that a line has."""
     given = {name: facts[name] for name in _OPTIONS if name in facts}
     for name, value in given.items():
         if isinstance(value, bool) and name != "ignore_eos":
             raise ValueError(f"{name} must not be {json.dumps(value)}")
-        if value is not None or name not in ("seed", "num_draft_tokens"):  # null is the default
+        if value is not None or name not in _NULLABLE:
             yield name, value
-    Request(**given)
 
 
 def _check_ids(name: str, items: list[Item], numbers: list[int]) -> None:
