@@ -18,7 +18,8 @@ class Comparison:
     without the prefill, which both share.
 
     Costs are in seconds of a plain pass of the target, `target_seconds`: of one draft pass, of one
-    verify pass, and of what the host does in a round. None where nothing was drafted.
+    verify pass, and of what the host does in a round. None where no draft model ran; without a
+    pass for each draft token there is no prediction.
     """
 
     plain: Generation
@@ -81,9 +82,10 @@ def _summarise(plain: list[Generation], speculative: list[Generation], greedy: b
     verify = median(s.stats.verify_seconds / s.stats.num_target_passes for s in speculative)
     stats = speculative[0].stats
     draft_cost = predicted = None
-    if stats.num_draft_passes and stats.accepted_over_tested is not None:
+    if stats.num_draft_passes:
         draft = median(s.stats.draft_seconds / s.stats.num_draft_passes for s in speculative)
         draft_cost = draft / target
+    if draft_cost is not None and stats.accepted_over_tested is not None and _is_model(stats):
         k = speculative[0].num_draft_tokens
         predicted = speedup(stats.accepted_over_tested, k, draft_cost, verify / target, host) * (
             1 + plain_host
@@ -104,6 +106,11 @@ def _summarise(plain: list[Generation], speculative: list[Generation], greedy: b
         verify_cost=verify / target,
         host_cost=host,
     )
+
+
+def _is_model(stats: Stats) -> bool:
+    """Whether each draft token took a pass of its own, as the formula has it."""
+    return stats.num_draft_passes == stats.num_drafted
 
 
 def _seconds(generation: Generation) -> float:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from specedge.options import Sampling
 
 from .distribution import Floats
-from .drafters import Drafter
+from .drafters import Drafter, sources
 from .logprobs import TokenLogprobs, of_tokens
 from .model import LanguageModel
 from .past import Past
@@ -21,13 +21,15 @@ from .stats import Stopwatch
 class Round:
     """One draft-and-verify pass: the tokens it committed and how the draft fared.
 
-    `logprobs` are those of the committed tokens, None if they were not asked for.
+    `logprobs` are those of the committed tokens, None if they were not asked for. `sources` names
+    the drafter of each drafted token.
     """
 
     tokens: list[int]
     num_drafted: int
     num_accepted: int
     logprobs: list[TokenLogprobs] | None = None
+    sources: tuple[str, ...] = ()
 
 
 class SpeculativeDecoder:
@@ -90,4 +92,5 @@ class SpeculativeDecoder:
         past.extend(committed)
         self.target.truncate(len(past.tokens) - 1)
         self.drafter.truncate(len(past.tokens) - 1)
-        return Round(committed, len(draft.tokens), verdict.num_accepted, logprobs)
+        origin = sources(self.drafter, draft)
+        return Round(committed, len(draft.tokens), verdict.num_accepted, logprobs, origin)

@@ -14,8 +14,8 @@ from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
 from specedge.options import Options, Request, Sampling
 
+from .choosing import Drafters
 from .decoding import Round, SpeculativeDecoder
-from .drafters import DraftModel
 from .fates import Fate, Marks, Span, fates
 from .logprobs import TokenLogprobs
 from .model import LanguageModel
@@ -35,7 +35,7 @@ class Generation:
     left), or "unfinished". `seed` repeats the request. `spans` are `text` by token, with what
     became of each: accepted, recovered, bonus, or plain. `logprobs` has an entry for each of
     `tokens` if they were asked for. `lossy` names what made the text follow another law than the
-    target's, None where nothing did.
+    target's, None where nothing did. `drafter` is the drafter's name.
     """
 
     text: str
@@ -43,6 +43,7 @@ class Generation:
     finish_reason: str
     seed: int
     num_draft_tokens: int
+    drafter: str
     stats: Stats
     rounds: list[Round] = field(repr=False)
     spans: list[Span] = field(repr=False)
@@ -64,6 +65,7 @@ class Pipeline:
         self.tokenizer = tokenizer
         self.target = target
         self.draft = draft
+        self.drafters = Drafters(bundle)
         self.current: Stream | None = None
 
     def generate(
@@ -79,13 +81,16 @@ class Pipeline:
         Generation stops at one of the bundle's end tokens unless `ignore_eos`, at the first of the
         `stop` strings, or where the context is full. `num_draft_tokens` defaults to the bundle's;
         0 is plain decoding. Without `seed` a fresh one is taken; `Generation.seed` tells it.
+        `drafter` is "model", "lookup", "chain", "block", "random", "ngram:FILE", or an object of
+        your own (`runtime.drafters.Drafter`); it changes the speed alone. `lookup_min` and
+        `lookup_max` are the match lengths of lookup and chain.
 
         The other options are those of `specedge.options.Request`, which says what they mean.
         `lenience` below 1 gives up the target's law for speed. `logprobs` asks for the tokens'
         log-probabilities, and for those of that many likeliest ones.
 
-        Raises PromptError, ContextLengthError or ValueError before anything runs, and OptionError
-        if the options leave no token to go on with.
+        Raises PromptError, ContextLengthError, DrafterError or ValueError before anything runs, and
+        OptionError if the options leave no token to go on with.
         """
         stream = self.stream(prompt, max_new_tokens, temperature, **options)
         for _ in stream:
@@ -105,6 +110,7 @@ class Pipeline:
         k = request.num_draft_tokens
         stream = Stream(
             self,
+            request,
             prompt=prompt_tokens(self.bundle, self.tokenizer, prompt),
             sampling=sampling,
             seed=secrets.randbits(32) if request.seed is None else request.seed,
@@ -150,6 +156,7 @@ class Stream:
     def __init__(
         self,
         pipeline: Pipeline,
+        request: Request,
         *,
         prompt: list[int],
         sampling: Sampling,
@@ -170,11 +177,8 @@ class Stream:
         self._watch = Stopwatch()
         self._target = Timed(pipeline.target, self._watch, "verify")
         self._draft = Timed(pipeline.draft, self._watch, "draft")
-        drafter = DraftModel(
-            self._draft,
-            context_length=pipeline.bundle.draft.context_length,
-            vocab_size=pipeline.bundle.draft.vocab_size,
-        )
+        drafter = pipeline.drafters.choose(request, self._draft)
+        self._drafter = drafter.name
         decoder = SpeculativeDecoder(self._target, drafter, num_draft_tokens, self._watch)
         self._rounds = decoder.rounds(prompt, sampling, seed, self._limit, num_logprobs)
         self._recorder = Recorder(len(prompt), num_draft_tokens, self._watch)
@@ -234,6 +238,7 @@ class Stream:
             self._finish_reason,
             self._seed,
             self._num_draft_tokens,
+            self._drafter,
             stats,
             list(self._past_rounds),
             spans,

@@ -25,11 +25,17 @@ __all__ = ["Distribution", "Draft", "Floats", "Verdict", "draw", "pick", "probab
 class Draft:
     """Proposed tokens [n] and the distributions they were drawn from [n], None if certain.
 
-    A draft may know fewer tokens than its target, never more.
+    One token may be certain and the next not. `sources` [n] names the drafter of each; left empty,
+    it is the one that was asked. A draft may know fewer tokens than its target, never more.
     """
 
     tokens: list[int]
-    probs: Sequence[Distribution] | None = None
+    probs: Sequence[Distribution | None] | None = None
+    sources: Sequence[str] = ()
+
+    def law(self, i: int) -> Distribution | None:
+        """The distribution of one token, None if it is certain."""
+        return None if self.probs is None else self.probs[i]
 
 
 @dataclass(frozen=True)
@@ -61,7 +67,8 @@ def verify(
         return _verify_greedy(draft.tokens, target_logits, sampling, past)
     for i, token in enumerate(draft.tokens):
         target = probabilities(target_logits[i], sampling, past.then(draft.tokens[:i]))
-        drafted = 1.0 if draft.probs is None else draft.probs[i].of(token)
+        law = draft.law(i)
+        drafted = 1.0 if law is None else law.of(token)
         if not sampling.lenience * tests[i] * drafted < target.of(token):
             residual = _residual(target.row(len(target_logits[i])), draft, i)
             return Verdict(i, pick(residual, last) if residual.any() else target.pick(last))
@@ -86,10 +93,10 @@ def _residual(target: Floats, draft: Draft, i: int) -> Floats:
 
     Where t and d agree to rounding nothing is left; a rejection was then a rounding error too.
     """
-    if draft.probs is None:
+    drafted = draft.law(i)
+    if drafted is None:
         target[draft.tokens[i]] = 0
         return target
-    drafted = draft.probs[i]
     target[drafted.where] -= drafted.probs
     return np.maximum(target, 0, out=target)
 

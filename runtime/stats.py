@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -75,6 +75,8 @@ class Stats:
     A draft token is tested if no earlier one of its round was rejected: `accepted_over_tested`
     estimates alpha, the mean acceptance rate; `accepted_over_drafted` is what vLLM reports.
     Ratios are None where nothing was drafted. Passes are those of the loop, not of the prefill.
+    Sources are the drafters by name, of which a chain has several; what they do without a model
+    counts as sampling.
     """
 
     num_prompt_tokens: int = 0
@@ -87,6 +89,9 @@ class Stats:
     num_target_passes: int = 0
     tested_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
+    drafted_by_source: dict[str, int] = field(default_factory=dict)
+    tested_by_source: dict[str, int] = field(default_factory=dict)
+    accepted_by_source: dict[str, int] = field(default_factory=dict)
     prefill_seconds: float = 0.0
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
@@ -136,6 +141,7 @@ class Recorder:
         self.num_drafted = 0
         self.tested = [0] * num_draft_tokens
         self.accepted = [0] * num_draft_tokens
+        self.by_source = {name: Counter[str]() for name in ("drafted", "tested", "accepted")}
         self.watch = watch
 
     def record(self, round_: Round, num_kept: int) -> None:
@@ -146,6 +152,9 @@ class Recorder:
         for i in range(round_.num_drafted):
             self.accepted[i] += i < round_.num_accepted
             self.tested[i] += i <= round_.num_accepted
+        self.by_source["drafted"].update(round_.sources)
+        self.by_source["tested"].update(round_.sources[: round_.num_accepted + 1])
+        self.by_source["accepted"].update(round_.sources[: round_.num_accepted])
 
     def stats(self, num_draft_passes: int, num_target_passes: int) -> Stats:
         """The counts so far."""
@@ -161,12 +170,18 @@ class Recorder:
             num_target_passes=num_target_passes,
             tested_by_position=list(self.tested),
             accepted_by_position=list(self.accepted),
+            drafted_by_source=self._by_source("drafted"),
+            tested_by_source=self._by_source("tested"),
+            accepted_by_source=self._by_source("accepted"),
             prefill_seconds=seconds["prefill"],
             draft_seconds=seconds["draft"],
             verify_seconds=seconds["verify"],
             sampling_seconds=seconds["sampling"],
             other_seconds=seconds["other"],
         )
+
+    def _by_source(self, what: str) -> dict[str, int]:
+        return {name: self.by_source[what][name] for name in self.by_source["drafted"]}
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -17,6 +17,7 @@ from .errors import (
     CheckpointError,
     ContextLengthError,
     DeviceError,
+    DrafterError,
     ExportError,
     MissingExtraError,
     OptionError,
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     from .options import Sampling
     from .runtime.loading import load
     from .runtime.pipeline import Generation, Pipeline
+    from .runtime.sampling import Distribution, Draft
 
 # ONNX Runtime's official packages collect telemetry unless this is set before it is imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -39,6 +41,8 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 _HOMES = {
     "Bundle": "specedge.bundle",
     "Sampling": "specedge.options",
+    "Distribution": "specedge.runtime.sampling",
+    "Draft": "specedge.runtime.sampling",
     "Generation": "specedge.runtime.pipeline",
     "Pipeline": "specedge.runtime.pipeline",
     "load": "specedge.runtime.loading",
@@ -50,6 +54,9 @@ __all__ = [
     "CheckpointError",
     "ContextLengthError",
     "DeviceError",
+    "Distribution",
+    "Draft",
+    "DrafterError",
     "ExportError",
     "Generation",
     "MissingExtraError",

@@ -23,6 +23,10 @@ class OptionError(SpecEdgeError, ValueError):
     """An option that this bundle or this text cannot have, such as a token that does not exist."""
 
 
+class DrafterError(SpecEdgeError):
+    """A drafter that cannot draft: n-gram tables that do not fit, or one that breaks its rules."""
+
+
 class PromptError(SpecEdgeError):
     """A prompt that no model can continue, such as an empty one."""
 

@@ -10,6 +10,9 @@ from functools import cached_property
 from typing import Any, TypedDict
 
 MAX_DRAFT_TOKENS = 64
+MAX_MATCH = 64
+DRAFTERS = ("model", "lookup", "chain", "block", "random")
+NGRAM = "ngram:"  # and a file's name
 MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
 
 Biases = tuple[tuple[int, float], ...]
@@ -176,6 +179,9 @@ class Request(Rules):
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
+    drafter: Any = "model"
+    lookup_min: int | None = None
+    lookup_max: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,6 +200,14 @@ class Request(Rules):
             raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
         if self.logprobs is not None:
             self._set("logprobs", whole("logprobs", self.logprobs, 0))
+        _check_drafter(self.drafter)
+        for name in ("lookup_min", "lookup_max"):
+            self._set_match(name)
+        if self.lookup_min and self.lookup_max and self.lookup_min > self.lookup_max:
+            raise ValueError(
+                f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
+                f"{self.lookup_max}"
+            )
 
     def sampling(
         self, bad_words: Iterable[Sequence[int]] = (), end_tokens: Iterable[int] = ()
@@ -202,6 +216,13 @@ class Request(Rules):
         rules: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Rules)}
         given = {"bad_words": tuple(bad_words), "end_tokens": tuple(end_tokens)}
         return Sampling(**rules | given)
+
+    def _set_match(self, name: str) -> None:
+        """Check a match length, which only drafters that look matches up can have."""
+        if (length := getattr(self, name)) is not None:
+            self._set(name, whole(name, length, 1, MAX_MATCH))
+            if self.drafter not in ("lookup", "chain"):
+                raise ValueError(f"{name} is for the drafters lookup and chain")
 
 
 class Options(TypedDict, total=False):
@@ -223,6 +244,9 @@ class Options(TypedDict, total=False):
     stop: str | Sequence[str]
     ignore_eos: bool
     logprobs: int | None
+    drafter: Any
+    lookup_min: int | None
+    lookup_max: int | None
 
 
 def _biases(bias: Any) -> Biases:
@@ -258,6 +282,18 @@ def _bad_word(word: object) -> str | tuple[int, ...]:
     if not word:
         raise ValueError("a bad word must not be empty")
     return word if isinstance(word, str) else tuple(whole("a bad word's token", t, 0) for t in word)
+
+
+def _check_drafter(drafter: object) -> None:
+    if not isinstance(drafter, str):
+        ours = all(callable(getattr(drafter, name, None)) for name in ("propose", "truncate"))
+        if not (ours and isinstance(getattr(drafter, "name", None), str)):
+            raise ValueError(
+                f"drafter must be a name or an object with name, propose and truncate, "
+                f"got {str(drafter)[:40]}"
+            )
+    elif drafter not in DRAFTERS and drafter.removeprefix(NGRAM) in ("", drafter):
+        raise ValueError(f"drafter must be {', '.join(DRAFTERS)} or {NGRAM}FILE, got {drafter!r}")
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

@@ -12,24 +12,25 @@ from specedge.runtime import decoding
 LENGTH = 3
 
 
-def joint_law(make, monkeypatch):
-    """The probability of each string of 3 tokens that the decoder of `make()` writes after a 0."""
+def joint_law(make, monkeypatch, prompt=(0,)):
+    """The probability of each prompt and 3 tokens that the decoder of `make()` writes after it."""
+    end = len(prompt) + LENGTH
 
     def one_round(text):
         def run(uniforms):
             one = make()
             monkeypatch.setattr(decoding, "uniforms", lambda *_: uniforms)
             uniforms.count = 2 * one.num_draft_tokens + 1
-            left = LENGTH - (len(text) - 1)
+            left = end - len(text)
             return tuple(next(one.rounds(text, Sampling(1.0), 0, left)).tokens[:left])
 
         return explore(run)
 
-    law = {(0,): Fraction(1)}
-    while any(len(text) <= LENGTH for text in law):
+    law = {prompt: Fraction(1)}
+    while any(len(text) < end for text in law):
         longer = Counter()
         for text, probability in law.items():
-            if len(text) > LENGTH:
+            if len(text) == end:
                 longer[text] += probability
             else:
                 for tokens, share in one_round(text).items():
@@ -38,15 +39,15 @@ def joint_law(make, monkeypatch):
     return dict(law)
 
 
-def law_of_strings(target_law):
+def law_of_strings(target_law, prompt=(0,)):
     """What `joint_law` must be: the target's own law of all strings that it can write."""
     law = {}
     for string in product(range(3), repeat=LENGTH):
         probability = Fraction(1)
         for i in range(LENGTH):
-            probability *= Fraction(target_law((0, *string[:i]))[string[i]])
+            probability *= Fraction(target_law((*prompt, *string[:i]))[string[i]])
         if probability:
-            law[0, *string] = probability
+            law[*prompt, *string] = probability
     return law
 
 
@@ -72,6 +73,8 @@ class _Window:
         self.parent, self.indices = parent, indices
 
     def __getitem__(self, i):
+        if isinstance(i, slice):
+            return _Window(self.parent, self.indices[i])
         return self.parent[self.indices[i]]
 
 

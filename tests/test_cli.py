@@ -230,7 +230,10 @@ def test_every_command_and_option_is_in_the_readme():
     from specedge.cli import cli
 
     readme = (ROOT / "README.md").read_text("utf-8")
+    commands = dict(cli.commands)
     for name, command in cli.commands.items():
+        commands |= {f"{name} {part}": c for part, c in getattr(command, "commands", {}).items()}
+    for name, command in commands.items():
         assert f"specedge {name}" in readme
         assert command.help
         for option in command.params:

@@ -18,21 +18,6 @@ if TYPE_CHECKING:
     from specedge.runtime.pipeline import Generation, Pipeline
 
 
-def check_output(output: str, prompts: str, overwrite: bool) -> None:
-    """Refuse, before any work, an output that cannot be or must not be written."""
-    if output == "-":
-        return
-    if os.path.isdir(output):
-        raise click.UsageError(f"{output} is a folder; name a file for --output")
-    if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
-        raise click.UsageError(f"{output} lies in no folder; make that first")
-    both = prompts != "-" and os.path.exists(output) and os.path.exists(prompts)
-    if both and os.path.samefile(output, prompts):
-        raise click.UsageError(f"{output} is the file of prompts; name another for --output")
-    if os.path.isfile(output) and not overwrite:
-        raise click.UsageError(f"{output} exists; name another file, or give --overwrite")
-
-
 def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> bool:
     """Write a line for each prompt as soon as it is done; whether all went well.
 
@@ -42,6 +27,8 @@ def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> 
         from specedge.runtime.chat import load_template
 
         load_template(pipeline.bundle)
+    for item in items:
+        pipeline.drafters.check(item.request["drafter"])
     done = failed = num_tokens = 0
     try:
         with _open(output, overwrite) as file, _bar(len(items), output) as advance:
@@ -84,6 +71,7 @@ def _facts(made: Generation) -> dict[str, Any]:
         "seed": made.seed,
         "num_draft_tokens": made.num_draft_tokens,
         "lossy": made.lossy,
+        "drafter": made.drafter,
         "stats": counts,
     }
     if made.logprobs is not None:

@@ -68,14 +68,18 @@ def _figures(result: Comparison) -> list[str]:
         f" {low:.2f} to {high:.2f})",
     ]
     if result.predicted_speedup is not None:
+        lines.append(
+            f"predicted            {result.predicted_speedup:.2f} from alpha and the costs below"
+        )
+    if stats.num_drafted:
+        draft_cost = 0 if result.draft_cost is None else result.draft_cost
         lines += [
-            f"predicted            {result.predicted_speedup:.2f} from alpha and the costs below",
             f"tokens per round     {stats.tokens_per_round:.2f} at K = {result.num_draft_tokens}",
             f"accepted / tested    {stats.accepted_over_tested:.3f} (alpha)",
             f"accepted / drafted   {stats.accepted_over_drafted:.3f}",
             "by position          "
             + " ".join("-" if a is None else f"{a:.2f}" for a in stats.acceptance_by_position),
-            f"costs in target passes: draft {result.draft_cost:.3f}, verify"
+            f"costs in target passes: draft {draft_cost:.3f}, verify"
             f" {result.verify_cost:.3f}, host {result.host_cost:.3f};"
             f" one is {result.target_seconds * 1e3:.3f} ms",
         ]

@@ -80,7 +80,8 @@ def _many(
     from specedge.cli.prompts import read
     from specedge.runtime.loading import load
 
-    batch.check_output(output, prompts, overwrite)
+    if output != "-":
+        options.check_output(output, [prompts], overwrite)
     items = read(prompts, form, chat, system, request)
     if not batch.run(load(**models), items, output, overwrite):
         raise click.exceptions.Exit(1)
@@ -148,6 +149,8 @@ def _summary(generation: Generation, sampled: bool) -> str:
         f"{stats.num_new_tokens} tokens in {seconds:.2f} s ({generation.finish_reason})",
         f"K = {generation.num_draft_tokens}",
     ]
+    if generation.drafter != "model":
+        parts.append(f"drafter {generation.drafter}")
     if stats.tokens_per_round is not None:
         parts.append(f"{stats.tokens_per_round:.2f} tokens a round")
     if stats.accepted_over_tested is not None:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from specedge.manifest import OPS
-from specedge.options import MAX_DRAFT_TOKENS
+from specedge.options import DRAFTERS, MAX_DRAFT_TOKENS, MAX_MATCH, NGRAM
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -113,6 +115,18 @@ _REQUEST = (
     ),
     click.option("--stop", multiple=True, help="End before this text; may be given repeatedly."),
     click.option("--ignore-eos", is_flag=True, help="Do not stop at end tokens."),
+    click.option(
+        "--drafter", metavar="NAME", default="model", show_default=True,
+        help=f"Draft with {', '.join(DRAFTERS)} or {NGRAM}FILE.",
+    ),
+    click.option(
+        "--lookup-min", type=click.IntRange(1, MAX_MATCH),
+        help="Copy after matches of at least this many tokens. [default: 2, in a chain 4]",
+    ),
+    click.option(
+        "--lookup-max", type=click.IntRange(1, MAX_MATCH),
+        help="Tell matches apart up to this many tokens. [default: 5]",
+    ),
 )  # fmt: skip
 
 
@@ -133,6 +147,31 @@ def read_prompt(prompt: str) -> str:
         return sys.stdin.buffer.read().decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
+
+
+def read_text(name: str) -> str:
+    """A file's text, or standard input's for `-`."""
+    if name == "-":
+        return read_prompt(name)
+    try:
+        return Path(name).read_bytes().decode("utf-8-sig")
+    except (OSError, ValueError) as error:
+        if isinstance(error, UnicodeDecodeError):
+            raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
+        raise click.UsageError(f"{name}: {getattr(error, 'strerror', error)}") from error
+
+
+def check_output(output: str, inputs: Sequence[str], overwrite: bool) -> None:
+    """Refuse, before any work, an output file that cannot be or must not be written."""
+    if os.path.isdir(output):
+        raise click.UsageError(f"{output} is a folder; name a file for --output")
+    if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
+        raise click.UsageError(f"{output} lies in no folder; make that first")
+    for name in inputs:
+        if os.path.exists(output) and os.path.exists(name) and os.path.samefile(output, name):
+            raise click.UsageError(f"{output} is itself an input; name another for --output")
+    if os.path.isfile(output) and not overwrite:
+        raise click.UsageError(f"{output} exists; name another file, or give --overwrite")
 
 
 def messages(question: str, system: str | None) -> list[dict[str, str]]:

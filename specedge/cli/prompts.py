@@ -7,7 +7,6 @@ import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import click
@@ -18,8 +17,13 @@ from specedge.options import Request
 from specedge.strict_json import JsonError, parse
 
 _OPTIONS = [field.name for field in dataclasses.fields(Request)]
-
-_NULLABLE = ("seed", "num_draft_tokens", "logprobs")  # null is their default
+_NULLABLE = (
+    "seed",
+    "num_draft_tokens",
+    "logprobs",
+    "lookup_min",
+    "lookup_max",
+)  # null is their default
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ def read(
     """
     with options.usage_errors():
         Request(**request)
-    text = _text(name)
+    text = options.read_text(name)
     name = "standard input" if name == "-" else name
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
@@ -62,17 +66,6 @@ def read(
             raise click.UsageError(f"{name}, line {number}: {error}") from error
     _check_ids(name, items, [number for number, _ in lines])
     return items
-
-
-def _text(name: str) -> str:
-    if name == "-":
-        return options.read_prompt("-")
-    try:
-        return Path(name).read_bytes().decode("utf-8-sig")
-    except OSError as error:
-        raise click.UsageError(f"{name}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
 
 
 def _form(name: str, first: str) -> str:
@@ -132,11 +125,7 @@ def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for name, value in given.items():
         if isinstance(value, bool) and name != "ignore_eos":
             raise ValueError(f"{name} must not be {json.dumps(value)}")
-        if value is not None or name not in (
-            "seed",
-            "num_draft_tokens",
-            "logprobs",
-        ):  # null is the default
+        if value is not None or name not in _NULLABLE:
             yield name, value
 
 

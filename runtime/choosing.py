@@ -1,0 +1,83 @@
+"""From a drafter's name, or a caller's own, to what drafts for one request."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from specedge.bundle import Bundle
+from specedge.errors import DrafterError
+from specedge.options import NGRAM, Request
+
+from . import ngram_files
+from .drafters import Chain, Checked, Drafter, DraftModel
+from .lookup import MIN_MATCH, Lookup
+from .model import LanguageModel
+from .ngrams import NGrams, Tables
+from .study import Block, Random
+
+CHAIN_MIN_MATCH = 4  # below it a draft model guesses better than a copy
+
+
+class Drafters:
+    """What can draft for a bundle. Tables are read once and again when their file has changed."""
+
+    def __init__(self, bundle: Bundle) -> None:
+        self._bundle = bundle
+        self._tables: dict[str, tuple[tuple[int, ...], Tables]] = {}
+
+    def check(self, drafter: object) -> None:
+        """DrafterError if the file that a drafter's name names cannot be used."""
+        if isinstance(drafter, str) and drafter.startswith(NGRAM):
+            self._read(drafter.removeprefix(NGRAM))
+
+    def choose(self, request: Request, model: LanguageModel) -> Drafter:
+        """The drafter that a request names; `model` is the bundle's draft.
+
+        Raises DrafterError, and ValueError for match lengths that contradict each other.
+        """
+        name, vocab_size = request.drafter, self._bundle.target.vocab_size
+        if not isinstance(name, str):
+            return Checked(name, vocab_size)
+        draft = DraftModel(
+            model,
+            context_length=self._bundle.draft.context_length,
+            vocab_size=self._bundle.draft.vocab_size,
+        )
+        match name:
+            case "model":
+                return draft
+            case "lookup":
+                return _lookup(request, MIN_MATCH)
+            case "chain":
+                return Chain(_lookup(request, CHAIN_MIN_MATCH), draft)
+            case "block":
+                return Block(draft)
+            case "random":
+                return Random(vocab_size)
+        return NGrams(self._read(name.removeprefix(NGRAM)))
+
+    def _read(self, name: str) -> Tables:
+        path = Path(name)
+        try:
+            facts = path.stat()
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise DrafterError(
+                f"{name}: {reason}; name a file made by 'specedge ngram build'"
+            ) from error
+        identity = (facts.st_size, facts.st_mtime_ns, facts.st_ino)
+        where = os.path.abspath(path)
+        if where not in self._tables or self._tables[where][0] != identity:
+            self._tables[where] = identity, ngram_files.read(path, self._bundle)
+        return self._tables[where][1]
+
+
+def _lookup(request: Request, min_match: int) -> Lookup:
+    """A lookup of the lengths asked for; of one alone given, the other gives way."""
+    longest = request.lookup_max
+    if request.lookup_min is not None:
+        min_match = request.lookup_min
+    elif longest is not None:
+        min_match = min(min_match, longest)
+    return Lookup(min_match, longest)

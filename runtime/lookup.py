@@ -1,0 +1,101 @@
+"""Prompt lookup: what followed an earlier copy of the text's end may follow again."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from specedge.options import Sampling
+
+from .distribution import Floats
+from .past import Past
+from .sampling import Draft
+
+MIN_MATCH = 2
+MAX_MATCH = 5  # longer matches chose no better among earlier copies, and each length costs memory
+
+
+class Lookup:
+    """Copies what followed the longest earlier match of the text's end, the latest among equals.
+
+    A match has `min_match` to `max_match` tokens. The copy ends with the text; only where the text
+    already repeats itself does it go on into the copy, as the period wants it. Tokens are certain.
+    """
+
+    name = "lookup"
+
+    def __init__(self, min_match: int = MIN_MATCH, max_match: int | None = None) -> None:
+        if max_match is None:
+            max_match = max(MAX_MATCH, min_match)
+        if not 1 <= min_match <= max_match:
+            raise ValueError(
+                f"lookup_min must be between 1 and lookup_max, got {min_match} and {max_match}"
+            )
+        self._index = Index(min_match, max_match)
+
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        index = self._index
+        index.extend(past.tokens[index.length :])
+        start = index.find() if max_tokens else None
+        return Draft([] if start is None else _copy(past.tokens, start, max_tokens))
+
+    def truncate(self, length: int) -> None:
+        self._index.truncate(length)
+
+
+class Index:
+    """Where each run of `shortest` to `longest` tokens of a text was last followed by another.
+
+    A token costs one entry a length when it comes, and as much when it is taken back.
+    """
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self._lengths = range(shortest, longest + 1)
+        self._tokens: list[int] = []
+        self._next: dict[tuple[int, ...], int] = {}  # a run, and the place of what follows it
+        self._before: list[list[int | None]] = []  # for each token, what its entries replaced
+
+    @property
+    def length(self) -> int:
+        """How many tokens the text has."""
+        return len(self._tokens)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """These follow."""
+        for token in tokens:
+            runs = self._runs()
+            self._before.append([self._next.get(run) for run in runs])
+            self._next |= dict.fromkeys(runs, len(self._tokens))
+            self._tokens.append(token)
+
+    def truncate(self, length: int) -> None:
+        """Forget every token past `length`, and what their entries had replaced is back."""
+        while len(self._tokens) > length:
+            self._tokens.pop()
+            for run, place in zip(self._runs(), self._before.pop(), strict=True):
+                if place is None:
+                    del self._next[run]
+                else:
+                    self._next[run] = place
+
+    def find(self) -> int | None:
+        """The place of what followed the longest, then latest, earlier run that ends the text."""
+        found = None
+        for run in self._runs():
+            place = self._next.get(run)
+            if place is None:  # then no longer one has occurred either
+                break
+            found = place
+        return found
+
+    def _runs(self) -> list[tuple[int, ...]]:
+        """The runs that end the text, the shortest first."""
+        text = self._tokens
+        return [tuple(text[-n:]) for n in self._lengths if n <= len(text)]
+
+
+def _copy(text: list[int], start: int, max_tokens: int) -> list[int]:
+    """The text from `start`, repeated if it has already repeated the same before."""
+    period = len(text) - start
+    if period < max_tokens and text[-period:] == text[-2 * period : start]:
+        return [text[start + i % period] for i in range(max_tokens)]
+    return text[start : start + max_tokens]

@@ -1,0 +1,53 @@
+"""`specedge ngram build`."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import click
+
+from specedge.cli import options
+
+
+@click.group()
+def ngram() -> None:
+    """Work with n-gram tables, which draft without a model."""
+
+
+@ngram.command()
+@click.argument("texts", metavar="TEXT...", nargs=-1, required=True)
+@click.option("--output", metavar="FILE", required=True, help="Write the tables there.")
+@click.option("--overwrite", is_flag=True, help="Replace the output file.")
+@click.option(
+    "--order",
+    type=click.IntRange(1, 3),
+    default=3,
+    show_default=True,
+    help="Count single tokens (1), pairs too (2), or triples too (3).",
+)
+@options.bundle
+def build(
+    texts: tuple[str, ...], output: str, overwrite: bool, order: int, bundle: str | None
+) -> None:
+    """Count the n-grams of TEXT files in a bundle's tokens; `-` is standard input."""
+    options.check_output(output, texts, overwrite)
+    read = {name: options.read_text(name) for name in texts}
+    from specedge import store
+    from specedge.bundle import Bundle
+    from specedge.runtime import ngram_files, ngrams
+    from specedge.runtime.loading import tokenizer
+
+    found = Bundle.read(store.find(bundle))
+    encode = tokenizer(found).encode
+    tokens = (encode(text, add_special_tokens=False).ids for text in read.values())
+    with options.usage_errors():
+        tables = ngrams.count(tokens, found.target.vocab_size, order)
+    ngram_files.write(tables, found, Path(output))
+    sizes = (tables.unigrams, tables.pair_counts, tables.triple_counts)
+    click.echo(
+        f"{int(tables.unigrams.sum(dtype=int)):,} tokens: {(sizes[0] > 0).sum():,} different, "
+        f"{len(sizes[1]):,} pairs, {len(sizes[2]):,} triples; "
+        f"{os.path.getsize(output) / 1e6:.1f} MB in {output}",
+        err=True,
+    )

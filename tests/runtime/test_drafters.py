@@ -1,0 +1,303 @@
+"""Every drafter: the target's law, exactly, and what a chain and a caller's own drafter may do."""
+
+from collections import Counter
+from functools import cache
+from itertools import product
+
+import numpy as np
+import pytest
+
+from exact import joint_law, law_of_strings
+from fakes import TableModel, hashed_law, quarters
+from specedge import Distribution, Draft
+from specedge.errors import DrafterError
+from specedge.options import Sampling
+from specedge.runtime.decoding import SpeculativeDecoder
+from specedge.runtime.drafters import Chain, Checked, DraftModel
+from specedge.runtime.lookup import Lookup
+from specedge.runtime.ngrams import NGrams, count
+from specedge.runtime.past import Past
+from specedge.runtime.sampling import probabilities
+from specedge.runtime.stats import Recorder, Stopwatch
+from specedge.runtime.study import Block, Random
+
+# A table over the pairs, whose laws are in quarters.
+PAIRS = [(0, 0), (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 0), (2, 0), (2, 1), (2, 2)]
+
+TABLES = count(PAIRS, 3, order=2)
+
+
+def halves(seed):
+    """A law over 3 tokens in halves: without any one of them, what is left is in halves too."""
+    rows = [(0, 2, 2), (2, 0, 2), (2, 2, 0), (0, 0, 4), (0, 4, 0)]
+
+    def law(text):
+        index = np.random.default_rng([seed, len(text), *text]).integers(len(rows))
+        return np.array(rows[index]) / 4
+
+    return cache(law)
+
+
+DRAFT_LAW = cache(quarters(4, False))
+
+
+def model():
+    return DraftModel(TableModel(DRAFT_LAW))
+
+
+class Sure:
+    """Drafts one token, which is certain."""
+
+    name = "sure"
+
+    def propose(self, past, max_tokens, sampling, uniforms):
+        return Draft([len(past.tokens) % 3][:max_tokens])
+
+    def truncate(self, length):
+        pass
+
+
+DRAFTERS = {
+    "lookup": lambda: Lookup(1, 3),
+    "ngram": lambda: NGrams(TABLES),
+    "random": lambda: Random(2),
+    "block": lambda: Block(model()),
+    "chain": lambda: Chain(Lookup(1, 3), model()),
+    "sure, then model": lambda: Chain(Sure(), model()),
+    "sure, ngram, then model": lambda: Chain(Sure(), Once(DRAFTERS["ngram"]()), model()),
+    "model, then lookup": lambda: Chain(Once(model()), Lookup(1, 3)),
+    "checked": lambda: Checked(Chain(Sure(), model()), 3),
+}
+
+
+class Once:
+    """Asks another drafter for one token at most."""
+
+    def __init__(self, other):
+        self.other, self.name, self.truncate = other, other.name, other.truncate
+
+    def propose(self, past, max_tokens, sampling, uniforms):
+        return self.other.propose(past, min(1, max_tokens), sampling, uniforms)
+
+
+EVERY_DRAFTER = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
+
+
+def decoder(law, drafter, k):
+    return SpeculativeDecoder(TableModel(law), drafter, k, Stopwatch())
+
+
+def generate(law, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):
+    rounds = list(decoder(law, drafter, k).rounds(prompt, sampling, seed, count))
+    return [token for one in rounds for token in one.tokens][:count], rounds
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("k", [1, 2, 3, 4])
+def test_every_string_has_exactly_the_targets_joint_probability(make, k, monkeypatch):
+    law, prompt = halves(2), (0, 1, 0)
+    found = joint_law(lambda: decoder(law, make(), k), monkeypatch, prompt)
+    assert found == law_of_strings(law, prompt)
+
+
+@pytest.mark.parametrize("name", ["chain", "sure, then model", "model, then lookup"])
+def test_those_laws_come_from_rounds_with_certain_and_drawn_tokens(name):
+    drafter = DRAFTERS[name]()
+    draft = drafter.propose(Past((0, 1, 0)), 4, Sampling(1.0), np.full(4, 0.3))
+    certain = [draft.law(i) is None for i in range(len(draft.tokens))]
+    assert len(certain) >= 3
+    assert True in certain
+    assert False in certain
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_greedy_output_equals_the_target_alone(make, k):
+    law = hashed_law(1, 3)
+    text = (0, 1, 0)
+    for _ in range(40):
+        text += (int(np.argmax(law(text))),)
+    assert generate(law, make(), k, Sampling(), 0, 40)[0] == list(text[3:])
+
+
+@EVERY_DRAFTER
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_shorter_request_gives_the_beginning_of_a_longer_one(make, temperature):
+    def run(count):
+        return generate(hashed_law(1, 3), make(), 4, Sampling(temperature), 9, count)[0]
+
+    longest = run(20)
+    assert all(run(count) == longest[:count] for count in range(1, 20))
+
+
+@EVERY_DRAFTER
+def test_a_second_request_is_as_the_first(make):
+    one = decoder(hashed_law(1, 3), make(), 3)
+
+    def run(prompt):
+        return [r.tokens for r in one.rounds(prompt, Sampling(1.0), 3, 30)]
+
+    first = run((0, 1, 0, 1))
+    run((2, 2, 1, 0, 2, 2, 1))
+    assert run((0, 1, 0, 1)) == first
+
+
+@pytest.mark.parametrize("name", ["chain", "ngram of order 3", "block", "sure, then model"])
+@pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8)])
+def test_sampled_strings_of_many_rounds_follow_the_targets_law(name, sampling):
+    """Chi-square over the joint law of tokens 2, 3 and 4: what drafters remember must not show."""
+    law, runs, prompt = cache(hashed_law(5, 3)), 1500, (0, 1, 2, 0, 1)
+    corpus = np.random.default_rng(0).integers(0, 3, 60)
+    makers = DRAFTERS | {"ngram of order 3": lambda: NGrams(count([corpus], 3))}
+    counts = Counter(
+        tuple(generate(law, makers[name](), 2, sampling, seed, 4, prompt)[0][1:])
+        for seed in range(runs)
+    )
+
+    def row(text):
+        return probabilities(np.log(law(text)), sampling, Past(text)).row(3)
+
+    expected = Counter()
+    for string in product(range(3), repeat=4):
+        rows = [row((*prompt, *string[:i]))[string[i]] for i in range(4)]
+        expected[string[1:]] += runs * float(np.prod(rows))
+    assert not [string for string in counts if not expected[string]]
+    cells = [s for s in expected if expected[s] > 1]
+    statistic = sum((counts[s] - expected[s]) ** 2 / expected[s] for s in cells)
+    stats = pytest.importorskip("scipy.stats")
+    assert stats.chi2.sf(statistic, len(cells) - 1) > 1e-4
+
+
+def test_a_chain_asks_its_model_only_for_what_the_lookup_left():
+    draft = TableModel(hashed_law(4, 3))
+    chain = Chain(Lookup(2, 3), DraftModel(draft))
+    past = Past((0, 1, 2, 0, 1))
+    made = chain.propose(past, 5, Sampling(), np.zeros(5))
+    assert made.tokens[:3] == [2, 0, 1]
+    assert list(made.sources) == ["lookup"] * 3 + ["model"] * 2
+    assert draft.rows == [*past.tokens, *made.tokens[:4]]
+    assert draft.passes == [1, 1]
+    chain.truncate(5)
+    assert chain.propose(past, 3, Sampling(), np.zeros(3)).tokens == [2, 0, 1]
+    assert draft.passes == [1, 1]  # the lookup filled it
+    assert chain.propose(Past((0, 1, 2, 0, 1, 1)), 2, Sampling(), np.zeros(2)).sources == (
+        ["model"] * 2
+    )
+
+
+def test_a_model_that_others_left_behind_reads_what_it_missed():
+    draft = TableModel(hashed_law(4, 3))
+    one = DraftModel(draft)
+    one.propose(Past((0, 1)), 1, Sampling(), np.zeros(1))
+    one.truncate(20)  # rounds went by without it
+    text = [i % 3 for i in range(30)]
+    one.propose(Past([0, 1, *text]), 2, Sampling(), np.zeros(2))
+    assert draft.rows[:32] == [0, 1, *text]
+    assert draft.passes == [2, 1, 1]
+
+
+def test_rounds_and_counts_tell_the_drafter_of_each_token():
+    recorder = Recorder(3, 3, Stopwatch())
+    _, rounds = generate(hashed_law(1, 3), Chain(Sure(), model()), 3, Sampling(1.0), 1, 40)
+    for one in rounds:
+        recorder.record(one, len(one.tokens))
+    assert {one.sources for one in rounds[:-1]} == {("sure", "model", "model")}
+    stats = recorder.stats(0, 0)
+    assert stats.drafted_by_source["sure"] == len(rounds)
+    for name in ("drafted", "tested", "accepted"):
+        whole = getattr(stats, f"num_{name}")
+        assert sum(getattr(stats, f"{name}_by_source").values()) == whole
+    assert stats.tested_by_source["sure"] == len(rounds)
+    assert stats.accepted_by_source["sure"] == sum(one.num_accepted > 0 for one in rounds)
+
+
+def law(*probs, ids=None):
+    return Distribution(np.array(probs), None if ids is None else np.array(ids))
+
+
+@pytest.mark.parametrize(
+    ("draft", "message"),
+    [
+        (Draft([0, 1, 2]), "proposed 3 tokens, 2 were asked for"),
+        (Draft([3]), "token 3, which is not between 0 and 2"),
+        (Draft([-1]), "token -1"),
+        (Draft(["a"]), "'a', which is no token"),
+        (Draft([1.0]), "1.0, which is no token"),
+        (Draft([0], [law(1.0), law(1.0)]), "1 tokens and 2 distributions"),
+        (Draft([0], None, ["a", "b"]), "1 tokens and 2 sources"),
+        (Draft([0], [law(0.5, 0.2)]), "adds up to 0.7, not 1"),
+        (Draft([0], [law(1.5, -0.5)]), "adds up to 1, not 1|adds up"),
+        (Draft([0], [law(np.nan, 1.0)]), "adds up to nan"),
+        (Draft([0], [law(0.0, 1.0)]), "to which its distribution gives nothing"),
+        (Draft([0], [law(0.1, 0.2, 0.3, 0.4)]), "over 4 tokens, not over 3"),
+        (Draft([0], [law(0.5, 0.5, ids=[0])]), "over 2 tokens"),
+        (Draft([0], [law(0.5, 0.5, ids=[1, 0])]), "do not ascend"),
+        (Draft([0], [law(0.5, 0.5, ids=[0, 3])]), "do not ascend within"),
+        (Draft([0], [law(ids=[])]), "adds up to 0"),
+    ],
+)
+def test_a_drafter_that_breaks_a_rule_is_told_which(draft, message):
+    class Wrong(Sure):
+        def propose(self, past, max_tokens, sampling, uniforms):
+            return draft
+
+    with pytest.raises(DrafterError, match=f"the drafter 'sure' .*({message})"):
+        Checked(Wrong(), 3).propose(Past((0,)), 2, Sampling(1.0), np.zeros(2))
+
+
+def test_numpys_integers_are_tokens():
+    class Numbers(Sure):
+        def propose(self, past, max_tokens, sampling, uniforms):
+            return Draft(list(np.array([1, 2])))
+
+    made = Checked(Numbers(), 3).propose(Past((0,)), 2, Sampling(1.0), np.zeros(2))
+    assert [type(token) for token in made.tokens] == [int, int]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_a_block_takes_one_pass_a_round_whatever_its_size(k):
+    draft = TableModel(hashed_law(4, 3))
+    _, rounds = generate(hashed_law(1, 3), Block(DraftModel(draft)), k, Sampling(1.0), 0, 40)
+    assert len(draft.passes) == len(rounds)
+    assert max(draft.passes) <= k + 1
+
+
+def test_a_block_keeps_nothing_of_what_it_guessed():
+    draft = TableModel(hashed_law(4, 3))
+    tokens, _ = generate(hashed_law(1, 3), Block(DraftModel(draft)), 4, Sampling(1.0), 0, 40)
+    assert draft.length > 30
+    assert draft.rows[: draft.length] == [0, 1, 0, *tokens][: draft.length]
+
+
+def test_each_law_of_a_block_follows_the_guess_not_the_other_drawn_tokens():
+    known = hashed_law(4, 3)
+    text = (0, 1, 2, 0, 1)
+    made = Block(DraftModel(TableModel(known))).propose(
+        Past(text), 4, Sampling(1.0), np.array([0.99, 0.01, 0.99, 0.5])
+    )
+    for i, guess in enumerate(((), (2,), (2, 0), (2, 0, 1))):
+        assert np.allclose(made.law(i).row(3), known(text + guess))
+    assert len(set(made.tokens)) > 1
+
+
+def test_a_block_keeps_to_its_models_window_and_vocabulary():
+    draft = TableModel(hashed_law(4, 2), vocab_size=2, context_length=6)
+    block = Block(DraftModel(draft, context_length=6, vocab_size=2))
+    target = hashed_law(1, 3)
+    tokens, rounds = generate(target, block, 4, Sampling(), 0, 60)
+    assert tokens == generate(target, model(), 0, Sampling(), 0, 60)[0]
+    assert any(one.num_accepted for one in rounds)
+
+
+def test_random_accepts_as_often_as_its_law_and_the_targets_overlap():
+    law = hashed_law(1, 4)
+    overlap = tested = accepted = 0
+    for seed in range(400):
+        tokens, rounds = generate(law, Random(4), 1, Sampling(1.0), seed, 4)
+        tested += len(rounds)
+        accepted += sum(one.num_accepted for one in rounds)
+        at = 0
+        for one in rounds:
+            overlap += np.minimum(law((0, 1, 0, *tokens[:at])), 1 / 4).sum()
+            at += len(one.tokens)
+    assert abs(accepted - overlap) < 4 * (tested / 4) ** 0.5

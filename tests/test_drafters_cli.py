@@ -1,0 +1,264 @@
+"""Drafters as a user names them: on the command line, in files of prompts, in Python."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specedge import Draft, DrafterError, store
+from specedge.options import DRAFTERS, Request
+from specedge.runtime import ngram_files
+from specedge.runtime.ngrams import count
+from test_cli import run
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+PROMPT = "def read_config(path):"
+REPEATED = "for name in names:\n    print(name)\n" * 3
+WORDS = REPEATED + "def read(path):\n    with open(path) as file:\n        return file.read()\n"
+
+
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory, pipeline):
+    path = tmp_path_factory.mktemp("tables") / "words.npz"
+    tokens = pipeline.tokenizer.encode(WORDS).ids
+    ngram_files.write(count([tokens], pipeline.bundle.target.vocab_size), pipeline.bundle, path)
+    return path
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, "ngram"])
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_greedy_tokens_equal_plain_decoding(pipeline, tables, name, k):
+    drafter = f"ngram:{tables}" if name == "ngram" else name
+    for prompt in (PROMPT, REPEATED):
+        plain = pipeline.generate(prompt, 50, num_draft_tokens=0, ignore_eos=True)
+        made = pipeline.generate(prompt, 50, num_draft_tokens=k, ignore_eos=True, drafter=drafter)
+        assert (made.tokens, made.text) == (plain.tokens, plain.text)
+        assert made.drafter == name
+        assert {source for one in made.rounds for source in one.sources} <= {*DRAFTERS, "ngram"}
+
+
+@pytest.mark.parametrize("name", [*DRAFTERS, "ngram"])
+def test_the_same_seed_gives_the_same_text_streamed_or_not(pipeline, tables, name):
+    options = {
+        "temperature": 0.9, "seed": 3, "drafter": f"ngram:{tables}" if name == "ngram" else name,
+    }  # fmt: skip
+    made = pipeline.generate(REPEATED, 60, **options)
+    assert "".join(pipeline.stream(REPEATED, 60, **options)) == made.text
+    assert pipeline.generate(REPEATED, 30, **options).tokens == made.tokens[:30]
+
+
+@pytest.mark.parametrize("name", ["lookup", "random", "ngram"])
+def test_without_a_draft_model_no_draft_runs(pipeline, tables, name):
+    pipeline.draft.truncate(0)
+    drafter = f"ngram:{tables}" if name == "ngram" else name
+    made = pipeline.generate(REPEATED, 40, drafter=drafter, ignore_eos=True)
+    assert pipeline.draft.length == made.stats.num_draft_passes == 0
+    assert made.stats.num_drafted > 0
+
+
+def test_a_chain_spares_the_model_where_the_text_repeats_itself(pipeline):
+    options = {"ignore_eos": True, "num_draft_tokens": 4}
+    for prompt, names in ((REPEATED, {"lookup"}), (PROMPT, {"lookup", "model"})):
+        alone = pipeline.generate(prompt, 120, **options).stats
+        chain = pipeline.generate(prompt, 120, drafter="chain", **options).stats
+        assert chain.num_draft_passes < 0.8 * alone.num_draft_passes
+        assert chain.drafted_by_source.keys() == names
+        assert chain.drafted_by_source.get("model", 0) == chain.num_draft_passes
+
+
+def test_a_drafter_of_ones_own(pipeline):
+    plain = pipeline.generate(PROMPT, 60, num_draft_tokens=0, ignore_eos=True)
+    commonest = max(plain.tokens, key=plain.tokens.count)
+
+    class Same:
+        name = "same"
+
+        def __init__(self):
+            self.lengths = []
+
+        def propose(self, past, max_tokens, sampling, uniforms):
+            return Draft([commonest] * max_tokens)
+
+        def truncate(self, length):
+            self.lengths.append(length)
+
+    mine = Same()
+    made = pipeline.generate(PROMPT, 60, drafter=mine, ignore_eos=True)
+    assert made.tokens == plain.tokens
+    assert made.drafter == "same"
+    assert 0 < made.stats.accepted_by_source["same"] < made.stats.num_drafted
+    assert mine.lengths[0] == 0
+    assert sorted(mine.lengths) == mine.lengths
+
+
+def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
+    class Wrong:
+        name = "wrong"
+
+        def propose(self, past, max_tokens, sampling, uniforms):
+            return Draft([5000])
+
+        def truncate(self, length):
+            pass
+
+    with pytest.raises(DrafterError, match="'wrong' proposed token 5000"):
+        pipeline.generate(PROMPT, 5, drafter=Wrong())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"drafter": "oracle"}, "drafter must be model, lookup, chain, block, random or ngram:"),
+        ({"drafter": "ngram:"}, "drafter must be"),
+        ({"drafter": ""}, "drafter must be"),
+        ({"drafter": 5}, "an object with name, propose and truncate"),
+        ({"drafter": Draft}, "an object with name, propose and truncate"),
+        ({"drafter": "lookup", "lookup_min": 0}, "lookup_min must be between 1 and 64"),
+        ({"drafter": "lookup", "lookup_max": 2.5}, "lookup_max must be a whole number"),
+        ({"drafter": "chain", "lookup_min": 4, "lookup_max": 3}, "at most lookup_max, got 4 and 3"),
+        ({"lookup_min": 2}, "lookup_min is for the drafters lookup and chain"),
+        ({"drafter": "block", "lookup_max": 2}, "lookup_max is for"),
+    ],
+)
+def test_what_no_drafter_can_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Request(**options)
+
+
+@pytest.mark.parametrize(("low", "high"), [(9, None), (None, 1), (3, 3), (1, 64)])
+def test_one_length_of_a_match_may_be_given_alone(pipeline, low, high):
+    for drafter in ("lookup", "chain"):
+        pipeline.stream(PROMPT, drafter=drafter, lookup_min=low, lookup_max=high)
+
+
+def test_lengths_of_matches_reach_the_lookup(pipeline):
+    def drafted(**options):
+        made = pipeline.generate(REPEATED, 40, drafter="lookup", ignore_eos=True, **options)
+        return made.stats.num_drafted
+
+    assert drafted(lookup_min=40) < drafted(lookup_min=9)
+
+
+def test_tables_are_read_again_only_when_their_file_has_changed(pipeline, tables, monkeypatch):
+    path = tables.with_name("changing.npz")
+    path.write_bytes(tables.read_bytes())
+    read, calls = ngram_files.read, []
+    monkeypatch.setattr(ngram_files, "read", lambda *given: calls.append(given) or read(*given))
+    for _ in range(3):
+        pipeline.stream(PROMPT, drafter=f"ngram:{path}")
+    assert len(calls) == 1
+    vocab_size = pipeline.bundle.target.vocab_size
+    ngram_files.write(count([[1, 2]], vocab_size), pipeline.bundle, path)
+    pipeline.stream(PROMPT, drafter=f"ngram:{path}")
+    assert len(calls) == 2
+
+
+@pytest.fixture
+def words(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text(WORDS, "utf-8")
+    return path
+
+
+def test_tables_are_built_from_text_and_draft(tmp_path, words, pipeline):
+    output = tmp_path / "words.npz"
+    built = run("ngram", "build", words, "-", "--output", output, stdin="\ufeffimport os\n" * 9)
+    assert (built.returncode, built.stdout) == (0, "")
+    assert "tokens: " in built.stderr
+    assert len(built.stderr.splitlines()) == 1
+    made = run("generate", PROMPT, "-n", 30, "--drafter", f"ngram:{output}", "--json")
+    found = json.loads(made.stdout)
+    assert found["tokens"] == pipeline.generate(PROMPT, 30).tokens
+    assert found["drafter"] == "ngram"
+    assert found["stats"]["drafted_by_source"] == {"ngram": found["stats"]["num_drafted"]}
+    assert ", drafter ngram," in made.stderr
+    texts = [pipeline.tokenizer.encode(text).ids for text in (WORDS, "import os\n\ufeff" * 9)]
+    read = ngram_files.read(output, pipeline.bundle)
+    assert read.unigrams.sum() == len(texts[0]) + len(
+        pipeline.tokenizer.encode(("\ufeffimport os\n" * 9)[1:]).ids
+    )
+
+
+def test_the_order_and_the_bundle_are_options(tmp_path, words, pipeline):
+    output = tmp_path / "t"
+    arguments = ["--order", 2, "--bundle", store.embedded(), "--output", output]
+    assert run("ngram", "build", words, *arguments).returncode == 0
+    read = ngram_files.read(output, pipeline.bundle)
+    assert len(read.pair_tokens) > 0 == len(read.triple_tokens)
+
+
+def test_a_file_is_replaced_only_if_told(tmp_path, words):
+    output = tmp_path / "out.npz"
+    output.write_text("mine")
+    refused = run("ngram", "build", words, "--output", output)
+    assert (refused.returncode, output.read_text()) == (1, "mine")
+    assert "--overwrite" in refused.stderr
+    assert run("ngram", "build", words, "--output", output, "--overwrite").returncode == 0
+    assert np.load(output)["format"] == [1]
+
+
+def test_what_cannot_be_built_or_used_is_one_line_and_leaves_no_file(tmp_path, words):
+    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    (tmp_path / "empty").write_bytes(b"")
+    out = tmp_path / "out"
+    build = ["ngram", "build"]
+    cases = [
+        ([*build, "--output", out], "TEXT"),
+        ([*build, words], "--output"),
+        ([*build, tmp_path / "none", "--output", out], "none: No such file"),
+        ([*build, tmp_path, "--output", out], "Is a directory"),
+        ([*build, words, tmp_path / "latin", "--output", out], "latin is not UTF-8 text"),
+        ([*build, tmp_path / "empty", "--output", out], "the texts hold no token"),
+        ([*build, words, "--output", tmp_path], "is a folder; name a file"),
+        ([*build, words, "--output", tmp_path / "no/out"], "lies in no folder"),
+        ([*build, words, "--output", words, "--overwrite"], "is itself an input"),
+        ([*build, words, "--output", out, "--order", 4], "--order"),
+        ([*build, words, "--output", out, "--bundle", tmp_path], "bundle.json"),
+        (["generate", PROMPT, "--drafter", "oracle"], "drafter must be model, lookup"),
+        (["generate", PROMPT, "--drafter", f"ngram:{out}"], "No such file"),
+        (["generate", PROMPT, "--drafter", f"ngram:{words}"], "it is damaged or of another kind"),
+        (["generate", PROMPT, "--lookup-min", 3], "lookup_min is for the drafters"),
+        (["compare", PROMPT, "--drafter", "chain", "--lookup-max", 0], "--lookup-max"),
+    ]
+    for arguments, message in cases:
+        result = run(*arguments)
+        assert result.returncode == 1, arguments
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+        said = [li for li in result.stderr.splitlines() if not li.startswith(("Usage", "Try"))]
+        assert len([line for line in said if line.strip()]) == 1, result.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "latin", "words.txt"]
+
+
+def test_lines_of_prompts_may_have_drafters_of_their_own(tmp_path, pipeline):
+    lines = [
+        {"prompt": REPEATED, "drafter": "lookup", "lookup_min": 3},
+        {"prompt": REPEATED},
+        {"prompt": REPEATED, "drafter": "model", "lookup_max": None},
+    ]
+    file = tmp_path / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    result = run("generate", "--prompts", file, "-n", 20, "--drafter", "chain")
+    made = [json.loads(line) for line in result.stdout.splitlines()]
+    assert [one["drafter"] for one in made] == ["lookup", "chain", "model"]
+    assert {tuple(one["tokens"]) for one in made} == {tuple(pipeline.generate(REPEATED, 20).tokens)}
+
+
+def test_a_table_that_no_line_can_use_is_found_before_any_runs(tmp_path):
+    lines = [{"prompt": "a"}, {"prompt": "b", "drafter": f"ngram:{tmp_path}/none"}]
+    file, output = tmp_path / "prompts.jsonl", tmp_path / "out"
+    file.write_text("\n".join(map(json.dumps, lines)))
+    result = run("generate", "--prompts", file, "-n", 3, "--output", output)
+    assert result.returncode == 1
+    assert "none: No such file" in result.stderr
+    assert not output.exists()
+
+
+@pytest.mark.parametrize("drafter", ["lookup", "chain", "block"])
+def test_compare_times_any_drafter_and_predicts_only_for_models(drafter):
+    result = run("compare", REPEATED, "-n", 30, "--repeats", 1, "--drafter", drafter)
+    assert result.returncode == 0
+    assert "predicted" not in result.stdout
+    for word in ("speed-up", "tokens per round", "accepted / tested", "same tokens          yes"):
+        assert word in result.stdout
