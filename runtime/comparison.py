@@ -25,6 +25,7 @@ class Comparison:
     plain: Generation
     speculative: Generation
     greedy: bool
+    exact: bool
     repeats: int
     num_draft_tokens: int
     plain_seconds: float
@@ -42,6 +43,14 @@ class Comparison:
         """Whether both gave the same tokens; at temperature 0 they must."""
         return self.plain.tokens == self.speculative.tokens
 
+    @property
+    def first_difference(self) -> int | None:
+        """The first new token that differs; the length of the shorter text if none before does."""
+        pairs = enumerate(zip(self.plain.tokens, self.speculative.tokens, strict=False))
+        shorter = min(len(self.plain.tokens), len(self.speculative.tokens))
+        found = next((i for i, (one, other) in pairs if one != other), shorter)
+        return None if self.same_tokens else found
+
     def as_dict(self) -> dict[str, Any]:
         """Plain values by the API's names."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
@@ -53,6 +62,7 @@ class Comparison:
                 "finish_reason": one.finish_reason,
                 "lossy": one.lossy,
                 "stats": as_dict(one.stats),
+                "near_ties": [vars(tie) for tie in one.near_ties],
             }
         return fields | {"same_tokens": self.same_tokens}
 
@@ -71,14 +81,17 @@ def compare(pipeline: Pipeline, prompt: str, repeats: int, **request: Any) -> Co
     for i in range(repeats):
         for first in (True, False) if i % 2 else (False, True):
             (plain if first else speculative).append(run(first))
-    return _summarise(plain[1:], speculative[1:], greedy=not request.get("temperature"))
+    return _summarise(plain[1:], speculative[1:], request)
 
 
-def _summarise(plain: list[Generation], speculative: list[Generation], greedy: bool) -> Comparison:
+def _summarise(
+    plain: list[Generation], speculative: list[Generation], request: dict[str, Any]
+) -> Comparison:
     ratios = [_pace(p) / _pace(s) for p, s in zip(plain, speculative, strict=True)]
     target = median(one.stats.verify_seconds / one.stats.num_target_passes for one in plain)
     plain_host = median(_host_seconds(one.stats) for one in plain) / target
     host = median(_host_seconds(one.stats) for one in speculative) / target
+    exact = median(s.stats.exact_seconds / s.stats.num_rounds for s in speculative) / target
     verify = median(s.stats.verify_seconds / s.stats.num_target_passes for s in speculative)
     stats = speculative[0].stats
     draft_cost = predicted = None
@@ -87,13 +100,14 @@ def _summarise(plain: list[Generation], speculative: list[Generation], greedy: b
         draft_cost = draft / target
     if draft_cost is not None and stats.accepted_over_tested is not None and _is_model(stats):
         k = speculative[0].num_draft_tokens
-        predicted = speedup(stats.accepted_over_tested, k, draft_cost, verify / target, host) * (
-            1 + plain_host
-        )
+        predicted = speedup(
+            stats.accepted_over_tested, k, draft_cost, verify / target, host + exact
+        ) * (1 + plain_host)
     return Comparison(
         plain=plain[0],
         speculative=speculative[0],
-        greedy=greedy,
+        greedy=not request.get("temperature"),
+        exact=bool(request.get("exact")),
         repeats=len(ratios),
         num_draft_tokens=speculative[0].num_draft_tokens,
         plain_seconds=median(map(_seconds, plain)),

@@ -11,6 +11,7 @@ from .distribution import Floats
 from .drafters import Drafter, sources
 from .logprobs import TokenLogprobs, of_tokens
 from .model import LanguageModel
+from .near_ties import NearTie, Referee
 from .past import Past
 from .randomness import uniforms
 from .sampling import verify
@@ -22,7 +23,7 @@ class Round:
     """One draft-and-verify pass: the tokens it committed and how the draft fared.
 
     `logprobs` are those of the committed tokens, None if they were not asked for. `sources` names
-    the drafter of each drafted token.
+    the drafter of each drafted token. `near_ties` are choices within the noise.
     """
 
     tokens: list[int]
@@ -30,22 +31,30 @@ class Round:
     num_accepted: int
     logprobs: list[TokenLogprobs] | None = None
     sources: tuple[str, ...] = ()
+    near_ties: tuple[NearTie, ...] = ()
 
 
 class SpeculativeDecoder:
     """Generates with the target's distribution at fewer target passes.
 
     Between rounds the target's cache holds every committed token but the last: that one is
-    pending, and leads the next verify pass. With `num_draft_tokens` 0 it is plain decoding.
+    pending, and leads the next verify pass. With `num_draft_tokens` 0 it is plain decoding. A
+    `referee` judges greedy drafts where wider passes have other last bits.
     """
 
     def __init__(
-        self, target: LanguageModel, drafter: Drafter, num_draft_tokens: int, watch: Stopwatch
+        self,
+        target: LanguageModel,
+        drafter: Drafter,
+        num_draft_tokens: int,
+        watch: Stopwatch,
+        referee: Referee | None = None,
     ) -> None:
         self.target = target
         self.drafter = drafter
         self.num_draft_tokens = num_draft_tokens
         self.watch = watch
+        self.referee = referee
 
     def rounds(
         self,
@@ -76,6 +85,8 @@ class SpeculativeDecoder:
         self.target.truncate(0)
         self.drafter.truncate(0)
         self.target.prefill(tokens[:-1])
+        if self.referee:
+            self.referee.begin(self.target.length)
 
     def _round(
         self, past: Past, sampling: Sampling, us: Floats, limit: int, num_logprobs: int | None
@@ -87,10 +98,18 @@ class SpeculativeDecoder:
         logits = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
             verdict = verify(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
+            near_ties: tuple[NearTie, ...] = ()
+            if self.referee:
+                logits = logits if num_logprobs is None else logits.copy()  # it may run passes
+                verdict, near_ties = self.referee.review(
+                    verdict, draft.tokens, logits, sampling, past
+                )
             committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
             logprobs = of_tokens(logits, committed, num_logprobs)
         past.extend(committed)
         self.target.truncate(len(past.tokens) - 1)
         self.drafter.truncate(len(past.tokens) - 1)
         origin = sources(self.drafter, draft)
-        return Round(committed, len(draft.tokens), verdict.num_accepted, logprobs, origin)
+        return Round(
+            committed, len(draft.tokens), verdict.num_accepted, logprobs, origin, near_ties
+        )

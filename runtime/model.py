@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from .distribution import Floats
@@ -26,4 +26,13 @@ class LanguageModel(Protocol):
 
     def truncate(self, length: int) -> None:
         """Forget every cached token past `length`."""
+        ...
+
+
+class TargetModel(LanguageModel, Protocol):
+    """A model that knows what was measured of its passes."""
+
+    @property
+    def row_independent_lengths(self) -> Collection[int]:
+        """The T whose rows had the same bits as wider passes; none on devices not measured."""
         ...

@@ -33,6 +33,8 @@ class OrtModel:
         self.length = 0
         self.ops = choose_ops(model, ops)
         self.vocab_size = model.vocab_size
+        measured = model.parity[self.ops].row_independent_lengths
+        self.row_independent_lengths = measured if device == "cpu" else ()
         self._name = model.source.id
         path = bundle.path(model.graph("decoder", self.ops).file)
         self._session = open_session(path, device, threads, share_threads)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Unpack
@@ -18,7 +18,9 @@ from .choosing import Drafters
 from .decoding import Round, SpeculativeDecoder
 from .fates import Fate, Marks, Span, fates
 from .logprobs import TokenLogprobs
-from .model import LanguageModel
+from .model import LanguageModel, TargetModel
+from .near_ties import NearTie, Referee
+from .noise import Noise
 from .prompts import chat_tokens, prompt_tokens
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
@@ -36,6 +38,10 @@ class Generation:
     became of each: accepted, recovered, bonus, or plain. `logprobs` has an entry for each of
     `tokens` if they were asked for. `lossy` names what made the text follow another law than the
     target's, None where nothing did. `drafter` is the drafter's name.
+    became of each: accepted, recovered, bonus, or plain.
+
+    `near_ties` are greedy choices that the device's noise may have turned. `noise` is what was
+    reckoned with: by how much a logit may differ from plain decoding's, 0 if by no bit.
     """
 
     text: str
@@ -49,6 +55,8 @@ class Generation:
     spans: list[Span] = field(repr=False)
     logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
     lossy: str | None = None
+    near_ties: list[NearTie] = field(default_factory=list)
+    noise: float = 0.0
 
 
 class Pipeline:
@@ -59,13 +67,14 @@ class Pipeline:
     """
 
     def __init__(
-        self, bundle: Bundle, tokenizer: Tokenizer, target: LanguageModel, draft: LanguageModel
+        self, bundle: Bundle, tokenizer: Tokenizer, target: TargetModel, draft: LanguageModel
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
         self.target = target
         self.draft = draft
         self.drafters = Drafters(bundle)
+        self.noise = Noise(target, bundle.context_length)
         self.current: Stream | None = None
 
     def generate(
@@ -83,7 +92,8 @@ class Pipeline:
         0 is plain decoding. Without `seed` a fresh one is taken; `Generation.seed` tells it.
         `drafter` is "model", "lookup", "chain", "block", "random", "ngram:FILE", or an object of
         your own (`runtime.drafters.Drafter`); it changes the speed alone. `lookup_min` and
-        `lookup_max` are the match lengths of lookup and chain.
+        `lookup_max` are the match lengths of lookup and chain. `exact` decides near-ties at
+        temperature 0 as plain decoding does, on any device.
 
         The other options are those of `specedge.options.Request`, which says what they mean.
         `lenience` below 1 gives up the target's law for speed. `logprobs` asks for the tokens'
@@ -117,7 +127,6 @@ class Pipeline:
             num_draft_tokens=self.bundle.num_draft_tokens if k is None else k,
             max_new_tokens=request.max_new_tokens,
             stops=tuple(request.stop),
-            num_logprobs=request.logprobs,
             ends=frozenset(sampling.end_tokens),
         )
         self.current = stream
@@ -164,7 +173,6 @@ class Stream:
         num_draft_tokens: int,
         max_new_tokens: int,
         stops: tuple[str, ...],
-        num_logprobs: int | None,
         ends: frozenset[int],
     ) -> None:
         self._pipeline = pipeline
@@ -176,17 +184,19 @@ class Stream:
         self._limit_reason = "length" if max_new_tokens <= room else "context"
         self._watch = Stopwatch()
         self._target = Timed(pipeline.target, self._watch, "verify")
+        self._again = Timed(pipeline.target, self._watch, "exact")
         self._draft = Timed(pipeline.draft, self._watch, "draft")
         drafter = pipeline.drafters.choose(request, self._draft)
         self._drafter = drafter.name
-        decoder = SpeculativeDecoder(self._target, drafter, num_draft_tokens, self._watch)
-        self._rounds = decoder.rounds(prompt, sampling, seed, self._limit, num_logprobs)
+        self._decoder = SpeculativeDecoder(self._target, drafter, num_draft_tokens, self._watch)
+        self._noise = 0.0
+        self._rounds = self._run(request, prompt, sampling)
         self._recorder = Recorder(len(prompt), num_draft_tokens, self._watch)
         self._detokenizer = Detokenizer(pipeline.tokenizer, prompt)
         self._stop_strings = StopStrings(stops)
         self._lossy = sampling.lossy if num_draft_tokens else None
         self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprobs] | None = None if num_logprobs is None else []
+        self._logprobs: list[TokenLogprobs] | None = None if request.logprobs is None else []
         self._marks = Marks()
         self._spans: list[list[Span]] = []
         self._past_rounds: list[Round] = []
@@ -230,7 +240,10 @@ class Stream:
     @property
     def generation(self) -> Generation:
         """What there is so far."""
-        stats = self._recorder.stats(self._draft.num_passes, self._target.num_passes)
+        stats = self._recorder.stats(
+            self._draft.num_passes, self._target.num_passes, self._again.num_passes
+        )
+        ties = (tie for round_ in self._past_rounds for tie in round_.near_ties)
         spans = [span for piece in self._spans for span in piece]
         return Generation(
             "".join(span.text for span in spans),
@@ -244,7 +257,19 @@ class Stream:
             spans,
             None if self._logprobs is None else list(self._logprobs),
             self._lossy,
+            [tie for tie in ties if tie.position < len(self._tokens)],
+            self._noise,
         )
+
+    def _run(self, request: Request, prompt: list[int], sampling: Sampling) -> Generator[Round]:
+        """The rounds; where wider passes have other last bits, greedy ones have a referee."""
+        if sampling.greedy:
+            exact, k = request.exact, self._num_draft_tokens
+            with self._watch.part("noise"):
+                self._noise = self._pipeline.noise.bound(prompt, k, trusting=not exact)
+            if self._noise:
+                self._decoder.referee = Referee(self._again, self._noise, exact)
+        yield from self._decoder.rounds(prompt, sampling, self._seed, self._limit, request.logprobs)
 
     def _next_piece(self) -> str | None:
         """What the next round adds to the text; None if the stream was closed."""

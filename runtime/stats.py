@@ -77,6 +77,8 @@ class Stats:
     Ratios are None where nothing was drafted. Passes are those of the loop, not of the prefill.
     Sources are the drafters by name, of which a chain has several; what they do without a model
     counts as sampling.
+    `num_exact_passes` and `exact_seconds` are what deciding near-ties cost; `noise_seconds` is for
+    measuring the noise, once a pipeline, and counts neither as decoding nor as prefill.
     """
 
     num_prompt_tokens: int = 0
@@ -87,6 +89,7 @@ class Stats:
     num_accepted: int = 0
     num_draft_passes: int = 0
     num_target_passes: int = 0
+    num_exact_passes: int = 0
     tested_by_position: list[int] = field(default_factory=list)
     accepted_by_position: list[int] = field(default_factory=list)
     drafted_by_source: dict[str, int] = field(default_factory=dict)
@@ -96,7 +99,9 @@ class Stats:
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     sampling_seconds: float = 0.0
+    exact_seconds: float = 0.0
     other_seconds: float = 0.0
+    noise_seconds: float = 0.0
 
     @property
     def tokens_per_round(self) -> float | None:
@@ -122,8 +127,8 @@ class Stats:
     @property
     def decode_seconds(self) -> float:
         """Everything but the prefill."""
-        parts = self.draft_seconds + self.verify_seconds + self.sampling_seconds
-        return parts + self.other_seconds
+        passes = self.draft_seconds + self.verify_seconds + self.exact_seconds
+        return passes + self.sampling_seconds + self.other_seconds
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -156,7 +161,9 @@ class Recorder:
         self.by_source["tested"].update(round_.sources[: round_.num_accepted + 1])
         self.by_source["accepted"].update(round_.sources[: round_.num_accepted])
 
-    def stats(self, num_draft_passes: int, num_target_passes: int) -> Stats:
+    def stats(
+        self, num_draft_passes: int, num_target_passes: int, num_exact_passes: int = 0
+    ) -> Stats:
         """The counts so far."""
         seconds = self.watch.seconds
         return Stats(
@@ -168,6 +175,7 @@ class Recorder:
             num_accepted=sum(self.accepted),
             num_draft_passes=num_draft_passes,
             num_target_passes=num_target_passes,
+            num_exact_passes=num_exact_passes,
             tested_by_position=list(self.tested),
             accepted_by_position=list(self.accepted),
             drafted_by_source=self._by_source("drafted"),
@@ -177,7 +185,9 @@ class Recorder:
             draft_seconds=seconds["draft"],
             verify_seconds=seconds["verify"],
             sampling_seconds=seconds["sampling"],
+            exact_seconds=seconds["exact"],
             other_seconds=seconds["other"],
+            noise_seconds=seconds["noise"],
         )
 
     def _by_source(self, what: str) -> dict[str, int]:

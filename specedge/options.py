@@ -182,6 +182,7 @@ class Request(Rules):
     drafter: Any = "model"
     lookup_min: int | None = None
     lookup_max: int | None = None
+    exact: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -196,8 +197,14 @@ class Request(Rules):
         if (k := self.num_draft_tokens) is not None:
             self._set("num_draft_tokens", whole("num_draft_tokens", k, 0, MAX_DRAFT_TOKENS))
         self._set("stop", _stop_strings(self.stop))
-        if self.ignore_eos not in (True, False):
-            raise ValueError(f"ignore_eos must be true or false, got {self.ignore_eos!r}")
+        for name in ("ignore_eos", "exact"):
+            if (value := getattr(self, name)) not in (True, False):
+                raise ValueError(f"{name} must be true or false, got {value!r}")
+        if self.exact and self.temperature != 0:
+            raise ValueError(
+                "exact is for temperature 0, where a last bit can turn a choice; a drawn text "
+                "follows the target's distribution as it is"
+            )
         if self.logprobs is not None:
             self._set("logprobs", whole("logprobs", self.logprobs, 0))
         _check_drafter(self.drafter)
@@ -247,6 +254,7 @@ class Options(TypedDict, total=False):
     drafter: Any
     lookup_min: int | None
     lookup_max: int | None
+    exact: bool
 
 
 def _biases(bias: Any) -> Biases:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Sequence
 
@@ -74,5 +75,47 @@ def quarters(seed: int, certain: bool) -> Law:
     def law(text: tuple[int, ...]) -> np.ndarray:
         index = np.random.default_rng([seed, len(text), *text]).integers(len(rows))
         return np.array(rows[index]) / 4
+
+    return law
+
+
+_TREMBLE = np.random.default_rng(0).uniform(-1, 1, (997, 8))
+
+
+class NoisyModel(TableModel):
+    """A table whose logits move by up to `noise` with the number of rows in the passes that wrote
+    the cache, and in the one that reads it. What a prefill writes is the same for everyone.
+    """
+
+    def __init__(self, law: Law, noise: float) -> None:
+        super().__init__(law)
+        self.noise = noise
+        self.widths: list[int] = []
+
+    def forward(self, tokens: Sequence[int]) -> np.ndarray:
+        start = self.length
+        logits = super().forward(tokens)
+        self.widths[start:] = [len(tokens)] * len(tokens)
+        for i, row in enumerate(logits):
+            seen = hash((self.rows[start + i], *self.widths[: start + i + 1]))
+            row += self.noise * _TREMBLE[seen % len(_TREMBLE)][: len(row)]
+        return logits
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        super().prefill(tokens)
+        self.widths[self.length - len(tokens) :] = [0] * len(tokens)
+
+
+def near_ties_law(seed: int, vocab_size: int, gap: float, share: float) -> Law:
+    """A law whose two likeliest tokens are up to `gap` apart in a share of all texts."""
+
+    @functools.cache
+    def law(text: tuple[int, ...]) -> np.ndarray:
+        rng = np.random.default_rng(hash((seed, *text)) % 2**32)
+        weights = np.exp(2 * rng.normal(size=vocab_size))
+        if rng.random() < share:
+            best, second = np.argsort(-weights)[:2]
+            weights[second] = weights[best] * np.exp(-gap * rng.random())
+        return weights / weights.sum()
 
     return law

@@ -110,6 +110,7 @@ GOOD = '{"prompt": "z", "id": 1}'
         ('{"prompt": "a", "id": true}', "id must be"),
         ('{"prompt": "a", "id": 1}', "id 1 is that of line 1"),
         ('{"prompt": "a", "seed": true}', "seed must not be true"),
+        ('{"prompt": "a", "exact": true, "temperature": 1}', "exact is for temperature 0"),
         ('{"prompt": "a", "temperature": -1}', "temperature must be at least 0"),
         ('{"prompt": "a", "temperature": NaN}', "NaN"),
         ('{"prompt": "a", "temperature": null}', "temperature must be a number"),

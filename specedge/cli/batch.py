@@ -73,6 +73,7 @@ def _facts(made: Generation) -> dict[str, Any]:
         "lossy": made.lossy,
         "drafter": made.drafter,
         "stats": counts,
+        "near_ties": [vars(tie) for tie in made.near_ties],
     }
     if made.logprobs is not None:
         facts["logprobs"] = [vars(one) for one in made.logprobs]

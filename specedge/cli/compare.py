@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import options
+from specedge.cli import near_ties, options
 
 if TYPE_CHECKING:
     from specedge.runtime.comparison import Comparison
@@ -44,7 +44,13 @@ def compare(
     else:
         _print(result)
     if result.greedy and not result.same_tokens:
-        click.echo("specedge: speculative decoding gave other tokens than plain decoding", err=True)
+        at, ties = result.first_difference, result.speculative.near_ties
+        near = any(tie.position == at for tie in ties)
+        click.echo(
+            f"specedge: speculative decoding gave other tokens than plain decoding, from new token"
+            f" {at} on{', a near-tie: --exact decides it as plain decoding does' if near else ''}",
+            err=True,
+        )
         raise click.exceptions.Exit(1)
 
 
@@ -83,6 +89,7 @@ def _figures(result: Comparison) -> list[str]:
             f" {result.verify_cost:.3f}, host {result.host_cost:.3f};"
             f" one is {result.target_seconds * 1e3:.3f} ms",
         ]
+    lines += near_ties.lines(result.speculative, result.exact)
     if result.greedy:
         lines.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
     elif lossy := result.speculative.lossy:

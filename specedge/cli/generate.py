@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import options, trace
+from specedge.cli import near_ties, options, trace
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Generation, Stream
@@ -109,7 +109,7 @@ def _one(
     try:
         _print(stream, traced, as_json)
     finally:
-        click.echo(_summary(stream.generation, bool(request["temperature"])), err=True)
+        click.echo(_summary(stream.generation, request), err=True)
 
 
 def _print(stream: Stream, traced: bool, as_json: bool) -> None:
@@ -137,12 +137,13 @@ def _as_json(generation: Generation, traced: bool) -> str:
     fields["stats"] = as_dict(generation.stats)
     if generation.logprobs is not None:
         fields["logprobs"] = [vars(one) for one in generation.logprobs]
+    fields["near_ties"] = [vars(tie) for tie in generation.near_ties]
     if traced:
         fields["spans"] = [vars(span) for span in generation.spans]
     return json.dumps(fields, ensure_ascii=False, indent=1)
 
 
-def _summary(generation: Generation, sampled: bool) -> str:
+def _summary(generation: Generation, request: dict[str, Any]) -> str:
     stats = generation.stats
     seconds = stats.decode_seconds + stats.prefill_seconds
     parts = [
@@ -157,6 +158,6 @@ def _summary(generation: Generation, sampled: bool) -> str:
         parts.append(f"{stats.accepted_over_tested:.0%} of tested draft tokens accepted")
     if generation.lossy:
         parts.append(f"lossy ({generation.lossy})")
-    if sampled:
+    if request["temperature"]:
         parts.append(f"seed {generation.seed}")
-    return ", ".join(parts)
+    return "; ".join([", ".join(parts), *near_ties.lines(generation, request["exact"])])

@@ -127,6 +127,10 @@ _REQUEST = (
         "--lookup-max", type=click.IntRange(1, MAX_MATCH),
         help="Tell matches apart up to this many tokens. [default: 5]",
     ),
+    click.option(
+        "--exact", is_flag=True,
+        help="At temperature 0, decide near-ties as plain decoding does on this device.",
+    ),
 )  # fmt: skip
 
 

@@ -31,23 +31,6 @@ def test_greedy_tokens_equal_plain_decoding(pipeline, prompt, k):
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
-def test_a_rows_logits_do_not_depend_on_how_many_rows_share_its_pass(pipeline, role):
-    model = getattr(pipeline, role)
-    tokens = np.random.default_rng(0).integers(1, model.vocab_size, 140).tolist()
-
-    def logits(length):
-        model.truncate(0)
-        parts = [
-            model.forward(tokens[i : i + length]).copy() for i in range(0, len(tokens), length)
-        ]
-        return np.concatenate(parts)
-
-    reference = logits(140)
-    for length in (1, 2, 3, 5, 9, 64):
-        assert np.array_equal(logits(length), reference), length
-
-
-@pytest.mark.parametrize("role", ["target", "draft"])
 def test_stale_rows_after_a_rollback_do_not_leak(pipeline, role):
     model = getattr(pipeline, role)
     model.truncate(0)

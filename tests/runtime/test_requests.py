@@ -120,6 +120,8 @@ def test_two_pipelines_run_in_two_threads(pipeline):
         ({"top_k": 2.0}, "top_k must be a whole number"),
         ({"seed": 1.5}, "seed must be a whole number"),
         ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
+        ({"exact": "no"}, "exact must be true or false"),
+        ({"exact": True, "temperature": 0.5}, "exact is for temperature 0"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_runs(pipeline, options, message):

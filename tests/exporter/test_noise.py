@@ -1,0 +1,168 @@
+"""Exported models on this CPU: bits that do not depend on a pass, and a model whose bits do."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import specedge
+from checkpoints import make_pair
+from rows import LENGTHS, dependent_lengths
+from specedge.cli import cli
+from specedge.exporter import Progress, export
+from specedge.runtime import loading
+from specedge.runtime.noise import ROUNDING, Noise, measure
+from specedge.runtime.ort import OrtModel
+from specedge.runtime.pipeline import Pipeline
+
+LENGTH = 200
+PROMPTS = (range(40, 52), range(300, 303), [7, 8, 9] * 20)
+
+
+class Twins:
+    """A model whose first tokens come in pairs, of which the last bits of a logit choose one.
+
+    So the noise is the device's own, and turns choices in every text.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.row_independent_lengths = model.row_independent_lengths
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def forward(self, tokens):
+        logits = self.model.forward(tokens).copy()
+        logits[:, 1:128:2] = logits[:, :128:2] + 1e-5 * np.sin(1e7 * logits[:, 200:264])
+        return logits
+
+
+@pytest.fixture(scope="module")
+def noisy(tmp_path_factory):
+    """A pair with heads wider than 128 values, which ONNX Runtime's GQA adds up in other blocks."""
+    folder = tmp_path_factory.mktemp("noisy")
+    draft, target = make_pair(folder, "llama", kv_heads=2, head_size=256, context=288)
+    progress = Progress()
+    bundle = export(draft, target, folder / "bundle", ops="gqa", progress=progress)
+    assert any("near-ties" in note for note in progress.notes)
+    return specedge.load(bundle.folder)
+
+
+@pytest.fixture(scope="module")
+def twins(noisy):
+    return Pipeline(noisy.bundle, noisy.tokenizer, Twins(noisy.target), noisy.draft)
+
+
+def test_rows_of_exported_models_have_the_same_bits_however_many_share_a_pass(exported):
+    for model in exported.models.values():
+        for ops in model.parity:
+            loaded = OrtModel(exported, model, "cpu", None, True, ops)
+            assert dependent_lengths(loaded, LENGTHS, min(140, model.context_length)) == []
+
+
+def test_the_noise_of_a_wide_head_is_found(noisy):
+    assert noisy.target.row_independent_lengths != LENGTHS
+    assert dependent_lengths(noisy.target, LENGTHS)
+    tokens = np.random.default_rng(0).integers(1, 500, 72).tolist()
+    found = measure(noisy.target, tokens, (5,), 16)
+    assert 0 < found.by_length[5] < ROUNDING * found.largest
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_exact_tokens_are_plain_decodings_on_a_device_with_noise(twins, k):
+    turned = 0
+    for prompt in PROMPTS:
+        plain = twins.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True)
+        one, exact = (
+            twins.generate(prompt, LENGTH, num_draft_tokens=k, ignore_eos=True, exact=exact)
+            for exact in (False, True)
+        )
+        pairs = zip(one.tokens, plain.tokens, strict=True)
+        first = next((i for i, (mine, its) in enumerate(pairs) if mine != its), None)
+        assert first is None or first in [tie.position for tie in one.near_ties]
+        turned += first is not None
+        assert exact.tokens == plain.tokens
+        assert exact.stats.num_exact_passes > 0
+        assert 2 * exact.noise >= max(tie.margin for tie in one.near_ties)
+        assert (plain.noise, plain.near_ties) == (0.0, [])
+    assert turned
+
+
+def test_where_no_near_tie_is_exact_runs_no_more_passes(noisy):
+    options = {"num_draft_tokens": 4, "ignore_eos": True}
+    one = noisy.generate(PROMPTS[0], LENGTH, **options)
+    exact = noisy.generate(PROMPTS[0], LENGTH, exact=True, **options)
+    assert (one.near_ties, exact.near_ties) == ([], [])
+    assert one.noise == exact.noise > 0
+    assert exact.stats.num_exact_passes == 0
+    assert exact.stats.num_target_passes == one.stats.num_target_passes
+
+
+def test_noise_is_measured_once_and_not_where_the_export_found_none(noisy, pairs, monkeypatch):
+    from specedge.runtime import noise
+
+    calls = []
+
+    def counted(*args):
+        calls.append(args)
+        return measure(*args)
+
+    monkeypatch.setattr(noise, "measure", counted)
+    reckoned = Noise(noisy.target, 256)
+    assert reckoned.bound([1, 2], 4, trusting=True) == reckoned.bound([3], 4, trusting=False) > 0
+    assert len(calls) == 1
+    quiet = specedge.load(pairs.bundle("llama").folder)
+    assert quiet.noise.bound([1, 2], 4, trusting=True) == 0
+    assert len(calls) == 1
+    assert quiet.noise.bound([1, 2], 4, trusting=False) > 0
+    assert len(calls) == 2
+
+
+@pytest.fixture
+def command(twins, monkeypatch):
+    """Run the command line over the noisy pair."""
+    monkeypatch.setattr(loading, "load", lambda *_, **options: twins)
+
+    def run(*arguments):
+        return CliRunner().invoke(cli, [str(argument) for argument in arguments])
+
+    return run
+
+
+def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
+    options = ("import", "-n", 60, "--ignore-eos")
+    line = command("generate", *options).stderr
+    assert re.search(
+        r"near-ties? within the device's noise of \de-0\d \(positions? [\d, .]+\): ", line
+    )
+    assert "--exact decides" in line
+    assert re.search(
+        r"as plain decoding does by \d+ more passes in",
+        command("generate", *options, "--exact").stderr,
+    )
+    found = json.loads(command("generate", *options, "--json").stdout)
+    assert found["noise"] > 0
+    assert all(found["tokens"][tie["position"]] == tie["token"] for tie in found["near_ties"])
+    assert found["near_ties"][0].keys() == {"position", "token", "runner_up", "margin"}
+
+
+def test_compare_blames_a_near_tie_and_exact_settles_it(command):
+    options = ("import", "-n", 200, "--ignore-eos", "--repeats", 1)
+    differing = command("compare", *options)
+    assert differing.exit_code == 1
+    assert re.search(r"from new token \d+ on, a near-tie: --exact decides it", differing.stderr)
+    exact = command("compare", *options, "--exact")
+    assert exact.exit_code == 0
+    assert re.search(r"same tokens +yes", exact.stdout)
+
+
+def test_exact_may_be_asked_for_a_line_of_a_file_of_prompts(command, tmp_path):
+    lines = [{"prompt": "import", "exact": exact} for exact in (False, True)]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    options = ("--prompts", tmp_path / "in.jsonl", "-n", 60, "--ignore-eos")
+    found = [json.loads(line) for line in command("generate", *options).stdout.splitlines()]
+    assert [one["stats"]["num_exact_passes"] > 0 for one in found] == [False, True]
+    assert all(one["near_ties"] for one in found)

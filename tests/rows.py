@@ -1,0 +1,24 @@
+"""Whether a row's bits depend on how many rows share its pass, through the runtime."""
+
+import numpy as np
+
+LENGTHS = (1, 2, 3, 5, 9, 64)  # what is promised; 64 is the passes of a prefill
+
+
+def dependent_lengths(model, lengths, num_tokens=140):
+    """The pass lengths whose logits or cache rows differ by any bit from those of one pass."""
+    tokens = np.random.default_rng(0).integers(1, model.vocab_size, num_tokens).tolist()
+
+    def play(length):
+        model.truncate(0)
+        for cache in model._caches.values():
+            cache[:] = 1.0  # stale rows that are read would show
+        starts = range(0, num_tokens, length)
+        logits = [model.forward(tokens[at : at + length]).copy() for at in starts]
+        return [
+            np.concatenate(logits),
+            *(c[:, :, :num_tokens].copy() for c in model._caches.values()),
+        ]
+
+    wide = play(num_tokens)
+    return [t for t in lengths if not all(map(np.array_equal, play(t), wide))]
