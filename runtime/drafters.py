@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import sys
 from collections.abc import Sequence
@@ -192,13 +193,15 @@ class Checked:
 
     def _check_law(self, law: Distribution, token: int) -> None:
         ids, size = law.ids, self.vocab_size
-        if len(law.probs) > size if ids is None else len(ids) != len(law.probs):
-            raise self._error(f"gave a distribution over {len(law.probs)} tokens, not over {size}")
+        if len(law.weights) > size if ids is None else len(ids) != len(law.weights):
+            raise self._error(
+                f"gave a distribution over {len(law.weights)} tokens, not over {size}"
+            )
         if ids is not None and not _ascending(ids, size):
             raise self._error("gave a distribution whose ids do not ascend within the vocabulary")
-        total = float(law.probs.sum(dtype=float))
-        if not (abs(total - 1) < 1e-3 and (law.probs >= 0).all()):
-            raise self._error(f"gave a distribution that adds up to {total:g}, not 1")
+        total = float(law.weights.sum(dtype=float))
+        if not (0 < total < math.inf and (law.weights >= 0).all()):
+            raise self._error(f"gave weights that are below 0 or add up to {total:g}")
         if not law.of(token) > 0:
             raise self._error(f"proposed token {token}, to which its distribution gives nothing")
 

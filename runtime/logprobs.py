@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .distribution import Floats
-from .laws import top
+from .selection import top
 
 
 @dataclass(frozen=True)

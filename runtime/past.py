@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 
 import numpy as np
@@ -41,7 +40,8 @@ class Past:
         """The text that goes on with these. It shares this one's tokens, and may be asked until
         this one is extended.
         """
-        further = copy.copy(self)
+        further = object.__new__(Past)
+        further.__dict__ |= self.__dict__
         further._drafted = [*self._drafted, *tokens]
         return further
 

@@ -70,8 +70,8 @@ def verify(
         law = draft.law(i)
         drafted = 1.0 if law is None else law.of(token)
         if not sampling.lenience * tests[i] * drafted < target.of(token):
-            residual = _residual(target.row(len(target_logits[i])), draft, i)
-            return Verdict(i, pick(residual, last) if residual.any() else target.pick(last))
+            residual = _residual(target, draft, i, len(target_logits[i]))
+            return Verdict(i, (residual if residual.total else target).pick(last))
     num_drafted = len(draft.tokens)
     target = probabilities(target_logits[num_drafted], sampling, past.then(draft.tokens))
     return Verdict(num_drafted, target.pick(last))
@@ -88,17 +88,18 @@ def _verify_greedy(
     return Verdict(i, chosen)
 
 
-def _residual(target: Floats, draft: Draft, i: int) -> Floats:
-    """Weights of the recovered token, max(0, t - d), written over the target's. [V] -> [V]
+def _residual(target: Distribution, draft: Draft, i: int, vocab_size: int) -> Distribution:
+    """The law of the recovered token, in proportion to max(0, t - d).
 
     Where t and d agree to rounding nothing is left; a rejection was then a rounding error too.
     """
-    drafted = draft.law(i)
+    weights, drafted = target.weights_of_all(vocab_size), draft.law(i)
     if drafted is None:
-        target[draft.tokens[i]] = 0
-        return target
-    target[drafted.where] -= drafted.probs
-    return np.maximum(target, 0, out=target)
+        weights[draft.tokens[i]] = 0
+        return Distribution(weights)
+    scale = weights.dtype.type(target.total / drafted.total)
+    weights[drafted.where] -= scale * drafted.weights
+    return Distribution(np.maximum(weights, 0, out=weights))
 
 
 def draw(

@@ -252,10 +252,20 @@ def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
 
 
 def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
-    rows = np.stack([logits_of(0.5, 0.5)] * 2)
-    above = drafted(*[0.5 * (1 + 1e-9)] * 2)
-    verdict = verify(Draft([0], [above]), rows, Sampling(1.0), NOTHING, [1 - 1e-12], 0.9)
-    assert (verdict.num_accepted, verdict.next_token) == (0, 1)
+    """The draft's law is the target's times a number, and u as large as can be."""
+    largest, found = float(np.nextafter(1, 0)), 0
+    for seed in range(50):
+        random = np.random.default_rng(seed)
+        logits = random.normal(size=3)
+        target = probabilities(logits, Sampling(1.0), NOTHING)
+        guess = Distribution(target.weights * random.uniform(0.1, 9))
+        for token in range(3):
+            if largest * guess.of(token) >= target.of(token):
+                draft, rows = Draft([token], [guess]), np.stack([logits] * 2)
+                verdict = verify(draft, rows, Sampling(1.0), NOTHING, [largest], 0.9)
+                assert (verdict.num_accepted, verdict.next_token) == (0, target.pick(0.9))
+                found += 1
+    assert found > 5
 
 
 def test_nothing_after_a_rejection_counts():
