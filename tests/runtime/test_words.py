@@ -82,3 +82,29 @@ def test_options_that_leave_no_token_end_in_an_error_not_in_a_traceback_of_numpy
     for temperature in (0.0, 1.0):
         with pytest.raises(OptionError, match="leave no token"):
             pipeline.generate(PROMPT, 5, temperature, bad_words=every, ignore_eos=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_the_same_seed_gives_the_same_under_every_option_streamed_shortened_or_stopped(
+    pipeline, temperature
+):
+    options = {"seed": 5, "repetition_penalty": 1.2, "presence_penalty": 0.3, "typical_p": 0.95}
+    options |= {"bad_words": ["self"], "logit_bias": {9: 3.0}, "min_new_tokens": 8, "top_p": 0.9}
+    options |= {"lenience": 0.7, "frequency_penalty": 0.2, "min_p": 0.01, "ignore_eos": True}
+    whole = pipeline.generate(PROMPT, 60, temperature, **options)
+    stream = pipeline.stream(PROMPT, 60, temperature, **options)
+    assert "".join(stream) == whole.text
+    assert stream.generation.tokens == whole.tokens
+    for length in (8, 9, 23, 41):
+        assert (
+            pipeline.generate(PROMPT, length, temperature, **options).tokens
+            == (whole.tokens[:length])
+        )
+    with pipeline.stream(PROMPT, 60, temperature, **options) as left:
+        next(left)
+    count = len(left.generation.tokens)
+    assert left.generation.tokens == whole.tokens[:count]
+    if not temperature:
+        for k in (0, 1, 2, 7):
+            one = pipeline.generate(PROMPT, 60, num_draft_tokens=k, **options)
+            assert one.tokens == whole.tokens
