@@ -11,7 +11,7 @@ from .drafters import Drafter
 from .model import LanguageModel
 from .past import Past
 from .randomness import uniforms
-from .sampling import Floats, verify
+from .sampling import Draft, Floats, Verdict, verify
 from .stats import Stopwatch
 
 
@@ -68,9 +68,21 @@ class SpeculativeDecoder:
             draft = self.drafter.propose(past, min(k, limit), sampling, us[:k])
         logits = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
-            verdict = verify(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
+            verdict = self.judge(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
         committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
         past.extend(committed)
         self.target.truncate(len(past.tokens) - 1)
         self.drafter.truncate(len(past.tokens) - 1)
         return Round(committed, len(draft.tokens), verdict.num_accepted)
+
+    def judge(
+        self,
+        draft: Draft,
+        logits: Floats,
+        sampling: Sampling,
+        past: Past,
+        tests: Floats,
+        last: float,
+    ) -> Verdict:
+        """The accept rule; a method, so that the audit's self-test can plant a wrong one."""
+        return verify(draft, logits, sampling, past, tests, last)

@@ -36,10 +36,11 @@ def load(
     store.check_large_files(found)
     draft = OrtModel(found, found.draft, device, threads, share_threads, ops)
     target = OrtModel(found, found.target, device, threads, share_threads, ops)
-    return Pipeline(found, _tokenizer(found), target, draft)
+    return Pipeline(found, load_tokenizer(found), target, draft)
 
 
-def _tokenizer(bundle: Bundle) -> Tokenizer:
+def load_tokenizer(bundle: Bundle) -> Tokenizer:
+    """The bundle's tokenizer. Raises BundleError if it cannot be read."""
     path = bundle.path(bundle.tokenizer)
     try:
         return Tokenizer.from_file(os.fspath(path))

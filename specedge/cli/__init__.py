@@ -13,6 +13,7 @@ from specedge.cli.export import export
 from specedge.cli.generate import generate
 from specedge.cli.inspect import inspect
 from specedge.cli.library import list_, remove
+from specedge.cli.verify import verify
 from specedge.errors import SpecEdgeError
 from specedge.version import __version__
 
@@ -23,7 +24,7 @@ def cli() -> None:
     """Export a draft and a target model to ONNX and generate with lossless speculative decoding."""
 
 
-for command in (export, generate, compare, inspect, list_, remove):
+for command in (export, generate, compare, inspect, verify, list_, remove):
     cli.add_command(command)
 
 
