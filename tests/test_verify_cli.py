@@ -46,10 +46,10 @@ def relist(folder, **changes):
 
 
 def test_the_embedded_pair_passes_every_check():
-    ticks = Ticks(3500)
+    ticks = Ticks(10000)
 
     def told(check):
-        ticks.step = {"greedy": 6.0, "joint": 0.5, "sampled": 60.0}.get(check, 1.0)
+        ticks.step = {"greedy": 4.0, "sampled": 100.0}.get(check, 1.0)
 
     bundle = Bundle.read(store.embedded())
     report = auditing.audit(

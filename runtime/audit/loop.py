@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -122,7 +123,7 @@ class _Greedy:
     by_k: dict[int, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     near_ties: list[str] = field(default_factory=list)
-    smallest_margin: float = float("inf")
+    smallest_margin: float = math.inf
     num_positions: int = 0
 
 

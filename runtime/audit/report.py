@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import platform
 import subprocess
@@ -50,7 +51,8 @@ class Report:
             "result": self.result,
             "about": self.about,
             "findings": [
-                vars(finding) | {"details": list(finding.details)} for finding in self.findings
+                vars(finding) | {"details": list(finding.details), "facts": _plain(finding.facts)}
+                for finding in self.findings
             ],
             "sureness": list(self.sureness),
             "seconds": round(self.seconds, 1),
@@ -68,6 +70,13 @@ class Report:
             lines += ["", "How sure"]
             lines += [f"- {line}" for line in self.sureness]
         return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    """Without infinities, which JSON has not: they become text."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _why(report: Report) -> str:

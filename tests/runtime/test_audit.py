@@ -191,6 +191,12 @@ def test_a_model_that_remembers_gives_the_rows_of_the_model():
     assert sum(table.passes) < 130  # of 60 texts with 1 to 4 rows; 3 + 9 + 27 + 81 differ
 
 
+def test_json_has_no_infinities():
+    finding = Finding("greedy", SHORT, "so", (), {"target": {"margin": float("inf"), "n": 1.5}})
+    facts = Report({}, (finding,), (), 1.0).as_dict()["findings"][0]["facts"]
+    assert facts == {"target": {"margin": "inf", "n": 1.5}}
+
+
 def test_a_report_passes_only_if_every_check_did():
     def report(*statuses):
         findings = tuple(Finding(f"check {i}", s, "so") for i, s in enumerate(statuses))
