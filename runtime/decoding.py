@@ -14,7 +14,7 @@ from .model import LanguageModel
 from .near_ties import NearTie, Referee
 from .past import Past
 from .randomness import uniforms
-from .sampling import verify
+from .sampling import Draft, Verdict, verify
 from .stats import Stopwatch
 
 
@@ -97,7 +97,7 @@ class SpeculativeDecoder:
             draft = self.drafter.propose(past, min(k, limit), sampling, us[:k])
         logits = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
-            verdict = verify(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
+            verdict = self.judge(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
             near_ties: tuple[NearTie, ...] = ()
             if self.referee:
                 logits = logits if num_logprobs is None else logits.copy()  # it may run passes
@@ -113,3 +113,15 @@ class SpeculativeDecoder:
         return Round(
             committed, len(draft.tokens), verdict.num_accepted, logprobs, origin, near_ties
         )
+
+    def judge(
+        self,
+        draft: Draft,
+        logits: Floats,
+        sampling: Sampling,
+        past: Past,
+        tests: Floats,
+        last: float,
+    ) -> Verdict:
+        """The accept rule; a method, so that the audit's self-test can plant a wrong one."""
+        return verify(draft, logits, sampling, past, tests, last)

@@ -35,8 +35,7 @@ def open_session(path: Path, device: str, threads: int | None, share_threads: bo
     process, and sessions with pools of their own cannot be made beside it; `share_threads` False is
     for hosts that need them.
     """
-    if device not in DEVICES:
-        raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{device}'")
+    check_device(device)
     if threads is not None:
         try:
             threads = whole("threads", threads, 1, max(os.cpu_count() or 1, 1))
@@ -64,6 +63,12 @@ def open_session(path: Path, device: str, threads: int | None, share_threads: bo
             f"{path}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)}); "
             "export the pair again, or upgrade ONNX Runtime"
         ) from error
+
+
+def check_device(device: str) -> None:
+    """Raise DeviceError for a device that there is none of."""
+    if device not in DEVICES:
+        raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{device}'")
 
 
 @contextmanager

@@ -40,7 +40,7 @@ def load(
 
 
 def tokenizer(bundle: Bundle) -> Tokenizer:
-    """A bundle's tokenizer; BundleError if it cannot be read."""
+    """A bundle's tokenizer. Raises BundleError if it cannot be read."""
     path = bundle.path(bundle.tokenizer)
     try:
         return Tokenizer.from_file(os.fspath(path))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -29,22 +30,30 @@ class OrtModel:
         threads: int | None,
         share_threads: bool,
         ops: str = "auto",
+        graph: str = "decoder",
     ) -> None:
-        self.length = 0
+        """Open one of the model's graphs; one of a fixed shape takes passes of its length alone."""
         self.ops = choose_ops(model, ops)
         self.vocab_size = model.vocab_size
         measured = model.parity[self.ops].row_independent_lengths
         self.row_independent_lengths = measured if device == "cpu" else ()
         self._name = model.source.id
-        path = bundle.path(model.graph("decoder", self.ops).file)
+        entry = model.graph(graph, self.ops)
+        path = bundle.path(entry.file)
         self._session = open_session(path, device, threads, share_threads)
-        _check_contract(self._session, model, path)
+        _check_contract(self._session, model, path, entry.logits)
         self._padded_vocab_size = model.padded_vocab_size
+        self._forget_all(model)
+        self._without_logits = onnxruntime().RunOptions()
+        self._without_logits.only_execute_path_to_fetches = True
+
+    def _forget_all(self, model: Model) -> None:
+        """Begin with buffers of our own."""
+        self.length = 0
+        self._model = model
         self._past_length = np.zeros(1, np.int64)
         self._caches = _allocate(model)
         self._passes: dict[int, _Pass] = {}
-        self._without_logits = onnxruntime().RunOptions()
-        self._without_logits.only_execute_path_to_fetches = True
 
     def forward(self, tokens: Sequence[int]) -> Floats:
         """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]"""
@@ -66,6 +75,16 @@ class OrtModel:
         """Forget every cached token past `length`."""
         assert 0 <= length <= self.length
         self.length = length
+
+    def cache_rows(self, start: int, end: int) -> list[Floats]:
+        """A copy of rows of every cache buffer. -> [H, end - start, D] each"""
+        return [cache[0, :, start:end].copy() for cache in self._caches.values()]
+
+    def twin(self) -> OrtModel:
+        """The same model with caches of its own; the weights are shared."""
+        twin = copy.copy(self)
+        twin._forget_all(self._model)
+        return twin
 
     def _run(self, bound: _Pass, tokens: Sequence[int], options: Any) -> None:
         bound.input_ids[0] = tokens
@@ -114,13 +133,14 @@ class _Pass:
         self.logits: Floats | None = None
 
 
-def _check_contract(session: Any, model: Model, path: Path) -> None:
+def _check_contract(session: Any, model: Model, path: Path, logits: bool) -> None:
     """Refuse a graph whose inputs or outputs are not those that the manifest promises."""
     wanted: dict[str, tuple[str, Any]] = {
         "input_ids": ("tensor(int64)", 1),
         "past_length": ("tensor(int64)", 1),
-        "logits": ("tensor(float)", model.padded_vocab_size),
     }
+    if logits:
+        wanted["logits"] = ("tensor(float)", model.padded_vocab_size)
     for i, layer in enumerate(model.cache.layers):
         for name, size in (("key", layer.key_size), ("value", layer.value_size)):
             rows = ("tensor(float)", [1, layer.heads, model.cache.capacity, size])

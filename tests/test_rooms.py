@@ -65,3 +65,9 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = specedge.nothing
     assert all(hasattr(specedge, name) for name in dir(specedge))
+
+
+def test_only_the_audit_loads_scipy():
+    names = {file for file, module in imports("runtime") if module.startswith("scipy")}
+    assert names == {"statistics.py"}
+    assert "scipy" not in loaded_after("from specedge import load; import specedge.cli")

@@ -15,6 +15,7 @@ from specedge.cli.inspect import inspect
 from specedge.cli.library import list_, remove
 from specedge.cli.ngram import ngram
 from specedge.cli.theory import theory
+from specedge.cli.verify import verify
 from specedge.errors import SpecEdgeError
 from specedge.version import __version__
 
@@ -25,7 +26,7 @@ def cli() -> None:
     """Export a draft and a target model to ONNX and generate with lossless speculative decoding."""
 
 
-for command in (export, generate, compare, inspect, list_, remove, theory, ngram):
+for command in (export, generate, compare, inspect, verify, list_, remove, theory, ngram):
     cli.add_command(command)
 
 

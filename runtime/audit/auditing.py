@@ -1,0 +1,276 @@
+"""The whole audit: its checks in turn, the time that each may take, and what they amount to."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from specedge.bundle import MANIFEST, Bundle, sha256
+from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
+from specedge.manifest import Model
+
+from ..devices import check_device
+from ..loading import tokenizer
+from ..ort import OrtModel, choose_ops
+from ..prompts import chat_tokens, prompt_tokens
+from . import graphs, joint, loop, sampled
+from .budget import Budget
+from .defects import DEFECTS, Defect
+from .report import FAILED, SKIPPED, Finding, Report, machine
+from .statistics import CONFIDENCE, POWER
+from .subject import Prompt, Sizes, Subject
+from .texts import BUILT_IN
+
+FALSE_ALARM = 1e-6  # of the whole audit
+# Each takes its share of the time that is left, so what one leaves the next have.
+SHARES = {
+    "graphs": 0.3,
+    "measuring": 0.05,
+    "caches": 0.1,
+    "self-draft": 0.1,
+    "greedy": 0.25,
+    "joint": 0.4,
+}
+NUM_TESTS = (sampled.TESTS + joint.TESTS) * (len(sampled.SETTINGS) + 1) - 1
+CONTROL = 0.1  # of a self-test's time
+LOOKS = (0.1, 0.3, 1.0)  # shares of a defect's time, of what is left of it
+ALPHA = FALSE_ALARM / NUM_TESTS
+
+UserPrompt = str | Sequence[Mapping[str, Any]]
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Machinery:
+    """How the graphs are run."""
+
+    device: str = "cpu"
+    threads: int | None = None
+    ops: str = "auto"
+
+    def __post_init__(self) -> None:
+        check_device(self.device)
+
+    def open(self, bundle: Bundle, model: Model, ops: str, graph: str = "decoder") -> OrtModel:
+        """One graph, loaded."""
+        return OrtModel(bundle, model, self.device, self.threads, True, ops, graph)
+
+
+def audit(
+    bundle: Bundle,
+    machinery: Machinery,
+    prompts: Sequence[UserPrompt],
+    budget: Budget,
+    told: Told = lambda check: None,
+) -> Report:
+    """Run every check. A check that finds damage fails; the rest is then not run if it cannot be.
+
+    `prompts` are the user's, text or messages, beside the built-in ones. Raises PromptError for one
+    that cannot be continued.
+    """
+    findings: list[Finding] = []
+
+    def step(name: str, run: Callable[[], Finding]) -> bool:
+        told(name)
+        findings.append(_guarded(name, run))
+        return findings[-1].status != FAILED
+
+    names = ["files", "graphs", *LOOP]
+    if step("files", lambda: graphs.files(bundle, budget)):
+        texts = _prompts(bundle, prompts)
+        share = budget.share(SHARES["graphs"])
+        if step("graphs", lambda: graphs_of(bundle, machinery, share)):
+            subject = make_subject(bundle, machinery, texts)
+            findings += _loop_checks(subject, budget, told)
+    findings += [
+        Finding(name, SKIPPED, "an earlier check failed") for name in names[len(findings) :]
+    ]
+    return Report(_about(bundle, machinery), tuple(findings), _sureness(), budget.clock.used)
+
+
+def graphs_of(bundle: Bundle, machinery: Machinery, budget: Budget) -> Finding:
+    """The check of the graphs; one that cannot be loaded or run has failed it."""
+    open_ = partial(machinery.open, bundle)
+    return _guarded("graphs", lambda: graphs.graphs(bundle, machinery.ops, open_, budget))
+
+
+def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> Report:
+    """The report on a bundle that cannot be read."""
+    findings = [Finding("files", FAILED, str(error))]
+    findings += [Finding(name, SKIPPED, "an earlier check failed") for name in ("graphs", *LOOP)]
+    about = {"bundle": str(folder), **machine()}
+    return Report(about, tuple(findings), (), budget.clock.used)
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """What the checks made of the loop as it is, `control`, and of each planted defect."""
+
+    control: list[Finding]
+    found: list[tuple[Defect, list[Finding]]]
+
+    @property
+    def caught(self) -> list[tuple[Defect, list[str]]]:
+        """Each defect with the names of the checks that failed on it."""
+        return [
+            (defect, [f.check for f in findings if f.status == FAILED])
+            for defect, findings in self.found
+        ]
+
+    @property
+    def num_caught(self) -> int:
+        """Defects that at least one check failed on."""
+        return sum(bool(checks) for _, checks in self.caught)
+
+    @property
+    def false_alarms(self) -> list[Finding]:
+        """Checks that failed on the loop as it is."""
+        return [finding for finding in self.control if finding.status == FAILED]
+
+
+def self_test(
+    subject: Subject,
+    budget: Budget,
+    told: Told = lambda check: None,
+    defects: Sequence[Defect] = DEFECTS,
+) -> SelfTest:
+    """Run the checks of the loop on it as it is, then with each defect planted until one fails: at
+    first in little time, then in more. What one does not need of its time, the next have.
+    """
+    control = _loop_checks(subject, budget.share(CONTROL), partial(_told_of, told, "as it is"))
+    found: list[tuple[Defect, list[Finding]]] = []
+    for i, defect in enumerate(defects):
+        spoilt = dataclasses.replace(subject, parts=defect.parts)
+        share = budget.share(1 / (len(defects) - i))
+        for look in LOOKS:
+            told_of = partial(_told_of, told, defect.name)
+            findings = _loop_checks(spoilt, share.share(look), told_of, until_caught=True)
+            if findings[-1].status == FAILED:
+                break
+        found.append((defect, findings))
+    return SelfTest(control, found)
+
+
+LOOP: dict[str, Callable[[Subject, Budget], Finding]] = {
+    "caches": loop.caches,
+    "self-draft": loop.self_draft,
+    "greedy": loop.greedy,
+    "joint": lambda subject, budget: joint.joint(subject, budget, sampled.SETTINGS, ALPHA),
+    "sampled": lambda subject, budget: sampled.sampled(subject, budget, sampled.SETTINGS, ALPHA),
+}
+
+
+def _told_of(told: Told, defect: str, check: str) -> None:
+    told(f"{defect}: {check}")
+
+
+def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) -> Subject:
+    """Both models loaded, with the prompts to try them on."""
+    models = {role: machinery.open(bundle, m, machinery.ops) for role, m in bundle.models.items()}
+    tolerance = max(
+        graphs.allowed(model, choose_ops(model, machinery.ops)) for model in bundle.models.values()
+    )
+    sizes = {role: Sizes(m.vocab_size, m.context_length) for role, m in bundle.models.items()}
+    return Subject(
+        models["target"],
+        models["draft"],
+        sizes["target"],
+        sizes["draft"],
+        bundle.num_draft_tokens,
+        tolerance,
+        prompts,
+    )
+
+
+def built_in_prompts(bundle: Bundle) -> list[Prompt]:
+    """The prompts of every audit, no longer than the contexts allow."""
+    return _prompts(bundle, ())
+
+
+def _loop_checks(
+    subject: Subject, budget: Budget, told: Told, until_caught: bool = False
+) -> list[Finding]:
+    """All checks of the loop, or those up to the first that fails."""
+    findings: list[Finding] = []
+    subject.measure(budget.share(SHARES["measuring"]))
+    for name, check in LOOP.items():
+        told(name)
+        share = budget.share(SHARES.get(name, 1.0))
+        findings.append(_guarded(name, partial(check, subject, share)))
+        if until_caught and findings[-1].status == FAILED:
+            break
+    return findings
+
+
+def _guarded(name: str, run: Callable[[], Finding]) -> Finding:
+    """A check that cannot be run for what the bundle is has failed."""
+    try:
+        return run()
+    except (DeviceError, MissingExtraError):
+        raise
+    except SpecEdgeError as error:
+        return Finding(name, FAILED, str(error))
+
+
+def _prompts(bundle: Bundle, prompts: Sequence[UserPrompt]) -> list[Prompt]:
+    """The user's prompts, then the built-in ones; of these as much as the context leaves room."""
+    encoder = tokenizer(bundle)
+    made = []
+    for i, prompt in enumerate(prompts, 1):
+        try:
+            tokens = (
+                prompt_tokens(bundle, encoder, prompt)
+                if isinstance(prompt, str)
+                else chat_tokens(bundle, encoder, prompt)
+            )
+        except PromptError as error:
+            raise PromptError(f"prompt {i}: {error}") from error
+        made.append(Prompt(f"your prompt {i}", tuple(tokens)))
+    most = max(1, bundle.context_length // 2)
+    for text in BUILT_IN:
+        if tokens := encoder.encode(text).ids[:most]:
+            made.append(Prompt(repr(text if len(text) < 40 else text[:37] + "..."), tuple(tokens)))
+    return made
+
+
+def _about(bundle: Bundle, machinery: Machinery) -> dict[str, str]:
+    parity = bundle.target.parity
+    ops = {role: choose_ops(model, machinery.ops) for role, model in bundle.models.items()}
+    used = ", ".join(f"{package} {v}" for package, v in parity[ops["target"]].versions.items())
+    ids = {
+        role: f"{model.source.id}"
+        + (f" at {model.source.revision}" if model.source.revision else "")
+        for role, model in bundle.models.items()
+    }
+    return {
+        "bundle": str(bundle.folder),
+        "pair": f"target {ids['target']}, draft {ids['draft']}, K = {bundle.num_draft_tokens}",
+        "identity": f"SHA-256 of {MANIFEST} {sha256(bundle.path(MANIFEST))}",
+        "exported": f"by specedge {bundle.specedge_version} with {used}",
+        **machine(),
+        "run": f"on {machinery.device}, op set {ops['target']} (draft {ops['draft']}), "
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+
+
+def _sureness() -> tuple[str, ...]:
+    return (
+        "files, graphs, caches, self-draft and greedy are comparisons: no chance is in them, and "
+        "they say nothing of texts that were not tried",
+        f"sampled and joint are {NUM_TESTS} tests; each fails an honest bundle with probability "
+        f"{ALPHA:.1e}, all together {FALSE_ALARM:.0e} (the sum, so at most)",
+        f"'would catch' is the smallest total variation over the cells that the test finds with "
+        f"probability {POWER:.0%}, whatever its shape; smaller ones may go unseen",
+        f"'at most off' is what the total variation over the cells cannot exceed, with "
+        f"{CONFIDENCE:.0%} confidence for each setting",
+        "'would catch' of sampled is of the places by rank; the facts of --json have that of each "
+        "test",
+        "the laws are those of the target's graph on this machine; how far that is from PyTorch's "
+        "was measured at export alone",
+        "the random numbers are the same in every audit; how many are used depends on the time",
+    )

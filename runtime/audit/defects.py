@@ -1,0 +1,135 @@
+"""Five planted defects, each one that a decoder of someone's really had: what the audit must
+catch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specedge.options import Sampling
+
+from ..decoding import SpeculativeDecoder
+from ..drafters import Drafter
+from ..past import Past
+from ..sampling import Draft, Floats, Verdict, probabilities
+from .subject import Cached, Parts
+
+
+@dataclass(frozen=True)
+class Defect:
+    """Parts of a decoder of which one is wrong."""
+
+    name: str
+    what: str
+    parts: Parts
+
+
+class _Lenient(SpeculativeDecoder):
+    def judge(
+        self,
+        draft: Draft,
+        logits: Floats,
+        sampling: Sampling,
+        past: Past,
+        tests: Floats,
+        last: float,
+    ) -> Verdict:
+        return super().judge(draft, logits, sampling, past, 0.5 * tests, last)
+
+
+class _NoResidual(SpeculativeDecoder):
+    def judge(
+        self,
+        draft: Draft,
+        logits: Floats,
+        sampling: Sampling,
+        past: Past,
+        tests: Floats,
+        last: float,
+    ) -> Verdict:
+        verdict = super().judge(draft, logits, sampling, past, tests, last)
+        i = verdict.num_accepted
+        if sampling.greedy or i == len(draft.tokens):
+            return verdict
+        law = probabilities(logits[i], sampling, past.then(draft.tokens[:i]))
+        return Verdict(i, law.pick(last))
+
+
+class _SharedUniform(SpeculativeDecoder):
+    def judge(
+        self,
+        draft: Draft,
+        logits: Floats,
+        sampling: Sampling,
+        past: Past,
+        tests: Floats,
+        last: float,
+    ) -> Verdict:
+        shared = np.full_like(tests, tests[0]) if len(tests) else tests
+        return super().judge(draft, logits, sampling, past, shared, last)
+
+
+class _StaleDrafter:
+    """Hands on the distribution of the draft token before."""
+
+    name = "stale"
+
+    def __init__(self, drafter: Drafter) -> None:
+        self._drafter = drafter
+
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        draft = self._drafter.propose(past, max_tokens, sampling, uniforms)
+        if not draft.probs:
+            return draft
+        return Draft(draft.tokens, [draft.probs[0], *draft.probs[:-1]])
+
+    def truncate(self, length: int) -> None:
+        self._drafter.truncate(length)
+
+
+class _OneRowTooMany:
+    """Rolls back one row too little."""
+
+    def __init__(self, model: Cached) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def forward(self, tokens: Sequence[int]) -> Floats:
+        return self._model.forward(tokens)
+
+    def truncate(self, length: int) -> None:
+        self._model.truncate(min(length + 1, self._model.length) if length else 0)
+
+
+DEFECTS = (
+    Defect(
+        "accept rule",
+        "a draft token stands if u d(x) / 2 < t(x), not u d(x) < t(x)",
+        Parts(decoder=_Lenient),
+    ),
+    Defect(
+        "residual",
+        "after a rejection the token is drawn from t, not from max(0, t - d)",
+        Parts(decoder=_NoResidual),
+    ),
+    Defect(
+        "stale draft distribution",
+        "a draft token is judged by the distribution of the one before it",
+        Parts(drafter=_StaleDrafter),
+    ),
+    Defect(
+        "cache row off by one",
+        "a rollback of the target's cache keeps one row of a rejected token",
+        Parts(target=_OneRowTooMany),
+    ),
+    Defect(
+        "shared uniform",
+        "all draft tokens of a round are judged by one random number",
+        Parts(decoder=_SharedUniform),
+    ),
+)

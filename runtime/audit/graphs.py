@@ -1,0 +1,255 @@
+"""The bundle's files and graphs: hashes, and what of the parity report can be measured again.
+
+PyTorch and the checkpoint are not here, so how far a graph is from them stays recorded. What is
+measured: whether rows depend on how many share a pass, whether both op sets agree, and whether the
+graphs of fixed shapes agree with the one for any length.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specedge.bundle import Bundle
+from specedge.errors import BundleError
+from specedge.manifest import Graph, Model
+
+from ..ort import OrtModel, choose_ops
+from .budget import Budget
+from .noise import Difference, distance, row_differences, size
+from .report import FAILED, PASSED, SHORT, Finding
+from .subject import ROWS
+
+Open = Callable[[Model, str, str], OrtModel]
+Array = NDArray[Any]
+Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
+
+
+def files(bundle: Bundle, budget: Budget) -> Finding:
+    """Hash every file, however long it takes."""
+    total = sum(file.size for file in bundle.files.values())
+    problems: list[str] = []
+
+    def show_progress(num_bytes: int) -> None:
+        _ = budget.left  # asking tells whoever watches
+
+    for name in bundle.files:
+        try:
+            bundle.check_hash(name, show_progress)
+        except BundleError as error:
+            problems.append(str(error))
+    what = f"{len(bundle.files)} files, {total / 1e6:.1f} MB"
+    facts = {"num_files": len(bundle.files), "bytes": total, "num_bad": len(problems)}
+    if problems:
+        summary = f"{len(problems)} of {what}, are not as listed"
+        return Finding("files", FAILED, summary, tuple(problems), facts)
+    return Finding("files", PASSED, f"{what}: every SHA-256 is as listed", (), facts)
+
+
+@dataclass
+class _Notes:
+    """What the check of one bundle's graphs gathers."""
+
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    short: bool = False
+
+
+def graphs(bundle: Bundle, ops: str, open_: Open, budget: Budget) -> Finding:
+    """Compare the graphs with each other, those that are run first; one is loaded at a time."""
+    notes = _Notes()
+    played = {}
+    for role, model in bundle.models.items():
+        own = choose_ops(model, ops)
+        graph = open_(model, own, "decoder")
+        _rows(notes, role, model, own, graph, budget)
+        played[role] = _play(graph, model, own)
+        del graph
+    for role, model in bundle.models.items():
+        own = choose_ops(model, ops)
+        _fixed(notes, role, model, own, open_, played[role], budget)
+        for other in (name for name in model.parity if name != own):
+            _other_ops(notes, role, model, (own, other), open_, played[role], budget)
+    if notes.missing:
+        notes.lines.append(f"too little time to compare {', '.join(notes.missing)}")
+        notes.facts["not_compared"] = notes.missing
+    lines = tuple(notes.problems + notes.lines)
+    if notes.problems:
+        return Finding("graphs", FAILED, notes.problems[0], lines[1:], notes.facts)
+    if notes.short:
+        return Finding("graphs", SHORT, "not one pass of each length", lines, notes.facts)
+    as_recorded = all(
+        set(facts["recorded_row_independent"]) <= set(facts["row_independent"])
+        for role, facts in notes.facts.items()
+        if role in bundle.models
+    )
+    summary = "they agree with each other" + (
+        ", and rows keep their bits as recorded"
+        if as_recorded
+        else ", but rows depend on the pass more than recorded: near-ties may be decided otherwise"
+    )
+    return Finding("graphs", PASSED, summary, lines, notes.facts)
+
+
+def allowed(model: Model, *ops: str) -> float:
+    """How far two graphs that are each within the tolerance of PyTorch can be apart, relative to
+    the largest value."""
+    return sum(model.parity[name].tolerance for name in (ops * 2)[:2])
+
+
+def _tokens(model: Model) -> list[int]:
+    """A text of any tokens; the graphs are to agree on all."""
+    count = min(2 * ROWS, model.context_length)
+    return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]
+
+
+def _rows(
+    notes: _Notes, role: str, model: Model, ops: str, graph: OrtModel, budget: Budget
+) -> None:
+    """Row independence now against recorded."""
+    tokens, parity = _tokens(model), model.parity[ops]
+    recorded = [t for t in parity.row_independent_lengths if t <= len(tokens)]
+    verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
+    lengths = sorted({*recorded, *range(1, min(verify, len(tokens)) + 1)})
+    found = row_differences(graph, tokens, lengths, budget.share(0.25))
+    same = [t for t, difference in found.items() if difference.same_bits]
+    notes.short |= len(found) < len(lengths)
+    notes.facts[role] = {
+        "ops": ops,
+        "recorded_row_independent": recorded,
+        "row_independent": same,
+        "relative_difference": max((d.relative for d in found.values()), default=0.0),
+        "recorded_logits_error": parity.logits_error,
+        "recorded_cache_error": parity.cache_error,
+    }
+    passes = sum(difference.num_passes for difference in found.values())
+    notes.lines.append(
+        f"{role} ({ops}): the same bits for passes of {_list(same)} rows ({passes} passes; "
+        f"recorded {_list(recorded)}){_differing(found)}"
+    )
+    notes.lines.append(
+        f"{role} ({ops}): recorded at export, not measured here: logits within "
+        f"{parity.logits_error:.1e} and caches within {parity.cache_error:.1e} of PyTorch's, "
+        f"allowed {parity.tolerance:.0e}, {parity.num_positions} positions"
+    )
+    worst = max((d.relative for d in found.values()), default=0.0)
+    if not worst <= allowed(model, ops):
+        notes.problems.append(
+            f"{role} ({ops}): rows differ by {worst:.1e} of the largest value between passes of "
+            f"different lengths, allowed is {allowed(model, ops):.0e}"
+        )
+
+
+def _differing(found: dict[int, Difference]) -> str:
+    others = {t: d for t, d in found.items() if not d.same_bits}
+    if not others:
+        return ""
+    worst = max(d.relative for d in others.values())
+    return f"; for {_list(list(others))} they differ by up to {worst:.1e} of the largest value"
+
+
+def _other_ops(
+    notes: _Notes,
+    role: str,
+    model: Model,
+    ops: tuple[str, str],
+    open_: Open,
+    played: dict[str, Outputs],
+    budget: Budget,
+) -> None:
+    """The op set that is not run, against the one that is."""
+    own, other = ops
+    if budget.over:
+        notes.missing.append(f"{role}'s {other} graphs")
+        return
+    others = _play(open_(model, other, "decoder"), model, other)
+    relative = _relative(others["decoder"], played["decoder"])
+    notes.facts[role][f"relative_difference_to_{other}"] = relative
+    line = (
+        f"{role}: {other} differs from {own} by up to {relative:.1e} of the largest value of "
+        f"logits or cache, allowed {allowed(model, *ops):.0e}"
+    )
+    (notes.lines if relative <= allowed(model, *ops) else notes.problems).append(line)
+    _fixed(notes, role, model, other, open_, others, budget)
+
+
+def _fixed(
+    notes: _Notes,
+    role: str,
+    model: Model,
+    ops: str,
+    open_: Open,
+    played: dict[str, Outputs],
+    budget: Budget,
+) -> None:
+    """The graphs of fixed shapes against the one for any length."""
+    found: dict[str, float] = {}
+    for entry in _fixed_shapes(model, ops):
+        if budget.over:
+            notes.missing.append(f"{role}'s {entry.name} ({ops})")
+            continue
+        outputs = _passes(open_(model, ops, entry.name), entry, _tokens(model))
+        found[entry.name] = _relative(outputs, played[entry.name])
+        gc.collect()  # a session holds its weights
+    if not found:
+        return
+    notes.facts[role][f"fixed_shapes_{ops}"] = found
+    same = [name for name, relative in found.items() if relative == 0]
+    line = f"{role} ({ops}): fixed shapes with the bits of decoder: {', '.join(same) or 'none'}"
+    if others := {name: relative for name, relative in found.items() if relative != 0}:
+        line += "; differing, in shares of the largest value: " + ", ".join(
+            f"{name} {relative:.1e}" for name, relative in others.items()
+        )
+    good = all(relative <= allowed(model, ops) for relative in found.values())
+    (notes.lines if good else notes.problems).append(line)
+
+
+def _fixed_shapes(model: Model, ops: str) -> list[Graph]:
+    return [g for g in model.graphs if g.ops == ops and g.length is not None]
+
+
+def _play(graph: OrtModel, model: Model, ops: str) -> dict[str, Outputs]:
+    """What `decoder` makes of all tokens, and of the passes of each fixed shape, by its name."""
+    tokens = _tokens(model)
+    graph.truncate(0)
+    outputs: dict[str, Outputs] = {
+        "decoder": (graph.forward(tokens).copy(), graph.cache_rows(0, len(tokens)))
+    }
+    for entry in _fixed_shapes(model, ops):
+        outputs[entry.name] = _passes(graph, entry, tokens)
+    return outputs
+
+
+def _passes(graph: OrtModel, entry: Graph, tokens: list[int]) -> Outputs:
+    """Two passes of a fixed length, one after the other."""
+    assert entry.length is not None
+    count = max(1, min(2, len(tokens) // entry.length)) * entry.length
+    fed = (tokens * entry.length)[:count]
+    logits = []
+    graph.truncate(0)
+    for start in range(0, count, entry.length):
+        part = fed[start : start + entry.length]
+        if entry.logits:
+            logits.append(graph.forward(part).copy())
+        else:
+            graph.prefill(part)
+    return np.concatenate(logits) if logits else None, graph.cache_rows(0, count)
+
+
+def _relative(found: Outputs, wanted: Outputs) -> float:
+    """The largest difference, each output's relative to its own largest value."""
+    pairs = [*zip(found[1], wanted[1], strict=True)]
+    if found[0] is not None and wanted[0] is not None:
+        pairs.append((found[0], wanted[0]))
+    return max(distance(a, b) / size(b) for a, b in pairs)
+
+
+def _list(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths)) or "no"

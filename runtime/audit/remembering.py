@@ -1,0 +1,75 @@
+"""A model whose rows are kept, so that thousands of short texts cost few passes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..model import LanguageModel
+from ..sampling import Floats
+
+MOST_BYTES = 256 * 2**20
+
+Text = tuple[int, ...]
+
+
+class Remembering:
+    """A model that keeps its rows by the text before them; `inner` runs only what is new.
+
+    A row after `horizon` tokens or more decides a token that will be cut off: it is all zeros.
+    """
+
+    def __init__(self, inner: LanguageModel) -> None:
+        self.horizon = sys.maxsize
+        self._inner = inner
+        self._tokens: list[int] = []
+        self._fed: list[int] = []  # what the inner model's cache holds
+        self._rows: dict[Text, Floats] = {}
+        self._bytes = 0
+        self._vocab_size = 0
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def forward(self, tokens: Sequence[int]) -> Floats:
+        start = len(self._tokens)
+        self._tokens += tokens
+        keys = [tuple(self._tokens[: i + 1]) for i in range(start, len(self._tokens))]
+        needed = [key for key in keys if len(key) < self.horizon]
+        kept = list(itertools.takewhile(self._rows.__contains__, needed))
+        rows = [self._rows[key] for key in kept]
+        if len(kept) < len(needed):
+            rows += self._computed(needed[len(kept) :])
+        rows += [np.zeros(self._vocab_size, np.float32)] * (len(keys) - len(needed))
+        return np.stack(rows)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def truncate(self, length: int) -> None:
+        del self._tokens[length:]
+
+    def refresh(self) -> None:
+        """Others have used the inner model; what is remembered stays."""
+        self._fed = []
+        self._inner.truncate(0)
+
+    def _computed(self, keys: list[Text]) -> list[Floats]:
+        """The rows after texts that grow by a token each, in one pass."""
+        text, start = keys[-1], len(keys[0]) - 1
+        pairs = zip(self._fed, text[:start], strict=False)
+        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+        self._inner.truncate(shared)
+        self._inner.prefill(text[shared:start])
+        rows = [row.copy() for row in self._inner.forward(text[start:])]
+        self._fed = list(text)
+        self._vocab_size = len(rows[0])
+        for key, row in zip(keys, rows, strict=True):
+            if self._bytes + row.nbytes <= MOST_BYTES:
+                self._rows[key] = row
+                self._bytes += row.nbytes
+        return rows

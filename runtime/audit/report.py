@@ -1,0 +1,120 @@
+"""What an audit found, for people and as plain values."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import math
+import os
+import platform
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from specedge.version import __version__
+
+PASSED, FAILED, SHORT, SKIPPED = "passed", "FAILED", "too little time", "not run"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check: its status, what it found in a line, more lines, and the figures by name."""
+
+    check: str
+    status: str
+    summary: str
+    details: tuple[str, ...] = ()
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Report:
+    """A whole audit. `about` says what was checked and on which machine, by name."""
+
+    about: dict[str, str]
+    findings: tuple[Finding, ...]
+    sureness: tuple[str, ...]
+    seconds: float
+
+    @property
+    def result(self) -> str:
+        """PASSED only if every check was run and passed."""
+        statuses = {finding.status for finding in self.findings}
+        if FAILED in statuses:
+            return "FAILED"
+        return "PASSED" if statuses == {PASSED} else "INCOMPLETE"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return {
+            "result": self.result,
+            "about": self.about,
+            "findings": [
+                vars(finding) | {"details": list(finding.details), "facts": _plain(finding.facts)}
+                for finding in self.findings
+            ],
+            "sureness": list(self.sureness),
+            "seconds": round(self.seconds, 1),
+        }
+
+    def text(self) -> str:
+        """The report to read and to show."""
+        lines = [f"specedge verify: {self.result}{_why(self)}", ""]
+        lines += [f"{name:10} {text}" for name, text in self.about.items()]
+        lines.append(f"{'time':10} {self.seconds:.0f} s")
+        for finding in self.findings:
+            lines += ["", f"{finding.check:10} {finding.status}: {finding.summary}"]
+            lines += [f"           {line}" for line in finding.details]
+        if self.sureness:
+            lines += ["", "How sure"]
+            lines += [f"- {line}" for line in self.sureness]
+        return "\n".join(lines)
+
+
+def _plain(value: Any) -> Any:
+    """Without infinities, which JSON has not: they become text."""
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _why(report: Report) -> str:
+    found = [f.check for f in report.findings if f.status == FAILED]
+    if found:
+        return f" ({', '.join(found)})"
+    short = [f.check for f in report.findings if f.status == SHORT]
+    return f" (too little time for {', '.join(short)}; give more --minutes)" if short else ""
+
+
+def machine() -> dict[str, str]:
+    """This machine and the versions of what takes part, by name."""
+    packages = ("onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers", "scipy")
+    versions = [f"specedge {__version__}", f"Python {platform.python_version()}"]
+    for package in packages:
+        try:
+            versions.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "machine": f"{_processor()}, {cores} cores, {platform.platform(terse=True)}",
+        "versions": ", ".join(versions),
+    }
+
+
+def _processor() -> str:
+    """The processor's name as its system gives it."""
+    name = ""
+    try:
+        if sys.platform == "darwin":
+            command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+            name = subprocess.run(command, capture_output=True, text=True, timeout=5).stdout
+        elif sys.platform != "win32":
+            for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+                if line.lower().startswith("model name"):
+                    name = line.partition(":")[2]
+                    break
+    except (OSError, subprocess.SubprocessError, UnicodeDecodeError):
+        name = ""
+    return " ".join(name.split()) or platform.processor() or platform.machine()

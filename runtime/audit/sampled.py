@@ -1,0 +1,225 @@
+"""Whether drawn text follows the target's law: text of the real loop, judged by the target alone.
+
+Each token of a text has an exact law given the tokens before it, which one pass of the target over
+the finished text gives. A token's place in that law, made continuous with a random number, is
+uniform and independent of the places before it, if and only if the token follows the law.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specedge.options import Sampling
+
+from ..decoding import Round
+from .budget import Budget
+from .report import FAILED, PASSED, SHORT, Finding
+from .statistics import Array, Fit, Frequency, fit, frequency, place
+from .subject import ROWS, Subject, cut, laws, logits_after
+
+SETTINGS = (
+    Sampling(1.0),
+    Sampling(0.7),
+    Sampling(1.0, top_k=20),
+    Sampling(1.0, top_p=0.9),
+    Sampling(1.0, min_p=0.05),
+    Sampling(1.0, typical_p=0.9),
+    Sampling(0.9, top_k=50, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5),
+)
+NUM_CELLS = 16  # of [0, 1); pairs are laid on a square of 4 by 4
+TESTS = 4  # of each setting, and of all together
+LEAST_TOKENS = 320  # of a setting, so that each cell expects 20
+LEAST_TEXT = 8
+
+
+@dataclass
+class Sample:
+    """Texts of one setting: places by falling probability and by falling d / t, where the draft
+    leans to; draft tokens that were judged, and the probability with which each was to stand."""
+
+    by_rank: list[float] = field(default_factory=list)
+    by_lean: list[float] = field(default_factory=list)
+    pairs: list[tuple[float, float]] = field(default_factory=list)
+    stood: list[bool] = field(default_factory=list)
+    betas: list[float] = field(default_factory=list)
+    num_impossible: int = 0
+
+    def add(self, other: Sample) -> None:
+        """More texts."""
+        for each in dataclasses.fields(self):
+            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """The tests of one sample."""
+
+    by_rank: Fit
+    by_lean: Fit
+    neighbours: Fit
+    acceptance: Frequency
+
+    def p_values(self) -> dict[str, float]:
+        """By the name of the test."""
+        return {name: getattr(self, name).p_value for name in vars(self)}
+
+
+def name_of(sampling: Sampling) -> str:
+    """A setting in words: what differs from drawing plainly."""
+    plain = Sampling(sampling.temperature)
+    fields = [f"temperature {sampling.temperature:g}"]
+    for field_ in dataclasses.fields(sampling):
+        if (value := getattr(sampling, field_.name)) != getattr(plain, field_.name):
+            fields.append(f"{field_.name.replace('_', '-')} {value}")
+    return ", ".join(fields)
+
+
+def sampled(
+    subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha: float
+) -> Finding:
+    """Draw texts at every setting in turn while there is time, then test them. K goes through all
+    that the bundle is for. `alpha` is the probability of a false alarm of one test."""
+    length = _text_length(subject, budget, len(settings))
+    samples = {name_of(sampling): Sample() for sampling in settings}
+    for i in itertools.count():
+        for j, sampling in enumerate(settings):
+            if budget.over:
+                break
+            k = subject.ks[-1 - i % len(subject.ks)]
+            prompt = subject.short_prompt(i, length)
+            # A seed of its own for each text: with one for all settings their texts would be alike.
+            seed = i * len(settings) + j
+            samples[name_of(sampling)].add(_draw(subject, sampling, prompt, seed, k, length))
+        if budget.over:
+            break
+    together = Sample()
+    for sample in samples.values():
+        together.add(sample)
+    return _finding(subject, samples | {"all together": together}, alpha)
+
+
+def _text_length(subject: Subject, budget: Budget, num_settings: int) -> int:
+    """Tokens a text, so that there is time for several of each setting."""
+    in_time = budget.left / max(1e-9, 4 * num_settings * subject.seconds_per_pass)
+    return subject.longest(max(LEAST_TEXT, min(ROWS, int(in_time))))
+
+
+def _draw(
+    subject: Subject, sampling: Sampling, prompt: list[int], seed: int, k: int, length: int
+) -> Sample:
+    """One text from the decoder, and its places in the laws."""
+    rounds = list(subject.decoder(k).rounds(prompt, sampling, seed, length))
+    text = cut(rounds, length)
+    sizes = (subject.target_sizes, subject.draft_sizes)
+    vocab_size = sizes[0].vocab_size
+    target_logits = logits_after(subject.target, sizes[0], prompt, text)
+    draft_logits = logits_after(subject.draft, sizes[1], prompt, text)
+    targets = laws(target_logits, sampling, prompt, text, vocab_size)
+    drafts = laws(draft_logits, sampling, prompt, text, vocab_size)
+    spread = np.random.default_rng(seed)
+    sample, betas = Sample(), []
+    for token, target, draft in zip(text, targets, drafts, strict=True):
+        lean = _lean(target, draft)
+        sample.by_rank.append(place(target, target, token, spread.random()))
+        sample.by_lean.append(place(target, lean, token, spread.random()))
+        sample.num_impossible += not target[token] > 0
+        betas.append(float(np.minimum(target, draft).sum(dtype=np.float64)))
+    sample.pairs = list(zip(sample.by_lean[::2], sample.by_lean[1::2], strict=False))
+    _judged(sample, rounds, betas)
+    return sample
+
+
+def _lean(target: Array, draft: Array) -> Array:
+    """How much likelier a token is to the draft than to the target. [V], [V] -> [V]"""
+    lean = np.zeros(len(target), np.float64)
+    np.divide(draft, target, out=lean, where=target > 0)
+    return lean
+
+
+def _judged(sample: Sample, rounds: Sequence[Round], betas: list[float]) -> None:
+    """A draft token is judged if those before it in its round stand; it does with probability
+    beta, the sum of min(t, d)."""
+    start = 0
+    for round_ in rounds:
+        for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
+            sample.stood.append(i < round_.num_accepted)
+            sample.betas.append(betas[start + i])
+        start += len(round_.tokens)
+
+
+def _verdicts(sample: Sample, alpha: float) -> Verdicts:
+    square = [int(4 * a) * 4 + int(4 * b) for a, b in sample.pairs]
+    return Verdicts(
+        _uniform([int(NUM_CELLS * x) for x in sample.by_rank], alpha),
+        _uniform([int(NUM_CELLS * x) for x in sample.by_lean], alpha),
+        _uniform(square, alpha),
+        frequency(sample.stood, sample.betas, alpha),
+    )
+
+
+def _uniform(cells: list[int], alpha: float) -> Fit:
+    counts = np.bincount(np.array(cells, int), minlength=NUM_CELLS)
+    return fit(counts, np.full(NUM_CELLS, 1 / NUM_CELLS), alpha)
+
+
+def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Finding:
+    problems, facts = [], {}
+    lines = [
+        f"{'':26} tokens  p of: rank  lean to draft  neighbours  stood  "
+        "how often (by the laws)  would catch"
+    ]
+    for name, sample in samples.items():
+        verdicts = _verdicts(sample, alpha)
+        facts[name] = _facts(sample, verdicts)
+        lines.append(_line(name, sample, verdicts))
+        problems += [
+            f"{name}: {_NAMES[test]}, p = {p:.1e}"
+            for test, p in verdicts.p_values().items()
+            if p < alpha
+        ]
+        # With noise the edge of a filter may be elsewhere in the pass that judges.
+        if sample.num_impossible and not subject.noise.get("target"):
+            problems.append(f"{name}: {sample.num_impossible} tokens that the law does not allow")
+    count = len(samples["all together"].by_rank)
+    catch = facts["all together"]["by_rank"]["would_catch"]
+    least = min(len(sample.by_rank) for sample in samples.values())
+    if problems:
+        summary = f"{count} drawn tokens do not follow the target's law: {problems[0]}"
+        return Finding("sampled", FAILED, summary, tuple(problems[1:] + lines), facts)
+    if least < LEAST_TOKENS:
+        summary = f"only {least} tokens of a setting, {LEAST_TOKENS} are needed"
+        return Finding("sampled", SHORT, summary, tuple(lines), facts)
+    summary = (
+        f"{count} drawn tokens follow the target's law; a total variation of {catch:.3f} of their "
+        "places would have been caught"
+    )
+    return Finding("sampled", PASSED, summary, tuple(lines), facts)
+
+
+_NAMES = {
+    "by_rank": "tokens are not as likely as the target says",
+    "by_lean": "tokens lean to the draft's law",
+    "neighbours": "neighbouring tokens depend on each other",
+    "acceptance": "draft tokens do not stand as often as the laws say",
+}
+
+
+def _facts(sample: Sample, verdicts: Verdicts) -> dict[str, Any]:
+    tests = {name: vars(test) for name, test in vars(verdicts).items()}
+    return {"num_tokens": len(sample.by_rank), "num_impossible": sample.num_impossible} | tests
+
+
+def _line(name: str, sample: Sample, verdicts: Verdicts) -> str:
+    rank, lean, neighbours, acceptance = verdicts.p_values().values()
+    stood = verdicts.acceptance
+    return (
+        f"{name:26} {len(sample.by_rank):6} {rank:11.2g} {lean:14.2g} {neighbours:11.2g} "
+        f"{acceptance:6.2g} {stood.measured:16.3f} ({stood.expected:.3f}) "
+        f"{verdicts.by_rank.would_catch:12.3f}"
+    )

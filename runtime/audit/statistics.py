@@ -1,0 +1,148 @@
+"""Whether samples follow a law, how far from it they can be, and what a test would have caught.
+
+Pure functions. A law is over cells; `alpha` is the probability of a false alarm. Deviations are
+total variations: half the sum of the differences, the most by which any event's probability is off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import special
+
+POWER = 0.99  # with which the deviation that is stated would have been caught
+CONFIDENCE = 0.99  # of the bound on the deviation
+LEAST_EXPECTED = 20.0  # samples in a cell, below which cells are pooled
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Pearson's chi-square test of samples against a law over cells.
+
+    `deviation` is the total variation between the samples and the law, of which chance makes most;
+    `bound` is what the total variation between the laws is at most, with `CONFIDENCE`;
+    `would_catch` is the smallest one that this test catches with probability `POWER`.
+    """
+
+    num_samples: int
+    num_cells: int
+    chi_square: float
+    p_value: float
+    deviation: float
+    bound: float
+    would_catch: float
+
+
+@dataclass(frozen=True)
+class Frequency:
+    """How often events happened, against their probabilities; in shares of the trials."""
+
+    num_trials: int
+    measured: float
+    expected: float
+    p_value: float
+    would_catch: float
+
+
+def fit(counts: Sequence[float] | Array, law: Sequence[float] | Array, alpha: float) -> Fit:
+    """Test counts [n] against the probabilities [n] of their cells; small cells are pooled."""
+    groups = pooled(np.asarray(law, float) * np.sum(counts))
+    observed = np.array([np.sum(np.asarray(counts)[group]) for group in groups], float)
+    probs = np.array([np.sum(np.asarray(law)[group]) for group in groups], float)
+    probs /= probs.sum()
+    num_samples, num_cells = int(observed.sum()), len(groups)
+    expected = num_samples * probs
+    chi_square = float(((observed - expected) ** 2 / expected).sum()) if num_cells > 1 else 0.0
+    deviation = 0.5 * float(np.abs(observed / max(1, num_samples) - probs).sum())
+    return Fit(
+        num_samples,
+        num_cells,
+        chi_square,
+        float(special.chdtrc(num_cells - 1, chi_square)) if num_cells > 1 else 1.0,
+        deviation,
+        min(1.0, deviation + sampling_error(num_samples, num_cells)),
+        smallest_caught(num_samples, num_cells, alpha),
+    )
+
+
+def pooled(expected: Array) -> list[list[int]]:
+    """Cells in groups that expect `LEAST_EXPECTED` samples each: the small ones go together."""
+    groups: list[list[int]] = []
+    group: list[int] = []
+    total = 0.0
+    for cell in np.argsort(expected, kind="stable"):
+        group.append(int(cell))
+        total += float(expected[cell])
+        if total >= LEAST_EXPECTED:
+            groups.append(group)
+            group, total = [], 0.0
+    if group and groups:
+        groups[-1] += group
+    elif group:
+        groups.append(group)
+    return groups
+
+
+def smallest_caught(num_samples: int, num_cells: int, alpha: float) -> float:
+    """The total variation over the cells that is caught with probability `POWER`, whatever its
+    shape.
+
+    A law that is e away is at least 4 e^2 away in chi-square (Cauchy and Schwarz), so that the
+    statistic is noncentral by at least 4 e^2 n.
+    """
+    if num_cells < 2 or not num_samples:
+        return 1.0
+    critical = special.chdtri(num_cells - 1, alpha)
+    noncentrality = special.chndtrinc(critical, num_cells - 1, 1 - POWER)
+    return min(1.0, math.sqrt(float(noncentrality) / (4 * num_samples)))
+
+
+def sampling_error(num_samples: int, num_cells: int) -> float:
+    """What the total variation between samples and their law exceeds with probability
+    1 - `CONFIDENCE` at most: Bretagnolle-Huber-Carol, P(|| ||_1 >= e) <= 2^k exp(-n e^2 / 2).
+    """
+    if not num_samples:
+        return 1.0
+    exponent = num_cells * math.log(2) - math.log(1 - CONFIDENCE)
+    return 0.5 * math.sqrt(2 * exponent / num_samples)
+
+
+def frequency(happened: Sequence[bool], probs: Sequence[float], alpha: float) -> Frequency:
+    """Test how often events happened, each of a probability that its own past decides."""
+    num_trials = len(probs)
+    expected = float(np.sum(probs))
+    deviation = math.sqrt(float(np.sum([p * (1 - p) for p in probs])))
+    off = float(np.sum(happened)) - expected
+    # Without a doubtful event there is no chance: any difference is one.
+    z = abs(off) / deviation if deviation > 1e-6 else (math.inf if abs(off) > 1e-3 else 0.0)
+    reach = float(special.ndtri(1 - alpha / 2) + special.ndtri(POWER)) * deviation
+    trials = max(1, num_trials)
+    return Frequency(
+        num_trials,
+        float(np.sum(happened)) / trials,
+        expected / trials,
+        float(2 * special.ndtr(-z)),
+        reach / trials if num_trials else 1.0,
+    )
+
+
+def place(law: Array, key: Array, token: int, uniform: float) -> float:
+    """A token's place in [0, 1) when all are laid out by falling key, each as wide as its
+    probability: the randomised probability integral transform.
+
+    If the token follows `law` [V], the place is uniform whatever the keys [V], and independent of
+    the places of the tokens before it.
+    """
+    mine = key[token]
+    ahead = key > mine
+    tied = key[:token] == mine
+    before = law[ahead].sum(dtype=np.float64) + law[:token][tied].sum(dtype=np.float64)
+    total = law.sum(dtype=np.float64)
+    return min(float((before + uniform * law[token]) / total), math.nextafter(1.0, 0.0))

@@ -1,0 +1,165 @@
+"""`specedge verify`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specedge.bundle import MANIFEST, Bundle
+from specedge.cli import options
+from specedge.errors import BundleError
+from specedge.options import Request
+
+if TYPE_CHECKING:
+    from specedge.runtime.audit.auditing import Machinery, SelfTest
+    from specedge.runtime.audit.budget import Budget
+    from specedge.runtime.audit.report import Report
+
+
+@click.command()
+@options.bundle
+@click.option("--device", default="cpu", show_default=True, help="Run the models there.")
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0, 24 * 60, min_open=True),
+    help="Take about so long: more time finds smaller deviations. [default: 2; with --self-test"
+    " at most 5]",
+)
+@click.option("--prompts", metavar="FILE", help="Try these prompts too; `-` is stdin.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "jsonl"]),
+    help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
+)
+@click.option(
+    "--self-test", is_flag=True, help="Plant five defects in turn; exit 2 if one is missed."
+)
+@options.threads
+@options.ops
+@options.as_json
+def verify(
+    bundle: str | None,
+    device: str,
+    minutes: float | None,
+    prompts: str | None,
+    form: str | None,
+    self_test: bool,
+    threads: int | None,
+    ops: str,
+    as_json: bool,
+) -> None:
+    """Audit a bundle on this machine: exit 1 unless every check passes."""
+    from specedge import store
+    from specedge.runtime.audit.auditing import Machinery
+
+    if form and not prompts:
+        raise click.UsageError("--format needs --prompts")
+    if self_test and prompts:
+        raise click.UsageError("--self-test takes no --prompts: it is about the checks")
+    given = _prompts(prompts, form)
+    machinery = Machinery(device, threads, ops)
+    folder = store.find(bundle)
+    if self_test:
+        _test_self(Bundle.read(folder), machinery, minutes or 5.0, as_json)
+        return
+    report = _audit(folder, machinery, minutes or 2.0, given)
+    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else report.text())
+    if report.result != "PASSED":
+        raise click.exceptions.Exit(1)
+
+
+def _audit(folder: Path, machinery: Machinery, minutes: float, prompts: Sequence[Any]) -> Report:
+    from specedge.runtime.audit.auditing import audit, unreadable
+
+    with _timed(minutes) as (budget, told):
+        try:
+            bundle = Bundle.read(folder)
+        except BundleError as error:
+            if not (folder / MANIFEST).is_file():
+                raise
+            return unreadable(folder, error, budget)
+        return audit(bundle, machinery, prompts, budget, told)
+
+
+def _test_self(bundle: Bundle, machinery: Machinery, minutes: float, as_json: bool) -> None:
+    from specedge.runtime.audit.auditing import built_in_prompts, make_subject, self_test
+
+    with _timed(minutes) as (budget, told):
+        subject = make_subject(bundle, machinery, built_in_prompts(bundle))
+        result = self_test(subject, budget, told)
+    facts = _facts(result)
+    click.echo(json.dumps(facts, indent=1) if as_json else "\n".join(_lines(result)))
+    if result.false_alarms:
+        click.echo(
+            "specedge: the loop as it is failed too; run 'specedge verify' without --self-test",
+            err=True,
+        )
+        raise click.exceptions.Exit(1)
+    if result.num_caught < len(result.found):
+        raise click.exceptions.Exit(2)
+
+
+def _lines(result: SelfTest) -> Iterator[str]:
+    yield f"as it is: {_alarms(result)}"
+    for defect, checks in result.caught:
+        how = f"caught by {', '.join(checks)}" if checks else "MISSED"
+        yield f"{defect.name}: {how} ({defect.what})"
+    yield f"caught {result.num_caught} of {len(result.found)}"
+
+
+def _alarms(result: SelfTest) -> str:
+    found = [f"{finding.check}: {finding.summary}" for finding in result.false_alarms]
+    return f"FALSE ALARM: {'; '.join(found)}" if found else "no alarm"
+
+
+def _facts(result: SelfTest) -> dict[str, Any]:
+    return {
+        "caught": result.num_caught,
+        "planted": len(result.found),
+        "false_alarms": [finding.check for finding in result.false_alarms],
+        "defects": [
+            {"name": defect.name, "what": defect.what, "caught_by": checks}
+            for defect, checks in result.caught
+        ],
+        "findings": {
+            defect.name: {f.check: {"status": f.status, "summary": f.summary} for f in findings}
+            for defect, findings in result.found
+        },
+    }
+
+
+def _prompts(name: str | None, form: str | None) -> list[Any]:
+    """The texts or chats of a file; other options on its lines do not matter here."""
+    from specedge.cli.prompts import read
+
+    if name is None:
+        return []
+    items = read(name, form, False, None, dataclasses.asdict(Request()))
+    return [item.prompt if item.messages is None else item.messages for item in items]
+
+
+@contextlib.contextmanager
+def _timed(minutes: float) -> Iterator[tuple[Budget, Callable[[str], None]]]:
+    """A budget of time, and what to tell which check runs; a bar on stderr if it is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from specedge.runtime.audit.budget import Budget, Clock
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
+    off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=off) as bar:
+        task = bar.add_task("loading", total=60 * minutes)
+        clock = Clock(watch=lambda used: bar.update(task, completed=used))
+        yield (
+            Budget(60 * minutes, clock),
+            lambda check: bar.update(task, description=check),
+        )

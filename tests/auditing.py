@@ -1,0 +1,46 @@
+"""What the audit's tests audit: a pair of tables, with a clock that ticks when it is asked."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from fakes import TableModel, hashed_law
+from specedge.runtime.audit.budget import Budget, Clock
+from specedge.runtime.audit.subject import Parts, Prompt, Sizes, Subject
+
+VOCAB_SIZE = 6
+CONTEXT = 96
+
+
+class CachedTable(TableModel):
+    """A table whose one cache buffer holds the tokens that it was fed."""
+
+    def cache_rows(self, start, end):
+        return [np.array(self.rows[start:end], float)[None, :, None]]
+
+    def twin(self):
+        return CachedTable(self.law, self.vocab_size, self.context_length)
+
+
+LAWS = [lru_cache(maxsize=None)(hashed_law(seed, VOCAB_SIZE, 0.7)) for seed in (1, 2)]
+
+
+def make_subject(parts=None, num_prompts=3):
+    target, draft = (CachedTable(law, VOCAB_SIZE, CONTEXT + 8) for law in LAWS)
+    sizes = Sizes(VOCAB_SIZE, CONTEXT)
+    prompts = [Prompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
+    return Subject(target, draft, sizes, sizes, 3, 1e-6, prompts, parts or Parts())
+
+
+class Ticks:
+    """A clock that goes on by `step` seconds whenever it is asked, and a budget by it."""
+
+    def __init__(self, seconds, step=1.0):
+        self.step, self.now = step, 0.0
+        self.budget = Budget(seconds, Clock(self._tick))
+
+    def _tick(self):
+        self.now += self.step
+        return self.now

@@ -1,0 +1,212 @@
+"""`specedge verify` as a user runs it: reports, exit codes, damaged bundles, bad input."""
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+pytest.importorskip("scipy", reason="the audit needs SciPy")
+
+from auditing import Ticks
+from installed import COMMAND, run
+from manifests import make_bundle
+from specedge import store
+from specedge.bundle import MANIFEST, Bundle, describe
+from specedge.cli.verify import verify
+from specedge.runtime.audit import auditing
+from specedge.runtime.audit.defects import DEFECTS
+from specedge.runtime.audit.report import FAILED, PASSED, Finding
+
+CHECKS = ["files", "graphs", "caches", "self-draft", "greedy", "joint", "sampled"]
+SHORT_RUN = ("verify", "--minutes", "0.0001")
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """A copy of the embedded pair."""
+    return shutil.copytree(store.embedded(), tmp_path / "pair")
+
+
+def statuses(report):
+    return {finding["check"]: finding["status"] for finding in report["findings"]}
+
+
+def relist(folder, **changes):
+    """List the files as they are now."""
+    text = json.loads((folder / MANIFEST).read_text("utf-8"))
+    for name in text["files"]:
+        text["files"][name] = vars(describe(folder / name))
+    (folder / MANIFEST).write_text(json.dumps(text | changes), "utf-8")
+
+
+def test_the_embedded_pair_passes_every_check():
+    ticks = Ticks(10000)
+
+    def told(check):
+        ticks.step = {"greedy": 4.0, "sampled": 100.0}.get(check, 1.0)
+
+    bundle = Bundle.read(store.embedded())
+    report = auditing.audit(
+        bundle, auditing.Machinery(), ["your own\nprompt"], ticks.budget, told
+    ).as_dict()
+    assert [finding["check"] for finding in report["findings"]] == CHECKS
+    assert statuses(report) == dict.fromkeys(CHECKS, PASSED)
+    assert report["result"] == "PASSED"
+    found = {finding["check"]: finding["facts"] for finding in report["findings"]}
+    for role in ("target", "draft"):
+        graphs = found["graphs"][role]
+        assert set(graphs["recorded_row_independent"]) <= set(graphs["row_independent"])
+        assert {1, 2, 3, 4, 5} <= set(graphs["row_independent"])
+        assert 0 < graphs["relative_difference_to_onnx"] <= 1e-5
+        assert graphs["fixed_shapes_gqa"].keys() == {"step", "catchup", "verify", "prefill"}
+    assert set(found["greedy"]["num_tokens_by_k"]) == {"1", "2", "3", "4", "8"}
+    assert found["sampled"]["all together"]["num_tokens"] >= 5 * 320
+    json.dumps(report)
+
+
+def test_too_little_time_is_incomplete_and_exits_1():
+    result = run(*SHORT_RUN)
+    assert result.returncode == 1
+    assert result.stdout.startswith("specedge verify: INCOMPLETE (too little time for")
+    assert "give more --minutes" in result.stdout
+    assert result.stderr == ""
+    assert "\x1b" not in result.stdout
+
+
+def test_json_has_the_facts_of_the_report():
+    result = run(*SHORT_RUN, "--json", "--threads", 1, "--ops", "onnx")
+    report = json.loads(result.stdout)
+    assert report["result"] == "INCOMPLETE"
+    assert list(statuses(report)) == CHECKS
+    assert "onnxruntime" in report["about"]["versions"]
+    assert "op set onnx" in report["about"]["run"]
+    assert report["findings"][0]["facts"]["num_bad"] == 0
+
+
+@pytest.mark.parametrize("file", ["target/weights.bin", "draft/decoder.onnx"])
+def test_a_flipped_byte_fails_and_is_named(copy, file):
+    with (copy / file).open("r+b") as opened:
+        opened.seek(1000)
+        byte = opened.read(1)
+        opened.seek(1000)
+        opened.write(bytes([byte[0] ^ 1]))
+    result = run(*SHORT_RUN, "--bundle", copy)
+    assert result.returncode == 1
+    assert "specedge verify: FAILED (files)" in result.stdout
+    assert file in result.stdout
+    assert "graphs     not run" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
+def test_a_graph_of_another_model_fails_though_its_hash_is_listed(copy):
+    shutil.copy(copy / "draft/decoder-gqa.onnx", copy / "target/decoder-gqa.onnx")
+    relist(copy)
+    result = run(*SHORT_RUN, "--bundle", copy)
+    assert result.returncode == 1
+    assert "FAILED (graphs)" in result.stdout
+    assert "sampled    not run" in result.stdout
+
+
+def test_a_fixed_shape_of_another_model_fails(copy):
+    """Found though nothing of ours runs it: step has the shape of catchup."""
+    shutil.copy(copy / "target/catchup.onnx", copy / "target/step.onnx")
+    relist(copy)
+    machinery = auditing.Machinery()
+    bundle = Bundle.read(copy)
+    found = auditing.graphs_of(bundle, machinery, Ticks(10**6).budget)
+    assert found.status == FAILED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--bundle", "nowhere"], "no bundle at nowhere"),
+        (["--bundle", "README.md"], "README.md"),
+        (["--device", "abacus"], "device must be one of"),
+        (["--threads", "4096"], "threads"),
+        (["--minutes", "0"], "--minutes"),
+        (["--prompts", "nothing.txt"], "nothing.txt"),
+        (["--format", "text"], "--format needs --prompts"),
+        (["--self-test", "--prompts", "README.md"], "takes no --prompts"),
+    ],
+)
+def test_bad_input_is_one_clear_message(arguments, message):
+    result = run("verify", *arguments)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert message in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_empty_file_of_prompts_and_one_too_long_are_named(tmp_path):
+    empty, long = tmp_path / "empty.txt", tmp_path / "long.jsonl"
+    empty.write_text("\n")
+    long.write_text('{"prompt": "a"}\n' + json.dumps({"prompt": "word " * 5000}) + "\n")
+    assert "holds no prompt" in run("verify", "--prompts", empty).stderr
+    result = run("verify", "--prompts", long)
+    assert result.returncode == 1
+    assert "prompt 2: the prompt has" in result.stderr
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+def test_a_terminal_sees_which_check_runs_and_ctrl_c_ends_it_in_one_line():
+    master, slave = os.openpty()
+    process = subprocess.Popen(
+        [*COMMAND, "verify"],
+        stdout=subprocess.PIPE,
+        stderr=slave,
+        env=os.environ | {"TERM": "xterm"},
+    )
+    os.close(slave)
+    seen = b""
+    while b"caches" not in seen:
+        seen += os.read(master, 1000)
+    process.send_signal(signal.SIGINT)
+    assert process.stdout.read() == b""
+    while b"interrupted" not in seen:
+        seen += os.read(master, 1000)
+    assert process.wait(60) == 130
+    assert b"graphs" in seen
+    assert b"Traceback" not in seen
+    os.close(master)
+
+
+@pytest.mark.parametrize(
+    ("caught", "alarm", "code"), [(5, False, 0), (4, False, 2), (5, True, 1), (0, False, 2)]
+)
+def test_the_self_tests_exit_code_says_how_it_went(monkeypatch, caught, alarm, code):
+    failed, passed = Finding("joint", FAILED, "off"), Finding("joint", PASSED, "fine")
+    result = auditing.SelfTest(
+        [failed if alarm else passed],
+        [(defect, [failed if i < caught else passed]) for i, defect in enumerate(DEFECTS)],
+    )
+    monkeypatch.setattr(auditing, "self_test", lambda *_: result)
+    shown = CliRunner().invoke(verify, ["--self-test", "--bundle", str(store.embedded())])
+    assert shown.exit_code == code
+    assert f"caught {caught} of 5" in shown.output
+    assert shown.output.count("MISSED") == 5 - caught
+    assert ("FALSE ALARM" in shown.output) == alarm
+
+
+def test_a_bundle_of_noise_fails(tmp_path):
+    make_bundle(tmp_path)
+    result = run(*SHORT_RUN, "--bundle", tmp_path)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+
+
+def test_the_planted_defects_are_the_five_that_are_promised():
+    assert [defect.name for defect in DEFECTS] == [
+        "accept rule",
+        "residual",
+        "stale draft distribution",
+        "cache row off by one",
+        "shared uniform",
+    ]
+    assert all(dataclasses.is_dataclass(defect.parts) for defect in DEFECTS)
