@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from specedge.errors import OptionError
 from specedge.options import Sampling
 
 from .distribution import Distribution, Floats, Ids
@@ -151,7 +152,10 @@ class NGrams:
             law = self._tables.law([*past.tokens[-2:], *tokens])
             with np.errstate(divide="ignore"):
                 logits = np.log(law.row(self._tables.vocab_size).astype(np.float32))
-            token, drawn = draw(logits, sampling, past.then(tokens), float(uniforms[i]))
+            try:
+                token, drawn = draw(logits, sampling, past.then(tokens), float(uniforms[i]))
+            except OptionError:  # what the options allow has never followed
+                break
             tokens.append(token)
             probs.append(drawn)
         return Draft(tokens, probs)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 import numpy as np
 
+from specedge.errors import OptionError
 from specedge.options import Sampling
 
 from .distribution import Distribution, Floats
@@ -52,10 +55,10 @@ class Block:
         guess = self._lookup.propose(past, num_guessed, sampling, uniforms).tokens
         guess += past.tokens[-1:] * (num_guessed - len(guess))
         logits = self._reader.model.forward([*feed, *self._reader.known(guess)])[len(feed) - 1 :]
-        drawn = [
-            draw(row, sampling, past.then(guess[:i]), float(uniforms[i]))
-            for i, row in enumerate(logits)
-        ]
+        drawn = []
+        with suppress(OptionError):  # the draft knows none that the options allow
+            for i, row in enumerate(logits):
+                drawn.append(draw(row, sampling, past.then(guess[:i]), float(uniforms[i])))
         self._reader.truncate(len(past.tokens))  # what is read next is not what was guessed
         return Draft([token for token, _ in drawn], [law for _, law in drawn])
 

@@ -301,3 +301,15 @@ def test_random_accepts_as_often_as_its_law_and_the_targets_overlap():
             overlap += np.minimum(law((0, 1, 0, *tokens[:at])), 1 / 4).sum()
             at += len(one.tokens)
     assert abs(accepted - overlap) < 4 * (tested / 4) ** 0.5
+
+
+@pytest.mark.parametrize("name", ["ngram", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_the_options_leave_a_draft_nothing_it_drafts_less(name, temperature):
+    """The target may well go on with tokens that the draft has never seen."""
+    sampling = Sampling(temperature, bad_words=((0,), (1,)))
+    known = DraftModel(TableModel(hashed_law(4, 2), vocab_size=2), vocab_size=2)
+    drafter = Block(known) if name == "block" else NGrams(count([[0, 1, 0]], 3))
+    tokens, rounds = generate(hashed_law(1, 3), drafter, 4, sampling, 0, 5)
+    assert tokens == [2] * 5
+    assert sum(one.num_drafted for one in rounds) == 0
