@@ -126,6 +126,7 @@ def write(part: Part, ops: str) -> tuple[list[str], File]:
     wanted = OPS if ops == "auto" else (ops,)
     with Weights(part.folder, part.loaded.dtype, part.loaded.sources) as stored:
         written = _each(part, wanted, lambda one: _write_graphs(part, one, stored))
+        _finish(part, stored)
     return list(written), stored.file
 
 
@@ -159,10 +160,14 @@ def _write_graphs(part: Part, ops: str, stored: Weights) -> None:
         graphs.fill_without_shapes(traced)
         graphs.tidy(traced)
         graphs.widen_biases(traced.graph)
-    size = reference.num_parameters(part.model) * weights.STORED[part.loaded.dtype][0].itemsize
-    with part.progress.step(f"Writing the {part.role}", size) as advance:
-        stored.attach(traced, advance)
+    with part.progress.step(f"Writing the {part.role}"):
+        stored.attach(traced)
         graphs.write(traced, part.folder, part.lengths, ops)
+
+
+def _finish(part: Part, stored: Weights) -> None:
+    with part.progress.step(f"Writing the {part.role}", stored.size) as advance:
+        stored.finish(advance)
 
 
 def _note_rotary(
@@ -219,6 +224,7 @@ def _compare_sharpened(sharp: Part, plain: dict[str, Parity]) -> dict[str, Parit
     with Weights(sharp.folder, "float32") as stored:
         for ops in plain:
             _write_graphs(sharp, ops, stored)
+        _finish(sharp, stored)
     references = _references(sharp)
     again = _each(sharp, list(plain), lambda ops: _compare(sharp, ops, references))
     shutil.rmtree(sharp.folder)

@@ -41,6 +41,8 @@ class Place:
 class Weights:
     """Writes `folder`/weights.bin for one graph after another; no tensor is stored twice.
 
+    A thread of its own writes, so that the next graph can be traced meanwhile: `finish` waits.
+
     A tensor that `dtype` cannot hold bit for bit stays in float32, and what is stored in half
     precision is cast back to float32 in the graph. ONNX Runtime does the casts and transpositions
     of constants once, when it loads a graph.
@@ -51,35 +53,45 @@ class Weights:
         self._dtype = STORED[dtype][0]
         self._sources = sources or Sources()
         self._places: dict[Any, Place] = {}
+        self.size = 0  # of the file, when all is written
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: list[Future[int]] = []
         self._file = _Hashed(folder / FILE)
 
     def __enter__(self) -> Weights:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
         self._file.close()
 
     @property
     def file(self) -> File:
-        """The written file's size and hash, once the context has ended."""
+        """The written file's size and hash, once all is written."""
         return File(self._file.size, self._file.digest.hexdigest())
 
-    def attach(self, model: ir.Model, advance: Advance = lambda amount: None) -> None:
-        """Move a graph's large floats to the file."""
+    def finish(self, advance: Advance = lambda amount: None) -> None:
+        """Wait until everything is in the file; `advance` is told of bytes."""
+        for written in self._writing:
+            advance(written.result())
+        self._file.close()
+
+    def attach(self, model: ir.Model) -> None:
+        """Move a graph's large floats to the file, where they are when all is written."""
         graph = model.graph
         fold_transposes(graph)
         share_tied(graph)
         known: dict[Place, ir.Value] = {}
         for value in list(_large(graph)):
-            place = self._put(_array(value), advance)
+            place = self._put(_array(value))
             if place in known:
                 value.replace_all_uses_with(known[place])
             else:
                 known[place] = _stored(graph, value, self._tensor(value, place))
         drop_unused(graph)
 
-    def _put(self, array: np.ndarray, advance: Advance) -> Place:
-        """Write a tensor, unless the file has it."""
+    def _put(self, array: np.ndarray) -> Place:
+        """Have a tensor written, unless the file has it."""
         source = self._sources.find(array)
         tensor = _owned(array) if source is None else source
         dtype = self._dtype if _holds(self._dtype, tensor) else torch.float32
@@ -92,12 +104,17 @@ class Weights:
             key = (digest.digest(), dtype, shape)
         if key not in self._places:
             kind = next(k for d, k in STORED.values() if d == dtype)
-            offset = self._file.align(ALIGNMENT)
-            for piece in pieces(tensor, dtype):
-                self._file.write(_bytes(piece))
-                advance(piece.nbytes)
-            self._places[key] = Place(offset, self._file.size - offset, kind)
+            offset = -(-self.size // ALIGNMENT) * ALIGNMENT
+            self._places[key] = Place(offset, tensor.numel() * dtype.itemsize, kind)
+            self.size = offset + self._places[key].size
+            self._writing.append(self._thread.submit(self._write, tensor, dtype))
         return self._places[key]
+
+    def _write(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+        start = self._file.align(ALIGNMENT)
+        for piece in pieces(tensor, dtype):
+            self._file.write(_bytes(piece))
+        return self._file.size - start
 
     def _tensor(self, value: ir.Value, place: Place) -> ir.ExternalTensor:
         assert value.const_value is not None
