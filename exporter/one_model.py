@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import shutil
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
@@ -81,7 +83,7 @@ def export_model(
         dtype = loaded.dtype
         del loaded
         gc.collect()
-        reports = _each(part, written, lambda one: _compare(part, one, references))
+        reports = _compare(part, written, references)
         if sharp is not None:
             reports = _compare_sharpened(sharp, reports)
     for path in (folder / x.file(one) for x in part.lengths for one in OPS if one not in reports):
@@ -188,12 +190,38 @@ def _references(part: Part) -> list[Reference]:
         return reference.references(part.model, sources, part.shape, part.num_tokens, advance)
 
 
-def _compare(part: Part, ops: str, references: list[Reference]) -> Parity:
-    """Play an op set's files against what PyTorch computed; note what is not as it should be."""
-    who, progress = f"{part.role} ({ops})", part.progress
-    player = Player(part.folder, part.lengths, part.shape, ops)
-    with progress.step(f"Comparing the {who}", player.num_stages) as advance:
-        found = parity.measure(part.role, references, player, advance)
+def _compare(part: Part, wanted: list[str], references: list[Reference]) -> dict[str, Parity]:
+    """Play each op set's files against what PyTorch computed, all op sets at a time.
+
+    While ONNX Runtime loads one, which takes it one core, the other is running.
+    """
+    players = {ops: Player(part.folder, part.lengths, part.shape, ops) for ops in wanted}
+    total = sum(player.num_stages for player in players.values())
+    stopped = threading.Event()
+    with (
+        part.progress.step(f"Comparing the {part.role}", total) as advance,
+        ThreadPoolExecutor(len(players)) as threads,
+    ):
+
+        def go_on(amount: int) -> None:
+            if stopped.is_set():
+                raise KeyboardInterrupt
+            advance(amount)
+
+        def played(ops: str) -> parity.Findings:
+            return parity.measure(part.role, references, players[ops], go_on)
+
+        try:
+            found = {ops: threads.submit(played, ops) for ops in wanted}
+            return _each(part, wanted, lambda ops: _judge(part, players[ops], found[ops].result()))
+        except BaseException:
+            stopped.set()
+            raise
+
+
+def _judge(part: Part, player: Player, found: parity.Findings) -> Parity:
+    """Note what is not as it should be."""
+    who, progress = f"{part.role} ({player.ops})", part.progress
     if found.differing:
         progress.note(f"{who}: {', '.join(found.differing)} give other last bits than decoder")
     expected = parity.lengths_to_compare(player)
@@ -226,7 +254,7 @@ def _compare_sharpened(sharp: Part, plain: dict[str, Parity]) -> dict[str, Parit
             _write_graphs(sharp, ops, stored)
         _finish(sharp, stored)
     references = _references(sharp)
-    again = _each(sharp, list(plain), lambda ops: _compare(sharp, ops, references))
+    again = _compare(sharp, list(plain), references)
     shutil.rmtree(sharp.folder)
     return {ops: _worse(plain[ops], found) for ops, found in again.items()}
 

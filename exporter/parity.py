@@ -77,9 +77,10 @@ def measure(
     errors = Errors(role)
     differing: list[str] = []
     held: dict[int, bool] = {}
-    checks = [_stretch(player, part, errors) for part in parts]
+    alone = [length for length in player.lengths.values() if length.length is not None]
+    checks = [_stretch(player, part, errors, alone, differing) for part in parts]
     checks.append(_independence(player, parts[0].tokens, held))
-    checks += [_file(player, length, parts[0], differing) for length in player.lengths.values()]
+    checks += [_file(player, length, parts[0], differing) for length in alone]
     player.check_files()
     # All at once, because a model in parts is loaded for each play.
     results = iter(player.play([a for actions, _ in checks for a in actions], advance))
@@ -117,7 +118,8 @@ def schedule(player: Player, start: int, end: int) -> Iterator[tuple[str, int, i
             at += kept
     for name in ends if end == player.geometry.context_length else ():
         length = min(player.lengths[name].length or 3, 2)
-        yield name, end - length, length, length
+        if not player.in_parts:
+            yield name, end - length, length, length
         yield name, end - 1, 1, 1
 
 
@@ -127,23 +129,37 @@ def lengths_to_compare(player: Player) -> list[int]:
     return sorted(t for t in {*INDEPENDENT, *fixed} if t <= player.geometry.context_length)
 
 
-def _stretch(player: Player, part: Reference, errors: Errors) -> Check:
-    """A stretch in passes of all kinds, with rollbacks and noise; everything is compared."""
+def _stretch(
+    player: Player, part: Reference, errors: Errors, alone: list[Length], differing: list[str]
+) -> Check:
+    """A stretch in passes of all kinds, with rollbacks and noise; everything is compared.
+
+    Of each file `alone` a pass is compared with the decoder's, too, and the file taken out.
+    """
     scale = _scale(part.logits)
 
-    def compared(start: int, length: int, found: np.ndarray) -> None:
+    def compared(start: int, length: int, keep: bool, found: np.ndarray) -> np.ndarray | None:
         wanted = part.logits[start - part.start :][:length]
         errors.compare("logits", "logits", found[:length], wanted, scale, start)
+        return found if keep else None
 
     actions: list[Action] = [Fill(part.past), Spoil(part.start, player.geometry.capacity)]
+    twins: list[tuple[str, int]] = []
     for name, start, length, kept in schedule(player, part.start, part.end):
         tokens = _padded(player, name, part.tokens[start - part.start :][:length])
-        then = functools.partial(compared, start, length)
-        actions.append(Pass(name, tokens, start, packed=name == "decoder", then=then))
+        first = start > 0 and player.lengths[name] in alone  # a lone row attends to itself anyhow
+        then = functools.partial(compared, start, length, first)
+        if first:
+            alone.remove(player.lengths[name])
+            twins.append((name, len(actions)))
+            actions += _twice(name, tokens, start, then)
+        else:
+            actions.append(Pass(name, tokens, start, packed=name == "decoder", then=then))
         actions.append(Spoil(start + kept, start + len(tokens)))
     actions.append(Rows(part.start, part.end))
 
     def judge(results: list[Any]) -> None:
+        differing.extend(name for name, i in twins if not _same(results[i:]))
         names = player.geometry.cache_names()
         for name, found, wanted in zip(names, results[-1], part.caches, strict=True):
             present = name.replace("past_key_values", "present")
@@ -190,26 +206,37 @@ def _independence(player: Player, tokens: np.ndarray, held: dict[int, bool]) -> 
 
 
 def _file(player: Player, length: Length, part: Reference, differing: list[str]) -> Check:
-    """A fixed-shape file, to have the bits of the file for any length."""
-    if length.length is None:
-        return [], lambda results: None
+    """A fixed-shape file that found no room in a stretch, beside the file for any length."""
+    assert length.length is not None
     size = length.length
     start = max(0, min(8, len(part.tokens) - size))  # after a few rows, if there is room
     given = part.tokens[start:][:size]
     tokens = np.pad(given, (0, size - len(given)))
     past = Fill(lambda i: part.caches[i][:, :start])
-    actions: list[Action] = []
-    for name in (length.name, "decoder"):
-        actions += [past, Spoil(start, start + size), Pass(name, tokens, start)]
-        actions.append(Rows(start, start + size))
 
     def judge(results: list[Any]) -> None:
-        _, _, logits, rows, _, _, wanted, wanted_rows = results
-        same = all(map(np.array_equal, rows, wanted_rows))
-        if not same or (logits is not None and not np.array_equal(logits, wanted)):
+        if not _same(results[2:]):
             differing.append(length.name)
 
-    return actions, judge
+    return [past, Spoil(start, start + size), *_twice(length.name, tokens, start)], judge
+
+
+def _twice(
+    name: str,
+    tokens: np.ndarray,
+    start: int,
+    then: Callable[[np.ndarray], np.ndarray | None] | None = None,
+) -> list[Action]:
+    """A pass of the file for any length, and after it the same one of a fixed-shape file."""
+    rows, stale = Rows(start, start + len(tokens)), Spoil(start, start + len(tokens))
+    return [Pass("decoder", tokens, start), rows, stale, Pass(name, tokens, start, then=then), rows]
+
+
+def _same(results: list[Any]) -> bool:
+    """Whether both passes of `_twice` gave the same bits; a file may have no logits."""
+    wanted, wanted_rows, _, logits, rows = results[:5]
+    same = all(map(np.array_equal, rows, wanted_rows))
+    return same and (logits is None or np.array_equal(logits, wanted))
 
 
 def _scale(wanted: np.ndarray) -> float:

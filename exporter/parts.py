@@ -18,7 +18,7 @@ from .weights import pieces
 
 PART_BYTES = 200_000_000  # of weights, in float32
 _PAGE = 4096
-SCRATCH = "parts.bin"  # constants of a part, computed; beside the graphs while they are played
+SCRATCH = ".parts"  # a file of a part's computed constants, beside the graph while it is played
 _TYPES = {
     onnx.TensorProto.FLOAT: torch.float32,
     onnx.TensorProto.FLOAT16: torch.float16,
@@ -34,6 +34,7 @@ class Part:
     constants: list[str] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
+    size: int = 0  # bytes of weights, in float32
 
 
 class Split:
@@ -56,8 +57,8 @@ class Split:
         self.parts = self._cut(first)
         self._connect()
 
-    def model(self, index: int, offsets: dict[str, int]) -> bytes:
-        """A part as a model; `offsets` say where in SCRATCH its computed constants are."""
+    def model(self, index: int, scratch: str, offsets: dict[str, int]) -> bytes:
+        """A part as a model; `offsets` say where in `scratch` its computed constants are."""
         part, model = self.parts[index], onnx.ModelProto()
         model.ir_version = self._model.ir_version
         model.opset_import.extend(self._model.opset_import)
@@ -70,7 +71,8 @@ class Split:
         graph.value_info.extend(self._types[name] for name in inner if name in self._types)
         for name in part.constants:
             if name in offsets:
-                graph.initializer.append(_external(name, self.shape(name), offsets[name]))
+                place = scratch, offsets[name]
+                graph.initializer.append(_external(name, self.shape(name), *place))
             else:
                 graph.initializer.append(self._stored[name])
         return model.SerializeToString()
@@ -124,20 +126,20 @@ class Split:
         return torch.from_numpy(data).view(_TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
 
     def _cut(self, first: list[str] | None) -> list[Part]:
-        parts, size = [Part()], 0
+        parts = [Part()]
         for node in self._model.graph.node:
             if node.output[0] in self._computed:
                 continue
             used = [n for n in dict.fromkeys(node.input) if n and self._is_constant(n)]
             large = [name for name in used if self._is_large(name)]
             more = sum(4 * self.compute(name).numel() for name in large)
+            size = parts[-1].size
             begins = size + more > PART_BYTES if first is None else large[:1] == first[:1]
             if large and size and begins:
                 self.first.append(large[0])
                 first = None if first is None else first[1:]
                 parts.append(Part())
-                size = 0
-            size += more
+            parts[-1].size += more
             parts[-1].nodes.append(node)
             parts[-1].constants += [n for n in used if n not in parts[-1].constants]
         return parts
@@ -156,11 +158,11 @@ class Split:
             part.outputs = sorted(makes[i] & later)
 
 
-def _external(name: str, shape: list[int], offset: int) -> onnx.TensorProto:
-    """A float32 constant that lies in SCRATCH."""
+def _external(name: str, shape: list[int], scratch: str, offset: int) -> onnx.TensorProto:
+    """A float32 constant that lies in a file."""
     tensor = onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     size = 4 * int(np.prod(shape))
-    for key, value in (("location", SCRATCH), ("offset", offset), ("length", size)):
+    for key, value in (("location", scratch), ("offset", offset), ("length", size)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor

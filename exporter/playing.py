@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from .weights import FILE
 
 WHOLE_BYTES = 100_000_000  # of weights; larger models are played part by part
 NOISE = 4.0
+_huge = threading.Lock()  # one part at a time may be larger than parts are: a vocabulary's matrix
 _OFFSETS = 1000  # where in one stretch of numbers a stretch of noise may begin
 Values = dict[str, np.ndarray]
 
@@ -100,22 +103,23 @@ class Player:
         passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, Pass)}
         results: list[Any] = [[] if isinstance(a, Rows) else None for a in actions]
         index = {name: i for i, name in enumerate(self._caches)}
-        for stage in self._stages():
-            for i in stage.order(actions):
-                action = actions[i]
-                if isinstance(action, Pass):
-                    passes[i] |= stage.run(action, passes[i])
-                    if (logits := passes[i].pop("logits", None)) is None:
-                        continue
-                    results[i] = action.then(logits[0]) if action.then else logits[0]
-                elif isinstance(action, Rows):
-                    # Stages take the caches in order.
-                    results[i] += stage.rows(action.start, action.end)
-                elif isinstance(action, Spoil):
-                    stage.spoil(action.start, action.end)
-                else:
-                    stage.fill({name: action.past(index[name]) for name in stage.caches})
-            advance(1)
+        with contextlib.closing(self._stages()) as stages:
+            for stage in stages:
+                for i in stage.order(actions):
+                    action = actions[i]
+                    if isinstance(action, Pass):
+                        passes[i] |= stage.run(action, passes[i])
+                        if (logits := passes[i].pop("logits", None)) is None:
+                            continue
+                        results[i] = action.then(logits[0]) if action.then else logits[0]
+                    elif isinstance(action, Rows):
+                        # Stages take the caches in order.
+                        results[i] += stage.rows(action.start, action.end)
+                    elif isinstance(action, Spoil):
+                        stage.spoil(action.start, action.end)
+                    else:
+                        stage.fill({name: action.past(index[name]) for name in stage.caches})
+                advance(1)
         return results
 
     def check_files(self) -> None:
@@ -125,21 +129,23 @@ class Player:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             self._load(name, self._path(name), options)
 
-    def _stages(self) -> Iterator[_Stage]:
+    def _stages(self) -> Generator[_Stage, None, None]:
         if not self.in_parts:
             yield self._whole
             return
-        scratch = self.folder / parts.SCRATCH
+        scratch = self._path("decoder").with_suffix(parts.SCRATCH)
+        decoder = self._splits["decoder"]
         try:
-            for i in range(self.num_stages):
-                offsets = self._splits["decoder"].write_computed(i, scratch)
-                inputs = self._splits["decoder"].parts[i].inputs
-                caches = {n: shape for n, shape in self._caches.items() if n in inputs}
-                stage = _Stage(caches, functools.partial(self._open_part, i, offsets))
-                try:
-                    yield stage
-                finally:
-                    stage.close()
+            for i, part in enumerate(decoder.parts):
+                with _huge if part.size > parts.PART_BYTES else contextlib.nullcontext():
+                    offsets = decoder.write_computed(i, scratch)
+                    caches = {n: shape for n, shape in self._caches.items() if n in part.inputs}
+                    open_ = functools.partial(self._open_part, i, scratch.name, offsets)
+                    stage = _Stage(caches, open_)
+                    try:
+                        yield stage
+                    finally:
+                        stage.close()
         finally:
             scratch.unlink(missing_ok=True)
 
@@ -147,7 +153,7 @@ class Player:
         return self._load(name, self._path(name), ort.SessionOptions())
 
     def _open_part(
-        self, index: int, offsets: dict[str, int], name: str, packed: bool
+        self, index: int, scratch: str, offsets: dict[str, int], name: str, packed: bool
     ) -> ort.InferenceSession | None:
         split = self._splits[name]
         if index >= len(split.parts):
@@ -157,7 +163,7 @@ class Player:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self.folder)
         )
-        return self._load(name, split.model(index, offsets), options)
+        return self._load(name, split.model(index, scratch, offsets), options)
 
     def _load(
         self, name: str, model: Path | bytes, options: ort.SessionOptions

@@ -27,7 +27,7 @@ def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, i
     assert 0 < found.logits_error <= 5e-6
     assert 0 < found.cache_error <= 5e-6
     assert found.row_independent_lengths == (1, 2, 3, 5, 9, 64)
-    assert not (tmp_path / parts.SCRATCH).exists()
+    assert not list(tmp_path.glob(f"*{parts.SCRATCH}"))
 
 
 def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts, monkeypatch):
@@ -69,4 +69,4 @@ def test_a_file_with_other_bits_is_found_in_parts_too(tmp_path, in_parts):
 def test_of_large_models_the_start_and_the_end_are_compared():
     shape = geometry.Geometry(1024, 1032, 512, ())
     assert reference.positions_played(shape, 50_000_000) == [(0, 1024)]
-    assert reference.positions_played(shape, 1_500_000_000) == [(0, 76), (992, 1024)]
+    assert reference.positions_played(shape, 1_500_000_000) == [(0, 76), (1012, 1024)]
