@@ -6,7 +6,8 @@ multiplies with: twice to four times a model's size. Of a part that is little.
 
 from __future__ import annotations
 
-import itertools
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,11 +15,10 @@ import numpy as np
 import onnx
 import torch
 
-from .weights import pieces
+from .sources import Memory
+from .weights import FILE, pieces
 
 PART_BYTES = 200_000_000  # of weights, in float32
-_PAGE = 4096
-SCRATCH = ".parts"  # a file of a part's computed constants, beside the graph while it is played
 _TYPES = {
     onnx.TensorProto.FLOAT: torch.float32,
     onnx.TensorProto.FLOAT16: torch.float16,
@@ -57,8 +57,8 @@ class Split:
         self.parts = self._cut(first)
         self._connect()
 
-    def model(self, index: int, scratch: str, offsets: dict[str, int]) -> bytes:
-        """A part as a model; `offsets` say where in `scratch` its computed constants are."""
+    def model(self, index: int) -> bytes:
+        """A part as a model, which has to be given the constants that are `computed`."""
         part, model = self.parts[index], onnx.ModelProto()
         model.ir_version = self._model.ir_version
         model.opset_import.extend(self._model.opset_import)
@@ -70,25 +70,25 @@ class Split:
         inner = {name for node in part.nodes for name in node.output} - set(part.outputs)
         graph.value_info.extend(self._types[name] for name in inner if name in self._types)
         for name in part.constants:
-            if name in offsets:
-                place = scratch, offsets[name]
-                graph.initializer.append(_external(name, self.shape(name), *place))
-            else:
-                graph.initializer.append(self._stored[name])
+            stored = self._stored.get(name)
+            graph.initializer.append(_given(name, self.shape(name)) if stored is None else stored)
         return model.SerializeToString()
 
-    def write_computed(self, index: int, scratch: Path) -> dict[str, int]:
-        """Write the constants that are computed from stored ones; returns their offsets."""
-        names = [name for name in self.parts[index].constants if name in self._computed]
-        sizes = [4 * self.compute(name).numel() for name in names]
-        offsets = [0, *itertools.accumulate(-(-size // _PAGE) * _PAGE for size in sizes)]
-        # A file that is there is written over: that is faster than writing a new one.
-        with scratch.open("r+b" if scratch.exists() else "wb") as file:
-            for name, offset in zip(names, offsets, strict=False):
-                file.seek(offset)
-                for piece in pieces(self.compute(name), torch.float32):
-                    file.write(piece.numpy())
-        return dict(zip(names, offsets, strict=False))
+    @contextlib.contextmanager
+    def computed(self, index: int, memory: Memory) -> Iterator[dict[str, np.ndarray]]:
+        """A part's constants that are computed from stored ones, while the context lasts."""
+        values = {}
+        with contextlib.ExitStack() as stack:
+            for name in self.parts[index].constants:
+                if name in self._computed:
+                    value = self.compute(name)
+                    room = stack.enter_context(memory.taken(value.numel(), torch.float32))
+                    rows = room.view(value.shape)
+                    for piece in pieces(value, torch.float32):
+                        rows[: len(piece)] = piece
+                        rows = rows[len(piece) :]
+                    values[name] = room.view(value.shape).numpy()
+            yield values
 
     def compute(self, name: str) -> torch.Tensor:
         """A constant's numbers, as far as possible still in the file."""
@@ -158,11 +158,11 @@ class Split:
             part.outputs = sorted(makes[i] & later)
 
 
-def _external(name: str, shape: list[int], scratch: str, offset: int) -> onnx.TensorProto:
-    """A float32 constant that lies in a file."""
+def _given(name: str, shape: list[int]) -> onnx.TensorProto:
+    """A float32 constant that whoever loads the model gives; what it says of a file is not read."""
     tensor = onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     size = 4 * int(np.prod(shape))
-    for key, value in (("location", scratch), ("offset", offset), ("length", size)):
+    for key, value in (("location", FILE), ("offset", 0), ("length", size)):
         tensor.external_data.add(key=key, value=str(value))
     return tensor

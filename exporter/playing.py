@@ -20,6 +20,7 @@ from .geometry import Geometry
 from .graphs import Length
 from .progress import Advance
 from .quiet import one_line
+from .sources import Memory
 from .weights import FILE
 
 WHOLE_BYTES = 100_000_000  # of weights; larger models are played part by part
@@ -133,27 +134,23 @@ class Player:
         if not self.in_parts:
             yield self._whole
             return
-        scratch = self._path("decoder").with_suffix(parts.SCRATCH)
-        decoder = self._splits["decoder"]
-        try:
-            for i, part in enumerate(decoder.parts):
-                with _huge if part.size > parts.PART_BYTES else contextlib.nullcontext():
-                    offsets = decoder.write_computed(i, scratch)
-                    caches = {n: shape for n, shape in self._caches.items() if n in part.inputs}
-                    open_ = functools.partial(self._open_part, i, scratch.name, offsets)
-                    stage = _Stage(caches, open_)
-                    try:
-                        yield stage
-                    finally:
-                        stage.close()
-        finally:
-            scratch.unlink(missing_ok=True)
+        decoder, memory = self._splits["decoder"], Memory()
+        for i, part in enumerate(decoder.parts):
+            caches = {n: shape for n, shape in self._caches.items() if n in part.inputs}
+            huge = part.size > parts.PART_BYTES
+            with _huge if huge else contextlib.nullcontext(), decoder.computed(i, memory) as given:
+                values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()}
+                stage = _Stage(caches, functools.partial(self._open_part, i, values))
+                try:
+                    yield stage
+                finally:
+                    stage.close()
 
     def _open(self, name: str) -> ort.InferenceSession:
         return self._load(name, self._path(name), ort.SessionOptions())
 
     def _open_part(
-        self, index: int, scratch: str, offsets: dict[str, int], name: str, packed: bool
+        self, index: int, given: dict[str, ort.OrtValue], name: str, packed: bool
     ) -> ort.InferenceSession | None:
         split = self._splits[name]
         if index >= len(split.parts):
@@ -163,7 +160,9 @@ class Player:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self.folder)
         )
-        return self._load(name, split.model(index, scratch, offsets), options)
+        for constant in given.keys() & set(split.parts[index].constants):
+            options.add_initializer(constant, given[constant])
+        return self._load(name, split.model(index), options)
 
     def _load(
         self, name: str, model: Path | bytes, options: ort.SessionOptions
@@ -192,7 +191,7 @@ class _Stage:
         self._noise = NOISE * self._random.standard_normal(size, np.float32)
 
     def close(self) -> None:
-        """Unload the sessions, which map files."""
+        """Unload the sessions, which map files and use memory that is used again."""
         self._sessions.clear()
 
     def order(self, actions: list[Action]) -> list[int]:

@@ -73,7 +73,7 @@ class Sources:
 
         Narrower ones are widened for one module's call at a time, or all `at_once`.
         """
-        memory = _Memory()
+        memory = Memory()
         with contextlib.ExitStack() as stack:
             for module in model.modules():
                 held = self._held(module, dtype)
@@ -88,21 +88,22 @@ class Sources:
             yield
 
 
-class _Memory:
+class Memory:
     """Memory for one widened matrix after another: new pages cost more than the widening."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     @contextlib.contextmanager
-    def widened(self, stored: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """A stored matrix in a wider type while the context lasts."""
-        fitting = [b for b in self._free if b.numel() >= stored.numel()]
-        new = torch.empty(0 if fitting else stored.numel(), dtype=dtype)
+    def taken(self, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Room for so many numbers while the context lasts; huge ones are not kept. [size]"""
+        fitting = [b for b in self._free if b.numel() >= size]
+        new = torch.empty(0 if fitting else size, dtype=dtype)
         buffer = min(fitting, key=torch.numel) if fitting else new
         self._free = [b for b in self._free if b is not buffer]
-        yield buffer[: stored.numel()].view(stored.shape).copy_(stored)
-        self._free.append(buffer)
+        yield buffer[:size]
+        if buffer.numel() <= HUGE:
+            self._free.append(buffer)
 
 
 def _put(module: nn.Module, held: dict[str, torch.Tensor], stack: contextlib.ExitStack) -> None:
@@ -157,15 +158,15 @@ def _put_for_each_call(
     module: nn.Module,
     held: dict[str, torch.Tensor],
     dtype: torch.dtype,
-    memory: _Memory,
+    memory: Memory,
     stack: contextlib.ExitStack,
 ) -> None:
     calls: list[contextlib.ExitStack] = []
 
     def before(*args: object) -> None:
         calls.append(call := contextlib.ExitStack())
-        wide = {n: call.enter_context(memory.widened(t, dtype)) for n, t in held.items()}
-        _put(module, wide, call)
+        wide = {n: call.enter_context(memory.taken(t.numel(), dtype)) for n, t in held.items()}
+        _put(module, {n: wide[n].view(t.shape).copy_(t) for n, t in held.items()}, call)
 
     def after(*args: object) -> None:
         calls.pop().close()
