@@ -115,7 +115,8 @@ def measured(
     progress: Progress,
 ) -> Part:
     """Run the model to see what it keeps and what each of its layers does."""
-    with progress.step(f"Loading the {role}"), loaded.sources.reading(loaded.model):
+    unread = loaded.sources.reading(loaded.model, only_shapes=True)
+    with progress.step(f"Loading the {role}"), unread:
         shape = geometry.measure(loaded.model, context_length, num_draft_tokens)
         layers = tracing.observe(loaded.model, shape)
     lengths = graphs.lengths(num_draft_tokens, context_length)

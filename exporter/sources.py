@@ -12,11 +12,13 @@ from collections.abc import Iterator
 import numpy as np
 import torch
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 SMALLEST = 1 << 20  # bytes in float32; what is smaller is in the model itself
 HUGE = 1 << 26  # numbers; larger matrices are widened some rows at a time
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAN = 0x7FC00000
+_WIDTHS: dict[type, str] = {nn.Linear: "out_features", nn.Embedding: "embedding_dim", Conv1D: "nf"}
 
 
 class Sources:
@@ -67,17 +69,24 @@ class Sources:
 
     @contextlib.contextmanager
     def reading(
-        self, model: nn.Module, dtype: torch.dtype = torch.float32, at_once: bool = False
+        self,
+        model: nn.Module,
+        dtype: torch.dtype = torch.float32,
+        at_once: bool = False,
+        only_shapes: bool = False,
     ) -> Iterator[None]:
         """The model computes with the stored numbers, in `dtype`, while the context lasts.
 
-        Narrower ones are widened for one module's call at a time, or all `at_once`.
+        Narrower ones are widened for one module's call at a time, or all `at_once`. Where
+        `only_shapes` matter, files are left unread: what they are multiplied with becomes zeros.
         """
         memory = Memory()
         with contextlib.ExitStack() as stack:
             for module in model.modules():
                 held = self._held(module, dtype)
-                if not at_once and _is_huge(module, held, dtype):
+                if only_shapes and type(module) in _WIDTHS and "weight" in held:
+                    _give_zeros(module, stack)
+                elif not at_once and _is_huge(module, held, dtype):
                     _compute_in_pieces(module, held["weight"], dtype, stack)
                 elif at_once or all(t.dtype == dtype for t in held.values()):
                     _put(module, {n: t.to(dtype) for n, t in held.items()}, stack)
@@ -128,6 +137,18 @@ def _widen_small(
         if buffer is not None and buffer.is_floating_point():
             stack.callback(module._buffers.__setitem__, name, buffer)
             module._buffers[name] = buffer.to(dtype)
+
+
+def _give_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
+    """Let a module give zeros in the shape of its output. [..., C] or [...] -> [..., R]"""
+    width = getattr(module, _WIDTHS[type(module)])
+
+    def zeros(input: torch.Tensor) -> torch.Tensor:
+        shape = input.shape if type(module) is nn.Embedding else input.shape[:-1]
+        return torch.zeros(*shape, width)
+
+    module.forward = zeros
+    stack.callback(delattr, module, "forward")
 
 
 def _is_huge(module: nn.Module, held: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from checkpoints import make_config, make_model, make_tokenizer, save
 from specedge.bundle import Bundle, describe
-from specedge.exporter import Progress, checkpoints, export, sources
+from specedge.exporter import Progress, checkpoints, export, geometry, sources, tracing
 
 HIDDEN = 576  # every matrix of a layer is 1 MiB or more in float32
 TOKENS = torch.arange(12)[None]
@@ -54,6 +54,20 @@ def test_reading_stored_numbers_gives_the_bits_of_a_model_in_memory(kind, dtype,
     }
     assert large == stood_in
     assert len(large) > 4
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
+def test_what_a_model_keeps_is_seen_without_reading_its_matrices(kind, tmp_path):
+    loaded = load(make(tmp_path, kind, torch.bfloat16))
+    seen = []
+    for unread in (False, True):
+        with loaded.sources.reading(loaded.model, only_shapes=unread):
+            shape = geometry.measure(loaded.model, 64, 4)
+            seen.append((shape, tracing.observe(loaded.model, shape)))
+            with torch.no_grad():
+                assert (loaded.model(TOKENS).logits == 0).all() == unread
+    assert seen[0] == seen[1]
+    assert all("forward" not in vars(module) for module in loaded.model.modules())
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
