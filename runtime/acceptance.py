@@ -1,0 +1,64 @@
+"""How likely a drafter's next tokens are to stand: counts, a prior, and forgetting."""
+
+from __future__ import annotations
+
+PRIOR = 0.5  # where nothing is known: a draft is tried at first, a few tokens at a time
+PRIOR_WEIGHT = 4.0  # tests that the prior counts as
+SHARED_WEIGHT = 10.0  # tests that all positions together count as, at each of them
+MEMORY = 0.9  # what a round's counts keep at the next: half of them after 7 rounds
+
+
+class Acceptance:
+    """One drafter's, by position in the draft.
+
+    The chance at a position is that of a token whose earlier ones stood. Positions that were rarely
+    reached lean on all of them together, and these on the prior.
+    """
+
+    def __init__(self, prior: float = PRIOR) -> None:
+        self.prior = prior
+        self._accepted: list[float] = []
+        self._tested: list[float] = []
+        self._chances: list[float] = []
+
+    def record(self, num_accepted: int, num_drafted: int) -> None:
+        """A round's first `num_accepted` tokens stood, and the next, if drafted, did not."""
+        tested = min(num_accepted + 1, num_drafted)
+        self._grow(tested)
+        for i in range(len(self._tested)):
+            self._tested[i] = self._tested[i] * MEMORY + (i < tested)
+            self._accepted[i] = self._accepted[i] * MEMORY + (i < num_accepted)
+        self._chances = []
+
+    def observe(self, position: int, accepted: bool) -> None:
+        """A token at `position` (from 0) would have stood, or not."""
+        self._grow(position + 1)
+        self._tested[position] = self._tested[position] * MEMORY + 1
+        self._accepted[position] = self._accepted[position] * MEMORY + accepted
+        self._chances = []
+
+    def chances(self, count: int) -> list[float]:
+        """The chance at each of the first `count` positions, given that those before it stood."""
+        if len(self._chances) < count:
+            self._chances = self._estimate(max(count, 2 * len(self._chances)))
+        return self._chances
+
+    @property
+    def shared(self) -> float:
+        """The chance over all positions together."""
+        accepted, tested = sum(self._accepted), sum(self._tested)
+        return (accepted + PRIOR_WEIGHT * self.prior) / (tested + PRIOR_WEIGHT)
+
+    def _estimate(self, count: int) -> list[float]:
+        shared = self.shared
+        self._grow(count)
+        return [
+            (accepted + SHARED_WEIGHT * shared) / (tested + SHARED_WEIGHT)
+            for accepted, tested in zip(self._accepted, self._tested, strict=True)
+        ]
+
+    def _grow(self, count: int) -> None:
+        missing = count - len(self._tested)
+        if missing > 0:
+            self._tested += [0.0] * missing
+            self._accepted += [0.0] * missing

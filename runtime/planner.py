@@ -1,0 +1,232 @@
+"""Which drafter drafts how many tokens in the next round: what gives most tokens a second.
+
+Arithmetic on costs and counts alone: no clock, no chance. The same table and the same rounds before
+give the same choice, so a seed repeats a text to the byte.
+
+A round of K draft tokens yields E = 1 + sum over i of the chance that the first i stand, and costs
+its draft passes, a verify pass over K + 1 rows and the host. K = 0 is the target alone. What a
+draft model must read before it can draft is spread over the tokens that may still come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .acceptance import PRIOR, Acceptance
+from .costs import PLACES, Costs, CostTable
+
+PLAIN = "plain"
+MARGIN = 1.02  # a gain below this is within what costs were measured to
+STAKE = 1.0  # plain rounds that a request may lose before it drafts but one token a round
+HORIZON = 16  # a text is expected to go on for as long as it has, and so many tokens at least
+PROBING = 0.01  # the share of a request's seconds that probes may lose,
+REINVESTED = 0.1  # and the share of what it has gained
+FIRST_GAP, LAST_GAP = 8, 256  # rounds from one probe to the next; doubled by each that fails
+
+
+@dataclass(frozen=True)
+class Offer:
+    """What a drafter could propose in the next round.
+
+    First come `ready` tokens that cost nothing, known by the name `source`; then, if a model drafts
+    on, up to `room` tokens at a pass each, known by the name `model`, once it has read the `behind`
+    tokens that it lacks. What is `watched` is judged in every round, so it needs no probes.
+    """
+
+    drafter: str
+    source: str = ""
+    ready: int = 0
+    model: str = "model"
+    room: int = 0
+    behind: int = 1
+    watched: bool = False
+
+    def learns(self, num_draft_tokens: int) -> str:
+        """Whose acceptance a round of so many tokens tells of, its last ones'."""
+        return self.model if num_draft_tokens > self.ready else self.source
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A drafter and K for one round, with what is expected of it.
+
+    `kind` is "plain", "gain" or "probe"; `seconds` are the round's, by the table, `plain_seconds`
+    those of the target for one token. Of the former, a model spends `reading` on what it missed.
+    """
+
+    drafter: str
+    num_draft_tokens: int
+    kind: str
+    expected_tokens: float
+    seconds: float
+    plain_seconds: float
+    reading: float = 0.0
+
+
+class Planner:
+    """Chooses before each round of one request, and learns from it."""
+
+    def __init__(self, table: CostTable, greedy: bool, max_draft_tokens: int | None = None) -> None:
+        most = table.max_draft_tokens
+        self.table = table
+        self.greedy = greedy
+        self.max_draft_tokens = most if max_draft_tokens is None else min(max_draft_tokens, most)
+        self.priors: Mapping[str, float] = table.acceptance.get(
+            "greedy" if greedy else "sampled", {}
+        )
+        self.acceptance: dict[str, Acceptance] = {}
+        self.kinds: Counter[str] = Counter()
+        self.seconds = 0.0  # of all rounds so far, by the table
+        self.plain_seconds = 0.0  # of their tokens from the target alone
+        self.lost = 0.0  # by probes
+        self.last_costs: Costs | None = None
+        self._num_tokens = 0
+        self._rounds = 0
+        self._probes: dict[str, _Probes] = {}
+        self._costs: dict[int, Costs] = {}
+
+    def costs(self, length: int) -> Costs:
+        """The costs with about `length` tokens in the cache."""
+        place = length // PLACES
+        if place not in self._costs:
+            self._costs[place] = self.table.at(place * PLACES + PLACES // 2, self.greedy)
+        return self._costs[place]
+
+    def chances(self, source: str) -> Acceptance:
+        """What is known of a drafter's tokens."""
+        if source not in self.acceptance:
+            self.acceptance[source] = Acceptance(self.priors.get(source, PRIOR))
+        return self.acceptance[source]
+
+    def choose(self, offers: Sequence[Offer], length: int) -> Choice:
+        """The best of the offers, or K = 0.
+
+        `length` tokens are in the target's cache. How many are still wanted makes no difference: so
+        a seed's text does not depend on where a request ends.
+        """
+        costs = self.last_costs = self.costs(length)
+        most = self.max_draft_tokens if self._may_lose(costs) else 1
+        best, pace, learns = Choice(PLAIN, 0, PLAIN, 1.0, costs.plain, costs.plain), costs.plain, ""
+        for offer in offers:
+            found, seconds = self._best(offer, costs, most)
+            if found is not None and seconds * MARGIN < costs.plain and seconds < pace:
+                best, pace, learns = found, seconds, offer.learns(found.num_draft_tokens)
+        for offer in offers:
+            if not offer.watched and offer.learns(1) != learns:
+                probe = self._probe(offer, costs, pace)
+                if probe is not None:
+                    return probe
+        return best
+
+    def record(self, choice: Choice, sources: Sequence[str], num_accepted: int) -> None:
+        """A round ended: where its drafted tokens came from, and how many stood."""
+        self._rounds += 1
+        self._num_tokens += num_accepted + 1
+        self.kinds[choice.kind] += 1
+        self.seconds += choice.seconds
+        self.plain_seconds += choice.plain_seconds * (num_accepted + 1)
+        start = 0
+        while start < len(sources) and start <= num_accepted:
+            source, end = sources[start], start
+            while end < len(sources) and sources[end] == source:
+                end += 1
+            self.chances(source).record(min(num_accepted, end) - start, end - start)
+            start = end
+        if choice.kind == "probe":
+            lost = choice.seconds - choice.plain_seconds * (num_accepted + 1)
+            self.lost = max(0.0, self.lost + lost)
+            self._probes[choice.drafter].end(self._rounds, num_accepted > 0)
+
+    @property
+    def gained(self) -> float:
+        """Seconds that the target alone would have taken longer, by the table; a loss below 0."""
+        return self.plain_seconds - self.seconds
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """What the rounds so far gained over the target alone, by the table."""
+        return self.plain_seconds / self.seconds if self.seconds else None
+
+    def _may_lose(self, costs: Costs) -> bool:
+        return -self.gained <= STAKE * costs.plain
+
+    def _best(self, offer: Offer, costs: Costs, most: int) -> tuple[Choice | None, float]:
+        """An offer's best K, and its seconds a token with the share of what its model must read."""
+        most = min(most, offer.ready + offer.room)
+        if most < 1:
+            return None, costs.plain
+        ready = self.chances(offer.source).chances(offer.ready) if offer.ready else []
+        model = self.chances(offer.model).chances(most) if offer.room else []
+        behind = offer.behind + offer.ready
+        later = costs.catching_up(behind) if offer.room else 0.0
+        share = later / max(HORIZON, self._num_tokens)
+        stands, expected, drafting = 1.0, 1.0, 0.0
+        best, best_expected, best_pace, best_seconds = 0, 1.0, costs.plain, costs.plain
+        reading = 0.0
+        for k in range(1, most + 1):
+            if k <= offer.ready:
+                stands *= ready[k - 1]
+            else:
+                stands *= model[k - 1 - offer.ready]
+                drafting += costs.draft if k > offer.ready + 1 else costs.first(behind)
+            expected += stands
+            seconds = drafting + costs.rounds[k]
+            pace = seconds / expected + (share if k > offer.ready else 0.0)
+            if pace < best_pace:
+                best, best_expected, best_pace = k, expected, pace
+                reading = later if k > offer.ready else 0.0
+                best_seconds = seconds + reading
+        if not best:
+            return None, costs.plain
+        found = Choice(
+            offer.drafter, best, "gain", best_expected, best_seconds, costs.plain, reading
+        )
+        return found, best_pace
+
+    def _probe(self, offer: Offer, costs: Costs, pace: float) -> Choice | None:
+        """One draft token, to learn; None if it is not yet time, too dear or without hope."""
+        probes = self._probes.setdefault(offer.drafter, _Probes())
+        if self._rounds < probes.next or not offer.ready + offer.room:
+            return None
+        seconds, reading = costs.rounds[1], 0.0
+        if not offer.ready:
+            reading = costs.catching_up(offer.behind)
+            seconds += reading + costs.first(offer.behind)
+        allowed = PROBING * self.seconds + REINVESTED * max(0.0, self.gained)
+        if max(self.lost, -self.gained) + seconds - pace > allowed:
+            return None
+        if not self._hopes(offer, costs, pace):
+            return None
+        chance = self.chances(offer.learns(1)).chances(1)[0]
+        return Choice(offer.drafter, 1, "probe", 1 + chance, seconds, costs.plain, reading)
+
+    def _hopes(self, offer: Offer, costs: Costs, pace: float) -> bool:
+        """Whether a drafter that is always right would be worth having."""
+        most = min(self.max_draft_tokens, offer.ready + offer.room)
+        passes = (max(0, k - offer.ready) for k in range(1, most + 1))
+        paces = ((n * costs.draft + costs.rounds[k]) / (k + 1) for k, n in enumerate(passes, 1))
+        return min(paces) * MARGIN < pace
+
+
+class _Probes:
+    """When the next probe may be."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self._gap = FIRST_GAP
+
+    def end(self, now: int, stood: bool) -> None:
+        """One that stood may go on at once."""
+        self._gap = FIRST_GAP if stood else min(2 * self._gap, LAST_GAP)
+        self.next = now if stood else now + self._gap
+
+
+def predictions(costs: Costs, alpha: float) -> list[float]:
+    """The speed-up of a draft model at K = 0, 1, ... if each of its tokens stands with alpha."""
+    found, expected = [1.0], 1.0
+    for k in range(1, len(costs.rounds)):
+        expected += alpha**k
+        found.append(expected * costs.plain / (k * costs.draft + costs.rounds[k]))
+    return found

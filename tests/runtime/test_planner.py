@@ -1,0 +1,143 @@
+"""The planner against fixed settings, in virtual time: arithmetic, no clock."""
+
+from __future__ import annotations
+
+import pytest
+
+from specedge.runtime.planner import Offer, Planner
+from virtual import VirtualRequest, constant, seconds, table
+
+FIXED = (1, 2, 3, 4, 6, 8, 12, 16)
+PLAIN = ("plain", 0)
+
+
+@pytest.mark.parametrize("draft", [0.05, 0.09, 0.2, 0.5])
+@pytest.mark.parametrize("prior", [None, {"model": 0.0}])
+def test_a_draft_that_is_always_wrong_costs_less_than_two_percent(draft, prior):
+    costs = table(draft, prior=prior)
+    auto = seconds(costs, constant(0.0))
+    assert auto <= 1.02 * seconds(costs, constant(0.0), fixed=PLAIN)
+
+
+def test_a_promise_that_does_not_hold_costs_little():
+    costs = table(prior={"model": 0.9})
+    assert seconds(costs, constant(0.0)) <= 1.035 * seconds(costs, constant(0.0), fixed=PLAIN)
+
+
+@pytest.mark.parametrize("prior", [None, {"model": 1.0}])
+def test_a_draft_as_large_as_the_target_is_never_tried(prior):
+    costs = table(draft=1.0, prior=prior)
+    request = VirtualRequest(costs, constant(1.0), tokens=600)
+    assert set(request.choices) == {("plain", 0)}
+
+
+@pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
+@pytest.mark.parametrize("alpha", [0.7, 0.8, 0.9, 0.97])
+def test_a_tuned_pair_is_near_the_best_fixed_setting(draft, alpha):
+    costs = table(draft, prior={"model": alpha})
+    auto = seconds(costs, constant(alpha), tokens=400)
+    best = min(seconds(costs, constant(alpha), tokens=400, fixed=("model", k)) for k in FIXED)
+    assert auto <= 1.03 * best
+
+
+@pytest.mark.parametrize("alpha", [0.6, 0.7, 0.8, 0.9])
+def test_a_pair_that_was_never_tuned_soon_does_well(alpha):
+    costs = table()
+    auto = seconds(costs, constant(alpha), tokens=400)
+    best = min(seconds(costs, constant(alpha), tokens=400, fixed=("model", k)) for k in FIXED)
+    assert auto <= 1.05 * best
+
+
+def test_text_that_switches_beats_every_fixed_setting():
+    def stands(drafter, place, rng):
+        repeats = place // 100 % 2 == 0
+        chance = {"lookup": 0.97 if repeats else 0.05, "model": 0.7 if repeats else 0.1}
+        return rng.random() < chance[drafter]
+
+    costs = table(prior={"model": 0.5, "lookup": 0.3})
+    rounds = {"copies": lambda place: 16, "tokens": 800}
+    auto = seconds(costs, stands, seeds=6, **rounds)
+    for drafter in ("model", "lookup"):
+        for k in (0, *FIXED):
+            assert auto < seconds(costs, stands, seeds=6, fixed=(drafter, k), **rounds), (
+                drafter,
+                k,
+            )
+
+
+def test_prompts_that_switch_beat_every_fixed_setting():
+    costs = table(prior={"model": 0.6})
+    kinds = [constant(0.95), constant(0.02)]
+    auto = sum(seconds(costs, kind, tokens=200) for kind in kinds)
+    for k in (0, *FIXED):
+        assert auto < sum(seconds(costs, kind, tokens=200, fixed=("model", k)) for kind in kinds)
+
+
+def test_a_draft_that_gets_good_again_is_found_by_probes():
+    def stands(drafter, place, rng):
+        return place < 300 or place >= 600
+
+    request = VirtualRequest(table(reading=0.002), stands, tokens=1500, prompt=0)
+    assert request.planner.kinds["probe"] > 0
+    assert ("model", 16) in request.choices[-20:]
+
+
+def test_probes_never_lose_more_than_their_share():
+    request = VirtualRequest(table(reading=0.001), constant(0.0), tokens=3000)
+    planner = request.planner
+    assert planner.kinds["probe"] > 3
+    assert planner.lost <= 0.01 * planner.seconds
+
+
+def test_a_short_answer_to_a_long_prompt_never_waits_for_the_draft():
+    costs = table(reading=0.02, prior={"model": 0.9})
+    request = VirtualRequest(costs, constant(0.9), tokens=10, prompt=2000)
+    assert set(request.choices) == {("plain", 0)}
+
+
+def test_a_long_answer_to_a_long_prompt_is_worth_the_drafts_reading():
+    costs = table(reading=0.02, prior={"model": 0.9})
+    request = VirtualRequest(costs, constant(0.9), tokens=800, prompt=2000)
+    plain = VirtualRequest(costs, constant(0.9), tokens=800, prompt=2000, fixed=PLAIN)
+    assert request.seconds < 0.6 * plain.seconds
+
+
+def test_the_same_table_and_rounds_give_the_same_choices():
+    first, second = (VirtualRequest(table(), constant(0.6), seed=3) for _ in range(2))
+    assert first.choices == second.choices
+
+
+def test_a_draft_whose_context_is_full_is_not_asked_for_more():
+    planner = Planner(table(prior={"model": 1.0}), greedy=True)
+    assert planner.choose([Offer("model", room=3)], 50).num_draft_tokens == 3
+    assert planner.choose([Offer("model", room=0)], 50).num_draft_tokens == 0
+
+
+def test_a_chain_goes_on_where_the_copy_ends():
+    planner = Planner(table(prior={"model": 0.9, "lookup": 0.95}), greedy=True)
+    offers = [
+        Offer("model", room=99),
+        Offer("lookup", "lookup", ready=3),
+        Offer("chain", "lookup", ready=3, room=99),
+    ]
+    choice = planner.choose(offers, 50)
+    assert choice.drafter == "chain"
+    assert choice.num_draft_tokens > 3
+
+
+def test_a_drafter_without_a_model_is_probed_too_unless_it_is_watched():
+    tables = Offer("ngram", "ngram", ready=16)
+    watched = Offer("lookup", "lookup", ready=16, watched=True)
+    for offer, probes in ((tables, True), (watched, False)):
+        planner = Planner(table(prior={"ngram": 0.0, "lookup": 0.0}), greedy=True)
+        kinds = set()
+        for _ in range(200):
+            choice = planner.choose([offer], 50)
+            planner.record(choice, [offer.source] * choice.num_draft_tokens, 0)
+            kinds.add(choice.kind)
+        assert kinds == ({"plain", "probe"} if probes else {"plain"})
+
+
+def test_a_verify_pass_that_costs_as_much_as_its_rows_stops_speculation():
+    planner = Planner(table(row=1.0, prior={"model": 1.0}), greedy=True)
+    assert planner.choose([Offer("model", room=99)], 50).drafter == "plain"

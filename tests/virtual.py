@@ -1,0 +1,108 @@
+"""Requests without models: rounds whose costs are a table's and whose acceptances are drawn."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from functools import lru_cache
+
+from specedge.runtime.costs import Costs, CostTable
+from specedge.runtime.planner import Offer, Planner
+
+Stands = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
+
+
+def table(
+    draft: float = 0.09,
+    row: float = 0.07,
+    rows: int = 17,
+    reading: float = 0.01,
+    host: float = 0.0,
+    prior: dict[str, float] | None = None,
+) -> CostTable:
+    """Costs in passes of the target: of a draft pass, of a row more, of a token that is read."""
+    target = tuple(1 + row * t for t in range(rows))
+    return CostTable(
+        origin="tune",
+        lengths=(0,),
+        rows=tuple(range(1, rows + 1)),
+        target=(target,),
+        draft=((draft, 1.1 * draft),),
+        reading=(reading,),
+        host={"greedy": (0.0, host), "sampled": (0.0, host)},
+        acceptance={} if prior is None else {"greedy": prior, "sampled": prior},
+    )
+
+
+def constant(chance: float) -> Stands:
+    """Every token stands with the same chance."""
+    return lambda drafter, place, rng: rng.random() < chance
+
+
+class VirtualRequest:
+    """A request of `tokens` new tokens after a prompt; `seconds` is what it took by the table.
+
+    `fixed` is a drafter and its K; without it a planner chooses, and is left in `planner`.
+    """
+
+    def __init__(
+        self,
+        costs: CostTable,
+        stands: Stands,
+        tokens: int = 128,
+        prompt: int = 50,
+        fixed: tuple[str, int] | None = None,
+        copies: Callable[[int], int] | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.at = lru_cache(None)(lambda length: costs.at(length, True))
+        self.stands = stands
+        self.copies = copies or (lambda place: 0)
+        self.rng = random.Random(seed)
+        self.fixed = fixed
+        self.planner = Planner(costs, greedy=True)
+        self.place, self.end, self.behind = prompt, prompt + tokens, prompt
+        self.seconds = 0.0
+        self.choices: list[tuple[str, int]] = []
+        while self.place < self.end:
+            self._round()
+        self.seconds *= tokens / (self.place - prompt)
+
+    def _round(self) -> None:
+        left, ready = self.end - self.place, self.copies(self.place)
+        if self.fixed is None:
+            offers = [Offer("model", room=99, behind=self.behind)]
+            offers += [Offer("lookup", "lookup", ready=ready, watched=True)] if ready else []
+            choice = self.planner.choose(offers, self.place)
+            drafter, k = choice.drafter, min(choice.num_draft_tokens, left)
+        else:
+            drafter, k = self.fixed
+            k = min(k, left, ready) if drafter == "lookup" else min(k, left)
+        accepted = 0
+        while accepted < k and self.stands(drafter, self.place + accepted, self.rng):
+            accepted += 1
+        self._pay(drafter, k, accepted, self.at(self.place))
+        self.choices.append((drafter, k))
+        if self.fixed is None:
+            self.planner.record(choice, [drafter] * k, accepted)
+            if ready and drafter != "lookup":
+                stood = self.stands("lookup", self.place, self.rng)
+                self.planner.chances("lookup").observe(0, stood)
+        self.place += accepted + 1
+
+    def _pay(self, drafter: str, k: int, accepted: int, costs: Costs) -> None:
+        self.seconds += costs.rounds[k]
+        if drafter == "model" and k:
+            self.seconds += costs.catching_up(self.behind) + costs.first(self.behind)
+            self.seconds += (k - 1) * costs.draft
+            self.behind = 2 if accepted == k else 1
+        else:
+            self.behind += accepted + 1
+
+
+def seconds(costs: CostTable, stands: Stands, seeds: int = 12, **request: object) -> float:
+    """Of so many requests together."""
+    return sum(
+        VirtualRequest(costs, stands, seed=seed, **request).seconds  # type: ignore[arg-type]
+        for seed in range(seeds)
+    )
