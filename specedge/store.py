@@ -33,6 +33,11 @@ def embedded() -> Path:
     return Path(__file__).parent / "models" / "embedded"
 
 
+def costs_folder() -> Path:
+    """Where measured costs are remembered."""
+    return data_folder() / "costs"
+
+
 def default_destination(draft: str, target: str) -> Path:
     """Where an export without `--output` goes: one folder a pair."""
     name = f"{_slug(target)}--{_slug(draft)}"
@@ -41,7 +46,7 @@ def default_destination(draft: str, target: str) -> Path:
 
 def remember_default(folder: Path) -> None:
     """Make a bundle the one that is used when none is named."""
-    _replace_text(_note(), str(folder.absolute()))
+    replace_text(_note(), str(folder.absolute()))
 
 
 def noted_default() -> Path | None:
@@ -99,7 +104,7 @@ def remember_checked(path: Path, identity: list[int | str]) -> None:
     known = {p: i for p, i in _known_files().items() if os.path.exists(p)}
     known[str(path)] = identity
     with contextlib.suppress(OSError):
-        _replace_text(_checked_list(), json.dumps(known))
+        replace_text(_checked_list(), json.dumps(known))
 
 
 def _note() -> Path:
@@ -123,7 +128,8 @@ def _identity(path: Path, sha256: str) -> list[int | str]:
     return [facts.st_size, facts.st_mtime_ns, facts.st_ino, sha256]
 
 
-def _replace_text(path: Path, text: str) -> None:
+def replace_text(path: Path, text: str) -> None:
+    """Write a file whole or not at all; OSError where that cannot be."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"{path.name}.{os.getpid()}")
     try:
