@@ -31,11 +31,22 @@ class Drafters:
         if isinstance(drafter, str) and drafter.startswith(NGRAM):
             self._read(drafter.removeprefix(NGRAM))
 
-    def choose(self, request: Request, model: LanguageModel) -> Drafter:
-        """The drafter that a request names; `model` is the bundle's draft.
+    def offered(self, request: Request, model: LanguageModel) -> dict[str, Drafter]:
+        """The drafters that a request may use, by name, the one that it names first.
 
-        Raises DrafterError, and ValueError for match lengths that contradict each other.
+        `model` is the bundle's draft. Raises DrafterError, and ValueError for match lengths that
+        contradict each other.
         """
+        chosen = self._choose(request, model)
+        if not isinstance(chosen, Chain):
+            # A caller's own may have a name of ours.
+            return {f"own {chosen.name}" if isinstance(chosen, Checked) else chosen.name: chosen}
+        lookup, draft = chosen.drafters
+        if request.drafter == "chain":
+            return {"chain": chosen, "lookup": lookup}
+        return {"model": draft, "lookup": lookup, "chain": chosen}
+
+    def _choose(self, request: Request, model: LanguageModel) -> Drafter:
         name, vocab_size = request.drafter, self._bundle.target.vocab_size
         if not isinstance(name, str):
             return Checked(name, vocab_size)
@@ -47,6 +58,8 @@ class Drafters:
         match name:
             case "model":
                 return draft
+            case "auto":
+                return Chain(_lookup(request, MIN_MATCH), draft)
             case "lookup":
                 return _lookup(request, MIN_MATCH)
             case "chain":

@@ -27,7 +27,7 @@ class Comparison:
     greedy: bool
     exact: bool
     repeats: int
-    num_draft_tokens: int
+    num_draft_tokens: int | str
     plain_seconds: float
     speculative_seconds: float
     speedup: float
@@ -100,9 +100,11 @@ def _summarise(
         draft_cost = draft / target
     if draft_cost is not None and stats.accepted_over_tested is not None and _is_model(stats):
         k = speculative[0].num_draft_tokens
-        predicted = speedup(
-            stats.accepted_over_tested, k, draft_cost, verify / target, host + exact
-        ) * (1 + plain_host)
+        if isinstance(k, int):
+            alpha, extra = stats.accepted_over_tested, host + exact
+            predicted = speedup(alpha, k, draft_cost, verify / target, extra) * (1 + plain_host)
+        else:
+            predicted = speculative[0].expected_speedup
     return Comparison(
         plain=plain[0],
         speculative=speculative[0],

@@ -13,6 +13,7 @@ from .logprobs import TokenLogprobs, of_tokens
 from .model import LanguageModel
 from .near_ties import NearTie, Referee
 from .past import Past
+from .plans import Fixed, Plan, Step
 from .randomness import uniforms
 from .sampling import Draft, Verdict, verify
 from .stats import Stopwatch
@@ -23,7 +24,8 @@ class Round:
     """One draft-and-verify pass: the tokens it committed and how the draft fared.
 
     `logprobs` are those of the committed tokens, None if they were not asked for. `sources` names
-    the drafter of each drafted token. `near_ties` are choices within the noise.
+    the drafter of each drafted token. `near_ties` are choices within the noise. `drafter` and
+    `num_draft_tokens` are what was chosen for the round; a drafter may propose fewer.
     """
 
     tokens: list[int]
@@ -32,6 +34,8 @@ class Round:
     logprobs: list[TokenLogprobs] | None = None
     sources: tuple[str, ...] = ()
     near_ties: tuple[NearTie, ...] = ()
+    drafter: str = "plain"
+    num_draft_tokens: int = 0
 
 
 class SpeculativeDecoder:
@@ -39,7 +43,8 @@ class SpeculativeDecoder:
 
     Between rounds the target's cache holds every committed token but the last: that one is
     pending, and leads the next verify pass. With `num_draft_tokens` 0 it is plain decoding. A
-    `referee` judges greedy drafts where wider passes have other last bits.
+    `referee` judges greedy drafts where wider passes have other last bits. A `plan` chooses drafter
+    and K of each round instead.
     """
 
     def __init__(
@@ -49,12 +54,12 @@ class SpeculativeDecoder:
         num_draft_tokens: int,
         watch: Stopwatch,
         referee: Referee | None = None,
+        plan: Plan | None = None,
     ) -> None:
         self.target = target
-        self.drafter = drafter
-        self.num_draft_tokens = num_draft_tokens
         self.watch = watch
         self.referee = referee
+        self.plan = plan or Fixed(drafter, num_draft_tokens)
 
     def rounds(
         self,
@@ -76,25 +81,32 @@ class SpeculativeDecoder:
         end = len(prompt) + max_new_tokens
         consumed = 0
         while (left := end - len(past.tokens)) > 0:
-            count = 2 * self.num_draft_tokens + 1
+            step = self.plan.next(past, left)
+            count = 2 * step.num_draft_tokens + 1
             us = uniforms(seed, consumed, count)
-            yield self._round(past, sampling, us, left, num_logprobs)
+            yield self._round(step, past, sampling, us, left, num_logprobs)
             consumed += count
 
     def _prefill(self, tokens: list[int]) -> None:
         self.target.truncate(0)
-        self.drafter.truncate(0)
+        self.plan.truncate(0)
         self.target.prefill(tokens[:-1])
         if self.referee:
             self.referee.begin(self.target.length)
 
     def _round(
-        self, past: Past, sampling: Sampling, us: Floats, limit: int, num_logprobs: int | None
+        self,
+        step: Step,
+        past: Past,
+        sampling: Sampling,
+        us: Floats,
+        limit: int,
+        num_logprobs: int | None,
     ) -> Round:
         """Commit 1 to K + 1 tokens to `past`; no more than `limit` are drafted."""
-        k = self.num_draft_tokens
+        k = step.num_draft_tokens
         with self.watch.part("sampling"):
-            draft = self.drafter.propose(past, min(k, limit), sampling, us[:k])
+            draft = step.drafter.propose(past, min(k, limit), sampling, us[:k])
         logits = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
             verdict = self.judge(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
@@ -108,11 +120,12 @@ class SpeculativeDecoder:
             logprobs = of_tokens(logits, committed, num_logprobs)
         past.extend(committed)
         self.target.truncate(len(past.tokens) - 1)
-        self.drafter.truncate(len(past.tokens) - 1)
-        origin = sources(self.drafter, draft)
-        return Round(
-            committed, len(draft.tokens), verdict.num_accepted, logprobs, origin, near_ties
-        )
+        self.plan.truncate(len(past.tokens) - 1)
+        origin = sources(step.drafter, draft)
+        n = verdict.num_accepted
+        ended = Round(committed, len(draft.tokens), n, logprobs, origin, near_ties, step.name, k)
+        self.plan.ended(ended)
+        return ended
 
     def judge(
         self,

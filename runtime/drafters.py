@@ -96,6 +96,13 @@ class DraftModel:
             feed = [token]
         return Draft(drafted, probs or None)
 
+    def standing(self, length: int) -> tuple[int, int]:
+        """How many tokens of a text of that length it has not read, and how many it may draft."""
+        start, held = self._start, self.model.length
+        if length - start > self.context_length:
+            start, held = length - max(1, self.context_length // 2), 0
+        return length - start - held, start + self.context_length - length + 1
+
     def truncate(self, length: int) -> None:
         if length < self._start:
             self._start = 0

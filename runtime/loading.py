@@ -10,6 +10,8 @@ from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import BundleError
 
+from .cost_files import key_of
+from .known_costs import KnownCosts
 from .ort import OrtModel
 from .pipeline import Pipeline
 
@@ -36,7 +38,9 @@ def load(
     store.check_large_files(found)
     draft = OrtModel(found, found.draft, device, threads, share_threads, ops)
     target = OrtModel(found, found.target, device, threads, share_threads, ops)
-    return Pipeline(found, tokenizer(found), target, draft)
+    ops = f"{target.ops}, {draft.ops}"
+    costs = KnownCosts(found, key_of(found, device, threads, share_threads, ops))
+    return Pipeline(found, tokenizer(found), target, draft, costs)
 
 
 def tokenizer(bundle: Bundle) -> Tokenizer:

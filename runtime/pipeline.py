@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from types import TracebackType
 from typing import Any, Unpack
 
@@ -12,15 +13,19 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
-from specedge.options import Options, Request, Sampling
+from specedge.options import AUTO, MAX_EXPORTED_DRAFT_TOKENS, Options, Planned, Request, Sampling
 
 from .choosing import Drafters
 from .decoding import Round, SpeculativeDecoder
+from .drafters import Drafter
 from .fates import Fate, Marks, Span, fates
+from .known_costs import KnownCosts, Seen
 from .logprobs import TokenLogprobs
 from .model import LanguageModel, TargetModel
 from .near_ties import NearTie, Referee
-from .noise import Noise
+from .noise import Noise, holds
+from .planner import Planner
+from .plans import Auto, Fixed, Plan, Replay, recorded
 from .prompts import chat_tokens, prompt_tokens
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
@@ -37,8 +42,10 @@ class Generation:
     left), or "unfinished". `seed` repeats the request. `spans` are `text` by token, with what
     became of each: accepted, recovered, bonus, or plain. `logprobs` has an entry for each of
     `tokens` if they were asked for. `lossy` names what made the text follow another law than the
-    target's, None where nothing did. `drafter` is the drafter's name.
-    became of each: accepted, recovered, bonus, or plain.
+    target's, None where nothing did. `drafter` is the drafter's name. `plan` is the drafter and K
+    of every round, equal ones in a row counted together, as the option `replay` takes it. If rounds
+    were planned, `expected_speedup` is what they gained over the target alone, by the table of
+    costs.
 
     `near_ties` are greedy choices that the device's noise may have turned. `noise` is what was
     reckoned with: by how much a logit may differ from plain decoding's, 0 if by no bit.
@@ -48,8 +55,10 @@ class Generation:
     tokens: list[int]
     finish_reason: str
     seed: int
-    num_draft_tokens: int
+    num_draft_tokens: int | str
     drafter: str
+    plan: list[Planned]
+    expected_speedup: float | None
     stats: Stats
     rounds: list[Round] = field(repr=False)
     spans: list[Span] = field(repr=False)
@@ -67,7 +76,12 @@ class Pipeline:
     """
 
     def __init__(
-        self, bundle: Bundle, tokenizer: Tokenizer, target: TargetModel, draft: LanguageModel
+        self,
+        bundle: Bundle,
+        tokenizer: Tokenizer,
+        target: TargetModel,
+        draft: LanguageModel,
+        costs: KnownCosts | None = None,
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
@@ -75,6 +89,7 @@ class Pipeline:
         self.draft = draft
         self.drafters = Drafters(bundle)
         self.noise = Noise(target, bundle.context_length)
+        self.costs = costs or KnownCosts(bundle)
         self.current: Stream | None = None
 
     def generate(
@@ -88,12 +103,13 @@ class Pipeline:
 
         The output is the target's alone: its own tokens at temperature 0, else its distribution.
         Generation stops at one of the bundle's end tokens unless `ignore_eos`, at the first of the
-        `stop` strings, or where the context is full. `num_draft_tokens` defaults to the bundle's;
-        0 is plain decoding. Without `seed` a fresh one is taken; `Generation.seed` tells it.
-        `drafter` is "model", "lookup", "chain", "block", "random", "ngram:FILE", or an object of
-        your own (`runtime.drafters.Drafter`); it changes the speed alone. `lookup_min` and
-        `lookup_max` are the match lengths of lookup and chain. `exact` decides near-ties at
-        temperature 0 as plain decoding does, on any device.
+        `stop` strings, or where the context is full. `num_draft_tokens` is chosen anew for each
+        round unless it is given; 0 is plain decoding. Without `seed` a fresh one is taken;
+        `Generation.seed` tells it. `drafter` is "auto" (the model, lookup and both in a chain, as
+        pays best; the model where `num_draft_tokens` is given), "model", "lookup", "chain",
+        "block", "random", "ngram:FILE", or an object of your own (`runtime.drafters.Drafter`); it
+        changes the speed alone. `lookup_min` and `lookup_max` are the match lengths of lookup and
+        chain. `exact` decides near-ties at temperature 0 as plain decoding does, on any device.
 
         The other options are those of `specedge.options.Request`, which says what they mean.
         `lenience` below 1 gives up the target's law for speed. `logprobs` asks for the tokens'
@@ -117,20 +133,25 @@ class Pipeline:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
         request = Request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = sampling_of(request, self.bundle, self.tokenizer)
-        k = request.num_draft_tokens
         stream = Stream(
             self,
             request,
             prompt=prompt_tokens(self.bundle, self.tokenizer, prompt),
             sampling=sampling,
             seed=secrets.randbits(32) if request.seed is None else request.seed,
-            num_draft_tokens=self.bundle.num_draft_tokens if k is None else k,
             max_new_tokens=request.max_new_tokens,
             stops=tuple(request.stop),
             ends=frozenset(sampling.end_tokens),
         )
         self.current = stream
         return stream
+
+    @property
+    def max_planned_tokens(self) -> int:
+        """The largest K that is chosen without being asked for: as far as rows keep their bits."""
+        held = self.target.row_independent_lengths
+        exact = takewhile(lambda k: holds(k + 1, held), range(1, MAX_EXPORTED_DRAFT_TOKENS + 1))
+        return max(exact, default=self.bundle.num_draft_tokens)
 
     def chat(
         self,
@@ -170,7 +191,6 @@ class Stream:
         prompt: list[int],
         sampling: Sampling,
         seed: int,
-        num_draft_tokens: int,
         max_new_tokens: int,
         stops: tuple[str, ...],
         ends: frozenset[int],
@@ -178,7 +198,6 @@ class Stream:
         self._pipeline = pipeline
         self._seed = seed
         self._ends = ends
-        self._num_draft_tokens = num_draft_tokens
         room = pipeline.bundle.context_length - len(prompt)
         self._limit = min(max_new_tokens, room)
         self._limit_reason = "length" if max_new_tokens <= room else "context"
@@ -186,21 +205,39 @@ class Stream:
         self._target = Timed(pipeline.target, self._watch, "verify")
         self._again = Timed(pipeline.target, self._watch, "exact")
         self._draft = Timed(pipeline.draft, self._watch, "draft")
-        drafter = pipeline.drafters.choose(request, self._draft)
-        self._drafter = drafter.name
-        self._decoder = SpeculativeDecoder(self._target, drafter, num_draft_tokens, self._watch)
+        self._greedy = sampling.greedy
+        fixed = k if isinstance(k := request.num_draft_tokens, int) else 0
+        self._num_draft_tokens: int | str = k if isinstance(k, int) else AUTO
+        drafter, self.plan = self._plan(request)
+        planned = (request.drafter, self._num_draft_tokens) == (AUTO, AUTO)
+        self._drafter = AUTO if planned else drafter.name
+        self._decoder = SpeculativeDecoder(
+            self._target, drafter, fixed, self._watch, plan=self.plan
+        )
         self._noise = 0.0
         self._rounds = self._run(request, prompt, sampling)
-        self._recorder = Recorder(len(prompt), num_draft_tokens, self._watch)
+        self._recorder = Recorder(len(prompt), fixed, self._watch)
         self._detokenizer = Detokenizer(pipeline.tokenizer, prompt)
         self._stop_strings = StopStrings(stops)
-        self._lossy = sampling.lossy if num_draft_tokens else None
+        self._lossy = sampling.lossy if self._num_draft_tokens else None
         self._tokens: list[int] = []
         self._logprobs: list[TokenLogprobs] | None = None if request.logprobs is None else []
         self._marks = Marks()
         self._spans: list[list[Span]] = []
         self._past_rounds: list[Round] = []
         self._finish_reason = "unfinished"
+
+    def _plan(self, request: Request) -> tuple[Drafter, Plan]:
+        """What drafts, and what decides how much; ways of drafting that cannot be are errors."""
+        drafters = self._pipeline.drafters.offered(request, self._draft)
+        first = next(iter(drafters.values()))
+        if request.replay is not None:
+            return first, Replay(request.replay, drafters)
+        if isinstance(k := request.num_draft_tokens, int):
+            return first, Fixed(first, k)
+        most = self._pipeline.max_planned_tokens
+        planner = Planner(self._pipeline.costs.table, request.temperature == 0, most)
+        return first, Auto(planner, drafters)
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -252,6 +289,8 @@ class Stream:
             self._seed,
             self._num_draft_tokens,
             self._drafter,
+            recorded(self._past_rounds),
+            self.plan.planner.expected_speedup if isinstance(self.plan, Auto) else None,
             stats,
             list(self._past_rounds),
             spans,
@@ -264,7 +303,7 @@ class Stream:
     def _run(self, request: Request, prompt: list[int], sampling: Sampling) -> Generator[Round]:
         """The rounds; where wider passes have other last bits, greedy ones have a referee."""
         if sampling.greedy:
-            exact, k = request.exact, self._num_draft_tokens
+            exact, k = request.exact, self.plan.max_draft_tokens
             with self._watch.part("noise"):
                 self._noise = self._pipeline.noise.bound(prompt, k, trusting=not exact)
             if self._noise:
@@ -287,7 +326,21 @@ class Stream:
         self._recorder.record(round_, num_taken)
         self._past_rounds.append(round_)
         self._spans.append(self._marks.take(len(piece)))
+        if self._finish_reason != "unfinished":
+            self._learn()
         return piece
+
+    def _learn(self) -> None:
+        """Let what this request cost serve the next ones."""
+        stats = self.generation.stats
+        seen = Seen(
+            greedy=self._greedy,
+            target=self._target.seconds,
+            draft=self._draft.seconds,
+            host=(stats.sampling_seconds + stats.other_seconds) / stats.num_rounds,
+            acceptance=stats.accepted_over_tested,
+        )
+        self._pipeline.costs.learn(seen)
 
     def _take(self, token: int, fate: Fate) -> str:
         """Add one token unless the text has ended; the text it makes certain."""

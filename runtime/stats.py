@@ -49,6 +49,7 @@ class Timed:
         self._watch = watch
         self._part = part
         self.num_passes = 0
+        self.seconds: defaultdict[int, list[float]] = defaultdict(list)  # by tokens a pass
 
     @property
     def length(self) -> int:
@@ -56,8 +57,11 @@ class Timed:
 
     def forward(self, tokens: Sequence[int]) -> Floats:
         self.num_passes += 1
+        begin = time.perf_counter()
         with self._watch.part(self._part):
-            return self._model.forward(tokens)
+            logits = self._model.forward(tokens)
+        self.seconds[len(tokens)].append(time.perf_counter() - begin)
+        return logits
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Before the first pass it reads the prompt; later it is a cost of the rounds."""
@@ -154,6 +158,9 @@ class Recorder:
         self.num_rounds += 1
         self.num_new_tokens += num_kept
         self.num_drafted += round_.num_drafted
+        missing = [0] * (round_.num_drafted - len(self.tested))
+        self.tested += missing
+        self.accepted += missing
         for i in range(round_.num_drafted):
             self.accepted[i] += i < round_.num_accepted
             self.tested[i] += i <= round_.num_accepted

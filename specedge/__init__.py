@@ -24,6 +24,7 @@ from .errors import (
     PairError,
     ParityError,
     PromptError,
+    ReplayError,
     SpecEdgeError,
 )
 from .version import __version__
@@ -65,6 +66,7 @@ __all__ = [
     "ParityError",
     "Pipeline",
     "PromptError",
+    "ReplayError",
     "Sampling",
     "SpecEdgeError",
     "__version__",

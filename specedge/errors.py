@@ -27,6 +27,10 @@ class DrafterError(SpecEdgeError):
     """A drafter that cannot draft: n-gram tables that do not fit, or one that breaks its rules."""
 
 
+class ReplayError(SpecEdgeError):
+    """Recorded rounds that do not fit the request that is to repeat them."""
+
+
 class PromptError(SpecEdgeError):
     """A prompt that no model can continue, such as an empty one."""
 

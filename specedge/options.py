@@ -11,10 +11,14 @@ from typing import Any, TypedDict
 
 MAX_DRAFT_TOKENS = 64
 MAX_MATCH = 64
-DRAFTERS = ("model", "lookup", "chain", "block", "random")
+AUTO = "auto"
+DRAFTERS = (AUTO, "model", "lookup", "chain", "block", "random")
 NGRAM = "ngram:"  # and a file's name
 MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
 
+MAX_REPLAYED_ROUNDS = 2**20
+
+Planned = tuple[str, int, int]  # a drafter, K, and how many rounds in a row
 Biases = tuple[tuple[int, float], ...]
 
 
@@ -170,19 +174,23 @@ class Sampling(Rules):
 class Request(Rules):
     """What a caller asks for beside the prompt, as `Pipeline.generate` explains it.
 
+    `num_draft_tokens` is "auto" (as None is) or fixed; 0 is plain decoding. `replay` repeats the
+    drafter and K of each round of an earlier run, `Generation.plan`.
+
     A value that cannot be is a ValueError that names it.
     """
 
     max_new_tokens: int = 128
     seed: int | None = None
-    num_draft_tokens: int | None = None
+    num_draft_tokens: int | str | None = None
     stop: str | Sequence[str] = ()
     ignore_eos: bool = False
     logprobs: int | None = None
-    drafter: Any = "model"
+    drafter: Any = "auto"
     lookup_min: int | None = None
     lookup_max: int | None = None
     exact: bool = False
+    replay: Sequence[Sequence[Any]] | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -194,8 +202,17 @@ class Request(Rules):
             )
         if self.seed is not None:
             self._set("seed", whole("seed", self.seed, -(2**64), 2**64))
-        if (k := self.num_draft_tokens) is not None:
+        if isinstance(k := self.num_draft_tokens, str) and k != AUTO:
+            raise ValueError(
+                f"num_draft_tokens must be 'auto' or a whole number between 0 and "
+                f"{MAX_DRAFT_TOKENS}, got {k!r}"
+            )
+        if k not in (None, AUTO):
             self._set("num_draft_tokens", whole("num_draft_tokens", k, 0, MAX_DRAFT_TOKENS))
+        if self.replay is not None:
+            if self.num_draft_tokens not in (None, AUTO):
+                raise ValueError("a replay has its own num_draft_tokens; leave that out")
+            self._set("replay", _planned(self.replay))
         self._set("stop", _stop_strings(self.stop))
         for name in ("ignore_eos", "exact"):
             if (value := getattr(self, name)) not in (True, False):
@@ -228,7 +245,7 @@ class Request(Rules):
         """Check a match length, which only drafters that look matches up can have."""
         if (length := getattr(self, name)) is not None:
             self._set(name, whole(name, length, 1, MAX_MATCH))
-            if self.drafter not in ("lookup", "chain"):
+            if self.drafter not in (AUTO, "lookup", "chain"):
                 raise ValueError(f"{name} is for the drafters lookup and chain")
 
 
@@ -247,7 +264,7 @@ class Options(TypedDict, total=False):
     min_new_tokens: int
     lenience: float
     seed: int | None
-    num_draft_tokens: int | None
+    num_draft_tokens: int | str | None
     stop: str | Sequence[str]
     ignore_eos: bool
     logprobs: int | None
@@ -255,6 +272,23 @@ class Options(TypedDict, total=False):
     lookup_min: int | None
     lookup_max: int | None
     exact: bool
+    replay: Sequence[Sequence[Any]] | None
+
+
+def _planned(rounds: object) -> tuple[Planned, ...]:
+    if not isinstance(rounds, list | tuple) or not rounds:
+        raise ValueError("replay must be a list of rounds: a drafter, its K, and how many in a row")
+    found = tuple(map(_planned_rounds, rounds))
+    if sum(times for _, _, times in found) > MAX_REPLAYED_ROUNDS:
+        raise ValueError(f"replay must have at most {MAX_REPLAYED_ROUNDS} rounds")
+    return found
+
+
+def _planned_rounds(rounds: object) -> Planned:
+    if not isinstance(rounds, list | tuple) or len(rounds) != 3 or not isinstance(rounds[0], str):
+        raise ValueError(f"rounds of a replay are [drafter, K, how many], got {str(rounds)[:40]}")
+    k = whole("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS)
+    return rounds[0], k, whole("a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS)
 
 
 def _biases(bias: Any) -> Biases:

@@ -18,11 +18,13 @@ def joint_law(make, monkeypatch, prompt=(0,)):
 
     def one_round(text):
         def run(uniforms):
-            one = make()
-            monkeypatch.setattr(decoding, "uniforms", lambda *_: uniforms)
-            uniforms.count = 2 * one.num_draft_tokens + 1
+            def given(seed, start, count):
+                uniforms.count = count
+                return uniforms
+
+            monkeypatch.setattr(decoding, "uniforms", given)
             left = end - len(text)
-            return tuple(next(one.rounds(text, Sampling(1.0), 0, left)).tokens[:left])
+            return tuple(next(make().rounds(text, Sampling(1.0), 0, left)).tokens[:left])
 
         return explore(run)
 

@@ -34,7 +34,7 @@ def test_greedy_tokens_equal_plain_decoding(pipeline, tables, name, k):
         plain = pipeline.generate(prompt, 50, num_draft_tokens=0, ignore_eos=True)
         made = pipeline.generate(prompt, 50, num_draft_tokens=k, ignore_eos=True, drafter=drafter)
         assert (made.tokens, made.text) == (plain.tokens, plain.text)
-        assert made.drafter == name
+        assert made.drafter == ("model" if name == "auto" else name)
         assert {source for one in made.rounds for source in one.sources} <= {*DRAFTERS, "ngram"}
 
 
@@ -109,7 +109,10 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"drafter": "oracle"}, "drafter must be model, lookup, chain, block, random or ngram:"),
+        (
+            {"drafter": "oracle"},
+            "drafter must be auto, model, lookup, chain, block, random or ngram:",
+        ),
         ({"drafter": "ngram:"}, "drafter must be"),
         ({"drafter": ""}, "drafter must be"),
         ({"drafter": 5}, "an object with name, propose and truncate"),
@@ -215,10 +218,13 @@ def test_what_cannot_be_built_or_used_is_one_line_and_leaves_no_file(tmp_path, w
         ([*build, words, "--output", words, "--overwrite"], "is itself an input"),
         ([*build, words, "--output", out, "--order", 4], "--order"),
         ([*build, words, "--output", out, "--bundle", tmp_path], "bundle.json"),
-        (["generate", PROMPT, "--drafter", "oracle"], "drafter must be model, lookup"),
+        (["generate", PROMPT, "--drafter", "oracle"], "drafter must be auto, model, lookup"),
         (["generate", PROMPT, "--drafter", f"ngram:{out}"], "No such file"),
         (["generate", PROMPT, "--drafter", f"ngram:{words}"], "it is damaged or of another kind"),
-        (["generate", PROMPT, "--lookup-min", 3], "lookup_min is for the drafters"),
+        (
+            ["generate", PROMPT, "--drafter", "block", "--lookup-min", 3],
+            "lookup_min is for the drafters",
+        ),
         (["compare", PROMPT, "--drafter", "chain", "--lookup-max", 0], "--lookup-max"),
     ]
     for arguments, message in cases:

@@ -15,6 +15,7 @@ from specedge.cli.inspect import inspect
 from specedge.cli.library import list_, remove
 from specedge.cli.ngram import ngram
 from specedge.cli.theory import theory
+from specedge.cli.tune import tune
 from specedge.cli.verify import verify
 from specedge.errors import SpecEdgeError
 from specedge.version import __version__
@@ -26,7 +27,7 @@ def cli() -> None:
     """Export a draft and a target model to ONNX and generate with lossless speculative decoding."""
 
 
-for command in (export, generate, compare, inspect, verify, list_, remove, theory, ngram):
+for command in (export, generate, compare, tune, inspect, verify, list_, remove, theory, ngram):
     cli.add_command(command)
 
 

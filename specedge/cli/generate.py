@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import near_ties, options, trace
+from specedge.cli import near_ties, options, replaying, trace
+from specedge.options import AUTO
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Generation, Stream
+    from specedge.runtime.pipeline import Generation, Pipeline, Stream
 
 
 @click.command()
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 @click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
 @click.option("--trace", "traced", is_flag=True, help="Mark what became of each token.")
+@click.option("--explain", is_flag=True, help="Say on stderr why each round drafted what it did.")
+@click.option("--replay", metavar="FILE", help="Repeat the rounds of a run that printed --json.")
 @click.option("--prompts", metavar="FILE", help="Continue each prompt of a file; `-` is stdin.")
 @click.option(
     "--format",
@@ -39,6 +42,8 @@ def generate(
     chat: bool,
     system: str | None,
     traced: bool,
+    explain: bool,
+    replay: str | None,
     prompts: str | None,
     form: str | None,
     output: str | None,
@@ -57,13 +62,15 @@ def generate(
         raise click.UsageError("--format, --output and --overwrite need --prompts")
     models = {"bundle": bundle, "threads": threads, "ops": ops}
     if prompts is not None:
-        if traced or as_json:
-            raise click.UsageError("--trace and --json are for one PROMPT")
+        if traced or as_json or explain or replay is not None:
+            raise click.UsageError("--trace, --json, --explain and --replay are for one PROMPT")
         _many(prompts, form, chat, system, output or "-", overwrite, models, request)
     elif prompt is not None:
         if request["logprobs"] is not None and not as_json:
             raise click.UsageError("--logprobs needs --json or --prompts")
-        _one(prompt, chat, system, traced, as_json, models, request)
+        if replay is not None:
+            request |= replaying.options(replay, request["num_draft_tokens"])
+        _one(prompt, chat, system, traced, explain, as_json, models, request)
 
 
 def _many(
@@ -92,6 +99,7 @@ def _one(
     chat: bool,
     system: str | None,
     traced: bool,
+    explain: bool,
     as_json: bool,
     models: dict[str, Any],
     request: dict[str, Any],
@@ -109,7 +117,18 @@ def _one(
     try:
         _print(stream, traced, as_json)
     finally:
+        _note_costs(pipeline, stream, explain)
         click.echo(_summary(stream.generation, request), err=True)
+
+
+def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
+    """Say why stored costs were not used, and, if asked, why rounds were as they were."""
+    from specedge.runtime.explaining import explain as explained
+
+    if pipeline.costs.note:
+        click.echo(f"note: {pipeline.costs.note}", err=True)
+    for line in explained(stream.plan, stream.generation.rounds) if explain else ():
+        click.echo(line, err=True)
 
 
 def _print(stream: Stream, traced: bool, as_json: bool) -> None:
@@ -150,7 +169,7 @@ def _summary(generation: Generation, request: dict[str, Any]) -> str:
         f"{stats.num_new_tokens} tokens in {seconds:.2f} s ({generation.finish_reason})",
         f"K = {generation.num_draft_tokens}",
     ]
-    if generation.drafter != "model":
+    if generation.drafter not in ("model", AUTO):
         parts.append(f"drafter {generation.drafter}")
     if stats.tokens_per_round is not None:
         parts.append(f"{stats.tokens_per_round:.2f} tokens a round")

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import click
 
 from specedge.manifest import OPS
-from specedge.options import DRAFTERS, MAX_DRAFT_TOKENS, MAX_MATCH, NGRAM
+from specedge.options import AUTO, DRAFTERS, MAX_DRAFT_TOKENS, MAX_MATCH, NGRAM
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -54,6 +54,19 @@ def _biases(
         except ValueError as error:
             raise click.BadParameter(f"{value!r} is not ID=BIAS, such as 42=-1.5") from error
     return found
+
+
+class NumDraftTokens(click.ParamType):  # type: ignore[type-arg]
+    """A number of draft tokens, or "auto"."""
+
+    name = "number|auto"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> int | str:
+        if value == AUTO:
+            return AUTO
+        return int(click.IntRange(0, MAX_DRAFT_TOKENS).convert(value, param, ctx))
 
 
 _REQUEST = (
@@ -110,13 +123,13 @@ _REQUEST = (
     ),
     click.option("--seed", type=int, help="Repeat an earlier run. [default: a fresh seed]"),
     click.option(
-        "-k", "--num-draft-tokens", type=click.IntRange(0, MAX_DRAFT_TOKENS),
-        help="Draft this many tokens a round; 0 is plain decoding. [default: the bundle's]",
+        "-k", "--num-draft-tokens", type=NumDraftTokens(), default=AUTO, show_default=True,
+        help="Draft this many tokens a round, or as many as pay; 0 is plain decoding.",
     ),
     click.option("--stop", multiple=True, help="End before this text; may be given repeatedly."),
     click.option("--ignore-eos", is_flag=True, help="Do not stop at end tokens."),
     click.option(
-        "--drafter", metavar="NAME", default="model", show_default=True,
+        "--drafter", metavar="NAME", default=AUTO, show_default=True,
         help=f"Draft with {', '.join(DRAFTERS)} or {NGRAM}FILE.",
     ),
     click.option(

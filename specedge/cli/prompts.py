@@ -23,6 +23,7 @@ _NULLABLE = (
     "logprobs",
     "lookup_min",
     "lookup_max",
+    "replay",
 )  # null is their default
 
 

@@ -30,7 +30,7 @@ def coloured() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def legend(num_draft_tokens: int, colours: bool) -> str:
+def legend(num_draft_tokens: int | str, colours: bool) -> str:
     """One line that explains the marks."""
     if not num_draft_tokens:
         return "trace: nothing is drafted, so no token is marked"

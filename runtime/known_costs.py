@@ -1,0 +1,117 @@
+"""What a pipeline knows of its costs: stored ones, else an estimate that its requests replace."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+from specedge.bundle import Bundle
+from specedge.errors import SpecEdgeError
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+
+from . import cost_files
+from .acceptance import PRIOR
+from .costs import ROW, CostTable, estimate, undisturbed
+
+LEAST = 3  # passes of a kind that count as measured
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one request measured: seconds of passes by their tokens, and of the host a round.
+
+    `acceptance` is the share of tested tokens of the draft model that stood, if any was tested.
+    """
+
+    greedy: bool
+    target: Mapping[int, Sequence[float]]
+    draft: Mapping[int, Sequence[float]]
+    host: float
+    acceptance: float | None
+
+
+class KnownCosts:
+    """The table of a bundle on a device. Without a `key` nothing is stored, and nothing learnt.
+
+    The table is read when it is first needed. A request that began keeps the table it began with.
+    """
+
+    def __init__(self, bundle: Bundle, key: cost_files.Key | None = None) -> None:
+        self._bundle = bundle
+        self._key = key
+        self._table: CostTable | None = None
+
+    @property
+    def table(self) -> CostTable:
+        """The costs to plan with."""
+        if self._table is None:
+            self._table = self._stored[0] or estimate(self._bundle, MAX_EXPORTED_DRAFT_TOKENS)
+        return self._table
+
+    @table.setter
+    def table(self, table: CostTable) -> None:
+        self._table = table
+
+    @property
+    def note(self) -> str | None:
+        """Why stored costs are not used, in one line."""
+        return self._stored[1]
+
+    def remember(self, table: CostTable) -> Path:
+        """Use these costs from now on, in later processes too. Raises SpecEdgeError."""
+        if self._key is None:
+            raise SpecEdgeError("costs of a pipeline that was not loaded are not stored")
+        path = cost_files.write(self._key, table)
+        self._table = table
+        return path
+
+    def learn(self, seen: Seen) -> None:
+        """Replace an estimate by what a request measured; where that cannot be stored, for now."""
+        if self._key is None or self.table.origin != "bytes":
+            return
+        table = measured(self.table, seen)
+        if table is not None:
+            with contextlib.suppress(OSError):
+                self.remember(table)
+            self._table = table
+
+    @cached_property
+    def _stored(self) -> tuple[CostTable | None, str | None]:
+        return (None, None) if self._key is None else cost_files.read(self._key)
+
+
+def measured(table: CostTable, seen: Seen) -> CostTable | None:
+    """An estimate with what was seen in place of it; None if that was too little.
+
+    What was not seen is scaled as its nearest neighbours are. One request's acceptance may raise
+    what later ones expect, not lower it: its text may have been an odd one.
+    """
+    target = _costs(seen.target, table.rows)
+    draft = _costs(seen.draft, (1, 2))
+    if not target or 1 not in draft:
+        return None
+    ratios = {t: cost / table.target[0][table.rows.index(t)] for t, cost in target.items()}
+    costs = [
+        cost * ratios[min(ratios, key=lambda seen: (abs(seen - t), seen))]
+        for t, cost in zip(table.rows, table.target[0], strict=True)
+    ]
+    two = draft.get(2, draft[1] * (1 + ROW))
+    mode = "greedy" if seen.greedy else "sampled"
+    expected = {"model": max(PRIOR, seen.acceptance or 0.0)}
+    return replace(
+        table,
+        origin="use",
+        target=(tuple(min(costs[i:]) for i in range(len(costs))),),
+        draft=((draft[1], max(draft[1], two)),),
+        reading=(draft[1] * ROW,),
+        host=table.host | {mode: (seen.host, table.host[mode][1])},
+        acceptance={"greedy": {}, "sampled": {}, mode: expected},
+    )
+
+
+def _costs(seconds: Mapping[int, Sequence[float]], rows: Sequence[int]) -> dict[int, float]:
+    """Of the passes that were seen often enough; the first of a kind binds buffers."""
+    return {t: undisturbed(seconds[t][1:]) for t in rows if len(seconds.get(t, ())) > LEAST}

@@ -1,0 +1,198 @@
+"""Who drafts how many tokens in each round of a request: fixed, planned, or as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from specedge.errors import ReplayError
+from specedge.options import MAX_DRAFT_TOKENS, Planned, Sampling
+
+from .drafters import Chain, Drafter, DraftModel
+from .past import Past
+from .planner import PLAIN, Choice, Offer, Planner
+
+if TYPE_CHECKING:
+    from .decoding import Round
+
+MODEL, LOOKUP, CHAIN = PLANNED = ("model", "lookup", "chain")  # whose costs are known
+_NO_CHANCE = np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
+
+
+@dataclass(frozen=True)
+class Step:
+    """What the next round does: K uniforms are drawn with, whatever the drafter makes of them."""
+
+    name: str
+    drafter: Drafter
+    num_draft_tokens: int
+
+
+class Plan(Protocol):
+    """Decides each round before it begins."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest K that it may decide on."""
+        ...
+
+    def next(self, past: Past, left: int) -> Step:
+        """The round after `past`, of which at most `left` tokens are still wanted."""
+        ...
+
+    def ended(self, round_: Round) -> None:
+        """Learn what became of it."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Let every drafter forget all past `length`."""
+        ...
+
+
+class Fixed:
+    """One drafter and one K."""
+
+    def __init__(self, drafter: Drafter, num_draft_tokens: int) -> None:
+        self.drafter = drafter
+        self.max_draft_tokens = num_draft_tokens
+        name = drafter.name if num_draft_tokens else PLAIN
+        self._step = Step(name, drafter, num_draft_tokens)
+
+    def next(self, past: Past, left: int) -> Step:
+        return self._step
+
+    def ended(self, round_: Round) -> None:
+        """Nothing is learnt."""
+
+    def truncate(self, length: int) -> None:
+        self.drafter.truncate(length)
+
+
+class Auto:
+    """What a planner chooses among a draft model and copies of the text itself.
+
+    A copy is looked up in every round, which costs no pass, and judged by what the target says
+    even where it is not used; at any temperature that is the chance that it would have stood.
+    `changes` are the choices that differ from those before them, with the round's number.
+    """
+
+    def __init__(self, planner: Planner, drafters: Mapping[str, Drafter]) -> None:
+        self.planner = planner
+        self.max_draft_tokens = planner.max_draft_tokens
+        self.changes: list[tuple[int, Choice]] = []
+        self._drafters = drafters
+        self._model = _model(drafters)
+        self._alone = drafters.keys() - ({LOOKUP, CHAIN} if MODEL in drafters else {LOOKUP})
+        self._choice: Choice | None = None
+        self._copy: list[int] = []
+        self._num_rounds = 0
+
+    def next(self, past: Past, left: int) -> Step:
+        choice = self.planner.choose(self._offers(past), len(past.tokens) - 1)
+        self._note(choice)
+        name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
+        return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
+
+    def ended(self, round_: Round) -> None:
+        assert self._choice is not None
+        names: Sequence[str] = round_.sources
+        if round_.drafter not in PLANNED:
+            names = [round_.drafter] * round_.num_drafted
+        self.planner.record(self._choice, names, round_.num_accepted)
+        if self._copy and LOOKUP not in names:
+            lookup = self.planner.chances(LOOKUP)
+            for i, (copied, token) in enumerate(zip(self._copy, round_.tokens, strict=False)):
+                lookup.observe(i, copied == token)
+                if copied != token:
+                    break
+
+    def truncate(self, length: int) -> None:
+        for drafter in self._drafters.values():
+            drafter.truncate(length)
+
+    def _offers(self, past: Past) -> list[Offer]:
+        most = self.planner.max_draft_tokens
+        behind = room = 0
+        if self._model is not None:
+            behind, room = self._model.standing(len(past.tokens))
+        if LOOKUP in self._drafters:
+            copy = self._drafters[LOOKUP].propose(past, most, Sampling(), _NO_CHANCE)
+            self._copy = copy.tokens
+        ready = len(self._copy)
+        known = {
+            MODEL: Offer(MODEL, room=room, behind=behind),
+            LOOKUP: Offer(LOOKUP, LOOKUP, ready, watched=True),
+            CHAIN: Offer(
+                CHAIN, LOOKUP, ready, MODEL, max(0, room - ready), behind, watched=ready > 0
+            ),
+        }
+        names = self._drafters if ready else (n for n in self._drafters if n in self._alone)
+        # Of others no cost is known; a drafter without a model is nearly free.
+        return [known.get(name) or Offer(name, name, most) for name in names]
+
+    def _note(self, choice: Choice) -> None:
+        self._num_rounds += 1
+        last, self._choice = self._choice, choice
+        if last is None or (last.drafter, last.num_draft_tokens, last.kind) != (
+            choice.drafter,
+            choice.num_draft_tokens,
+            choice.kind,
+        ):
+            self.changes.append((self._num_rounds, choice))
+
+
+class Replay:
+    """The rounds of an earlier run."""
+
+    def __init__(self, rounds: Sequence[Sequence[Any]], drafters: Mapping[str, Drafter]) -> None:
+        for name, _, _ in rounds:
+            if name != PLAIN and name not in drafters:
+                raise ReplayError(
+                    f"the replay has rounds of '{name}', here are {', '.join(drafters)}; "
+                    "replay with the bundle and options of the run"
+                )
+        self.max_draft_tokens = max(k for _, k, _ in rounds)
+        self._drafters = drafters
+        self._rounds = [(name, k) for name, k, times in rounds for _ in range(times)]
+        self._done = 0
+
+    def next(self, past: Past, left: int) -> Step:
+        if self._done == len(self._rounds):
+            raise ReplayError(
+                f"the replay ends after {self._done} rounds, {left} tokens early; "
+                "replay with the prompt, seed and options of the run"
+            )
+        name, k = self._rounds[self._done]
+        self._done += 1
+        drafter = self._drafters.get(name) or next(iter(self._drafters.values()))
+        return Step(name, drafter, k)
+
+    def ended(self, round_: Round) -> None:
+        """Nothing is learnt."""
+
+    def truncate(self, length: int) -> None:
+        for drafter in self._drafters.values():
+            drafter.truncate(length)
+
+
+def _model(drafters: Mapping[str, Drafter]) -> DraftModel | None:
+    """The draft model, alone or at a chain's end."""
+    found = drafters.get(MODEL)
+    if found is None and isinstance(chain := drafters.get(CHAIN), Chain):
+        found = chain.drafters[-1]
+    return found if isinstance(found, DraftModel) else None
+
+
+def recorded(rounds: Sequence[Round]) -> list[Planned]:
+    """Drafter and K of every round, equal ones in a row together: what a replay takes."""
+    found: list[Planned] = []
+    for round_ in rounds:
+        name, k = round_.drafter, round_.num_draft_tokens
+        if found and found[-1][:2] == (name, k):
+            found[-1] = (name, k, found[-1][2] + 1)
+        else:
+            found.append((name, k, 1))
+    return found

@@ -1,0 +1,99 @@
+"""`specedge tune`."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specedge.cli import options
+
+if TYPE_CHECKING:
+    from specedge.runtime.costs import CostTable
+    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.tuning import Tuning
+
+
+@click.command()
+@options.bundle
+@click.option(
+    "--device", type=click.Choice(["cpu"]), default="cpu", show_default=True, help="Measure there."
+)
+@options.threads
+@options.ops
+@options.as_json
+def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json: bool) -> None:
+    """Measure what a bundle costs here, and remember it for `--num-draft-tokens auto`."""
+    from specedge.runtime import tuning
+    from specedge.runtime.loading import load
+
+    pipeline = load(bundle, device=device, threads=threads, ops=ops)
+    tuned = _measure(pipeline, tuning.measure)
+    table = tuned.costs
+    path = pipeline.costs.remember(table)
+    if tuned.busy:
+        click.echo(
+            "note: other programs kept the processor busy; tune again when it is calm", err=True
+        )
+    click.echo(f"remembered in {path}", err=True)
+    if as_json:
+        from specedge.strict_json import plain
+
+        click.echo(json.dumps(plain(table), indent=1))
+    else:
+        for line in _lines(table):
+            click.echo(line)
+
+
+def _measure(pipeline: Pipeline, measure: Any) -> Tuning:
+    """With a bar on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
+
+    console = Console(stderr=True)
+    columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn())
+    off = not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=off) as bar:
+        task = bar.add_task("", total=1.0)
+        tuned: Tuning = measure(pipeline, lambda share: bar.update(task, completed=share))
+    return tuned
+
+
+def _lines(table: CostTable) -> list[str]:
+    heads = "".join(f"{length:>9}" for length in table.lengths)
+    lines = [f"milliseconds of a pass, by tokens in the cache{heads}"]
+
+    def row(name: str, costs: list[float]) -> str:
+        return f"{name:45}" + "".join(f"{1e3 * cost:9.3f}" for cost in costs)
+
+    for i, tokens in enumerate(table.rows):
+        s = "s" if tokens > 1 else ""
+        lines.append(row(f"  target, {tokens} token{s}", [costs[i] for costs in table.target]))
+    for i, name in enumerate(("1 token", "2 tokens")):
+        lines.append(row(f"  draft, {name}", [costs[i] for costs in table.draft]))
+    lines.append(row("  draft, a token of the prompt", list(table.reading)))
+    for mode in ("greedy", "sampled"):
+        lines += ["", *_mode(table, mode)]
+    return lines
+
+
+def _mode(table: CostTable, mode: str) -> list[str]:
+    from specedge.runtime.planner import predictions
+
+    base, each = table.host[mode]
+    alpha = table.acceptance[mode]["model"]
+    costs = table.at(table.lengths[0], mode == "greedy")
+    found = predictions(costs, alpha)
+    best = max(range(len(found)), key=lambda k: found[k])
+    shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(found)} | {best})
+    temperature = "temperature 0" if mode == "greedy" else "temperature 1"
+    return [
+        f"{temperature}: {alpha:.0%} of tested draft tokens accepted on built-in texts;"
+        f" the host adds {1e3 * base:.3f} ms a round and {1e3 * each:.3f} a draft token",
+        "  predicted speed-up: " + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
+        f"  auto would begin with K = {best}"
+        + (
+            f", {found[best]:.2f} times as fast as the target alone" if best else ", plain decoding"
+        ),
+    ]

@@ -1,0 +1,128 @@
+"""What a pipeline knows of its costs: stored, estimated, learnt from a request, or tuned."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from specedge import store
+from specedge.bundle import Bundle
+from specedge.errors import SpecEdgeError
+from specedge.runtime import cost_files
+from specedge.runtime.costs import estimate
+from specedge.runtime.known_costs import KnownCosts, Seen, measured
+from virtual import table
+
+
+@pytest.fixture
+def bundle():
+    return Bundle.read(store.embedded())
+
+
+@pytest.fixture
+def key(bundle):
+    return cost_files.key_of(bundle, "cpu", None, True, "gqa")
+
+
+def seen(**changes):
+    target = {1: [9.0, 2.0, 2.0, 2.5], 5: [9.0, 4.0, 3.0, 3.5], 3: [1.0]}
+    facts = {"greedy": True, "target": target, "draft": {1: [9.0, 0.2, 0.2, 0.2]}}
+    return Seen(**facts | {"host": 0.1, "acceptance": 0.9} | changes)
+
+
+def test_a_first_request_is_planned_with_an_estimate_and_serves_the_next(bundle, key):
+    costs = KnownCosts(bundle, key)
+    assert costs.table.origin == "bytes"
+    costs.learn(seen())
+    assert costs.table.origin == "use"
+    assert KnownCosts(bundle, key).table == costs.table
+
+
+def test_what_was_seen_replaces_the_estimate_and_scales_its_neighbours(bundle):
+    before = estimate(bundle, 16)
+    after = measured(before, seen())
+    assert after.target[0][0] == 2.0
+    assert after.target[0][4] == 3.0
+    assert after.target[0][16] == pytest.approx(before.target[0][16] * 3.0 / before.target[0][4])
+    assert list(after.target[0]) == sorted(after.target[0])
+    assert after.draft == ((0.2, 0.2 * 1.1),)
+    assert after.host["greedy"][0] == 0.1
+    assert after.acceptance == {"greedy": {"model": 0.9}, "sampled": {}}
+
+
+def test_one_bad_text_does_not_lower_what_later_ones_expect(bundle):
+    found = measured(estimate(bundle, 16), seen(acceptance=0.1))
+    assert found.acceptance["greedy"] == {"model": 0.5}
+
+
+@pytest.mark.parametrize("change", [{"target": {}}, {"draft": {}}, {"draft": {1: [1.0, 1.0]}}])
+def test_too_little_is_not_learnt_from(bundle, key, change):
+    costs = KnownCosts(bundle, key)
+    costs.learn(seen(**change))
+    assert costs.table.origin == "bytes"
+    assert not store.costs_folder().exists()
+
+
+def test_measured_costs_stay_as_they_are(bundle, key):
+    KnownCosts(bundle, key).remember(table())
+    costs = KnownCosts(bundle, key)
+    costs.learn(seen())
+    assert costs.table == table()
+
+
+def test_a_pipeline_that_was_not_loaded_learns_nothing(bundle):
+    costs = KnownCosts(bundle)
+    before = costs.table
+    costs.learn(seen())
+    assert costs.table is before
+    with pytest.raises(SpecEdgeError, match="not stored"):
+        costs.remember(table())
+
+
+def test_a_full_disk_does_not_stop_a_request(bundle, key, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    costs = KnownCosts(bundle, key)
+    costs.learn(seen())
+    assert costs.table.origin == "use"
+    assert KnownCosts(bundle, key).table.origin == "bytes"
+
+
+def test_a_damaged_file_leaves_the_estimate_and_a_note(bundle, key):
+    cost_files.write(key, table()).write_text("{", "utf-8")
+    costs = KnownCosts(bundle, key)
+    assert costs.table.origin == "bytes"
+    assert "is not used" in costs.note
+
+
+def test_a_loaded_pipeline_learns_from_its_first_request_whatever_it_asks_for():
+    pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+    import specedge
+
+    pipeline = specedge.load(store.embedded())
+    pipeline.generate("def f(", 40, num_draft_tokens=2)
+    learnt = pipeline.costs.table
+    assert learnt.origin == "use"
+    assert specedge.load(store.embedded()).costs.table == learnt
+    pipeline.generate("def f(", 40)
+    assert pipeline.costs.table is learnt
+
+
+def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
+    from specedge.runtime import tuning
+
+    monkeypatch.setattr(tuning, "SECONDS", 1e-9)
+    monkeypatch.setattr(tuning, "REPEATS", (1, 1))
+    shares = []
+    found = tuning.measure(pipeline, shares.append).costs
+    assert found.origin == "tune"
+    assert found.rows == (1, 2, 3, 4, 5, 7, 9)
+    assert found.lengths == (32, 224, 448)
+    assert shares == sorted(shares)
+    assert shares[-1] == 1
+    for mode in ("greedy", "sampled"):
+        assert 0.3 < found.acceptance[mode]["model"] < 1
+    assert all(list(costs) == sorted(costs) for costs in found.target)
