@@ -44,8 +44,10 @@ def test_generate_reads_standard_input():
 
 
 def test_json_has_the_names_of_the_api(pipeline):
-    result = run("generate", PROMPT, "-n", 30, "--json", "--temperature", 0.8, "--seed", 4)
-    found, expected = json.loads(result.stdout), pipeline.generate(PROMPT, 30, 0.8, seed=4)
+    options = ["--json", "--temperature", 0.8, "--seed", 4, "-k", 4]
+    result = run("generate", PROMPT, "-n", 30, *options)
+    expected = pipeline.generate(PROMPT, 30, 0.8, seed=4, num_draft_tokens=4)
+    found = json.loads(result.stdout)
     for name in ("text", "tokens", "finish_reason", "seed", "num_draft_tokens"):
         assert found[name] == getattr(expected, name)
     for name in ("tokens_per_round", "accepted_over_tested", "acceptance_by_position"):

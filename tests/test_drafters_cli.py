@@ -120,7 +120,7 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
         ({"drafter": "lookup", "lookup_min": 0}, "lookup_min must be between 1 and 64"),
         ({"drafter": "lookup", "lookup_max": 2.5}, "lookup_max must be a whole number"),
         ({"drafter": "chain", "lookup_min": 4, "lookup_max": 3}, "at most lookup_max, got 4 and 3"),
-        ({"lookup_min": 2}, "lookup_min is for the drafters lookup and chain"),
+        ({"drafter": "model", "lookup_min": 2}, "lookup_min is for the drafters lookup and chain"),
         ({"drafter": "block", "lookup_max": 2}, "lookup_max is for"),
     ],
 )

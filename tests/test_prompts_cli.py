@@ -117,9 +117,12 @@ GOOD = '{"prompt": "z", "id": 1}'
         ('{"prompt": "a", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number"),
         ('{"prompt": "a", "stop": [""]}', "stop string"),
         ('{"prompt": "a", "ignore_eos": "no"}', "ignore_eos must be"),
-        ('{"prompt": "a", "drafter": "oracle"}', "drafter must be model, lookup"),
+        ('{"prompt": "a", "drafter": "oracle"}', "drafter must be auto, model, lookup"),
         ('{"prompt": "a", "drafter": ["model"]}', "drafter must be a name or an object"),
-        ('{"prompt": "a", "lookup_min": 3}', "lookup_min is for the drafters lookup and chain"),
+        (
+            '{"prompt": "a", "drafter": "model", "lookup_min": 3}',
+            "lookup_min is for the drafters lookup and chain",
+        ),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"role": "user"}]}', r"messages\[0\] must have 'content'"),
     ],
@@ -145,9 +148,9 @@ def test_json_in_a_text_file_is_not_guessed_at(text):
 
 
 def test_the_lines_are_what_one_prompt_at_a_time_gives(pipeline, jsonl):
-    options = {"max_new_tokens": 12, "temperature": 0.8}
+    options = {"max_new_tokens": 12, "temperature": 0.8, "num_draft_tokens": 4}
     write(jsonl, {"prompt": "def f("}, {"prompt": "import", "id": "b", "seed": 5})
-    result = run("--prompts", jsonl, "-n", 12, "--temperature", 0.8, "--seed", 7)
+    result = run("--prompts", jsonl, "-n", 12, "--temperature", 0.8, "--seed", 7, "-k", 4)
     assert result.returncode == 0
     one, two = lines_of(result.stdout)
     for line, prompt, seed in ((one, "def f(", 7), (two, "import", 5)):
@@ -165,7 +168,18 @@ def test_the_same_seed_gives_the_same_file_to_the_byte(tmp_path, text):
     made = []
     for name in ("a", "b"):
         run(
-            "--prompts", text, "--output", tmp_path / name, "-n", 9, "--temperature", 1, "--seed", 2
+            "--prompts",
+            text,
+            "--output",
+            tmp_path / name,
+            "-n",
+            9,
+            "--temperature",
+            1,
+            "--seed",
+            2,
+            "-k",
+            4,
         )
         made.append((tmp_path / name).read_bytes())
     assert made[0] == made[1]
