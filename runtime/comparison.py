@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from .pipeline import Generation, Pipeline
+from .pipeline import Pipeline
 from .stats import Stats, as_dict
+from .stream import Generation
 from .theory import speedup
 
 

@@ -13,7 +13,8 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
 from .costs import READ_LENGTH, CostTable, undisturbed
 from .model import LanguageModel
-from .pipeline import Generation, Pipeline
+from .pipeline import Pipeline
+from .stream import Generation
 
 ROWS = (1, 2, 3, 4, 5, 7, 9, 13, MAX_EXPORTED_DRAFT_TOKENS + 1)
 SECONDS = 3.0  # for the passes, and as much for requests; slow models take longer

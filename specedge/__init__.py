@@ -33,8 +33,9 @@ if TYPE_CHECKING:
     from .bundle import Bundle
     from .options import Sampling
     from .runtime.loading import load
-    from .runtime.pipeline import Generation, Pipeline
+    from .runtime.pipeline import Pipeline
     from .runtime.sampling import Distribution, Draft
+    from .runtime.stream import Generation
 
 # ONNX Runtime's official packages collect telemetry unless this is set before it is imported.
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
@@ -44,7 +45,7 @@ _HOMES = {
     "Sampling": "specedge.options",
     "Distribution": "specedge.runtime.sampling",
     "Draft": "specedge.runtime.sampling",
-    "Generation": "specedge.runtime.pipeline",
+    "Generation": "specedge.runtime.stream",
     "Pipeline": "specedge.runtime.pipeline",
     "load": "specedge.runtime.loading",
 }

@@ -15,7 +15,8 @@ from specedge.cli.prompts import Item
 from specedge.errors import OptionError, PromptError
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Generation, Pipeline
+    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.stream import Generation
 
 
 def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> bool:

@@ -11,7 +11,8 @@ from specedge.cli import near_ties, options, replaying, trace
 from specedge.options import AUTO
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Generation, Pipeline, Stream
+    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.stream import Generation, Stream
 
 
 @click.command()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Generation
+    from specedge.runtime.stream import Generation
 
 _SHOWN = 9
 

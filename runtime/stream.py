@@ -1,0 +1,250 @@
+"""One request as it runs: its rounds, the text they make certain, and what it gave."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from specedge.errors import SpecEdgeError
+from specedge.options import AUTO, Planned, Request, Sampling
+
+from .decoding import Round, SpeculativeDecoder
+from .drafters import Drafter
+from .fates import Fate, Marks, Span, fates
+from .known_costs import Seen
+from .logprobs import TokenLogprobs
+from .near_ties import NearTie, Referee
+from .planner import Planner
+from .plans import Auto, Fixed, Plan, Replay, recorded
+from .stats import Recorder, Stats, Stopwatch, Timed
+from .text import Detokenizer, StopStrings
+
+if TYPE_CHECKING:
+    from .pipeline import Pipeline
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a request gave.
+
+    `text` is the continuation alone, without the end token or stop string that ended it; `tokens`
+    are the new ids, that end token or those of the stop string included. `finish_reason` is
+    "length" (`max_new_tokens`), "end" (an end token), "stop" (a stop string), "context" (no room
+    left), or "unfinished". `seed` repeats the request. `spans` are `text` by token, with what
+    became of each: accepted, recovered, bonus, or plain. `logprobs` has an entry for each of
+    `tokens` if they were asked for. `lossy` names what made the text follow another law than the
+    target's, None where nothing did. `drafter` is the drafter's name. `plan` is the drafter and K
+    of every round, equal ones in a row counted together, as the option `replay` takes it. If rounds
+    were planned, `expected_speedup` is what they gained over the target alone, by the table of
+    costs.
+
+    `near_ties` are greedy choices that the device's noise may have turned. `noise` is what was
+    reckoned with: by how much a logit may differ from plain decoding's, 0 if by no bit.
+    """
+
+    text: str
+    tokens: list[int]
+    finish_reason: str
+    seed: int
+    num_draft_tokens: int | str
+    drafter: str
+    plan: list[Planned]
+    expected_speedup: float | None
+    stats: Stats
+    rounds: list[Round] = field(repr=False)
+    spans: list[Span] = field(repr=False)
+    logprobs: list[TokenLogprobs] | None = field(default=None, repr=False)
+    lossy: str | None = None
+    near_ties: list[NearTie] = field(default_factory=list)
+    noise: float = 0.0
+
+
+class Stream:
+    """The pieces of a request's text, as they become certain. Close it or leave it at any time."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        request: Request,
+        *,
+        prompt: list[int],
+        sampling: Sampling,
+        seed: int,
+        max_new_tokens: int,
+        stops: tuple[str, ...],
+        ends: frozenset[int],
+    ) -> None:
+        self._pipeline = pipeline
+        self._seed = seed
+        self._ends = ends
+        room = pipeline.bundle.context_length - len(prompt)
+        self._limit = min(max_new_tokens, room)
+        self._limit_reason = "length" if max_new_tokens <= room else "context"
+        self._watch = Stopwatch()
+        self._target = Timed(pipeline.target, self._watch, "verify")
+        self._again = Timed(pipeline.target, self._watch, "exact")
+        self._draft = Timed(pipeline.draft, self._watch, "draft")
+        self._greedy = sampling.greedy
+        fixed = k if isinstance(k := request.num_draft_tokens, int) else 0
+        self._num_draft_tokens: int | str = k if isinstance(k, int) else AUTO
+        drafter, self.plan = self._plan(request)
+        planned = (request.drafter, self._num_draft_tokens) == (AUTO, AUTO)
+        self._drafter = AUTO if planned else drafter.name
+        self._decoder = SpeculativeDecoder(
+            self._target, drafter, fixed, self._watch, plan=self.plan
+        )
+        self._noise = 0.0
+        self._rounds = self._run(request, prompt, sampling)
+        self._recorder = Recorder(len(prompt), fixed, self._watch)
+        self._detokenizer = Detokenizer(pipeline.tokenizer, prompt)
+        self._stop_strings = StopStrings(stops)
+        self._lossy = sampling.lossy if self._num_draft_tokens else None
+        self._tokens: list[int] = []
+        self._logprobs: list[TokenLogprobs] | None = None if request.logprobs is None else []
+        self._marks = Marks()
+        self._spans: list[list[Span]] = []
+        self._past_rounds: list[Round] = []
+        self._finish_reason = "unfinished"
+
+    def _plan(self, request: Request) -> tuple[Drafter, Plan]:
+        """What drafts, and what decides how much; ways of drafting that cannot be are errors."""
+        drafters = self._pipeline.drafters.offered(request, self._draft)
+        first = next(iter(drafters.values()))
+        if request.replay is not None:
+            return first, Replay(request.replay, drafters)
+        if isinstance(k := request.num_draft_tokens, int):
+            return first, Fixed(first, k)
+        most = self._pipeline.max_planned_tokens
+        planner = Planner(self._pipeline.costs.table, request.temperature == 0, most)
+        return first, Auto(planner, drafters)
+
+    def __iter__(self) -> Iterator[str]:
+        return self
+
+    def __next__(self) -> str:
+        while self._finish_reason == "unfinished":
+            if self._pipeline.current is not self:
+                raise SpecEdgeError("this stream ended when its pipeline began another request")
+            with self._watch.part("other"):
+                piece = self._next_piece()
+            if piece is None:
+                break
+            if piece:
+                return piece
+        raise StopIteration
+
+    def __enter__(self) -> Stream:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def traced(self) -> Iterator[list[Span]]:
+        """The pieces as spans: the text of each token, with what became of the token."""
+        for _ in self:
+            yield self._spans[-1]
+
+    def close(self) -> None:
+        """Stop here; `generation` holds what there is."""
+        self._rounds.close()
+
+    @property
+    def generation(self) -> Generation:
+        """What there is so far."""
+        stats = self._recorder.stats(
+            self._draft.num_passes, self._target.num_passes, self._again.num_passes
+        )
+        ties = (tie for round_ in self._past_rounds for tie in round_.near_ties)
+        spans = [span for piece in self._spans for span in piece]
+        return Generation(
+            "".join(span.text for span in spans),
+            list(self._tokens),
+            self._finish_reason,
+            self._seed,
+            self._num_draft_tokens,
+            self._drafter,
+            recorded(self._past_rounds),
+            self.plan.planner.expected_speedup if isinstance(self.plan, Auto) else None,
+            stats,
+            list(self._past_rounds),
+            spans,
+            None if self._logprobs is None else list(self._logprobs),
+            self._lossy,
+            [tie for tie in ties if tie.position < len(self._tokens)],
+            self._noise,
+        )
+
+    def _run(self, request: Request, prompt: list[int], sampling: Sampling) -> Generator[Round]:
+        """The rounds; where wider passes have other last bits, greedy ones have a referee."""
+        if sampling.greedy:
+            exact, k = request.exact, self.plan.max_draft_tokens
+            with self._watch.part("noise"):
+                self._noise = self._pipeline.noise.bound(prompt, k, trusting=not exact)
+            if self._noise:
+                self._decoder.referee = Referee(self._again, self._noise, exact)
+        yield from self._decoder.rounds(prompt, sampling, self._seed, self._limit, request.logprobs)
+
+    def _next_piece(self) -> str | None:
+        """What the next round adds to the text; None if the stream was closed."""
+        round_ = next(self._rounds, None)
+        if round_ is None:
+            return None
+        before = len(self._tokens)
+        taken = zip(round_.tokens, fates(round_), strict=True)
+        piece = "".join(self._take(token, fate) for token, fate in taken)
+        if self._finish_reason != "unfinished":
+            piece += self._flush()
+        num_taken = len(self._tokens) - before
+        if self._logprobs is not None:
+            self._logprobs += (round_.logprobs or [])[:num_taken]
+        self._recorder.record(round_, num_taken)
+        self._past_rounds.append(round_)
+        self._spans.append(self._marks.take(len(piece)))
+        if self._finish_reason != "unfinished":
+            self._learn()
+        return piece
+
+    def _learn(self) -> None:
+        """Let what this request cost serve the next ones."""
+        stats = self.generation.stats
+        seen = Seen(
+            greedy=self._greedy,
+            target=self._target.seconds,
+            draft=self._draft.seconds,
+            host=(stats.sampling_seconds + stats.other_seconds) / stats.num_rounds,
+            acceptance=stats.accepted_over_tested,
+        )
+        self._pipeline.costs.learn(seen)
+
+    def _take(self, token: int, fate: Fate) -> str:
+        """Add one token unless the text has ended; the text it makes certain."""
+        if self._finish_reason != "unfinished":
+            return ""
+        self._tokens.append(token)
+        if token in self._ends:
+            self._finish_reason = "end"
+            return ""
+        text = self._detokenizer.feed(token)
+        self._marks.add(text, fate)
+        text = self._stop_strings.feed(text)
+        if self._stop_strings.found:
+            self._finish_reason = "stop"
+        elif len(self._tokens) == self._limit:
+            self._finish_reason = self._limit_reason
+        return text
+
+    def _flush(self) -> str:
+        """Text held back until now."""
+        text = self._detokenizer.flush()
+        self._marks.add_rest(text)
+        text = self._stop_strings.feed(text)
+        if self._stop_strings.found:
+            self._finish_reason = "stop"
+        return text + self._stop_strings.flush()
