@@ -133,7 +133,7 @@ def command(twins, monkeypatch):
 
 
 def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
-    options = ("import", "-n", 60, "--ignore-eos")
+    options = ("import", "-n", 60, "-k", 4, "--ignore-eos")
     line = command("generate", *options).stderr
     assert re.search(
         r"near-ties? within the device's noise of \de-0\d \(positions? [\d, .]+\): ", line
@@ -150,7 +150,7 @@ def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
 
 
 def test_compare_blames_a_near_tie_and_exact_settles_it(command):
-    options = ("import", "-n", 200, "--ignore-eos", "--repeats", 1)
+    options = ("import", "-n", 200, "-k", 4, "--ignore-eos", "--repeats", 1)
     differing = command("compare", *options)
     assert differing.exit_code == 1
     assert re.search(r"from new token \d+ on, a near-tie: --exact decides it", differing.stderr)
@@ -162,7 +162,7 @@ def test_compare_blames_a_near_tie_and_exact_settles_it(command):
 def test_exact_may_be_asked_for_a_line_of_a_file_of_prompts(command, tmp_path):
     lines = [{"prompt": "import", "exact": exact} for exact in (False, True)]
     (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    options = ("--prompts", tmp_path / "in.jsonl", "-n", 60, "--ignore-eos")
+    options = ("--prompts", tmp_path / "in.jsonl", "-n", 60, "-k", 4, "--ignore-eos")
     found = [json.loads(line) for line in command("generate", *options).stdout.splitlines()]
     assert [one["stats"]["num_exact_passes"] > 0 for one in found] == [False, True]
     assert all(one["near_ties"] for one in found)
