@@ -248,7 +248,15 @@ def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
         assert verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5) == (
             verify(Draft([0]), rows, Sampling(1.0), NOTHING, [0.0], 0.5)
         )
-        assert verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5).next_token
+        verdict = verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5)
+        assert (verdict.num_accepted, verdict.next_token) == (0, 1)
+
+
+def test_a_token_without_probability_in_either_law_is_not_accepted():
+    """0 / 0 is no number, and min(1, nan) is 1."""
+    rows = np.stack([logits_of(0, 1)] * 2)
+    verdict = verify(Draft([0], [drafted(0, 1)]), rows, Sampling(1.0), NOTHING, [0.5], 0.5)
+    assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
 
 def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():

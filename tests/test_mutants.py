@@ -1,0 +1,90 @@
+"""Each known mistake, planted in a copy of the source, is caught by the test that is named for it.
+
+`pytest -m mutants` plants them all, some minutes, and writes the table of docs/exactness.md anew;
+a plain run looks only whether each can still be planted and is in the table.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mutants import MUTANTS
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = ROOT / "docs" / "exactness.md"
+START, END = "<!-- mutants -->\n", "<!-- end of mutants -->\n"
+HEAD = "| mistake | who made it | planted in | caught by |\n|---|---|---|---|\n"
+
+
+def rows():
+    return [
+        f"| {m.mistake} | {m.seen} | `{m.file}` | `{m.killer.rpartition('::')[2]}` |\n"
+        for m in MUTANTS
+    ]
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_a_mutant_can_still_be_planted(mutant):
+    assert (ROOT / mutant.file).read_text("utf-8").count(mutant.old) == 1
+    file, _, test = mutant.killer.partition("::")
+    assert f"def {test.partition('[')[0]}(" in (ROOT / file).read_text("utf-8")
+
+
+def test_the_table_of_mutants_is_what_they_are():
+    table = DOCUMENT.read_text("utf-8").partition(START)[2].partition(END)[0]
+    assert table == HEAD + "".join(rows())
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    """The project, whose source may be changed; the embedded pair is the same."""
+    folder = tmp_path_factory.mktemp("copy") / "project"
+    left_out = shutil.ignore_patterns(".*", "__pycache__", "embedded", "*.egg-info")
+    shutil.copytree(ROOT, folder, symlinks=True, ignore=left_out)
+    (folder / "models" / "embedded").symlink_to(ROOT / "models" / "embedded")
+    return folder
+
+
+def run(copy, *killers):
+    """pytest's result for these tests on the copy."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *killers]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
+
+
+@pytest.mark.mutants
+def test_what_kills_the_mutants_passes_without_them(copy):
+    result = run(copy, *dict.fromkeys(m.killer for m in MUTANTS))
+    assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.mutants
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_a_mutant_is_killed(mutant, copy):
+    path = copy / mutant.file
+    source = path.read_text("utf-8")
+    path.write_text(source.replace(mutant.old, mutant.new), "utf-8")
+    try:
+        result = run(copy, mutant.killer)
+    finally:
+        path.write_text(source, "utf-8")
+    # 1: a test failed. A mutant that cannot even be imported would be caught by anything.
+    assert result.returncode == 1, result.stdout
+    assert "1 failed" in result.stdout
+
+
+@pytest.mark.mutants
+def test_the_table_is_written(request):
+    """Last, and only if all others passed."""
+    if request.session.testsfailed:
+        pytest.skip("a mutant lives")
+    before, _, rest = DOCUMENT.read_text("utf-8").partition(START)
+    after = rest.partition(END)[2]
+    text = before + START + HEAD + "".join(rows()) + END + after
+    DOCUMENT.write_text(text, "utf-8")

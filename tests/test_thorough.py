@@ -1,0 +1,45 @@
+"""`pytest -m thorough`: greedy text under every option, fifty prompts at every K, some minutes."""
+
+import pytest
+
+from measure_pair import prompts
+
+EVERY_OPTION = {
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.4,
+    "frequency_penalty": 0.2,
+    "logit_bias": {10: -5.0, 40: 1.5, 300: -100.0},
+    "bad_words": ["self", "return None", "import os"],
+    "min_new_tokens": 150,
+    "top_k": 40,
+    "top_p": 0.95,
+    "min_p": 0.01,
+    "typical_p": 0.9,
+    "logprobs": 2,
+}
+
+
+@pytest.fixture(scope="module")
+def plain(pipeline):
+    """Fifty prompts of held-out code, with 200 tokens of the target alone."""
+    held_out = prompts(pipeline, 50)
+    texts = [*held_out, *(text[:48] for text in held_out)][:50]
+    assert len(texts) == 50
+    return [
+        (text, pipeline.generate(text, 200, num_draft_tokens=0, **EVERY_OPTION)) for text in texts
+    ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("k", [1, 2, 4, 8, "auto"])
+def test_greedy_tokens_with_every_option_on_equal_plain_decodings(pipeline, plain, k, report):
+    drafted = accepted = 0
+    for text, alone in plain:
+        one = pipeline.generate(text, 200, num_draft_tokens=k, **EVERY_OPTION)
+        assert one.tokens == alone.tokens
+        assert one.logprobs == alone.logprobs
+        assert (one.text, one.finish_reason) == (alone.text, alone.finish_reason)
+        drafted, accepted = drafted + one.stats.num_drafted, accepted + one.stats.num_accepted
+    length = sum(len(alone.tokens) for _, alone in plain)
+    report(f"every option, K = {k}: {length} tokens equal, {accepted} of {drafted} drafts stood")
+    assert accepted
