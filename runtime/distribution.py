@@ -77,7 +77,7 @@ class Distribution:
     def _sums(self) -> Floats:
         """What the weights add up to at the end of each block."""
         starts = np.arange(0, len(self.weights), _BLOCK)
-        sums: Floats = np.add.reduceat(self.weights, starts).cumsum(dtype=np.float64)
+        sums: Floats = np.add.reduceat(self.weights, starts, dtype=np.float64).cumsum()
         return sums
 
 

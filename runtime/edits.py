@@ -42,8 +42,12 @@ def _penalise(logits: Floats, sampling: Sampling, past: Past) -> None:
         ids, counts = ids[ids < len(logits)], counts[ids < len(logits)]
     values, number = logits[ids], logits.dtype.type
     if sampling.repetition_penalty != 1:
-        penalty = number(sampling.repetition_penalty)
-        values = np.where(values < 0, values * penalty, values / penalty)
+        limits = np.finfo(logits.dtype)
+        least, most = float(limits.tiny), float(limits.max)
+        penalty = number(min(max(sampling.repetition_penalty, least), most))
+        with np.errstate(over="ignore"):
+            values = np.where(values < 0, values * penalty, values / penalty)
+        values = np.minimum(values, most)
     values -= number(sampling.frequency_penalty) * counts.astype(logits.dtype)
     values -= number(sampling.presence_penalty) * (counts > 0)
     logits[ids] = values

@@ -48,12 +48,24 @@ class KnownCosts:
     def table(self) -> CostTable:
         """The costs to plan with."""
         if self._table is None:
-            self._table = self._stored[0] or estimate(self._bundle, MAX_EXPORTED_DRAFT_TOKENS)
+            self._table = self._stored[0] or self._estimate
         return self._table
 
     @table.setter
     def table(self, table: CostTable) -> None:
         self._table = table
+
+    @property
+    def settled_table(self) -> CostTable:
+        """The costs to plan drawn text with: no request changes them, so that a seed repeats.
+
+        Where K differs a seed gives another text of the same law; at temperature 0 it does not.
+        """
+        return self.table if self.table.origin != "use" else self._estimate
+
+    @cached_property
+    def _estimate(self) -> CostTable:
+        return estimate(self._bundle, MAX_EXPORTED_DRAFT_TOKENS)
 
     @property
     def note(self) -> str | None:

@@ -117,7 +117,8 @@ class Stream:
         if isinstance(k := request.num_draft_tokens, int):
             return first, Fixed(first, k)
         most = self._pipeline.max_planned_tokens
-        planner = Planner(self._pipeline.costs.table, request.temperature == 0, most)
+        greedy, costs = request.temperature == 0, self._pipeline.costs
+        planner = Planner(costs.table if greedy else costs.settled_table, greedy, most)
         return first, Auto(planner, drafters)
 
     def __iter__(self) -> Iterator[str]:

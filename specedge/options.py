@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
+from numbers import Real
 from typing import Any, TypedDict
 
 MAX_DRAFT_TOKENS = 64
@@ -36,7 +36,9 @@ def whole(name: str, value: object, least: int, most: int | None = None) -> int:
 
 def _check_number(name: str, value: object) -> None:
     try:
-        math.isfinite(value)  # type: ignore[arg-type]
+        if not isinstance(value, Real):
+            raise TypeError
+        float(value)
     except (TypeError, OverflowError) as error:
         raise ValueError(f"{name} must be a number, got {str(value)[:20]!r}") from error
 
@@ -293,9 +295,11 @@ def _planned_rounds(rounds: object) -> Planned:
 
 def _biases(bias: Any) -> Biases:
     try:
-        pairs = bias.items() if isinstance(bias, Mapping) else bias
+        pairs = bias.items() if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
         found = [(_biased_token(token), value) for token, value in pairs]
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
+        if "a token of logit_bias" in str(error):
+            raise
         raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}") from error
     if len(dict(found)) < len(found):
         raise ValueError("logit_bias names a token twice")

@@ -19,6 +19,8 @@ class TableModel:
     Feeding it a token or a position that it does not have is an error.
     """
 
+    row_independent_lengths = tuple(range(1, 66))
+
     def __init__(
         self, law: Law, vocab_size: int = sys.maxsize, context_length: int = sys.maxsize
     ) -> None:

@@ -83,7 +83,7 @@ MUTANTS = [
     ),
     Mutant(
         "draft-law-of-another-row",
-        "the ratio takes d from the next draft position's row",
+        "the ratio takes d of the draft position before",
         "",
         SAMPLING,
         "law = draft.law(i)\n        drafted",

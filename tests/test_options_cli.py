@@ -32,8 +32,8 @@ def run(*arguments, stdin=None):
 
 
 def test_every_option_reaches_the_sampler_by_flag_and_by_line(pipeline):
-    made = pipeline.generate(PROMPT, 30, 0.9, seed=3, logprobs=2, **OPTIONS)
-    common = ["--temperature", 0.9, "--seed", 3, "-n", 30, "--logprobs", 2]
+    made = pipeline.generate(PROMPT, 30, 0.9, seed=3, logprobs=2, num_draft_tokens=4, **OPTIONS)
+    common = ["--temperature", 0.9, "--seed", 3, "-n", 30, "--logprobs", 2, "-k", 4]
     by_flag = json.loads(run("generate", PROMPT, *common, *FLAGS, "--json").stdout)
     line = json.dumps({"prompt": PROMPT, **OPTIONS})
     jsonl = ["generate", "--prompts", "-", "--format", "jsonl"]

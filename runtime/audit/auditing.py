@@ -263,7 +263,7 @@ def _sureness() -> tuple[str, ...]:
         "files, graphs, caches, self-draft and greedy are comparisons: no chance is in them, and "
         "they say nothing of texts that were not tried",
         f"sampled and joint are {NUM_TESTS} tests; each fails an honest bundle with probability "
-        f"{ALPHA:.1e}, all together {FALSE_ALARM:.0e} (the sum, so at most)",
+        f"about {ALPHA:.1e}, all together {FALSE_ALARM:.0e}: chi-square is a limit law",
         f"'would catch' is the smallest total variation over the cells that the test finds with "
         f"probability {POWER:.0%}, whatever its shape; smaller ones may go unseen",
         f"'at most off' is what the total variation over the cells cannot exceed, with "

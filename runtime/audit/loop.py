@@ -20,7 +20,6 @@ from .subject import ROWS, Cached, Subject, logits_after
 
 LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check says nothing
 NUM_PLAYS = 4
-BEYOND = (1, 2, 4, 8)  # K that are tried whatever the bundle is for
 
 
 def caches(subject: Subject, budget: Budget) -> Finding:
@@ -131,9 +130,9 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
     """Speculative text at temperature 0 against the target alone, one row a pass, no loop of ours.
 
     A difference is allowed at a near-tie only: where the two largest logits are no further apart
-    than the noise of this device.
+    than twice the noise of this device.
     """
-    ks = sorted({*range(1, subject.num_draft_tokens + 1), *BEYOND})
+    ks = subject.greedy_ks
     decoders = {k: subject.decoder(k) for k in ks if k <= MAX_DRAFT_TOKENS}
     found = _Greedy(by_k=dict.fromkeys(decoders, 0))
     for prompt in subject.prompts:
@@ -160,8 +159,9 @@ def _greedy_finding(subject: Subject, found: _Greedy) -> Finding:
     lines = [
         f"tokens compared by K: {', '.join(f'{k}: {n}' for k, n in found.by_k.items())}",
         f"near-ties: {len(found.near_ties)} of {found.num_positions} positions, where the two "
-        f"largest logits are within this device's noise of {subject.noise.get('target', 0.0):.1e}; "
-        f"the closest two are {found.smallest_margin:.1e} apart",
+        "largest logits are within twice this device's noise of "
+        f"{subject.noise.get('target', 0.0):.1e}",
+        f"the closest two logits are {found.smallest_margin:.1e} apart",
         *found.near_ties[:10],
     ]
     if found.problems:

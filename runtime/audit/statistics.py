@@ -117,20 +117,34 @@ def sampling_error(num_samples: int, num_cells: int) -> float:
 def frequency(happened: Sequence[bool], probs: Sequence[float], alpha: float) -> Frequency:
     """Test how often events happened, each of a probability that its own past decides."""
     num_trials = len(probs)
-    expected = float(np.sum(probs))
-    deviation = math.sqrt(float(np.sum([p * (1 - p) for p in probs])))
-    off = float(np.sum(happened)) - expected
-    # Without a doubtful event there is no chance: any difference is one.
-    z = abs(off) / deviation if deviation > 1e-6 else (math.inf if abs(off) > 1e-3 else 0.0)
-    reach = float(special.ndtri(1 - alpha / 2) + special.ndtri(POWER)) * deviation
+    chances = np.clip(np.asarray(probs, np.float64), 0, 1)  # sums of float32 may pass 1
+    expected = float(chances.sum())
+    variance = float((chances * (1 - chances)).sum())
+    off = abs(float(np.sum(happened)) - expected)
+    deviations = np.geomspace(1e-3, max(1.0, 2 * num_trials), 2000)
+    caught = deviations[[_tail(t, variance) < alpha for t in deviations]]
+    reach = float(caught[0] if len(caught) else num_trials)
+    reach += float(special.ndtri(POWER)) * math.sqrt(variance)
     trials = max(1, num_trials)
     return Frequency(
         num_trials,
         float(np.sum(happened)) / trials,
         expected / trials,
-        float(2 * special.ndtr(-z)),
-        reach / trials if num_trials else 1.0,
+        _tail(off, variance),
+        min(1.0, reach / trials) if num_trials else 1.0,
     )
+
+
+def _tail(off: float, variance: float) -> float:
+    """The probability, at most, that a sum of independent events, or of a martingale's steps within
+    1, is `off` or more from what is expected: Bennett's inequality, on both sides.
+    """
+    if off <= 1e-3:
+        return 1.0
+    if variance <= 1e-12:  # without a doubtful event there is no chance: any difference is one
+        return 0.0
+    u = off / variance
+    return min(1.0, 2 * math.exp(-variance * ((1 + u) * math.log1p(u) - u)))
 
 
 def place(law: Array, key: Array, token: int, uniform: float) -> float:

@@ -22,6 +22,7 @@ from .noise import row_differences
 from .remembering import Remembering
 
 ROWS = 64  # tokens of the texts that are played and drawn
+PLANNED = 8  # the largest K that rounds are planned with, where the bundle says no more
 
 Array = NDArray[Any]
 
@@ -88,12 +89,17 @@ class Subject:
         draft token follows another."""
         return range(1, max(2, self.num_draft_tokens) + 1)
 
+    @property
+    def greedy_ks(self) -> range:
+        """The K that greedy texts go through: also those that rounds are planned with."""
+        return range(1, max(PLANNED, self.num_draft_tokens) + 1)
+
     def measure(self, budget: Budget) -> None:
         """Find the noise of both models, and what a pass of the target takes; once."""
         if self.noise:
             return
         for role in ("target", "draft"):
-            tokens, lengths = self.text(role), (1, self.num_draft_tokens + 1)
+            tokens, lengths = self.text(role), [1, *(k + 1 for k in self.greedy_ks)]
             found = row_differences(getattr(self, role), tokens, lengths, budget)
             self.noise[role] = max((d.largest for d in found.values()), default=0.0)
         begun = budget.clock.used

@@ -12,7 +12,7 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from specedge.cli.prompts import Item
-from specedge.errors import OptionError, PromptError
+from specedge.errors import SpecEdgeError
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline
@@ -55,7 +55,7 @@ def _line(pipeline: Pipeline, item: Item) -> dict[str, Any]:
             made = pipeline.chat(item.messages, **item.request)
         else:
             made = pipeline.generate(item.prompt or "", **item.request)
-    except (OptionError, PromptError) as error:
+    except SpecEdgeError as error:
         return name | {"error": str(error)}
     return name | _facts(made)
 

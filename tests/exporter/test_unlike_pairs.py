@@ -105,7 +105,7 @@ def test_the_targets_tokenizer_and_template_are_shipped(instruct):
 
 def test_the_draft_goes_on_past_its_own_context(instruct):
     """It is worse there, as it reads less, but it still guesses."""
-    one = instruct.pipeline.generate(prompt(instruct), CONTEXT, ignore_eos=True)
+    one = instruct.pipeline.generate(prompt(instruct), CONTEXT, num_draft_tokens=4, ignore_eos=True)
     length, late = len(prompt(instruct)), []
     for round_ in one.rounds:
         if length > 48:
@@ -119,6 +119,6 @@ def test_the_draft_goes_on_past_its_own_context(instruct):
 def test_a_prompt_longer_than_the_drafts_context_is_taken(instruct):
     text = [40 + i % 50 for i in range(100)]
     plain = instruct.pipeline.generate(text, 20, num_draft_tokens=0, ignore_eos=True)
-    one = instruct.pipeline.generate(text, 20, ignore_eos=True)
+    one = instruct.pipeline.generate(text, 20, num_draft_tokens=4, ignore_eos=True)
     assert one.tokens == plain.tokens
     assert one.stats.num_drafted > 0

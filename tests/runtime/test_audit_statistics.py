@@ -121,9 +121,19 @@ def test_a_frequency_is_judged_by_the_deviation_of_its_own_events():
     assert found.expected == pytest.approx(0.7)
     assert found.p_value == pytest.approx(1)
     far = frequency([True] * 170 + [False] * 30, probs, ALPHA)
-    assert far.p_value == pytest.approx(2 * special.ndtr(-30 / 34**0.5))
-    reach = special.ndtri(1 - ALPHA / 2) + special.ndtri(0.99)
-    assert far.would_catch == pytest.approx(reach * 34**0.5 / 200)
+    u = 30 / 34
+    assert far.p_value == pytest.approx(2 * np.exp(-34 * ((1 + u) * np.log1p(u) - u)))
+    off = (far.would_catch * 200 - special.ndtri(0.99) * 34**0.5) / 34
+    assert 2 * np.exp(-34 * ((1 + off) * np.log1p(off) - off)) == pytest.approx(ALPHA, rel=0.1)
+
+
+def test_an_event_that_was_nearly_certain_may_fail_once():
+    """Its chance is 1%; a normal law would call it 1e-22."""
+    assert frequency([True] * 999 + [False], [1 - 1e-5] * 1000, ALPHA).p_value > 0.01
+
+
+def test_float32_sums_above_1_are_certain():
+    assert frequency([True] * 10, [1.00000003] * 10, ALPHA).p_value == 1
 
 
 def test_what_was_certain_and_did_not_happen_is_no_chance():

@@ -51,7 +51,17 @@ def test_every_string_has_exactly_the_targets_joint_probability(
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0), Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8)]
+    "sampling",
+    [
+        Sampling(1.0),
+        Sampling(0.7, top_k=3),
+        Sampling(1.3, top_p=0.8),
+        Sampling(1.0, min_p=0.2),
+        Sampling(1.0, typical_p=0.8),
+        Sampling(1.0, repetition_penalty=1.5),
+        Sampling(1.0, presence_penalty=1.0),
+        Sampling(1.0, frequency_penalty=1.0),
+    ],
 )
 def test_sampled_pairs_of_tokens_follow_the_targets_law(sampling):
     """Chi-square over the joint law of tokens 2 and 3, which a wrong rollback would change."""
@@ -64,7 +74,7 @@ def test_sampled_pairs_of_tokens_follow_the_targets_law(sampling):
     )
 
     def row(text):
-        return probabilities(np.log(law(text)), sampling, Past(text)).row(4)
+        return probabilities(np.log(law(text)), sampling, Past(text[:2], text[2:])).row(4)
 
     statistic, cells = 0.0, 0
     for string in product(range(4), repeat=3):

@@ -11,7 +11,7 @@ from specedge.options import Sampling
 from specedge.runtime.decoding import SpeculativeDecoder
 from specedge.runtime.drafters import DraftModel
 from specedge.runtime.edits import edited
-from specedge.runtime.laws import choice
+from specedge.runtime.laws import choice, probabilities
 from specedge.runtime.past import Past
 from specedge.runtime.sampling import draw
 from specedge.runtime.stats import Stopwatch
@@ -85,6 +85,20 @@ def test_options_that_leave_no_token_are_an_error_that_names_them(temperature):
             draw(np.zeros(2), Sampling(temperature, **edits), Past([0]), 0.5)
     with pytest.raises(SpecEdgeError, match="not numbers"):
         draw(np.full(2, -np.inf), Sampling(temperature, bad_words=[[0]]), Past([0]), 0.5)
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 1e-50, 1e39, 1e300])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_an_extreme_penalty_is_a_penalty_and_no_error(penalty, temperature):
+    """Of small logits a tiny divisor makes the largest there are."""
+    logits = np.array([1.0, -2.0, 0.5, 3.0], np.float32)
+    sampling = Sampling(temperature, repetition_penalty=penalty)
+    if temperature:
+        row = probabilities(logits, sampling, Past([0, 1])).row(4)
+        assert np.isfinite(row).all()
+        assert row.sum() == pytest.approx(1)
+    else:
+        assert choice(logits, sampling, Past([0, 1])) == (0 if penalty < 1 else 3)
 
 
 def test_a_model_that_lacks_the_tokens_of_the_options_ignores_them():

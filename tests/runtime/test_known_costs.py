@@ -39,6 +39,15 @@ def test_a_first_request_is_planned_with_an_estimate_and_serves_the_next(bundle,
     assert KnownCosts(bundle, key).table == costs.table
 
 
+def test_drawn_text_is_planned_with_costs_that_no_request_changes(bundle, key):
+    costs = KnownCosts(bundle, key)
+    before = costs.settled_table
+    costs.learn(seen())
+    assert costs.settled_table == before == KnownCosts(bundle, key).settled_table
+    costs.remember(table())
+    assert costs.settled_table == table() == KnownCosts(bundle, key).settled_table
+
+
 def test_what_was_seen_replaces_the_estimate_and_scales_its_neighbours(bundle):
     before = estimate(bundle, 16)
     after = measured(before, seen())

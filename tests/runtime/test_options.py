@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from decimal import Decimal
 
 import pytest
 
@@ -42,6 +43,9 @@ def test_options_are_hashable_whatever_they_were_given_as():
         {"min_new_tokens": -1},
         {"min_new_tokens": 1.5},
         {"logit_bias": 5},
+        {"logit_bias": "12"},
+        {"logit_bias": [[1, 2, 3]]},
+        {"top_p": Decimal("0.5")},
         {"logit_bias": {-1: 1}},
         {"logit_bias": {"x": 1}},
         {"logit_bias": {1: 101}},

@@ -108,7 +108,15 @@ def test_the_context_fills_to_its_last_position(pipeline, k, left):
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(1.0, top_k=5), Sampling(0.8, top_p=0.8), Sampling(1.2, min_p=0.2)]
+    "sampling",
+    [
+        Sampling(1.0, top_k=20),
+        Sampling(1.0, top_k=5),
+        Sampling(0.8, top_p=0.8),
+        Sampling(1.2, min_p=0.2),
+        Sampling(1.0, top_k=8, repetition_penalty=1.5),
+        Sampling(1.0, top_k=8, presence_penalty=2.0, frequency_penalty=1.0),
+    ],
 )
 def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
     """Chi-square of the joint law of two tokens against the target's rows, rare cells pooled."""
@@ -117,13 +125,15 @@ def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
     options = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(Rules)}
     counts = {}
     for seed in range(runs):
-        one = pipeline.generate(prompt, 2, seed=seed, ignore_eos=True, **options)
+        one = pipeline.generate(
+            prompt, 2, seed=seed, num_draft_tokens=4, ignore_eos=True, **options
+        )
         counts[tuple(one.tokens)] = counts.get(tuple(one.tokens), 0) + 1
 
     def row(*tokens):
         pipeline.target.truncate(0)
         logits = pipeline.target.forward([*prompt, *tokens])[-1]
-        return probabilities(logits, sampling, Past([0])).row(len(logits))
+        return probabilities(logits, sampling, Past(prompt, tokens)).row(len(logits))
 
     expected = {}
     for first, p in ((int(t), float(row()[t])) for t in np.flatnonzero(row())):

@@ -56,6 +56,9 @@ def test_streamed_pieces_join_to_the_text_and_the_same_seed_gives_the_same(pipel
     pieces = list(stream)
     whole = pipeline.generate(PROMPTS[0], **options)
     assert "".join(pieces) == stream.generation.text == whole.text
+    stopped = pipeline.stream(PROMPTS[0], **options)
+    begun = [next(stopped), next(stopped)]
+    assert [*begun, *stopped] == pieces
     assert stream.generation.tokens == whole.tokens
     assert len(pieces) > 5
 
