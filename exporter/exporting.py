@@ -10,11 +10,11 @@ from pathlib import Path
 from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle, describe
 from specedge.errors import ExportError
-from specedge.manifest import OPS, File
+from specedge.manifest import OPS, File, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, whole
 from specedge.version import __version__
 
-from . import checkpoints, hub, pair, writing
+from . import checkpoints, hub, pair, self_draft, writing
 from .checkpoints import Checkpoint
 from .one_model import export_model
 from .progress import Progress
@@ -50,6 +50,8 @@ def export(
 ) -> Bundle:
     """Export a draft and a target, each a folder or a hub id, to a bundle in the folder `output`.
 
+    A draft "self:N" is the target's own first N layers, out of the target's weights file.
+
     Without `output` the bundle goes to the user's data folder and becomes the default one. `ops`
     is the op set of the graphs: "onnx", "gqa", or "auto" for each that the models can have.
 
@@ -58,16 +60,19 @@ def export(
     progress = progress or Progress()
     request = Request(num_draft_tokens, max_length, ops)
     draft, target = os.fspath(draft), os.fspath(target)
+    num_layers = self_draft.asked(draft, draft_revision)
     if output is not None and not os.fspath(output):
         raise ExportError("--output is empty; name a folder")
     folder = Path(output) if output is not None else store.default_destination(draft, target)
     try:
         with writing.destination(folder) as work:
-            found = [
-                checkpoints.find("target", target, target_revision),
-                checkpoints.find("draft", draft, draft_revision),
-            ]
-            _write(found[1], found[0], request, work, progress)
+            found = checkpoints.find("target", target, target_revision)
+            if num_layers is None:
+                other = checkpoints.find("draft", draft, draft_revision)
+            else:
+                self_draft.check(num_layers, found)
+                other = found
+            _write(other, found, num_layers, request, work, progress)
     except OSError as error:
         raise ExportError(_disk_trouble(error, folder)) from error
     bundle = Bundle.read(folder)
@@ -78,22 +83,28 @@ def export(
 
 
 def _write(
-    draft: Checkpoint, target: Checkpoint, request: Request, work: Path, progress: Progress
+    draft: Checkpoint,
+    target: Checkpoint,
+    num_layers: int | None,
+    request: Request,
+    work: Path,
+    progress: Progress,
 ) -> None:
+    """Fill a bundle's folder; with `num_layers` the draft is as many layers of the target."""
     text = pair.fit(draft, target, progress)
     pair.write_tokenizer(text, target, work)
     lengths = pair.context_lengths(target, draft, request.max_length, progress)
-    remote = [c.remote for c in (target, draft) if c.remote is not None]
-    hub.check_space(remote, work)
-    written = [
-        export_model(
+    found = [target] if num_layers is not None else [target, draft]
+    hub.check_space([c.remote for c in found if c.remote is not None], work)
+    models: list[Model] = []
+    hashed: dict[str, File] = {}
+    for checkpoint, length in zip(found, lengths, strict=False):
+        exported, weights = export_model(
             checkpoint, length, text.num_tokens, request.num_draft_tokens, request.ops,
-            work / checkpoint.role, progress,
-        )
-        for checkpoint, length in zip((target, draft), lengths, strict=True)
-    ]  # fmt: skip
-    models = [model for model, _ in written]
-    hashed = {model.weights: file for model, file in written}
+            work / checkpoint.role, progress, num_layers,
+        )  # fmt: skip
+        models += exported
+        hashed[exported[0].weights] = weights
     columns = [model.padded_vocab_size for model in models]
     sizes = pair.vocab_sizes(text.num_tokens, columns[0], columns[1], progress)
     models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]

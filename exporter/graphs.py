@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,15 +20,16 @@ FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
 
 @dataclass(frozen=True)
 class Length:
-    """A file's name, its T (None: any), and whether it has logits."""
+    """A graph's name, its T (None: any), whether it has logits, and what its file begins with."""
 
     name: str
     length: int | None
     logits: bool = True
+    prefix: str = ""
 
     def file(self, ops: str) -> str:
         """Its file in an op set."""
-        return f"{self.name}.onnx" if ops == "onnx" else f"{self.name}-{ops}.onnx"
+        return f"{self.prefix}{self.name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
 
     def entry(self, folder: str, ops: str) -> Graph:
         """Its line in the manifest."""
@@ -36,15 +37,16 @@ class Length:
         return Graph(self.name, ops, 1, self.length, self.logits, file)
 
 
-def lengths(num_draft_tokens: int, context_length: int) -> list[Length]:
-    """Every file that a model gets."""
-    return [
+def lengths(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[Length]:
+    """Every file that a model gets; `prefix` tells models apart that share a folder."""
+    found = [
         Length("decoder", None),
         Length("step", 1),
         Length("catchup", 2),
         Length("verify", num_draft_tokens + 1),
         Length("prefill", min(PREFILL_LENGTH, context_length), logits=False),
     ]
+    return [replace(length, prefix=prefix) for length in found]
 
 
 def tidy(model: ir.Model) -> None:

@@ -5,49 +5,23 @@ from __future__ import annotations
 import gc
 import shutil
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
-from specedge.errors import ExportError
-from specedge.manifest import OPS, Cache, File, Model, Parity
+from specedge.manifest import OPS, Cache, File, Model, Parity, Source
 
-from . import checkpoints, geometry, graphs, licences, parity, reference, tracing, weights
+from . import checkpoints, licences, model_files, parity, reference, self_draft, tracing, weights
 from .checkpoints import Checkpoint, Loaded
-from .geometry import Geometry
-from .layers import Layer
-from .peephole import straighten
+from .model_files import Part
 from .playing import Player
 from .progress import Progress
 from .reference import Reference
 from .sources import Sources
-from .swaps import fix_rotary, swapped
+from .swaps import fix_rotary
 from .weights import Weights
-
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Part:
-    """A model on its way into a folder; `num_tokens` ids are real."""
-
-    role: str
-    loaded: Loaded
-    shape: Geometry
-    lengths: list[graphs.Length]
-    layers: list[Layer]
-    num_tokens: int
-    folder: Path
-    progress: Progress
-
-    @property
-    def model(self) -> torch.nn.Module:
-        """The PyTorch model, whose large matrices may be stand-ins."""
-        return self.loaded.model
 
 
 def export_model(
@@ -58,10 +32,13 @@ def export_model(
     ops: str,
     folder: Path,
     progress: Progress,
-) -> tuple[Model, File]:
+    draft_layers: int | None = None,
+) -> tuple[list[Model], File]:
     """Write one model's files into a new folder and compare them with it; its weights' hash, too.
 
-    `ops` is "auto" or the op set wanted. Raises ExportError.
+    With `draft_layers` the model's first layers become a draft, the second of two: its graphs lie
+    beside the model's and read the same weights. `ops` is "auto" or the op set wanted. Raises
+    ExportError.
     """
     role = checkpoint.role
     folder.mkdir()
@@ -69,108 +46,58 @@ def export_model(
     gc.collect()  # what the model before this one left in cycles
     with progress.step(f"Loading the {role}"):
         loaded = checkpoints.load(checkpoint, progress)
+    sources = [checkpoint.source]
     with tracing.refusal(checkpoint):
         _note_rotary(loaded.model, context_length, role, progress)
-        part = measured(
-            role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress
-        )
-        num_parameters = reference.num_parameters(part.model)
-        written, file = write(part, ops)
-        references = _references(part)
-        sharp = _sharpened(part, references, folder.parent.parent / f"{role}-sharpened")
+        parts = [
+            model_files.measured(
+                role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress
+            )
+        ]
+        if draft_layers is not None:
+            parts.append(model_files.own_draft(parts[0], draft_layers, num_draft_tokens))
+            sources.append(self_draft.source(checkpoint.source, draft_layers))
+        sizes = [reference.num_parameters(part.model) for part in parts]
+        written, file = model_files.write(parts, ops)
+        references = [_references(part) for part in parts]
+        sharp = [
+            _sharpened(part, found, folder.parent.parent / f"{part.role}-sharpened")
+            for part, found in zip(parts, references, strict=True)
+        ]
         loaded.sources.close()  # from here on ONNX Runtime reads the weights
-        part = replace(part, loaded=Loaded(torch.nn.Module(), loaded.dtype, Sources()))
-        dtype = loaded.dtype
+        gone = Loaded(torch.nn.Module(), loaded.dtype, Sources())
+        parts = [replace(part, loaded=gone) for part in parts]
         del loaded
         gc.collect()
-        reports = _compare(part, written, references)
-        if sharp is not None:
-            reports = _compare_sharpened(sharp, reports)
-    for path in (folder / x.file(one) for x in part.lengths for one in OPS if one not in reports):
-        path.unlink(missing_ok=True)
-    described = Model(
-        source=checkpoint.source,
-        architecture=checkpoint.kind,
+        reports = list(map(_compare, parts, written, references))
+        reports = list(map(_compare_sharpened, sharp, reports))
+    for part, report in zip(parts, reports, strict=True):
+        for path in (
+            folder / x.file(one) for x in part.lengths for one in OPS if one not in report
+        ):
+            path.unlink(missing_ok=True)
+    described = map(_described, parts, sources, [checkpoint.kind] * len(parts), sizes, reports)
+    return list(described), file
+
+
+def _described(
+    part: Part, source: Source, kind: str, num_parameters: int, reports: dict[str, Parity]
+) -> Model:
+    place = part.folder.name
+    return Model(
+        source=source,
+        architecture=kind,
         num_parameters=num_parameters,
         vocab_size=part.num_tokens,
         padded_vocab_size=part.shape.padded_vocab_size,
-        context_length=context_length,
+        context_length=part.shape.context_length,
         dtype="float32",
-        weights_dtype=dtype,
+        weights_dtype=part.loaded.dtype,
         cache=Cache("float32", part.shape.capacity, part.shape.layers),
-        weights=f"{role}/{weights.FILE}",
-        graphs=tuple(length.entry(role, one) for one in reports for length in part.lengths),
+        weights=f"{place}/{weights.FILE}",
+        graphs=tuple(length.entry(place, one) for one in reports for length in part.lengths),
         parity=reports,
     )
-    return described, file
-
-
-def measured(
-    role: str,
-    loaded: Loaded,
-    context_length: int,
-    num_draft_tokens: int,
-    num_tokens: int,
-    folder: Path,
-    progress: Progress,
-) -> Part:
-    """Run the model to see what it keeps and what each of its layers does."""
-    unread = loaded.sources.reading(loaded.model, only_shapes=True)
-    with progress.step(f"Loading the {role}"), unread:
-        shape = geometry.measure(loaded.model, context_length, num_draft_tokens)
-        layers = tracing.observe(loaded.model, shape)
-    lengths = graphs.lengths(num_draft_tokens, context_length)
-    num_tokens = min(num_tokens, shape.padded_vocab_size)
-    return Part(role, loaded, shape, lengths, layers, num_tokens, folder, progress)
-
-
-def write(part: Part, ops: str) -> tuple[list[str], File]:
-    """Trace and write the op sets asked for; which could be, and the weights file's hash."""
-    wanted = OPS if ops == "auto" else (ops,)
-    with Weights(part.folder, part.loaded.dtype, part.loaded.sources) as stored:
-        written = _each(part, wanted, lambda one: _write_graphs(part, one, stored))
-        _finish(part, stored)
-    return list(written), stored.file
-
-
-def _each(part: Part, wanted: tuple[str, ...] | list[str], do: Callable[[str], T]) -> dict[str, T]:
-    """Do something for each op set; one that cannot be is left out with a note, if any can."""
-    done: dict[str, T] = {}
-    refused: dict[str, ExportError] = {}
-    for ops in wanted:
-        try:
-            done[ops] = do(ops)
-        except ExportError as error:
-            refused[ops] = error
-    reasons = {ops: str(error).removeprefix(f"{part.role}: ") for ops, error in refused.items()}
-    if not done:
-        ops, first = next(iter(refused.items()))
-        raise type(first)(f"{part.role}: {reasons[ops]}; it cannot be exported in {ops}")
-    for ops, reason in reasons.items():
-        part.progress.note(f"{part.role}: no {ops} graphs, because {reason}")
-    return done
-
-
-def _write_graphs(part: Part, ops: str, stored: Weights) -> None:
-    if ops == "gqa":
-        for layer in part.layers:
-            if reason := layer.obstacle():
-                raise ExportError(reason)
-    with part.progress.step(f"Tracing the {part.role}"):
-        with swapped(part.model, part.shape.context_length):
-            traced = tracing.trace(part.model, part.shape, ops, part.layers)
-        straighten(traced.graph)
-        graphs.fill_without_shapes(traced)
-        graphs.tidy(traced)
-        graphs.widen_biases(traced.graph)
-    with part.progress.step(f"Writing the {part.role}"):
-        stored.attach(traced)
-        graphs.write(traced, part.folder, part.lengths, ops)
-
-
-def _finish(part: Part, stored: Weights) -> None:
-    with part.progress.step(f"Writing the {part.role}", stored.size) as advance:
-        stored.finish(advance)
 
 
 def _note_rotary(
@@ -214,7 +141,9 @@ def _compare(part: Part, wanted: list[str], references: list[Reference]) -> dict
 
         try:
             found = {ops: threads.submit(played, ops) for ops in wanted}
-            return _each(part, wanted, lambda ops: _judge(part, players[ops], found[ops].result()))
+            return model_files.each(
+                part, wanted, lambda ops: _judge(part, players[ops], found[ops].result())
+            )
         except BaseException:
             stopped.set()
             raise
@@ -247,13 +176,15 @@ def _sharpened(part: Part, references: list[Reference], folder: Path) -> Part | 
     return replace(part, loaded=Loaded(model, "float32", Sources()), folder=folder)
 
 
-def _compare_sharpened(sharp: Part, plain: dict[str, Parity]) -> dict[str, Parity]:
-    """Compare again, in a folder that goes when that is done."""
+def _compare_sharpened(sharp: Part | None, plain: dict[str, Parity]) -> dict[str, Parity]:
+    """Compare again, in a folder that goes when that is done, where there is cause to."""
+    if sharp is None:
+        return plain
     sharp.folder.mkdir()
     with Weights(sharp.folder, "float32") as stored:
         for ops in plain:
-            _write_graphs(sharp, ops, stored)
-        _finish(sharp, stored)
+            model_files.write_graphs(sharp, stored, ops)
+        model_files.finish(sharp, stored)
     references = _references(sharp)
     again = _compare(sharp, list(plain), references)
     shutil.rmtree(sharp.folder)

@@ -131,7 +131,9 @@ def estimate(bundle: Bundle, max_draft_tokens: int) -> CostTable:
 
     Only ratios matter to a choice, so the unknown speed of the memory hardly does.
     """
-    sizes = {role: bundle.files[model.weights].size for role, model in bundle.models.items()}
+    sizes: dict[str, float] = {r: bundle.files[m.weights].size for r, m in bundle.models.items()}
+    if bundle.shares_weights:  # a draft of the target's own layers reads a part of them
+        sizes["draft"] *= bundle.draft.num_parameters / max(1, bundle.target.num_parameters)
     target, draft = (max(sizes[role], 1) / BANDWIDTH for role in ("target", "draft"))
     rows = tuple(range(1, max_draft_tokens + 2))
     return CostTable(

@@ -91,12 +91,21 @@ class Bundle:
         return self.folder / file
 
     def licence_files(self, role: str) -> list[str]:
-        """The listed files that are a model's licence, its notice or its terms of use."""
+        """The listed files that are a model's licence, its notice or its terms of use.
+
+        They lie beside its weights.
+        """
+        folder = self.models[role].weights.rpartition("/")[0]
         return [
             name
             for name in self.files
-            if name.startswith(f"{role}/") and LICENCE_FILE.match(name.rpartition("/")[2])
+            if name.rpartition("/")[0] == folder and LICENCE_FILE.match(name.rpartition("/")[2])
         ]
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the draft reads the target's weights file, as the target's own layers do."""
+        return self.draft.weights == self.target.weights
 
     @classmethod
     def read(cls, folder: Path) -> Bundle:

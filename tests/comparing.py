@@ -3,7 +3,7 @@
 from checkpoints import make_config, make_model
 from specedge.exporter import (
     Progress,
-    one_model,
+    model_files,
     parity,
     reference,
 )
@@ -16,8 +16,8 @@ CONTEXT = 96
 
 def traced(model, folder, ops="onnx", context=CONTEXT):
     loaded = Loaded(model, "float32", Sources())
-    part = one_model.measured("target", loaded, context, 4, 512, folder, Progress())
-    one_model.write(part, ops)
+    part = model_files.measured("target", loaded, context, 4, 512, folder, Progress())
+    model_files.write([part], ops)
     return Player(folder, part.lengths, part.shape, ops)
 
 

@@ -15,7 +15,11 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
 
 @click.command()
-@click.option("--draft", required=True, help="The draft model: a folder or a hub id.")
+@click.option(
+    "--draft",
+    required=True,
+    help="The draft model: a folder, a hub id, or self:N for the target's first N layers.",
+)
 @click.option("--target", required=True, help="The target model: a folder or a hub id.")
 @click.option(
     "--output", type=click.Path(), help="The bundle's folder; without it, the default bundle."
@@ -78,7 +82,9 @@ def _times(seconds: dict[str, float]) -> str:
 
 
 def _summary(bundle: Bundle, role: str, model: Model) -> str:
-    size = bundle.files[model.weights].size
+    size = f"{bundle.files[model.weights].size / 1e6:.1f} MB"
+    if role == "draft" and bundle.shares_weights:
+        size = "no weights of its own but the target's"
     found = (
         f"{ops}: over {parity.num_positions} positions logits within {parity.logits_error:.1e} "
         f"and caches within {parity.cache_error:.1e} of PyTorch's (allowed {parity.tolerance:.0e})"
@@ -86,7 +92,7 @@ def _summary(bundle: Bundle, role: str, model: Model) -> str:
     )
     return (
         f"{role}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, "
-        f"{size / 1e6:.1f} MB as {model.weights_dtype}; {'; '.join(found)}"
+        f"{size} as {model.weights_dtype}; {'; '.join(found)}"
     )
 
 

@@ -72,6 +72,7 @@ def _sampling(sampling: Filters) -> str:
 def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
     source, cache = model.source, model.cache
     layers = cache.layers
+    shared = " (the target's)" if role == "draft" and bundle.shares_weights else ""
     row = sum(layer.heads * (layer.key_size + layer.value_size) for layer in layers)
     item = {"float32": 4, "float16": 2, "bfloat16": 2}[cache.dtype]
     return [
@@ -81,7 +82,7 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
         f" {len(layers)} layers, {layers[0].heads} KV heads of {layers[0].key_size}",
         f"  context        {model.context_length} tokens",
         f"  vocabulary     {model.vocab_size} tokens, {model.padded_vocab_size} columns",
-        f"  weights        {bundle.files[model.weights].size / 1e6:.1f} MB, stored as"
+        f"  weights        {bundle.files[model.weights].size / 1e6:.1f} MB{shared}, stored as"
         f" {model.weights_dtype}, computed in {model.dtype}",
         f"  cache          {row * item * cache.capacity / 1e6:.1f} MB for {cache.capacity} rows",
         *(

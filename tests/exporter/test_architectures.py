@@ -23,7 +23,7 @@ from checkpoints import (
     make_tokenizer,
     save,
 )
-from specedge.exporter import Progress, export, one_model, parity, reference
+from specedge.exporter import Progress, export, model_files, parity, reference
 from specedge.exporter.checkpoints import Loaded
 from specedge.exporter.playing import Player
 from specedge.exporter.sources import Sources
@@ -46,8 +46,8 @@ def model_of(name):
 def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path, monkeypatch):
     model = model_of(name)
     loaded = Loaded(model, "float32", Sources())
-    part = one_model.measured("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
-    written, _ = one_model.write(part, "auto")
+    part = model_files.measured("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
+    (written,), _ = model_files.write([part], "auto")
     assert written == ["onnx", "gqa"]
     types, run = [], reference.reference
     monkeypatch.setattr(reference, "reference", lambda *args: types.append(args[-1]) or run(*args))
