@@ -80,7 +80,7 @@ def own_draft(target: Part, num_layers: int, num_draft_tokens: int) -> Part:
             raise ExportError(f"that leaves caches of {len(draft.shape.layers)} layers")
     except Exception as error:
         raise ExportError(
-            f"the target cannot be cut to its first {num_layers} layers: {one_line(error)}; "
+            f"the target cannot be cut to {self_draft.PREFIX}{num_layers}: {one_line(error)}; "
             "give another --draft"
         ) from error
     return draft

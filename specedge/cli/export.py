@@ -84,7 +84,7 @@ def _times(seconds: dict[str, float]) -> str:
 def _summary(bundle: Bundle, role: str, model: Model) -> str:
     size = f"{bundle.files[model.weights].size / 1e6:.1f} MB"
     if role == "draft" and bundle.shares_weights:
-        size = "no weights of its own but the target's"
+        size = f"in the target's {size}"
     found = (
         f"{ops}: over {parity.num_positions} positions logits within {parity.logits_error:.1e} "
         f"and caches within {parity.cache_error:.1e} of PyTorch's (allowed {parity.tolerance:.0e})"

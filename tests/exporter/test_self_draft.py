@@ -5,6 +5,7 @@ import shutil
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 import torch
 from click.testing import CliRunner
@@ -13,12 +14,12 @@ from transformers import AutoModelForCausalLM
 import document_reader
 import specedge
 from architectures import ARCHITECTURES
-from checkpoints import make_checkpoint, make_model, make_tokenizer
+from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer
 from specedge import library, store
 from specedge.bundle import Bundle
 from specedge.cli.inspect import inspect
 from specedge.errors import CheckpointError, ExportError
-from specedge.exporter import Progress, export, self_draft
+from specedge.exporter import Progress, export, model_files, self_draft
 from specedge.exporter.checkpoints import Loaded
 from specedge.exporter.sources import Sources
 from specedge.runtime.costs import estimate
@@ -136,8 +137,21 @@ def test_the_manifest_says_whose_layers_they_are_and_the_licence_is_the_targets(
     assert shown.output.count("MB (the target's)") == 1
 
 
-def test_a_reader_written_from_the_document_reads_it(made):
-    assert document_reader.read(made.bundle.folder) == json.loads(made.bundle.to_json())
+def test_a_host_written_from_the_document_reads_and_runs_it(made):
+    folder = made.bundle.folder
+    manifest = document_reader.read(folder)
+    assert manifest == json.loads(made.bundle.to_json())
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False  # the pipeline's pool belongs to the process
+    models = [
+        document_reader.Model(folder, manifest[role], "onnx", options, 1e4)
+        for role in ("target", "draft")
+    ]
+    greedy = {"temperature": 0.0}
+    found, rounds = document_reader.generate(manifest, *models, PROMPT, 20, 4, 1, greedy)
+    pipeline = specedge.load(folder, ops="onnx")
+    one = pipeline.generate(PROMPT, 20, num_draft_tokens=4, seed=1, ignore_eos=True)
+    assert (found, rounds) == (one.tokens, one.stats.num_rounds)
 
 
 def test_an_estimate_takes_a_draft_pass_for_a_part_of_the_targets(made):
@@ -232,6 +246,16 @@ def test_layers_that_are_not_one_list_are_refused():
 
     with pytest.raises(ExportError, match="2 lists, not in one"):
         self_draft._layers(Odd(), 2)
+
+
+def test_a_cut_that_leaves_other_caches_than_the_first_layers_is_refused(tmp_path, monkeypatch):
+    config = make_config("llama", layers=LAYERS, kv_heads=2, context=CONTEXT)
+    loaded = Loaded(make_model(config), "float32", Sources())
+    part = model_files.measured("target", loaded, CONTEXT, 4, 512, tmp_path, Progress())
+    assert len(model_files.own_draft(part, 1, 4).shape.layers) == 1
+    monkeypatch.setattr(self_draft, "cut", lambda loaded, num_layers: loaded)
+    with pytest.raises(ExportError, match=r"cut to self:1: that leaves .* 3 layers; give another"):
+        model_files.own_draft(part, 1, 4)
 
 
 def test_a_model_of_the_same_bundle_can_be_read_after_a_move(made, tmp_path):
