@@ -8,6 +8,7 @@ import sys
 
 import click
 
+from specedge.cli.bench import bench
 from specedge.cli.compare import compare
 from specedge.cli.export import export
 from specedge.cli.generate import generate
@@ -27,7 +28,10 @@ def cli() -> None:
     """Export a draft and a target model to ONNX and generate with lossless speculative decoding."""
 
 
-for command in (export, generate, compare, tune, inspect, verify, list_, remove, theory, ngram):
+for command in (
+    *(export, generate, compare, tune, bench, inspect, verify),
+    *(list_, remove, theory, ngram),
+):
     cli.add_command(command)
 
 

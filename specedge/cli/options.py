@@ -69,11 +69,7 @@ class NumDraftTokens(click.ParamType):  # type: ignore[type-arg]
         return int(click.IntRange(0, MAX_DRAFT_TOKENS).convert(value, param, ctx))
 
 
-_REQUEST = (
-    click.option(
-        "-n", "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True,
-        help="Generate at most this many tokens.",
-    ),
+_LAW = (
     click.option(
         "--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
         help="Divide the logits by this; 0 takes the likeliest token.",
@@ -113,6 +109,13 @@ _REQUEST = (
         "--bad-word", "bad_words", multiple=True, metavar="TEXT",
         help="Never write this, nor after a space; may be given repeatedly.",
     ),
+)  # fmt: skip
+_REQUEST = (
+    click.option(
+        "-n", "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True,
+        help="Generate at most this many tokens.",
+    ),
+    *_LAW,
     click.option(
         "--min-new-tokens", type=click.IntRange(0), default=0,
         help="Let no end token come before so many tokens.",
@@ -154,6 +157,13 @@ def request(function: F) -> F:
     return function
 
 
+def law(function: F) -> F:
+    """Add the options that shape the target's law, as `request` does."""
+    for option in reversed(_LAW):
+        function = option(function)
+    return function
+
+
 def read_prompt(prompt: str) -> str:
     """The prompt itself, or standard input for `-`."""
     if prompt != "-":
@@ -178,15 +188,17 @@ def read_text(name: str) -> str:
         raise click.UsageError(f"{name}: {getattr(error, 'strerror', error)}") from error
 
 
-def check_output(output: str, inputs: Sequence[str], overwrite: bool) -> None:
+def check_output(
+    output: str, inputs: Sequence[str], overwrite: bool, flag: str = "--output"
+) -> None:
     """Refuse, before any work, an output file that cannot be or must not be written."""
     if os.path.isdir(output):
-        raise click.UsageError(f"{output} is a folder; name a file for --output")
+        raise click.UsageError(f"{output} is a folder; name a file for {flag}")
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise click.UsageError(f"{output} lies in no folder; make that first")
     for name in inputs:
         if os.path.exists(output) and os.path.exists(name) and os.path.samefile(output, name):
-            raise click.UsageError(f"{output} is itself an input; name another for --output")
+            raise click.UsageError(f"{output} is itself an input; name another for {flag}")
     if os.path.isfile(output) and not overwrite:
         raise click.UsageError(f"{output} exists; name another file, or give --overwrite")
 

@@ -1,0 +1,160 @@
+"""The built-in prompts of `specedge bench`, written for it: code, prose, and text to repeat.
+
+Each is below 200 tokens of a tokenizer of 2,000 entries, so that contexts of 512 have room.
+"""
+
+from __future__ import annotations
+
+_CODE = (
+    '''import os
+
+
+class Inventory:
+    """Counts what is on the shelves."""
+
+    def __init__(self, path):
+        self.path = path
+        self.items = {}
+
+    def add(self, name, count=1):
+        if count < 0:
+            raise ValueError("count must not be negative")
+        self.items[name] = self.items.get(name, 0) + count
+
+    def remove(self, name, count=1):
+''',
+    '''def parse_line(line):
+    """Split a line of settings into a key and a value."""
+    line = line.strip()
+    if not line or line.startswith("#"):
+        return None
+    key, sep, value = line.partition("=")
+    if not sep:
+        raise ValueError("no '=' in %r" % line)
+    return key.strip(), value.strip()
+
+
+def parse_file(path):
+''',
+    """class Queue:
+    def __init__(self, maxsize=0):
+        self.maxsize = maxsize
+        self.values = []
+
+    def put(self, value):
+        if self.maxsize and len(self.values) >= self.maxsize:
+            raise OverflowError("the queue is full")
+        self.values.append(value)
+
+    def get(self):
+""",
+    """import unittest
+
+
+class TestWords(unittest.TestCase):
+
+    def test_empty(self):
+        self.assertEqual(count_words(""), {})
+
+    def test_one(self):
+        self.assertEqual(count_words("tree"), {"tree": 1})
+
+    def test_repeated(self):
+""",
+    '''def bisect(values, x, lo=0, hi=None):
+    """Return where x belongs in the sorted list."""
+    if lo < 0:
+        raise ValueError("lo must not be negative")
+    if hi is None:
+        hi = len(values)
+    while lo < hi:
+        mid = (lo + hi) // 2
+''',
+    """def main(argv=None):
+    parser = argparse.ArgumentParser(description="Rename the files of a folder.")
+    parser.add_argument("folder", help="where the files are")
+    parser.add_argument("--prefix", default="", help="what the new names begin with")
+    parser.add_argument("--dry-run", action="store_true",
+                        help="say what would be done")
+    args = parser.parse_args(argv)
+    for name in sorted(os.listdir(args.folder)):
+""",
+)
+
+_PROSE = (
+    "The lighthouse had been dark for eleven years when the letter came. It was addressed to the"
+    " keeper, and since there was no keeper any more, the postman gave it to the woman who sold"
+    " fish at the harbour. She read it twice, and then",
+    "A river does not cut its valley evenly. Most of the work is done in a few days of the year,"
+    " when the water is high and carries stones along its bed; in the months between",
+    "Dear neighbours, as some of you have noticed, the old chestnut in the yard has lost two large"
+    " branches this winter. We asked a gardener to look at it, and he said that",
+    "To make bread without kneading it, mix the flour, the water, a little yeast and the salt in"
+    " the evening, cover the bowl and leave it overnight. In the morning the dough",
+    "The committee met on Tuesday to discuss the bridge. Three of its members wanted to repair it,"
+    " two to build another, and one, who lived on the far side, said that",
+    "There are two ways to learn a city. The first is to take a map and follow the large streets"
+    " from one square to the next. The second is",
+)
+
+_SOURCES = (
+    """def load_orders(path):
+    orders = []
+    with open(path, encoding="utf-8") as file:
+        for line in file:
+            name, amount, price = line.split(";")
+            orders.append((name, int(amount), float(price)))
+    return orders
+""",
+    """class Shape:
+    sides = 0
+    colour = "grey"
+
+    def describe(self):
+        return "%s with %d sides" % (self.colour, self.sides)
+
+
+class Triangle(Shape):
+    sides = 3
+    colour = "red"
+""",
+    """HOST = "127.0.0.1"
+PORT = 8642
+WORKERS = 3
+LOG_FILE = "/var/log/relay.txt"
+RETRIES = [1, 5, 25, 125]
+TIMEOUT = 2.5
+""",
+    """import os
+import sys
+import json
+import random
+import tempfile
+from pathlib import Path
+from collections import Counter, deque
+from unittest import mock
+""",
+    """names = {
+    "anna": "room 214",
+    "thomas": "room 118",
+    "ruth": "room 305",
+    "ivo": "room 27",
+    "helen": "room 431",
+}
+""",
+    """The ferry leaves the harbour at 6:40 and returns at 7:25. On Sundays it leaves
+at 9:10 and stops at the island first. Bicycles are carried free of charge.
+""",
+)
+
+
+def _to_repeat(text: str) -> str:
+    """A text three times, the last cut short: what follows is the rest of it."""
+    return f"{text}\n\n{text}\n\n{text[: len(text) // 3]}"
+
+
+SETS = {
+    "code": tuple(text.rstrip() for text in _CODE),
+    "prose": _PROSE,
+    "extraction": tuple(map(_to_repeat, _SOURCES)),
+}

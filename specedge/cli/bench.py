@@ -1,0 +1,285 @@
+"""`specedge bench`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specedge.cli import options
+from specedge.options import AUTO, MAX_DRAFT_TOKENS, Request
+
+if TYPE_CHECKING:
+    from specedge.runtime.bench import Measured, Prompt, Setting
+    from specedge.runtime.pipeline import Pipeline
+
+_SETS = ("code", "prose", "extraction")
+_DRAFTERS = ("model", "lookup", "chain", AUTO)
+_MOST = 8  # K, if none is asked for
+
+
+def _lengths(
+    context: click.Context, option: click.Parameter, value: str | None
+) -> list[int] | None:
+    """Numbers and ranges with commas between them, such as 1-4,8."""
+    return None if value is None else [k for part in value.split(",") for k in _range(part)]
+
+
+def _range(part: str) -> Iterator[int]:
+    first, _, last = part.strip().partition("-")
+    low, high = ((text.isascii() and text.isdigit() and int(text)) or 0 for text in (first, last))
+    high = high if last else low
+    if not 1 <= low <= high <= MAX_DRAFT_TOKENS:
+        raise click.BadParameter(
+            f"'{part}' is no K and no range of K from 1 to {MAX_DRAFT_TOKENS}, such as 4 or 1-8"
+        )
+    yield from range(low, high + 1)
+
+
+@click.command()
+@options.bundle
+@click.option(
+    "--device", type=click.Choice(["cpu"]), default="cpu", show_default=True, help="Measure there."
+)
+@click.option(
+    "--set",
+    "sets",
+    type=click.Choice(_SETS),
+    multiple=True,
+    help="Use these built-in prompts; may be given repeatedly. [default: all, or none with"
+    " --prompts]",
+)
+@click.option("--prompts", metavar="FILE", help="Use the prompts of a file; `-` is stdin.")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "jsonl"]),
+    help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
+)
+@click.option(
+    "--drafter",
+    "drafters",
+    metavar="NAME",
+    multiple=True,
+    help=f"Measure this drafter; may be given repeatedly. [default: {', '.join(_DRAFTERS)}]",
+)
+@click.option(
+    "-k",
+    "--num-draft-tokens",
+    "lengths",
+    callback=_lengths,
+    metavar="LIST",
+    help=f"Measure these K, such as 1-4,8. [default: 1-{_MOST}, or as far as a pass is exact]",
+)
+@click.option(
+    "-n", "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True,
+    help="Generate this many tokens for each prompt, fewer where the text falls into a loop.",
+)  # fmt: skip
+@options.law
+@click.option(
+    "--seed", type=click.IntRange(0, 2**63), default=0, show_default=True,
+    help="Draw the prompts' texts with this seed, the next, and so on.",
+)  # fmt: skip
+@click.option(
+    "--repeats", type=click.IntRange(1), default=3, show_default=True,
+    help="Time each setting this often on each prompt.",
+)  # fmt: skip
+@options.threads
+@options.ops
+@options.as_json
+@click.option("--csv", metavar="FILE", help="Write the figures there, a line for each setting.")
+@click.option("--html", metavar="FILE", help="Write a page with plots there.")
+@click.option("--overwrite", is_flag=True, help="Replace files that exist.")
+def bench(
+    bundle: str | None,
+    device: str,
+    sets: tuple[str, ...],
+    prompts: str | None,
+    form: str | None,
+    drafters: tuple[str, ...],
+    lengths: list[int] | None,
+    max_new_tokens: int,
+    seed: int,
+    repeats: int,
+    threads: int | None,
+    ops: str,
+    as_json: bool,
+    csv: str | None,
+    html: str | None,
+    overwrite: bool,
+    **law: Any,
+) -> None:
+    """Measure every drafter and K against plain decoding, and the predictions against both."""
+    from specedge.cli import bench_output, bench_page
+    from specedge.runtime.bench import settings
+    from specedge.runtime.loading import load
+
+    request = law | {"max_new_tokens": max_new_tokens, "seed": seed}
+    names = drafters or _DRAFTERS
+    with options.usage_errors():
+        for name in names:
+            Request(**request, drafter=name)
+    outputs = {"--csv": csv, "--html": html}
+    _check_outputs(outputs, prompts, overwrite)
+    given = _read(sets, prompts, form)
+    pipeline = load(bundle, device=device, threads=threads, ops=ops)
+    for name in names:
+        pipeline.drafters.check(name)
+    tokens = _prompts(pipeline, given)
+    ks = lengths or range(1, min(_MOST, pipeline.max_planned_tokens) + 1)
+    measured = _measure(pipeline, tokens, settings(names, ks), repeats, request)
+    facts = _facts(pipeline, device, threads, repeats, request)
+    report = _report(pipeline, tokens, measured, request, facts)
+    click.echo(bench_output.json_text(report) if as_json else bench_output.table_text(report))
+    for flag, path, write in (
+        ("--csv", csv, bench_output.csv_text),
+        ("--html", html, bench_page.page),
+    ):
+        if path is not None:
+            _write(path, write(report), overwrite, flag)
+
+
+def _check_outputs(outputs: dict[str, str | None], prompts: str | None, overwrite: bool) -> None:
+    seen: dict[str, str] = {}
+    for flag, path in outputs.items():
+        if path is not None:
+            options.check_output(path, [prompts] if prompts else [], overwrite, flag)
+            other = seen.setdefault(os.path.realpath(path), flag)
+            if other != flag:
+                raise click.UsageError(f"{other} and {flag} name one file; name two")
+
+
+def _read(
+    sets: Sequence[str], prompts: str | None, form: str | None
+) -> list[tuple[str, str | list[dict[str, Any]]]]:
+    """Each prompt, a text or a chat, with its set's name; a bad file is a click.UsageError."""
+    import dataclasses
+
+    from specedge.cli.prompts import read
+    from specedge.runtime.bench_prompts import SETS
+
+    if form and prompts is None:
+        raise click.UsageError("--format needs --prompts")
+    names = sets or (() if prompts is not None else _SETS)
+    found: list[tuple[str, str | list[dict[str, Any]]]] = [
+        (name, text) for name in dict.fromkeys(names) for text in SETS[name]
+    ]
+    if prompts is not None:
+        items = read(prompts, form, False, None, dataclasses.asdict(Request()))
+        name = "standard input" if prompts == "-" else Path(prompts).name
+        found += [(name, item.messages or item.prompt or "") for item in items]
+    return found
+
+
+def _prompts(
+    pipeline: Pipeline, given: Sequence[tuple[str, str | list[dict[str, Any]]]]
+) -> list[Prompt]:
+    """As tokens; PromptError before anything runs."""
+    from specedge.runtime.bench import Prompt
+    from specedge.runtime.prompts import chat_tokens, prompt_tokens
+
+    found = []
+    for name, prompt in given:
+        if isinstance(prompt, str):
+            tokens = prompt_tokens(pipeline.bundle, pipeline.tokenizer, prompt)
+            found.append(Prompt(name, prompt, tokens))
+        else:
+            tokens = chat_tokens(pipeline.bundle, pipeline.tokenizer, prompt)
+            tokens = prompt_tokens(pipeline.bundle, pipeline.tokenizer, tokens)
+            found.append(Prompt(name, "\n".join(str(m["content"]) for m in prompt), tokens))
+    return found
+
+
+def _measure(
+    pipeline: Pipeline,
+    prompts: Sequence[Prompt],
+    some: Sequence[Setting],
+    repeats: int,
+    request: dict[str, Any],
+) -> Measured:
+    """With a bar on stderr if that is a terminal."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+    from specedge.runtime.bench import measure
+
+    console = Console(stderr=True)
+    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
+    off = not console.is_terminal
+    with (
+        options.usage_errors(),
+        Progress(*columns, console=console, transient=True, disable=off) as bar,
+    ):
+        task = bar.add_task("", total=1.0)
+        return measure(
+            pipeline, prompts, some, repeats, lambda share: bar.update(task, completed=share),
+            **request,
+        )  # fmt: skip
+
+
+def _report(
+    pipeline: Pipeline,
+    prompts: list[Prompt],
+    measured: Measured,
+    request: dict[str, Any],
+    facts: dict[str, Any],
+) -> Any:
+    from specedge.cli.bench_output import Report
+    from specedge.runtime.bench import PLAIN_SETTING
+    from specedge.runtime.bench_acceptance import stands
+    from specedge.runtime.bench_summary import losing, summarise
+    from specedge.runtime.words import sampling_of
+
+    law = Request(**request, ignore_eos=True)
+    sampling = sampling_of(law, pipeline.bundle, pipeline.tokenizer)
+    alphas = {}
+    for i, prompt in enumerate(prompts):
+        text = measured.texts[PLAIN_SETTING, i]
+        alphas[i] = stands(pipeline, prompt.tokens, text.tokens[: text.kept], sampling)
+    table = pipeline.costs.table if pipeline.costs.table.origin == "tune" else None
+    figures = summarise(measured, prompts, alphas, table, sampling.greedy)
+    return Report(facts, figures, losing(figures), prompts)
+
+
+def _facts(
+    pipeline: Pipeline,
+    device: str,
+    threads: int | None,
+    repeats: int,
+    request: dict[str, Any],
+) -> dict[str, Any]:
+    """What was measured, and on what."""
+    from specedge.runtime.cost_files import processor
+    from specedge.runtime.devices import onnxruntime
+    from specedge.version import __version__
+
+    bundle = pipeline.bundle
+    default = Request()
+    return {
+        "target": bundle.target.source.id,
+        "draft": bundle.draft.source.id,
+        "device": device,
+        "processor": processor(),
+        "threads": threads or os.cpu_count(),
+        "ops": getattr(pipeline.target, "ops", "auto"),
+        "specedge": __version__,
+        "onnxruntime": str(onnxruntime().__version__),
+        "costs_of_held_out": "tune" if pipeline.costs.table.origin == "tune" else "this run",
+        "repeats": repeats,
+    } | {
+        name: value
+        for name, value in request.items()
+        if name in ("max_new_tokens", "temperature", "seed")
+        or (value or None) != (getattr(default, name) or None)
+    }
+
+
+def _write(path: str, text: str, overwrite: bool, flag: str) -> None:
+    from specedge.store import replace_text
+
+    options.check_output(path, [], overwrite, flag)  # measuring took a while
+    replace_text(Path(path), text)
+    click.echo(f"wrote {path}", err=True)

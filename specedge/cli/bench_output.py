@@ -1,0 +1,166 @@
+"""What `specedge bench` prints and writes but for the page: a table, JSON, CSV."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import json
+from dataclasses import dataclass
+from typing import Any
+
+from specedge.runtime.bench import Prompt
+from specedge.runtime.bench_summary import Figures
+
+
+@dataclass(frozen=True)
+class Report:
+    """Everything a benchmark found."""
+
+    facts: dict[str, Any]
+    figures: list[Figures]
+    losing: list[str]
+    prompts: list[Prompt]
+
+    @property
+    def sets(self) -> list[str]:
+        """The names of the sets of prompts."""
+        return list(dict.fromkeys(one.set_name for one in self.figures))
+
+    def of(self, set_name: str) -> list[Figures]:
+        """The figures of one set."""
+        return [one for one in self.figures if one.set_name == set_name]
+
+
+def json_text(report: Report) -> str:
+    """JSON with the names of `Figures`."""
+    facts = report.facts | {
+        "losing": report.losing,
+        "settings": [dataclasses.asdict(one) for one in report.figures],
+    }
+    return json.dumps(facts, ensure_ascii=False, indent=1)
+
+
+def csv_text(report: Report) -> str:
+    """A line for each set and setting; acceptances by position have spaces between them."""
+    file = io.StringIO()
+    names = [field.name for field in dataclasses.fields(Figures)]
+    writer = csv.DictWriter(file, names, lineterminator="\n")
+    writer.writeheader()
+    for one in report.figures:
+        row = dataclasses.asdict(one)
+        positions = one.acceptance_by_position
+        row["acceptance_by_position"] = " ".join("-" if a is None else f"{a:g}" for a in positions)
+        writer.writerow(row)
+    return file.getvalue()
+
+
+def table_text(report: Report) -> str:
+    """A table for each set, and below it what to make of it."""
+    facts = report.facts
+    lines = [
+        f"{facts['target']} with {facts['draft']} as its draft, {facts['processor']},"
+        f" {facts['threads']} threads, {facts['ops']}; temperature {facts['temperature']:g}",
+    ]
+    for name in report.sets:
+        lines += ["", _table(report, name), *_notes(report, name)]
+    lines += ["", *report.losing] if report.losing else []
+    return "\n".join(lines)
+
+
+def _table(report: Report, name: str) -> str:
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
+    for head in (
+        *("drafter", "K", "ms a\ntoken", "draft/verify/\nsampl/rest %", "tokens\na round"),
+        *("stand\n/tested", "speed\n-up", "quartiles", "pre-\ndicted", "error"),
+    ):
+        table.add_column(head, justify="left" if head == "drafter" else "right", no_wrap=True)
+    for one in report.of(name):
+        table.add_row(*_cells(one))
+    console = Console(width=80, highlight=False, color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return captured.get().rstrip("\n")
+
+
+def _cells(one: Figures) -> list[str]:
+    parts = (one.draft_seconds, one.verify_seconds, one.sampling_seconds, one.rest_seconds)
+    split = "/".join(f"{100 * part / one.seconds_per_token:.0f}" for part in parts)
+    predicted, error = prediction(one)
+    return [
+        ("! " if one.loses else "  ") + one.drafter[:8],
+        str(one.num_draft_tokens),
+        f"{1e3 * one.seconds_per_token:.3f}",
+        split,
+        f"{one.tokens_per_round:.2f}",
+        shown(one.accepted_over_tested),
+        f"{one.speedup:.2f}",
+        f"{one.low:.2f}-{one.high:.2f}",
+        "-" if one.drafter == "plain" else f"{predicted:.2f}",
+        "-" if one.drafter == "plain" else f"{100 * error:+.0f}%",
+    ]
+
+
+def prediction(one: Figures) -> tuple[float, float]:
+    """What the table predicts with, and its error: alpha and measured costs for a draft model,
+    measured acceptance by position and costs for the rest.
+    """
+    if one.with_costs is not None and one.with_costs_error is not None:
+        return one.with_costs, one.with_costs_error
+    return one.by_position, one.by_position_error
+
+
+def _notes(report: Report, name: str) -> list[str]:
+    rows = report.of(name)
+    plain = rows[0]
+    lines = [
+        f"{name}: {plain.num_prompts} prompts; {100 * plain.loop_share:.0f}% of the text came after"
+        " a loop began and is left out",
+    ]
+    if plain.alpha is not None:
+        lines.append(f"alpha along the target's own text: {plain.alpha:.3f}")
+    best = max(rows, key=lambda one: one.speedup)
+    if best is not plain:
+        lines.append(
+            f"best: {best.drafter} at K = {best.num_draft_tokens}, {best.speedup:.2f} times as fast"
+            " as the target alone"
+        )
+    models = [one for one in rows if one.held_out is not None]
+    if models:
+        lines.append(
+            "held out, model, predicted/measured from every other prompt: "
+            + ", ".join(
+                f"{one.num_draft_tokens}: {one.held_out:.2f}/{one.held_out_speedup:.2f}"
+                f" ({100 * (one.held_out_error or 0):+.1f}%)"
+                for one in models
+            )
+        )
+    costs = [one for one in rows if one.drafter == "model" and one.theorem_3_8 is not None]
+    if costs:
+        lines.append(
+            "free verification (theorem 3.8), error: "
+            + ", ".join(
+                f"{one.num_draft_tokens}: {100 * (one.theorem_3_8_error or 0):+.0f}%"
+                for one in costs
+            )
+        )
+        lines.append(
+            "verify pass over K + 1 rows, in plain ones: "
+            + ", ".join(f"{one.num_draft_tokens}: {one.verify_cost:.2f}" for one in costs)
+        )
+    return [line for long in lines for line in _wrapped(long)]
+
+
+def _wrapped(line: str) -> list[str]:
+    import textwrap
+
+    return textwrap.wrap(line, 80, subsequent_indent="  ")
+
+
+def shown(value: float | None, digits: int = 2) -> str:
+    """A number, or a dash for none."""
+    return "-" if value is None else f"{value:.{digits}f}"

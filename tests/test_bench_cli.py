@@ -1,0 +1,176 @@
+"""`specedge bench`: its table, JSON, CSV and page, and what it refuses."""
+
+from __future__ import annotations
+
+import csv
+import html.parser
+import io
+import json
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+from click.testing import CliRunner
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+from benchmarks import LOSING, PROMPTS, figures, measured, runs
+from specedge.cli import bench_output, bench_page, cli, svg
+from specedge.cli.bench_output import Report
+from specedge.runtime.bench_summary import losing
+
+FACTS = {"target": "big <b>", "draft": "small", "processor": "a processor", "threads": 2}
+FACTS |= {"ops": "gqa", "temperature": 0.0}
+VOID = {"meta", "br", "link", "img", "hr", "input"}
+
+
+def report(found):
+    some = figures(found)
+    return Report(FACTS, some, losing(some), PROMPTS)
+
+
+GAINING = measured(runs(draft=0.1, verify=1.2, accepted=80))
+
+
+class Checker(html.parser.HTMLParser):
+    """Finds tags that are not closed in order, and whatever a page would load."""
+
+    def __init__(self):
+        super().__init__()
+        self.open = []
+        self.tags = set()
+        self.loads = []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.loads += [value for name, value in attrs if name in ("src", "href", "xlink:href")]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.add(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def check(page):
+    checker = Checker()
+    checker.feed(page)
+    checker.close()
+    assert checker.open == []
+    assert checker.loads == []
+    assert not {"script", "link", "img", "iframe"} & checker.tags
+    assert not re.search(r"https?:|url\(|@import", page)
+    drawn = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    for one in drawn:
+        ElementTree.fromstring(one)
+    return drawn
+
+
+def test_the_page_is_well_formed_and_stands_alone():
+    page = bench_page.page(report(GAINING))
+    assert len(check(page)) == 3
+    for part in ("draft tokens a round, K", "position in the draft", "model, predicted", "rest"):
+        assert part in page
+
+
+def test_the_pages_texts_are_escaped():
+    page = bench_page.page(report(GAINING))
+    assert "&lt;script&gt;alert(&#39;&amp;&#39;)" in page
+    assert "big &lt;b&gt;" in page
+    drawn = svg.lines("a<b", "x&y", "", [svg.Line("<i>", [svg.Point(1, 1.0)], "#000")])
+    assert ElementTree.fromstring(drawn)[0].text == "a<b"
+
+
+def test_a_setting_that_loses_is_marked_everywhere():
+    lost = report(LOSING)
+    text = bench_output.table_text(lost)
+    assert "speculation LOSES with every setting" in text
+    assert "! model" in text
+    page = bench_page.page(lost)
+    check(page)
+    assert "model loses" in page
+    assert "speculation LOSES" in page
+    assert "The target alone is the fastest" in page
+    assert json.loads(bench_output.json_text(lost))["settings"][1]["loses"] is True
+    assert "LOSES" not in bench_output.table_text(report(GAINING))
+
+
+def test_no_line_of_the_table_is_wider_than_a_terminal_and_nothing_is_cut():
+    text = bench_output.table_text(report(GAINING))
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "1.38" in text
+
+
+def test_csv_has_a_line_for_each_setting_and_the_names_of_json():
+    rows = list(csv.DictReader(io.StringIO(bench_output.csv_text(report(GAINING)))))
+    assert [row["drafter"] for row in rows] == ["plain", "model"]
+    settings = json.loads(bench_output.json_text(report(GAINING)))["settings"]
+    assert [*rows[1]] == [*settings[1]]
+    assert float(rows[1]["speedup"]) == settings[1]["speedup"]
+    assert rows[1]["acceptance_by_position"] == "0.8"
+
+
+def run(*arguments):
+    return CliRunner().invoke(cli, ["bench", *map(str, arguments)])
+
+
+def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
+    prompts = tmp_path / "my <prompts>.txt"
+    prompts.write_text("def read(path):\nclass Parser: # </pre><script>\n", "utf-8")
+    table, page = tmp_path / "b.csv", tmp_path / "b.html"
+    options = ("--prompts", prompts, "-k", "1-2,4", "-n", 10, "--repeats", 1)
+    result = run(*options, "--json", "--csv", table, "--html", page)
+    assert result.exit_code == 0, result.output
+    found = json.loads(result.stdout)
+    named = [(one["drafter"], one["num_draft_tokens"]) for one in found["settings"]]
+    expected = [(name, k) for name in ("model", "lookup", "chain") for k in (1, 2, 4)]
+    assert named == [("plain", 0), *expected, ("auto", "auto")]
+    for one in found["settings"]:
+        assert one["set_name"] == "my <prompts>.txt"
+        assert one["num_new_tokens"] == 20
+        assert 0 <= one["alpha"] <= 1
+    assert len(check(page.read_text("utf-8"))) == 3
+    assert "&lt;/pre&gt;&lt;script&gt;" in page.read_text("utf-8")
+    assert len(table.read_text("utf-8").splitlines()) == 1 + len(named)
+    assert found["draft"]
+    assert found["costs_of_held_out"] == "this run"
+    again = run(*options, "--csv", table)
+    assert again.exit_code != 0
+    assert "exists; name another file" in again.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-k", "0"], "is no K"),
+        (["-k", "4-2"], "is no K"),
+        (["-k", "65"], "is no K"),
+        (["-k", "1,,2"], "is no K"),
+        (["-k", "x"], "is no K"),
+        (["--drafter", "oracle"], "drafter must be"),
+        (["--drafter", "ngram:nowhere"], "nowhere"),
+        (["--set", "poems"], "poems"),
+        (["--format", "text"], "--format needs --prompts"),
+        (["--prompts", "nowhere.txt"], "nowhere.txt"),
+        (["--temperature", "nan"], "temperature"),
+        (["--html", "."], "name a file for --html"),
+        (["--csv", "no/where.csv"], "lies in no folder"),
+        (["--csv", "one", "--html", "one"], "name two"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_1(arguments, message, monkeypatch, capsys):
+    import sys
+
+    from specedge.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["specedge", "bench", *arguments])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == 1
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
