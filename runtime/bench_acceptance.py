@@ -62,8 +62,8 @@ def _stands(target: Floats, draft: Floats, sampling: Sampling, past: Past) -> fl
 
 def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> Iterator[Floats]:
     """The logits after each token, from the prompt's last one on. -> [V] each"""
+    start = prompt_length - 1
     model.truncate(0)
-    start = min(prompt_length, len(tokens)) - 1
     model.prefill(tokens[:start])
     for at in range(start, len(tokens), ROWS):
         yield from model.forward(tokens[at : at + ROWS]).copy()

@@ -98,14 +98,6 @@ _PROSE = (
 )
 
 _SOURCES = (
-    """def load_orders(path):
-    orders = []
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            name, amount, price = line.split(";")
-            orders.append((name, int(amount), float(price)))
-    return orders
-""",
     """class Shape:
     sides = 0
     colour = "grey"
@@ -118,39 +110,48 @@ class Triangle(Shape):
     sides = 3
     colour = "red"
 """,
-    """HOST = "127.0.0.1"
-PORT = 8642
-WORKERS = 3
-LOG_FILE = "/var/log/relay.txt"
-RETRIES = [1, 5, 25, 125]
-TIMEOUT = 2.5
+    """    def read(self, size=-1):
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+        return self.raw.read(size)
+
+    def write(self, data):
+        if self.closed:
+            raise ValueError("I/O operation on closed file")
+        return self.raw.write(data)
 """,
-    """import os
-import sys
-import json
-import random
-import tempfile
-from pathlib import Path
-from collections import Counter, deque
-from unittest import mock
+    """        self.assertEqual(f(1, 2), 3)
+        self.assertEqual(f(2, 2), 4)
+        self.assertEqual(f(3, 4), 7)
+        self.assertEqual(f(5, 0), 5)
+        self.assertEqual(f(8, 8), 16)
 """,
-    """names = {
-    "anna": "room 214",
-    "thomas": "room 118",
-    "ruth": "room 305",
-    "ivo": "room 27",
-    "helen": "room 431",
-}
+    """    parser.add_argument("--name", help="the name of the file")
+    parser.add_argument("--size", type=int, help="the size of the file")
+    parser.add_argument("--force", action="store_true")
 """,
-    """The ferry leaves the harbour at 6:40 and returns at 7:25. On Sundays it leaves
-at 9:10 and stops at the island first. Bicycles are carried free of charge.
+    """    try:
+        data = file.read()
+    except OSError as err:
+        print("cannot read", err)
+        return None
+    finally:
+        file.close()
+""",
+    """        if self.name is None:
+            return None
+        if self.size < 0:
+            raise ValueError("size must be positive")
+        for key, value in self.items():
+            self.write(key)
 """,
 )
 
 
 def _to_repeat(text: str) -> str:
-    """A text three times, the last cut short: what follows is the rest of it."""
-    return f"{text}\n\n{text}\n\n{text[: len(text) // 3]}"
+    """A text twice and its first third again, to the end of a line: the rest of it follows."""
+    end = text.index("\n", len(text) // 3)
+    return f"{text}\n{text}\n{text[:end]}"
 
 
 SETS = {

@@ -11,7 +11,7 @@ import numpy as np
 
 from .bench import PLAIN_SETTING, Measured, Prompt, Run, Setting
 from .bench_predictions import known_chances, model_rounds, text_rounds
-from .bench_totals import PARTS, Total, ratio, total_of
+from .bench_totals import PARTS, Total, overall_speedup, ratio, total_of
 from .costs import Costs, CostTable
 from .theory import speedup as theory_speedup
 
@@ -22,7 +22,8 @@ class Figures:
 
     `speedup` is the median, over prompts and repeats, of the ratio of plain decoding's seconds a
     token to the setting's, without the prefill; `low` and `high` are the quartiles, and
-    `request_speedup` counts the prefill. It `loses` where that is below 1.
+    `request_speedup` counts the prefill. It `loses` where `speedup` is below 1. `overall_speedup`
+    is the ratio of all prompts' seconds together, of the repeats the median: what formulas predict.
 
     `*_seconds` are seconds a new token, of each prompt the median of its repeats.
     The four acceptance rates are named as in `runtime.theory`; `alpha` is along the target's own
@@ -33,8 +34,8 @@ class Figures:
     `with_costs`, E(alpha, K) / (K c + v + o), are about a draft model and one K. `by_position`
     takes what positions and passes did in the run itself. `held_out` is what the acceptance of
     every other prompt says of the rest, for which `held_out_speedup` was measured; its costs are
-    those of `specedge tune` if there are any, else the run's. An error is predicted over measured,
-    less 1.
+    those of `specedge tune` if there are any, else the run's. An error is predicted over measured
+    `overall_speedup`, less 1.
     """
 
     set_name: str
@@ -47,6 +48,7 @@ class Figures:
     high: float
     loses: bool
     request_speedup: float
+    overall_speedup: float
     seconds_per_token: float
     draft_seconds: float
     verify_seconds: float
@@ -103,6 +105,9 @@ def summarise(
         for setting, runs in by_setting.items():
             texts = [measured.texts[setting, i] for i in held]
             share = 1 - sum(t.kept for t in texts) / sum(len(t.tokens) for t in texts)
+            lengths = {
+                i: (len(prompts[i].tokens), text.kept) for i, text in zip(held, texts, strict=True)
+            }
             out = _held_out(setting, plain, runs, held, lengths, table, greedy)
             found.append(_figures(name, setting, plain, runs, alpha, out, share))
     return found
@@ -149,6 +154,7 @@ def _figures(
         simple = theory_speedup(alpha, k, c)
         with_costs = theory_speedup(alpha, k, c, v, o) * plain_round
     predicted, out_measured = held_out or (None, None)
+    overall = overall_speedup(runs)
     rows = (k + 1) if isinstance(k, int) else None
     return Figures(
         set_name=name,
@@ -161,6 +167,7 @@ def _figures(
         high=high,
         loses=middle < 1,
         request_speedup=median(run.request_speedup for run in runs),
+        overall_speedup=overall,
         seconds_per_token=sum(total.seconds.values()) / tokens,
         **{f"{part}_seconds": total.seconds[part] / tokens for part in PARTS},
         num_new_tokens=tokens,
@@ -177,11 +184,11 @@ def _figures(
         verify_cost=v,
         host_cost=o,
         theorem_3_8=simple,
-        theorem_3_8_error=_error(simple, middle),
+        theorem_3_8_error=_error(simple, overall),
         with_costs=with_costs,
-        with_costs_error=_error(with_costs, middle),
+        with_costs_error=_error(with_costs, overall),
         by_position=by_position,
-        by_position_error=by_position / middle - 1,
+        by_position_error=by_position / overall - 1,
         held_out=predicted,
         held_out_speedup=out_measured,
         held_out_error=_error(predicted, out_measured),
@@ -208,13 +215,14 @@ def _held_out(
     known = total_of([run for run in runs if run.prompt in first])
     base = total_of([run for run in plain if run.prompt in first])
     chances = known_chances(known.by_position, known.overall, k)
-    predicted = []
+    plain_seconds = seconds = 0.0
     for prompt in held[1::2]:
         length, new = lengths[prompt]
         costs = table.at(length + new // 2, greedy) if table else _run_costs(known, base, k)
-        seconds = text_rounds(chances, model_rounds(costs, chances), new)
-        predicted.append(new * costs.plain / seconds)
-    return median(predicted), median(run.speedup for run in runs if run.prompt not in first)
+        plain_seconds += new * costs.plain
+        seconds += text_rounds(chances, model_rounds(costs, chances), new)
+    rest = overall_speedup([run for run in runs if run.prompt not in first])
+    return plain_seconds / seconds, rest
 
 
 def _run_costs(known: Total, base: Total, k: int) -> Costs:

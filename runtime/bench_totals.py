@@ -84,6 +84,18 @@ def _seconds(stats: Stats) -> dict[str, float]:
     }
 
 
+def overall_speedup(runs: Sequence[Run]) -> float:
+    """Seconds of plain decoding over those of the runs, all prompts together; of the repeats the
+    median. What a formula predicts is this one: a text that takes long counts more.
+    """
+    ours: dict[int, float] = defaultdict(float)
+    plain: dict[int, float] = defaultdict(float)
+    for run in runs:
+        ours[run.repeat] += run.stats.decode_seconds
+        plain[run.repeat] += run.stats.decode_seconds * run.speedup
+    return median(plain[repeat] / ours[repeat] for repeat in ours)
+
+
 def ratio(part: float, whole: float) -> float | None:
     """A quotient, None where there is none."""
     return part / whole if whole else None

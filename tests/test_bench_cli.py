@@ -8,6 +8,7 @@ import io
 import json
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 
 import pytest
 from click.testing import CliRunner
@@ -98,7 +99,10 @@ def test_a_setting_that_loses_is_marked_everywhere():
 
 
 def test_no_line_of_the_table_is_wider_than_a_terminal_and_nothing_is_cut():
-    text = bench_output.table_text(report(GAINING))
+    plain, model = figures(GAINING)
+    wide = {"low": 10.25, "high": 12.75, "draft_seconds": 0.6, "verify_seconds": 0.1}
+    auto = replace(model, drafter="lookup", num_draft_tokens="auto", loses=True, **wide)
+    text = bench_output.table_text(Report(FACTS, [plain, model, auto], [], PROMPTS))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "1.38" in text

@@ -75,8 +75,8 @@ def _table(report: Report, name: str) -> str:
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
     for head in (
-        *("drafter", "K", "ms a\ntoken", "draft/verify/\nsampl/rest %", "tokens\na round"),
-        *("stand\n/tested", "speed\n-up", "quartiles", "pre-\ndicted", "error"),
+        *("drafter", "K", "ms a\ntoken", "dr./verif./\nsam./rest%", "tok./\nround"),
+        *("acc./\ntest.", "speed\n-up", "quartiles", "over\nall", "pred.", "error"),
     ):
         table.add_column(head, justify="left" if head == "drafter" else "right", no_wrap=True)
     for one in report.of(name):
@@ -94,15 +94,22 @@ def _cells(one: Figures) -> list[str]:
     return [
         ("! " if one.loses else "  ") + one.drafter[:8],
         str(one.num_draft_tokens),
-        f"{1e3 * one.seconds_per_token:.3f}",
+        _short(1e3 * one.seconds_per_token, 3),
         split,
         f"{one.tokens_per_round:.2f}",
         shown(one.accepted_over_tested),
-        f"{one.speedup:.2f}",
-        f"{one.low:.2f}-{one.high:.2f}",
-        "-" if one.drafter == "plain" else f"{predicted:.2f}",
+        _short(one.speedup),
+        f"{_short(one.low)}-{_short(one.high)}",
+        _short(one.overall_speedup),
+        "-" if one.drafter == "plain" else _short(predicted),
         "-" if one.drafter == "plain" else f"{100 * error:+.0f}%",
     ]
+
+
+def _short(value: float, digits: int = 2) -> str:
+    """A number in as many characters, however large."""
+    whole = len(f"{value:.0f}")
+    return f"{value:.{max(0, digits + 1 - whole)}f}"
 
 
 def prediction(one: Figures) -> tuple[float, float]:

@@ -9,16 +9,19 @@ import numpy as np
 import pytest
 
 from benchmarks import LOSING, PROMPTS, figures, measured, runs
+from fakes import TableModel, hashed_law
 from specedge.options import Sampling
 from specedge.runtime import bench, bench_acceptance
-from specedge.runtime.bench import PLAIN_SETTING, Prompt, Setting
+from specedge.runtime.bench import PLAIN_SETTING, Prompt, Run, Setting
 from specedge.runtime.bench_predictions import known_chances, model_rounds, text_rounds
 from specedge.runtime.bench_prompts import SETS
 from specedge.runtime.bench_summary import losing, summarise
+from specedge.runtime.bench_totals import overall_speedup
 from specedge.runtime.costs import Costs
 from specedge.runtime.laws import probabilities
 from specedge.runtime.loops import length_before_loop
 from specedge.runtime.past import Past
+from specedge.runtime.stats import Stats
 from specedge.runtime.theory import speedup
 
 RUN = list(range(8))
@@ -182,6 +185,20 @@ def test_alpha_compares_both_laws_at_each_place_of_the_text(pipeline):
     assert len(found) == 20
 
 
+@pytest.mark.parametrize(("context_length", "places"), [(99, 20), (15, 6), (10, 1), (9, 0), (4, 0)])
+def test_alpha_ends_where_the_drafts_context_does(context_length, places):
+    law = hashed_law(1, 5)
+    draft = TableModel(law, 5, context_length)
+    facts = SimpleNamespace(context_length=context_length, vocab_size=5)
+    pair = SimpleNamespace(
+        bundle=SimpleNamespace(draft=facts), target=TableModel(law, 5), draft=draft
+    )
+    text = [i % 5 for i in range(20)]
+    for sampling in (Sampling(), Sampling(temperature=1.0)):
+        found = bench_acceptance.stands(pair, [1] * 10, text, sampling)
+        assert found == pytest.approx([1.0] * places)
+
+
 def test_a_text_of_one_token_takes_a_round_and_longer_ones_what_acceptance_says():
     assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1) == 1.5
     assert text_rounds([0.25], [1.0, 1.5], 2) == pytest.approx(1.5 + 0.75 * 1.5)
@@ -240,6 +257,15 @@ def test_the_share_left_out_is_reported():
     short = {key: bench.Text(text.tokens, 45) for key, text in found.texts.items()}
     plain, _ = figures(bench.Measured(found.runs, short))
     assert plain.loop_share == pytest.approx(0.75)
+
+
+def test_overall_a_text_that_takes_long_counts_more():
+    some = [
+        Run(Setting("model", 1), prompt, repeat, Stats(other_seconds=seconds), ratio)
+        for repeat in (1, 2, 3)
+        for prompt, seconds, ratio in ((0, 9.0 * repeat, 1.0), (1, 1.0 * repeat, 3.0))
+    ]
+    assert overall_speedup(some) == pytest.approx((9 + 3) / 10)
 
 
 def test_each_set_has_figures_of_its_own():
