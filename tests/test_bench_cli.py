@@ -27,7 +27,7 @@ VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 def report(found):
     some = figures(found)
-    return Report(FACTS, some, losing(some), PROMPTS)
+    return Report(FACTS, some, losing(some), PROMPTS, found.runs)
 
 
 GAINING = measured(runs(draft=0.1, verify=1.2, accepted=80))
@@ -102,7 +102,7 @@ def test_no_line_of_the_table_is_wider_than_a_terminal_and_nothing_is_cut():
     plain, model = figures(GAINING)
     wide = {"low": 10.25, "high": 12.75, "draft_seconds": 0.6, "verify_seconds": 0.1}
     auto = replace(model, drafter="lookup", num_draft_tokens="auto", loses=True, **wide)
-    text = bench_output.table_text(Report(FACTS, [plain, model, auto], [], PROMPTS))
+    text = bench_output.table_text(Report(FACTS, [plain, model, auto], [], PROMPTS, []))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "1.38" in text
@@ -140,6 +140,8 @@ def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
     assert "&lt;/pre&gt;&lt;script&gt;" in page.read_text("utf-8")
     assert len(table.read_text("utf-8").splitlines()) == 1 + len(named)
     assert found["draft"]
+    assert len(found["runs"]) == 2 * (10 + 4)
+    assert {run["num_new_tokens"] for run in found["runs"]} == {10}
     assert found["costs_of_held_out"] == "this run"
     again = run(*options, "--csv", table)
     assert again.exit_code != 0

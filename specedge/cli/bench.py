@@ -241,7 +241,7 @@ def _report(
         alphas[i] = stands(pipeline, prompt.tokens, text.tokens[: text.kept], sampling)
     table = pipeline.costs.table if pipeline.costs.table.origin == "tune" else None
     figures = summarise(measured, prompts, alphas, table, sampling.greedy)
-    return Report(facts, figures, losing(figures), prompts)
+    return Report(facts, figures, losing(figures), prompts, measured.runs)
 
 
 def _facts(

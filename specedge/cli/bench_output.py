@@ -9,7 +9,7 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from specedge.runtime.bench import Prompt
+from specedge.runtime.bench import Prompt, Run
 from specedge.runtime.bench_summary import Figures
 
 
@@ -21,6 +21,7 @@ class Report:
     figures: list[Figures]
     losing: list[str]
     prompts: list[Prompt]
+    runs: list[Run]
 
     @property
     def sets(self) -> list[str]:
@@ -33,12 +34,29 @@ class Report:
 
 
 def json_text(report: Report) -> str:
-    """JSON with the names of `Figures`."""
+    """JSON with the names of `Figures`, and below them each prompt and each timed run."""
     facts = report.facts | {
         "losing": report.losing,
         "settings": [dataclasses.asdict(one) for one in report.figures],
+        "prompts": [{"set_name": one.set_name, "text": one.text} for one in report.prompts],
+        "runs": [_run(one) for one in report.runs],
     }
     return json.dumps(facts, ensure_ascii=False, indent=1)
+
+
+def _run(run: Run) -> dict[str, Any]:
+    """One run, with the names of `Stats`; `prompt` is an index into the prompts."""
+    names = (
+        *("num_prompt_tokens", "num_new_tokens", "num_rounds", "num_drafted", "num_accepted"),
+        *("prefill_seconds", "decode_seconds"),
+    )
+    return {
+        "prompt": run.prompt,
+        "repeat": run.repeat,
+        "drafter": run.setting.drafter,
+        "num_draft_tokens": run.setting.num_draft_tokens,
+        "speedup": run.speedup,
+    } | {name: getattr(run.stats, name) for name in names}
 
 
 def csv_text(report: Report) -> str:
