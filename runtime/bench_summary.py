@@ -9,6 +9,8 @@ from statistics import fmean, median
 
 import numpy as np
 
+from specedge.options import AUTO
+
 from .bench import PLAIN_SETTING, Measured, Prompt, Run, Setting
 from .bench_predictions import known_chances, model_rounds, text_rounds
 from .bench_totals import PARTS, Total, overall_speedup, ratio, total_of
@@ -125,7 +127,10 @@ def losing(figures: Sequence[Figures]) -> list[str]:
         if tries and len(lost) == len(tries):
             lines.append(f"{name}: speculation LOSES with every setting; use plain decoding")
         elif lost:
-            named = "; ".join(f"{one} at K = {', '.join(ks)}" for one, ks in by_drafter.items())
+            named = "; ".join(
+                one if ks == [AUTO] else f"{one} at K = {', '.join(ks)}"
+                for one, ks in by_drafter.items()
+            )
             lines.append(f"{name}: speculation LOSES with {named}")
     return lines
 

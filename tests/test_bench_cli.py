@@ -6,6 +6,7 @@ import csv
 import html.parser
 import io
 import json
+import os
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -146,6 +147,26 @@ def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
     again = run(*options, "--csv", table)
     assert again.exit_code != 0
     assert "exists; name another file" in again.output
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX pipes and links")
+def test_a_link_is_followed_and_a_pipe_stays_one(tmp_path):
+    from specedge.cli.bench import _write
+
+    real, link, pipe = (tmp_path / name for name in ("real.csv", "link.csv", "pipe"))
+    real.write_text("old", "utf-8")
+    link.symlink_to(real)
+    _write(str(link), "new", True, "--csv")
+    assert link.is_symlink()
+    assert real.read_text("utf-8") == "new"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        _write(str(pipe), "new", False, "--csv")
+        assert os.read(reader, 10) == b"new"
+    finally:
+        os.close(reader)
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize(

@@ -281,5 +281,8 @@ def _write(path: str, text: str, overwrite: bool, flag: str) -> None:
     from specedge.store import replace_text
 
     options.check_output(path, [], overwrite, flag)  # measuring took a while
-    replace_text(Path(path), text)
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device stays one
+        Path(path).write_text(text, "utf-8")
+    else:
+        replace_text(Path(os.path.realpath(path)), text)
     click.echo(f"wrote {path}", err=True)

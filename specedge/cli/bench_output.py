@@ -82,7 +82,8 @@ def table_text(report: Report) -> str:
     ]
     for name in report.sets:
         lines += ["", _table(report, name), *_notes(report, name)]
-    lines += ["", *report.losing] if report.losing else []
+    if report.losing:
+        lines += ["", *(part for line in report.losing for part in _wrapped(line))]
     return "\n".join(lines)
 
 
@@ -124,6 +125,12 @@ def _cells(one: Figures) -> list[str]:
     ]
 
 
+def named(one: Figures) -> str:
+    """A setting as people read it."""
+    k = one.num_draft_tokens
+    return f"{one.drafter} at K = {k}" if isinstance(k, int) else one.drafter
+
+
 def _short(value: float, digits: int = 2) -> str:
     """A number in as many characters, however large."""
     whole = len(f"{value:.0f}")
@@ -143,17 +150,14 @@ def _notes(report: Report, name: str) -> list[str]:
     rows = report.of(name)
     plain = rows[0]
     lines = [
-        f"{name}: {plain.num_prompts} prompts; {100 * plain.loop_share:.0f}% of the text came after"
-        " a loop began and is left out",
+        f"{name}: {plain.num_prompts} prompt{'s' * (plain.num_prompts > 1)};"
+        f" {100 * plain.loop_share:.0f}% of the text came after a loop began and is left out",
     ]
     if plain.alpha is not None:
         lines.append(f"alpha along the target's own text: {plain.alpha:.3f}")
     best = max(rows, key=lambda one: one.speedup)
     if best is not plain:
-        lines.append(
-            f"best: {best.drafter} at K = {best.num_draft_tokens}, {best.speedup:.2f} times as fast"
-            " as the target alone"
-        )
+        lines.append(f"best: {named(best)}, {best.speedup:.2f} times as fast as the target alone")
     models = [one for one in rows if one.held_out is not None]
     if models:
         lines.append(

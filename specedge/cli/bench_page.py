@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from specedge.cli import svg
-from specedge.cli.bench_output import Report, prediction, shown
+from specedge.cli.bench_output import Report, named, prediction, shown
 
 if TYPE_CHECKING:
     from specedge.runtime.bench_summary import Figures
@@ -109,8 +109,7 @@ def _set(report: Report, name: str) -> dict[str, Any]:
         "name": name,
         "verdict": "The target alone is the fastest."
         if best is plain
-        else f"Best: {best.drafter} at K = {best.num_draft_tokens}, {best.speedup:.2f} times as"
-        " fast as the target alone.",
+        else f"Best: {named(best)}, {best.speedup:.2f} times as fast as the target alone.",
         "alpha": f"α along the target's own text is {shown(plain.alpha, 3)}.",
         "loops": f"{100 * plain.loop_share:.0f}% of the text came after a loop began and is left"
         " out.",
