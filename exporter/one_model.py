@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import gc
 import shutil
-import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -119,39 +117,16 @@ def _references(part: Part) -> list[Reference]:
 
 
 def _compare(part: Part, wanted: list[str], references: list[Reference]) -> dict[str, Parity]:
-    """Play each op set's files against what PyTorch computed, all op sets at a time.
-
-    While ONNX Runtime loads one, which takes it one core, the other is running.
-    """
-    players = {ops: Player(part.folder, part.lengths, part.shape, ops) for ops in wanted}
-    total = sum(player.num_stages for player in players.values())
-    stopped = threading.Event()
-    with (
-        part.progress.step(f"Comparing the {part.role}", total) as advance,
-        ThreadPoolExecutor(len(players)) as threads,
-    ):
-
-        def go_on(amount: int) -> None:
-            if stopped.is_set():
-                raise KeyboardInterrupt
-            advance(amount)
-
-        def played(ops: str) -> parity.Findings:
-            return parity.measure(part.role, references, players[ops], go_on)
-
-        try:
-            found = {ops: threads.submit(played, ops) for ops in wanted}
-            return model_files.each(
-                part, wanted, lambda ops: _judge(part, players[ops], found[ops].result())
-            )
-        except BaseException:
-            stopped.set()
-            raise
+    """Compare each op set that can be."""
+    return model_files.each(part, wanted, lambda ops: _played(part, ops, references))
 
 
-def _judge(part: Part, player: Player, found: parity.Findings) -> Parity:
-    """Note what is not as it should be."""
-    who, progress = f"{part.role} ({player.ops})", part.progress
+def _played(part: Part, ops: str, references: list[Reference]) -> Parity:
+    """Play an op set's files against what PyTorch computed; note what is not as it should be."""
+    who, progress = f"{part.role} ({ops})", part.progress
+    player = Player(part.folder, part.lengths, part.shape, ops)
+    with progress.step(f"Comparing the {who}", player.num_stages) as advance:
+        found = parity.measure(part.role, references, player, advance)
     if found.differing:
         progress.note(f"{who}: {', '.join(found.differing)} give other last bits than decoder")
     expected = parity.lengths_to_compare(player)

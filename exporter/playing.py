@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from .weights import FILE
 
 WHOLE_BYTES = 100_000_000  # of weights; larger models are played part by part
 NOISE = 4.0
-_huge = threading.Lock()  # one part at a time may be larger than parts are: a vocabulary's matrix
 _OFFSETS = 1000  # where in one stretch of numbers a stretch of noise may begin
 Values = dict[str, np.ndarray]
 
@@ -137,8 +135,7 @@ class Player:
         decoder, memory = self._splits["decoder"], Memory()
         for i, part in enumerate(decoder.parts):
             caches = {n: shape for n, shape in self._caches.items() if n in part.inputs}
-            huge = part.size > parts.PART_BYTES
-            with _huge if huge else contextlib.nullcontext(), decoder.computed(i, memory) as given:
+            with decoder.computed(i, memory) as given:
                 values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()}
                 stage = _Stage(caches, functools.partial(self._open_part, i, values))
                 try:
