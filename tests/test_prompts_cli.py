@@ -198,6 +198,15 @@ def test_a_prompt_that_fails_has_an_error_line_and_the_others_run(jsonl):
     assert result.stderr == "3 of 3 prompts done, 2 failed, 3 tokens\n"
 
 
+def test_a_replay_that_ends_early_fails_its_own_line_alone(jsonl):
+    write(jsonl, {"prompt": "a", "replay": [["model", 4, 1]]}, {"prompt": "def f("})
+    result = run("--prompts", "-", "--format", "jsonl", "-n", 9, stdin=jsonl.read_text("utf-8"))
+    assert result.returncode == 1
+    failed, good = lines_of(result.stdout)
+    assert "the replay ends after 1 rounds" in failed["error"]
+    assert len(good["tokens"]) == 9
+
+
 def test_chats_of_a_bundle_without_a_template_are_refused_before_any_runs(jsonl, tmp_path):
     write(jsonl, {"prompt": "a"}, {"messages": [{"role": "user", "content": "Hi"}]})
     result = run("--prompts", jsonl, "--output", tmp_path / "out")
