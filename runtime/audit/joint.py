@@ -23,7 +23,7 @@ from ..past import Past
 from ..sampling import probabilities
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding
-from .sampled import name_of
+from .sampled import NAME, name_of
 from .statistics import Array, Fit, Frequency, fit, frequency
 from .subject import Sizes, Subject, cut, known
 
@@ -199,11 +199,11 @@ def _finding(
         for name, found in tested.items()
     }
     lines = [
-        f"{'':26}  texts cells  p of: strings  first stood  later stood  would catch  at most off"
-        "  after"
+        f"{'':{NAME}}  texts cells  p of: strings  first stood  later stood  "
+        "would catch  at most off  after"
     ]
     lines += [_line(name, found) for name, found in tested.items()]
-    lines.append(f"{'all together':26} {first.p_value:40.2g} {later.p_value:12.2g}")
+    lines.append(f"{'all together':{NAME}} {first.p_value:40.2g} {later.p_value:12.2g}")
     p_values = {name: found.p_values() for name, found in tested.items()}
     p_values["all together"] = {"first": first.p_value, "later": later.p_value}
     problems = [
@@ -235,7 +235,7 @@ _NAMES = {
 def _line(name: str, found: Tested) -> str:
     strings = found.strings
     return (
-        f"{name:26} {strings.num_samples:6} {strings.num_cells:5} {strings.p_value:14.2g} "
+        f"{name:{NAME}} {strings.num_samples:6} {strings.num_cells:5} {strings.p_value:14.2g} "
         f"{found.first.p_value:12.2g} {found.later.p_value:12.2g} {strings.would_catch:12.3f} "
         f"{strings.bound:12.3f}  {found.prompt}"
     )

@@ -32,6 +32,7 @@ SETTINGS = (
     Sampling(1.0, typical_p=0.9),
     Sampling(0.9, top_k=50, repetition_penalty=1.2, presence_penalty=0.5, frequency_penalty=0.5),
 )
+NAME = 49  # letters of a setting's name in a table
 NUM_CELLS = 16  # of [0, 1); pairs are laid on a square of 4 by 4
 TESTS = 4  # of each setting, and of all together
 LEAST_TOKENS = 320  # of a setting, so that each cell expects 20
@@ -74,8 +75,14 @@ def name_of(sampling: Sampling) -> str:
     """A setting in words: what differs from drawing plainly."""
     plain = Sampling(sampling.temperature)
     fields = [f"temperature {sampling.temperature:g}"]
+    penalties = (
+        sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty
+    )  # fmt: skip
+    if penalties != (1, 0, 0):
+        fields.append("penalties {:g}/{:g}/{:g}".format(*penalties))
     for field_ in dataclasses.fields(sampling):
-        if (value := getattr(sampling, field_.name)) != getattr(plain, field_.name):
+        value = getattr(sampling, field_.name)
+        if value != getattr(plain, field_.name) and not field_.name.endswith("penalty"):
             fields.append(f"{field_.name.replace('_', '-')} {value}")
     return ", ".join(fields)
 
@@ -171,7 +178,7 @@ def _uniform(cells: list[int], alpha: float) -> Fit:
 def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Finding:
     problems, facts = [], {}
     lines = [
-        f"{'':26} tokens  p of: rank  lean to draft  neighbours  stood  "
+        f"{'':{NAME}} tokens  p of: rank  lean to draft  neighbours  stood  "
         "how often (by the laws)  would catch"
     ]
     for name, sample in samples.items():
@@ -219,7 +226,7 @@ def _line(name: str, sample: Sample, verdicts: Verdicts) -> str:
     rank, lean, neighbours, acceptance = verdicts.p_values().values()
     stood = verdicts.acceptance
     return (
-        f"{name:26} {len(sample.by_rank):6} {rank:11.2g} {lean:14.2g} {neighbours:11.2g} "
+        f"{name:{NAME}} {len(sample.by_rank):6} {rank:11.2g} {lean:14.2g} {neighbours:11.2g} "
         f"{acceptance:6.2g} {stood.measured:16.3f} ({stood.expected:.3f}) "
         f"{verdicts.by_rank.would_catch:12.3f}"
     )
