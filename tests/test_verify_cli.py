@@ -22,7 +22,7 @@ from specedge.bundle import MANIFEST, Bundle, describe
 from specedge.cli.verify import verify
 from specedge.runtime.audit import auditing
 from specedge.runtime.audit.defects import DEFECTS
-from specedge.runtime.audit.report import FAILED, PASSED, Finding
+from specedge.runtime.audit.report import FAILED, PASSED, SHORT, Finding
 
 CHECKS = ["files", "graphs", "caches", "self-draft", "greedy", "joint", "sampled"]
 SHORT_RUN = ("verify", "--minutes", "0.0001")
@@ -193,6 +193,15 @@ def test_the_self_tests_exit_code_says_how_it_went(monkeypatch, caught, alarm, c
     assert f"caught {caught} of 5" in shown.output
     assert shown.output.count("MISSED") == 5 - caught
     assert ("FALSE ALARM" in shown.output) == alarm
+
+
+def test_a_control_that_had_no_time_is_not_called_quiet(monkeypatch):
+    short = Finding("joint", SHORT, "too few texts")
+    result = auditing.SelfTest([short], [(defect, [short]) for defect in DEFECTS])
+    monkeypatch.setattr(auditing, "self_test", lambda *_: result)
+    shown = CliRunner().invoke(verify, ["--self-test", "--bundle", str(store.embedded())])
+    assert shown.exit_code == 2
+    assert "as it is: too little time for joint" in shown.output
 
 
 def test_a_bundle_of_noise_fails(tmp_path):

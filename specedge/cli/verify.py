@@ -115,8 +115,13 @@ def _lines(result: SelfTest) -> Iterator[str]:
 
 
 def _alarms(result: SelfTest) -> str:
+    from specedge.runtime.audit.report import SHORT
+
     found = [f"{finding.check}: {finding.summary}" for finding in result.false_alarms]
-    return f"FALSE ALARM: {'; '.join(found)}" if found else "no alarm"
+    if found:
+        return f"FALSE ALARM: {'; '.join(found)}"
+    short = [finding.check for finding in result.control if finding.status == SHORT]
+    return f"too little time for {', '.join(short)}; give --minutes" if short else "no alarm"
 
 
 def _facts(result: SelfTest) -> dict[str, Any]:
