@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import stat
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,7 +42,7 @@ def _check(output: Path) -> None:
         raise ExportError("--output is the folder you are in; name another one")
     if _holds_something_else(output):
         raise ExportError(f"{output} is not empty and no bundle; name another folder with --output")
-    if output.exists() and not output.is_dir():
+    if _is_no_folder(output):
         raise ExportError(f"{output} is a file; name a folder with --output")
     if around := next((p for p in output.parents if (p / MANIFEST).is_file()), None):
         raise ExportError(f"{output} is inside the bundle {around}; name another with --output")
@@ -55,6 +56,14 @@ def _holds_something_else(output: Path) -> bool:
     try:
         return any(output.iterdir()) and not (output / MANIFEST).is_file() and output.is_dir()
     except (FileNotFoundError, NotADirectoryError):
+        return False
+
+
+def _is_no_folder(output: Path) -> bool:
+    """Whether a file lies there; one look, as another export may rename the bundle meanwhile."""
+    try:
+        return not stat.S_ISDIR(output.stat().st_mode)
+    except OSError:
         return False
 
 

@@ -36,8 +36,8 @@ def runs_of(spans):
 
 
 def test_colours_are_the_fates_and_the_text_under_them_is_exact(pipeline):
-    result = run("--trace", FORCE_COLOR="1")
-    made = pipeline.generate(PROMPT, 40)
+    result = run("--trace", "-k", "4", FORCE_COLOR="1")
+    made = pipeline.generate(PROMPT, 40, num_draft_tokens=4)
     found = re.findall(r"\x1b\[(3\d)m(.*?)\x1b\[0m", result.stdout, re.DOTALL)
     expected = [(span.text, str(span.fate)) for span in made.spans]
     assert runs_of((text, COLOURS[code]) for code, text in found) == runs_of(expected)
@@ -45,7 +45,7 @@ def test_colours_are_the_fates_and_the_text_under_them_is_exact(pipeline):
 
 
 def test_without_a_terminal_the_marks_are_brackets(pipeline):
-    result = run("--trace")
+    result = run("--trace", "-k", "4")
     assert "\x1b" not in result.stdout + result.stderr
     assert all(mark in result.stdout for mark in "«»⟨⟩⟦⟧")
     assert re.sub("[«»⟨⟩⟦⟧]", "", result.stdout) == pipeline.generate(PROMPT, 40).text + "\n"
@@ -61,8 +61,8 @@ def test_plain_decoding_has_no_marks(pipeline):
 
 
 def test_json_has_the_spans_if_they_are_asked_for(pipeline):
-    result = run("--trace", "--json")
-    made = pipeline.generate(PROMPT, 40)
+    result = run("--trace", "--json", "-k", "4")
+    made = pipeline.generate(PROMPT, 40, num_draft_tokens=4)
     spans = [{"text": span.text, "fate": span.fate} for span in made.spans]
     assert json.loads(result.stdout)["spans"] == spans
     assert "trace" not in result.stderr

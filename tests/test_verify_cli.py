@@ -47,7 +47,7 @@ def relist(folder, **changes):
 
 
 def test_the_embedded_pair_passes_every_check():
-    ticks = Ticks(10000)
+    ticks = Ticks(20000)
 
     def told(check):
         ticks.step = {"greedy": 4.0, "sampled": 100.0}.get(check, 1.0)
@@ -66,7 +66,7 @@ def test_the_embedded_pair_passes_every_check():
         assert {1, 2, 3, 4, 5} <= set(graphs["row_independent"])
         assert 0 < graphs["relative_difference_to_onnx"] <= 1e-5
         assert graphs["fixed_shapes_gqa"].keys() == {"step", "catchup", "verify", "prefill"}
-    assert set(found["greedy"]["num_tokens_by_k"]) == {"1", "2", "3", "4", "8"}
+    assert set(found["greedy"]["num_tokens_by_k"]) == set("12345678")
     assert found["sampled"]["all together"]["num_tokens"] >= 5 * 320
     json.dumps(report)
 
