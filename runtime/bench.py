@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specedge.options import AUTO
+from specedge.request import AUTO
 
 from .loops import length_before_loop
 from .pipeline import Pipeline

@@ -9,7 +9,7 @@ from statistics import fmean, median
 
 import numpy as np
 
-from specedge.options import AUTO
+from specedge.request import AUTO
 
 from .bench import PLAIN_SETTING, Measured, Prompt, Run, Setting
 from .bench_predictions import known_chances, model_rounds, text_rounds

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specedge.bundle import Bundle
 from specedge.errors import DrafterError
-from specedge.options import NGRAM, Request
+from specedge.request import NGRAM, Request
 
 from . import ngram_files
 from .drafters import Chain, Checked, Drafter, DraftModel

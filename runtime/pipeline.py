@@ -10,7 +10,8 @@ from typing import Any, Unpack
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Options, Request
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+from specedge.request import Options, Request
 
 from .choosing import Drafters
 from .known_costs import KnownCosts
@@ -64,7 +65,7 @@ class Pipeline:
         changes the speed alone. `lookup_min` and `lookup_max` are the match lengths of lookup and
         chain. `exact` decides near-ties at temperature 0 as plain decoding does, on any device.
 
-        The other options are those of `specedge.options.Request`, which says what they mean.
+        The other options are those of `specedge.request.Request`, which says what they mean.
         `lenience` below 1 gives up the target's law for speed. `logprobs` asks for the tokens'
         log-probabilities, and for those of that many likeliest ones.
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from specedge.errors import ReplayError
-from specedge.options import MAX_DRAFT_TOKENS, Planned, Sampling
+from specedge.options import MAX_DRAFT_TOKENS, Sampling
+from specedge.request import Planned
 
 from .drafters import Chain, Drafter, DraftModel
 from .past import Past

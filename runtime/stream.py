@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from specedge.errors import SpecEdgeError
-from specedge.options import AUTO, Planned, Request, Sampling
+from specedge.options import Sampling
+from specedge.request import AUTO, Planned, Request
 
 from .decoding import Round, SpeculativeDecoder
 from .drafters import Drafter

@@ -8,7 +8,8 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import OptionError
-from specedge.options import Request, Sampling
+from specedge.options import Sampling
+from specedge.request import Request
 
 
 def sampling_of(request: Request, bundle: Bundle, tokenizer: Tokenizer) -> Sampling:

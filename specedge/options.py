@@ -1,24 +1,17 @@
-"""The options of a request. Standard library only, so that every room can name them."""
+"""What shapes the law of the next token. Standard library only, so that every room can name it."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Real
-from typing import Any, TypedDict
+from typing import Any
 
 MAX_DRAFT_TOKENS = 64
-MAX_MATCH = 64
-AUTO = "auto"
-DRAFTERS = (AUTO, "model", "lookup", "chain", "block", "random")
-NGRAM = "ngram:"  # and a file's name
 MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
 
-MAX_REPLAYED_ROUNDS = 2**20
-
-Planned = tuple[str, int, int]  # a drafter, K, and how many rounds in a row
 Biases = tuple[tuple[int, float], ...]
 
 
@@ -172,127 +165,6 @@ class Sampling(Rules):
         return found
 
 
-@dataclass(frozen=True)
-class Request(Rules):
-    """What a caller asks for beside the prompt, as `Pipeline.generate` explains it.
-
-    `num_draft_tokens` is "auto" (as None is) or fixed; 0 is plain decoding. `replay` repeats the
-    drafter and K of each round of an earlier run, `Generation.plan`.
-
-    A value that cannot be is a ValueError that names it.
-    """
-
-    max_new_tokens: int = 128
-    seed: int | None = None
-    num_draft_tokens: int | str | None = None
-    stop: str | Sequence[str] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    drafter: Any = "auto"
-    lookup_min: int | None = None
-    lookup_max: int | None = None
-    exact: bool = False
-    replay: Sequence[Sequence[Any]] | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._set("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 1))
-        if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
-                f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
-                f"{self.max_new_tokens}"
-            )
-        if self.seed is not None:
-            self._set("seed", whole("seed", self.seed, -(2**64), 2**64))
-        if isinstance(k := self.num_draft_tokens, str) and k != AUTO:
-            raise ValueError(
-                f"num_draft_tokens must be 'auto' or a whole number between 0 and "
-                f"{MAX_DRAFT_TOKENS}, got {k!r}"
-            )
-        if k not in (None, AUTO):
-            self._set("num_draft_tokens", whole("num_draft_tokens", k, 0, MAX_DRAFT_TOKENS))
-        if self.replay is not None:
-            if self.num_draft_tokens not in (None, AUTO):
-                raise ValueError("a replay has its own num_draft_tokens; leave that out")
-            self._set("replay", _planned(self.replay))
-        self._set("stop", _stop_strings(self.stop))
-        for name in ("ignore_eos", "exact"):
-            if (value := getattr(self, name)) not in (True, False):
-                raise ValueError(f"{name} must be true or false, got {value!r}")
-        if self.exact and self.temperature != 0:
-            raise ValueError(
-                "exact is for temperature 0, where a last bit can turn a choice; a drawn text "
-                "follows the target's distribution as it is"
-            )
-        if self.logprobs is not None:
-            self._set("logprobs", whole("logprobs", self.logprobs, 0))
-        _check_drafter(self.drafter)
-        for name in ("lookup_min", "lookup_max"):
-            self._set_match(name)
-        if self.lookup_min and self.lookup_max and self.lookup_min > self.lookup_max:
-            raise ValueError(
-                f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
-                f"{self.lookup_max}"
-            )
-
-    def sampling(
-        self, bad_words: Iterable[Sequence[int]] = (), end_tokens: Iterable[int] = ()
-    ) -> Sampling:
-        """How the next token is drawn, given this request's bad words as token ids."""
-        rules: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Rules)}
-        given = {"bad_words": tuple(bad_words), "end_tokens": tuple(end_tokens)}
-        return Sampling(**rules | given)
-
-    def _set_match(self, name: str) -> None:
-        """Check a match length, which only drafters that look matches up can have."""
-        if (length := getattr(self, name)) is not None:
-            self._set(name, whole(name, length, 1, MAX_MATCH))
-            if self.drafter not in (AUTO, "lookup", "chain"):
-                raise ValueError(f"{name} is for the drafters lookup and chain")
-
-
-class Options(TypedDict, total=False):
-    """The names and types of `Request`'s fields beside `max_new_tokens` and `temperature`."""
-
-    top_k: int
-    top_p: float
-    min_p: float
-    typical_p: float
-    repetition_penalty: float
-    presence_penalty: float
-    frequency_penalty: float
-    logit_bias: Mapping[int, float]
-    bad_words: str | Sequence[str | Sequence[int]]
-    min_new_tokens: int
-    lenience: float
-    seed: int | None
-    num_draft_tokens: int | str | None
-    stop: str | Sequence[str]
-    ignore_eos: bool
-    logprobs: int | None
-    drafter: Any
-    lookup_min: int | None
-    lookup_max: int | None
-    exact: bool
-    replay: Sequence[Sequence[Any]] | None
-
-
-def _planned(rounds: object) -> tuple[Planned, ...]:
-    if not isinstance(rounds, list | tuple) or not rounds:
-        raise ValueError("replay must be a list of rounds: a drafter, its K, and how many in a row")
-    found = tuple(map(_planned_rounds, rounds))
-    if sum(times for _, _, times in found) > MAX_REPLAYED_ROUNDS:
-        raise ValueError(f"replay must have at most {MAX_REPLAYED_ROUNDS} rounds")
-    return found
-
-
-def _planned_rounds(rounds: object) -> Planned:
-    if not isinstance(rounds, list | tuple) or len(rounds) != 3 or not isinstance(rounds[0], str):
-        raise ValueError(f"rounds of a replay are [drafter, K, how many], got {str(rounds)[:40]}")
-    k = whole("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS)
-    return rounds[0], k, whole("a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS)
-
-
 def _biases(bias: Any) -> Biases:
     try:
         pairs = bias.items() if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
@@ -328,24 +200,3 @@ def _bad_word(word: object) -> str | tuple[int, ...]:
     if not word:
         raise ValueError("a bad word must not be empty")
     return word if isinstance(word, str) else tuple(whole("a bad word's token", t, 0) for t in word)
-
-
-def _check_drafter(drafter: object) -> None:
-    if not isinstance(drafter, str):
-        ours = all(callable(getattr(drafter, name, None)) for name in ("propose", "truncate"))
-        if not (ours and isinstance(getattr(drafter, "name", None), str)):
-            raise ValueError(
-                f"drafter must be a name or an object with name, propose and truncate, "
-                f"got {str(drafter)[:40]}"
-            )
-    elif drafter not in DRAFTERS and drafter.removeprefix(NGRAM) in ("", drafter):
-        raise ValueError(f"drafter must be {', '.join(DRAFTERS)} or {NGRAM}FILE, got {drafter!r}")
-
-
-def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
-    stops = (stop,) if isinstance(stop, str) else stop
-    if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
-        raise ValueError(f"stop must be text or a list of texts, got {stop!r}")
-    if not all(stops):
-        raise ValueError("a stop string must not be empty")
-    return tuple(stops)

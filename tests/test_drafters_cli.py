@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specedge import Draft, DrafterError, store
-from specedge.options import DRAFTERS, Request
+from specedge.request import DRAFTERS, Request
 from specedge.runtime import ngram_files
 from specedge.runtime.ngrams import count
 from test_cli import run

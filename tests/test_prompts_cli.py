@@ -15,7 +15,7 @@ import pytest
 from specedge import store
 from specedge.bundle import MANIFEST
 from specedge.cli import prompts
-from specedge.options import Request
+from specedge.request import Request
 from templates import CHATML
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")

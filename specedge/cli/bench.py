@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import options
-from specedge.options import AUTO, MAX_DRAFT_TOKENS, Request
+from specedge.options import MAX_DRAFT_TOKENS
+from specedge.request import AUTO, Request
 
 if TYPE_CHECKING:
     from specedge.runtime.bench import Measured, Prompt, Setting

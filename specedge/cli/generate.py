@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import near_ties, options, replaying, trace
-from specedge.options import AUTO
+from specedge.request import AUTO
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 import click
 
 from specedge.manifest import OPS
-from specedge.options import AUTO, DRAFTERS, MAX_DRAFT_TOKENS, MAX_MATCH, NGRAM
+from specedge.options import MAX_DRAFT_TOKENS
+from specedge.request import AUTO, DRAFTERS, MAX_MATCH, NGRAM
 
 F = TypeVar("F", bound=Callable[..., Any])
 

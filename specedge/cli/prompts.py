@@ -13,7 +13,7 @@ import click
 
 from specedge.cli import options
 from specedge.errors import PromptError
-from specedge.options import Request
+from specedge.request import Request
 from specedge.strict_json import JsonError, parse
 
 _OPTIONS = [field.name for field in dataclasses.fields(Request)]

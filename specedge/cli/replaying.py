@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specedge.options import AUTO, Request
+from specedge.request import AUTO, Request
 from specedge.strict_json import JsonError, parse
 
 LARGEST = 64 * 2**20

@@ -14,7 +14,7 @@ import click
 from specedge.bundle import MANIFEST, Bundle
 from specedge.cli import options
 from specedge.errors import BundleError
-from specedge.options import Request
+from specedge.request import Request
 
 if TYPE_CHECKING:
     from specedge.runtime.audit.auditing import Machinery, SelfTest

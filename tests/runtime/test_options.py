@@ -6,7 +6,8 @@ from decimal import Decimal
 
 import pytest
 
-from specedge.options import Options, Request, Sampling
+from specedge.options import Sampling
+from specedge.request import Options, Request
 
 
 def test_the_types_of_generate_are_those_of_a_request():

@@ -8,7 +8,8 @@ import pytest
 
 from fakes import TableModel, hashed_law
 from specedge.errors import ReplayError
-from specedge.options import Request, Sampling
+from specedge.options import Sampling
+from specedge.request import Request
 from specedge.runtime.decoding import SpeculativeDecoder
 from specedge.runtime.drafters import DraftModel
 from specedge.runtime.explaining import explain

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from specedge import OptionError
-from specedge.options import Request
+from specedge.request import Request
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.words import sampling_of
 
