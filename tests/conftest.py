@@ -51,6 +51,18 @@ def specedge_embedded():
     return store.embedded()
 
 
+@pytest.fixture
+def text(tmp_path):
+    """Where a text file of prompts may be."""
+    return tmp_path / "prompts.txt"
+
+
+@pytest.fixture
+def jsonl(tmp_path):
+    """Where a JSONL file of prompts may be."""
+    return tmp_path / "prompts.jsonl"
+
+
 _LINES = []
 
 

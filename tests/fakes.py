@@ -8,6 +8,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from specedge.runtime.decoding import SpeculativeDecoder
+from specedge.runtime.drafters import Drafter
+from specedge.runtime.stats import Stopwatch
+
 Law = Callable[[tuple[int, ...]], Sequence[float]]
 
 
@@ -53,6 +57,12 @@ class TableModel:
         assert self.length < self.context_length
         self.rows[self.length :] = [int(token)]
         self.length += 1
+
+
+def logits_of(*probs: float) -> np.ndarray:
+    """A row of logits whose softmax these are."""
+    with np.errstate(divide="ignore"):
+        return np.log(np.array(probs, float))
 
 
 def hashed_law(seed: int, vocab_size: int, peak: float = 1.0) -> Law:
@@ -121,3 +131,14 @@ def near_ties_law(seed: int, vocab_size: int, gap: float, share: float) -> Law:
         return weights / weights.sum()
 
     return law
+
+
+def decoder(law: Law, drafter: Drafter, k: int) -> SpeculativeDecoder:
+    """A decoder whose target is a table."""
+    return SpeculativeDecoder(TableModel(law), drafter, k, Stopwatch())
+
+
+def generate(law, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):
+    """The first `count` tokens, and the rounds that wrote them."""
+    rounds = list(decoder(law, drafter, k).rounds(prompt, sampling, seed, count))
+    return [token for one in rounds for token in one.tokens][:count], rounds

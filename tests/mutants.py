@@ -200,7 +200,7 @@ MUTANTS = [
         SELECTION,
         "    stay = values >= last\n",
         "    stay = values > last\n",
-        "tests/runtime/test_sampling.py::test_top_p_keeps_the_smallest_set_that_reaches_it",
+        "tests/runtime/test_laws.py::test_top_p_keeps_the_smallest_set_that_reaches_it",
     ),
     Mutant(
         "temperature-after-top-p",
@@ -249,7 +249,7 @@ MUTANTS = [
         DISTRIBUTION,
         'at = int(cdf.searchsorted(goal, "right"))',
         'at = int(cdf.searchsorted(goal, "left"))',
-        "tests/runtime/test_sampling.py::test_pick_never_draws_a_token_without_weight",
+        "tests/runtime/test_laws.py::test_pick_never_draws_a_token_without_weight",
     ),
     # Near-ties.
     Mutant(

@@ -186,7 +186,8 @@ def test_compare_exits_1_if_the_tokens_differ():
         "def wrong(draft, *rest):\n"
         "    return sampling.Verdict(len(draft.tokens), 5)\n"
         f"import sys; sys.argv = ['specedge', 'compare', {PROMPT!r}, '-n', '20']\n"
-        "decoding.verify = lambda d, *r: wrong(d) if d.tokens else sampling.verify(d, *r)\n"
+        "judge = lambda d, *r: wrong(d) if d.tokens else sampling.verify(d, *r)\n"
+        "decoding.SpeculativeDecoder.judge = staticmethod(judge)\n"
         "main()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -3,7 +3,7 @@ catch."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from specedge.options import Sampling
 from ..decoding import SpeculativeDecoder
 from ..drafters import Drafter
 from ..past import Past
-from ..sampling import Draft, Floats, Verdict, probabilities
+from ..sampling import Draft, Floats, Verdict, probabilities, verify
 from .subject import Cached, Parts
 
 
@@ -27,30 +27,25 @@ class Defect:
     parts: Parts
 
 
-class _Lenient(SpeculativeDecoder):
-    def judge(
-        self,
-        draft: Draft,
-        logits: Floats,
-        sampling: Sampling,
-        past: Past,
-        tests: Floats,
-        last: float,
-    ) -> Verdict:
-        return super().judge(draft, logits, sampling, past, 0.5 * tests, last)
+def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
+    """A decoder that judges by other uniforms."""
+
+    class Decoder(SpeculativeDecoder):
+        @staticmethod
+        def judge(
+            draft: Draft, logits: Floats, sampling: Sampling, past: Past, tests: Floats, last: float
+        ) -> Verdict:
+            return verify(draft, logits, sampling, past, change(tests), last)
+
+    return Decoder
 
 
 class _NoResidual(SpeculativeDecoder):
+    @staticmethod
     def judge(
-        self,
-        draft: Draft,
-        logits: Floats,
-        sampling: Sampling,
-        past: Past,
-        tests: Floats,
-        last: float,
+        draft: Draft, logits: Floats, sampling: Sampling, past: Past, tests: Floats, last: float
     ) -> Verdict:
-        verdict = super().judge(draft, logits, sampling, past, tests, last)
+        verdict = verify(draft, logits, sampling, past, tests, last)
         i = verdict.num_accepted
         if sampling.greedy or i == len(draft.tokens):
             return verdict
@@ -58,18 +53,12 @@ class _NoResidual(SpeculativeDecoder):
         return Verdict(i, law.pick(last))
 
 
-class _SharedUniform(SpeculativeDecoder):
-    def judge(
-        self,
-        draft: Draft,
-        logits: Floats,
-        sampling: Sampling,
-        past: Past,
-        tests: Floats,
-        last: float,
-    ) -> Verdict:
-        shared = np.full_like(tests, tests[0]) if len(tests) else tests
-        return super().judge(draft, logits, sampling, past, shared, last)
+def _halved(tests: Floats) -> Floats:
+    return 0.5 * tests
+
+
+def _shared(tests: Floats) -> Floats:
+    return np.full_like(tests, tests[0]) if len(tests) else tests
 
 
 class _StaleDrafter:
@@ -110,7 +99,7 @@ DEFECTS = (
     Defect(
         "accept rule",
         "a draft token stands if u d(x) / 2 < t(x), not u d(x) < t(x)",
-        Parts(decoder=_Lenient),
+        Parts(decoder=_with_tests(_halved)),
     ),
     Defect(
         "residual",
@@ -130,6 +119,6 @@ DEFECTS = (
     Defect(
         "shared uniform",
         "all draft tokens of a round are judged by one random number",
-        Parts(decoder=_SharedUniform),
+        Parts(decoder=_with_tests(_shared)),
     ),
 )

@@ -54,12 +54,7 @@ def _range(part: str) -> Iterator[int]:
     " --prompts]",
 )
 @click.option("--prompts", metavar="FILE", help="Use the prompts of a file; `-` is stdin.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "jsonl"]),
-    help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
-)
+@options.form
 @click.option(
     "--drafter",
     "drafters",

@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 @click.option("--explain", is_flag=True, help="Say on stderr why each round drafted what it did.")
 @click.option("--replay", metavar="FILE", help="Repeat the rounds of a run that printed --json.")
 @click.option("--prompts", metavar="FILE", help="Continue each prompt of a file; `-` is stdin.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "jsonl"]),
-    help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
-)
+@options.form
 @click.option("--output", metavar="FILE", help="With --prompts, write there. [default: stdout]")
 @click.option("--overwrite", is_flag=True, help="With --prompts, replace the output file.")
 @options.threads

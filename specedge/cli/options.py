@@ -33,6 +33,12 @@ ops = click.option(
     show_default=True,
     help="Run the graphs of this op set.",
 )
+form = click.option(
+    "--format",
+    "form",
+    type=click.Choice(["text", "jsonl"]),
+    help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
+)
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with the API's names.")
 
 logprobs = click.option(

@@ -32,12 +32,7 @@ if TYPE_CHECKING:
     " at most 5]",
 )
 @click.option("--prompts", metavar="FILE", help="Try these prompts too; `-` is stdin.")
-@click.option(
-    "--format",
-    "form",
-    type=click.Choice(["text", "jsonl"]),
-    help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
-)
+@options.form
 @click.option(
     "--self-test", is_flag=True, help="Plant five defects in turn; exit 2 if one is missed."
 )

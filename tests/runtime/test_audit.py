@@ -14,6 +14,7 @@ from specedge.runtime.audit.defects import DEFECTS, Defect
 from specedge.runtime.audit.remembering import Remembering
 from specedge.runtime.audit.report import FAILED, PASSED, SHORT, Finding, Report
 from specedge.runtime.audit.subject import Parts
+from specedge.runtime.sampling import verify
 
 SETTINGS = (Sampling(1.0), Sampling(0.7, top_k=4))
 ALPHA = 1e-8
@@ -130,8 +131,9 @@ def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, st
 
 def test_tokens_that_the_law_does_not_allow_fail():
     class Stubborn(Parts().decoder):
-        def judge(self, draft, logits, sampling, past, tests, last):
-            verdict = super().judge(draft, logits, sampling, past, tests, last)
+        @staticmethod
+        def judge(draft, logits, sampling, past, tests, last):
+            verdict = verify(draft, logits, sampling, past, tests, last)
             wrong = int(logits[verdict.num_accepted].argmin())
             return dataclasses.replace(verdict, next_token=wrong) if last > 0.99 else verdict
 

@@ -30,6 +30,14 @@ def test_options_are_hashable_whatever_they_were_given_as():
 @pytest.mark.parametrize(
     "options",
     [
+        {"temperature": -1},
+        {"temperature": float("nan")},
+        {"temperature": float("inf")},
+        {"top_k": -1},
+        {"top_p": 0},
+        {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 2},
         {"typical_p": 0},
         {"typical_p": 1.1},
         {"repetition_penalty": 0},
