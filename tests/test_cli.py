@@ -119,6 +119,17 @@ def test_ctrl_c_prints_what_there_is_and_exits_130():
     assert "Traceback" not in err
 
 
+def test_ctrl_c_inside_executed_source_exits_130(tmp_path):
+    source = """
+from specedge import cli
+cli.cli.main = lambda **_: exec("raise KeyboardInterrupt")
+cli.main()
+"""
+    (tmp_path / "interrupted.py").write_text(source)
+    command = [sys.executable, "-m", "interrupted"]
+    assert subprocess.run(command, cwd=tmp_path, capture_output=True).returncode == 130
+
+
 def test_a_closed_pipe_is_not_a_traceback():
     process = subprocess.Popen(
         [*COMMAND, "generate", "x", "-n", "300", "--ignore-eos"],

@@ -56,6 +56,9 @@ def _run() -> int:
         return 1
     except (click.Abort, KeyboardInterrupt):
         click.echo("specedge: interrupted", err=True)
+        # An interrupt that passed through source given to `exec`, as libraries do, has CPython end
+        # `python -m` by the signal though it was caught; executing any source forgets that.
+        exec("")
         return 130
     except SpecEdgeError as error:
         click.echo(f"specedge: {error}", err=True)
