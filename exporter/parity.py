@@ -49,7 +49,7 @@ class Errors:
     """The largest differences seen, relative to the largest value of the same output."""
 
     role: str
-    tolerance: float = TOLERANCE
+    wanted: str = "the PyTorch model's"
     largest: dict[str, float] = field(default_factory=lambda: {"logits": 0.0, "cache": 0.0})
 
     def compare(
@@ -60,10 +60,10 @@ class Errors:
         error = np.where(np.isfinite(error), error, np.inf)
         worst = int(error.argmax())
         self.largest[kind] = max(self.largest[kind], float(error[worst]))
-        if error[worst] > self.tolerance:
+        if error[worst] > TOLERANCE:
             raise ParityError(
-                f"{self.role}: {name} at position {start + worst} differs from the PyTorch model's "
-                f"by {error[worst]:.1e} of the largest value, allowed is {self.tolerance:.0e}"
+                f"{self.role}: {name} at position {start + worst} differs from {self.wanted} "
+                f"by {error[worst]:.1e} of the largest value, allowed is {TOLERANCE:.0e}"
             )
 
 
@@ -73,29 +73,47 @@ def measure(
     player: Player,
     advance: Advance = lambda amount: None,
 ) -> Findings:
-    """Play the graphs along the same stretches and compare."""
+    """Play the graphs along the same stretches and compare.
+
+    Of a large model with layers of like form all layers run in one pass of each stretch, compared
+    with PyTorch; then one layer of each form in passes of all kinds, compared with one such pass.
+    """
     errors = Errors(role)
+    std, num_positions = spread(parts[0]), sum(len(part.tokens) for part in parts)
+    player.check_files()
+    if player.shorter is not None:
+        _play(player, [_through(player, part, errors) for part in parts], advance)
+        errors.wanted, player = "one pass over all rows", player.shorter
+        parts = _own(player, parts, advance)
     differing: list[str] = []
     held: dict[int, bool] = {}
     alone = [length for length in player.lengths.values() if length.length is not None]
     checks = [_stretch(player, part, errors, alone, differing) for part in parts]
     checks.append(_independence(player, parts[0].tokens, held))
     checks += [_file(player, length, parts[0], differing) for length in alone]
-    player.check_files()
-    # All at once, because a model in parts is loaded for each play.
-    results = iter(player.play([a for actions, _ in checks for a in actions], advance))
-    for actions, judge in checks:
-        judge(list(itertools.islice(results, len(actions))))
+    _play(player, checks, advance)
     parity = Parity(
         tolerance=TOLERANCE,
         logits_error=errors.largest["logits"],
         cache_error=errors.largest["cache"],
-        logits_std=spread(parts[0]),
-        num_positions=sum(len(part.tokens) for part in parts),
+        logits_std=std,
+        num_positions=num_positions,
         row_independent_lengths=tuple(t for t, same in held.items() if same),
         versions={package.__name__: package.__version__ for package in PACKAGES},
     )
     return Findings(parity, differing)
+
+
+def num_stages(player: Player) -> int:
+    """How often `measure` tells its progress."""
+    return player.num_stages + (2 * player.shorter.num_stages if player.shorter else 0)
+
+
+def _play(player: Player, checks: list[Check], advance: Advance) -> None:
+    """All at once, because a model in parts is loaded for each play."""
+    results = iter(player.play([a for actions, _ in checks for a in actions], advance))
+    for actions, judge in checks:
+        judge(list(itertools.islice(results, len(actions))))
 
 
 def schedule(player: Player, start: int, end: int) -> Iterator[tuple[str, int, int, int]]:
@@ -129,6 +147,45 @@ def lengths_to_compare(player: Player) -> list[int]:
     return sorted(t for t in {*INDEPENDENT, *fixed} if t <= player.geometry.context_length)
 
 
+def _in_one_pass(player: Player, part: Reference) -> list[Action]:
+    return [
+        Fill(_past(player, part)),
+        Spoil(part.start, player.geometry.capacity),
+        Pass("decoder", part.tokens, part.start),
+        Rows(part.start, part.end),
+    ]
+
+
+def _past(player: Player, part: Reference) -> Callable[[int], np.ndarray]:
+    return lambda i: part.past(player.caches[i])
+
+
+def _through(player: Player, part: Reference, errors: Errors) -> Check:
+    """A stretch in one pass, to be what PyTorch computes."""
+
+    def judge(results: list[Any]) -> None:
+        *_, logits, rows = results
+        errors.compare("logits", "logits", logits, part.logits, _scale(part.logits), part.start)
+        _compare_caches(player, part, errors, rows)
+
+    return _in_one_pass(player, part), judge
+
+
+def _own(player: Player, parts: list[Reference], advance: Advance) -> list[Reference]:
+    """What the played layers compute in one pass of each stretch."""
+    found: list[Reference] = []
+
+    def reference(part: Reference) -> Check:
+        def judge(results: list[Any]) -> None:
+            past = _past(player, part)
+            found.append(Reference(part.tokens, part.start, past, *results[2:]))
+
+        return _in_one_pass(player, part), judge
+
+    _play(player, [reference(part) for part in parts], advance)
+    return found
+
+
 def _stretch(
     player: Player, part: Reference, errors: Errors, alone: list[Length], differing: list[str]
 ) -> Check:
@@ -160,13 +217,19 @@ def _stretch(
 
     def judge(results: list[Any]) -> None:
         differing.extend(name for name, i in twins if not _same(results[i:]))
-        names = player.geometry.cache_names()
-        for name, found, wanted in zip(names, results[-1], part.caches, strict=True):
-            present = name.replace("past_key_values", "present")
-            rows = _by_row(found), _by_row(wanted)
-            errors.compare("cache", present, *rows, _scale(wanted), part.start)
+        _compare_caches(player, part, errors, results[-1])
 
     return actions, judge
+
+
+def _compare_caches(
+    player: Player, part: Reference, errors: Errors, rows: list[np.ndarray]
+) -> None:
+    for name, found, wanted in zip(player.cache_names, rows, part.caches, strict=True):
+        present = name.replace("past_key_values", "present")
+        errors.compare(
+            "cache", present, _by_row(found), _by_row(wanted), _scale(wanted), part.start
+        )
 
 
 def _independence(player: Player, tokens: np.ndarray, held: dict[int, bool]) -> Check:

@@ -38,9 +38,10 @@ class Part:
 
 
 class Split:
-    """One graph file in parts; `first` names the constants at which each part but the first begins.
+    """One graph file in parts; `first` names the inputs at which each part but the first begins.
 
-    Without `first` it is cut so that no part has more than PART_BYTES, if more than one constant.
+    Without `first` it is cut where a layer's cache is first read, so that parts of like layers are
+    alike, and so that no part has more than PART_BYTES, if more than one constant.
     """
 
     def __init__(self, path: Path, first: list[str] | None = None) -> None:
@@ -74,6 +75,10 @@ class Split:
             graph.initializer.append(_given(name, self.shape(name)) if stored is None else stored)
         return model.SerializeToString()
 
+    def weights(self, index: int) -> tuple[str, ...]:
+        """The names of a part's large constants, in the order of their use."""
+        return tuple(name for name in self.parts[index].constants if self._is_large(name))
+
     @contextlib.contextmanager
     def computed(self, index: int, memory: Memory) -> Iterator[dict[str, np.ndarray]]:
         """A part's constants that are computed from stored ones, while the context lasts."""
@@ -101,6 +106,38 @@ class Split:
         (order,) = (list(a.ints) for a in node.attribute if a.name == "perm")
         return value.permute(order)
 
+    def form(self, index: int) -> tuple[tuple[object, ...], list[str]]:
+        """What a part is but for names and weights, and its names in the order of their use.
+
+        In parts of one form the names at the same places mean the same.
+        """
+        part = self.parts[index]
+        places: dict[str, int] = {}
+        found: list[object] = []
+        for node in part.nodes:
+            for name in (*node.input, *node.output):
+                if name and name not in places:
+                    places[name] = len(places)
+                    found.append(self._kind(name, name in part.inputs, name in part.outputs))
+            bare = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
+            bare.attribute.extend(node.attribute)
+            bare.input.extend(str(places.get(name, "")) for name in node.input)
+            bare.output.extend(str(places.get(name, "")) for name in node.output)
+            found.append(bare.SerializeToString(deterministic=True))
+        return tuple(found), list(places)
+
+    def _kind(self, name: str, is_input: bool, is_output: bool) -> object:
+        """What a value is, apart from its name; of weights no more than type and shape."""
+        if (node := self._computed.get(name)) is not None:
+            bare = onnx.NodeProto(op_type=node.op_type, attribute=node.attribute)
+            return bare.SerializeToString(deterministic=True), self._kind(node.input[0], True, True)
+        if (tensor := self._stored.get(name)) is not None:
+            is_weight = tensor.external_data or (tensor.data_type in _TYPES and tensor.dims)
+            numbers = b"" if is_weight else onnx.numpy_helper.to_array(tensor).tobytes()
+            return tensor.data_type, tuple(tensor.dims), numbers
+        known = self._types[name].type.SerializeToString(deterministic=True) if is_input else b""
+        return is_input, is_output, known
+
     def shape(self, name: str) -> list[int]:
         """A constant's shape."""
         return list(self.compute(name).shape)
@@ -126,18 +163,22 @@ class Split:
         return torch.from_numpy(data).view(_TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
 
     def _cut(self, first: list[str] | None) -> list[Part]:
-        parts = [Part()]
+        parts, layers = [Part()], set[str]()
         for node in self._model.graph.node:
             if node.output[0] in self._computed:
                 continue
             used = [n for n in dict.fromkeys(node.input) if n and self._is_constant(n)]
             large = [name for name in used if self._is_large(name)]
             more = sum(4 * self.compute(name).numel() for name in large)
-            size = parts[-1].size
-            begins = size + more > PART_BYTES if first is None else large[:1] == first[:1]
-            if large and size and begins:
-                self.first.append(large[0])
-                first = None if first is None else first[1:]
+            begins = [name for name in map(_layer, node.input) if name and name not in layers][:1]
+            layers.update(begins)
+            if first is not None:
+                begins = [name for name in (*begins, *large[:1]) if [name] == first[:1]]
+                first = first[len(begins) :]
+            elif not begins and parts[-1].size and parts[-1].size + more > PART_BYTES:
+                begins = large[:1]
+            if begins:
+                self.first += begins
                 parts.append(Part())
             parts[-1].size += more
             parts[-1].nodes.append(node)
@@ -156,6 +197,11 @@ class Split:
             later = set().union(ends, *reads[i + 1 :])
             part.inputs = sorted(reads[i] - makes[i])
             part.outputs = sorted(makes[i] & later)
+
+
+def _layer(name: str) -> str:
+    """The layer whose cache an input of the graph is: past_key_values.N; "" of what is none."""
+    return name.rpartition(".")[0] if name.startswith("past_key_values.") else ""
 
 
 def _given(name: str, shape: list[int]) -> onnx.TensorProto:

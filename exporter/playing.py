@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from .geometry import Geometry
 from .graphs import Length
 from .progress import Advance
 from .quiet import one_line
+from .shorter import Shorter, shorten
 from .sources import Memory
 from .weights import FILE
 
@@ -71,7 +73,10 @@ Action = Pass | Fill | Spoil | Rows
 
 
 class Player:
-    """One op set of a model over caches [1, H, S, D]; a play begins by filling them."""
+    """One op set of a model over caches [1, H, S, D]; a play begins by filling them.
+
+    `caches` are the places of the played ones among the model's.
+    """
 
     def __init__(
         self, folder: Path, lengths: list[Length], geometry: Geometry, ops: str = "onnx"
@@ -79,18 +84,42 @@ class Player:
         self.folder, self.geometry, self.ops = folder, geometry, ops
         self.lengths = {length.name: length for length in lengths}
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
-        self._caches = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
+        self._shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
+        self.caches = list(range(len(self._shapes)))
         self._splits: dict[str, parts.Split] = {}
+        self._left_out: Shorter | None = None
         if self.in_parts:
             first = parts.Split(self._path("decoder"))
             others = (name for name in self.lengths if name != "decoder")
             self._splits = {"decoder": first} | {
                 name: parts.Split(self._path(name), first.first) for name in others
             }
-            self.num_stages = len(first.parts)
         else:
-            self.num_stages = 1
-            self._whole = _Stage(self._caches, lambda name, packed: self._open(name))
+            self._whole = _Stage(self._shapes, lambda name, packed: self._open(name))
+
+    @property
+    def cache_names(self) -> list[str]:
+        """The names of the played caches."""
+        names = list(self._shapes)
+        return [names[i] for i in self.caches]
+
+    @property
+    def num_stages(self) -> int:
+        """How many parts a play loads, one after another."""
+        return len(self._indexes()) if self.in_parts else 1
+
+    @functools.cached_property
+    def shorter(self) -> Player | None:
+        """The same files with one layer of each form, if that leaves some out."""
+        left_out = shorten(self._splits) if self.in_parts else None
+        if left_out is None:
+            return None
+        player = copy.copy(self)
+        player._left_out = left_out
+        decoder = self._splits["decoder"]
+        played = {name for i in player._indexes() for name in decoder.parts[i].inputs}
+        player.caches = [i for i, name in enumerate(self._shapes) if name in played]
+        return player
 
     def _path(self, name: str) -> Path:
         return self.folder / self.lengths[name].file(self.ops)
@@ -101,13 +130,16 @@ class Player:
         """What each action gives, in order; `advance` is told of each stage."""
         passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, Pass)}
         results: list[Any] = [[] if isinstance(a, Rows) else None for a in actions]
-        index = {name: i for i, name in enumerate(self._caches)}
+        index = {name: i for i, name in enumerate(self.cache_names)}
         with contextlib.closing(self._stages()) as stages:
             for stage in stages:
                 for i in stage.order(actions):
                     action = actions[i]
                     if isinstance(action, Pass):
-                        passes[i] |= stage.run(action, passes[i])
+                        made = stage.run(action, passes[i])
+                        standing = self._left_out.names[action.name] if self._left_out else {}
+                        made |= {name: made[x] for name, x in standing.items() if x in made}
+                        passes[i] |= made
                         if (logits := passes[i].pop("logits", None)) is None:
                             continue
                         results[i] = action.then(logits[0]) if action.then else logits[0]
@@ -128,13 +160,21 @@ class Player:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             self._load(name, self._path(name), options)
 
+    def _indexes(self) -> list[int]:
+        """The parts that are played."""
+        indexes = list(range(len(self._splits["decoder"].parts)))
+        if self._left_out:
+            del indexes[self._left_out.end : self._left_out.start]
+        return indexes
+
     def _stages(self) -> Generator[_Stage, None, None]:
         if not self.in_parts:
             yield self._whole
             return
         decoder, memory = self._splits["decoder"], Memory()
-        for i, part in enumerate(decoder.parts):
-            caches = {n: shape for n, shape in self._caches.items() if n in part.inputs}
+        for i in self._indexes():
+            inputs = decoder.parts[i].inputs
+            caches = {n: shape for n, shape in self._shapes.items() if n in inputs}
             with decoder.computed(i, memory) as given:
                 values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()}
                 stage = _Stage(caches, functools.partial(self._open_part, i, values))

@@ -37,6 +37,7 @@ def insert_before(graph, node, index, op_type, array, **attributes):
     name = f"{node.name}.fault"
     new = ir.node(op_type, [node.inputs[index], constant(graph, name, array)], attributes)
     new.outputs[0].name = f"{name}.output"
+    new.outputs[0].type, new.outputs[0].shape = node.inputs[index].type, node.inputs[index].shape
     graph.insert_before(node, new)
     node.replace_input_with(index, new.outputs[0])
 
@@ -87,16 +88,25 @@ def stale_row(graph):
             add_before(graph, node, 5, 1)
 
 
-@pytest.fixture(scope="module")
-def gemma():
+def traced_gemma(**config):
     """A model with softcap and a window in every other layer, and its graph in both op sets."""
     options = {"sliding_window": 24, "attn_logit_softcapping": 3.0, "head_dim": 16}
-    model = model_of("gemma2", **options)
+    model = model_of("gemma2", **options, **config)
     shape = geometry.measure(model, CONTEXT, 4)
     layers = tracing.observe(model, shape)
-    assert [layer.window for layer in layers] == [24, None]
+    assert [layer.window for layer in layers[:2]] == [24, None]
     with swapped(model, CONTEXT):
         return model, {o: tracing.trace(model, shape, o, layers) for o in ("onnx", "gqa")}
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    return traced_gemma()
+
+
+@pytest.fixture(scope="module")
+def deep_gemma():
+    return traced_gemma(layers=8)
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
@@ -146,3 +156,24 @@ def test_a_planted_fault_in_a_model_in_parts_is_found(
     fault, ops, gemma, tmp_path, in_parts, monkeypatch
 ):
     test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+@pytest.mark.parametrize("fault", [missing_softcap, window_off_by_one, swapped_heads, stale_row])
+def test_a_planted_fault_is_found_where_like_layers_are_played_once(
+    fault, ops, deep_gemma, tmp_path, in_parts, monkeypatch
+):
+    test_a_planted_fault_is_a_parity_error(fault, ops, deep_gemma, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+def test_a_fault_of_one_layer_among_like_ones_is_found(
+    ops, deep_gemma, tmp_path, in_parts, monkeypatch
+):
+    model, graphs_ = deep_gemma
+    result = graphs_[ops].clone()
+    node = attention_nodes(result.graph)[4]
+    set_attribute(node, "scale", lambda scale: 1.001 * scale)
+    monkeypatch.setattr(tracing, "trace", lambda *args: result)
+    with pytest.raises(ParityError, match=r"logits|present"):
+        measure(model, traced(model, tmp_path, ops))

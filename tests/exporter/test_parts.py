@@ -5,6 +5,7 @@ import onnx_ir as ir
 import pytest
 
 from comparing import measure, model_of, traced
+from specedge.errors import ParityError
 from specedge.exporter import (
     geometry,
     graphs,
@@ -62,6 +63,46 @@ def test_a_file_with_other_bits_is_found_in_parts_too(tmp_path, in_parts):
     player = Player(tmp_path, list(player.lengths.values()), player.geometry)
     references = reference.references(model, Sources(), player.geometry, 512)
     assert parity.measure("target", references, player).differing == ["step"]
+
+
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+def test_of_like_layers_few_are_played_in_every_way(kind, ops, tmp_path, in_parts):
+    player = traced(model_of(kind, layers=10), tmp_path, ops)
+    assert len(player.caches) == 20
+    assert len(player.shorter.caches) == 6
+    assert player.shorter.num_stages < player.num_stages
+
+
+def test_a_layer_whose_file_is_unlike_its_decoder_is_played_in_every_way(tmp_path, in_parts):
+    model = model_of("llama", layers=6)
+    player = traced(model, tmp_path)
+    step = ir.load(tmp_path / "step.onnx")
+    node = [n for n in step.graph if n.op_type == "Attention"][3]
+    scale = node.attributes["scale"].as_float()
+    node.attributes["scale"] = ir.AttrFloat32("scale", scale * (1 + 1e-6))
+    ir.save(step, tmp_path / "step.onnx")
+    player = Player(tmp_path, list(player.lengths.values()), player.geometry)
+    references = reference.references(model, Sources(), player.geometry, 512)
+    assert parity.measure("target", references, player).differing == ["step"]
+
+
+def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
+    model = model_of("llama", layers=6)
+    player = traced(model, tmp_path)
+    step = ir.load(tmp_path / "step.onnx")
+    products = [n for n in step.graph if n.op_type == "MatMul"]
+    matrices = [n.inputs[1] for n in products if n.inputs[1].const_value is not None]
+    a, b = (matrices[7 * layer + 3] for layer in (2, 3))
+    assert a.shape == b.shape
+    for node in products:
+        if node.inputs[1] in (a, b):
+            node.replace_input_with(1, b if node.inputs[1] is a else a)
+    ir.save(step, tmp_path / "step.onnx")
+    player = Player(tmp_path, list(player.lengths.values()), player.geometry)
+    references = reference.references(model, Sources(), player.geometry, 512)
+    with pytest.raises(ParityError, match="differs from one pass"):
+        parity.measure("target", references, player)
 
 
 def test_of_large_models_the_start_and_the_end_are_compared():
