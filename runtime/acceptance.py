@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 PRIOR = 0.5  # where nothing is known: a draft is tried at first, a few tokens at a time
-PRIOR_WEIGHT = 4.0  # tests that the prior counts as
+PRIOR_WEIGHT = 6.0  # tests that the prior counts as,
+PRIOR_MEMORY = 0.97  # and what of them is left a round later
 SHARED_WEIGHT = 10.0  # tests that all positions together count as, at each of them
 MEMORY = 0.9  # what a round's counts keep at the next: half of them after 7 rounds
 
@@ -17,6 +18,7 @@ class Acceptance:
 
     def __init__(self, prior: float = PRIOR) -> None:
         self.prior = prior
+        self._prior_weight = PRIOR_WEIGHT
         self._accepted: list[float] = []
         self._tested: list[float] = []
         self._chances: list[float] = []
@@ -24,6 +26,7 @@ class Acceptance:
     def record(self, num_accepted: int, num_drafted: int) -> None:
         """A round's first `num_accepted` tokens stood, and the next, if drafted, did not."""
         tested = min(num_accepted + 1, num_drafted)
+        self._prior_weight *= PRIOR_MEMORY
         self._grow(tested)
         for i in range(len(self._tested)):
             self._tested[i] = self._tested[i] * MEMORY + (i < tested)
@@ -33,6 +36,7 @@ class Acceptance:
     def observe(self, position: int, accepted: bool) -> None:
         """A token at `position` (from 0) would have stood, or not."""
         self._grow(position + 1)
+        self._prior_weight *= PRIOR_MEMORY
         self._tested[position] = self._tested[position] * MEMORY + 1
         self._accepted[position] = self._accepted[position] * MEMORY + accepted
         self._chances = []
@@ -40,14 +44,15 @@ class Acceptance:
     def chances(self, count: int) -> list[float]:
         """The chance at each of the first `count` positions, given that those before it stood."""
         if len(self._chances) < count:
-            self._chances = self._estimate(max(count, 2 * len(self._chances)))
+            self._chances = self._estimate(count)
         return self._chances
 
     @property
     def shared(self) -> float:
         """The chance over all positions together."""
         accepted, tested = sum(self._accepted), sum(self._tested)
-        return (accepted + PRIOR_WEIGHT * self.prior) / (tested + PRIOR_WEIGHT)
+        weight = self._prior_weight
+        return (accepted + weight * self.prior) / (tested + weight)
 
     def _estimate(self, count: int) -> list[float]:
         shared = self.shared

@@ -36,9 +36,9 @@ def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
     full = 1.0
     for chance in chances:
         full *= chance
-    first = costs.draft + full * (costs.draft_two - costs.draft)
+    more = full * (costs.draft_two - costs.draft_one)
     return [costs.plain] + [
-        first + (k - 1) * costs.draft + costs.rounds[k] for k in range(1, len(chances) + 1)
+        costs.drafting()[k] + more + costs.rounds[k] for k in range(1, len(chances) + 1)
     ]
 
 

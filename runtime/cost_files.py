@@ -18,7 +18,7 @@ from specedge.version import __version__
 from .costs import CostTable
 from .devices import onnxruntime
 
-FORMAT = 1
+FORMAT = 2
 LARGEST = 2**20
 
 

@@ -10,7 +10,9 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
+from statistics import fmean
 
 from specedge.bundle import Bundle
 
@@ -23,26 +25,36 @@ HOST = (1e-4, 5e-5)  # the host's seconds a round, and a draft token
 
 
 @dataclass(frozen=True)
+class ModeCosts:
+    """Seconds in one mode, greedy or drawing: what the host does between passes slows them.
+
+    target: a pass over `rows` tokens. [lengths][rows]
+    draft: a round's first pass, over 1 token and, after a full acceptance, over 2; and each pass
+        after it, which finds the draft's weights in the processor's caches. [lengths][3]
+    reading: a token of the draft's prefill. [lengths]
+    host: a round's work outside the graphs: alone, and for each draft token. [2]
+    acceptance: the chance that a draft token stands, by drafter; may be empty
+    """
+
+    target: tuple[tuple[float, ...], ...]
+    draft: tuple[tuple[float, ...], ...]
+    reading: tuple[float, ...]
+    host: tuple[float, ...]
+    acceptance: dict[str, float]
+
+
+@dataclass(frozen=True)
 class CostTable:
     """Seconds on one device.
 
-    target: a pass over `rows` tokens. [lengths][rows]
-    draft: a pass over 1 token, and over 2, with which a round begins after a full acceptance
-    reading: a token of the draft's prefill
-    host: a round's work outside the graphs: alone, and for each draft token
-    acceptance: the chance that a draft token stands, by drafter; may be empty
-    host and acceptance: each for "greedy" and "sampled"
     origin: "tune" if all was measured, "use" if a request measured some, "bytes" if nothing was
     """
 
     origin: str
     lengths: tuple[int, ...]
     rows: tuple[int, ...]
-    target: tuple[tuple[float, ...], ...]
-    draft: tuple[tuple[float, ...], ...]
-    reading: tuple[float, ...]
-    host: dict[str, tuple[float, ...]]
-    acceptance: dict[str, dict[str, float]]
+    greedy: ModeCosts
+    sampled: ModeCosts
 
     def __post_init__(self) -> None:
         if self.origin not in ORIGINS:
@@ -51,60 +63,49 @@ class CostTable:
         _check_ascending("rows", self.rows, 1)
         if self.rows[0] != 1:
             raise ValueError("rows begin with 1")
-        shapes = ((self.target, len(self.rows)), (self.draft, 2))
-        for name, (values, width) in zip(("target", "draft"), shapes, strict=True):
-            if len(values) != len(self.lengths) or any(len(row) != width for row in values):
-                raise ValueError(f"{name} has {width} costs for each of lengths")
-        if len(self.reading) != len(self.lengths):
-            raise ValueError("reading has a cost for each of lengths")
-        if self.host.keys() != {"greedy", "sampled"} or any(
-            len(h) != 2 for h in self.host.values()
-        ):
-            raise ValueError("host has two costs for 'greedy' and for 'sampled'")
-        timed = [*sum(self.target, ()), *sum(self.draft, ()), *self.reading]
-        if not all(0 < cost < math.inf for cost in timed):
-            raise ValueError("a pass costs more than 0 seconds")
-        if not all(0 <= cost < math.inf for cost in sum(self.host.values(), ())):
-            raise ValueError("the host's costs are at least 0")
-        if self.acceptance and self.acceptance.keys() != {"greedy", "sampled"}:
-            raise ValueError("acceptance is empty or has 'greedy' and 'sampled'")
-        if not all(0 <= rate <= 1 for by in self.acceptance.values() for rate in by.values()):
-            raise ValueError("acceptance is between 0 and 1")
+        for mode in (self.greedy, self.sampled):
+            _check(mode, len(self.lengths), len(self.rows))
 
     @property
     def max_draft_tokens(self) -> int:
         """The largest K whose verify pass is known."""
         return self.rows[-1] - 1
 
+    def mode(self, greedy: bool) -> ModeCosts:
+        """What is known of one mode."""
+        return self.greedy if greedy else self.sampled
+
     def at(self, length: int, greedy: bool) -> Costs:
         """The costs of a round with `length` tokens in the cache."""
-        target = self._between(self.target, length)
-        base, each = self.host["greedy" if greedy else "sampled"]
+        mode = self.mode(greedy)
+        target = self._between(mode.target, length)
+        base, each = mode.host
         rounds = [
-            _interpolate(self.rows, target, k + 1) + base + k * each
+            interpolate(self.rows, target, k + 1) + base + k * each
             for k in range(self.max_draft_tokens + 1)
         ]
-        one, two = self._between(self.draft, length)
-        return Costs(
-            rounds, one, max(one, two), self._between([(r,) for r in self.reading], length)[0]
-        )
+        one, two, later = self._between(mode.draft, length)
+        (reading,) = self._between([(r,) for r in mode.reading], length)
+        return Costs(rounds, one, max(one, two), later, reading)
 
     def _between(self, rows: Sequence[Sequence[float]], length: int) -> list[float]:
         columns = zip(*rows, strict=True)
-        return [_interpolate(self.lengths, column, length) for column in columns]
+        return [interpolate(self.lengths, column, length) for column in columns]
 
 
 @dataclass(frozen=True)
 class Costs:
     """Seconds at one place of the text.
 
-    `rounds[k]` is a round's verify pass over k + 1 tokens with what the host does in it; `draft`
-    a draft pass, `draft_two` one over two tokens, `reading` a token of the draft's prefill.
+    `rounds[k]` is a round's verify pass over k + 1 tokens with what the host does in it;
+    `draft_one` and `draft_two` are a round's first draft pass over one token or two, `draft` a
+    later one; `reading` is a token of the draft's prefill.
     """
 
     rounds: list[float]
-    draft: float
+    draft_one: float
     draft_two: float
+    draft: float
     reading: float
 
     @property
@@ -114,16 +115,24 @@ class Costs:
 
     def catching_up(self, behind: int) -> float:
         """What a draft model reads before its first pass, which takes one token or two."""
-        return 0.0 if behind <= 2 else self.draft + (behind - 1) * self.reading
+        return 0.0 if behind <= 2 else self.draft_one + (behind - 1) * self.reading
 
-    def first(self, behind: int) -> float:
-        """The first draft pass of a round."""
-        return self.draft_two if behind == 2 else self.draft
+    def drafting(self, behind: int = 1) -> list[float]:
+        """The draft passes of a round of 0 to K tokens, when the model has caught up. [K + 1]"""
+        return self._drafting[behind == 2]
+
+    @cached_property
+    def _drafting(self) -> list[list[float]]:
+        return [
+            [0.0, *(first + k * self.draft for k in range(len(self.rounds) - 1))]
+            for first in (self.draft_one, self.draft_two)
+        ]
 
 
-def undisturbed(seconds: Sequence[float]) -> float:
-    """What a pass takes when nothing else wants the cores: other programs only ever slow it."""
-    return min(seconds)
+def typical(seconds: Sequence[float]) -> float:
+    """The mean without the slowest tenth: of those something else wanted the cores."""
+    kept = sorted(seconds)[: len(seconds) - len(seconds) // 10]
+    return fmean(kept)
 
 
 def estimate(bundle: Bundle, max_draft_tokens: int) -> CostTable:
@@ -136,19 +145,17 @@ def estimate(bundle: Bundle, max_draft_tokens: int) -> CostTable:
         sizes["draft"] *= bundle.draft.num_parameters / max(1, bundle.target.num_parameters)
     target, draft = (max(sizes[role], 1) / BANDWIDTH for role in ("target", "draft"))
     rows = tuple(range(1, max_draft_tokens + 2))
-    return CostTable(
-        origin="bytes",
-        lengths=(0,),
-        rows=rows,
+    mode = ModeCosts(
         target=(tuple(target * (1 + ROW * (t - 1)) for t in rows),),
-        draft=((draft, draft * (1 + ROW)),),
+        draft=((draft, draft * (1 + ROW), draft),),
         reading=(draft * ROW,),
-        host={"greedy": HOST, "sampled": HOST},
+        host=HOST,
         acceptance={},
     )
+    return CostTable("bytes", (0,), rows, mode, mode)
 
 
-def _interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
+def interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
     """On the line through the neighbours; before the first it is the first."""
     if x <= xs[0] or len(xs) == 1:
         return values[0]
@@ -159,6 +166,24 @@ def _interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
         slope = max(slope, 0.0)
         left = right
     return values[left] + slope * (x - xs[left])
+
+
+def _check(mode: ModeCosts, num_lengths: int, num_rows: int) -> None:
+    shapes = {"target": (mode.target, num_rows), "draft": (mode.draft, 3)}
+    for name, (values, width) in shapes.items():
+        if len(values) != num_lengths or any(len(row) != width for row in values):
+            raise ValueError(f"{name} has {width} costs for each of lengths")
+    if len(mode.reading) != num_lengths:
+        raise ValueError("reading has a cost for each of lengths")
+    if len(mode.host) != 2:
+        raise ValueError("host has two costs")
+    timed = [*sum(mode.target, ()), *sum(mode.draft, ()), *mode.reading]
+    if not all(0 < cost < math.inf for cost in timed):
+        raise ValueError("a pass costs more than 0 seconds")
+    if not all(0 <= cost < math.inf for cost in mode.host):
+        raise ValueError("the host's costs are at least 0")
+    if not all(0 <= rate <= 1 for rate in mode.acceptance.values()):
+        raise ValueError("acceptance is between 0 and 1")
 
 
 def _check_ascending(name: str, values: tuple[int, ...], least: int) -> None:

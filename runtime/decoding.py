@@ -15,7 +15,7 @@ from .near_ties import NearTie, Referee
 from .past import Past
 from .plans import Fixed, Plan, Step
 from .randomness import uniforms
-from .sampling import verify
+from .sampling import Draft, verify
 from .stats import Stopwatch
 
 
@@ -108,7 +108,8 @@ class SpeculativeDecoder:
         """Commit 1 to K + 1 tokens to `past`; no more than `limit` are drafted."""
         k = step.num_draft_tokens
         with self.watch.part("sampling"):
-            draft = step.drafter.propose(past, min(k, limit), sampling, us[:k])
+            most = min(k, limit)
+            draft = step.drafter.propose(past, most, sampling, us[:k]) if most else Draft([])
         logits = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
             verdict = self.judge(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))

@@ -40,8 +40,8 @@ def _costs(planner: Planner) -> list[str]:
     rounds = [f"{k + 1}: {_ms(costs.rounds[k])}" for k in known]
     return [
         f"  ms of a verify pass by tokens, with the host: {', '.join(rounds)}",
-        f"  ms of a draft pass: {_ms(costs.draft)}; of a token it has to read: "
-        f"{_ms(costs.reading)}",
+        f"  ms of a round's first draft pass: {_ms(costs.draft_one)}; of a later one: "
+        f"{_ms(costs.draft)}; of a token it has to read: {_ms(costs.reading)}",
     ]
 
 

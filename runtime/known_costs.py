@@ -14,23 +14,24 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
 from . import cost_files
 from .acceptance import PRIOR
-from .costs import ROW, CostTable, estimate, undisturbed
+from .costs import ROW, CostTable, ModeCosts, estimate, typical
 
 LEAST = 3  # passes of a kind that count as measured
 
 
 @dataclass(frozen=True)
 class Seen:
-    """What one request measured: seconds of passes by their tokens, and of the host a round.
-
-    `acceptance` is the share of tested tokens of the draft model that stood, if any was tested.
+    """What one request measured: seconds of each round's first pass, by its tokens, of the `later`
+    draft passes, and of the host a round; how many draft tokens were tested, and how many stood.
     """
 
     greedy: bool
     target: Mapping[int, Sequence[float]]
     draft: Mapping[int, Sequence[float]]
+    later: Sequence[float]
     host: float
-    acceptance: float | None
+    num_tested: int
+    num_accepted: int
 
 
 class KnownCosts:
@@ -101,29 +102,32 @@ def measured(table: CostTable, seen: Seen) -> CostTable | None:
     What was not seen is scaled as its nearest neighbours are. One request's acceptance may raise
     what later ones expect, not lower it: its text may have been an odd one.
     """
+    known = table.mode(seen.greedy)
     target = _costs(seen.target, table.rows)
     draft = _costs(seen.draft, (1, 2))
     if not target or 1 not in draft:
         return None
-    ratios = {t: cost / table.target[0][table.rows.index(t)] for t, cost in target.items()}
+    ratios = {t: cost / known.target[0][table.rows.index(t)] for t, cost in target.items()}
     costs = [
         cost * ratios[min(ratios, key=lambda seen: (abs(seen - t), seen))]
-        for t, cost in zip(table.rows, table.target[0], strict=True)
+        for t, cost in zip(table.rows, known.target[0], strict=True)
     ]
-    two = draft.get(2, draft[1] * (1 + ROW))
-    mode = "greedy" if seen.greedy else "sampled"
-    expected = {"model": max(PRIOR, seen.acceptance or 0.0)}
-    return replace(
-        table,
-        origin="use",
+    one = draft[1]
+    two = max(one, draft.get(2, one * (1 + ROW)))
+    later = typical(seen.later) if len(seen.later) >= LEAST else one
+    passes = ModeCosts(
         target=(tuple(min(costs[i:]) for i in range(len(costs))),),
-        draft=((draft[1], max(draft[1], two)),),
-        reading=(draft[1] * ROW,),
-        host=table.host | {mode: (seen.host, table.host[mode][1])},
-        acceptance={"greedy": {}, "sampled": {}, mode: expected},
+        draft=((one, two, later),),
+        reading=(later * ROW,),
+        host=(seen.host, known.host[1]),
+        acceptance={},
     )
+    expected = {"model": max(PRIOR, seen.num_accepted / max(1, seen.num_tested))}
+    this, other = replace(passes, acceptance=expected), replace(passes, host=known.host)
+    greedy, sampled = (this, other) if seen.greedy else (other, this)
+    return replace(table, origin="use", greedy=greedy, sampled=sampled)
 
 
 def _costs(seconds: Mapping[int, Sequence[float]], rows: Sequence[int]) -> dict[int, float]:
     """Of the passes that were seen often enough; the first of a kind binds buffers."""
-    return {t: undisturbed(seconds[t][1:]) for t in rows if len(seconds.get(t, ())) > LEAST}
+    return {t: typical(seconds[t][1:]) for t in rows if len(seconds.get(t, ())) > LEAST}

@@ -61,11 +61,14 @@ class Index:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These follow."""
+        text, next_ = self._tokens, self._next
         for token in tokens:
-            runs = self._runs()
-            self._before.append([self._next.get(run) for run in runs])
-            self._next |= dict.fromkeys(runs, len(self._tokens))
-            self._tokens.append(token)
+            before, place = [], len(text)
+            for run in self._runs():
+                before.append(next_.get(run))
+                next_[run] = place
+            self._before.append(before)
+            text.append(token)
 
     def truncate(self, length: int) -> None:
         """Forget every token past `length`, and what their entries had replaced is back."""
@@ -89,8 +92,8 @@ class Index:
 
     def _runs(self) -> list[tuple[int, ...]]:
         """The runs that end the text, the shortest first."""
-        text = self._tokens
-        return [tuple(text[-n:]) for n in self._lengths if n <= len(text)]
+        tail = tuple(self._tokens[-self._lengths[-1] :])
+        return [tail[-n:] for n in self._lengths if n <= len(tail)]
 
 
 def _copy(text: list[int], start: int, max_tokens: int) -> list[int]:

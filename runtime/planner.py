@@ -73,9 +73,7 @@ class Planner:
         self.table = table
         self.greedy = greedy
         self.max_draft_tokens = most if max_draft_tokens is None else min(max_draft_tokens, most)
-        self.priors: Mapping[str, float] = table.acceptance.get(
-            "greedy" if greedy else "sampled", {}
-        )
+        self.priors: Mapping[str, float] = table.mode(greedy).acceptance
         self.acceptance: dict[str, Acceptance] = {}
         self.kinds: Counter[str] = Counter()
         self.seconds = 0.0  # of all rounds so far, by the table
@@ -162,18 +160,21 @@ class Planner:
         behind = offer.behind + offer.ready
         later = costs.catching_up(behind) if offer.room else 0.0
         share = later / max(HORIZON, self._num_tokens)
-        stands, expected, drafting = 1.0, 1.0, 0.0
+        rounds, passes, drafted = costs.rounds, costs.drafting(behind), offer.ready
+        stands = expected = 1.0
         best, best_expected, best_pace, best_seconds = 0, 1.0, costs.plain, costs.plain
         reading = 0.0
         for k in range(1, most + 1):
-            if k <= offer.ready:
+            if k <= drafted:
                 stands *= ready[k - 1]
+                expected += stands
+                seconds = rounds[k]
+                pace = seconds / expected
             else:
-                stands *= model[k - 1 - offer.ready]
-                drafting += costs.draft if k > offer.ready + 1 else costs.first(behind)
-            expected += stands
-            seconds = drafting + costs.rounds[k]
-            pace = seconds / expected + (share if k > offer.ready else 0.0)
+                stands *= model[k - 1 - drafted]
+                expected += stands
+                seconds = passes[k - drafted] + rounds[k]
+                pace = seconds / expected + share
             if pace < best_pace:
                 best, best_expected, best_pace = k, expected, pace
                 reading = later if k > offer.ready else 0.0
@@ -193,7 +194,7 @@ class Planner:
         seconds, reading = costs.rounds[1], 0.0
         if not offer.ready:
             reading = costs.catching_up(offer.behind)
-            seconds += reading + costs.first(offer.behind)
+            seconds += reading + costs.drafting(offer.behind)[1]
         allowed = PROBING * self.seconds + REINVESTED * max(0.0, self.gained)
         if max(self.lost, -self.gained) + seconds - pace > allowed:
             return None
@@ -205,8 +206,11 @@ class Planner:
     def _hopes(self, offer: Offer, costs: Costs, pace: float) -> bool:
         """Whether a drafter that is always right would be worth having."""
         most = min(self.max_draft_tokens, offer.ready + offer.room)
-        passes = (max(0, k - offer.ready) for k in range(1, most + 1))
-        paces = ((n * costs.draft + costs.rounds[k]) / (k + 1) for k, n in enumerate(passes, 1))
+        passes = costs.drafting()
+        paces = (
+            (passes[max(0, k - offer.ready)] + costs.rounds[k]) / (k + 1)
+            for k in range(1, most + 1)
+        )
         return min(paces) * MARGIN < pace
 
 
@@ -228,5 +232,5 @@ def predictions(costs: Costs, alpha: float) -> list[float]:
     found, expected = [1.0], 1.0
     for k in range(1, len(costs.rounds)):
         expected += alpha**k
-        found.append(expected * costs.plain / (k * costs.draft + costs.rounds[k]))
+        found.append(expected * costs.plain / (costs.drafting()[k] + costs.rounds[k]))
     return found

@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .decoding import Round
 
 MODEL, LOOKUP, CHAIN = PLANNED = ("model", "lookup", "chain")  # whose costs are known
-_NO_CHANCE = np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
+_CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
+ATTENTIVE, LONGEST_REST = 2, 7  # planned rounds without a gain before a rest, and rounds of one
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,9 @@ class Fixed:
 class Auto:
     """What a planner chooses among a draft model and copies of the text itself.
 
-    A copy is looked up in every round, which costs no pass, and judged by what the target says
-    even where it is not used; at any temperature that is the chance that it would have stood.
+    A copy is looked up in every round that is planned, which costs no pass, and judged by what the
+    target says even where it is not used; at any temperature that is the chance that it would have
+    stood. Where nothing pays, more and more plain rounds follow one that is planned.
     `changes` are the choices that differ from those before them, with the round's number.
     """
 
@@ -90,9 +92,18 @@ class Auto:
         self._choice: Choice | None = None
         self._copy: list[int] = []
         self._num_rounds = 0
+        self._quiet = 0  # planned rounds since something paid,
+        self._rest = 0  # and rounds that stay plain without being planned
 
     def next(self, past: Past, left: int) -> Step:
-        choice = self.planner.choose(self._offers(past), len(past.tokens) - 1)
+        if self._rest and self._choice is not None:
+            choice = self._choice
+            self._copy = []
+            self._rest -= 1
+        else:
+            choice = self.planner.choose(self._offers(past), len(past.tokens) - 1)
+            self._quiet = self._quiet + 1 if choice.kind == PLAIN else 0
+            self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
@@ -105,6 +116,8 @@ class Auto:
         self.planner.record(self._choice, names, round_.num_accepted)
         if self._copy and LOOKUP not in names:
             lookup = self.planner.chances(LOOKUP)
+            if self._copy[0] == round_.tokens[0]:
+                self._quiet = self._rest = 0
             for i, (copied, token) in enumerate(zip(self._copy, round_.tokens, strict=False)):
                 lookup.observe(i, copied == token)
                 if copied != token:
@@ -120,19 +133,22 @@ class Auto:
         if self._model is not None:
             behind, room = self._model.standing(len(past.tokens))
         if LOOKUP in self._drafters:
-            copy = self._drafters[LOOKUP].propose(past, most, Sampling(), _NO_CHANCE)
+            copy = self._drafters[LOOKUP].propose(past, most, _CERTAIN, _NO_CHANCE)
             self._copy = copy.tokens
         ready = len(self._copy)
-        known = {
-            MODEL: Offer(MODEL, room=room, behind=behind),
-            LOOKUP: Offer(LOOKUP, LOOKUP, ready, watched=True),
-            CHAIN: Offer(
-                CHAIN, LOOKUP, ready, MODEL, max(0, room - ready), behind, watched=ready > 0
-            ),
-        }
         names = self._drafters if ready else (n for n in self._drafters if n in self._alone)
+        return [self._offer(name, ready, room, behind) for name in names]
+
+    def _offer(self, name: str, ready: int, room: int, behind: int) -> Offer:
+        if name == MODEL:
+            return Offer(MODEL, room=room, behind=behind)
+        if name == LOOKUP:
+            return Offer(LOOKUP, LOOKUP, ready, watched=True)
+        if name == CHAIN:
+            rest = max(0, room - ready)
+            return Offer(CHAIN, LOOKUP, ready, MODEL, rest, behind, watched=ready > 0)
         # Of others no cost is known; a drafter without a model is nearly free.
-        return [known.get(name) or Offer(name, name, most) for name in names]
+        return Offer(name, name, self.planner.max_draft_tokens)
 
     def _note(self, choice: Choice) -> None:
         self._num_rounds += 1

@@ -42,14 +42,19 @@ class Stopwatch:
 
 
 class Timed:
-    """A language model whose passes are counted and timed as one part of a run."""
+    """A language model whose passes are counted and timed as one part of a run.
+
+    `seconds` are those of each round's first pass, by its tokens; `later` those of all others.
+    """
 
     def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
         self._model = model
         self._watch = watch
         self._part = part
         self.num_passes = 0
-        self.seconds: defaultdict[int, list[float]] = defaultdict(list)  # by tokens a pass
+        self.seconds: defaultdict[int, list[float]] = defaultdict(list)
+        self.later: list[float] = []
+        self._is_first = True
 
     @property
     def length(self) -> int:
@@ -60,7 +65,9 @@ class Timed:
         begin = time.perf_counter()
         with self._watch.part(self._part):
             logits = self._model.forward(tokens)
-        self.seconds[len(tokens)].append(time.perf_counter() - begin)
+        kind = self.seconds[len(tokens)] if self._is_first else self.later
+        kind.append(time.perf_counter() - begin)
+        self._is_first = False
         return logits
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -70,6 +77,7 @@ class Timed:
 
     def truncate(self, length: int) -> None:
         self._model.truncate(length)
+        self._is_first = True
 
 
 @dataclass(frozen=True)

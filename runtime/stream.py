@@ -210,20 +210,22 @@ class Stream:
         self._past_rounds.append(round_)
         self._spans.append(self._marks.take(len(piece)))
         if self._finish_reason != "unfinished":
-            self._learn()
+            self._pipeline.costs.learn(self.seen)  # for the next requests
         return piece
 
-    def _learn(self) -> None:
-        """Let what this request cost serve the next ones."""
+    @property
+    def seen(self) -> Seen:
+        """What the rounds so far cost, for a table of costs."""
         stats = self.generation.stats
-        seen = Seen(
+        return Seen(
             greedy=self._greedy,
             target=self._target.seconds,
             draft=self._draft.seconds,
+            later=self._draft.later,
             host=(stats.sampling_seconds + stats.other_seconds) / stats.num_rounds,
-            acceptance=stats.accepted_over_tested,
+            num_tested=stats.num_tested,
+            num_accepted=stats.num_accepted,
         )
-        self._pipeline.costs.learn(seen)
 
     def _take(self, token: int, fate: Fate) -> str:
         """Add one token unless the text has ended; the text it makes certain."""

@@ -1,27 +1,29 @@
-"""Measures what a loaded pair costs on this device, and how often its draft is right."""
+"""Measures what a loaded pair costs on this device, and how often its draft is right.
+
+A pass is timed amid the rounds of requests: alone it would find other things in the processor's
+caches, and threads that are awake.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from statistics import fmean, median
-from typing import Protocol
+from typing import Any
 
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
-from .costs import READ_LENGTH, CostTable, undisturbed
-from .model import LanguageModel
+from .costs import READ_LENGTH, ROW, CostTable, ModeCosts, typical
+from .known_costs import Seen
 from .pipeline import Pipeline
-from .stream import Generation
 
-ROWS = (1, 2, 3, 4, 5, 7, 9, 13, MAX_EXPORTED_DRAFT_TOKENS + 1)
-SECONDS = 3.0  # for the passes, and as much for requests; slow models take longer
-REPEATS = (5, 40)
+DRAFT_TOKENS = (0, 1, 2, 4, 8, MAX_EXPORTED_DRAFT_TOKENS)
+SECONDS = 4.0  # slow models take longer
+LEAST_SWEEPS = 2
 BUSY = 1.5  # from so many times the least seconds of a pass on, others had the cores
-NEW_TOKENS = (16, 64)
-DRAFT_TOKENS = 4
+NEW_TOKENS = 48  # of each text that tells the acceptance
 TEXTS = (
     "def read_config(path):\n    ",
     "The history of the city began when",
@@ -31,15 +33,7 @@ TEXTS = (
 MODES = {"greedy": 0.0, "sampled": 1.0}
 
 Progress = Callable[[float], None]  # told which share of the work is done
-
-
-class Measurable(LanguageModel, Protocol):
-    """A model that can be told how many rows of its cache count, whatever they hold."""
-
-    length: int
-
-
-Pass = tuple[str, int, int]  # which model, tokens, tokens in the cache before them
+Place = tuple[str, int, int]  # mode, K, and the tokens before the first round
 
 
 @dataclass(frozen=True)
@@ -51,114 +45,149 @@ class Tuning:
 
 
 def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuning:
-    """Time every pass and some requests. The pipeline's caches are overwritten."""
-    lengths, rows = _places(pipeline)
-    found = _time_passes(pipeline, lengths, rows, lambda share: progress(share / 2))
-    seconds = {one: undisturbed(took) for one, took in found.items()}
-    slowed = fmean(median(took) / seconds[one] for one, took in found.items())
-    by_mode = _run_requests(pipeline, seconds["target", 1, lengths[0]], progress)
-    costs = CostTable(
-        origin="tune",
-        lengths=lengths,
-        rows=rows,
-        target=tuple(_rising([seconds["target", t, at] for t in rows]) for at in lengths),
-        draft=tuple(_rising([seconds["draft", t, at] for t in (1, 2)]) for at in lengths),
-        reading=tuple(seconds["read", READ_LENGTH, at] / READ_LENGTH for at in lengths),
-        host={mode: _host(plain, drafted) for mode, (plain, drafted) in by_mode.items()},
-        acceptance={mode: _acceptance(drafted) for mode, (_, drafted) in by_mode.items()},
-    )
-    return Tuning(costs, slowed > BUSY)
+    """Time rounds of every kind. The pipeline's caches are overwritten."""
+    lengths, ks = _places(pipeline)
+    real = _run_texts(pipeline, ks, lambda share: progress(share / 4))
+    seen, reading = _run_rounds(pipeline, lengths, ks, lambda share: progress((1 + 3 * share) / 4))
+    modes = {
+        mode: _mode(mode, lengths, ks, seen, tuple(map(typical, reading)), real[mode])
+        for mode in MODES
+    }
+    passes = [_passes(seen[place], place[1] + 1) for place in seen]
+    slowed = fmean(median(some) / min(some) for some in passes)
+    rows = tuple(k + 1 for k in ks)
+    return Tuning(CostTable("tune", lengths, rows, **modes), slowed > BUSY)
 
 
-def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The cache lengths and the numbers of tokens to time, as many as fit."""
-    models = pipeline.bundle.models.values()
-    context = min(model.context_length for model in models)
-    most = min(pipeline.max_planned_tokens + 1, max(2, context // 4))
-    rows = tuple(t for t in ROWS if t <= most)
-    last = max(0, context - max(rows[-1], READ_LENGTH))
-    return tuple(sorted({min(32, last), last // 2, last})), rows
+def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
+    """The numbers of tokens in the caches, and the K, to time rounds with."""
+    context = min(model.context_length for model in pipeline.bundle.models.values())
+    most = min(pipeline.max_planned_tokens, max(1, context // 4))
+    last = max(1, context - READ_LENGTH)
+    lengths = tuple(sorted({min(32, last), -(-last // 2), last}))
+    return lengths, [k for k in DRAFT_TOKENS if k <= most]
 
 
-def _time_passes(
-    pipeline: Pipeline, lengths: tuple[int, ...], rows: tuple[int, ...], progress: Progress
-) -> dict[Pass, list[float]]:
-    """Seconds of every pass; all take turns, so that a busy moment slows none alone."""
-    models = {"target": pipeline.target, "draft": pipeline.draft, "read": pipeline.draft}
-    kinds = [*product(("target",), rows), ("draft", 1), ("draft", 2), ("read", READ_LENGTH)]
-    passes = [(role, tokens, length) for role, tokens in kinds for length in lengths]
-    found: dict[Pass, list[float]] = {one: [] for one in passes}
-    for sweep, share in _sweeps():
-        for role, tokens, length in passes:
-            took = _time(models[role], role == "read", tokens, length)
-            if sweep:  # the first one warms up
-                found[role, tokens, length].append(took)
-        progress(share())
-    for model in models.values():
-        model.truncate(0)
+def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[str, list[Seen]]:
+    """Speculative requests on built-in texts."""
+    found: dict[str, list[Seen]] = {mode: [] for mode in MODES}
+    runs = list(product(TEXTS, MODES))
+    for i, (text, mode) in enumerate(runs):
+        prompt = pipeline.tokenizer.encode(text).ids
+        found[mode].append(_run(pipeline, prompt, mode, min(4, max(ks)), NEW_TOKENS, i))
+        progress((i + 1) / len(runs))
     return found
 
 
-def _sweeps() -> Iterator[tuple[int, Callable[[], float]]]:
-    """Numbers of sweeps until their time is over, with the share of it that is."""
-    least, most = REPEATS
+def _run_rounds(
+    pipeline: Pipeline, lengths: tuple[int, ...], ks: list[int], progress: Progress
+) -> tuple[dict[Place, list[Seen]], list[list[float]]]:
+    """A few rounds at every place, all in turn, so that a busy moment slows none alone; and what a
+    token costs that the draft reads, by length.
+    """
+    unread = Pipeline(
+        pipeline.bundle, pipeline.tokenizer, _Unread(pipeline.target), _Unread(pipeline.draft)
+    )
+    text = pipeline.tokenizer.encode("".join(TEXTS)).ids
+    places = list(product(MODES, ks, lengths))
+    found: dict[Place, list[Seen]] = {place: [] for place in places}
+    reading: list[list[float]] = [[] for _ in lengths]
+    begin, sweeps, share = time.perf_counter(), 0, 0.0
+    while share < 1:
+        for i, (mode, k, length) in enumerate(places):
+            prompt = (text * (length // len(text) + 1))[:length]
+            found[mode, k, length].append(_run(unread, prompt, mode, k, 8 + 2 * k, i))
+            done = sweeps + (i + 1) / len(places)
+            share = min(1.0, done / LEAST_SWEEPS, (time.perf_counter() - begin) / SECONDS)
+            progress(share)
+        sweeps += 1
+        for took, length in zip(reading, lengths, strict=True):
+            took.append(_read(pipeline.draft, length) / READ_LENGTH)
+    for model in (pipeline.target, pipeline.draft):
+        model.truncate(0)
+    return found, reading
+
+
+class _Unread:
+    """A model that takes a prompt for read: what is in its cache changes the cost of no pass."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._model.length += len(tokens)
+
+
+def _run(
+    pipeline: Pipeline, prompt: Sequence[int], mode: str, k: int, new_tokens: int, seed: int
+) -> Seen:
+    with pipeline.stream(
+        prompt,
+        new_tokens,
+        MODES[mode],
+        seed=seed,
+        num_draft_tokens=k,
+        drafter="model",
+        ignore_eos=True,
+    ) as stream:
+        for _ in stream:
+            pass
+    return stream.seen
+
+
+def _read(model: Any, length: int) -> float:
+    model.length = length
     begin = time.perf_counter()
-
-    def share() -> float:
-        return min(1.0, (time.perf_counter() - begin) / SECONDS)
-
-    for sweep in range(most + 1):
-        if sweep > least and share() >= 1:
-            return
-        yield sweep, share
-
-
-def _time(model: LanguageModel, reading: bool, tokens: int, length: int) -> float:
-    measurable: Measurable = model  # type: ignore[assignment]
-    measurable.length = length
-    run = model.prefill if reading else model.forward
-    begin = time.perf_counter()
-    run([0] * tokens)
+    model.prefill([0] * READ_LENGTH)
     return time.perf_counter() - begin
 
 
-def _run_requests(
-    pipeline: Pipeline, target_seconds: float, progress: Progress
-) -> dict[str, tuple[list[Generation], list[Generation]]]:
-    """Plain and speculative requests on built-in texts, by mode."""
-    runs = len(TEXTS) * len(MODES) * 2
-    least, most = NEW_TOKENS
-    new_tokens = int(max(least, min(most, SECONDS / runs / target_seconds)))
-    found: dict[str, tuple[list[Generation], list[Generation]]] = {m: ([], []) for m in MODES}
-    for i, (text, mode, drafts) in enumerate(product(TEXTS, MODES, (0, 1))):
-        one = pipeline.generate(
-            text,
-            new_tokens,
-            MODES[mode],
-            seed=i,
-            num_draft_tokens=drafts * DRAFT_TOKENS,
-            ignore_eos=True,
-        )
-        found[mode][drafts].append(one)
-        progress(0.5 + (i + 1) / runs / 2)
-    return found
+def _mode(
+    mode: str,
+    lengths: tuple[int, ...],
+    ks: list[int],
+    rounds: dict[Place, list[Seen]],
+    reading: tuple[float, ...],
+    real: list[Seen],
+) -> ModeCosts:
+    """The costs of one mode, by rounds at every place; `real` are those of requests with a text."""
+    target, draft = [], []
+    twos, ones = _all(real, lambda seen: seen.draft.get(2, ())), _all(real, _ones)
+    two = max(1.0, typical(twos) / typical(ones)) if twos and ones else 1 + ROW
+    for length in lengths:
+        passes = [typical(_passes(rounds[mode, k, length], k + 1)) for k in ks]
+        target.append(tuple(min(passes[i:]) for i in range(len(passes))))
+        drafted = [seen for k in ks for seen in rounds[mode, k, length]]
+        one = typical(_all(drafted, _ones))
+        later = _all(drafted, lambda seen: seen.later)
+        draft.append((one, two * one, typical(later) if later else one))
+    hosts = {
+        k: median(seen.host for at in lengths for seen in rounds[mode, k, at]) for k in (0, max(ks))
+    }
+    each = max(0.0, hosts[max(ks)] - hosts[0]) / max(ks)
+    tested = sum(seen.num_tested for seen in real)
+    accepted = sum(seen.num_accepted for seen in real)
+    return ModeCosts(
+        target=tuple(target),
+        draft=tuple(draft),
+        reading=reading,
+        host=(hosts[0], each),
+        acceptance={"model": accepted / max(1, tested)},
+    )
 
 
-def _host(plain: list[Generation], drafted: list[Generation]) -> tuple[float, float]:
-    """The host's seconds of a round, and of each draft token beyond."""
-    base, more = (undisturbed([*map(_host_seconds, some)]) for some in (plain, drafted))
-    return base, max(0.0, more - base) / DRAFT_TOKENS
+def _passes(some: list[Seen], tokens: int) -> list[float]:
+    """Seconds of the target's passes over so many tokens."""
+    return _all(some, lambda seen: seen.target[tokens])
 
 
-def _host_seconds(one: Generation) -> float:
-    return (one.stats.sampling_seconds + one.stats.other_seconds) / one.stats.num_rounds
+def _ones(seen: Seen) -> Sequence[float]:
+    return seen.draft.get(1, ())
 
 
-def _acceptance(drafted: list[Generation]) -> dict[str, float]:
-    accepted = sum(one.stats.num_accepted for one in drafted)
-    return {"model": accepted / max(1, sum(one.stats.num_tested for one in drafted))}
-
-
-def _rising(seconds: list[float]) -> tuple[float, ...]:
-    """A pass over fewer tokens takes no more time; where it seems to, it was disturbed."""
-    return tuple(min(seconds[i:]) for i in range(len(seconds)))
+def _all(some: list[Seen], of: Callable[[Seen], Sequence[float]]) -> list[float]:
+    """Of all requests together; the first pass of each finds the caches cold, if it is not all."""
+    return [seconds for seen in some for seconds in (of(seen)[1:] or of(seen))]

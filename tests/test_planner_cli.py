@@ -19,7 +19,8 @@ PROMPT = "def read_config(path):"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
-    monkeypatch.setattr(tuning, "REPEATS", (1, 1))
+    monkeypatch.setattr(tuning, "LEAST_SWEEPS", 1)
+    monkeypatch.setattr(tuning, "NEW_TOKENS", 24)
 
 
 def run(*arguments):
@@ -29,7 +30,7 @@ def run(*arguments):
 def test_tune_prints_costs_and_what_auto_would_do_and_remembers_them():
     result = run("tune")
     assert result.exit_code == 0
-    for part in ("target, 9 tokens", "draft, 2 tokens", "temperature 0", "K = 8:", "auto would"):
+    for part in ("target, 9 tokens", "first, 2 tokens", "temperature 0", "K = 8:", "auto would"):
         assert part in result.stdout
     (path,) = store.costs_folder().iterdir()
     assert f"remembered in {path}" in result.stderr
@@ -40,7 +41,7 @@ def test_tune_prints_costs_and_what_auto_would_do_and_remembers_them():
 def test_tune_prints_json():
     found = json.loads(run("tune", "--json").stdout)
     assert found["origin"] == "tune"
-    assert len(found["target"]) == len(found["lengths"])
+    assert len(found["greedy"]["target"]) == len(found["lengths"])
 
 
 def test_the_first_request_has_an_estimate_and_the_second_its_measures():

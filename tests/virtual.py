@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable
 from functools import lru_cache
 
-from specedge.runtime.costs import Costs, CostTable
+from specedge.runtime.costs import Costs, CostTable, ModeCosts
 from specedge.runtime.planner import Offer, Planner
 
 Stands = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
@@ -21,17 +21,14 @@ def table(
     prior: dict[str, float] | None = None,
 ) -> CostTable:
     """Costs in passes of the target: of a draft pass, of a row more, of a token that is read."""
-    target = tuple(1 + row * t for t in range(rows))
-    return CostTable(
-        origin="tune",
-        lengths=(0,),
-        rows=tuple(range(1, rows + 1)),
-        target=(target,),
-        draft=((draft, 1.1 * draft),),
+    mode = ModeCosts(
+        target=(tuple(1 + row * t for t in range(rows)),),
+        draft=((draft, 1.1 * draft, draft),),
         reading=(reading,),
-        host={"greedy": (0.0, host), "sampled": (0.0, host)},
-        acceptance={} if prior is None else {"greedy": prior, "sampled": prior},
+        host=(0.0, host),
+        acceptance=prior or {},
     )
+    return CostTable("tune", (0,), tuple(range(1, rows + 1)), mode, mode)
 
 
 def constant(chance: float) -> Stands:
@@ -93,8 +90,7 @@ class VirtualRequest:
     def _pay(self, drafter: str, k: int, accepted: int, costs: Costs) -> None:
         self.seconds += costs.rounds[k]
         if drafter == "model" and k:
-            self.seconds += costs.catching_up(self.behind) + costs.first(self.behind)
-            self.seconds += (k - 1) * costs.draft
+            self.seconds += costs.catching_up(self.behind) + costs.drafting(self.behind)[k]
             self.behind = 2 if accepted == k else 1
         else:
             self.behind += accepted + 1

@@ -10,7 +10,9 @@ import click
 from specedge.cli import options
 
 if TYPE_CHECKING:
-    from specedge.runtime.costs import CostTable
+    from collections.abc import Iterable
+
+    from specedge.runtime.costs import CostTable, ModeCosts
     from specedge.runtime.pipeline import Pipeline
     from specedge.runtime.tuning import Tuning
 
@@ -61,35 +63,37 @@ def _measure(pipeline: Pipeline, measure: Any) -> Tuning:
 
 
 def _lines(table: CostTable) -> list[str]:
-    heads = "".join(f"{length:>9}" for length in table.lengths)
-    lines = [f"milliseconds of a pass, by tokens in the cache{heads}"]
-
-    def row(name: str, costs: list[float]) -> str:
-        return f"{name:45}" + "".join(f"{1e3 * cost:9.3f}" for cost in costs)
-
-    for i, tokens in enumerate(table.rows):
-        s = "s" if tokens > 1 else ""
-        lines.append(row(f"  target, {tokens} token{s}", [costs[i] for costs in table.target]))
-    for i, name in enumerate(("1 token", "2 tokens")):
-        lines.append(row(f"  draft, {name}", [costs[i] for costs in table.draft]))
-    lines.append(row("  draft, a token of the prompt", list(table.reading)))
-    for mode in ("greedy", "sampled"):
-        lines += ["", *_mode(table, mode)]
+    lines: list[str] = []
+    for name, mode in (("temperature 0", table.greedy), ("temperature 1", table.sampled)):
+        lines += ["", *_mode(table, name, mode)] if lines else _mode(table, name, mode)
     return lines
 
 
-def _mode(table: CostTable, mode: str) -> list[str]:
+def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     from specedge.runtime.planner import predictions
 
-    base, each = table.host[mode]
-    alpha = table.acceptance[mode]["model"]
-    costs = table.at(table.lengths[0], mode == "greedy")
-    found = predictions(costs, alpha)
+    heads = "".join(f"{length:>9}" for length in table.lengths)
+    lines = [f"{name + ': milliseconds of a pass, by tokens in the cache':60}{heads}"]
+
+    def row(name: str, costs: Iterable[float]) -> str:
+        return f"  {name:58}" + "".join(f"{1e3 * cost:9.3f}" for cost in costs)
+
+    for i, tokens in enumerate(table.rows):
+        s = "s" if tokens > 1 else ""
+        lines.append(row(f"target, {tokens} token{s}", (costs[i] for costs in mode.target)))
+    for i, what in enumerate(
+        ("a round's first, 1 token", "a round's first, 2 tokens", "a later one, 1 token")
+    ):
+        lines.append(row(f"draft, {what}", (costs[i] for costs in mode.draft)))
+    lines.append(row("draft, a token of the prompt", mode.reading))
+    base, each = mode.host
+    alpha = mode.acceptance["model"]
+    found = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
     best = max(range(len(found)), key=lambda k: found[k])
     shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(found)} | {best})
-    temperature = "temperature 0" if mode == "greedy" else "temperature 1"
     return [
-        f"{temperature}: {alpha:.0%} of tested draft tokens accepted on built-in texts;"
+        *lines,
+        f"  {alpha:.0%} of tested draft tokens accepted on built-in texts;"
         f" the host adds {1e3 * base:.3f} ms a round and {1e3 * each:.3f} a draft token",
         "  predicted speed-up: " + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
         f"  auto would begin with K = {best}"

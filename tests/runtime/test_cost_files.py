@@ -11,7 +11,7 @@ import pytest
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.runtime import cost_files
-from specedge.runtime.costs import CostTable, estimate
+from specedge.runtime.costs import CostTable, ModeCosts, estimate
 from specedge.strict_json import plain
 from virtual import table
 
@@ -44,7 +44,7 @@ def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 1', '"format": 0')
+    yield "of an older format", lambda text: text.replace('"format": 2', '"format": 1')
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")
@@ -85,41 +85,50 @@ def test_a_write_that_fails_leaves_the_old_table(key, monkeypatch):
 
 
 def test_costs_between_the_measured_ones_lie_between_them():
-    costs = dataclasses.replace(
-        table(rows=2),
-        lengths=(0, 100),
-        rows=(1, 5),
+    greedy = ModeCosts(
         target=((1.0, 2.0), (3.0, 6.0)),
-        draft=((0.1, 0.2), (0.3, 0.4)),
+        draft=((0.1, 0.2, 0.05), (0.3, 0.4, 0.15)),
         reading=(0.01, 0.03),
-        host={"greedy": (0.5, 0.25), "sampled": (0.0, 0.0)},
+        host=(0.5, 0.25),
+        acceptance={},
     )
+    sampled = dataclasses.replace(greedy, host=(0.0, 0.0))
+    costs = CostTable("tune", (0, 100), (1, 5), greedy, sampled)
     middle = costs.at(50, greedy=True)
     assert middle.rounds == pytest.approx([2.5, 2.5 + 0.75, 3.0 + 1, 3.5 + 1.25, 4 + 1.5])
-    assert (middle.draft, middle.draft_two, middle.reading) == pytest.approx((0.2, 0.3, 0.02))
+    assert (middle.draft_one, middle.draft_two) == pytest.approx((0.2, 0.3))
+    assert (middle.draft, middle.reading) == pytest.approx((0.1, 0.02))
+    assert middle.drafting() == pytest.approx([0.0, 0.2, 0.3, 0.4, 0.5])
+    assert middle.drafting(behind=2) == pytest.approx([0.0, 0.3, 0.4, 0.5, 0.6])
     assert costs.at(200, greedy=False).plain == pytest.approx(5.0)
     assert costs.at(0, greedy=False).plain == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        {"origin": "guess"},
-        {"lengths": (5, 5)},
-        {"lengths": ()},
-        {"rows": (2, 3)},
-        {"target": ((1.0,),)},
-        {"draft": ((0.1,),)},
-        {"draft": ((float("inf"), 1.0),)},
-        {"reading": ()},
-        {"host": {"greedy": (0.0, 0.0)}},
-        {"host": {"greedy": (-1.0, 0.0), "sampled": (0.0, 0.0)}},
-        {"acceptance": {"greedy": {"model": 1.5}, "sampled": {}}},
-    ],
+    "change", [{"origin": "guess"}, {"lengths": (5, 5)}, {"lengths": ()}, {"rows": (2, 3)}]
 )
 def test_a_table_that_contradicts_itself_cannot_be(change):
     with pytest.raises(ValueError, match=r"."):
         CostTable(**vars(table(rows=2)) | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": ((1.0,),)},
+        {"draft": ((0.1, 0.1),)},
+        {"draft": ((float("inf"), 1.0, 1.0),)},
+        {"reading": ()},
+        {"host": (0.0,)},
+        {"host": (-1.0, 0.0)},
+        {"acceptance": {"model": 1.5}},
+    ],
+)
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_a_mode_that_contradicts_itself_cannot_be(mode, change):
+    costs = table(rows=2)
+    with pytest.raises(ValueError, match=r"."):
+        dataclasses.replace(costs, **{mode: dataclasses.replace(costs.greedy, **change)})
 
 
 def test_an_estimate_goes_by_bytes_and_has_every_pass():
@@ -128,6 +137,7 @@ def test_an_estimate_goes_by_bytes_and_has_every_pass():
     costs = found.at(100, greedy=True)
     sizes = [bundle.files[m.weights].size for m in (bundle.draft, bundle.target)]
     assert found.max_draft_tokens == 16
-    assert found.draft[0][0] / found.target[0][0] == pytest.approx(sizes[0] / sizes[1])
+    ratio = found.greedy.draft[0][0] / found.greedy.target[0][0]
+    assert ratio == pytest.approx(sizes[0] / sizes[1])
     assert costs.rounds == sorted(costs.rounds)
     json.dumps(plain(found))

@@ -26,9 +26,10 @@ def key(bundle):
 
 
 def seen(**changes):
-    target = {1: [9.0, 2.0, 2.0, 2.5], 5: [9.0, 4.0, 3.0, 3.5], 3: [1.0]}
-    facts = {"greedy": True, "target": target, "draft": {1: [9.0, 0.2, 0.2, 0.2]}}
-    return Seen(**facts | {"host": 0.1, "acceptance": 0.9} | changes)
+    target = {1: [9.0, 2.0, 1.5, 2.5], 5: [9.0, 4.0, 2.0, 3.0], 3: [1.0]}
+    facts = {"greedy": True, "target": target, "draft": {1: [9.0, 0.25, 0.25, 0.25]}}
+    facts |= {"later": [0.125] * 9}
+    return Seen(**facts | {"host": 0.1, "num_tested": 10, "num_accepted": 9} | changes)
 
 
 def test_a_first_request_is_planned_with_an_estimate_and_serves_the_next(bundle, key):
@@ -51,18 +52,22 @@ def test_drawn_text_is_planned_with_costs_that_no_request_changes(bundle, key):
 def test_what_was_seen_replaces_the_estimate_and_scales_its_neighbours(bundle):
     before = estimate(bundle, 16)
     after = measured(before, seen())
-    assert after.target[0][0] == 2.0
-    assert after.target[0][4] == 3.0
-    assert after.target[0][16] == pytest.approx(before.target[0][16] * 3.0 / before.target[0][4])
-    assert list(after.target[0]) == sorted(after.target[0])
-    assert after.draft == ((0.2, 0.2 * 1.1),)
-    assert after.host["greedy"][0] == 0.1
-    assert after.acceptance == {"greedy": {"model": 0.9}, "sampled": {}}
+    known, (target,) = before.greedy.target[0], after.greedy.target
+    assert target[0] == 2.0
+    assert target[4] == 3.0
+    assert target[16] == pytest.approx(known[16] * 3.0 / known[4])
+    assert list(target) == sorted(target)
+    assert after.greedy.draft == ((0.25, 0.25 * 1.1, 0.125),)
+    assert after.greedy.host[0] == 0.1
+    assert after.greedy.acceptance == {"model": 0.9}
+    assert after.sampled.target == after.greedy.target
+    assert after.sampled.host == before.sampled.host
+    assert after.sampled.acceptance == {}
 
 
 def test_one_bad_text_does_not_lower_what_later_ones_expect(bundle):
-    found = measured(estimate(bundle, 16), seen(acceptance=0.1))
-    assert found.acceptance["greedy"] == {"model": 0.5}
+    found = measured(estimate(bundle, 16), seen(num_accepted=1))
+    assert found.greedy.acceptance == {"model": 0.5}
 
 
 @pytest.mark.parametrize("change", [{"target": {}}, {"draft": {}}, {"draft": {1: [1.0, 1.0]}}])
@@ -124,14 +129,15 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
     from specedge.runtime import tuning
 
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
-    monkeypatch.setattr(tuning, "REPEATS", (1, 1))
+    monkeypatch.setattr(tuning, "LEAST_SWEEPS", 1)
+    monkeypatch.setattr(tuning, "NEW_TOKENS", 24)
     shares = []
     found = tuning.measure(pipeline, shares.append).costs
     assert found.origin == "tune"
-    assert found.rows == (1, 2, 3, 4, 5, 7, 9)
+    assert found.rows == (1, 2, 3, 5, 9)
     assert found.lengths == (32, 224, 448)
     assert shares == sorted(shares)
     assert shares[-1] == 1
-    for mode in ("greedy", "sampled"):
-        assert 0.3 < found.acceptance[mode]["model"] < 1
-    assert all(list(costs) == sorted(costs) for costs in found.target)
+    for mode in (found.greedy, found.sampled):
+        assert 0.3 < mode.acceptance["model"] < 1
+        assert all(list(costs) == sorted(costs) for costs in mode.target)

@@ -138,6 +138,17 @@ def test_a_drafter_without_a_model_is_probed_too_unless_it_is_watched():
         assert kinds == ({"plain", "probe"} if probes else {"plain"})
 
 
+def test_a_drafter_that_is_never_right_is_given_up_however_little_a_row_costs():
+    tables = Offer("ngram", "ngram", ready=16)
+    planner = Planner(table(row=0.02), greedy=True)
+    drafted = []
+    for _ in range(300):
+        choice = planner.choose([tables], 50)
+        planner.record(choice, ["ngram"] * choice.num_draft_tokens, 0)
+        drafted.append(choice.num_draft_tokens)
+    assert sum(drafted[-200:]) <= 10
+
+
 def test_a_verify_pass_that_costs_as_much_as_its_rows_stops_speculation():
     planner = Planner(table(row=1.0, prior={"model": 1.0}), greedy=True)
     assert planner.choose([Offer("model", room=99)], 50).drafter == "plain"

@@ -75,6 +75,25 @@ def test_a_plain_round_runs_no_draft_pass():
     assert model.passes == []
 
 
+class Counted(Copies):
+    """Counts how often it was asked."""
+
+    asked = 0
+
+    def propose(self, past, max_tokens, sampling, uniforms):
+        self.asked += 1
+        return super().propose(past, max_tokens, sampling, uniforms)
+
+
+def test_where_nothing_pays_most_rounds_are_not_planned_anew():
+    copies = Counted(7)
+    plan = auto(table(prior={"lookup": 0.0}), lookup=copies)
+    rounds = run(plan, TableModel(lambda text: [1, 0, 0, 0, 0, 0, 0, 0]), tokens=200)
+    assert {one.drafter for one in rounds} == {"plain"}
+    assert 25 <= copies.asked <= 40
+    assert plan.planner.kinds == {"plain": 200}
+
+
 def test_copies_that_were_only_watched_are_used_once_they_prove_right():
     target = TableModel(lambda text: [0, 0, 0, 1])
     plan = auto(table(row=0.2, prior={"lookup": 0.0}), lookup=Copies(3))
@@ -173,6 +192,6 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
 
 
 def test_a_sampled_text_is_planned_with_sampled_costs():
-    costs = dataclasses.replace(table(), host={"greedy": (0.0, 0.0), "sampled": (0.0, 9.0)})
+    costs = dataclasses.replace(table(), sampled=table(host=9.0).sampled)
     assert Planner(costs, greedy=False).costs(50).rounds[1] > 9
     assert Planner(costs, greedy=True).costs(50).rounds[1] < 2
