@@ -125,7 +125,7 @@ def _played(part: Part, ops: str, references: list[Reference]) -> Parity:
     """Play an op set's files against what PyTorch computed; note what is not as it should be."""
     who, progress = f"{part.role} ({ops})", part.progress
     player = Player(part.folder, part.lengths, part.shape, ops)
-    with progress.step(f"Comparing the {who}", parity.num_stages(player)) as advance:
+    with progress.step(f"Comparing the {who}", player.num_stages) as advance:
         found = parity.measure(part.role, references, player, advance)
     if found.differing:
         progress.note(f"{who}: {', '.join(found.differing)} give other last bits than decoder")

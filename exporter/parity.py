@@ -24,7 +24,7 @@ from specedge.manifest import Parity
 from .graphs import Length
 from .playing import Action, Fill, Pass, Player, Rows, Spoil
 from .progress import Advance
-from .reference import Reference, spread
+from .reference import Reference, largest, spread
 
 TOLERANCE = 5e-6
 INDEPENDENT = (1, 2, 3, 5, 9)
@@ -49,7 +49,7 @@ class Errors:
     """The largest differences seen, relative to the largest value of the same output."""
 
     role: str
-    wanted: str = "the PyTorch model's"
+    wanted: str
     largest: dict[str, float] = field(default_factory=lambda: {"logits": 0.0, "cache": 0.0})
 
     def compare(
@@ -78,20 +78,25 @@ def measure(
     Of a large model with layers of like form all layers run in one pass of each stretch, compared
     with PyTorch; then one layer of each form in passes of all kinds, compared with one such pass.
     """
-    errors = Errors(role)
+    errors = Errors(role, "the PyTorch model's")
     std, num_positions = spread(parts[0]), sum(len(part.tokens) for part in parts)
     player.check_files()
-    if player.shorter is not None:
-        _play(player, [_through(player, part, errors) for part in parts], advance)
-        errors.wanted, player = "one pass over all rows", player.shorter
-        parts = _own(player, parts, advance)
+    through: list[Check] = []
+    checks: list[Check] = []
+    if player.left_out is not None:
+        through = [_through(player, part, errors) for part in parts]
+        errors = Errors(role, "one pass over all rows", errors.largest)
+        parts, checks = map(list, zip(*(_own(player, part) for part in parts), strict=True))
     differing: list[str] = []
     held: dict[int, bool] = {}
     alone = [length for length in player.lengths.values() if length.length is not None]
-    checks = [_stretch(player, part, errors, alone, differing) for part in parts]
+    checks += [_stretch(player, part, errors, alone, differing) for part in parts]
     checks.append(_independence(player, parts[0].tokens, held))
     checks += [_file(player, length, parts[0], differing) for length in alone]
-    _play(player, checks, advance)
+    # All at once, because a model in parts is loaded for each play.
+    results = iter(player.play(_actions(checks), advance, _actions(through)))
+    for actions, judge in (*through, *checks):
+        judge(list(itertools.islice(results, len(actions))))
     parity = Parity(
         tolerance=TOLERANCE,
         logits_error=errors.largest["logits"],
@@ -104,16 +109,8 @@ def measure(
     return Findings(parity, differing)
 
 
-def num_stages(player: Player) -> int:
-    """How often `measure` tells its progress."""
-    return player.num_stages + (2 * player.shorter.num_stages if player.shorter else 0)
-
-
-def _play(player: Player, checks: list[Check], advance: Advance) -> None:
-    """All at once, because a model in parts is loaded for each play."""
-    results = iter(player.play([a for actions, _ in checks for a in actions], advance))
-    for actions, judge in checks:
-        judge(list(itertools.islice(results, len(actions))))
+def _actions(checks: list[Check]) -> list[Action]:
+    return [action for actions, _ in checks for action in actions]
 
 
 def schedule(player: Player, start: int, end: int) -> Iterator[tuple[str, int, int, int]]:
@@ -147,43 +144,35 @@ def lengths_to_compare(player: Player) -> list[int]:
     return sorted(t for t in {*INDEPENDENT, *fixed} if t <= player.geometry.context_length)
 
 
-def _in_one_pass(player: Player, part: Reference) -> list[Action]:
-    return [
-        Fill(_past(player, part)),
+def _through(player: Player, part: Reference, errors: Errors) -> Check:
+    """A stretch in one pass through all layers, to be what PyTorch computes."""
+
+    def judge(results: list[Any]) -> None:
+        *_, logits, rows = results
+        errors.compare("logits", "logits", logits, part.logits, part.scale, part.start)
+        _compare_caches(player.geometry.cache_names(), part, errors, rows)
+
+    actions: list[Action] = [
+        Fill(part.past),
         Spoil(part.start, player.geometry.capacity),
         Pass("decoder", part.tokens, part.start),
         Rows(part.start, part.end),
     ]
+    return actions, judge
 
 
-def _past(player: Player, part: Reference) -> Callable[[int], np.ndarray]:
-    return lambda i: part.past(player.caches[i])
-
-
-def _through(player: Player, part: Reference, errors: Errors) -> Check:
-    """A stretch in one pass, to be what PyTorch computes."""
-
-    def judge(results: list[Any]) -> None:
-        *_, logits, rows = results
-        errors.compare("logits", "logits", logits, part.logits, _scale(part.logits), part.start)
-        _compare_caches(player, part, errors, rows)
-
-    return _in_one_pass(player, part), judge
-
-
-def _own(player: Player, parts: list[Reference], advance: Advance) -> list[Reference]:
-    """What the played layers compute in one pass of each stretch."""
-    found: list[Reference] = []
-
-    def reference(part: Reference) -> Check:
-        def judge(results: list[Any]) -> None:
-            past = _past(player, part)
-            found.append(Reference(part.tokens, part.start, past, *results[2:]))
-
-        return _in_one_pass(player, part), judge
-
-    _play(player, [reference(part) for part in parts], advance)
-    return found
+def _own(player: Player, part: Reference) -> tuple[Reference, Check]:
+    """What the kept layers compute for a stretch in one pass; it is known when that was played."""
+    own = Reference(
+        part.tokens, part.start, lambda i: part.past(player.kept[i]), np.zeros((0, 0)), []
+    )
+    actions: list[Action] = [
+        Fill(own.past),
+        Spoil(own.start, player.geometry.capacity),
+        Pass("decoder", own.tokens, own.start, then=functools.partial(setattr, own, "logits")),
+        Rows(own.start, own.end, own.caches),
+    ]
+    return own, (actions, lambda results: None)
 
 
 def _stretch(
@@ -193,11 +182,10 @@ def _stretch(
 
     Of each file `alone` a pass is compared with the decoder's, too, and the file taken out.
     """
-    scale = _scale(part.logits)
 
     def compared(start: int, length: int, keep: bool, found: np.ndarray) -> np.ndarray | None:
         wanted = part.logits[start - part.start :][:length]
-        errors.compare("logits", "logits", found[:length], wanted, scale, start)
+        errors.compare("logits", "logits", found[:length], wanted, part.scale, start)
         return found if keep else None
 
     actions: list[Action] = [Fill(part.past), Spoil(part.start, player.geometry.capacity)]
@@ -217,18 +205,19 @@ def _stretch(
 
     def judge(results: list[Any]) -> None:
         differing.extend(name for name, i in twins if not _same(results[i:]))
-        _compare_caches(player, part, errors, results[-1])
+        names = player.geometry.cache_names()
+        _compare_caches([names[i] for i in player.kept], part, errors, results[-1])
 
     return actions, judge
 
 
 def _compare_caches(
-    player: Player, part: Reference, errors: Errors, rows: list[np.ndarray]
+    names: list[str], part: Reference, errors: Errors, rows: list[np.ndarray]
 ) -> None:
-    for name, found, wanted in zip(player.cache_names, rows, part.caches, strict=True):
+    for name, found, wanted in zip(names, rows, part.caches, strict=True):
         present = name.replace("past_key_values", "present")
         errors.compare(
-            "cache", present, _by_row(found), _by_row(wanted), _scale(wanted), part.start
+            "cache", present, _by_row(found), _by_row(wanted), largest(wanted), part.start
         )
 
 
@@ -300,10 +289,6 @@ def _same(results: list[Any]) -> bool:
     wanted, wanted_rows, _, logits, rows = results[:5]
     same = all(map(np.array_equal, rows, wanted_rows))
     return same and (logits is None or np.array_equal(logits, wanted))
-
-
-def _scale(wanted: np.ndarray) -> float:
-    return max(1e-30, float(np.abs(wanted).max()))
 
 
 def _padded(player: Player, name: str, tokens: np.ndarray) -> np.ndarray:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,20 +62,18 @@ class Spoil:
 
 @dataclass(frozen=True)
 class Rows:
-    """A copy of the caches' rows: a list of [H, end - start, D]."""
+    """A copy of the caches' rows, each [H, end - start, D]; the list is `into` if that is given."""
 
     start: int
     end: int
+    into: list[np.ndarray] | None = None
 
 
 Action = Pass | Fill | Spoil | Rows
 
 
 class Player:
-    """One op set of a model over caches [1, H, S, D]; a play begins by filling them.
-
-    `caches` are the places of the played ones among the model's.
-    """
+    """One op set of a model over caches [1, H, S, D]; a play begins by filling them."""
 
     def __init__(
         self, folder: Path, lengths: list[Length], geometry: Geometry, ops: str = "onnx"
@@ -85,60 +82,62 @@ class Player:
         self.lengths = {length.name: length for length in lengths}
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
         self._shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
-        self.caches = list(range(len(self._shapes)))
         self._splits: dict[str, parts.Split] = {}
-        self._left_out: Shorter | None = None
+        self.num_stages = 1
         if self.in_parts:
             first = parts.Split(self._path("decoder"))
             others = (name for name in self.lengths if name != "decoder")
             self._splits = {"decoder": first} | {
                 name: parts.Split(self._path(name), first.first) for name in others
             }
+            self.num_stages = len(first.parts)
         else:
             self._whole = _Stage(self._shapes, lambda name, packed: self._open(name))
 
-    @property
-    def cache_names(self) -> list[str]:
-        """The names of the played caches."""
-        names = list(self._shapes)
-        return [names[i] for i in self.caches]
-
-    @property
-    def num_stages(self) -> int:
-        """How many parts a play loads, one after another."""
-        return len(self._indexes()) if self.in_parts else 1
+    @functools.cached_property
+    def left_out(self) -> Shorter | None:
+        """The parts of a large model that have the forms of others."""
+        return shorten(self._splits) if self.in_parts else None
 
     @functools.cached_property
-    def shorter(self) -> Player | None:
-        """The same files with one layer of each form, if that leaves some out."""
-        left_out = shorten(self._splits) if self.in_parts else None
-        if left_out is None:
-            return None
-        player = copy.copy(self)
-        player._left_out = left_out
-        decoder = self._splits["decoder"]
-        played = {name for i in player._indexes() for name in decoder.parts[i].inputs}
-        player.caches = [i for i, name in enumerate(self._shapes) if name in played]
-        return player
+    def kept(self) -> list[int]:
+        """The places, among the model's caches, of those that the parts not left out have."""
+        names = list(self._shapes)
+        if self.left_out is None:
+            return list(range(len(names)))
+        decoder = self._splits["decoder"].parts
+        kept = [*decoder[: self.left_out.end], *decoder[self.left_out.start :]]
+        return [i for i, name in enumerate(names) if any(name in part.inputs for part in kept)]
 
     def _path(self, name: str) -> Path:
         return self.folder / self.lengths[name].file(self.ops)
 
     def play(
-        self, actions: list[Action], advance: Advance = lambda amount: None
-    ) -> list[np.ndarray | list[np.ndarray] | None]:
-        """What each action gives, in order; `advance` is told of each stage."""
+        self,
+        actions: list[Action],
+        advance: Advance = lambda amount: None,
+        through: Sequence[Action] = (),
+    ) -> list[Any]:
+        """What each action gives, in order; `advance` is told of each stage.
+
+        First come those that go `through` all parts; the others skip those that are left out, and
+        have the caches that are kept.
+        """
+        num_through = len(through)
+        actions = [*through, *actions]
         passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, Pass)}
-        results: list[Any] = [[] if isinstance(a, Rows) else None for a in actions]
-        index = {name: i for i, name in enumerate(self.cache_names)}
+        results: list[Any] = [_begun(action) for action in actions]
+        index = {name: i for i, name in enumerate(self._shapes)}
+        kept = {at: i for i, at in enumerate(self.kept)}
         with contextlib.closing(self._stages()) as stages:
-            for stage in stages:
-                for i in stage.order(actions):
-                    action = actions[i]
+            for number, stage in enumerate(stages):
+                left_out = self.left_out is not None and self.left_out.has(number)
+                for i in stage.order(actions[:num_through] if left_out else actions):
+                    action, shorter = actions[i], i >= num_through
                     if isinstance(action, Pass):
                         made = stage.run(action, passes[i])
-                        standing = self._left_out.names[action.name] if self._left_out else {}
-                        made |= {name: made[x] for name, x in standing.items() if x in made}
+                        if self.left_out is not None and shorter:
+                            made |= self.left_out.standing_in(action.name, made)
                         passes[i] |= made
                         if (logits := passes[i].pop("logits", None)) is None:
                             continue
@@ -149,7 +148,9 @@ class Player:
                     elif isinstance(action, Spoil):
                         stage.spoil(action.start, action.end)
                     else:
-                        stage.fill({name: action.past(index[name]) for name in stage.caches})
+                        at = {name: index[name] for name in stage.caches}
+                        places = {n: kept[i] for n, i in at.items()} if shorter else at
+                        stage.fill({name: action.past(place) for name, place in places.items()})
                 advance(1)
         return results
 
@@ -160,21 +161,13 @@ class Player:
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             self._load(name, self._path(name), options)
 
-    def _indexes(self) -> list[int]:
-        """The parts that are played."""
-        indexes = list(range(len(self._splits["decoder"].parts)))
-        if self._left_out:
-            del indexes[self._left_out.end : self._left_out.start]
-        return indexes
-
     def _stages(self) -> Generator[_Stage, None, None]:
         if not self.in_parts:
             yield self._whole
             return
         decoder, memory = self._splits["decoder"], Memory()
-        for i in self._indexes():
-            inputs = decoder.parts[i].inputs
-            caches = {n: shape for n, shape in self._shapes.items() if n in inputs}
+        for i, part in enumerate(decoder.parts):
+            caches = {n: shape for n, shape in self._shapes.items() if n in part.inputs}
             with decoder.computed(i, memory) as given:
                 values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()}
                 stage = _Stage(caches, functools.partial(self._open_part, i, values))
@@ -232,10 +225,17 @@ class _Stage:
         self._sessions.clear()
 
     def order(self, actions: list[Action]) -> list[int]:
-        """Without caches passes are independent, and those of one session come together."""
+        """Without caches passes are independent: those of one session come together.
+
+        The decoder's come first, with which others are compared.
+        """
         if self.caches:
             return list(range(len(actions)))
-        passes = [(a.name, a.packed, i) for i, a in enumerate(actions) if isinstance(a, Pass)]
+        passes = [
+            (a.name != "decoder", a.name, a.packed, i)
+            for i, a in enumerate(actions)
+            if isinstance(a, Pass)
+        ]
         return [i for *_, i in sorted(passes)]
 
     def run(self, action: Pass, values: Values) -> Values:
@@ -288,6 +288,12 @@ class _Stage:
                 self._sessions.clear()
             self._sessions[key] = self._open(name, packed)
         return self._sessions[key]
+
+
+def _begun(action: Action) -> Any:
+    if not isinstance(action, Rows):
+        return None
+    return [] if action.into is None else action.into
 
 
 def _inputs(action: Pass) -> Values:

@@ -6,6 +6,7 @@ T tokens a pass, V vocabulary entries, n positions; H heads of D in the caches.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +43,11 @@ class Reference:
     past: Callable[[int], np.ndarray]
     logits: np.ndarray
     caches: list[np.ndarray]
+
+    @functools.cached_property
+    def scale(self) -> float:
+        """The largest logit's size."""
+        return largest(self.logits)
 
     @property
     def end(self) -> int:
@@ -84,6 +90,11 @@ def references(
         if all(np.isfinite(part.logits).all() for part in found):
             break
     return found
+
+
+def largest(numbers: np.ndarray) -> float:
+    """The size of the largest, to which errors are relative."""
+    return max(1e-30, float(np.abs(numbers).max()))
 
 
 def num_parameters(model: torch.nn.Module) -> int:

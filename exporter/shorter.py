@@ -8,8 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from .parts import Split
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,14 @@ class Shorter:
     end: int
     start: int
     names: Mapping[str, Mapping[str, str]]
+
+    def has(self, index: int) -> bool:
+        """Whether a part is left out."""
+        return self.end <= index < self.start
+
+    def standing_in(self, file: str, made: Mapping[str, T]) -> dict[str, T]:
+        """What is made here, by the names of what stands for it."""
+        return {name: made[x] for name, x in self.names[file].items() if x in made}
 
 
 def shorten(splits: Mapping[str, Split]) -> Shorter | None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 PRIOR = 0.5  # where nothing is known: a draft is tried at first, a few tokens at a time
-PRIOR_WEIGHT = 6.0  # tests that the prior counts as,
-PRIOR_MEMORY = 0.97  # and what of them is left a round later
+PRIOR_WEIGHT = 4.0  # tests that this counts as,
+TUNED_WEIGHT = 8.0  # and a prior that was measured;
+PRIOR_MEMORY = 0.97  # what of them is left a round later
 SHARED_WEIGHT = 10.0  # tests that all positions together count as, at each of them
 MEMORY = 0.9  # what a round's counts keep at the next: half of them after 7 rounds
 
@@ -16,9 +17,9 @@ class Acceptance:
     reached lean on all of them together, and these on the prior.
     """
 
-    def __init__(self, prior: float = PRIOR) -> None:
-        self.prior = prior
-        self._prior_weight = PRIOR_WEIGHT
+    def __init__(self, measured: float | None = None) -> None:
+        self.prior = PRIOR if measured is None else measured
+        self._prior_weight = PRIOR_WEIGHT if measured is None else TUNED_WEIGHT
         self._accepted: list[float] = []
         self._tested: list[float] = []
         self._chances: list[float] = []

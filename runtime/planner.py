@@ -14,13 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .acceptance import PRIOR, Acceptance
+from .acceptance import Acceptance
 from .costs import PLACES, Costs, CostTable
 
 PLAIN = "plain"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
-STAKE = 1.0  # plain rounds that a request may lose before it drafts but one token a round
-HORIZON = 16  # a text is expected to go on for as long as it has, and so many tokens at least
+STAKE = 1.0  # plain rounds that drafts may lose before they have but one token
+HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
 PROBING = 0.01  # the share of a request's seconds that probes may lose,
 REINVESTED = 0.1  # and the share of what it has gained
 FIRST_GAP, LAST_GAP = 8, 256  # rounds from one probe to the next; doubled by each that fails
@@ -79,6 +79,7 @@ class Planner:
         self.seconds = 0.0  # of all rounds so far, by the table
         self.plain_seconds = 0.0  # of their tokens from the target alone
         self.lost = 0.0  # by probes
+        self._reading = 0.0  # of a draft model that caught up
         self.last_costs: Costs | None = None
         self._num_tokens = 0
         self._rounds = 0
@@ -95,7 +96,7 @@ class Planner:
     def chances(self, source: str) -> Acceptance:
         """What is known of a drafter's tokens."""
         if source not in self.acceptance:
-            self.acceptance[source] = Acceptance(self.priors.get(source, PRIOR))
+            self.acceptance[source] = Acceptance(self.priors.get(source))
         return self.acceptance[source]
 
     def choose(self, offers: Sequence[Offer], length: int) -> Choice:
@@ -124,6 +125,7 @@ class Planner:
         self._num_tokens += num_accepted + 1
         self.kinds[choice.kind] += 1
         self.seconds += choice.seconds
+        self._reading += choice.reading
         self.plain_seconds += choice.plain_seconds * (num_accepted + 1)
         start = 0
         while start < len(sources) and start <= num_accepted:
@@ -148,7 +150,7 @@ class Planner:
         return self.plain_seconds / self.seconds if self.seconds else None
 
     def _may_lose(self, costs: Costs) -> bool:
-        return -self.gained <= STAKE * costs.plain
+        return -self.gained - self._reading <= STAKE * costs.plain
 
     def _best(self, offer: Offer, costs: Costs, most: int) -> tuple[Choice | None, float]:
         """An offer's best K, and its seconds a token with the share of what its model must read."""
@@ -196,7 +198,7 @@ class Planner:
             reading = costs.catching_up(offer.behind)
             seconds += reading + costs.drafting(offer.behind)[1]
         allowed = PROBING * self.seconds + REINVESTED * max(0.0, self.gained)
-        if max(self.lost, -self.gained) + seconds - pace > allowed:
+        if self.lost + seconds - pace > allowed:
             return None
         if not self._hopes(offer, costs, pace):
             return None
