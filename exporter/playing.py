@@ -21,12 +21,10 @@ from .progress import Advance
 from .quiet import one_line
 from .shorter import Shorter, shorten
 from .sources import Memory
+from .stage import Stage, Values, open_session, unpacked
 from .weights import FILE
 
 WHOLE_BYTES = 100_000_000  # of weights; larger models are played part by part
-NOISE = 4.0
-_OFFSETS = 1000  # where in one stretch of numbers a stretch of noise may begin
-Values = dict[str, np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -92,7 +90,7 @@ class Player:
             }
             self.num_stages = len(first.parts)
         else:
-            self._whole = _Stage(self._shapes, lambda name, packed: self._open(name))
+            self._whole = Stage(self._shapes, lambda name, packed: self._open(name))
 
     @functools.cached_property
     def left_out(self) -> Shorter | None:
@@ -132,10 +130,10 @@ class Player:
         with contextlib.closing(self._stages()) as stages:
             for number, stage in enumerate(stages):
                 left_out = self.left_out is not None and self.left_out.has(number)
-                for i in stage.order(actions[:num_through] if left_out else actions):
+                for i in _order(actions[:num_through] if left_out else actions, bool(stage.caches)):
                     action, shorter = actions[i], i >= num_through
                     if isinstance(action, Pass):
-                        made = stage.run(action, passes[i])
+                        made = stage.run(action.name, action.packed, passes[i])
                         if self.left_out is not None and shorter:
                             made |= self.left_out.standing_in(action.name, made)
                         passes[i] |= made
@@ -157,11 +155,11 @@ class Player:
     def check_files(self) -> None:
         """Load every file as it is, without copies of its weights."""
         for name in self.lengths:
-            options = _unpacked()
+            options = unpacked()
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
             self._load(name, self._path(name), options)
 
-    def _stages(self) -> Generator[_Stage, None, None]:
+    def _stages(self) -> Generator[Stage, None, None]:
         if not self.in_parts:
             yield self._whole
             return
@@ -170,7 +168,7 @@ class Player:
             caches = {n: shape for n, shape in self._shapes.items() if n in part.inputs}
             with decoder.computed(i, memory) as given:
                 values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()}
-                stage = _Stage(caches, functools.partial(self._open_part, i, values))
+                stage = Stage(caches, functools.partial(self._open_part, i, values))
                 try:
                     yield stage
                 finally:
@@ -185,7 +183,7 @@ class Player:
         split = self._splits[name]
         if index >= len(split.parts):
             return None
-        options = ort.SessionOptions() if packed else _unpacked()
+        options = ort.SessionOptions() if packed else unpacked()
         options.enable_cpu_mem_arena = False  # it takes up to twice what it gives
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self.folder)
@@ -204,92 +202,6 @@ class Player:
             raise ExportError(f"ONNX Runtime cannot load {file}: {one_line(error)}") from error
 
 
-class _Stage:
-    """What is loaded at a time: some of the layers' caches, and sessions that run those layers."""
-
-    def __init__(
-        self,
-        shapes: dict[str, tuple[int, int, int, int]],
-        open_: Callable[[str, bool], ort.InferenceSession | None],
-    ) -> None:
-        self.caches = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        self._bound = {n: ort.OrtValue.ortvalue_from_numpy(c) for n, c in self.caches.items()}
-        self._open = open_
-        self._sessions: dict[tuple[str, bool], ort.InferenceSession | None] = {}
-        self._random = np.random.default_rng(0)
-        size = max((cache.size for cache in self.caches.values()), default=0) + _OFFSETS
-        self._noise = NOISE * self._random.standard_normal(size, np.float32)
-
-    def close(self) -> None:
-        """Unload the sessions, which map files and use memory that is used again."""
-        self._sessions.clear()
-
-    def order(self, actions: list[Action]) -> list[int]:
-        """Without caches passes are independent: those of one session come together.
-
-        The decoder's come first, with which others are compared.
-        """
-        if self.caches:
-            return list(range(len(actions)))
-        passes = [
-            (a.name != "decoder", a.name, a.packed, i)
-            for i, a in enumerate(actions)
-            if isinstance(a, Pass)
-        ]
-        return [i for *_, i in sorted(passes)]
-
-    def run(self, action: Pass, values: Values) -> Values:
-        """A pass through these layers; returns what they make of `values`, by name."""
-        session = self._session(action.name, action.packed)
-        if session is None:
-            return {}
-        binding = session.io_binding()
-        for name in (value.name for value in session.get_inputs()):
-            if name in self._bound:
-                binding.bind_ortvalue_input(name, self._bound[name])
-            else:
-                binding.bind_cpu_input(name, values[name])
-        made = []
-        for name in (value.name for value in session.get_outputs()):
-            if (cache := name.replace("present", "past_key_values")) in self._bound:
-                binding.bind_ortvalue_output(name, self._bound[cache])
-            else:
-                binding.bind_output(name, "cpu")
-                made.append(name)
-        try:
-            session.run_with_iobinding(binding)
-        except Exception as error:
-            raise ExportError(
-                f"ONNX Runtime cannot run {action.name}: {one_line(error)}"
-            ) from error
-        outputs = zip(session.get_outputs(), binding.get_outputs(), strict=True)
-        return {value.name: made_.numpy() for value, made_ in outputs if value.name in made}
-
-    def fill(self, rows: Values) -> None:
-        """Put [H, n, D] rows into the caches."""
-        for name, part in rows.items():
-            self.caches[name][0, :, : part.shape[1]] = part
-
-    def spoil(self, start: int, end: int) -> None:
-        """Write noise to rows."""
-        for cache in self.caches.values():
-            rows = cache[:, :, start:end]
-            at = self._random.integers(_OFFSETS)
-            rows[:] = self._noise[at : at + rows.size].reshape(rows.shape)
-
-    def rows(self, start: int, end: int) -> list[np.ndarray]:
-        """A copy of the caches' rows."""
-        return [cache[0, :, start:end].copy() for cache in self.caches.values()]
-
-    def _session(self, name: str, packed: bool) -> ort.InferenceSession | None:
-        key = (name, packed)
-        if key not in self._sessions:
-            if not self.caches:
-                self._sessions.clear()
-            self._sessions[key] = self._open(name, packed)
-        return self._sessions[key]
-
-
 def _begun(action: Action) -> Any:
     if not isinstance(action, Rows):
         return None
@@ -303,22 +215,16 @@ def _inputs(action: Pass) -> Values:
     }
 
 
-def _unpacked() -> ort.SessionOptions:
-    options = ort.SessionOptions()
-    options.add_session_config_entry("session.disable_prepacking", "1")
-    return options
+def _order(actions: Sequence[Action], has_caches: bool) -> list[int]:
+    """Without caches passes are independent: those of one session come together.
 
-
-def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """A session on the CPU, whether or not the process has a thread pool for all of them."""
-    options.log_severity_level = 4
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    providers = ["CPUExecutionProvider"]
-    try:
-        return ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
-    except Exception as error:
-        if "per_session_threads" not in str(error):
-            raise
-    # Beside a shared pool no session has one of its own.
-    options.use_per_session_threads = False
-    return ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
+    The decoder's come first, with which others are compared.
+    """
+    if has_caches:
+        return list(range(len(actions)))
+    passes = [
+        (a.name != "decoder", a.name, a.packed, i)
+        for i, a in enumerate(actions)
+        if isinstance(a, Pass)
+    ]
+    return [i for *_, i in sorted(passes)]

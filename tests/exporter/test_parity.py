@@ -16,8 +16,8 @@ from specedge.exporter import (
     export,
     geometry,
     graphs,
-    playing,
     reference,
+    stage,
 )
 from specedge.exporter.playing import Fill, Pass, Player, Rows
 from specedge.exporter.sources import Sources
@@ -132,6 +132,6 @@ def test_onnx_runtime_folds_the_casts_of_the_weights(pairs, tmp_path):
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    playing.open_session(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
+    stage.open_session(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
     names = [node.op_type for node in ir.load(options.optimized_model_filepath).graph]
     assert names.count("Cast") == 0
