@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from statistics import fmean, median
 from typing import Any
 
@@ -23,7 +23,8 @@ DRAFT_TOKENS = (0, 1, 2, 4, 8, MAX_EXPORTED_DRAFT_TOKENS)
 SECONDS = 4.0  # slow models take longer
 LEAST_SWEEPS = 2
 BUSY = 1.5  # from so many times the least seconds of a pass on, others had the cores
-NEW_TOKENS = 48  # of each text that tells the acceptance
+NEW_TOKENS = (24, 48)  # of a request; the fewer, the slower the target
+TEXT_TOKENS = 48  # of each text that tells the acceptance
 TEXTS = (
     "def read_config(path):\n    ",
     "The history of the city began when",
@@ -48,7 +49,10 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
     """Time rounds of every kind. The pipeline's caches are overwritten."""
     lengths, ks = _places(pipeline)
     real = _run_texts(pipeline, ks, lambda share: progress(share / 4))
-    seen, reading = _run_rounds(pipeline, lengths, ks, lambda share: progress((1 + 3 * share) / 4))
+    seconds = typical(list(chain(*(s for x in real["greedy"] for s in x.target.values()))))
+    seen, reading = _run_rounds(
+        pipeline, lengths, ks, seconds, lambda share: progress((1 + 3 * share) / 4)
+    )
     modes = {
         mode: _mode(mode, lengths, ks, seen, tuple(map(typical, reading)), real[mode])
         for mode in MODES
@@ -74,29 +78,35 @@ def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[st
     runs = list(product(TEXTS, MODES))
     for i, (text, mode) in enumerate(runs):
         prompt = pipeline.tokenizer.encode(text).ids
-        found[mode].append(_run(pipeline, prompt, mode, min(4, max(ks)), NEW_TOKENS, i))
+        found[mode].append(_run(pipeline, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i))
         progress((i + 1) / len(runs))
     return found
 
 
 def _run_rounds(
-    pipeline: Pipeline, lengths: tuple[int, ...], ks: list[int], progress: Progress
+    pipeline: Pipeline,
+    lengths: tuple[int, ...],
+    ks: list[int],
+    seconds: float,
+    progress: Progress,
 ) -> tuple[dict[Place, list[Seen]], list[list[float]]]:
-    """A few rounds at every place, all in turn, so that a busy moment slows none alone; and what a
-    token costs that the draft reads, by length.
+    """Rounds at every place, all in turn, so that a busy moment slows none alone; and what a token
+    costs that the draft reads, by length. A pass of the target takes about `seconds`.
     """
     unread = Pipeline(
         pipeline.bundle, pipeline.tokenizer, _Unread(pipeline.target), _Unread(pipeline.draft)
     )
     text = pipeline.tokenizer.encode("".join(TEXTS)).ids
     places = list(product(MODES, ks, lengths))
+    least, most = NEW_TOKENS
+    new_tokens = max(least, min(most, int(SECONDS / LEAST_SWEEPS / len(places) / seconds)))
     found: dict[Place, list[Seen]] = {place: [] for place in places}
     reading: list[list[float]] = [[] for _ in lengths]
     begin, sweeps, share = time.perf_counter(), 0, 0.0
     while share < 1:
         for i, (mode, k, length) in enumerate(places):
             prompt = (text * (length // len(text) + 1))[:length]
-            found[mode, k, length].append(_run(unread, prompt, mode, k, 8 + 2 * k, i))
+            found[mode, k, length].append(_run(unread, prompt, mode, k, new_tokens, i))
             done = sweeps + (i + 1) / len(places)
             share = min(1.0, done / LEAST_SWEEPS, (time.perf_counter() - begin) / SECONDS)
             progress(share)
@@ -189,5 +199,5 @@ def _ones(seen: Seen) -> Sequence[float]:
 
 
 def _all(some: list[Seen], of: Callable[[Seen], Sequence[float]]) -> list[float]:
-    """Of all requests together; the first pass of each finds the caches cold, if it is not all."""
-    return [seconds for seen in some for seconds in (of(seen)[1:] or of(seen))]
+    """Of all requests together, without their beginnings, where the processor's caches are cold."""
+    return [seconds for seen in some for seconds in of(seen)[-(-len(of(seen)) // 4) :] or of(seen)]

@@ -20,7 +20,7 @@ PROMPT = "def read_config(path):"
 def _quick(monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
     monkeypatch.setattr(tuning, "LEAST_SWEEPS", 1)
-    monkeypatch.setattr(tuning, "NEW_TOKENS", 24)
+    monkeypatch.setattr(tuning, "TEXT_TOKENS", 24)
 
 
 def run(*arguments):

@@ -130,7 +130,7 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
 
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
     monkeypatch.setattr(tuning, "LEAST_SWEEPS", 1)
-    monkeypatch.setattr(tuning, "NEW_TOKENS", 24)
+    monkeypatch.setattr(tuning, "TEXT_TOKENS", 24)
     shares = []
     found = tuning.measure(pipeline, shares.append).costs
     assert found.origin == "tune"
