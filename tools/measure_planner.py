@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -107,10 +108,10 @@ def main(
         for k in (1, 2, 4, 6, 8):
             show("code", pipeline, code, {"num_draft_tokens": k}, temperature=temperature)
     mixed = [text for pair in zip(tables, nonsense, strict=True) for text in pair]
-    for drafter in ("model", "lookup", "chain"):
-        for k in (0, 1, 2, 4, 6, 8):
-            other = {"num_draft_tokens": k, "drafter": drafter}
-            show("switching", pipeline, mixed, other, 2, temperature=1.0)
+    settings = [("model", 0), *product(("model", "lookup", "chain"), (1, 2, 4, 6, 8))]
+    for temperature, (drafter, k) in product((0.0, 1.0), settings):
+        other = {"num_draft_tokens": k, "drafter": drafter}
+        show("switching", pipeline, mixed, other, 2, temperature=temperature)
     if output:
         output.write_text(json.dumps({"prompts": count, "new_tokens": length, "rows": rows}) + "\n")
 
