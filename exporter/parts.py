@@ -7,6 +7,7 @@ multiplies with: twice to four times a model's size. Of a part that is little.
 from __future__ import annotations
 
 import contextlib
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,7 @@ class Part:
     inputs: list[str] = field(default_factory=list)
     outputs: list[str] = field(default_factory=list)
     size: int = 0  # bytes of weights, in float32
+    layer: int = 0  # how many layers' caches have been read at its end
 
 
 class Split:
@@ -56,6 +58,8 @@ class Split:
                 self._computed[node.output[0]] = node
         self.first: list[str] = []
         self.parts = self._cut(first)
+        self._made: dict[str, tuple[int, int]] = {}  # a value's part, and its place there
+        self._shared: set[str] = set()  # values that more than two layers read
         self._connect()
 
     def model(self, index: int) -> bytes:
@@ -74,10 +78,6 @@ class Split:
             stored = self._stored.get(name)
             graph.initializer.append(_given(name, self.shape(name)) if stored is None else stored)
         return model.SerializeToString()
-
-    def weights(self, index: int) -> tuple[str, ...]:
-        """The names of a part's large constants, in the order of their use."""
-        return tuple(name for name in self.parts[index].constants if self._is_large(name))
 
     @contextlib.contextmanager
     def computed(self, index: int, memory: Memory) -> Iterator[dict[str, np.ndarray]]:
@@ -118,7 +118,7 @@ class Split:
             for name in (*node.input, *node.output):
                 if name and name not in places:
                     places[name] = len(places)
-                    found.append(self._kind(name, name in part.inputs, name in part.outputs))
+                    found.append(self._kind(name, index))
             bare = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
             bare.attribute.extend(node.attribute)
             bare.input.extend(str(places.get(name, "")) for name in node.input)
@@ -126,21 +126,45 @@ class Split:
             found.append(bare.SerializeToString(deterministic=True))
         return tuple(found), list(places)
 
-    def _kind(self, name: str, is_input: bool, is_output: bool) -> object:
-        """What a value is, apart from its name; of weights no more than type and shape."""
+    def _kind(self, name: str, index: int) -> object:
+        """What a value is to a part, apart from its name; of weights no more than the shape."""
+        if self._is_constant(name):
+            return tuple(self.shape(name)) if self._is_weight(name) else self._source(name)
+        part = self.parts[index]
+        if name not in part.inputs:
+            return name in part.outputs
+        kind = self._types[name].type.SerializeToString(deterministic=True)
+        if _layer(name):
+            return kind
+        # What many layers read, one of two masks perhaps, goes by its name; so do inputs.
+        made_in, place = self._made.get(name, (0, 0))
+        origin = name if name in self._shared or not made_in else (index - made_in, place)
+        return kind, origin, name in part.outputs
+
+    def weights(self, index: int) -> tuple[object, ...]:
+        """Where a part's weights come from, in the order of their use."""
+        return tuple(map(self._source, filter(self._is_weight, self.parts[index].constants)))
+
+    def _is_weight(self, name: str) -> bool:
+        tensor = self._stored.get(name)
+        return self._is_large(name) or (
+            tensor is not None and tensor.data_type in _TYPES and bool(tensor.dims)
+        )
+
+    def _source(self, name: str) -> object:
+        """A constant's place in the file, or its numbers, and what is done to them."""
         if (node := self._computed.get(name)) is not None:
             bare = onnx.NodeProto(op_type=node.op_type, attribute=node.attribute)
-            return bare.SerializeToString(deterministic=True), self._kind(node.input[0], True, True)
-        if (tensor := self._stored.get(name)) is not None:
-            is_weight = tensor.external_data or (tensor.data_type in _TYPES and tensor.dims)
-            numbers = b"" if is_weight else onnx.numpy_helper.to_array(tensor).tobytes()
-            return tensor.data_type, tuple(tensor.dims), numbers
-        known = self._types[name].type.SerializeToString(deterministic=True) if is_input else b""
-        return is_input, is_output, known
+            return bare.SerializeToString(deterministic=True), self._source(node.input[0])
+        bare_tensor = onnx.TensorProto()
+        bare_tensor.CopyFrom(self._stored[name])
+        bare_tensor.ClearField("name")
+        return bare_tensor.SerializeToString(deterministic=True)
 
     def shape(self, name: str) -> list[int]:
         """A constant's shape."""
-        return list(self.compute(name).shape)
+        stored = self._stored.get(name)
+        return list(self.compute(name).shape if stored is None else stored.dims)
 
     def _is_constant(self, name: str) -> bool:
         return name in self._stored or name in self._computed
@@ -180,6 +204,7 @@ class Split:
             if begins:
                 self.first += begins
                 parts.append(Part())
+            parts[-1].layer = len(layers)
             parts[-1].size += more
             parts[-1].nodes.append(node)
             parts[-1].constants += [n for n in used if n not in parts[-1].constants]
@@ -193,10 +218,16 @@ class Split:
             for p in self.parts
         ]
         makes = [{n for x in p.nodes for n in x.output if n} for p in self.parts]
+        readers: defaultdict[str, set[int]] = defaultdict(set)
         for i, part in enumerate(self.parts):
+            made = (name for node in part.nodes for name in node.output)
+            self._made |= {name: (i, place) for place, name in enumerate(made)}
             later = set().union(ends, *reads[i + 1 :])
             part.inputs = sorted(reads[i] - makes[i])
+            for name in part.inputs:
+                readers[name].add(part.layer)
             part.outputs = sorted(makes[i] & later)
+        self._shared = {name for name, by in readers.items() if len(by) > 2}
 
 
 def _layer(name: str) -> str:

@@ -34,14 +34,6 @@ class Acceptance:
             self._accepted[i] = self._accepted[i] * MEMORY + (i < num_accepted)
         self._chances = []
 
-    def observe(self, position: int, accepted: bool) -> None:
-        """A token at `position` (from 0) would have stood, or not."""
-        self._grow(position + 1)
-        self._prior_weight *= PRIOR_MEMORY
-        self._tested[position] = self._tested[position] * MEMORY + 1
-        self._accepted[position] = self._accepted[position] * MEMORY + accepted
-        self._chances = []
-
     def chances(self, count: int) -> list[float]:
         """The chance at each of the first `count` positions, given that those before it stood."""
         if len(self._chances) < count:

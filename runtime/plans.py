@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -115,13 +116,11 @@ class Auto:
             names = [round_.drafter] * round_.num_drafted
         self.planner.record(self._choice, names, round_.num_accepted)
         if self._copy and LOOKUP not in names:
-            lookup = self.planner.chances(LOOKUP)
-            if self._copy[0] == round_.tokens[0]:
+            pairs = list(zip(self._copy, round_.tokens, strict=False))
+            agreeing = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+            self.planner.chances(LOOKUP).record(agreeing, len(pairs))
+            if agreeing:
                 self._quiet = self._rest = 0
-            for i, (copied, token) in enumerate(zip(self._copy, round_.tokens, strict=False)):
-                lookup.observe(i, copied == token)
-                if copied != token:
-                    break
 
     def truncate(self, length: int) -> None:
         for drafter in self._drafters.values():

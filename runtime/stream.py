@@ -222,7 +222,7 @@ class Stream:
             target=self._target.seconds,
             draft=self._draft.seconds,
             later=self._draft.later,
-            host=(stats.sampling_seconds + stats.other_seconds) / stats.num_rounds,
+            host=(stats.sampling_seconds + stats.other_seconds) / max(1, stats.num_rounds),
             num_tested=stats.num_tested,
             num_accepted=stats.num_accepted,
         )

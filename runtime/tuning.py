@@ -69,16 +69,17 @@ def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
     most = min(pipeline.max_planned_tokens, max(1, context // 4))
     last = max(1, context - READ_LENGTH)
     lengths = tuple(sorted({min(32, last), -(-last // 2), last}))
-    return lengths, [k for k in DRAFT_TOKENS if k <= most]
+    return lengths, sorted({*(k for k in DRAFT_TOKENS if k <= most), most})
 
 
 def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[str, list[Seen]]:
     """Speculative requests on built-in texts."""
     found: dict[str, list[Seen]] = {mode: [] for mode in MODES}
     runs = list(product(TEXTS, MODES))
+    unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
     for i, (text, mode) in enumerate(runs):
-        prompt = pipeline.tokenizer.encode(text).ids
-        found[mode].append(_run(pipeline, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i))
+        prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
+        found[mode].append(_run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i))
         progress((i + 1) / len(runs))
     return found
 
@@ -96,7 +97,7 @@ def _run_rounds(
     unread = Pipeline(
         pipeline.bundle, pipeline.tokenizer, _Unread(pipeline.target), _Unread(pipeline.draft)
     )
-    text = pipeline.tokenizer.encode("".join(TEXTS)).ids
+    text = _tokens(pipeline, "".join(TEXTS))
     places = list(product(MODES, ks, lengths))
     least, most = NEW_TOKENS
     new_tokens = max(least, min(most, int(SECONDS / LEAST_SWEEPS / len(places) / seconds)))
@@ -112,7 +113,8 @@ def _run_rounds(
             progress(share)
         sweeps += 1
         for took, length in zip(reading, lengths, strict=True):
-            took.append(_read(pipeline.draft, length) / READ_LENGTH)
+            room = pipeline.bundle.draft.context_length - length
+            took.append(_read(pipeline.draft, length, min(READ_LENGTH, room)))
     for model in (pipeline.target, pipeline.draft):
         model.truncate(0)
     return found, reading
@@ -148,11 +150,18 @@ def _run(
     return stream.seen
 
 
-def _read(model: Any, length: int) -> float:
+def _tokens(pipeline: Pipeline, text: str) -> list[int]:
+    """A text's tokens, or any where a tokenizer knows none of it: costs do not depend on them."""
+    ids: list[int] = pipeline.tokenizer.encode(text).ids
+    return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]
+
+
+def _read(model: Any, length: int, num_tokens: int) -> float:
+    """Seconds of a token that is read after so many."""
     model.length = length
     begin = time.perf_counter()
-    model.prefill([0] * READ_LENGTH)
-    return time.perf_counter() - begin
+    model.prefill([0] * num_tokens)
+    return (time.perf_counter() - begin) / num_tokens
 
 
 def _mode(
@@ -165,13 +174,14 @@ def _mode(
 ) -> ModeCosts:
     """The costs of one mode, by rounds at every place; `real` are those of requests with a text."""
     target, draft = [], []
-    twos, ones = _all(real, lambda seen: seen.draft.get(2, ())), _all(real, _ones)
-    two = max(1.0, typical(twos) / typical(ones)) if twos and ones else 1 + ROW
+    twos, real_ones = _all(real, lambda seen: seen.draft.get(2, ())), _all(real, _ones)
+    two = max(1.0, typical(twos) / typical(real_ones)) if twos and real_ones else 1 + ROW
     for length in lengths:
         passes = [typical(_passes(rounds[mode, k, length], k + 1)) for k in ks]
         target.append(tuple(min(passes[i:]) for i in range(len(passes))))
         drafted = [seen for k in ks for seen in rounds[mode, k, length]]
-        one = typical(_all(drafted, _ones))
+        ones = _all(drafted, _ones) or _all(drafted, lambda seen: seen.draft.get(2, ()))
+        one = typical(ones)
         later = _all(drafted, lambda seen: seen.later)
         draft.append((one, two * one, typical(later) if later else one))
     hosts = {

