@@ -224,7 +224,8 @@ def _compare_caches(
 def _independence(player: Player, tokens: np.ndarray, held: dict[int, bool]) -> Check:
     """Passes of each T, to have the bits that one pass over all rows has."""
     lengths = lengths_to_compare(player)
-    tokens = tokens[: 2 * max(lengths)]
+    num_rows = max(lengths) + 12 if player.in_parts else 2 * max(lengths)
+    tokens = np.resize(tokens, min(num_rows, player.geometry.context_length))
     wide: list[np.ndarray] = []
     actions: list[Action] = [
         Spoil(0, len(tokens)),  # behind them there is noise since the stretches

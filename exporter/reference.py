@@ -26,7 +26,7 @@ SPREAD = 2.0  # a standard deviation of the logits below this hides errors in ne
 WHOLE = 1024  # contexts up to this length are played whole
 SMALL = 50_000_000  # of models up to this many parameters
 PART, TAIL = 256, 48  # of longer ones: so many positions from the start, so many up to the end
-LARGE_PART, LARGE_TAIL = 76, 12  # and of large models: there every kind has one turn
+LARGE_PART, LARGE_TAIL = 32, 12  # and of large models: there every kind has one turn
 SHARPENED = 200_000_000  # untrained models of more parameters are not compared a second time
 _CHUNK = 256
 
