@@ -16,8 +16,6 @@ from .model import LanguageModel
 from .ngrams import NGrams, Tables
 from .study import Block, Random
 
-CHAIN_MIN_MATCH = 4  # below it a draft model guesses better than a copy
-
 
 class Drafters:
     """What can draft for a bundle. Tables are read once and again when their file has changed."""
@@ -58,12 +56,10 @@ class Drafters:
         match name:
             case "model":
                 return draft
-            case "auto":
-                return Chain(_lookup(request, MIN_MATCH), draft)
             case "lookup":
-                return _lookup(request, MIN_MATCH)
-            case "chain":
-                return Chain(_lookup(request, CHAIN_MIN_MATCH), draft)
+                return _lookup(request)
+            case "auto" | "chain":
+                return Chain(_lookup(request), draft)
             case "block":
                 return Block(draft)
             case "random":
@@ -86,11 +82,9 @@ class Drafters:
         return self._tables[where][1]
 
 
-def _lookup(request: Request, min_match: int) -> Lookup:
+def _lookup(request: Request) -> Lookup:
     """A lookup of the lengths asked for; of one alone given, the other gives way."""
-    longest = request.lookup_max
-    if request.lookup_min is not None:
-        min_match = request.lookup_min
-    elif longest is not None:
-        min_match = min(min_match, longest)
-    return Lookup(min_match, longest)
+    shortest, longest = request.lookup_min, request.lookup_max
+    if shortest is None:
+        shortest = MIN_MATCH if longest is None else min(MIN_MATCH, longest)
+    return Lookup(shortest, longest)

@@ -80,7 +80,7 @@ class DraftModel:
     def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
         if not max_tokens:
             return Draft([])
-        feed, room = self.catch_up(past.tokens)
+        feed, room = self.catch_up(past)
         drafted: list[int] = []
         probs: list[Distribution] = []
         for i in range(min(max_tokens, room)):
@@ -109,16 +109,16 @@ class DraftModel:
             self.model.truncate(0)
         self.model.truncate(min(length - self._start, self.model.length))
 
-    def catch_up(self, tokens: Sequence[int]) -> tuple[list[int], int]:
+    def catch_up(self, past: Past) -> tuple[list[int], int]:
         """Read a text up to its last token or two; these, to be fed, and how many may follow."""
-        if len(tokens) - self._start > self.context_length:
-            self._start = len(tokens) - max(1, self.context_length // 2)
+        if past.length - self._start > self.context_length:
+            self._start = past.length - max(1, self.context_length // 2)
             self.model.truncate(0)
-        feed = self.known(tokens[self._start + self.model.length :])
+        feed = self.known(past.last(past.length - self._start - self.model.length))
         if len(feed) > 2:
             self.model.prefill(feed[:-1])
             feed = feed[-1:]
-        return feed, self._start + self.context_length - len(tokens) + 1
+        return feed, self._start + self.context_length - past.length + 1
 
     def known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens as the model can read them."""
@@ -128,7 +128,8 @@ class DraftModel:
 class Chain:
     """Asks each drafter in turn to go on where those before it stopped, for the same verify pass.
 
-    One that is not asked in a round, as nothing was left to draft, catches up when it next is.
+    The last goes on by one token and then it is the first's turn again: a copy may follow where a
+    model has led to a match. One that is not asked in a round catches up when it next is.
     """
 
     name = "chain"
@@ -140,15 +141,19 @@ class Chain:
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         names: list[str] = []
-        for drafter in self.drafters:
-            if len(tokens) == max_tokens:
-                break
-            text = past.then(tokens) if tokens else past
-            rest = uniforms[len(tokens) : max_tokens]
-            part = drafter.propose(text, max_tokens - len(tokens), sampling, rest)
-            tokens += part.tokens
-            probs += part.probs or [None] * len(part.tokens)
-            names += sources(drafter, part)
+        length = -1
+        while length < len(tokens) < max_tokens:
+            length = len(tokens)
+            for drafter in self.drafters:
+                if len(tokens) == max_tokens:
+                    break
+                most = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
+                text = past.then(tokens) if tokens else past
+                rest = uniforms[len(tokens) : max_tokens]
+                part = drafter.propose(text, most, sampling, rest)
+                tokens += part.tokens
+                probs += part.probs or [None] * len(part.tokens)
+                names += sources(drafter, part)
         return Draft(tokens, probs, names)
 
     def truncate(self, length: int) -> None:

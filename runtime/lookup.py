@@ -34,9 +34,9 @@ class Lookup:
 
     def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
         index = self._index
-        index.extend(past.tokens[index.length :])
+        index.extend(past.last(past.length - index.length))
         start = index.find() if max_tokens else None
-        return Draft([] if start is None else _copy(past.tokens, start, max_tokens))
+        return Draft([] if start is None else _copy(index.tokens, start, max_tokens))
 
     def truncate(self, length: int) -> None:
         self._index.truncate(length)
@@ -50,18 +50,18 @@ class Index:
 
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(shortest, longest + 1)
-        self._tokens: list[int] = []
+        self.tokens: list[int] = []  # the text
         self._next: dict[tuple[int, ...], int] = {}  # a run, and the place of what follows it
         self._before: list[list[int | None]] = []  # for each token, what its entries replaced
 
     @property
     def length(self) -> int:
         """How many tokens the text has."""
-        return len(self._tokens)
+        return len(self.tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These follow."""
-        text, next_ = self._tokens, self._next
+        text, next_ = self.tokens, self._next
         for token in tokens:
             before, place = [], len(text)
             for run in self._runs():
@@ -72,8 +72,8 @@ class Index:
 
     def truncate(self, length: int) -> None:
         """Forget every token past `length`, and what their entries had replaced is back."""
-        while len(self._tokens) > length:
-            self._tokens.pop()
+        while len(self.tokens) > length:
+            self.tokens.pop()
             for run, place in zip(self._runs(), self._before.pop(), strict=True):
                 if place is None:
                     del self._next[run]
@@ -92,7 +92,7 @@ class Index:
 
     def _runs(self) -> list[tuple[int, ...]]:
         """The runs that end the text, the shortest first."""
-        tail = tuple(self._tokens[-self._lengths[-1] :])
+        tail = tuple(self.tokens[-self._lengths[-1] :])
         return [tail[-n:] for n in self._lengths if n <= len(tail)]
 
 

@@ -26,9 +26,14 @@ class Past:
         return self._kept + self._drafted if self._drafted else self._kept
 
     @property
+    def length(self) -> int:
+        """How many there are."""
+        return self._length + len(self._drafted)
+
+    @property
     def num_new_tokens(self) -> int:
         """How many follow the prompt."""
-        return self._length + len(self._drafted) - self.num_prompt_tokens
+        return self.length - self.num_prompt_tokens
 
     def extend(self, tokens: Sequence[int]) -> None:
         """These follow."""

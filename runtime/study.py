@@ -50,7 +50,7 @@ class Block:
     def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
         if not max_tokens:
             return Draft([])
-        feed, room = self._reader.catch_up(past.tokens)
+        feed, room = self._reader.catch_up(past)
         num_guessed = min(max_tokens, room) - 1
         guess = self._lookup.propose(past, num_guessed, sampling, uniforms).tokens
         guess += past.tokens[-1:] * (num_guessed - len(guess))

@@ -45,12 +45,13 @@ def model():
 
 
 class Sure:
-    """Drafts one token, which is certain."""
+    """Drafts one token, which is certain, at every third place."""
 
     name = "sure"
 
     def propose(self, past, max_tokens, sampling, uniforms):
-        return Draft([len(past.tokens) % 3][:max_tokens])
+        at = len(past.tokens)
+        return Draft([] if at % 3 else [at // 3 % 3][:max_tokens])
 
     def truncate(self, length):
         pass
@@ -63,20 +64,20 @@ DRAFTERS = {
     "block": lambda: Block(model()),
     "chain": lambda: Chain(Lookup(1, 3), model()),
     "sure, then model": lambda: Chain(Sure(), model()),
-    "sure, ngram, then model": lambda: Chain(Sure(), Once(DRAFTERS["ngram"]()), model()),
-    "model, then lookup": lambda: Chain(Once(model()), Lookup(1, 3)),
+    "sure, ngram, then model": lambda: Chain(Sure(), Sometimes(DRAFTERS["ngram"]()), model()),
+    "model, then lookup": lambda: Chain(Sometimes(model()), Lookup(1, 3)),
     "checked": lambda: Checked(Chain(Sure(), model()), 3),
 }
 
 
-class Once:
-    """Asks another drafter for one token at most."""
+class Sometimes:
+    """Asks another drafter for one token, at odd places alone."""
 
     def __init__(self, other):
         self.other, self.name, self.truncate = other, other.name, other.truncate
 
     def propose(self, past, max_tokens, sampling, uniforms):
-        return self.other.propose(past, min(1, max_tokens), sampling, uniforms)
+        return self.other.propose(past, min(len(past.tokens) % 2, max_tokens), sampling, uniforms)
 
 
 EVERY_DRAFTER = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
@@ -164,15 +165,31 @@ def test_a_chain_asks_its_model_only_for_what_the_lookup_left():
     past = Past((0, 1, 2, 0, 1))
     made = chain.propose(past, 5, Sampling(), np.zeros(5))
     assert made.tokens[:3] == [2, 0, 1]
-    assert list(made.sources) == ["lookup"] * 3 + ["model"] * 2
-    assert draft.rows == [*past.tokens, *made.tokens[:4]]
-    assert draft.passes == [1, 1]
-    chain.truncate(5)
+    assert list(made.sources[:4]) == ["lookup"] * 3 + ["model"]
+    assert draft.rows[:8] == [*past.tokens, 2, 0, 1]
+    assert draft.passes == [1] * list(made.sources).count("model")
+    chain.truncate(4)
+    draft.passes.clear()
     assert chain.propose(past, 3, Sampling(), np.zeros(3)).tokens == [2, 0, 1]
-    assert draft.passes == [1, 1]  # the lookup filled it
-    assert chain.propose(Past((0, 1, 2, 0, 1, 1)), 2, Sampling(), np.zeros(2)).sources == (
-        ["model"] * 2
-    )
+    assert not draft.passes  # the lookup filled it
+    last = chain.propose(Past((0, 1, 2, 0, 1, 1)), 1, Sampling(), np.zeros(1))
+    assert list(last.sources) == ["model"]
+
+
+def test_a_chain_copies_again_as_soon_as_there_is_a_match():
+    def law(text):
+        return np.eye(8)[(text[-1] + 1) % 8]
+
+    draft = TableModel(law)
+    chain = Chain(Lookup(2, 3), DraftModel(draft))
+    past = Past((0, 1, 2, 7, 6, 5, 1))
+    made = chain.propose(past, 7, Sampling(), np.zeros(7))
+    assert made.tokens == [2, 7, 6, 5, 1, 2, 3]
+    assert list(made.sources) == ["model"] + ["lookup"] * 5 + ["model"]
+    assert len(draft.passes) == 2
+    chain.truncate(6)
+    again = chain.propose(past, 7, Sampling(), np.zeros(7))
+    assert again.tokens == made.tokens
 
 
 def test_a_model_that_others_left_behind_reads_what_it_missed():
@@ -191,14 +208,23 @@ def test_rounds_and_counts_tell_the_drafter_of_each_token():
     _, rounds = generate(hashed_law(1, 3), Chain(Sure(), model()), 3, Sampling(1.0), 1, 40)
     for one in rounds:
         recorder.record(one, len(one.tokens))
-    assert {one.sources for one in rounds[:-1]} == {("sure", "model", "model")}
+    start = 3
+    for one in rounds:
+        places = range(start, start + one.num_drafted)
+        assert one.sources == tuple("model" if at % 3 else "sure" for at in places)
+        start += len(one.tokens)
     stats = recorder.stats(0, 0)
-    assert stats.drafted_by_source["sure"] == len(rounds)
     for name in ("drafted", "tested", "accepted"):
         whole = getattr(stats, f"num_{name}")
         assert sum(getattr(stats, f"{name}_by_source").values()) == whole
-    assert stats.tested_by_source["sure"] == len(rounds)
-    assert stats.accepted_by_source["sure"] == sum(one.num_accepted > 0 for one in rounds)
+    sure = [
+        i < one.num_accepted
+        for one in rounds
+        for i, name in enumerate(one.sources)
+        if name == "sure" and i <= one.num_accepted
+    ]
+    assert 0 < sum(sure) < len(sure) == stats.tested_by_source["sure"]
+    assert sum(sure) == stats.accepted_by_source["sure"]
 
 
 def law(*probs, ids=None):
