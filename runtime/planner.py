@@ -10,20 +10,21 @@ draft model must read before it can draft is spread over the tokens that may sti
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from .acceptance import Acceptance
+from .acceptance import MEMORY, Acceptance
 from .costs import PLACES, Costs, CostTable
 
-PLAIN = "plain"
+PLAIN, MODEL = "plain", "model"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
 STAKE = 1.0  # plain rounds that drafts may lose before they have but one token
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
 PROBING = 0.01  # the share of a request's seconds that probes may lose,
 REINVESTED = 0.1  # and the share of what it has gained
 FIRST_GAP, LAST_GAP = 8, 256  # rounds from one probe to the next; doubled by each that fails
+PASSES_WEIGHT = 4.0  # tokens of a chain that are expected to cost a pass, before it shows
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Offer:
     drafter: str
     source: str = ""
     ready: int = 0
-    model: str = "model"
+    model: str = MODEL
     room: int = 0
     behind: int = 1
     watched: bool = False
@@ -53,7 +54,8 @@ class Choice:
     """A drafter and K for one round, with what is expected of it.
 
     `kind` is "plain", "gain" or "probe"; `seconds` are the round's, by the table, `plain_seconds`
-    those of the target for one token. Of the former, a model spends `reading` on what it missed.
+    those of the target for one token. Of the former, a model spends `reading` on what it missed. A
+    probe stands in for what would take `pace` seconds a token.
     """
 
     drafter: str
@@ -63,6 +65,7 @@ class Choice:
     seconds: float
     plain_seconds: float
     reading: float = 0.0
+    pace: float = 0.0
 
 
 class Planner:
@@ -83,7 +86,8 @@ class Planner:
         self.last_costs: Costs | None = None
         self._num_tokens = 0
         self._rounds = 0
-        self._probes: dict[str, _Probes] = {}
+        self._probes: defaultdict[str, _Probes] = defaultdict(_Probes)
+        self._passes: dict[str, tuple[float, float]] = {}
         self._costs: dict[int, Costs] = {}
 
     def costs(self, length: int) -> Costs:
@@ -133,11 +137,21 @@ class Planner:
             while end < len(sources) and sources[end] == source:
                 end += 1
             self.chances(source).record(min(num_accepted, end) - start, end - start)
+            if choice.kind != "probe":
+                self._probes[source].wait(self._rounds)
             start = end
         if choice.kind == "probe":
-            lost = choice.seconds - choice.plain_seconds * (num_accepted + 1)
-            self.lost = max(0.0, self.lost + lost)
-            self._probes[choice.drafter].end(self._rounds, num_accepted > 0)
+            self.lost = max(0.0, self.lost + choice.seconds - choice.pace * (num_accepted + 1))
+            for source in sources[:1]:
+                plain = choice.pace == choice.plain_seconds
+                self._probes[source].end(self._rounds, num_accepted > 0, plain)
+        if MODEL in sources:
+            later = sources[sources.index(MODEL) + 1 :]
+            passes, tokens = self._passes.get(choice.drafter, (0.0, 0.0))
+            self._passes[choice.drafter] = (
+                passes * MEMORY + later.count(MODEL),
+                tokens * MEMORY + len(later),
+            )
 
     @property
     def gained(self) -> float:
@@ -162,7 +176,9 @@ class Planner:
         behind = offer.behind + offer.ready
         later = costs.catching_up(behind) if offer.room else 0.0
         share = later / max(HORIZON, self._num_tokens)
-        rounds, passes, drafted = costs.rounds, costs.drafting(behind), offer.ready
+        rounds, drafted = costs.rounds, offer.ready
+        first = costs.drafting(behind)[1] if offer.room else 0.0
+        each = costs.draft * self._passes_per_token(offer.drafter)
         stands = expected = 1.0
         best, best_expected, best_pace, best_seconds = 0, 1.0, costs.plain, costs.plain
         reading = 0.0
@@ -175,7 +191,7 @@ class Planner:
             else:
                 stands *= model[k - 1 - drafted]
                 expected += stands
-                seconds = passes[k - drafted] + rounds[k]
+                seconds = first + (k - drafted - 1) * each + rounds[k]
                 pace = seconds / expected + share
             if pace < best_pace:
                 best, best_expected, best_pace = k, expected, pace
@@ -188,10 +204,15 @@ class Planner:
         )
         return found, best_pace
 
+    def _passes_per_token(self, drafter: str) -> float:
+        """A chain may copy again after its model's first token: so many passes each later takes."""
+        passes, tokens = self._passes.get(drafter, (0.0, 0.0))
+        return (passes + PASSES_WEIGHT) / (tokens + PASSES_WEIGHT)
+
     def _probe(self, offer: Offer, costs: Costs, pace: float) -> Choice | None:
         """One draft token, to learn; None if it is not yet time, too dear or without hope."""
-        probes = self._probes.setdefault(offer.drafter, _Probes())
-        if self._rounds < probes.next or not offer.ready + offer.room:
+        source = offer.learns(1)
+        if self._rounds < self._probes[source].next or not offer.ready + offer.room:
             return None
         seconds, reading = costs.rounds[1], 0.0
         if not offer.ready:
@@ -202,8 +223,8 @@ class Planner:
             return None
         if not self._hopes(offer, costs, pace):
             return None
-        chance = self.chances(offer.learns(1)).chances(1)[0]
-        return Choice(offer.drafter, 1, "probe", 1 + chance, seconds, costs.plain, reading)
+        chance = self.chances(source).chances(1)[0]
+        return Choice(offer.drafter, 1, "probe", 1 + chance, seconds, costs.plain, reading, pace)
 
     def _hopes(self, offer: Offer, costs: Costs, pace: float) -> bool:
         """Whether a drafter that is always right would be worth having."""
@@ -217,16 +238,20 @@ class Planner:
 
 
 class _Probes:
-    """When the next probe may be."""
+    """When a drafter's next probe may be."""
 
     def __init__(self) -> None:
         self.next = 0
         self._gap = FIRST_GAP
 
-    def end(self, now: int, stood: bool) -> None:
-        """One that stood may go on at once."""
+    def wait(self, now: int) -> None:
+        """A round has told of the drafter without a probe."""
+        self.next = max(self.next, now + FIRST_GAP)
+
+    def end(self, now: int, stood: bool, plain: bool) -> None:
+        """One that stood where it took the place of a plain round may go on at once."""
         self._gap = FIRST_GAP if stood else min(2 * self._gap, LAST_GAP)
-        self.next = now if stood else now + self._gap
+        self.next = now if stood and plain else now + self._gap
 
 
 def predictions(costs: Costs, alpha: float) -> list[float]:

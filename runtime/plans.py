@@ -15,12 +15,13 @@ from specedge.request import Planned
 
 from .drafters import Chain, Drafter, DraftModel
 from .past import Past
-from .planner import PLAIN, Choice, Offer, Planner
+from .planner import MODEL, PLAIN, Choice, Offer, Planner
 
 if TYPE_CHECKING:
     from .decoding import Round
 
-MODEL, LOOKUP, CHAIN = PLANNED = ("model", "lookup", "chain")  # whose costs are known
+LOOKUP, CHAIN = "lookup", "chain"
+PLANNED = (MODEL, LOOKUP, CHAIN)  # whose costs are known
 _CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
 ATTENTIVE, LONGEST_REST = 2, 7  # planned rounds without a gain before a rest, and rounds of one
 
@@ -89,7 +90,6 @@ class Auto:
         self.changes: list[tuple[int, Choice]] = []
         self._drafters = drafters
         self._model = _model(drafters)
-        self._alone = drafters.keys() - ({LOOKUP, CHAIN} if MODEL in drafters else {LOOKUP})
         self._choice: Choice | None = None
         self._copy: list[int] = []
         self._num_rounds = 0
@@ -135,8 +135,16 @@ class Auto:
             copy = self._drafters[LOOKUP].propose(past, most, _CERTAIN, _NO_CHANCE)
             self._copy = copy.tokens
         ready = len(self._copy)
-        names = self._drafters if ready else (n for n in self._drafters if n in self._alone)
+        left_out = set() if ready else {LOOKUP, self._worse()}
+        names = (name for name in self._drafters if name not in left_out)
         return [self._offer(name, ready, room, behind) for name in names]
+
+    def _worse(self) -> str:
+        """Without a copy to begin with, a chain is the model, but that it may copy further on."""
+        if not {MODEL, CHAIN} <= self._drafters.keys():
+            return PLAIN
+        copies, model = (self.planner.chances(name).shared for name in (LOOKUP, MODEL))
+        return MODEL if copies >= model else CHAIN
 
     def _offer(self, name: str, ready: int, room: int, behind: int) -> Offer:
         if name == MODEL:

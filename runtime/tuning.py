@@ -7,16 +7,20 @@ caches, and threads that are awake.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 from statistics import fmean, median
 from typing import Any
 
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+import numpy as np
+
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from .costs import READ_LENGTH, ROW, CostTable, ModeCosts, typical
 from .known_costs import Seen
+from .lookup import Lookup
+from .past import Past
 from .pipeline import Pipeline
 
 DRAFT_TOKENS = (0, 1, 2, 4, 8, MAX_EXPORTED_DRAFT_TOKENS)
@@ -48,13 +52,13 @@ class Tuning:
 def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuning:
     """Time rounds of every kind. The pipeline's caches are overwritten."""
     lengths, ks = _places(pipeline)
-    real = _run_texts(pipeline, ks, lambda share: progress(share / 4))
+    real, copied = _run_texts(pipeline, ks, lambda share: progress(share / 4))
     seconds = typical(list(chain(*(s for x in real["greedy"] for s in x.target.values()))))
     seen, reading = _run_rounds(
         pipeline, lengths, ks, seconds, lambda share: progress((1 + 3 * share) / 4)
     )
     modes = {
-        mode: _mode(mode, lengths, ks, seen, tuple(map(typical, reading)), real[mode])
+        mode: _mode(mode, lengths, ks, seen, tuple(map(typical, reading)), real[mode], copied[mode])
         for mode in MODES
     }
     passes = [_passes(seen[place], place[1] + 1) for place in seen]
@@ -72,16 +76,34 @@ def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
     return lengths, sorted({*(k for k in DRAFT_TOKENS if k <= most), most})
 
 
-def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[str, list[Seen]]:
-    """Speculative requests on built-in texts."""
+def _run_texts(
+    pipeline: Pipeline, ks: list[int], progress: Progress
+) -> tuple[dict[str, list[Seen]], dict[str, float | None]]:
+    """Speculative requests on built-in texts, and the share of copied tokens that would stand."""
     found: dict[str, list[Seen]] = {mode: [] for mode in MODES}
+    copies: dict[str, list[bool]] = {mode: [] for mode in MODES}
     runs = list(product(TEXTS, MODES))
     unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
     for i, (text, mode) in enumerate(runs):
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
-        found[mode].append(_run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i))
+        seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i)
+        found[mode].append(seen)
+        copies[mode] += _copies([*prompt, *tokens], len(prompt))
         progress((i + 1) / len(runs))
-    return found
+    return found, {mode: fmean(some) if some else None for mode, some in copies.items()}
+
+
+def _copies(text: Sequence[int], start: int) -> Iterator[bool]:
+    """Whether each token that lookup would have copied at any place from `start` on would have
+    stood, up to the first that would not.
+    """
+    lookup = Lookup()
+    for at in range(start, len(text)):
+        copy = lookup.propose(Past(text[:at]), len(text) - at, Sampling(), np.zeros(0)).tokens
+        for copied, token in zip(copy, text[at:], strict=False):
+            yield copied == token
+            if copied != token:
+                break
 
 
 def _run_rounds(
@@ -107,7 +129,7 @@ def _run_rounds(
     while share < 1:
         for i, (mode, k, length) in enumerate(places):
             prompt = (text * (length // len(text) + 1))[:length]
-            found[mode, k, length].append(_run(unread, prompt, mode, k, new_tokens, i))
+            found[mode, k, length].append(_run(unread, prompt, mode, k, new_tokens, i)[0])
             done = sweeps + (i + 1) / len(places)
             share = min(1.0, done / LEAST_SWEEPS, (time.perf_counter() - begin) / SECONDS)
             progress(share)
@@ -135,7 +157,7 @@ class _Unread:
 
 def _run(
     pipeline: Pipeline, prompt: Sequence[int], mode: str, k: int, new_tokens: int, seed: int
-) -> Seen:
+) -> tuple[Seen, list[int]]:
     with pipeline.stream(
         prompt,
         new_tokens,
@@ -147,7 +169,7 @@ def _run(
     ) as stream:
         for _ in stream:
             pass
-    return stream.seen
+    return stream.seen, stream.generation.tokens
 
 
 def _tokens(pipeline: Pipeline, text: str) -> list[int]:
@@ -171,8 +193,11 @@ def _mode(
     rounds: dict[Place, list[Seen]],
     reading: tuple[float, ...],
     real: list[Seen],
+    copied: float | None,
 ) -> ModeCosts:
-    """The costs of one mode, by rounds at every place; `real` are those of requests with a text."""
+    """The costs of one mode, by rounds at every place; `real` are those of requests with a text,
+    in which so large a share of copied tokens would have stood.
+    """
     target, draft = [], []
     twos, real_ones = _all(real, lambda seen: seen.draft.get(2, ())), _all(real, _ones)
     two = max(1.0, typical(twos) / typical(real_ones)) if twos and real_ones else 1 + ROW
@@ -195,7 +220,8 @@ def _mode(
         draft=tuple(draft),
         reading=reading,
         host=(hosts[0], each),
-        acceptance={"model": accepted / max(1, tested)},
+        acceptance={"model": accepted / max(1, tested)}
+        | ({} if copied is None else {"lookup": copied}),
     )
 
 

@@ -1,6 +1,6 @@
 """What each drafter gains on text that nothing was trained on. Development only.
 
-    python tools/measure_drafters.py [--bundle FOLDER] [--output FILE]
+    python tools/measure_drafters.py [--bundle FOLDER] [--threads N] [--output FILE]
 
 The same held-out prompts as measure_pair.py, as they are and repeated: twice, and its beginning
 again. The n-gram tables are counted from the modules that are not held out. For each prompt all
@@ -81,12 +81,15 @@ def run(pipeline: Pipeline, text: list[int], **options: Any) -> tuple[float, Cou
 
 @click.command()
 @click.option("--bundle", help="The bundle to measure. [default: as for specedge generate]")
+@click.option("--threads", type=int, help="CPU threads.")
 @click.option("--prompts", "count", default=12, show_default=True)
 @click.option("--length", default=64, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Write the figures as JSON.")
-def main(bundle: str | None, count: int, length: int, output: Path | None) -> None:
+def main(
+    bundle: str | None, threads: int | None, count: int, length: int, output: Path | None
+) -> None:
     """Measure every drafter on held-out modules, as they are and repeated."""
-    pipeline = load(bundle)
+    pipeline = load(bundle, threads=threads)
     texts = prompts(pipeline, count)
     again = [[*text, *text, *text[: PROMPT_LENGTH // 4]] for text in texts]
     rows = []

@@ -1,6 +1,6 @@
 """Acceptance and speed of a pair on text that it was not trained on. Development only.
 
-    python tools/measure_pair.py [--bundle FOLDER] [--output FILE]
+    python tools/measure_pair.py [--bundle FOLDER] [--threads N] [--output FILE]
 
 Prompts are taken from the held-out modules of the running Python's library. Speed-ups are medians
 of paired ratios, plain and speculative decoding in alternating order, prompt by prompt.
@@ -66,12 +66,15 @@ def measure(
 
 @click.command()
 @click.option("--bundle", help="The bundle to measure. [default: as for specedge generate]")
+@click.option("--threads", type=int, help="CPU threads.")
 @click.option("--prompts", "count", default=40, show_default=True)
 @click.option("--length", default=128, show_default=True)
 @click.option("--output", type=click.Path(path_type=Path), help="Write the figures as JSON.")
-def main(bundle: str | None, count: int, length: int, output: Path | None) -> None:
+def main(
+    bundle: str | None, threads: int | None, count: int, length: int, output: Path | None
+) -> None:
     """Measure tokens a round, acceptance and speed-up on held-out modules."""
-    pipeline = load(bundle)
+    pipeline = load(bundle, threads=threads)
     texts = prompts(pipeline, count)
     pipeline.generate(texts[0], max_new_tokens=32)
     rows = []

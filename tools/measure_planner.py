@@ -23,6 +23,7 @@ from specedge import Pipeline, load
 from specedge.runtime.ort import OrtModel
 from specedge.runtime.tuning import measure as tune
 
+KS = (1, 2, 4, 6, 8)
 REPEATING = '    "{0}": {{"name": "{0}", "value": {1}, "kind": "entry", "checked": False}},\n'
 
 
@@ -105,10 +106,11 @@ def main(
         show("random draft", pipeline, code, plain, drafter="random", temperature=temperature)
         show("draft = target", large, code, plain, drafter="model", temperature=temperature)
         show("noise", pipeline, nonsense, plain, temperature=temperature)
-        for k in (1, 2, 4, 6, 8):
-            show("code", pipeline, code, {"num_draft_tokens": k}, temperature=temperature)
+        for drafter, k in product(("model", "chain"), KS):
+            other = {"num_draft_tokens": k, "drafter": drafter}
+            show("code", pipeline, code, other, temperature=temperature)
     mixed = [text for pair in zip(tables, nonsense, strict=True) for text in pair]
-    settings = [("model", 0), *product(("model", "lookup", "chain"), (1, 2, 4, 6, 8))]
+    settings = [("model", 0), *product(("model", "lookup", "chain"), KS)]
     for temperature, (drafter, k) in product((0.0, 1.0), settings):
         other = {"num_draft_tokens": k, "drafter": drafter}
         show("switching", pipeline, mixed, other, 2, temperature=temperature)

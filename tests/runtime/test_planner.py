@@ -125,6 +125,34 @@ def test_a_chain_goes_on_where_the_copy_ends():
     assert choice.num_draft_tokens > 3
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_probes_in_place_of_something_better_are_losses_and_not_needed_where_a_chain_tells(told):
+    planner = Planner(table(prior={"model": 0.5, "lookup": 0.9}), greedy=True)
+    copies = {"source": "lookup", "watched": True}
+    offers = [Offer("model", room=99), Offer("lookup", ready=4, **copies)]
+    chain = planner.choose([Offer("chain", ready=2, room=99, **copies)], 50)
+    for _ in range(40):
+        choice = planner.choose(offers, 50)
+        planner.record(choice, [choice.drafter] * choice.num_draft_tokens, choice.num_draft_tokens)
+        if told:
+            planner.record(chain, ["lookup", "lookup", "model"], 3)
+    assert 1 - told <= planner.kinds["probe"] <= 5 * (1 - told)
+    assert (planner.lost > 0) == (not told)
+
+
+def test_a_chain_that_copies_after_its_models_first_token_is_worth_more_tokens():
+    planner = Planner(table(prior={"model": 0.8, "lookup": 0.8}), greedy=True)
+    chain, model = Offer("chain", "lookup", room=99), Offer("model", room=99)
+    first = planner.choose([chain], 50)
+    for _ in range(3):
+        planner.record(first, ["model"] + ["lookup"] * 4, 3)
+    alike = Planner(table(prior={"model": 0.8, "lookup": 0.8}), greedy=True)
+    for _ in range(3):
+        alike.record(first, ["model"] * 5, 3)
+    assert planner.choose([chain], 50).num_draft_tokens > first.num_draft_tokens
+    assert alike.choose([chain], 50).seconds == alike.choose([model], 50).seconds
+
+
 def test_a_drafter_without_a_model_is_probed_too_unless_it_is_watched():
     tables = Offer("ngram", "ngram", ready=16)
     watched = Offer("lookup", "lookup", ready=16, watched=True)

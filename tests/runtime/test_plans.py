@@ -11,7 +11,7 @@ from specedge.errors import ReplayError
 from specedge.options import Sampling
 from specedge.request import Request
 from specedge.runtime.decoding import SpeculativeDecoder
-from specedge.runtime.drafters import DraftModel
+from specedge.runtime.drafters import Chain, DraftModel
 from specedge.runtime.explaining import explain
 from specedge.runtime.planner import Planner
 from specedge.runtime.plans import Auto, Replay, recorded
@@ -107,6 +107,17 @@ def test_copies_that_are_wrong_are_not_used():
     plan = auto(table(prior={"lookup": 0.5}), lookup=Copies(2))
     rounds = run(plan, target, tokens=100)
     assert {one.drafter for one in rounds[20:]} == {"plain"}
+
+
+@pytest.mark.parametrize(("lookup", "name"), [(0.95, "chain"), (0.3, "model")])
+def test_without_a_copy_the_model_may_lead_to_one_where_copies_stand(lookup, name):
+    law = hashed_law(1, 8)
+    none = Copies(0)
+    none.propose = lambda *_: Draft([])
+    model = DraftModel(TableModel(law))
+    drafters = {"model": model, "lookup": none, "chain": Chain(none, model)}
+    plan = auto(table(prior={"model": 0.9, "lookup": lookup}), **drafters)
+    assert run(plan, TableModel(law))[0].drafter == name
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
