@@ -144,7 +144,7 @@ _REQUEST = (
     ),
     click.option(
         "--lookup-min", type=click.IntRange(1, MAX_MATCH),
-        help="Copy after matches of at least this many tokens. [default: 2, in a chain 4]",
+        help="Copy after matches of at least this many tokens. [default: 2]",
     ),
     click.option(
         "--lookup-max", type=click.IntRange(1, MAX_MATCH),
