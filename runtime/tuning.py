@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, product
 from statistics import fmean, median
 from typing import Any
@@ -18,6 +18,7 @@ import numpy as np
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from .costs import READ_LENGTH, ROW, CostTable, ModeCosts, typical
+from .fitting import fitted
 from .known_costs import Seen
 from .lookup import Lookup
 from .past import Past
@@ -52,17 +53,20 @@ class Tuning:
 def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuning:
     """Time rounds of every kind. The pipeline's caches are overwritten."""
     lengths, ks = _places(pipeline)
-    real, copied = _run_texts(pipeline, ks, lambda share: progress(share / 4))
-    seconds = typical(list(chain(*(s for x in real["greedy"] for s in x.target.values()))))
+    texts = _run_texts(pipeline, ks, lambda share: progress(share / 4))
+    seconds = typical(list(chain(*(s for x in texts["greedy"].seen for s in x.target.values()))))
     seen, reading = _run_rounds(
         pipeline, lengths, ks, seconds, lambda share: progress((1 + 3 * share) / 4)
     )
+    passes = {place: _passes(some, place[1] + 1) for place, some in seen.items()}
+    target = fitted(
+        np.array([[[typical(passes[m, k, at]) for k in ks] for at in lengths] for m in MODES])
+    )
     modes = {
-        mode: _mode(mode, lengths, ks, seen, tuple(map(typical, reading)), real[mode], copied[mode])
-        for mode in MODES
+        mode: _mode(mode, lengths, ks, seen, reading, texts[mode], tuple(map(tuple, rows)))
+        for mode, rows in zip(MODES, target.tolist(), strict=True)
     }
-    passes = [_passes(seen[place], place[1] + 1) for place in seen]
-    slowed = fmean(median(some) / min(some) for some in passes)
+    slowed = fmean(median(some) / min(some) for some in passes.values())
     rows = tuple(k + 1 for k in ks)
     return Tuning(CostTable("tune", lengths, rows, **modes), slowed > BUSY)
 
@@ -76,21 +80,25 @@ def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
     return lengths, sorted({*(k for k in DRAFT_TOKENS if k <= most), most})
 
 
-def _run_texts(
-    pipeline: Pipeline, ks: list[int], progress: Progress
-) -> tuple[dict[str, list[Seen]], dict[str, float | None]]:
-    """Speculative requests on built-in texts, and the share of copied tokens that would stand."""
-    found: dict[str, list[Seen]] = {mode: [] for mode in MODES}
-    copies: dict[str, list[bool]] = {mode: [] for mode in MODES}
+@dataclass(frozen=True)
+class _Texts:
+    """What requests on built-in texts measured, and which tokens of copies would have stood."""
+
+    seen: list[Seen] = field(default_factory=list)
+    copies: list[bool] = field(default_factory=list)
+
+
+def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[str, _Texts]:
+    found = {mode: _Texts() for mode in MODES}
     runs = list(product(TEXTS, MODES))
     unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
     for i, (text, mode) in enumerate(runs):
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
         seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i)
-        found[mode].append(seen)
-        copies[mode] += _copies([*prompt, *tokens], len(prompt))
+        found[mode].seen.append(seen)
+        found[mode].copies.extend(_copies([*prompt, *tokens], len(prompt)))
         progress((i + 1) / len(runs))
-    return found, {mode: fmean(some) if some else None for mode, some in copies.items()}
+    return found
 
 
 def _copies(text: Sequence[int], start: int) -> Iterator[bool]:
@@ -191,19 +199,16 @@ def _mode(
     lengths: tuple[int, ...],
     ks: list[int],
     rounds: dict[Place, list[Seen]],
-    reading: tuple[float, ...],
-    real: list[Seen],
-    copied: float | None,
+    reading: list[list[float]],
+    texts: _Texts,
+    target: tuple[tuple[float, ...], ...],
 ) -> ModeCosts:
-    """The costs of one mode, by rounds at every place; `real` are those of requests with a text,
-    in which so large a share of copied tokens would have stood.
-    """
-    target, draft = [], []
-    twos, real_ones = _all(real, lambda seen: seen.draft.get(2, ())), _all(real, _ones)
-    two = max(1.0, typical(twos) / typical(real_ones)) if twos and real_ones else 1 + ROW
+    """The costs of one mode, by rounds at every place, and by requests with a text."""
+    real = texts.seen
+    twos, ones = _all(real, lambda seen: seen.draft.get(2, ())), _all(real, _ones)
+    two = max(1.0, typical(twos) / typical(ones)) if twos and ones else 1 + ROW
+    draft = []
     for length in lengths:
-        passes = [typical(_passes(rounds[mode, k, length], k + 1)) for k in ks]
-        target.append(tuple(min(passes[i:]) for i in range(len(passes))))
         drafted = [seen for k in ks for seen in rounds[mode, k, length]]
         ones = _all(drafted, _ones) or _all(drafted, lambda seen: seen.draft.get(2, ()))
         one = typical(ones)
@@ -213,15 +218,16 @@ def _mode(
         k: median(seen.host for at in lengths for seen in rounds[mode, k, at]) for k in (0, max(ks))
     }
     each = max(0.0, hosts[max(ks)] - hosts[0]) / max(ks)
-    tested = sum(seen.num_tested for seen in real)
     accepted = sum(seen.num_accepted for seen in real)
+    acceptance = {"model": accepted / max(1, sum(seen.num_tested for seen in real))}
+    if texts.copies:
+        acceptance["lookup"] = fmean(texts.copies)
     return ModeCosts(
-        target=tuple(target),
+        target=target,
         draft=tuple(draft),
-        reading=reading,
+        reading=tuple(map(typical, reading)),
         host=(hosts[0], each),
-        acceptance={"model": accepted / max(1, tested)}
-        | ({} if copied is None else {"lookup": copied}),
+        acceptance=acceptance,
     )
 
 
