@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 PRIOR = 0.5  # where nothing is known: a draft is tried at first, a few tokens at a time
-PRIOR_WEIGHT = 4.0  # tests that this counts as,
+PRIOR_WEIGHT = 2.0  # tests that this counts as,
 TUNED_WEIGHT = 8.0  # and a prior that was measured;
 PRIOR_MEMORY = 0.97  # what of them is left a round later
 SHARED_WEIGHT = 10.0  # tests that all positions together count as, at each of them
@@ -24,14 +24,17 @@ class Acceptance:
         self._tested: list[float] = []
         self._chances: list[float] = []
 
-    def record(self, num_accepted: int, num_drafted: int) -> None:
-        """A round's first `num_accepted` tokens stood, and the next, if drafted, did not."""
-        tested = min(num_accepted + 1, num_drafted)
+    def record(self, *runs: tuple[int, int]) -> None:
+        """A round's runs of tokens: of each the first so many stood, and how many were drafted."""
         self._prior_weight *= PRIOR_MEMORY
-        self._grow(tested)
-        for i in range(len(self._tested)):
-            self._tested[i] = self._tested[i] * MEMORY + (i < tested)
-            self._accepted[i] = self._accepted[i] * MEMORY + (i < num_accepted)
+        self._accepted = [MEMORY * count for count in self._accepted]
+        self._tested = [MEMORY * count for count in self._tested]
+        for num_accepted, num_drafted in runs:
+            tested = min(num_accepted + 1, num_drafted)
+            self._grow(tested)
+            for i in range(tested):
+                self._tested[i] += 1
+                self._accepted[i] += i < num_accepted
         self._chances = []
 
     def chances(self, count: int) -> list[float]:

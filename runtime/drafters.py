@@ -59,8 +59,8 @@ class DraftModel:
 
     The model may know less than the target. A token that it lacks is fed as `STAND_IN`: with none
     there, all that follow would have other positions. When its context is full, it reads the last
-    half of that again from position 0. That depends on the length of the text alone,
-    not on `max_tokens`, so a seed's text does not depend on where a request ends.
+    half of that again from position 0. That depends on the length of the text alone, not on
+    `max_tokens`, so a seed's text does not depend on where a request ends.
     """
 
     name = "model"
@@ -96,12 +96,13 @@ class DraftModel:
             feed = [token]
         return Draft(drafted, probs or None)
 
-    def standing(self, length: int) -> tuple[int, int]:
-        """How many tokens of a text of that length it has not read, and how many it may draft."""
-        start, held = self._start, self.model.length
-        if length - start > self.context_length:
-            start, held = length - max(1, self.context_length // 2), 0
-        return length - start - held, start + self.context_length - length + 1
+    def standing(self, length: int, read: int) -> tuple[int, int]:
+        """Of a text of that length, how many tokens it has not read after it was asked at `read`
+        of them, and how many it may draft.
+        """
+        start = self._window(length)
+        held = read if self._window(read) == start else start
+        return length - held, start + self.context_length - length + 1
 
     def truncate(self, length: int) -> None:
         if length < self._start:
@@ -111,14 +112,20 @@ class DraftModel:
 
     def catch_up(self, past: Past) -> tuple[list[int], int]:
         """Read a text up to its last token or two; these, to be fed, and how many may follow."""
-        if past.length - self._start > self.context_length:
-            self._start = past.length - max(1, self.context_length // 2)
+        start = self._window(past.length)
+        if start != self._start:
+            self._start = start
             self.model.truncate(0)
-        feed = self.known(past.last(past.length - self._start - self.model.length))
+        feed = self.known(past.last(past.length - start - self.model.length))
         if len(feed) > 2:
             self.model.prefill(feed[:-1])
             feed = feed[-1:]
-        return feed, self._start + self.context_length - past.length + 1
+        return feed, start + self.context_length - past.length + 1
+
+    def _window(self, length: int) -> int:
+        """The place of the first token that is read of a text of that length."""
+        step = self.context_length - self.context_length // 2
+        return max(0, -(-(length - self.context_length) // step) * step)
 
     def known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens as the model can read them."""
@@ -141,9 +148,8 @@ class Chain:
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         names: list[str] = []
-        length = -1
-        while length < len(tokens) < max_tokens:
-            length = len(tokens)
+        going = True
+        while going and len(tokens) < max_tokens:
             for drafter in self.drafters:
                 if len(tokens) == max_tokens:
                     break
@@ -154,6 +160,7 @@ class Chain:
                 tokens += part.tokens
                 probs += part.probs or [None] * len(part.tokens)
                 names += sources(drafter, part)
+                going = bool(part.tokens)
         return Draft(tokens, probs, names)
 
     def truncate(self, length: int) -> None:

@@ -149,7 +149,7 @@ class NGrams:
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         for i in range(max_tokens):
-            law = self._tables.law([*past.tokens[-2:], *tokens])
+            law = self._tables.law([*past.last(2), *tokens])
             with np.errstate(divide="ignore"):
                 logits = np.log(law.row(self._tables.vocab_size).astype(np.float32))
             try:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from .acceptance import MEMORY, Acceptance
 from .costs import PLACES, Costs, CostTable
@@ -21,7 +22,7 @@ PLAIN, MODEL = "plain", "model"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
 STAKE = 1.0  # plain rounds that drafts may lose before they have but one token
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
-PROBING = 0.01  # the share of a request's seconds that probes may lose,
+PROBING = 0.005  # the share of a request's seconds that probes may lose,
 REINVESTED = 0.1  # and the share of what it has gained
 FIRST_GAP, LAST_GAP = 8, 256  # rounds from one probe to the next; doubled by each that fails
 PASSES_WEIGHT = 4.0  # tokens of a chain that are expected to cost a pass, before it shows
@@ -55,7 +56,7 @@ class Choice:
 
     `kind` is "plain", "gain" or "probe"; `seconds` are the round's, by the table, `plain_seconds`
     those of the target for one token. Of the former, a model spends `reading` on what it missed. A
-    probe stands in for what would take `pace` seconds a token.
+    probe of the drafter `learns` stands in for what would take `pace` seconds a token.
     """
 
     drafter: str
@@ -65,6 +66,7 @@ class Choice:
     seconds: float
     plain_seconds: float
     reading: float = 0.0
+    learns: str = ""
     pace: float = 0.0
 
 
@@ -87,7 +89,7 @@ class Planner:
         self._num_tokens = 0
         self._rounds = 0
         self._probes: defaultdict[str, _Probes] = defaultdict(_Probes)
-        self._passes: dict[str, tuple[float, float]] = {}
+        self._bridging = (0.0, 0.0)  # passes, and tokens, behind the first of a chain's model
         self._costs: dict[int, Costs] = {}
 
     def costs(self, length: int) -> Costs:
@@ -131,27 +133,26 @@ class Planner:
         self.seconds += choice.seconds
         self._reading += choice.reading
         self.plain_seconds += choice.plain_seconds * (num_accepted + 1)
-        start = 0
-        while start < len(sources) and start <= num_accepted:
-            source, end = sources[start], start
-            while end < len(sources) and sources[end] == source:
-                end += 1
-            self.chances(source).record(min(num_accepted, end) - start, end - start)
+        # No more than was tested counts: how much was drafted depends on the request's end.
+        start, runs = 0, defaultdict(list)
+        for source, group in groupby(sources):
+            size = len(list(group))
+            if start <= num_accepted:
+                runs[source].append((min(num_accepted - start, size), size))
+            start += size
+        for source, found in runs.items():
+            self.chances(source).record(*found)
             if choice.kind != "probe":
-                self._probes[source].wait(self._rounds)
-            start = end
+                self._probes[source].used(self._rounds, found[0][0] > 0)
         if choice.kind == "probe":
             self.lost = max(0.0, self.lost + choice.seconds - choice.pace * (num_accepted + 1))
-            for source in sources[:1]:
-                plain = choice.pace == choice.plain_seconds
-                self._probes[source].end(self._rounds, num_accepted > 0, plain)
-        if MODEL in sources:
-            later = sources[sources.index(MODEL) + 1 :]
-            passes, tokens = self._passes.get(choice.drafter, (0.0, 0.0))
-            self._passes[choice.drafter] = (
-                passes * MEMORY + later.count(MODEL),
-                tokens * MEMORY + len(later),
-            )
+            at_once = num_accepted > 0 and choice.pace == choice.plain_seconds
+            self._probes[choice.learns].end(self._rounds, num_accepted > 0, at_once)
+        tested = sources[: num_accepted + 1]
+        if MODEL in tested and choice.drafter != MODEL:
+            later = tested[tested.index(MODEL) + 1 :]
+            passes, tokens = self._bridging
+            self._bridging = passes * MEMORY + later.count(MODEL), tokens * MEMORY + len(later)
 
     @property
     def gained(self) -> float:
@@ -173,12 +174,13 @@ class Planner:
             return None, costs.plain
         ready = self.chances(offer.source).chances(offer.ready) if offer.ready else []
         model = self.chances(offer.model).chances(most) if offer.room else []
-        behind = offer.behind + offer.ready
-        later = costs.catching_up(behind) if offer.room else 0.0
+        behind, later, first = offer.behind + offer.ready, 0.0, 0.0
+        if offer.room:
+            later = costs.catching_up(offer.behind)
+            first = costs.catching_up(behind) - later + costs.drafting(behind)[1]
         share = later / max(HORIZON, self._num_tokens)
         rounds, drafted = costs.rounds, offer.ready
-        first = costs.drafting(behind)[1] if offer.room else 0.0
-        each = costs.draft * self._passes_per_token(offer.drafter)
+        each = costs.draft * (self._passes_per_token if offer.source else 1)
         stands = expected = 1.0
         best, best_expected, best_pace, best_seconds = 0, 1.0, costs.plain, costs.plain
         reading = 0.0
@@ -204,9 +206,10 @@ class Planner:
         )
         return found, best_pace
 
-    def _passes_per_token(self, drafter: str) -> float:
+    @property
+    def _passes_per_token(self) -> float:
         """A chain may copy again after its model's first token: so many passes each later takes."""
-        passes, tokens = self._passes.get(drafter, (0.0, 0.0))
+        passes, tokens = self._bridging
         return (passes + PASSES_WEIGHT) / (tokens + PASSES_WEIGHT)
 
     def _probe(self, offer: Offer, costs: Costs, pace: float) -> Choice | None:
@@ -224,7 +227,9 @@ class Planner:
         if not self._hopes(offer, costs, pace):
             return None
         chance = self.chances(source).chances(1)[0]
-        return Choice(offer.drafter, 1, "probe", 1 + chance, seconds, costs.plain, reading, pace)
+        return Choice(
+            offer.drafter, 1, "probe", 1 + chance, seconds, costs.plain, reading, source, pace
+        )
 
     def _hopes(self, offer: Offer, costs: Costs, pace: float) -> bool:
         """Whether a drafter that is always right would be worth having."""
@@ -244,14 +249,16 @@ class _Probes:
         self.next = 0
         self._gap = FIRST_GAP
 
-    def wait(self, now: int) -> None:
+    def used(self, now: int, stood: bool) -> None:
         """A round has told of the drafter without a probe."""
+        if stood:
+            self._gap = FIRST_GAP
         self.next = max(self.next, now + FIRST_GAP)
 
-    def end(self, now: int, stood: bool, plain: bool) -> None:
-        """One that stood where it took the place of a plain round may go on at once."""
+    def end(self, now: int, stood: bool, at_once: bool) -> None:
+        """A probe has; the next may follow `at_once`."""
         self._gap = FIRST_GAP if stood else min(2 * self._gap, LAST_GAP)
-        self.next = now if stood and plain else now + self._gap
+        self.next = now if at_once else now + self._gap
 
 
 def predictions(costs: Costs, alpha: float) -> list[float]:

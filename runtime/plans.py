@@ -92,17 +92,20 @@ class Auto:
         self._model = _model(drafters)
         self._choice: Choice | None = None
         self._copy: list[int] = []
+        self._length = 0  # of the text before the round
+        self._read = 0  # of the text, by the model when it drafted the last token that was tested
         self._num_rounds = 0
         self._quiet = 0  # planned rounds since something paid,
         self._rest = 0  # and rounds that stay plain without being planned
 
     def next(self, past: Past, left: int) -> Step:
+        self._length = past.length
         if self._rest and self._choice is not None:
             choice = self._choice
             self._copy = []
             self._rest -= 1
         else:
-            choice = self.planner.choose(self._offers(past), len(past.tokens) - 1)
+            choice = self.planner.choose(self._offers(past), past.length - 1)
             self._quiet = self._quiet + 1 if choice.kind == PLAIN else 0
             self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
         self._note(choice)
@@ -115,14 +118,18 @@ class Auto:
         if round_.drafter not in PLANNED:
             names = [round_.drafter] * round_.num_drafted
         self.planner.record(self._choice, names, round_.num_accepted)
+        for i, name in enumerate(names[: round_.num_accepted + 1]):
+            if name == MODEL:
+                self._read = self._length + i
         if self._copy and LOOKUP not in names:
             pairs = list(zip(self._copy, round_.tokens, strict=False))
             agreeing = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            self.planner.chances(LOOKUP).record(agreeing, len(pairs))
+            self.planner.chances(LOOKUP).record((agreeing, len(pairs)))
             if agreeing:
                 self._quiet = self._rest = 0
 
     def truncate(self, length: int) -> None:
+        self._read = min(self._read, length)
         for drafter in self._drafters.values():
             drafter.truncate(length)
 
@@ -130,21 +137,23 @@ class Auto:
         most = self.planner.max_draft_tokens
         behind = room = 0
         if self._model is not None:
-            behind, room = self._model.standing(len(past.tokens))
+            behind, room = self._model.standing(past.length, self._read)
         if LOOKUP in self._drafters:
             copy = self._drafters[LOOKUP].propose(past, most, _CERTAIN, _NO_CHANCE)
             self._copy = copy.tokens
         ready = len(self._copy)
-        left_out = set() if ready else {LOOKUP, self._worse()}
+        left_out = set() if ready else self._pointless()
         names = (name for name in self._drafters if name not in left_out)
         return [self._offer(name, ready, room, behind) for name in names]
 
-    def _worse(self) -> str:
-        """Without a copy to begin with, a chain is the model, but that it may copy further on."""
+    def _pointless(self) -> set[str]:
+        """What not to offer without a copy: lookup, and of chain and model the one that would be
+        worse. The chain is the model then, but for the copies that it may make further on.
+        """
         if not {MODEL, CHAIN} <= self._drafters.keys():
-            return PLAIN
+            return {LOOKUP}
         copies, model = (self.planner.chances(name).shared for name in (LOOKUP, MODEL))
-        return MODEL if copies >= model else CHAIN
+        return {LOOKUP, MODEL if copies >= model else CHAIN}
 
     def _offer(self, name: str, ready: int, room: int, behind: int) -> Offer:
         if name == MODEL:

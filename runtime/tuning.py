@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import chain, product, takewhile
 from statistics import fmean, median
 from typing import Any
 
@@ -89,6 +89,7 @@ class _Texts:
 
 
 def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[str, _Texts]:
+    """Speculative requests, by mode."""
     found = {mode: _Texts() for mode in MODES}
     runs = list(product(TEXTS, MODES))
     unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
@@ -96,22 +97,23 @@ def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[st
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
         seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i)
         found[mode].seen.append(seen)
-        found[mode].copies.extend(_copies([*prompt, *tokens], len(prompt)))
+        found[mode].copies.extend(copies_that_stand([*prompt, *tokens], len(prompt), max(ks)))
         progress((i + 1) / len(runs))
     return found
 
 
-def _copies(text: Sequence[int], start: int) -> Iterator[bool]:
-    """Whether each token that lookup would have copied at any place from `start` on would have
-    stood, up to the first that would not.
+def copies_that_stand(text: Sequence[int], start: int, max_tokens: int) -> Iterator[bool]:
+    """Whether each token stands that lookup alone would have tested, had it drafted up to so many
+    a round from `start` on.
     """
-    lookup = Lookup()
-    for at in range(start, len(text)):
-        copy = lookup.propose(Past(text[:at]), len(text) - at, Sampling(), np.zeros(0)).tokens
-        for copied, token in zip(copy, text[at:], strict=False):
-            yield copied == token
-            if copied != token:
-                break
+    lookup, at = Lookup(), start
+    while at < len(text):
+        most = min(max_tokens, len(text) - at)
+        copy = lookup.propose(Past(text[:at]), most, Sampling(), np.zeros(0)).tokens
+        pairs = list(zip(copy, text[at:], strict=False))
+        agreeing = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+        yield from [True] * agreeing + [False] * (agreeing < len(pairs))
+        at += agreeing + 1
 
 
 def _run_rounds(

@@ -27,10 +27,10 @@ def run(*arguments):
     return CliRunner().invoke(cli, [str(argument) for argument in arguments])
 
 
-def test_tune_prints_costs_and_what_auto_would_do_and_remembers_them():
+def test_tune_prints_costs_and_what_the_draft_would_gain_and_remembers_them():
     result = run("tune")
     assert result.exit_code == 0
-    for part in ("target, 9 tokens", "first, 2 tokens", "temperature 0", "K = 8:", "auto would"):
+    for part in ("target, 9 tokens", "first, 2 tokens", "temperature 0", "K = 8:", "its best"):
         assert part in result.stdout
     (path,) = store.costs_folder().iterdir()
     assert f"remembered in {path}" in result.stderr
@@ -45,8 +45,8 @@ def test_tune_prints_json():
 
 
 def test_the_first_request_has_an_estimate_and_the_second_its_measures():
-    assert "an estimate" in run("generate", PROMPT, "-n", 40, "--explain").stderr
-    assert "by an earlier request" in run("generate", PROMPT, "-n", 40, "--explain").stderr
+    assert "an estimate" in run("generate", PROMPT, "-n", 80, "--explain").stderr
+    assert "by an earlier request" in run("generate", PROMPT, "-n", 80, "--explain").stderr
 
 
 def test_json_has_the_plan_and_replay_repeats_it(tmp_path):

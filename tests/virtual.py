@@ -84,7 +84,7 @@ class VirtualRequest:
             self.planner.record(choice, [drafter] * k, accepted)
             if ready and drafter != "lookup":
                 stood = self.stands("lookup", self.place, self.rng)
-                self.planner.chances("lookup").record(int(stood), 1)
+                self.planner.chances("lookup").record((int(stood), 1))
         self.place += accepted + 1
 
     def _pay(self, drafter: str, k: int, accepted: int, costs: Costs) -> None:

@@ -23,6 +23,7 @@ from specedge import Pipeline, load
 from specedge.runtime.ort import OrtModel
 from specedge.runtime.tuning import measure as tune
 
+PARTS = ("plain", "code", "switching")
 KS = (1, 2, 4, 6, 8)
 REPEATING = '    "{0}": {{"name": "{0}", "value": {1}, "kind": "entry", "checked": False}},\n'
 
@@ -73,9 +74,22 @@ def interval(found: Sequence[float]) -> tuple[float, float, float]:
 @click.option("--threads", type=int, help="CPU threads.")
 @click.option("--prompts", "count", default=24, show_default=True, help="At least 15.")
 @click.option("--length", default=128, show_default=True)
+@click.option(
+    "--part",
+    "parts",
+    type=click.Choice(PARTS),
+    multiple=True,
+    default=PARTS,
+    help="Against plain decoding, or every K on code, or on texts that switch. [default: all]",
+)
 @click.option("--output", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(
-    bundle: str | None, threads: int | None, count: int, length: int, output: Path | None
+    bundle: str | None,
+    threads: int | None,
+    count: int,
+    length: int,
+    parts: Sequence[str],
+    output: Path | None,
 ) -> None:
     """Measure auto against plain decoding and every fixed setting."""
     pipeline = load(bundle, threads=threads)
@@ -102,18 +116,21 @@ def main(
         click.echo(f"{name} {both}, auto over {other}: {middle:.3f} ({low:.3f} to {high:.3f})")
 
     plain = {"num_draft_tokens": 0}
-    for temperature in (0.0, 1.0):
-        show("random draft", pipeline, code, plain, drafter="random", temperature=temperature)
-        show("draft = target", large, code, plain, drafter="model", temperature=temperature)
-        show("noise", pipeline, nonsense, plain, temperature=temperature)
-        for drafter, k in product(("model", "chain"), KS):
-            other = {"num_draft_tokens": k, "drafter": drafter}
-            show("code", pipeline, code, other, temperature=temperature)
+    if "plain" in parts:
+        for temperature in (0.0, 1.0):
+            show("random", pipeline, code, plain, drafter="random", temperature=temperature)
+            show("draft = target", large, code, plain, drafter="model", temperature=temperature)
+            show("noise", pipeline, nonsense, plain, temperature=temperature)
+            show("code", pipeline, code, plain, temperature=temperature)
     mixed = [text for pair in zip(tables, nonsense, strict=True) for text in pair]
-    settings = [("model", 0), *product(("model", "lookup", "chain"), KS)]
-    for temperature, (drafter, k) in product((0.0, 1.0), settings):
-        other = {"num_draft_tokens": k, "drafter": drafter}
-        show("switching", pipeline, mixed, other, 2, temperature=temperature)
+    for part, texts, group, drafters in (
+        ("code", code, 1, ("model", "chain")),
+        ("switching", mixed, 2, ("model", "lookup", "chain")),
+    ):
+        settings = [("model", 0), *product(drafters, KS)] if part in parts else []
+        for temperature, (drafter, k) in product((0.0, 1.0), settings):
+            other = {"num_draft_tokens": k, "drafter": drafter}
+            show(part, pipeline, texts, other, group, temperature=temperature)
     if output:
         output.write_text(json.dumps({"prompts": count, "new_tokens": length, "rows": rows}) + "\n")
 

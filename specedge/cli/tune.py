@@ -93,11 +93,14 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(found)} | {best})
     return [
         *lines,
-        f"  {alpha:.0%} of tested draft tokens accepted on built-in texts;"
+        f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{_copies(mode)};"
         f" the host adds {1e3 * base:.3f} ms a round and {1e3 * each:.3f} a draft token",
-        "  predicted speed-up: " + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
-        f"  auto would begin with K = {best}"
-        + (
-            f", {found[best]:.2f} times as fast as the target alone" if best else ", plain decoding"
-        ),
+        "  predicted speed-up of the draft model: "
+        + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
+        f"  its best is K = {best}, {found[best]:.2f} times as fast as the target alone",
     ]
+
+
+def _copies(mode: ModeCosts) -> str:
+    copies = mode.acceptance.get("lookup")
+    return "" if copies is None else f", {copies:.0%} of copied ones would have been"

@@ -192,6 +192,15 @@ def test_a_chain_copies_again_as_soon_as_there_is_a_match():
     assert again.tokens == made.tokens
 
 
+def test_a_chain_ends_where_its_last_drafter_has_nothing():
+    class Silent(Sure):
+        def propose(self, past, max_tokens, sampling, uniforms):
+            return Draft([])
+
+    made = Chain(Sure(), Silent()).propose(Past((0, 1, 2)), 4, Sampling(), np.zeros(4))
+    assert made.tokens == [1]
+
+
 def test_a_model_that_others_left_behind_reads_what_it_missed():
     draft = TableModel(hashed_law(4, 3))
     one = DraftModel(draft)

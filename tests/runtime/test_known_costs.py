@@ -12,6 +12,7 @@ from specedge.errors import SpecEdgeError
 from specedge.runtime import cost_files
 from specedge.runtime.costs import estimate
 from specedge.runtime.known_costs import KnownCosts, Seen, measured
+from specedge.runtime.tuning import copies_that_stand
 from virtual import table
 
 
@@ -140,4 +141,11 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
     assert shares[-1] == 1
     for mode in (found.greedy, found.sampled):
         assert 0.3 < mode.acceptance["model"] < 1
+        assert 0 < mode.acceptance["lookup"] < 1
         assert all(list(costs) == sorted(costs) for costs in mode.target)
+
+
+@pytest.mark.parametrize(("max_tokens", "stood"), [(8, [1, 1, 1, 1]), (2, [1, 1, 1, 0])])
+def test_copies_are_judged_as_rounds_of_lookup_alone_would_test_them(max_tokens, stood):
+    text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
+    assert list(copies_that_stand(text, 6, max_tokens)) == stood

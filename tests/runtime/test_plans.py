@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import pytest
 
@@ -13,6 +14,7 @@ from specedge.request import Request
 from specedge.runtime.decoding import SpeculativeDecoder
 from specedge.runtime.drafters import Chain, DraftModel
 from specedge.runtime.explaining import explain
+from specedge.runtime.lookup import Lookup
 from specedge.runtime.planner import Planner
 from specedge.runtime.plans import Auto, Replay, recorded
 from specedge.runtime.sampling import Draft
@@ -118,6 +120,23 @@ def test_without_a_copy_the_model_may_lead_to_one_where_copies_stand(lookup, nam
     drafters = {"model": model, "lookup": none, "chain": Chain(none, model)}
     plan = auto(table(prior={"model": 0.9, "lookup": lookup}), **drafters)
     assert run(plan, TableModel(law))[0].drafter == name
+
+
+def test_a_shorter_planned_request_gives_the_beginning_of_a_longer_one():
+    laws = [cache(hashed_law(seed, 3)) for seed in (1, 2)]
+    costs = table(draft=0.12, row=0.04, reading=0.05, prior={"model": 0.8, "lookup": 0.9})
+
+    def run_for(count, seed):
+        lookup = Lookup(2, 3)
+        model = DraftModel(TableModel(laws[1], context_length=40), context_length=40)
+        drafters = {"model": model, "lookup": lookup, "chain": Chain(lookup, model)}
+        plan = Auto(Planner(costs, greedy=False), drafters)
+        rounds = run(plan, TableModel(laws[0]), Sampling(1.0), count, seed)
+        return [token for one in rounds for token in one.tokens][:count]
+
+    for seed in range(4):
+        longest = run_for(50, seed)
+        assert all(run_for(count, seed) == longest[:count] for count in range(1, 50))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -1,6 +1,7 @@
 """Drafts that know fewer tokens or fewer positions than their target: still the target's text."""
 
 from contextlib import contextmanager
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,7 +10,8 @@ from exact import joint_law, law_of_strings
 from fakes import TableModel, hashed_law, quarters
 from specedge.options import Sampling
 from specedge.runtime.decoding import SpeculativeDecoder
-from specedge.runtime.drafters import DraftModel
+from specedge.runtime.drafters import Chain, DraftModel
+from specedge.runtime.lookup import Lookup
 from specedge.runtime.past import Past
 from specedge.runtime.stats import Stopwatch, Timed
 
@@ -110,23 +112,32 @@ def test_a_good_draft_stays_good_when_its_window_slides(k, temperature):
     assert len(rounds) < 200 / (k + 1) * (1 + k / 8)  # few are short: half of 16 rows, then again
 
 
-@pytest.mark.parametrize(("length", "read"), [(16, 16), (17, 8), (40, 8)])
-def test_the_draft_reads_the_last_half_of_its_context_once_that_is_full(length, read):
+@pytest.mark.parametrize(("length", "read"), [(16, 16), (17, 9), (24, 16), (25, 9), (40, 16)])
+def test_the_draft_reads_more_than_the_last_half_of_its_context_once_that_is_full(length, read):
     text = [i % 5 for i in range(length)]
     draft = TableModel(hashed_law(2, 5), context_length=16)
     drafter(draft).propose(Past(text), 1, Sampling(), np.zeros(1))
     assert draft.rows == text[-read:]
 
 
-@pytest.mark.parametrize("k", [1, 4])
+@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("chained", [False, True])
 @EVERY_TEMPERATURE
-def test_a_shorter_request_gives_the_beginning_of_a_longer_one_across_a_slide(k, temperature):
-    def run(count):
-        draft = TableModel(hashed_law(2, 6), vocab_size=6, context_length=9)
-        return generate(hashed_law(1, 6), draft, k, temperature, count)[0]
+def test_a_shorter_request_gives_the_beginning_of_a_longer_one_across_a_slide(
+    k, chained, temperature
+):
+    laws = [cache(hashed_law(seed, 6)) for seed in (1, 2)]
 
-    longest = run(40)
-    assert all(run(count) == longest[:count] for count in range(1, 40))
+    def run(count, seed):
+        one = drafter(TableModel(laws[1], vocab_size=6, context_length=9))
+        one = Chain(Lookup(2, 3), one) if chained else one
+        decoder = SpeculativeDecoder(TableModel(laws[0]), one, k, Stopwatch())
+        rounds = decoder.rounds((0, 1), Sampling(temperature), seed, count)
+        return [t for round_ in rounds for t in round_.tokens][:count]
+
+    for seed in range(3):
+        longest = run(50, seed)
+        assert all(run(count, seed) == longest[:count] for count in range(1, 50))
 
 
 def test_a_request_after_one_that_slid_begins_at_the_beginning():
