@@ -121,7 +121,7 @@ def test_the_context_fills_to_its_last_position(pipeline, k, left):
 def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
     """Chi-square of the joint law of two tokens against the target's rows, rare cells pooled."""
     scipy_stats = pytest.importorskip("scipy.stats")
-    prompt, runs = pipeline.tokenizer.encode(PROMPTS[2]).ids, 800
+    prompt, runs = pipeline.tokenizer.encode(PROMPTS[2]).ids, 400
     options = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(Rules)}
     counts = {}
     for seed in range(runs):
