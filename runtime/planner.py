@@ -20,6 +20,7 @@ from .costs import PLACES, Costs, CostTable
 
 PLAIN, MODEL = "plain", "model"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
+DOUBT = 0.05  # so much more a draft pass may cost beside the target's
 STAKE = 1.0  # plain rounds that drafts may lose before they have but one token
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
 PROBING = 0.005  # the share of a request's seconds that probes may lose,
@@ -116,7 +117,7 @@ class Planner:
         best, pace, learns = Choice(PLAIN, 0, PLAIN, 1.0, costs.plain, costs.plain), costs.plain, ""
         for offer in offers:
             found, seconds = self._best(offer, costs, most)
-            if found is not None and seconds * MARGIN < costs.plain and seconds < pace:
+            if found is not None and seconds < pace:
                 best, pace, learns = found, seconds, offer.learns(found.num_draft_tokens)
         for offer in offers:
             if not offer.watched and offer.learns(1) != learns:
@@ -183,7 +184,7 @@ class Planner:
         each = costs.draft * (self._passes_per_token if offer.source else 1)
         stands = expected = 1.0
         best, best_expected, best_pace, best_seconds = 0, 1.0, costs.plain, costs.plain
-        reading = 0.0
+        reading = drafting = 0.0
         for k in range(1, most + 1):
             if k <= drafted:
                 stands *= ready[k - 1]
@@ -198,8 +199,10 @@ class Planner:
             if pace < best_pace:
                 best, best_expected, best_pace = k, expected, pace
                 reading = later if k > offer.ready else 0.0
+                drafting = seconds - rounds[k]
                 best_seconds = seconds + reading
-        if not best:
+        dearest = best_pace + DOUBT * drafting / best_expected
+        if not best or dearest * MARGIN >= costs.plain:
             return None, costs.plain
         found = Choice(
             offer.drafter, best, "gain", best_expected, best_seconds, costs.plain, reading
