@@ -118,6 +118,7 @@ def main(
     plain = {"num_draft_tokens": 0}
     if "plain" in parts:
         for temperature in (0.0, 1.0):
+            show("plain", pipeline, code, plain, temperature=temperature, **plain)
             show("random", pipeline, code, plain, drafter="random", temperature=temperature)
             show("draft = target", large, code, plain, drafter="model", temperature=temperature)
             show("noise", pipeline, nonsense, plain, temperature=temperature)
