@@ -58,9 +58,9 @@ class DraftModel:
     meanwhile it is further behind, and reads what it missed as it reads a prompt.
 
     The model may know less than the target. A token that it lacks is fed as `STAND_IN`: with none
-    there, all that follow would have other positions. When its context is full, it reads the last
-    half of that again from position 0. That depends on the length of the text alone, not on
-    `max_tokens`, so a seed's text does not depend on where a request ends.
+    there, all that follow would have other positions. When its context is full, it reads a little
+    more than the last half of that again from position 0. That depends on the length of the text
+    alone, not on `max_tokens`, so a seed's text does not depend on where a request ends.
     """
 
     name = "model"

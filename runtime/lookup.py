@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import takewhile
 
 from specedge.options import Sampling
 
@@ -40,6 +41,12 @@ class Lookup:
 
     def truncate(self, length: int) -> None:
         self._index.truncate(length)
+
+
+def agreeing(copy: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
+    """How many tokens of a copy stand if these follow, and how many of it they reach."""
+    pairs = list(zip(copy, tokens, strict=False))
+    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))), len(pairs)
 
 
 class Index:

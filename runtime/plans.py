@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -14,6 +13,7 @@ from specedge.options import MAX_DRAFT_TOKENS, Sampling
 from specedge.request import Planned
 
 from .drafters import Chain, Drafter, DraftModel
+from .lookup import agreeing
 from .past import Past
 from .planner import MODEL, PLAIN, Choice, Offer, Planner
 
@@ -122,10 +122,9 @@ class Auto:
             if name == MODEL:
                 self._read = self._length + i
         if self._copy and LOOKUP not in names:
-            pairs = list(zip(self._copy, round_.tokens, strict=False))
-            agreeing = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-            self.planner.chances(LOOKUP).record((agreeing, len(pairs)))
-            if agreeing:
+            stood, reached = agreeing(self._copy, round_.tokens)
+            self.planner.chances(LOOKUP).record((stood, reached))
+            if stood:
                 self._quiet = self._rest = 0
 
     def truncate(self, length: int) -> None:

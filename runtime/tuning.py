@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product, takewhile
+from itertools import chain, product
 from statistics import fmean, median
 from typing import Any
 
@@ -20,7 +20,7 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 from .costs import READ_LENGTH, ROW, CostTable, ModeCosts, typical
 from .fitting import fitted
 from .known_costs import Seen
-from .lookup import Lookup
+from .lookup import Lookup, agreeing
 from .past import Past
 from .pipeline import Pipeline
 
@@ -110,10 +110,9 @@ def copies_that_stand(text: Sequence[int], start: int, max_tokens: int) -> Itera
     while at < len(text):
         most = min(max_tokens, len(text) - at)
         copy = lookup.propose(Past(text[:at]), most, Sampling(), np.zeros(0)).tokens
-        pairs = list(zip(copy, text[at:], strict=False))
-        agreeing = len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
-        yield from [True] * agreeing + [False] * (agreeing < len(pairs))
-        at += agreeing + 1
+        stood, reached = agreeing(copy, text[at:])
+        yield from [True] * stood + [False] * (stood < reached)
+        at += stood + 1
 
 
 def _run_rounds(

@@ -1,6 +1,6 @@
 """Whether `auto` keeps its promises: never slower, near the best K, ahead where text switches.
 
-    python tools/measure_planner.py [--bundle FOLDER] [--output FILE]
+    python tools/measure_planner.py [--bundle FOLDER] [--threads N] [--part PART] [--output FILE]
 
 For every setting the figure is the median over prompts of paired ratios of whole requests, in
 alternating order, with a 95% interval from bootstrap. Costs are tuned first. Development only.

@@ -97,7 +97,8 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
         f" the host adds {1e3 * base:.3f} ms a round and {1e3 * each:.3f} a draft token",
         "  predicted speed-up of the draft model: "
         + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
-        f"  its best is K = {best}, {found[best]:.2f} times as fast as the target alone",
+        f"  its best is K = {best}, {found[best]:.2f} times as fast as the target alone"
+        + ("" if best else ": plain decoding"),
     ]
 
 

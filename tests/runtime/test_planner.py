@@ -163,6 +163,12 @@ def test_a_chain_that_copies_after_its_models_first_token_is_worth_more_tokens()
     assert alike.choose([chain], 50).seconds == alike.choose([model], 50).seconds
 
 
+@pytest.mark.parametrize(("draft", "drafts"), [(0.8, True), (0.95, False)])
+def test_a_gain_that_slightly_dearer_draft_passes_would_undo_is_none(draft, drafts):
+    planner = Planner(table(draft=draft, row=0.0, prior={"model": 1.0}), greedy=True)
+    assert (planner.choose([Offer("model", room=99)], 50).num_draft_tokens > 0) == drafts
+
+
 def test_a_drafter_without_a_model_is_probed_too_unless_it_is_watched():
     tables = Offer("ngram", "ngram", ready=16)
     watched = Offer("lookup", "lookup", ready=16, watched=True)
