@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from math import sqrt
+
 PRIOR = 0.5  # where nothing is known: a draft is tried at first, a few tokens at a time
-PRIOR_WEIGHT = 2.0  # tests that this counts as,
-TUNED_WEIGHT = 8.0  # and a prior that was measured;
-PRIOR_MEMORY = 0.97  # what of them is left a round later
+PRIOR_WEIGHT = 2.0  # tests that this counts as, and any prior in a guess that is not bold;
+TUNED_WEIGHT = 32.0  # those that a prior that was measured counts as;
+PRIOR_MEMORY = 0.99  # what of them is left a round later
 SHARED_WEIGHT = 10.0  # tests that all positions together count as, at each of them
-MEMORY = 0.9  # what a round's counts keep at the next: half of them after 7 rounds
+MEMORY = 0.95  # what a round's counts keep at the next: half of them after 14 rounds
+BOLD = 0.5  # standard errors that a bold guess is above what is known
 
 
 class Acceptance:
@@ -22,44 +25,51 @@ class Acceptance:
         self._prior_weight = PRIOR_WEIGHT if measured is None else TUNED_WEIGHT
         self._accepted: list[float] = []
         self._tested: list[float] = []
-        self._chances: list[float] = []
+        self._chances: dict[bool, list[float]] = {}
 
     def record(self, *runs: tuple[int, int]) -> None:
-        """A round's runs of tokens: of each the first so many stood, and how many were drafted."""
+        """A round's runs of tokens: of each the first so many stood, and how many were tested."""
         self._prior_weight *= PRIOR_MEMORY
         self._accepted = [MEMORY * count for count in self._accepted]
         self._tested = [MEMORY * count for count in self._tested]
-        for num_accepted, num_drafted in runs:
-            tested = min(num_accepted + 1, num_drafted)
-            self._grow(tested)
-            for i in range(tested):
+        for num_accepted, num_tested in runs:
+            missing = num_tested - len(self._tested)
+            self._tested += [0.0] * missing
+            self._accepted += [0.0] * missing
+            for i in range(num_tested):
                 self._tested[i] += 1
-                self._accepted[i] += i < num_accepted
-        self._chances = []
+            for i in range(num_accepted):
+                self._accepted[i] += 1
+        self._chances.clear()
 
-    def chances(self, count: int) -> list[float]:
-        """The chance at each of the first `count` positions, given that those before it stood."""
-        if len(self._chances) < count:
-            self._chances = self._estimate(count)
-        return self._chances
+    def chances(self, count: int, bold: bool = False) -> list[float]:
+        """The chance at each of the first `count` positions, given that those before it stood.
+
+        A bold guess trusts the prior and errs upwards: what was little tried may be better than it
+        seems, and not trying it would leave it so.
+        """
+        found = self._chances.get(bold, [])
+        if len(found) < count:
+            found = self._chances[bold] = self._estimate(count, bold)
+        return found
 
     @property
     def shared(self) -> float:
         """The chance over all positions together."""
-        accepted, tested = sum(self._accepted), sum(self._tested)
-        weight = self._prior_weight
-        return (accepted + weight * self.prior) / (tested + weight)
+        return self._shared(self._prior_weight)
 
-    def _estimate(self, count: int) -> list[float]:
-        shared = self.shared
-        self._grow(count)
-        return [
-            (accepted + SHARED_WEIGHT * shared) / (tested + SHARED_WEIGHT)
+    def _shared(self, weight: float) -> float:
+        return (sum(self._accepted) + weight * self.prior) / (sum(self._tested) + weight)
+
+    def _estimate(self, count: int, bold: bool) -> list[float]:
+        weight = self._prior_weight if bold else min(self._prior_weight, PRIOR_WEIGHT)
+        shared = self._shared(weight)
+        if bold:
+            error = sqrt(shared * (1 - shared) / (sum(self._tested) + weight + 1))
+            shared = min(1.0, shared + BOLD * error)
+        known = SHARED_WEIGHT * shared
+        found = [
+            (accepted + known) / (tested + SHARED_WEIGHT)
             for accepted, tested in zip(self._accepted, self._tested, strict=True)
         ]
-
-    def _grow(self, count: int) -> None:
-        missing = count - len(self._tested)
-        if missing > 0:
-            self._tested += [0.0] * missing
-            self._accepted += [0.0] * missing
+        return found + [shared] * (count - len(found))

@@ -36,7 +36,7 @@ def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
     full = 1.0
     for chance in chances:
         full *= chance
-    more = full * (costs.draft_two - costs.draft_one)
+    more = full * costs.pending
     return [costs.plain] + [
         costs.drafting()[k] + more + costs.rounds[k] for k in range(1, len(chances) + 1)
     ]

@@ -235,7 +235,7 @@ def _run_costs(known: Total, base: Total, k: int) -> Costs:
     none, most = base.verify + base.host, known.verify + known.host
     rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
     draft = known.draft or 0.0
-    return Costs(rounds, draft, draft, draft, 0.0)
+    return Costs(rounds, [draft * i for i in range(k + 1)], 0.0, 0.0)
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:

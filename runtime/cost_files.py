@@ -18,7 +18,7 @@ from specedge.version import __version__
 from .costs import CostTable
 from .devices import onnxruntime
 
-FORMAT = 2
+FORMAT = 3
 LARGEST = 2**20
 
 

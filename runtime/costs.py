@@ -29,15 +29,17 @@ class ModeCosts:
     """Seconds in one mode, greedy or drawing: what the host does between passes slows them.
 
     target: a pass over `rows` tokens. [lengths][rows]
-    draft: a round's first pass, over 1 token and, after a full acceptance, over 2; and each pass
-        after it, which finds the draft's weights in the processor's caches. [lengths][3]
+    draft: the passes of a round that drafts a token fewer than `rows`. The first finds the target's
+        weights in the processor's caches, and each later one more of its own. [lengths][rows - 1]
+    pending: what the first takes more over two tokens, after a full acceptance. [lengths]
     reading: a token of the draft's prefill. [lengths]
-    host: a round's work outside the graphs: alone, and for each draft token. [2]
+    host: a round's work outside the graphs. [rows]
     acceptance: the chance that a draft token stands, by drafter; may be empty
     """
 
     target: tuple[tuple[float, ...], ...]
     draft: tuple[tuple[float, ...], ...]
+    pending: tuple[float, ...]
     reading: tuple[float, ...]
     host: tuple[float, ...]
     acceptance: dict[str, float]
@@ -79,14 +81,19 @@ class CostTable:
         """The costs of a round with `length` tokens in the cache."""
         mode = self.mode(greedy)
         target = self._between(mode.target, length)
-        base, each = mode.host
-        rounds = [
-            interpolate(self.rows, target, k + 1) + base + k * each
-            for k in range(self.max_draft_tokens + 1)
-        ]
-        one, two, later = self._between(mode.draft, length)
-        (reading,) = self._between([(r,) for r in mode.reading], length)
-        return Costs(rounds, one, max(one, two), later, reading)
+        rounds = [t + host for t, host in zip(target, mode.host, strict=True)]
+        drafting = [0.0, *self._between(mode.draft, length)]
+        known = range(1, self.rows[-1] + 1)
+        (pending,), (reading,) = (
+            self._between([(cost,) for cost in costs], length)
+            for costs in (mode.pending, mode.reading)
+        )
+        return Costs(
+            [interpolate(self.rows, rounds, tokens) for tokens in known],
+            [interpolate(self.rows, drafting, tokens) for tokens in known],
+            pending,
+            reading,
+        )
 
     def _between(self, rows: Sequence[Sequence[float]], length: int) -> list[float]:
         columns = zip(*rows, strict=True)
@@ -98,14 +105,13 @@ class Costs:
     """Seconds at one place of the text.
 
     `rounds[k]` is a round's verify pass over k + 1 tokens with what the host does in it;
-    `draft_one` and `draft_two` are a round's first draft pass over one token or two, `draft` a
-    later one; `reading` is a token of the draft's prefill.
+    `passes[k]` its draft passes, the first over one token; `pending` is what that takes more over
+    two; `reading` is a token of the draft's prefill.
     """
 
     rounds: list[float]
-    draft_one: float
-    draft_two: float
-    draft: float
+    passes: list[float]
+    pending: float
     reading: float
 
     @property
@@ -115,18 +121,15 @@ class Costs:
 
     def catching_up(self, behind: int) -> float:
         """What a draft model reads before its first pass, which takes one token or two."""
-        return 0.0 if behind <= 2 else self.draft_one + (behind - 1) * self.reading
+        return 0.0 if behind <= 2 else self.passes[1] + (behind - 1) * self.reading
 
     def drafting(self, behind: int = 1) -> list[float]:
         """The draft passes of a round of 0 to K tokens, when the model has caught up. [K + 1]"""
-        return self._drafting[behind == 2]
+        return self._after_full if behind == 2 else self.passes
 
     @cached_property
-    def _drafting(self) -> list[list[float]]:
-        return [
-            [0.0, *(first + k * self.draft for k in range(len(self.rounds) - 1))]
-            for first in (self.draft_one, self.draft_two)
-        ]
+    def _after_full(self) -> list[float]:
+        return [0.0, *(seconds + self.pending for seconds in self.passes[1:])]
 
 
 def typical(seconds: Sequence[float]) -> float:
@@ -147,9 +150,10 @@ def estimate(bundle: Bundle, max_draft_tokens: int) -> CostTable:
     rows = tuple(range(1, max_draft_tokens + 2))
     mode = ModeCosts(
         target=(tuple(target * (1 + ROW * (t - 1)) for t in rows),),
-        draft=((draft, draft * (1 + ROW), draft),),
+        draft=(tuple(draft * k for k in range(1, max_draft_tokens + 1)),),
+        pending=(draft * ROW,),
         reading=(draft * ROW,),
-        host=HOST,
+        host=tuple(HOST[0] + k * HOST[1] for k in range(max_draft_tokens + 1)),
         acceptance={},
     )
     return CostTable("bytes", (0,), rows, mode, mode)
@@ -169,19 +173,19 @@ def interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
 
 
 def _check(mode: ModeCosts, num_lengths: int, num_rows: int) -> None:
-    shapes = {"target": (mode.target, num_rows), "draft": (mode.draft, 3)}
+    shapes = {"target": (mode.target, num_rows), "draft": (mode.draft, num_rows - 1)}
     for name, (values, width) in shapes.items():
         if len(values) != num_lengths or any(len(row) != width for row in values):
             raise ValueError(f"{name} has {width} costs for each of lengths")
-    if len(mode.reading) != num_lengths:
-        raise ValueError("reading has a cost for each of lengths")
-    if len(mode.host) != 2:
-        raise ValueError("host has two costs")
+    if not len(mode.reading) == len(mode.pending) == num_lengths:
+        raise ValueError("reading and pending have a cost for each of lengths")
+    if len(mode.host) != num_rows:
+        raise ValueError("host has a cost for each of rows")
     timed = [*sum(mode.target, ()), *sum(mode.draft, ()), *mode.reading]
     if not all(0 < cost < math.inf for cost in timed):
         raise ValueError("a pass costs more than 0 seconds")
-    if not all(0 <= cost < math.inf for cost in mode.host):
-        raise ValueError("the host's costs are at least 0")
+    if not all(0 <= cost < math.inf for cost in (*mode.host, *mode.pending)):
+        raise ValueError("what is added to a pass costs at least 0 seconds")
     if not all(0 <= rate <= 1 for rate in mode.acceptance.values()):
         raise ValueError("acceptance is between 0 and 1")
 

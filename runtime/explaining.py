@@ -36,12 +36,13 @@ def _costs(planner: Planner) -> list[str]:
     costs = planner.last_costs
     if costs is None:
         return []
-    known = (k for k in (0, 1, 2, 4, 8, 16) if k < len(costs.rounds))
+    known = [k for k in (0, 1, 2, 4, 8, 16) if k < len(costs.rounds)]
     rounds = [f"{k + 1}: {_ms(costs.rounds[k])}" for k in known]
+    passes = [f"{k}: {_ms(costs.passes[k])}" for k in known[1:]]
     return [
         f"  ms of a verify pass by tokens, with the host: {', '.join(rounds)}",
-        f"  ms of a round's first draft pass: {_ms(costs.draft_one)}; of a later one: "
-        f"{_ms(costs.draft)}; of a token it has to read: {_ms(costs.reading)}",
+        f"  ms of its draft passes by tokens: {', '.join(passes)}; of a token to read: "
+        f"{_ms(costs.reading)}",
     ]
 
 

@@ -21,14 +21,19 @@ LEAST = 3  # passes of a kind that count as measured
 
 @dataclass(frozen=True)
 class Seen:
-    """What one request measured: seconds of each round's first pass, by its tokens, of the `later`
-    draft passes, and of the host a round; how many draft tokens were tested, and how many stood.
+    """What one request measured, in seconds.
+
+    target: passes, by their tokens
+    draft: all passes of a round, by the tokens of the first and how many there were
+    firsts: rounds' first draft passes, by their tokens
+    host: a round's work outside the graphs
+    num_tested, num_accepted: draft tokens
     """
 
     greedy: bool
     target: Mapping[int, Sequence[float]]
-    draft: Mapping[int, Sequence[float]]
-    later: Sequence[float]
+    draft: Mapping[tuple[int, int], Sequence[float]]
+    firsts: Mapping[int, Sequence[float]]
     host: float
     num_tested: int
     num_accepted: int
@@ -103,23 +108,19 @@ def measured(table: CostTable, seen: Seen) -> CostTable | None:
     what later ones expect, not lower it: its text may have been an odd one.
     """
     known = table.mode(seen.greedy)
-    target = _costs(seen.target, table.rows)
-    draft = _costs(seen.draft, (1, 2))
-    if not target or 1 not in draft:
+    drafted = {k: seconds for (first, k), seconds in seen.draft.items() if first == 1}
+    target = _scaled(table.rows, known.target[0], seen.target)
+    draft = _scaled([t - 1 for t in table.rows[1:]], known.draft[0], drafted)
+    if target is None or draft is None:
         return None
-    ratios = {t: cost / known.target[0][table.rows.index(t)] for t, cost in target.items()}
-    costs = [
-        cost * ratios[min(ratios, key=lambda seen: (abs(seen - t), seen))]
-        for t, cost in zip(table.rows, known.target[0], strict=True)
-    ]
-    one = draft[1]
-    two = max(one, draft.get(2, one * (1 + ROW)))
-    later = typical(seen.later) if len(seen.later) >= LEAST else one
+    last = (draft[-1] - draft[0]) / max(1, table.rows[-1] - table.rows[1])
+    firsts = [typical(some) for _, some in sorted(seen.firsts.items()) if len(some) > LEAST]
     passes = ModeCosts(
-        target=(tuple(min(costs[i:]) for i in range(len(costs))),),
-        draft=((one, two, later),),
-        reading=(later * ROW,),
-        host=(seen.host, known.host[1]),
+        target=(target,),
+        draft=(draft,),
+        pending=(max(0.0, firsts[1] - firsts[0]) if len(firsts) == 2 else draft[0] * ROW,),
+        reading=((last or draft[0]) * ROW,),
+        host=tuple(seen.host + host - known.host[0] for host in known.host),
         acceptance={},
     )
     expected = {"model": max(PRIOR, seen.num_accepted / max(1, seen.num_tested))}
@@ -128,6 +129,21 @@ def measured(table: CostTable, seen: Seen) -> CostTable | None:
     return replace(table, origin="use", greedy=greedy, sampled=sampled)
 
 
-def _costs(seconds: Mapping[int, Sequence[float]], rows: Sequence[int]) -> dict[int, float]:
-    """Of the passes that were seen often enough; the first of a kind binds buffers."""
-    return {t: typical(seconds[t][1:]) for t in rows if len(seconds.get(t, ())) > LEAST}
+def _scaled(
+    kinds: Sequence[int], known: Sequence[float], seen: Mapping[int, Sequence[float]]
+) -> tuple[float, ...] | None:
+    """What is known, scaled to what was seen often enough; more of a kind never costs less. The
+    first of a kind binds buffers, and does not count. None if nothing was seen often enough.
+    """
+    ratios = {
+        kind: typical(seen[kind][1:]) / cost
+        for kind, cost in zip(kinds, known, strict=True)
+        if len(seen.get(kind, ())) > LEAST
+    }
+    if not ratios:
+        return None
+    costs = [
+        cost * ratios[min(ratios, key=lambda seen: (abs(seen - kind), seen))]
+        for kind, cost in zip(kinds, known, strict=True)
+    ]
+    return tuple(min(costs[i:]) for i in range(len(costs)))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import takewhile
 
 from specedge.options import Sampling
 
@@ -44,9 +43,12 @@ class Lookup:
 
 
 def agreeing(copy: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
-    """How many tokens of a copy stand if these follow, and how many of it they reach."""
-    pairs = list(zip(copy, tokens, strict=False))
-    return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs))), len(pairs)
+    """How many tokens of a copy stand if these follow, and how many of it were tested."""
+    reached = min(len(copy), len(tokens))
+    for i in range(reached):
+        if copy[i] != tokens[i]:
+            return i, i + 1
+    return reached, reached
 
 
 class Index:
@@ -58,6 +60,7 @@ class Index:
     def __init__(self, shortest: int, longest: int) -> None:
         self._lengths = range(shortest, longest + 1)
         self.tokens: list[int] = []  # the text
+        self._runs: list[tuple[int, ...]] = []  # those that end it, the shortest first
         self._next: dict[tuple[int, ...], int] = {}  # a run, and the place of what follows it
         self._before: list[list[int | None]] = []  # for each token, what its entries replaced
 
@@ -70,18 +73,19 @@ class Index:
         """These follow."""
         text, next_ = self.tokens, self._next
         for token in tokens:
-            before, place = [], len(text)
-            for run in self._runs():
-                before.append(next_.get(run))
+            place = len(text)
+            self._before.append([next_.get(run) for run in self._runs])
+            for run in self._runs:
                 next_[run] = place
-            self._before.append(before)
             text.append(token)
+            self._end()
 
     def truncate(self, length: int) -> None:
         """Forget every token past `length`, and what their entries had replaced is back."""
         while len(self.tokens) > length:
             self.tokens.pop()
-            for run, place in zip(self._runs(), self._before.pop(), strict=True):
+            self._end()
+            for run, place in zip(self._runs, self._before.pop(), strict=True):
                 if place is None:
                     del self._next[run]
                 else:
@@ -90,17 +94,17 @@ class Index:
     def find(self) -> int | None:
         """The place of what followed the longest, then latest, earlier run that ends the text."""
         found = None
-        for run in self._runs():
+        for run in self._runs:
             place = self._next.get(run)
             if place is None:  # then no longer one has occurred either
                 break
             found = place
         return found
 
-    def _runs(self) -> list[tuple[int, ...]]:
-        """The runs that end the text, the shortest first."""
+    def _end(self) -> None:
+        """The text has changed."""
         tail = tuple(self.tokens[-self._lengths[-1] :])
-        return [tail[-n:] for n in self._lengths if n <= len(tail)]
+        self._runs = [tail[-n:] for n in self._lengths if n <= len(tail)]
 
 
 def _copy(text: list[int], start: int, max_tokens: int) -> list[int]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import groupby
+from typing import NamedTuple
 
 from .acceptance import MEMORY, Acceptance
 from .costs import PLACES, Costs, CostTable
@@ -21,7 +20,9 @@ from .costs import PLACES, Costs, CostTable
 PLAIN, MODEL = "plain", "model"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
 DOUBT = 0.05  # so much more a draft pass may cost beside the target's
-STAKE = 1.0  # plain rounds that drafts may lose before they have but one token
+STAKE = 1.0  # plain rounds that a request may lose,
+TUNED_STAKE = 3.0  # as many where acceptance was measured,
+LOSING = 0.005  # and a share of the seconds so far
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
 PROBING = 0.005  # the share of a request's seconds that probes may lose,
 REINVESTED = 0.1  # and the share of what it has gained
@@ -29,8 +30,7 @@ FIRST_GAP, LAST_GAP = 8, 256  # rounds from one probe to the next; doubled by ea
 PASSES_WEIGHT = 4.0  # tokens of a chain that are expected to cost a pass, before it shows
 
 
-@dataclass(frozen=True)
-class Offer:
+class Offer(NamedTuple):
     """What a drafter could propose in the next round.
 
     First come `ready` tokens that cost nothing, known by the name `source`; then, if a model drafts
@@ -51,8 +51,7 @@ class Offer:
         return self.model if num_draft_tokens > self.ready else self.source
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """A drafter and K for one round, with what is expected of it.
 
     `kind` is "plain", "gain" or "probe"; `seconds` are the round's, by the table, `plain_seconds`
@@ -113,10 +112,10 @@ class Planner:
         a seed's text does not depend on where a request ends.
         """
         costs = self.last_costs = self.costs(length)
-        most = self.max_draft_tokens if self._may_lose(costs) else 1
+        spare = self._spare(costs)
         best, pace, learns = Choice(PLAIN, 0, PLAIN, 1.0, costs.plain, costs.plain), costs.plain, ""
         for offer in offers:
-            found, seconds = self._best(offer, costs, most)
+            found, seconds = self._best(offer, costs, spare)
             if found is not None and seconds < pace:
                 best, pace, learns = found, seconds, offer.learns(found.num_draft_tokens)
         for offer in offers:
@@ -135,13 +134,8 @@ class Planner:
         self._reading += choice.reading
         self.plain_seconds += choice.plain_seconds * (num_accepted + 1)
         # No more than was tested counts: how much was drafted depends on the request's end.
-        start, runs = 0, defaultdict(list)
-        for source, group in groupby(sources):
-            size = len(list(group))
-            if start <= num_accepted:
-                runs[source].append((min(num_accepted - start, size), size))
-            start += size
-        for source, found in runs.items():
+        tested = sources[: num_accepted + 1]
+        for source, found in _runs(tested, num_accepted).items():
             self.chances(source).record(*found)
             if choice.kind != "probe":
                 self._probes[source].used(self._rounds, found[0][0] > 0)
@@ -149,7 +143,6 @@ class Planner:
             self.lost = max(0.0, self.lost + choice.seconds - choice.pace * (num_accepted + 1))
             at_once = num_accepted > 0 and choice.pace == choice.plain_seconds
             self._probes[choice.learns].end(self._rounds, num_accepted > 0, at_once)
-        tested = sources[: num_accepted + 1]
         if MODEL in tested and choice.drafter != MODEL:
             later = tested[tested.index(MODEL) + 1 :]
             passes, tokens = self._bridging
@@ -165,23 +158,26 @@ class Planner:
         """What the rounds so far gained over the target alone, by the table."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
-    def _may_lose(self, costs: Costs) -> bool:
-        return -self.gained - self._reading <= STAKE * costs.plain
+    def _spare(self, costs: Costs) -> float:
+        """The seconds that a round may lose, but for what its model must read."""
+        stake = (TUNED_STAKE if self.priors else STAKE) * costs.plain
+        return stake + LOSING * self.seconds + self.gained + self._reading
 
-    def _best(self, offer: Offer, costs: Costs, most: int) -> tuple[Choice | None, float]:
+    def _best(self, offer: Offer, costs: Costs, spare: float) -> tuple[Choice | None, float]:
         """An offer's best K, and its seconds a token with the share of what its model must read."""
-        most = min(most, offer.ready + offer.room)
+        bold = spare > 0
+        most = min(self.max_draft_tokens if bold else 1, offer.ready + offer.room)
         if most < 1:
             return None, costs.plain
-        ready = self.chances(offer.source).chances(offer.ready) if offer.ready else []
-        model = self.chances(offer.model).chances(most) if offer.room else []
-        behind, later, first = offer.behind + offer.ready, 0.0, 0.0
+        ready = self.chances(offer.source).chances(offer.ready, bold) if offer.ready else []
+        model = self.chances(offer.model).chances(most, bold) if offer.room else []
+        behind, later, more = offer.behind + offer.ready, 0.0, 0.0
         if offer.room:
             later = costs.catching_up(offer.behind)
-            first = costs.catching_up(behind) - later + costs.drafting(behind)[1]
+            more = costs.catching_up(behind) - later + (behind == 2) * costs.pending
         share = later / max(HORIZON, self._num_tokens)
-        rounds, drafted = costs.rounds, offer.ready
-        each = costs.draft * (self._passes_per_token if offer.source else 1)
+        rounds, passes, drafted = costs.rounds, costs.passes, offer.ready
+        first, each = passes[1], self._passes_per_token if offer.source else 1.0
         stands = expected = 1.0
         best, best_expected, best_pace, best_seconds = 0, 1.0, costs.plain, costs.plain
         reading = drafting = 0.0
@@ -194,13 +190,17 @@ class Planner:
             else:
                 stands *= model[k - 1 - drafted]
                 expected += stands
-                seconds = first + (k - drafted - 1) * each + rounds[k]
+                seconds = more + first + (passes[k - drafted] - first) * each + rounds[k]
                 pace = seconds / expected + share
+            if bold and k > 1 and seconds - costs.plain > spare:
+                break
             if pace < best_pace:
                 best, best_expected, best_pace = k, expected, pace
                 reading = later if k > offer.ready else 0.0
                 drafting = seconds - rounds[k]
                 best_seconds = seconds + reading
+            if seconds >= (expected + stands * (most - k)) * best_pace:
+                break  # not even if every token more stood, for nothing
         dearest = best_pace + DOUBT * drafting / best_expected
         if not best or dearest * MARGIN >= costs.plain:
             return None, costs.plain
@@ -243,6 +243,18 @@ class Planner:
             for k in range(1, most + 1)
         )
         return min(paces) * MARGIN < pace
+
+
+def _runs(tested: Sequence[str], num_accepted: int) -> dict[str, list[tuple[int, int]]]:
+    """By drafter, each run of its tokens: how many stood, and how many were tested."""
+    runs: dict[str, list[tuple[int, int]]] = {}
+    start = 0
+    for end in range(1, len(tested) + 1):
+        if end == len(tested) or tested[end] != tested[start]:
+            run = min(num_accepted, end) - start, end - start
+            runs.setdefault(tested[start], []).append(run)
+            start = end
+    return runs
 
 
 class _Probes:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -26,8 +25,7 @@ _CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws no
 ATTENTIVE, LONGEST_REST = 2, 7  # planned rounds without a gain before a rest, and rounds of one
 
 
-@dataclass(frozen=True)
-class Step:
+class Step(NamedTuple):
     """What the next round does: K uniforms are drawn with, whatever the drafter makes of them."""
 
     name: str
@@ -122,9 +120,9 @@ class Auto:
             if name == MODEL:
                 self._read = self._length + i
         if self._copy and LOOKUP not in names:
-            stood, reached = agreeing(self._copy, round_.tokens)
-            self.planner.chances(LOOKUP).record((stood, reached))
-            if stood:
+            run = agreeing(self._copy, round_.tokens)
+            self.planner.chances(LOOKUP).record(run)
+            if run[0]:
                 self._quiet = self._rest = 0
 
     def truncate(self, length: int) -> None:
@@ -141,18 +139,20 @@ class Auto:
             copy = self._drafters[LOOKUP].propose(past, most, _CERTAIN, _NO_CHANCE)
             self._copy = copy.tokens
         ready = len(self._copy)
-        left_out = set() if ready else self._pointless()
-        names = (name for name in self._drafters if name not in left_out)
-        return [self._offer(name, ready, room, behind) for name in names]
+        return [self._offer(name, ready, room, behind) for name in self._useful(ready > 0)]
 
-    def _pointless(self) -> set[str]:
-        """What not to offer without a copy: lookup, and of chain and model the one that would be
-        worse. The chain is the model then, but for the copies that it may make further on.
+    def _useful(self, copies: bool) -> Iterable[str]:
+        """Which drafters to offer. A chain that stops early is lookup. Where there is no copy it is
+        the model, but for copies that it may make further on: then the better one is offered.
         """
-        if not {MODEL, CHAIN} <= self._drafters.keys():
-            return {LOOKUP}
-        copies, model = (self.planner.chances(name).shared for name in (LOOKUP, MODEL))
-        return {LOOKUP, MODEL if copies >= model else CHAIN}
+        if CHAIN not in self._drafters:
+            return self._drafters if copies or LOOKUP not in self._drafters else ()
+        if MODEL not in self._drafters:
+            return (CHAIN,)
+        if copies:
+            return (MODEL, CHAIN)
+        copied, drafted = (self.planner.chances(name).shared for name in (LOOKUP, MODEL))
+        return (CHAIN if copied >= drafted else MODEL,)
 
     def _offer(self, name: str, ready: int, room: int, behind: int) -> Offer:
         if name == MODEL:

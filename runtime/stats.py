@@ -44,7 +44,8 @@ class Stopwatch:
 class Timed:
     """A language model whose passes are counted and timed as one part of a run.
 
-    `seconds` are those of each round's first pass, by its tokens; `later` those of all others.
+    `firsts` are the seconds of rounds' first passes, by their tokens; `rounds` those of all passes
+    of a round, by the tokens of the first and how many there were.
     """
 
     def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
@@ -52,9 +53,10 @@ class Timed:
         self._watch = watch
         self._part = part
         self.num_passes = 0
-        self.seconds: defaultdict[int, list[float]] = defaultdict(list)
-        self.later: list[float] = []
-        self._is_first = True
+        self.firsts: defaultdict[int, list[float]] = defaultdict(list)
+        self.rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        self._round: list[float] = []
+        self._first_tokens = 0
 
     @property
     def length(self) -> int:
@@ -65,9 +67,11 @@ class Timed:
         begin = time.perf_counter()
         with self._watch.part(self._part):
             logits = self._model.forward(tokens)
-        kind = self.seconds[len(tokens)] if self._is_first else self.later
-        kind.append(time.perf_counter() - begin)
-        self._is_first = False
+        took = time.perf_counter() - begin
+        if not self._round:
+            self._first_tokens = len(tokens)
+            self.firsts[len(tokens)].append(took)
+        self._round.append(took)
         return logits
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -77,7 +81,9 @@ class Timed:
 
     def truncate(self, length: int) -> None:
         self._model.truncate(length)
-        self._is_first = True
+        if self._round:
+            self.rounds[self._first_tokens, len(self._round)].append(sum(self._round))
+            self._round = []
 
 
 @dataclass(frozen=True)

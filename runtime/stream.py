@@ -219,9 +219,9 @@ class Stream:
         stats = self.generation.stats
         return Seen(
             greedy=self._greedy,
-            target=self._target.seconds,
-            draft=self._draft.seconds,
-            later=self._draft.later,
+            target=self._target.firsts,
+            draft=self._draft.rounds,
+            firsts=self._draft.firsts,
             host=(stats.sampling_seconds + stats.other_seconds) / max(1, stats.num_rounds),
             num_tested=stats.num_tested,
             num_accepted=stats.num_accepted,

@@ -7,7 +7,7 @@ caches, and threads that are awake.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, product
 from statistics import fmean, median
@@ -18,6 +18,7 @@ import numpy as np
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from .costs import READ_LENGTH, ROW, CostTable, ModeCosts, typical
+from .distribution import Floats
 from .fitting import fitted
 from .known_costs import Seen
 from .lookup import Lookup, agreeing
@@ -58,17 +59,26 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
     seen, reading = _run_rounds(
         pipeline, lengths, ks, seconds, lambda share: progress((1 + 3 * share) / 4)
     )
-    passes = {place: _passes(some, place[1] + 1) for place, some in seen.items()}
-    target = fitted(
-        np.array([[[typical(passes[m, k, at]) for k in ks] for at in lengths] for m in MODES])
-    )
-    modes = {
-        mode: _mode(mode, lengths, ks, seen, reading, texts[mode], tuple(map(tuple, rows)))
-        for mode, rows in zip(MODES, target.tolist(), strict=True)
-    }
-    slowed = fmean(median(some) / min(some) for some in passes.values())
-    rows = tuple(k + 1 for k in ks)
-    return Tuning(CostTable("tune", lengths, rows, **modes), slowed > BUSY)
+
+    def fit(seconds: Callable[[list[Seen], int], list[float]], ks: list[int]) -> Floats:
+        some = [[[seconds(seen[m, k, at], k) for k in ks] for at in lengths] for m in MODES]
+        return fitted(np.array([[list(map(typical, row)) for row in mode] for mode in some]))
+
+    target, draft = fit(_verified, ks), fit(_drafted, ks[1:])
+    modes = {}
+    for i, mode in enumerate(MODES):
+        pending = _more_for_two(texts[mode].seen) * draft[i, :, 0]
+        modes[mode] = ModeCosts(
+            target=tuple(map(tuple, target[i].tolist())),
+            draft=tuple(map(tuple, draft[i].tolist())),
+            pending=tuple(pending.tolist()),
+            reading=tuple(map(typical, reading)),
+            host=tuple(median(s.host for at in lengths for s in seen[mode, k, at]) for k in ks),
+            acceptance=_acceptance(texts[mode]),
+        )
+    every = [_verified(some, k) for (_, k, _), some in seen.items()]
+    busy = fmean(median(some) / min(some) for some in every) > BUSY
+    return Tuning(CostTable("tune", lengths, tuple(k + 1 for k in ks), **modes), busy)
 
 
 def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
@@ -110,8 +120,8 @@ def copies_that_stand(text: Sequence[int], start: int, max_tokens: int) -> Itera
     while at < len(text):
         most = min(max_tokens, len(text) - at)
         copy = lookup.propose(Past(text[:at]), most, Sampling(), np.zeros(0)).tokens
-        stood, reached = agreeing(copy, text[at:])
-        yield from [True] * stood + [False] * (stood < reached)
+        stood, tested = agreeing(copy, text[at:])
+        yield from [True] * stood + [False] * (tested - stood)
         at += stood + 1
 
 
@@ -195,52 +205,30 @@ def _read(model: Any, length: int, num_tokens: int) -> float:
     return (time.perf_counter() - begin) / num_tokens
 
 
-def _mode(
-    mode: str,
-    lengths: tuple[int, ...],
-    ks: list[int],
-    rounds: dict[Place, list[Seen]],
-    reading: list[list[float]],
-    texts: _Texts,
-    target: tuple[tuple[float, ...], ...],
-) -> ModeCosts:
-    """The costs of one mode, by rounds at every place, and by requests with a text."""
-    real = texts.seen
-    twos, ones = _all(real, lambda seen: seen.draft.get(2, ())), _all(real, _ones)
-    two = max(1.0, typical(twos) / typical(ones)) if twos and ones else 1 + ROW
-    draft = []
-    for length in lengths:
-        drafted = [seen for k in ks for seen in rounds[mode, k, length]]
-        ones = _all(drafted, _ones) or _all(drafted, lambda seen: seen.draft.get(2, ()))
-        one = typical(ones)
-        later = _all(drafted, lambda seen: seen.later)
-        draft.append((one, two * one, typical(later) if later else one))
-    hosts = {
-        k: median(seen.host for at in lengths for seen in rounds[mode, k, at]) for k in (0, max(ks))
-    }
-    each = max(0.0, hosts[max(ks)] - hosts[0]) / max(ks)
-    accepted = sum(seen.num_accepted for seen in real)
-    acceptance = {"model": accepted / max(1, sum(seen.num_tested for seen in real))}
-    if texts.copies:
-        acceptance["lookup"] = fmean(texts.copies)
-    return ModeCosts(
-        target=target,
-        draft=tuple(draft),
-        reading=tuple(map(typical, reading)),
-        host=(hosts[0], each),
-        acceptance=acceptance,
-    )
+def _verified(some: list[Seen], k: int) -> list[float]:
+    """Seconds of the target's passes of rounds of k draft tokens."""
+    return _all(seen.target[k + 1] for seen in some)
 
 
-def _passes(some: list[Seen], tokens: int) -> list[float]:
-    """Seconds of the target's passes over so many tokens."""
-    return _all(some, lambda seen: seen.target[tokens])
+def _drafted(some: list[Seen], k: int) -> list[float]:
+    """Seconds of the draft passes of a round of k tokens, the first over one if there are such."""
+    one, two = (_all(seen.draft.get((first, k), ()) for seen in some) for first in (1, 2))
+    return one or two
 
 
-def _ones(seen: Seen) -> Sequence[float]:
-    return seen.draft.get(1, ())
+def _more_for_two(some: list[Seen]) -> float:
+    """What a round's first draft pass takes more over two tokens than over one, of the latter."""
+    one, two = (_all(seen.firsts.get(tokens, ()) for seen in some) for tokens in (1, 2))
+    return max(0.0, typical(two) / typical(one) - 1) if one and two else ROW
 
 
-def _all(some: list[Seen], of: Callable[[Seen], Sequence[float]]) -> list[float]:
+def _acceptance(texts: _Texts) -> dict[str, float]:
+    """The chance that a token of the draft model stands, and that one of a copy would have."""
+    accepted = sum(seen.num_accepted for seen in texts.seen)
+    found = {"model": accepted / max(1, sum(seen.num_tested for seen in texts.seen))}
+    return found | ({"lookup": fmean(texts.copies)} if texts.copies else {})
+
+
+def _all(found: Iterable[Sequence[float]]) -> list[float]:
     """Of all requests together, without their beginnings, where the processor's caches are cold."""
-    return [seconds for seen in some for seconds in of(seen)[-(-len(of(seen)) // 4) :] or of(seen)]
+    return [seconds for one in found for seconds in one[-(-len(one) // 4) :] or one]

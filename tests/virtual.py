@@ -23,9 +23,10 @@ def table(
     """Costs in passes of the target: of a draft pass, of a row more, of a token that is read."""
     mode = ModeCosts(
         target=(tuple(1 + row * t for t in range(rows)),),
-        draft=((draft, 1.1 * draft, draft),),
+        draft=(tuple(draft * k for k in range(1, rows)),),
+        pending=(0.1 * draft,),
         reading=(reading,),
-        host=(0.0, host),
+        host=tuple(host * k for k in range(rows)),
         acceptance=prior or {},
     )
     return CostTable("tune", (0,), tuple(range(1, rows + 1)), mode, mode)

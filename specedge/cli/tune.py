@@ -81,12 +81,11 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     for i, tokens in enumerate(table.rows):
         s = "s" if tokens > 1 else ""
         lines.append(row(f"target, {tokens} token{s}", (costs[i] for costs in mode.target)))
-    for i, what in enumerate(
-        ("a round's first, 1 token", "a round's first, 2 tokens", "a later one, 1 token")
-    ):
-        lines.append(row(f"draft, {what}", (costs[i] for costs in mode.draft)))
+    for i, tokens in enumerate(table.rows[1:]):
+        passes = f"{tokens - 1} passes" if i else "1 pass"
+        lines.append(row(f"draft, {passes} of a round", (costs[i] for costs in mode.draft)))
+    lines.append(row("draft, more where the first is over 2 tokens", mode.pending))
     lines.append(row("draft, a token of the prompt", mode.reading))
-    base, each = mode.host
     alpha = mode.acceptance["model"]
     found = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
     best = max(range(len(found)), key=lambda k: found[k])
@@ -94,7 +93,8 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     return [
         *lines,
         f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{_copies(mode)};"
-        f" the host adds {1e3 * base:.3f} ms a round and {1e3 * each:.3f} a draft token",
+        f" the host adds {1e3 * mode.host[0]:.3f} ms to a plain round, {1e3 * mode.host[-1]:.3f}"
+        f" to one of {table.max_draft_tokens} draft tokens",
         "  predicted speed-up of the draft model: "
         + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
         f"  its best is K = {best}, {found[best]:.2f} times as fast as the target alone"

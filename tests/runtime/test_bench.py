@@ -209,7 +209,7 @@ def test_a_text_of_one_token_takes_a_round_and_longer_ones_what_acceptance_says(
 
 
 def test_a_rounds_cost_has_a_first_pass_over_two_tokens_after_full_acceptances():
-    costs = Costs([1.0, 1.1, 1.3], 0.1, 0.2, 0.1, 0.0)
+    costs = Costs([1.0, 1.1, 1.3], [0.0, 0.1, 0.2], 0.1, 0.0)
     found = model_rounds(costs, [0.5, 0.5])
     assert found == pytest.approx([1.0, 0.125 + 1.1, 0.125 + 0.1 + 1.3])
     assert known_chances([0.9, None], 0.6, 3) == [0.9, 0.6, 0.6]

@@ -44,7 +44,7 @@ def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 2', '"format": 1')
+    yield "of an older format", lambda text: text.replace('"format": 3', '"format": 2')
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")
@@ -86,18 +86,18 @@ def test_a_write_that_fails_leaves_the_old_table(key, monkeypatch):
 
 def test_costs_between_the_measured_ones_lie_between_them():
     greedy = ModeCosts(
-        target=((1.0, 2.0), (3.0, 6.0)),
-        draft=((0.1, 0.2, 0.05), (0.3, 0.4, 0.15)),
+        target=((1.0, 1.25, 2.0), (3.0, 3.75, 6.0)),
+        draft=((0.1, 0.25), (0.3, 0.75)),
+        pending=(0.05, 0.15),
         reading=(0.01, 0.03),
-        host=(0.5, 0.25),
+        host=(0.5, 0.75, 1.5),
         acceptance={},
     )
-    sampled = dataclasses.replace(greedy, host=(0.0, 0.0))
-    costs = CostTable("tune", (0, 100), (1, 5), greedy, sampled)
+    sampled = dataclasses.replace(greedy, host=(0.0, 0.0, 0.0))
+    costs = CostTable("tune", (0, 100), (1, 2, 5), greedy, sampled)
     middle = costs.at(50, greedy=True)
     assert middle.rounds == pytest.approx([2.5, 2.5 + 0.75, 3.0 + 1, 3.5 + 1.25, 4 + 1.5])
-    assert (middle.draft_one, middle.draft_two) == pytest.approx((0.2, 0.3))
-    assert (middle.draft, middle.reading) == pytest.approx((0.1, 0.02))
+    assert (middle.pending, middle.reading) == pytest.approx((0.1, 0.02))
     assert middle.drafting() == pytest.approx([0.0, 0.2, 0.3, 0.4, 0.5])
     assert middle.drafting(behind=2) == pytest.approx([0.0, 0.3, 0.4, 0.5, 0.6])
     assert costs.at(200, greedy=False).plain == pytest.approx(5.0)
@@ -117,8 +117,10 @@ def test_a_table_that_contradicts_itself_cannot_be(change):
     [
         {"target": ((1.0,),)},
         {"draft": ((0.1, 0.1),)},
-        {"draft": ((float("inf"), 1.0, 1.0),)},
+        {"draft": ((float("inf"),),)},
         {"reading": ()},
+        {"pending": ()},
+        {"pending": (-0.1,)},
         {"host": (0.0,)},
         {"host": (-1.0, 0.0)},
         {"acceptance": {"model": 1.5}},

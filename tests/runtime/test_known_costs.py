@@ -28,8 +28,9 @@ def key(bundle):
 
 def seen(**changes):
     target = {1: [9.0, 2.0, 1.5, 2.5], 5: [9.0, 4.0, 2.0, 3.0], 3: [1.0]}
-    facts = {"greedy": True, "target": target, "draft": {1: [9.0, 0.25, 0.25, 0.25]}}
-    facts |= {"later": [0.125] * 9}
+    draft = {(1, 4): [9.0, 0.75, 0.75, 0.75], (2, 1): [0.1] * 9}
+    facts = {"greedy": True, "target": target, "draft": draft}
+    facts |= {"firsts": {1: [0.25] * 9, 2: [0.3] * 9}}
     return Seen(**facts | {"host": 0.1, "num_tested": 10, "num_accepted": 9} | changes)
 
 
@@ -58,7 +59,8 @@ def test_what_was_seen_replaces_the_estimate_and_scales_its_neighbours(bundle):
     assert target[4] == 3.0
     assert target[16] == pytest.approx(known[16] * 3.0 / known[4])
     assert list(target) == sorted(target)
-    assert after.greedy.draft == ((0.25, 0.25 * 1.1, 0.125),)
+    assert after.greedy.draft[0] == pytest.approx([0.1875 * k for k in range(1, 17)])
+    assert after.greedy.pending == pytest.approx((0.05,))
     assert after.greedy.host[0] == 0.1
     assert after.greedy.acceptance == {"model": 0.9}
     assert after.sampled.target == after.greedy.target
@@ -71,7 +73,7 @@ def test_one_bad_text_does_not_lower_what_later_ones_expect(bundle):
     assert found.greedy.acceptance == {"model": 0.5}
 
 
-@pytest.mark.parametrize("change", [{"target": {}}, {"draft": {}}, {"draft": {1: [1.0, 1.0]}}])
+@pytest.mark.parametrize("change", [{"target": {}}, {"draft": {}}, {"draft": {(1, 4): [1.0, 1.0]}}])
 def test_too_little_is_not_learnt_from(bundle, key, change):
     costs = KnownCosts(bundle, key)
     costs.learn(seen(**change))

@@ -143,7 +143,7 @@ def test_seconds_add_up_and_passes_are_counted(pipeline):
     elapsed = time.perf_counter() - start
     stats = one.stats
     assert stats.num_target_passes == stats.num_rounds == len(one.rounds)
-    assert stats.num_draft_passes == stats.num_drafted
+    assert stats.num_draft_passes == stats.drafted_by_source["model"]
     parts = (stats.draft_seconds, stats.verify_seconds, stats.sampling_seconds)
     assert all(part > 0 for part in parts)
     assert stats.decode_seconds == sum(parts) + stats.other_seconds

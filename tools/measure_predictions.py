@@ -1,0 +1,94 @@
+"""How well the costs of `specedge tune` and other prompts' acceptance predict speed-ups.
+
+    python tools/measure_predictions.py [--bundle FOLDER] [--threads N] [--temperature T]
+
+Prompts are two places of each held-out module. Acceptance is counted on the first places; on the
+second ones the speed-up is measured and predicted. A machine's speed, and the ratios of its costs,
+change by the minute, so costs are tuned anew before every few prompts. Development only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import click
+
+from held_out_prompts import held_out_prompts
+from specedge import Pipeline, load
+from specedge.runtime.bench import Prompt, Run, Setting, measure
+from specedge.runtime.bench_predictions import known_chances, model_rounds, text_rounds
+from specedge.runtime.bench_totals import overall_speedup, total_of
+from specedge.runtime.costs import CostTable
+from specedge.runtime.tuning import measure as tune
+
+KS = range(1, 9)
+TOGETHER = 8  # prompts between two tunings
+
+
+@dataclass(frozen=True)
+class Text:
+    """What was written: the tokens before it, its own, and the costs at that time."""
+
+    length: int
+    new: int
+    table: CostTable
+
+
+def runs(
+    pipeline: Pipeline, prompts: list[Prompt], temperature: float, length: int
+) -> Iterator[tuple[Run, Text]]:
+    """Every run, with prompts numbered as they are."""
+    settings = [Setting("model", k) for k in KS]
+    for start in range(0, len(prompts), TOGETHER):
+        table = tune(pipeline).costs
+        some = prompts[start : start + TOGETHER]
+        options = {"temperature": temperature, "max_new_tokens": length, "seed": start}
+        measured = measure(pipeline, some, settings, 1, **options)
+        for run in measured.runs:
+            new = measured.texts[run.setting, run.prompt].kept
+            text = Text(len(some[run.prompt].tokens), new, table)
+            yield replace(run, prompt=start + run.prompt), text
+        click.echo(f"{start + len(some)} of {len(prompts)} prompts", err=True)
+
+
+def predicted(chances: list[float], texts: dict[int, Text], greedy: bool) -> float:
+    """The speed-up over all texts together."""
+    plain = ours = 0.0
+    for text in texts.values():
+        costs = text.table.at(text.length + text.new // 2, greedy)
+        plain += text.new * costs.plain
+        ours += text_rounds(chances, model_rounds(costs, chances), text.new)
+    return plain / ours
+
+
+@click.command()
+@click.option("--bundle", help="The bundle to measure. [default: as for specedge generate]")
+@click.option("--threads", type=int, help="CPU threads.")
+@click.option("--temperature", default=1.0, show_default=True)
+@click.option("--modules", "count", default=40, show_default=True)
+@click.option("--length", default=128, show_default=True)
+def main(
+    bundle: str | None, threads: int | None, temperature: float, count: int, length: int
+) -> None:
+    """Print measured and predicted speed-up for each K."""
+    pipeline = load(bundle, threads=threads)
+    encode = pipeline.tokenizer.encode
+    prompts = [
+        Prompt("held out", text, encode(text).ids)
+        for text in held_out_prompts(pipeline.tokenizer, count)
+    ]
+    found = list(runs(pipeline, prompts, temperature, length))
+    click.echo(f"{len(prompts)} prompts; K, measured, predicted, error")
+    for k in KS:
+        here = [(run, text) for run, text in found if run.setting == Setting("model", k)]
+        known = total_of([run for run, _ in here if run.prompt % 2 == 0])
+        rest = [(run, text) for run, text in here if run.prompt % 2]
+        chances = known_chances(known.by_position, known.overall, k)
+        expected = predicted(chances, {run.prompt: text for run, text in rest}, not temperature)
+        measured = overall_speedup([run for run, _ in rest])
+        click.echo(f"{k} {measured:.3f} {expected:.3f} {100 * (expected / measured - 1):+.1f}%")
+
+
+if __name__ == "__main__":
+    main()
