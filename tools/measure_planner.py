@@ -1,18 +1,18 @@
 """Whether `auto` keeps its promises: never slower, near the best K, ahead where text switches.
 
-    python tools/measure_planner.py [--bundle FOLDER] [--threads N] [--part PART] [--output FILE]
+    python tools/measure_planner.py [--bundle FOLDER] [--threads N] [--part PART] [--seeds N]
 
-For every setting the figure is the median over prompts of paired ratios of whole requests, in
-alternating order, with a 95% interval from bootstrap. Costs are tuned first. Development only.
+Against plain decoding the figure is the median over prompts of paired ratios of whole requests, in
+alternating order. Against every K it is the ratio of all requests' seconds together: drawn texts
+differ by K, so pairs do not have the text in common, but each prompt's settings run in turn. Both
+have a 95% interval from bootstrap over prompts. Costs are tuned first. Development only.
 """
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -20,11 +20,13 @@ import click
 
 from measure_pair import prompts
 from specedge import Pipeline, load
+from specedge.runtime.bench import PLAIN_SETTING, Setting
 from specedge.runtime.ort import OrtModel
 from specedge.runtime.tuning import measure as tune
 
 PARTS = ("plain", "code", "switching")
-KS = (1, 2, 4, 6, 8)
+KS = (1, 2, 3, 4, 6, 8)
+AUTO = Setting("auto", "auto")
 REPEATING = '    "{0}": {{"name": "{0}", "value": {1}, "kind": "entry", "checked": False}},\n'
 
 
@@ -45,28 +47,59 @@ def repeating(pipeline: Pipeline, count: int) -> list[list[int]]:
 
 def seconds(pipeline: Pipeline, prompt: list[int], length: int, **options: Any) -> float:
     """Of one request, a new token."""
-    one = pipeline.generate(prompt, length, seed=1, ignore_eos=True, **options)
+    one = pipeline.generate(prompt, length, ignore_eos=True, **{"seed": 1} | options)
     return (one.stats.prefill_seconds + one.stats.decode_seconds) / one.stats.num_new_tokens
 
 
 def ratios(
-    pipeline: Pipeline, texts: Sequence[list[int]], length: int, other: dict[str, Any], group: int,
-    **both: Any,
-) -> list[float]:  # fmt: skip
-    """Seconds of `auto` over those of the other setting, in turn; `group` prompts are one pair."""
-    took: dict[bool, list[float]] = {True: [], False: []}
+    pipeline: Pipeline, texts: Sequence[list[int]], length: int, **both: Any
+) -> list[tuple[float, float]]:
+    """Seconds with `auto` and of plain decoding, in turn."""
+    found = []
     for i, text in enumerate(texts):
+        took = {}
         for auto in (True, False) if i % 2 else (False, True):
-            took[auto].append(seconds(pipeline, text, length, **both | ({} if auto else other)))
-    starts = range(0, len(texts), group)
-    return [sum(took[True][i : i + group]) / sum(took[False][i : i + group]) for i in starts]
+            other = {} if auto else {"num_draft_tokens": 0}
+            took[auto] = seconds(pipeline, text, length, **both | other)
+        found.append((took[True], took[False]))
+    return found
 
 
-def interval(found: Sequence[float]) -> tuple[float, float, float]:
-    """The median, and the 95% interval of it."""
+def sweep(
+    pipeline: Pipeline, texts: Sequence[list[int]], settings: Sequence[Setting], seeds: int,
+    length: int, temperature: float,
+) -> dict[Setting, list[tuple[float, float]]]:  # fmt: skip
+    """Of each setting the seconds with `auto`, and its own; all take turns on a prompt."""
+    found: dict[Setting, list[tuple[float, float]]] = {setting: [] for setting in settings}
+    for i, (text, seed) in enumerate(product(texts, range(seeds))):
+        turn = [AUTO, *settings]
+        at = i % len(turn)
+        took = {
+            one: seconds(pipeline, text, length, temperature=temperature, seed=seed, **one.options)
+            for one in (turn[at:] + turn[:at])[:: -1 if i % 2 else 1]
+        }
+        for setting in settings:
+            found[setting].append((took[AUTO], took[setting]))
+    return found
+
+
+def interval(
+    pairs: Sequence[tuple[float, float]], figure: Callable[[Sequence[tuple[float, float]]], float]
+) -> str:
+    """A figure of the pairs, and its 95% interval."""
     rng = random.Random(0)
-    medians = sorted(median(rng.choices(found, k=len(found))) for _ in range(2000))
-    return median(found), medians[50], medians[-51]
+    drawn = sorted(figure(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return f"{figure(pairs):.3f} ({drawn[50]:.3f} to {drawn[-51]:.3f})"
+
+
+def middle(pairs: Sequence[tuple[float, float]]) -> float:
+    """The median of the pairs' ratios."""
+    return median(ours / other for ours, other in pairs)
+
+
+def total(pairs: Sequence[tuple[float, float]]) -> float:
+    """The ratio of all seconds together."""
+    return sum(ours for ours, _ in pairs) / sum(other for _, other in pairs)
 
 
 @click.command()
@@ -82,14 +115,14 @@ def interval(found: Sequence[float]) -> tuple[float, float, float]:
     default=PARTS,
     help="Against plain decoding, or every K on code, or on texts that switch. [default: all]",
 )
-@click.option("--output", type=click.Path(path_type=Path), help="Write the figures as JSON.")
+@click.option("--seeds", default=1, show_default=True, help="Drawn texts of a prompt, for a sweep.")
 def main(
     bundle: str | None,
     threads: int | None,
     count: int,
     length: int,
     parts: Sequence[str],
-    output: Path | None,
+    seeds: int,
 ) -> None:
     """Measure auto against plain decoding and every fixed setting."""
     pipeline = load(bundle, threads=threads)
@@ -105,35 +138,31 @@ def main(
     code, nonsense, tables = (
         prompts(pipeline, count), noise(pipeline, count), repeating(pipeline, count)
     )  # fmt: skip
-    rows: list[dict[str, Any]] = []
-
-    def show(
-        name: str, one: Pipeline, texts: list[list[int]], other: dict[str, Any], group: int = 1,
-        **both: Any,
-    ) -> None:  # fmt: skip
-        middle, low, high = interval(ratios(one, texts, length, other, group, **both))
-        rows.append({"name": name, "other": other, "ratio": middle, "interval": [low, high]} | both)
-        click.echo(f"{name} {both}, auto over {other}: {middle:.3f} ({low:.3f} to {high:.3f})")
-
-    plain = {"num_draft_tokens": 0}
     if "plain" in parts:
         for temperature in (0.0, 1.0):
-            show("plain", pipeline, code, plain, temperature=temperature, **plain)
-            show("random", pipeline, code, plain, drafter="random", temperature=temperature)
-            show("draft = target", large, code, plain, drafter="model", temperature=temperature)
-            show("noise", pipeline, nonsense, plain, temperature=temperature)
-            show("code", pipeline, code, plain, temperature=temperature)
+            for name, one, texts, both in (
+                ("plain, a control", pipeline, code, {"num_draft_tokens": 0}),
+                ("random", pipeline, code, {"drafter": "random"}),
+                ("draft = target", large, code, {"drafter": "model"}),
+                ("noise", pipeline, nonsense, {}),
+                ("code", pipeline, code, {}),
+            ):
+                found = ratios(one, texts, length, temperature=temperature, **both)
+                click.echo(f"temperature {temperature:g}, {name}: {interval(found, middle)}")
     mixed = [text for pair in zip(tables, nonsense, strict=True) for text in pair]
-    for part, texts, group, drafters in (
-        ("code", code, 1, ("model", "chain")),
-        ("switching", mixed, 2, ("model", "lookup", "chain")),
+    for part, texts, drafters in (
+        ("code", code, ("model", "chain")),
+        ("switching", mixed, ("model", "lookup", "chain")),
     ):
-        settings = [("model", 0), *product(drafters, KS)] if part in parts else []
-        for temperature, (drafter, k) in product((0.0, 1.0), settings):
-            other = {"num_draft_tokens": k, "drafter": drafter}
-            show(part, pipeline, texts, other, group, temperature=temperature)
-    if output:
-        output.write_text(json.dumps({"prompts": count, "new_tokens": length, "rows": rows}) + "\n")
+        if part in parts:
+            settings = [PLAIN_SETTING, *(Setting(name, k) for name, k in product(drafters, KS))]
+            for temperature in (0.0, 1.0):
+                times = seeds if temperature else 1
+                swept = sweep(pipeline, texts, settings, times, length, temperature)
+                for setting, pairs in swept.items():
+                    what = f"{setting.drafter}, K = {setting.num_draft_tokens}"
+                    shown = interval(pairs, total)
+                    click.echo(f"temperature {temperature:g}, {part}, over {what}: {shown}")
 
 
 if __name__ == "__main__":

@@ -4,13 +4,15 @@
 
 Prompts are two places of each held-out module. Acceptance is counted on the first places; on the
 second ones the speed-up is measured and predicted. A machine's speed, and the ratios of its costs,
-change by the minute, so costs are tuned anew before every few prompts. Development only.
+change by the minute, so costs are tuned anew before every few prompts. Each run has other seeds;
+the last columns are medians over runs. Development only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from statistics import median
 
 import click
 
@@ -36,20 +38,19 @@ class Text:
 
 
 def runs(
-    pipeline: Pipeline, prompts: list[Prompt], temperature: float, length: int
+    pipeline: Pipeline, prompts: list[Prompt], seed: int, temperature: float, length: int
 ) -> Iterator[tuple[Run, Text]]:
-    """Every run, with prompts numbered as they are."""
+    """Every request, with prompts numbered as they are."""
     settings = [Setting("model", k) for k in KS]
     for start in range(0, len(prompts), TOGETHER):
         table = tune(pipeline).costs
         some = prompts[start : start + TOGETHER]
-        options = {"temperature": temperature, "max_new_tokens": length, "seed": start}
+        options = {"temperature": temperature, "max_new_tokens": length, "seed": seed + start}
         measured = measure(pipeline, some, settings, 1, **options)
         for run in measured.runs:
             new = measured.texts[run.setting, run.prompt].kept
             text = Text(len(some[run.prompt].tokens), new, table)
             yield replace(run, prompt=start + run.prompt), text
-        click.echo(f"{start + len(some)} of {len(prompts)} prompts", err=True)
 
 
 def predicted(chances: list[float], texts: dict[int, Text], greedy: bool) -> float:
@@ -62,14 +63,31 @@ def predicted(chances: list[float], texts: dict[int, Text], greedy: bool) -> flo
     return plain / ours
 
 
+def compared(found: list[tuple[Run, Text]], greedy: bool) -> Iterator[tuple[int, float, float]]:
+    """For each K the speed-up on the second places: measured, and predicted."""
+    for k in KS:
+        here = [(run, text) for run, text in found if run.setting == Setting("model", k)]
+        known = total_of([run for run, _ in here if run.prompt % 2 == 0])
+        rest = [(run, text) for run, text in here if run.prompt % 2]
+        chances = known_chances(known.by_position, known.overall, k)
+        texts = {run.prompt: text for run, text in rest}
+        yield k, overall_speedup([run for run, _ in rest]), predicted(chances, texts, greedy)
+
+
 @click.command()
 @click.option("--bundle", help="The bundle to measure. [default: as for specedge generate]")
 @click.option("--threads", type=int, help="CPU threads.")
 @click.option("--temperature", default=1.0, show_default=True)
 @click.option("--modules", "count", default=40, show_default=True)
 @click.option("--length", default=128, show_default=True)
+@click.option("--runs", "num_runs", default=3, show_default=True)
 def main(
-    bundle: str | None, threads: int | None, temperature: float, count: int, length: int
+    bundle: str | None,
+    threads: int | None,
+    temperature: float,
+    count: int,
+    length: int,
+    num_runs: int,
 ) -> None:
     """Print measured and predicted speed-up for each K."""
     pipeline = load(bundle, threads=threads)
@@ -78,16 +96,16 @@ def main(
         Prompt("held out", text, encode(text).ids)
         for text in held_out_prompts(pipeline.tokenizer, count)
     ]
-    found = list(runs(pipeline, prompts, temperature, length))
-    click.echo(f"{len(prompts)} prompts; K, measured, predicted, error")
-    for k in KS:
-        here = [(run, text) for run, text in found if run.setting == Setting("model", k)]
-        known = total_of([run for run, _ in here if run.prompt % 2 == 0])
-        rest = [(run, text) for run, text in here if run.prompt % 2]
-        chances = known_chances(known.by_position, known.overall, k)
-        expected = predicted(chances, {run.prompt: text for run, text in rest}, not temperature)
-        measured = overall_speedup([run for run, _ in rest])
-        click.echo(f"{k} {measured:.3f} {expected:.3f} {100 * (expected / measured - 1):+.1f}%")
+    errors: dict[int, list[float]] = {k: [] for k in KS}
+    for i in range(num_runs):
+        found = list(runs(pipeline, prompts, 1000 * i, temperature, length))
+        click.echo(f"run {i + 1}, {len(prompts)} prompts: K, measured, predicted, error")
+        for k, measured, expected in compared(found, not temperature):
+            errors[k].append(expected / measured - 1)
+            click.echo(f"{k} {measured:.3f} {expected:.3f} {errors[k][-1]:+.1%}")
+    click.echo("K, median error")
+    for k, some in errors.items():
+        click.echo(f"{k} {median(some):+.1%}")
 
 
 if __name__ == "__main__":
