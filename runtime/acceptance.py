@@ -6,11 +6,11 @@ from math import sqrt
 
 PRIOR = 0.5  # where nothing is known: a draft is tried at first, a few tokens at a time
 PRIOR_WEIGHT = 2.0  # tests that this counts as, and any prior in a guess that is not bold;
-TUNED_WEIGHT = 32.0  # those that a prior that was measured counts as;
-PRIOR_MEMORY = 0.99  # what of them is left a round later
+TUNED_WEIGHT = 32.0  # those that one counts as that `specedge tune` measured;
+PRIOR_MEMORY = 0.99  # what of them is left after a round with tokens of the drafter
 SHARED_WEIGHT = 10.0  # tests that all positions together count as, at each of them
-MEMORY = 0.95  # what a round's counts keep at the next: half of them after 14 rounds
-BOLD = 0.5  # standard errors that a bold guess is above what is known
+MEMORY = 0.95  # what counts keep in such a round: half after 14
+BOLD = 0.5  # standard errors that a bold guess is above the chance of all positions
 
 
 class Acceptance:
@@ -20,9 +20,9 @@ class Acceptance:
     reached lean on all of them together, and these on the prior.
     """
 
-    def __init__(self, measured: float | None = None) -> None:
-        self.prior = PRIOR if measured is None else measured
-        self._prior_weight = PRIOR_WEIGHT if measured is None else TUNED_WEIGHT
+    def __init__(self, prior: float | None = None, tuned: bool = False) -> None:
+        self.prior = PRIOR if prior is None else prior
+        self._prior_weight = TUNED_WEIGHT if tuned else PRIOR_WEIGHT
         self._accepted: list[float] = []
         self._tested: list[float] = []
         self._chances: dict[bool, list[float]] = {}
@@ -50,7 +50,8 @@ class Acceptance:
         """
         found = self._chances.get(bold, [])
         if len(found) < count:
-            found = self._chances[bold] = self._estimate(count, bold)
+            shared = self._bold if bold else self._shared(min(self._prior_weight, PRIOR_WEIGHT))
+            found = self._chances[bold] = self._estimate(count, shared)
         return found
 
     @property
@@ -58,15 +59,20 @@ class Acceptance:
         """The chance over all positions together."""
         return self._shared(self._prior_weight)
 
+    @property
+    def by_position(self) -> list[float]:
+        """The chance at each position that was tested."""
+        return self._estimate(len(self._tested), self.shared)
+
+    @property
+    def _bold(self) -> float:
+        shared, tests = self.shared, sum(self._tested) + self._prior_weight
+        return min(1.0, shared + BOLD * sqrt(shared * (1 - shared) / (tests + 1)))
+
     def _shared(self, weight: float) -> float:
         return (sum(self._accepted) + weight * self.prior) / (sum(self._tested) + weight)
 
-    def _estimate(self, count: int, bold: bool) -> list[float]:
-        weight = self._prior_weight if bold else min(self._prior_weight, PRIOR_WEIGHT)
-        shared = self._shared(weight)
-        if bold:
-            error = sqrt(shared * (1 - shared) / (sum(self._tested) + weight + 1))
-            shared = min(1.0, shared + BOLD * error)
+    def _estimate(self, count: int, shared: float) -> list[float]:
         known = SHARED_WEIGHT * shared
         found = [
             (accepted + known) / (tested + SHARED_WEIGHT)

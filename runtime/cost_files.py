@@ -74,8 +74,11 @@ def read(key: Key) -> tuple[CostTable | None, str | None]:
     try:
         if path.stat().st_size > LARGEST:
             raise JsonError(f"has more than {LARGEST} bytes")
-        found = build(CostFile, parse(path.read_text("utf-8")))
-        if found.format != FORMAT or found.key != key:
+        content = parse(path.read_text("utf-8"))
+        if isinstance(content, dict) and content.get("format") != FORMAT:
+            raise JsonError(f"is of format {content.get('format')}, not {FORMAT}")
+        found = build(CostFile, content)
+        if found.key != key:
             raise JsonError("is of something else")
     except FileNotFoundError:
         return None, None

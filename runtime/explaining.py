@@ -37,22 +37,20 @@ def _costs(planner: Planner) -> list[str]:
     if costs is None:
         return []
     known = [k for k in (0, 1, 2, 4, 8, 16) if k < len(costs.rounds)]
-    rounds = [f"{k + 1}: {_ms(costs.rounds[k])}" for k in known]
+    rounds = [f"{k}: {_ms(costs.rounds[k])}" for k in known]
     passes = [f"{k}: {_ms(costs.passes[k])}" for k in known[1:]]
     return [
-        f"  ms of a verify pass by tokens, with the host: {', '.join(rounds)}",
-        f"  ms of its draft passes by tokens: {', '.join(passes)}; of a token to read: "
-        f"{_ms(costs.reading)}",
+        f"  ms of a round's verify pass and the host's work, by K: {', '.join(rounds)}",
+        f"  ms of a round's draft passes, by K: {', '.join(passes)}; more if the first is over two"
+        f" tokens: {_ms(costs.pending)}; a token to read: {_ms(costs.reading)}",
     ]
 
 
 def _acceptance(planner: Planner, name: str) -> str:
     known = planner.acceptance[name]
-    chances = ", ".join(f"{chance:.2f}" for chance in known.chances(4)[:4])
-    return (
-        f"acceptance of {name}: {known.shared:.2f} at the end, {chances} by position;"
-        f" {known.prior:.2f} was expected"
-    )
+    chances = ", ".join(f"{chance:.2f}" for chance in known.by_position[:4])
+    found = f"acceptance of {name}: {known.shared:.2f} at the end"
+    return f"{found}{chances and f', {chances} by position'}; {known.prior:.2f} was expected"
 
 
 def _changes(changes: Sequence[tuple[int, Choice]]) -> list[str]:

@@ -8,7 +8,7 @@ from .distribution import Floats
 
 
 def fitted(seconds: Floats) -> Floats:
-    """Costs by mode, length of the cache and number of rows. [M, L, R] -> [M, L, R]
+    """Costs by mode, length of the cache and number of rows, or of draft passes. [M, L, R] -> same
 
     A mode and a length have a level of their own. What more rows cost beside it is one factor for
     all modes, that may change steadily with the length's index. More rows never cost less.

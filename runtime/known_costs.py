@@ -14,7 +14,7 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
 from . import cost_files
 from .acceptance import PRIOR
-from .costs import ROW, CostTable, ModeCosts, estimate, typical
+from .costs import CostTable, ModeCosts, estimate, typical
 
 LEAST = 3  # passes of a kind that count as measured
 
@@ -27,7 +27,7 @@ class Seen:
     draft: all passes of a round, by the tokens of the first and how many there were
     firsts: rounds' first draft passes, by their tokens
     host: a round's work outside the graphs
-    num_tested, num_accepted: draft tokens
+    num_tested, num_accepted: tokens of the draft model
     """
 
     greedy: bool
@@ -108,18 +108,14 @@ def measured(table: CostTable, seen: Seen) -> CostTable | None:
     what later ones expect, not lower it: its text may have been an odd one.
     """
     known = table.mode(seen.greedy)
-    drafted = {k: seconds for (first, k), seconds in seen.draft.items() if first == 1}
-    target = _scaled(table.rows, known.target[0], seen.target)
-    draft = _scaled([t - 1 for t in table.rows[1:]], known.draft[0], drafted)
-    if target is None or draft is None:
+    target, ratio = _scaled(table.rows, known.target[0], seen.target), _draft_ratio(known, seen)
+    if target is None or ratio is None:
         return None
-    last = (draft[-1] - draft[0]) / max(1, table.rows[-1] - table.rows[1])
-    firsts = [typical(some) for _, some in sorted(seen.firsts.items()) if len(some) > LEAST]
     passes = ModeCosts(
         target=(target,),
-        draft=(draft,),
-        pending=(max(0.0, firsts[1] - firsts[0]) if len(firsts) == 2 else draft[0] * ROW,),
-        reading=((last or draft[0]) * ROW,),
+        draft=(tuple(ratio * cost for cost in known.draft[0]),),
+        pending=(ratio * known.pending[0],),
+        reading=(ratio * known.reading[0],),
         host=tuple(seen.host + host - known.host[0] for host in known.host),
         acceptance={},
     )
@@ -127,6 +123,20 @@ def measured(table: CostTable, seen: Seen) -> CostTable | None:
     this, other = replace(passes, acceptance=expected), replace(passes, host=known.host)
     greedy, sampled = (this, other) if seen.greedy else (other, this)
     return replace(table, origin="use", greedy=greedy, sampled=sampled)
+
+
+def _draft_ratio(known: ModeCosts, seen: Seen) -> float | None:
+    """Seconds of all rounds' draft passes over what they should have taken; the first of a kind
+    does not count. None if there were too few.
+    """
+    took: list[float] = []
+    expected: list[float] = []
+    for (first, k), seconds in seen.draft.items():
+        if k <= len(known.draft[0]):
+            took += seconds[1:]
+            cost = known.draft[0][k - 1] + (known.pending[0] if first == 2 else 0.0)
+            expected += [cost] * len(seconds[1:])
+    return sum(took) / sum(expected) if len(took) >= LEAST else None
 
 
 def _scaled(
@@ -143,7 +153,7 @@ def _scaled(
     if not ratios:
         return None
     costs = [
-        cost * ratios[min(ratios, key=lambda seen: (abs(seen - kind), seen))]
+        cost * ratios[min(ratios, key=lambda timed: (abs(timed - kind), timed))]
         for kind, cost in zip(kinds, known, strict=True)
     ]
     return tuple(min(costs[i:]) for i in range(len(costs)))

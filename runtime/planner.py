@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from .acceptance import MEMORY, Acceptance
 from .costs import PLACES, Costs, CostTable
@@ -30,7 +30,8 @@ FIRST_GAP, LAST_GAP = 8, 256  # rounds from one probe to the next; doubled by ea
 PASSES_WEIGHT = 4.0  # tokens of a chain that are expected to cost a pass, before it shows
 
 
-class Offer(NamedTuple):
+@dataclass(frozen=True)
+class Offer:
     """What a drafter could propose in the next round.
 
     First come `ready` tokens that cost nothing, known by the name `source`; then, if a model drafts
@@ -51,7 +52,8 @@ class Offer(NamedTuple):
         return self.model if num_draft_tokens > self.ready else self.source
 
 
-class Choice(NamedTuple):
+@dataclass(frozen=True)
+class Choice:
     """A drafter and K for one round, with what is expected of it.
 
     `kind` is "plain", "gain" or "probe"; `seconds` are the round's, by the table, `plain_seconds`
@@ -79,6 +81,7 @@ class Planner:
         self.greedy = greedy
         self.max_draft_tokens = most if max_draft_tokens is None else min(max_draft_tokens, most)
         self.priors: Mapping[str, float] = table.mode(greedy).acceptance
+        self._tuned = table.origin == "tune"
         self.acceptance: dict[str, Acceptance] = {}
         self.kinds: Counter[str] = Counter()
         self.seconds = 0.0  # of all rounds so far, by the table
@@ -102,7 +105,8 @@ class Planner:
     def chances(self, source: str) -> Acceptance:
         """What is known of a drafter's tokens."""
         if source not in self.acceptance:
-            self.acceptance[source] = Acceptance(self.priors.get(source))
+            prior = self.priors.get(source)
+            self.acceptance[source] = Acceptance(prior, prior is not None and self._tuned)
         return self.acceptance[source]
 
     def choose(self, offers: Sequence[Offer], length: int) -> Choice:
@@ -112,10 +116,9 @@ class Planner:
         a seed's text does not depend on where a request ends.
         """
         costs = self.last_costs = self.costs(length)
-        spare = self._spare(costs)
         best, pace, learns = Choice(PLAIN, 0, PLAIN, 1.0, costs.plain, costs.plain), costs.plain, ""
         for offer in offers:
-            found, seconds = self._best(offer, costs, spare)
+            found, seconds = self._best(offer, costs)
             if found is not None and seconds < pace:
                 best, pace, learns = found, seconds, offer.learns(found.num_draft_tokens)
         for offer in offers:
@@ -158,18 +161,21 @@ class Planner:
         """What the rounds so far gained over the target alone, by the table."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
-    def _spare(self, costs: Costs) -> float:
+    def _spare(self, offer: Offer, costs: Costs) -> float:
         """The seconds that a round may lose, but for what its model must read."""
-        stake = (TUNED_STAKE if self.priors else STAKE) * costs.plain
+        known = self._tuned and offer.learns(1) in self.priors
+        stake = (TUNED_STAKE if known else STAKE) * costs.plain
         return stake + LOSING * self.seconds + self.gained + self._reading
 
-    def _best(self, offer: Offer, costs: Costs, spare: float) -> tuple[Choice | None, float]:
+    def _best(self, offer: Offer, costs: Costs) -> tuple[Choice | None, float]:
         """An offer's best K, and its seconds a token with the share of what its model must read."""
+        spare = self._spare(offer, costs)
         bold = spare > 0
         most = min(self.max_draft_tokens if bold else 1, offer.ready + offer.room)
         if most < 1:
             return None, costs.plain
-        ready = self.chances(offer.source).chances(offer.ready, bold) if offer.ready else []
+        trusted = bold and not offer.watched  # of what is watched, nothing has to be tried
+        ready = self.chances(offer.source).chances(offer.ready, trusted) if offer.ready else []
         model = self.chances(offer.model).chances(most, bold) if offer.room else []
         behind, later, more = offer.behind + offer.ready, 0.0, 0.0
         if offer.room:

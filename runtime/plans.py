@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -25,7 +26,8 @@ _CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws no
 ATTENTIVE, LONGEST_REST = 2, 7  # planned rounds without a gain before a rest, and rounds of one
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """What the next round does: K uniforms are drawn with, whatever the drafter makes of them."""
 
     name: str
@@ -116,9 +118,10 @@ class Auto:
         if round_.drafter not in PLANNED:
             names = [round_.drafter] * round_.num_drafted
         self.planner.record(self._choice, names, round_.num_accepted)
-        for i, name in enumerate(names[: round_.num_accepted + 1]):
-            if name == MODEL:
+        for i in range(min(round_.num_accepted, len(names) - 1), -1, -1):
+            if names[i] == MODEL:
                 self._read = self._length + i
+                break
         if self._copy and LOOKUP not in names:
             run = agreeing(self._copy, round_.tokens)
             self.planner.chances(LOOKUP).record(run)
@@ -142,17 +145,18 @@ class Auto:
         return [self._offer(name, ready, room, behind) for name in self._useful(ready > 0)]
 
     def _useful(self, copies: bool) -> Iterable[str]:
-        """Which drafters to offer. A chain that stops early is lookup. Where there is no copy it is
-        the model, but for copies that it may make further on: then the better one is offered.
+        """Which drafters to offer. A chain that stops early is lookup; where there is no copy it is
+        the model, but for copies that it may make further on. If these stand as often as the
+        model's tokens, the model alone is no better.
         """
         if CHAIN not in self._drafters:
             return self._drafters if copies or LOOKUP not in self._drafters else ()
         if MODEL not in self._drafters:
             return (CHAIN,)
-        if copies:
-            return (MODEL, CHAIN)
         copied, drafted = (self.planner.chances(name).shared for name in (LOOKUP, MODEL))
-        return (CHAIN if copied >= drafted else MODEL,)
+        if copied >= drafted:
+            return (CHAIN,)
+        return (MODEL, CHAIN) if copies else (MODEL,)
 
     def _offer(self, name: str, ready: int, room: int, behind: int) -> Offer:
         if name == MODEL:

@@ -17,7 +17,7 @@ from .fates import Fate, Marks, Span, fates
 from .known_costs import Seen
 from .logprobs import TokenLogprobs
 from .near_ties import NearTie, Referee
-from .planner import Planner
+from .planner import MODEL, Planner
 from .plans import Auto, Fixed, Plan, Replay, recorded
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
@@ -223,8 +223,8 @@ class Stream:
             draft=self._draft.rounds,
             firsts=self._draft.firsts,
             host=(stats.sampling_seconds + stats.other_seconds) / max(1, stats.num_rounds),
-            num_tested=stats.num_tested,
-            num_accepted=stats.num_accepted,
+            num_tested=stats.tested_by_source.get(MODEL, 0),
+            num_accepted=stats.accepted_by_source.get(MODEL, 0),
         )
 
     def _take(self, token: int, fate: Fate) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, product
+from itertools import accumulate, chain, product
 from statistics import fmean, median
 from typing import Any
 
@@ -59,26 +59,29 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
     seen, reading = _run_rounds(
         pipeline, lengths, ks, seconds, lambda share: progress((1 + 3 * share) / 4)
     )
-
-    def fit(seconds: Callable[[list[Seen], int], list[float]], ks: list[int]) -> Floats:
-        some = [[[seconds(seen[m, k, at], k) for k in ks] for at in lengths] for m in MODES]
-        return fitted(np.array([[list(map(typical, row)) for row in mode] for mode in some]))
-
-    target, draft = fit(_verified, ks), fit(_drafted, ks[1:])
+    passes = {place: _verified(some, place[1]) for place, some in seen.items()}
+    drafts = {place: _drafted(some, place[1]) for place, some in seen.items() if place[1]}
+    target, draft = _fit(passes, lengths, ks), _fit(drafts, lengths, ks[1:])
     modes = {}
     for i, mode in enumerate(MODES):
-        pending = _more_for_two(texts[mode].seen) * draft[i, :, 0]
+        hosts = [median(one.host for at in lengths for one in seen[mode, k, at]) for k in ks]
         modes[mode] = ModeCosts(
             target=tuple(map(tuple, target[i].tolist())),
             draft=tuple(map(tuple, draft[i].tolist())),
-            pending=tuple(pending.tolist()),
+            pending=tuple((_more_for_two(texts[mode].seen) * draft[i, :, 0]).tolist()),
             reading=tuple(map(typical, reading)),
-            host=tuple(median(s.host for at in lengths for s in seen[mode, k, at]) for k in ks),
+            host=tuple(accumulate(hosts, max)),
             acceptance=_acceptance(texts[mode]),
         )
-    every = [_verified(some, k) for (_, k, _), some in seen.items()]
-    busy = fmean(median(some) / min(some) for some in every) > BUSY
+    busy = fmean(median(some) / min(some) for some in passes.values()) > BUSY
     return Tuning(CostTable("tune", lengths, tuple(k + 1 for k in ks), **modes), busy)
+
+
+def _fit(found: dict[Place, list[float]], lengths: Sequence[int], ks: Sequence[int]) -> Floats:
+    """What was timed at every place, all together. -> [modes, lengths, K]"""
+    return fitted(
+        np.array([[[typical(found[m, k, at]) for k in ks] for at in lengths] for m in MODES])
+    )
 
 
 def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
@@ -211,9 +214,11 @@ def _verified(some: list[Seen], k: int) -> list[float]:
 
 
 def _drafted(some: list[Seen], k: int) -> list[float]:
-    """Seconds of the draft passes of a round of k tokens, the first over one if there are such."""
+    """Seconds of the draft passes of a round of k tokens. Where the first is mostly over two
+    tokens, as with a draft that is always right, over two: a request's first round is a cold one.
+    """
     one, two = (_all(seen.draft.get((first, k), ()) for seen in some) for first in (1, 2))
-    return one or two
+    return max(one, two, key=len)
 
 
 def _more_for_two(some: list[Seen]) -> float:

@@ -67,19 +67,23 @@ def ratios(
 
 def sweep(
     pipeline: Pipeline, texts: Sequence[list[int]], settings: Sequence[Setting], seeds: int,
-    length: int, temperature: float,
+    group: int, length: int, temperature: float,
 ) -> dict[Setting, list[tuple[float, float]]]:  # fmt: skip
-    """Of each setting the seconds with `auto`, and its own; all take turns on a prompt."""
-    found: dict[Setting, list[tuple[float, float]]] = {setting: [] for setting in settings}
-    for i, (text, seed) in enumerate(product(texts, range(seeds))):
+    """Of each setting the seconds with `auto`, and its own, of each `group` of prompts; all take
+    turns on a prompt.
+    """
+    found = {setting: [(0.0, 0.0)] * (len(texts) // group) for setting in settings}
+    for i, (at, seed) in enumerate(product(range(len(texts)), range(seeds))):
+        text, place = texts[at], at // group
         turn = [AUTO, *settings]
-        at = i % len(turn)
+        first = i % len(turn)
         took = {
             one: seconds(pipeline, text, length, temperature=temperature, seed=seed, **one.options)
-            for one in (turn[at:] + turn[:at])[:: -1 if i % 2 else 1]
+            for one in (turn[first:] + turn[:first])[:: -1 if i % 2 else 1]
         }
-        for setting in settings:
-            found[setting].append((took[AUTO], took[setting]))
+        for setting, pairs in found.items():
+            ours, other = pairs[place]
+            pairs[place] = ours + took[AUTO], other + took[setting]
     return found
 
 
@@ -150,15 +154,15 @@ def main(
                 found = ratios(one, texts, length, temperature=temperature, **both)
                 click.echo(f"temperature {temperature:g}, {name}: {interval(found, middle)}")
     mixed = [text for pair in zip(tables, nonsense, strict=True) for text in pair]
-    for part, texts, drafters in (
-        ("code", code, ("model", "chain")),
-        ("switching", mixed, ("model", "lookup", "chain")),
+    for part, texts, group, drafters in (
+        ("code", code, 1, ("model", "chain")),
+        ("switching", mixed, 2, ("model", "lookup", "chain")),
     ):
         if part in parts:
             settings = [PLAIN_SETTING, *(Setting(name, k) for name, k in product(drafters, KS))]
             for temperature in (0.0, 1.0):
                 times = seeds if temperature else 1
-                swept = sweep(pipeline, texts, settings, times, length, temperature)
+                swept = sweep(pipeline, texts, settings, times, group, length, temperature)
                 for setting, pairs in swept.items():
                     what = f"{setting.drafter}, K = {setting.num_draft_tokens}"
                     shown = interval(pairs, total)

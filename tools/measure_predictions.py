@@ -5,7 +5,7 @@
 Prompts are two places of each held-out module. Acceptance is counted on the first places; on the
 second ones the speed-up is measured and predicted. A machine's speed, and the ratios of its costs,
 change by the minute, so costs are tuned anew before every few prompts. Each run has other seeds;
-the last columns are medians over runs. Development only.
+the last lines are medians over runs. Development only.
 """
 
 from __future__ import annotations
@@ -43,13 +43,15 @@ def runs(
     """Every request, with prompts numbered as they are."""
     settings = [Setting("model", k) for k in KS]
     for start in range(0, len(prompts), TOGETHER):
-        table = tune(pipeline).costs
+        tuned = tune(pipeline)
+        if tuned.busy:
+            click.echo("note: other programs kept the processor busy")
         some = prompts[start : start + TOGETHER]
         options = {"temperature": temperature, "max_new_tokens": length, "seed": seed + start}
         measured = measure(pipeline, some, settings, 1, **options)
         for run in measured.runs:
             new = measured.texts[run.setting, run.prompt].kept
-            text = Text(len(some[run.prompt].tokens), new, table)
+            text = Text(len(some[run.prompt].tokens), new, tuned.costs)
             yield replace(run, prompt=start + run.prompt), text
 
 

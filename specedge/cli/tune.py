@@ -73,7 +73,7 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     from specedge.runtime.planner import predictions
 
     heads = "".join(f"{length:>9}" for length in table.lengths)
-    lines = [f"{name + ': milliseconds of a pass, by tokens in the cache':60}{heads}"]
+    lines = [f"{name + ': milliseconds, by tokens in the cache':60}{heads}"]
 
     def row(name: str, costs: Iterable[float]) -> str:
         return f"  {name:58}" + "".join(f"{1e3 * cost:9.3f}" for cost in costs)
@@ -82,8 +82,9 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
         s = "s" if tokens > 1 else ""
         lines.append(row(f"target, {tokens} token{s}", (costs[i] for costs in mode.target)))
     for i, tokens in enumerate(table.rows[1:]):
-        passes = f"{tokens - 1} passes" if i else "1 pass"
-        lines.append(row(f"draft, {passes} of a round", (costs[i] for costs in mode.draft)))
+        es = "es" if tokens > 2 else ""
+        what = f"draft, a round's {tokens - 1} pass{es}"
+        lines.append(row(what, (costs[i] for costs in mode.draft)))
     lines.append(row("draft, more where the first is over 2 tokens", mode.pending))
     lines.append(row("draft, a token of the prompt", mode.reading))
     alpha = mode.acceptance["model"]
@@ -94,7 +95,7 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
         *lines,
         f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{_copies(mode)};"
         f" the host adds {1e3 * mode.host[0]:.3f} ms to a plain round, {1e3 * mode.host[-1]:.3f}"
-        f" to one of {table.max_draft_tokens} draft tokens",
+        f" to one with K = {table.max_draft_tokens}",
         "  predicted speed-up of the draft model: "
         + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
         f"  its best is K = {best}, {found[best]:.2f} times as fast as the target alone"

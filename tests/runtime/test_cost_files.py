@@ -45,6 +45,7 @@ def _damage():
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
     yield "of an older format", lambda text: text.replace('"format": 3', '"format": 2')
+    yield "without a format", lambda text: text.replace('"format": 3,', "")
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")

@@ -28,7 +28,7 @@ def key(bundle):
 
 def seen(**changes):
     target = {1: [9.0, 2.0, 1.5, 2.5], 5: [9.0, 4.0, 2.0, 3.0], 3: [1.0]}
-    draft = {(1, 4): [9.0, 0.75, 0.75, 0.75], (2, 1): [0.1] * 9}
+    draft = {(1, 4): [9.0, 0.75, 0.75], (2, 1): [9.0, 0.25, 0.25], (1, 40): [9.0] * 9}
     facts = {"greedy": True, "target": target, "draft": draft}
     facts |= {"firsts": {1: [0.25] * 9, 2: [0.3] * 9}}
     return Seen(**facts | {"host": 0.1, "num_tested": 10, "num_accepted": 9} | changes)
@@ -59,8 +59,9 @@ def test_what_was_seen_replaces_the_estimate_and_scales_its_neighbours(bundle):
     assert target[4] == 3.0
     assert target[16] == pytest.approx(known[16] * 3.0 / known[4])
     assert list(target) == sorted(target)
-    assert after.greedy.draft[0] == pytest.approx([0.1875 * k for k in range(1, 17)])
-    assert after.greedy.pending == pytest.approx((0.05,))
+    ratio = (2 * 0.75 + 2 * 0.25) / (2 * 4.0 + 2 * 1.1)  # passes, one over two tokens is 1.1
+    assert after.greedy.draft[0] == pytest.approx([ratio * k for k in range(1, 17)])
+    assert after.greedy.pending == pytest.approx((0.1 * ratio,))
     assert after.greedy.host[0] == 0.1
     assert after.greedy.acceptance == {"model": 0.9}
     assert after.sampled.target == after.greedy.target
@@ -73,7 +74,9 @@ def test_one_bad_text_does_not_lower_what_later_ones_expect(bundle):
     assert found.greedy.acceptance == {"model": 0.5}
 
 
-@pytest.mark.parametrize("change", [{"target": {}}, {"draft": {}}, {"draft": {(1, 4): [1.0, 1.0]}}])
+@pytest.mark.parametrize(
+    "change", [{"target": {}}, {"draft": {}}, {"draft": {(1, 4): [1.0, 1.0, 1.0]}}]
+)
 def test_too_little_is_not_learnt_from(bundle, key, change):
     costs = KnownCosts(bundle, key)
     costs.learn(seen(**change))
@@ -141,7 +144,11 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
     assert found.lengths == (32, 224, 448)
     assert shares == sorted(shares)
     assert shares[-1] == 1
+    assert [len(found.greedy.draft[0]), len(found.greedy.host)] == [4, 5]
     for mode in (found.greedy, found.sampled):
+        assert list(mode.host) == sorted(mode.host)
+        assert all(list(costs) == sorted(costs) for costs in mode.draft)
+        assert all(pending >= 0 for pending in mode.pending)
         assert 0.3 < mode.acceptance["model"] < 1
         assert 0 < mode.acceptance["lookup"] < 1
         assert all(list(costs) == sorted(costs) for costs in mode.target)

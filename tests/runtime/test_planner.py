@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
-from specedge.runtime.planner import PROBING, TUNED_STAKE, Offer, Planner
+from specedge.runtime.acceptance import Acceptance
+from specedge.runtime.planner import PROBING, STAKE, TUNED_STAKE, Offer, Planner
 from virtual import VirtualRequest, constant, seconds, table
 
 FIXED = (1, 2, 3, 4, 6, 8, 12, 16)
 PLAIN = ("plain", 0)
+SOURCES = ("model", "random")
 
 
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2, 0.5])
@@ -171,6 +175,48 @@ def test_a_chain_that_copies_after_its_models_first_token_is_worth_more_tokens()
         alike.record(first, ["model"] * 5, 3)
     assert planner.choose([chain], 50).num_draft_tokens > first.num_draft_tokens
     assert alike.choose([chain], 50).seconds == alike.choose([model], 50).seconds
+
+
+def lost(rounds, prior=0.65, **cost):
+    """A planner after so many rounds of its choice of which nothing stood, and that choice."""
+    planner = Planner(table(prior={"model": prior}, **cost), greedy=True)
+    for _ in range(rounds):
+        choice = planner.choose([Offer("model", room=99)], 50)
+        planner.record(choice, ["model"] * choice.num_draft_tokens, 0)
+    return planner, planner.choose([Offer("model", room=99)], 50)
+
+
+def test_no_round_may_lose_more_than_is_left_of_the_stake():
+    planner, choice = lost(1, prior=0.8, draft=0.1, row=0.1)
+    assert planner.gained < 0
+    assert choice.num_draft_tokens > 1
+    assert choice.seconds - choice.plain_seconds <= TUNED_STAKE + planner.gained + 0.1
+
+
+def test_once_the_stake_is_lost_the_prior_counts_for_little():
+    planner, choice = lost(30, prior=0.95, draft=0.1, row=0.1)
+    assert planner.gained < -TUNED_STAKE + 1
+    assert choice.drafter == "plain"
+
+
+def test_only_what_tune_measured_has_a_larger_stake_and_weight():
+    tuned = table(prior={"model": 0.9})
+    learnt = dataclasses.replace(tuned, origin="use")
+    spares, chances = [], []
+    for costs in (tuned, learnt):
+        planner = Planner(costs, greedy=True)
+        planner.chances("model").record((0, 1))
+        chances.append(planner.chances("model").shared)
+        spares += [planner._spare(Offer(name, name, 1), planner.costs(50)) for name in SOURCES]
+    assert spares == [TUNED_STAKE, STAKE, STAKE, STAKE]
+    assert chances[0] > 0.85 > 0.65 > chances[1]
+
+
+def test_a_bold_guess_is_above_and_a_timid_one_near_what_was_seen():
+    known = Acceptance(0.8, tuned=True)
+    known.record((0, 1), (0, 1))
+    timid, bold = known.chances(9)[8], known.chances(9, bold=True)[8]
+    assert timid < 0.45 < 0.7 < known.shared < bold < 0.85
 
 
 @pytest.mark.parametrize(("draft", "drafts"), [(0.8, True), (0.95, False)])

@@ -15,7 +15,7 @@ from specedge.runtime.decoding import SpeculativeDecoder
 from specedge.runtime.drafters import Chain, DraftModel
 from specedge.runtime.explaining import explain
 from specedge.runtime.lookup import Lookup
-from specedge.runtime.planner import TUNED_STAKE, Planner
+from specedge.runtime.planner import Planner
 from specedge.runtime.plans import Auto, Replay, recorded
 from specedge.runtime.sampling import Draft
 from specedge.runtime.stats import Stopwatch
@@ -108,8 +108,7 @@ def test_copies_that_are_wrong_are_not_used():
     target = TableModel(lambda text: [0, 0, 0, 1])
     plan = auto(table(prior={"lookup": 0.5}), lookup=Copies(2))
     rounds = run(plan, target, tokens=100)
-    assert [one.drafter for one in rounds[40:]].count("plain") >= 0.9 * len(rounds[40:])
-    assert plan.planner.gained > -TUNED_STAKE - 1
+    assert {one.drafter for one in rounds[20:]} == {"plain"}
 
 
 @pytest.mark.parametrize(("lookup", "name"), [(0.95, "chain"), (0.3, "model")])
@@ -213,7 +212,7 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
     rounds = run(plan, TableModel(law))
     text = "\n".join(explain(plan, rounds))
     for part in (
-        "specedge tune", "draft pass", "acceptance of model: 0.9", "round 1: model, K = ",
+        "specedge tune", "draft pass", "acceptance of model: 0.9", "round 1: model, K = 5:",
         "tokens expected", "times the target alone", "times as fast", "0 probes",
     ):  # fmt: skip
         assert part in text
