@@ -174,8 +174,7 @@ class Planner:
         most = min(self.max_draft_tokens if bold else 1, offer.ready + offer.room)
         if most < 1:
             return None, costs.plain
-        trusted = bold and not offer.watched  # of what is watched, nothing has to be tried
-        ready = self.chances(offer.source).chances(offer.ready, trusted) if offer.ready else []
+        ready = self.chances(offer.source).chances(offer.ready, bold) if offer.ready else []
         model = self.chances(offer.model).chances(most, bold) if offer.room else []
         behind, later, more = offer.behind + offer.ready, 0.0, 0.0
         if offer.room:

@@ -15,7 +15,7 @@ from specedge.runtime.decoding import SpeculativeDecoder
 from specedge.runtime.drafters import Chain, DraftModel
 from specedge.runtime.explaining import explain
 from specedge.runtime.lookup import Lookup
-from specedge.runtime.planner import Planner
+from specedge.runtime.planner import TUNED_STAKE, Planner
 from specedge.runtime.plans import Auto, Replay, recorded
 from specedge.runtime.sampling import Draft
 from specedge.runtime.stats import Stopwatch
@@ -104,11 +104,12 @@ def test_copies_that_were_only_watched_are_used_once_they_prove_right():
     assert rounds[-2].drafter == "lookup"
 
 
-def test_copies_that_are_wrong_are_not_used():
+def test_copies_that_are_wrong_lose_no_more_than_the_stake_and_are_hardly_used_after_it():
     target = TableModel(lambda text: [0, 0, 0, 1])
     plan = auto(table(prior={"lookup": 0.5}), lookup=Copies(2))
     rounds = run(plan, target, tokens=100)
-    assert {one.drafter for one in rounds[20:]} == {"plain"}
+    assert plan.planner.gained > -TUNED_STAKE - 1
+    assert [one.drafter for one in rounds[40:]].count("plain") >= 50
 
 
 @pytest.mark.parametrize(("lookup", "name"), [(0.95, "chain"), (0.3, "model")])
