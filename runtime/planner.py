@@ -20,9 +20,9 @@ from .costs import PLACES, Costs, CostTable
 PLAIN, MODEL = "plain", "model"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
 DOUBT = 0.05  # so much more a draft pass may cost beside the target's
-STAKE = 1.0  # plain rounds that a request may lose,
-TUNED_STAKE = 3.0  # as many where acceptance was measured,
-LOSING = 0.005  # and a share of the seconds so far
+STAKE = 0.5  # plain rounds that a request may lose with a drafter that was not measured;
+TUNED_STAKE = 3.0  # with one that was, so many
+LOSING = 0.005  # and this share of the seconds so far
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
 PROBING = 0.005  # the share of a request's seconds that probes may lose,
 REINVESTED = 0.1  # and the share of what it has gained
@@ -163,9 +163,10 @@ class Planner:
 
     def _spare(self, offer: Offer, costs: Costs) -> float:
         """The seconds that a round may lose, but for what its model must read."""
-        known = self._tuned and offer.learns(1) in self.priors
-        stake = (TUNED_STAKE if known else STAKE) * costs.plain
-        return stake + LOSING * self.seconds + self.gained + self._reading
+        stake = STAKE * costs.plain
+        if self._tuned and offer.learns(1) in self.priors:
+            stake = TUNED_STAKE * costs.plain + LOSING * self.seconds
+        return stake + self.gained + self._reading
 
     def _best(self, offer: Offer, costs: Costs) -> tuple[Choice | None, float]:
         """An offer's best K, and its seconds a token with the share of what its model must read."""

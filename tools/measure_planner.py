@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from itertools import product
+from itertools import chain, product
 from statistics import median
 from typing import Any
 
@@ -66,15 +66,15 @@ def ratios(
 
 
 def sweep(
-    pipeline: Pipeline, texts: Sequence[list[int]], settings: Sequence[Setting], seeds: int,
-    group: int, length: int, temperature: float,
+    pipeline: Pipeline, texts: Sequence[tuple[list[int], float]], settings: Sequence[Setting],
+    seeds: int, group: int, length: int,
 ) -> dict[Setting, list[tuple[float, float]]]:  # fmt: skip
-    """Of each setting the seconds with `auto`, and its own, of each `group` of prompts; all take
-    turns on a prompt.
+    """Of each setting the seconds with `auto`, and its own, of each `group` of prompts, which have
+    a temperature each; all settings take turns on a prompt.
     """
     found = {setting: [(0.0, 0.0)] * (len(texts) // group) for setting in settings}
     for i, (at, seed) in enumerate(product(range(len(texts)), range(seeds))):
-        text, place = texts[at], at // group
+        (text, temperature), place = texts[at], at // group
         turn = [AUTO, *settings]
         first = i % len(turn)
         took = {
@@ -153,20 +153,25 @@ def main(
             ):
                 found = ratios(one, texts, length, temperature=temperature, **both)
                 click.echo(f"temperature {temperature:g}, {name}: {interval(found, middle)}")
-    mixed = [text for pair in zip(tables, nonsense, strict=True) for text in pair]
-    for part, texts, group, drafters in (
-        ("code", code, 1, ("model", "chain")),
-        ("switching", mixed, 2, ("model", "lookup", "chain")),
-    ):
+    plans: list[tuple[str, list[tuple[list[list[int]], float]], tuple[str, ...]]] = [
+        ("code", [(code, t)], ("model", "chain")) for t in (0.0, 1.0)
+    ]
+    plans += [
+        ("switching", [(tables, first), (nonsense, second)], ("model", "lookup", "chain"))
+        for first, second in ((0.0, 0.0), (0.0, 1.0), (1.0, 1.0))
+    ]
+    for part, sets, drafters in plans:
         if part in parts:
             settings = [PLAIN_SETTING, *(Setting(name, k) for name, k in product(drafters, KS))]
-            for temperature in (0.0, 1.0):
-                times = seeds if temperature else 1
-                swept = sweep(pipeline, texts, settings, times, group, length, temperature)
-                for setting, pairs in swept.items():
-                    what = f"{setting.drafter}, K = {setting.num_draft_tokens}"
-                    shown = interval(pairs, total)
-                    click.echo(f"temperature {temperature:g}, {part}, over {what}: {shown}")
+            groups = zip(*([(text, t) for text in texts] for texts, t in sets), strict=True)
+            mixed = list(chain.from_iterable(groups))
+            temperatures = [t for _, t in sets]
+            times = seeds if any(temperatures) else 1
+            swept = sweep(pipeline, mixed, settings, times, len(sets), length)
+            shown = ", ".join(f"{t:g}" for t in temperatures)
+            for setting, pairs in swept.items():
+                what = f"{setting.drafter}, K = {setting.num_draft_tokens}"
+                click.echo(f"{part} at {shown}, over {what}: {interval(pairs, total)}")
 
 
 if __name__ == "__main__":
