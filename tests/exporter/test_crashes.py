@@ -46,6 +46,7 @@ def process(function):
         code = 70
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup it is ignored
             function()
             code = 0
         except SystemExit as error:
