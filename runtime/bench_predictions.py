@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import mul
 
@@ -40,6 +40,15 @@ def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
     return [costs.plain] + [
         costs.drafting()[k] + more + costs.rounds[k] for k in range(1, len(chances) + 1)
     ]
+
+
+def predicted_speedup(chances: Sequence[float], texts: Iterable[tuple[int, Costs]]) -> float:
+    """A draft model's over all texts together: of each how many tokens it has, and its costs."""
+    plain = seconds = 0.0
+    for num_tokens, costs in texts:
+        plain += num_tokens * costs.plain
+        seconds += text_rounds(chances, model_rounds(costs, chances), num_tokens)
+    return plain / seconds
 
 
 def known_chances(

@@ -12,7 +12,7 @@ import numpy as np
 from specedge.request import AUTO
 
 from .bench import PLAIN_SETTING, Measured, Prompt, Run, Setting
-from .bench_predictions import known_chances, model_rounds, text_rounds
+from .bench_predictions import known_chances, predicted_speedup
 from .bench_totals import PARTS, Total, overall_speedup, ratio, total_of
 from .costs import Costs, CostTable
 from .theory import speedup as theory_speedup
@@ -220,14 +220,12 @@ def _held_out(
     known = total_of([run for run in runs if run.prompt in first])
     base = total_of([run for run in plain if run.prompt in first])
     chances = known_chances(known.by_position, known.overall, k)
-    plain_seconds = seconds = 0.0
-    for prompt in held[1::2]:
-        length, new = lengths[prompt]
-        costs = table.at(length + new // 2, greedy) if table else _run_costs(known, base, k)
-        plain_seconds += new * costs.plain
-        seconds += text_rounds(chances, model_rounds(costs, chances), new)
+    texts = (
+        (new, table.at(length + new // 2, greedy) if table else _run_costs(known, base, k))
+        for length, new in (lengths[prompt] for prompt in held[1::2])
+    )
     rest = overall_speedup([run for run in runs if run.prompt not in first])
-    return plain_seconds / seconds, rest
+    return predicted_speedup(chances, texts), rest
 
 
 def _run_costs(known: Total, base: Total, k: int) -> Costs:

@@ -11,7 +11,7 @@ the last lines are medians over runs. Development only.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from statistics import median
 
 import click
@@ -19,22 +19,16 @@ import click
 from held_out_prompts import held_out_prompts
 from specedge import Pipeline, load
 from specedge.runtime.bench import Prompt, Run, Setting, measure
-from specedge.runtime.bench_predictions import known_chances, model_rounds, text_rounds
+from specedge.runtime.bench_predictions import known_chances, predicted_speedup
 from specedge.runtime.bench_totals import overall_speedup, total_of
-from specedge.runtime.costs import CostTable
+from specedge.runtime.costs import Costs
 from specedge.runtime.tuning import measure as tune
 
 KS = range(1, 9)
 TOGETHER = 8  # prompts between two tunings
 
 
-@dataclass(frozen=True)
-class Text:
-    """What was written: the tokens before it, its own, and the costs at that time."""
-
-    length: int
-    new: int
-    table: CostTable
+Text = tuple[int, Costs]  # how many tokens it has, and the costs at that time
 
 
 def runs(
@@ -51,21 +45,12 @@ def runs(
         measured = measure(pipeline, some, settings, 1, **options)
         for run in measured.runs:
             new = measured.texts[run.setting, run.prompt].kept
-            text = Text(len(some[run.prompt].tokens), new, tuned.costs)
-            yield replace(run, prompt=start + run.prompt), text
+            middle = len(some[run.prompt].tokens) + new // 2
+            costs = tuned.costs.at(middle, temperature == 0)
+            yield replace(run, prompt=start + run.prompt), (new, costs)
 
 
-def predicted(chances: list[float], texts: dict[int, Text], greedy: bool) -> float:
-    """The speed-up over all texts together."""
-    plain = ours = 0.0
-    for text in texts.values():
-        costs = text.table.at(text.length + text.new // 2, greedy)
-        plain += text.new * costs.plain
-        ours += text_rounds(chances, model_rounds(costs, chances), text.new)
-    return plain / ours
-
-
-def compared(found: list[tuple[Run, Text]], greedy: bool) -> Iterator[tuple[int, float, float]]:
+def compared(found: list[tuple[Run, Text]]) -> Iterator[tuple[int, float, float]]:
     """For each K the speed-up on the second places: measured, and predicted."""
     for k in KS:
         here = [(run, text) for run, text in found if run.setting == Setting("model", k)]
@@ -73,7 +58,11 @@ def compared(found: list[tuple[Run, Text]], greedy: bool) -> Iterator[tuple[int,
         rest = [(run, text) for run, text in here if run.prompt % 2]
         chances = known_chances(known.by_position, known.overall, k)
         texts = {run.prompt: text for run, text in rest}
-        yield k, overall_speedup([run for run, _ in rest]), predicted(chances, texts, greedy)
+        yield (
+            k,
+            overall_speedup([run for run, _ in rest]),
+            predicted_speedup(chances, texts.values()),
+        )
 
 
 @click.command()
@@ -102,7 +91,7 @@ def main(
     for i in range(num_runs):
         found = list(runs(pipeline, prompts, 1000 * i, temperature, length))
         click.echo(f"run {i + 1}, {len(prompts)} prompts: K, measured, predicted, error")
-        for k, measured, expected in compared(found, not temperature):
+        for k, measured, expected in compared(found):
             errors[k].append(expected / measured - 1)
             click.echo(f"{k} {measured:.3f} {expected:.3f} {errors[k][-1]:+.1%}")
     click.echo("K, median error")

@@ -31,11 +31,8 @@ def test_a_promise_that_does_not_hold_costs_little_more_than_its_stake(draft):
 
 
 def test_a_good_draft_that_begins_with_bad_luck_is_not_given_up():
-    planner = Planner(table(draft=0.22, row=0.2, prior={"model": 0.65}), greedy=True)
-    for _ in range(2):
-        choice = planner.choose([Offer("model", room=99)], 50)
-        planner.record(choice, ["model"] * choice.num_draft_tokens, 0)
-    assert planner.choose([Offer("model", room=99)], 50).num_draft_tokens > 0
+    _, choice = lost(2, prior=0.65, draft=0.22, row=0.2)
+    assert choice.num_draft_tokens > 0
 
 
 @pytest.mark.parametrize("prior", [None, {"model": 1.0}])
@@ -177,7 +174,7 @@ def test_a_chain_that_copies_after_its_models_first_token_is_worth_more_tokens()
     assert alike.choose([chain], 50).seconds == alike.choose([model], 50).seconds
 
 
-def lost(rounds, prior=0.65, **cost):
+def lost(rounds, prior, **cost):
     """A planner after so many rounds of its choice of which nothing stood, and that choice."""
     planner = Planner(table(prior={"model": prior}, **cost), greedy=True)
     for _ in range(rounds):
