@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from math import sqrt
 
-PRIOR = 0.5  # where nothing is known: a draft is tried at first, a few tokens at a time
+PRIOR = 0.5  # of a drafter that nothing is known of: it is tried, a few tokens at a time
 PRIOR_WEIGHT = 2.0  # tests that this counts as, and any prior in a guess that is not bold;
-TUNED_WEIGHT = 32.0  # those that one counts as that `specedge tune` measured;
+TUNED_WEIGHT = 128.0  # those that one counts as that `specedge tune` measured;
 PRIOR_MEMORY = 0.99  # what of them is left after a round with tokens of the drafter
 SHARED_WEIGHT = 10.0  # tests that all positions together count as, at each of them
 MEMORY = 0.95  # what counts keep in such a round: half after 14

@@ -21,6 +21,7 @@ PLACES = 64  # costs are looked up once for so many places in the text
 ORIGINS = ("tune", "use", "bytes")
 BANDWIDTH = 10e9  # bytes a second: a guess, but choices hang on ratios of costs
 ROW = 0.1  # what a row more costs a pass, in passes: CPUs that read weights from memory need less
+EXPECTED = 0.7  # of the tokens of a draft model, and of copies, that were not measured
 HOST = (1e-4, 5e-5)  # the host's seconds a round, and a draft token
 
 
@@ -154,7 +155,7 @@ def estimate(bundle: Bundle, max_draft_tokens: int) -> CostTable:
         pending=(draft * ROW,),
         reading=(draft * ROW,),
         host=tuple(HOST[0] + k * HOST[1] for k in range(max_draft_tokens + 1)),
-        acceptance={},
+        acceptance=dict.fromkeys(("model", "lookup"), EXPECTED),
     )
     return CostTable("bytes", (0,), rows, mode, mode)
 

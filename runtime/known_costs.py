@@ -13,7 +13,6 @@ from specedge.errors import SpecEdgeError
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
 from . import cost_files
-from .acceptance import PRIOR
 from .costs import CostTable, ModeCosts, estimate, typical
 
 LEAST = 3  # passes of a kind that count as measured
@@ -117,10 +116,11 @@ def measured(table: CostTable, seen: Seen) -> CostTable | None:
         pending=(ratio * known.pending[0],),
         reading=(ratio * known.reading[0],),
         host=tuple(seen.host + host - known.host[0] for host in known.host),
-        acceptance={},
+        acceptance=known.acceptance,
     )
-    expected = {"model": max(PRIOR, seen.num_accepted / max(1, seen.num_tested))}
-    this, other = replace(passes, acceptance=expected), replace(passes, host=known.host)
+    accepted = seen.num_accepted / max(1, seen.num_tested)
+    raised = known.acceptance | {"model": max(known.acceptance.get("model", 0.0), accepted)}
+    this, other = replace(passes, acceptance=raised), replace(passes, host=known.host)
     greedy, sampled = (this, other) if seen.greedy else (other, this)
     return replace(table, origin="use", greedy=greedy, sampled=sampled)
 

@@ -20,8 +20,8 @@ from .costs import PLACES, Costs, CostTable
 PLAIN, MODEL = "plain", "model"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
 DOUBT = 0.05  # so much more a draft pass may cost beside the target's
-STAKE = 0.5  # plain rounds that a request may lose with a drafter that was not measured;
-TUNED_STAKE = 3.0  # with one that was, so many
+LEAST_STAKE = 0.5  # plain rounds that a request may lose with a drafter that nothing is known of;
+STAKE = 4.0  # with one that something is expected of, so many
 LOSING = 0.005  # and this share of the seconds so far
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
 PROBING = 0.005  # the share of a request's seconds that probes may lose,
@@ -163,9 +163,9 @@ class Planner:
 
     def _spare(self, offer: Offer, costs: Costs) -> float:
         """The seconds that a round may lose, but for what its model must read."""
-        stake = STAKE * costs.plain
-        if self._tuned and offer.learns(1) in self.priors:
-            stake = TUNED_STAKE * costs.plain + LOSING * self.seconds
+        stake = LEAST_STAKE * costs.plain
+        if offer.learns(1) in self.priors:
+            stake = STAKE * costs.plain + LOSING * self.seconds
         return stake + self.gained + self._reading
 
     def _best(self, offer: Offer, costs: Costs) -> tuple[Choice | None, float]:

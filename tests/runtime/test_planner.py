@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from specedge.runtime.acceptance import Acceptance
-from specedge.runtime.planner import PROBING, STAKE, TUNED_STAKE, Offer, Planner
+from specedge.runtime.planner import LEAST_STAKE, PROBING, STAKE, Offer, Planner
 from virtual import VirtualRequest, constant, seconds, table
 
 FIXED = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -27,7 +27,7 @@ def test_a_draft_that_is_always_wrong_costs_less_than_two_percent(draft, prior):
 def test_a_promise_that_does_not_hold_costs_little_more_than_its_stake(draft):
     costs = table(draft, prior={"model": 0.9})
     plain = VirtualRequest(costs, constant(0.0), fixed=PLAIN).seconds
-    assert VirtualRequest(costs, constant(0.0)).seconds <= 1.03 * plain + TUNED_STAKE
+    assert VirtualRequest(costs, constant(0.0)).seconds <= 1.03 * plain + STAKE
 
 
 def test_a_good_draft_that_begins_with_bad_luck_is_not_given_up():
@@ -187,16 +187,16 @@ def test_no_round_may_lose_more_than_is_left_of_the_stake():
     planner, choice = lost(1, prior=0.8, draft=0.1, row=0.1)
     assert planner.gained < 0
     assert choice.num_draft_tokens > 1
-    assert choice.seconds - choice.plain_seconds <= TUNED_STAKE + planner.gained + 0.1
+    assert choice.seconds - choice.plain_seconds <= STAKE + planner.gained + 0.1
 
 
 def test_once_the_stake_is_lost_the_prior_counts_for_little():
     planner, choice = lost(30, prior=0.95, draft=0.1, row=0.1)
-    assert planner.gained < -TUNED_STAKE + 1
+    assert planner.gained < -STAKE + 1
     assert choice.drafter == "plain"
 
 
-def test_only_what_tune_measured_has_a_larger_stake_and_weight():
+def test_what_something_is_expected_of_has_a_larger_stake_and_what_tune_measured_more_weight():
     tuned = table(prior={"model": 0.9})
     learnt = dataclasses.replace(tuned, origin="use")
     spares, chances = [], []
@@ -205,7 +205,7 @@ def test_only_what_tune_measured_has_a_larger_stake_and_weight():
         planner.chances("model").record((0, 1))
         chances.append(planner.chances("model").shared)
         spares += [planner._spare(Offer(name, name, 1), planner.costs(50)) for name in SOURCES]
-    assert spares == [TUNED_STAKE, STAKE, STAKE, STAKE]
+    assert spares == [STAKE, LEAST_STAKE] * 2
     assert chances[0] > 0.85 > 0.65 > chances[1]
 
 
