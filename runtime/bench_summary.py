@@ -15,6 +15,7 @@ from .bench import PLAIN_SETTING, Measured, Prompt, Run, Setting
 from .bench_predictions import known_chances, predicted_speedup
 from .bench_totals import PARTS, Total, overall_speedup, ratio, total_of
 from .costs import Costs, CostTable
+from .theory import run_speedup
 from .theory import speedup as theory_speedup
 
 
@@ -32,12 +33,13 @@ class Figures:
     text and the draft model's, whatever the drafter.
 
     Costs are in plain passes of the target: c of a draft pass, v of a verify pass, o of the host's
-    work a round. A prediction is None where its formula does not hold: `theorem_3_8` and
-    `with_costs`, E(alpha, K) / (K c + v + o), are about a draft model and one K. `by_position`
-    takes what positions and passes did in the run itself. `held_out` is what the acceptance of
-    every other prompt says of the rest, for which `held_out_speedup` was measured; its costs are
-    those of `specedge tune` if there are any, else the run's. An error is predicted over measured
-    `overall_speedup`, less 1.
+    work a round. A prediction is None where its formula does not hold: `theorem_3_8`, `run_level`
+    and `with_costs` are about a draft model and one K. `run_level` is theorem 3.8 with the tokens a
+    round that the run had in place of E; `with_costs` is E(alpha, K) / (K c + v + o) times a plain
+    round, whose host is not free either. `by_position` takes what positions and passes did in the
+    run itself. `held_out` is what the acceptance of every other prompt says of the rest, for which
+    `held_out_speedup` was measured; its costs are those of `specedge tune` if there are any, else
+    the run's. An error is predicted over measured `overall_speedup`, less 1.
     """
 
     set_name: str
@@ -71,6 +73,8 @@ class Figures:
     host_cost: float
     theorem_3_8: float | None
     theorem_3_8_error: float | None
+    run_level: float | None
+    run_level_error: float | None
     with_costs: float | None
     with_costs_error: float | None
     by_position: float
@@ -154,10 +158,11 @@ def _figures(
     plain_round = 1 + base.host / unit
     drafting = 0.0 if c is None else c * counts["draft_passes"] / counts["rounds"]
     by_position = tokens / counts["rounds"] * plain_round / (drafting + v + o)
-    simple = with_costs = None
+    simple = with_costs = run_level = None
     if setting.drafter == "model" and isinstance(k, int) and alpha is not None and c is not None:
         simple = theory_speedup(alpha, k, c)
         with_costs = theory_speedup(alpha, k, c, v, o) * plain_round
+        run_level = run_speedup(tokens / counts["rounds"] / (k + 1), k, c, 1.0)
     predicted, out_measured = held_out or (None, None)
     overall = overall_speedup(runs)
     rows = (k + 1) if isinstance(k, int) else None
@@ -190,6 +195,8 @@ def _figures(
         host_cost=o,
         theorem_3_8=simple,
         theorem_3_8_error=_error(simple, overall),
+        run_level=run_level,
+        run_level_error=_error(run_level, overall),
         with_costs=with_costs,
         with_costs_error=_error(with_costs, overall),
         by_position=by_position,

@@ -99,13 +99,12 @@ def _summarise(
     if stats.num_draft_passes:
         draft = median(s.stats.draft_seconds / s.stats.num_draft_passes for s in speculative)
         draft_cost = draft / target
-    if draft_cost is not None and stats.accepted_over_tested is not None and _is_model(stats):
-        k = speculative[0].num_draft_tokens
-        if isinstance(k, int):
-            alpha, extra = stats.accepted_over_tested, host + exact
-            predicted = speedup(alpha, k, draft_cost, verify / target, extra) * (1 + plain_host)
-        else:
-            predicted = speculative[0].expected_speedup
+    k = speculative[0].num_draft_tokens
+    if not isinstance(k, int):
+        predicted = speculative[0].expected_speedup
+    elif draft_cost is not None and stats.accepted_over_tested is not None and _is_model(stats):
+        alpha, extra = stats.accepted_over_tested, host + exact
+        predicted = speedup(alpha, k, draft_cost, verify / target, extra) * (1 + plain_host)
     return Comparison(
         plain=plain[0],
         speculative=speculative[0],

@@ -12,7 +12,7 @@ from .plans import Auto, Plan, recorded
 ORIGINS = {
     "tune": "measured by 'specedge tune'",
     "use": "measured by an earlier request; 'specedge tune' measures all",
-    "bytes": "an estimate from the weights' bytes; this request's own serve the next",
+    "bytes": "an estimate from the weights' bytes, until a greedy request measured its own",
 }
 MAX_CHANGES = 40  # lines about single rounds; the rest are counted
 

@@ -13,9 +13,9 @@ from specedge.errors import SpecEdgeError
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
 from . import cost_files
-from .costs import CostTable, ModeCosts, estimate, typical
+from .costs import EXPECTED, CostTable, ModeCosts, estimate, typical
 
-LEAST = 3  # passes of a kind that count as measured
+LEAST = 3  # passes of a kind that count as measured; what is expected counts as so many tests
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,9 @@ def measured(table: CostTable, seen: Seen) -> CostTable | None:
         host=tuple(seen.host + host - known.host[0] for host in known.host),
         acceptance=known.acceptance,
     )
-    accepted = seen.num_accepted / max(1, seen.num_tested)
-    raised = known.acceptance | {"model": max(known.acceptance.get("model", 0.0), accepted)}
+    expected = known.acceptance.get("model", EXPECTED)
+    rate = (seen.num_accepted + LEAST * expected) / (seen.num_tested + LEAST)
+    raised = known.acceptance | {"model": max(expected, rate)}
     this, other = replace(passes, acceptance=raised), replace(passes, host=known.host)
     greedy, sampled = (this, other) if seen.greedy else (other, this)
     return replace(table, origin="use", greedy=greedy, sampled=sampled)

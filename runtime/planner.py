@@ -20,8 +20,8 @@ from .costs import PLACES, Costs, CostTable
 PLAIN, MODEL = "plain", "model"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
 DOUBT = 0.05  # so much more a draft pass may cost beside the target's
-LEAST_STAKE = 0.5  # plain rounds that a request may lose with a drafter that nothing is known of;
-STAKE = 4.0  # with one that something is expected of, so many
+STAKES = {"tune": 4.0, "use": 1.5, "bytes": 1.5}  # plain rounds that a request may lose, by what
+LEAST_STAKE = 0.5  # the table is from; with a drafter that it expects nothing of, so many,
 LOSING = 0.005  # and this share of the seconds so far
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
 PROBING = 0.005  # the share of a request's seconds that probes may lose,
@@ -87,7 +87,7 @@ class Planner:
         self.seconds = 0.0  # of all rounds so far, by the table
         self.plain_seconds = 0.0  # of their tokens from the target alone
         self.lost = 0.0  # by probes
-        self._reading = 0.0  # of a draft model that caught up
+        self._reading = 0.0  # the most that a draft model read at once
         self.last_costs: Costs | None = None
         self._num_tokens = 0
         self._rounds = 0
@@ -134,7 +134,7 @@ class Planner:
         self._num_tokens += num_accepted + 1
         self.kinds[choice.kind] += 1
         self.seconds += choice.seconds
-        self._reading += choice.reading
+        self._reading = max(self._reading, choice.reading)
         self.plain_seconds += choice.plain_seconds * (num_accepted + 1)
         # No more than was tested counts: how much was drafted depends on the request's end.
         tested = sources[: num_accepted + 1]
@@ -165,7 +165,7 @@ class Planner:
         """The seconds that a round may lose, but for what its model must read."""
         stake = LEAST_STAKE * costs.plain
         if offer.learns(1) in self.priors:
-            stake = STAKE * costs.plain + LOSING * self.seconds
+            stake = STAKES[self.table.origin] * costs.plain + LOSING * self.seconds
         return stake + self.gained + self._reading
 
     def _best(self, offer: Offer, costs: Costs) -> tuple[Choice | None, float]:

@@ -80,8 +80,7 @@ class Auto:
 
     A copy is looked up in every round that is planned, which costs no pass, and judged by what the
     target says even where it is not used; at any temperature that is the chance that it would have
-    stood. Where nothing pays, more and more plain rounds follow one that is planned; where the same
-    drafter has been chosen again and again, every other round is the one before it once more.
+    stood. Where nothing pays, more and more plain rounds follow one that is planned.
     `changes` are the choices that differ from those before them, with the round's number.
     """
 
@@ -97,8 +96,7 @@ class Auto:
         self._read = 0  # of the text, by the model when it drafted the last token that was tested
         self._num_rounds = 0
         self._quiet = 0  # planned rounds since something paid,
-        self._steady = 0  # or since another drafter did,
-        self._rest = 0  # and rounds that repeat the last without being planned
+        self._rest = 0  # and rounds that stay plain without being planned
 
     def next(self, past: Past, left: int) -> Step:
         self._length = past.length
@@ -108,7 +106,8 @@ class Auto:
             self._rest -= 1
         else:
             choice = self.planner.choose(self._offers(past), past.length - 1)
-            self._rest = self._resting(choice)
+            self._quiet = self._quiet + 1 if choice.kind == PLAIN else 0
+            self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
@@ -133,17 +132,6 @@ class Auto:
         self._read = min(self._read, length)
         for drafter in self._drafters.values():
             drafter.truncate(length)
-
-    def _resting(self, choice: Choice) -> int:
-        """How many rounds may be as this one without being planned."""
-        if choice.kind == PLAIN:
-            self._quiet, self._steady = self._quiet + 1, 0
-            return min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
-        last = self._choice
-        again = last is not None and choice.drafter == last.drafter
-        again = again and choice.kind == "gain" and not choice.reading
-        self._quiet, self._steady = 0, self._steady + 1 if again else 0
-        return int(self._steady >= ATTENTIVE)
 
     def _offers(self, past: Past) -> list[Offer]:
         most = self.planner.max_draft_tokens

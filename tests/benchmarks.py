@@ -10,8 +10,8 @@ PROMPTS = [Prompt("code", "<script>alert('&')</script>", [1]), Prompt("code", "x
 ROUNDS = 100
 
 
-def runs(draft, verify, accepted, sampling=0.0, rest=0.0):
-    """Of each prompt two plain runs, a second a token, and one of rounds with a draft token each.
+def runs(draft, verify, accepted, sampling=0.0, rest=0.0, plain_host=0.0):
+    """Of each prompt two plain runs, a second a pass, and one of rounds with a draft token each.
 
     A draft pass, a verify pass and the host's parts take so many seconds; `accepted` of 100 stand.
     """
@@ -20,6 +20,7 @@ def runs(draft, verify, accepted, sampling=0.0, rest=0.0):
         num_rounds=ROUNDS,
         num_target_passes=ROUNDS,
         verify_seconds=float(ROUNDS),
+        other_seconds=plain_host * ROUNDS,
     )
     model = Stats(
         num_new_tokens=ROUNDS + accepted,
@@ -36,7 +37,8 @@ def runs(draft, verify, accepted, sampling=0.0, rest=0.0):
         sampling_seconds=sampling * ROUNDS,
         other_seconds=rest * ROUNDS,
     )
-    speedup = (ROUNDS + accepted) / (ROUNDS * (draft + verify + sampling + rest))
+    seconds = draft + verify + sampling + rest
+    speedup = (1 + plain_host) * (ROUNDS + accepted) / (ROUNDS * seconds)
     return [
         run
         for i in range(2)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
-from specedge.runtime.costs import Costs, CostTable, ModeCosts
+from specedge.runtime.costs import EXPECTED, Costs, CostTable, ModeCosts
 from specedge.runtime.planner import Offer, Planner
 
 Stands = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
@@ -30,6 +31,12 @@ def table(
         acceptance=prior or {},
     )
     return CostTable("tune", (0,), tuple(range(1, rows + 1)), mode, mode)
+
+
+def untuned(draft: float = 0.09) -> CostTable:
+    """Of these costs, what a request plans with where nothing was measured."""
+    expected = dict.fromkeys(("model", "lookup"), EXPECTED)
+    return replace(table(draft, prior=expected), origin="bytes")
 
 
 def constant(chance: float) -> Stands:

@@ -61,7 +61,7 @@ def _line(pipeline: Pipeline, item: Item) -> dict[str, Any]:
 
 
 def _facts(made: Generation) -> dict[str, Any]:
-    """What the same seed gives again, byte for byte: no seconds."""
+    """What the same seed and table of costs give again, byte for byte: no seconds."""
     from specedge.runtime.stats import as_dict
 
     counts = {name: value for name, value in as_dict(made.stats).items() if "seconds" not in name}

@@ -108,7 +108,7 @@ def bench(
     overwrite: bool,
     **law: Any,
 ) -> None:
-    """Measure every drafter and K against plain decoding, and the predictions against both."""
+    """Measure drafters and K against plain decoding, and the predictions against both."""
     from specedge.cli import bench_output, bench_page
     from specedge.runtime.bench import settings
     from specedge.runtime.loading import load

@@ -223,10 +223,18 @@ def test_predictions_are_right_where_the_formulas_hold():
     assert model.by_position_error == pytest.approx(0)
     assert model.theorem_3_8 == pytest.approx(1.8 / 1.1)
     assert model.theorem_3_8_error == pytest.approx(1.3 / 1.1 - 1)
+    assert model.run_level == pytest.approx(1.8 / 1.1)
+    assert model.run_level_error == pytest.approx(1.3 / 1.1 - 1)
     assert model.held_out_speedup == model.speedup
     # A text of 180 tokens ends with a round of which one token may be too many.
     assert model.held_out_error == pytest.approx(0, abs=5e-3)
     assert (model.draft_cost, model.verify_cost, model.host_cost) == pytest.approx((0.1, 1.2, 0))
+
+
+def test_a_prediction_with_costs_counts_the_host_of_plain_rounds():
+    _, model = figures(measured(runs(0.1, 1.2, 80, sampling=0.2, plain_host=0.25)))
+    assert model.with_costs == pytest.approx(1.8 * 1.25 / 1.5)
+    assert model.with_costs_error == pytest.approx(0)
 
 
 def test_the_four_acceptance_rates_have_the_names_of_theory():

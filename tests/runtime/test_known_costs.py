@@ -10,7 +10,7 @@ from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
 from specedge.runtime import cost_files
-from specedge.runtime.costs import estimate
+from specedge.runtime.costs import EXPECTED, estimate
 from specedge.runtime.known_costs import KnownCosts, Seen, measured
 from specedge.runtime.tuning import copies_that_stand
 from virtual import table
@@ -63,7 +63,8 @@ def test_what_was_seen_replaces_the_estimate_and_scales_its_neighbours(bundle):
     assert after.greedy.draft[0] == pytest.approx([ratio * k for k in range(1, 17)])
     assert after.greedy.pending == pytest.approx((0.1 * ratio,))
     assert after.greedy.host[0] == 0.1
-    assert after.greedy.acceptance == before.greedy.acceptance | {"model": 0.9}
+    rate = (9 + 3 * EXPECTED) / (10 + 3)  # what was expected counts as three tests
+    assert after.greedy.acceptance == before.greedy.acceptance | {"model": rate}
     assert after.sampled.target == after.greedy.target
     assert after.sampled.host == before.sampled.host
     assert after.sampled.acceptance == before.sampled.acceptance
