@@ -136,6 +136,8 @@ class Planner:
         self.seconds += choice.seconds
         self._reading = max(self._reading, choice.reading)
         self.plain_seconds += choice.plain_seconds * (num_accepted + 1)
+        if not sources:
+            return
         # No more than was tested counts: how much was drafted depends on the request's end.
         tested = sources[: num_accepted + 1]
         for source, found in _runs(tested, num_accepted).items():

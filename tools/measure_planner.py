@@ -47,20 +47,20 @@ def repeating(pipeline: Pipeline, count: int) -> list[list[int]]:
 
 def seconds(pipeline: Pipeline, prompt: list[int], length: int, **options: Any) -> float:
     """Of one request, a new token."""
-    one = pipeline.generate(prompt, length, ignore_eos=True, **{"seed": 1} | options)
+    one = pipeline.generate(prompt, length, ignore_eos=True, **options)
     return (one.stats.prefill_seconds + one.stats.decode_seconds) / one.stats.num_new_tokens
 
 
 def ratios(
-    pipeline: Pipeline, texts: Sequence[list[int]], length: int, **both: Any
+    pipeline: Pipeline, texts: Sequence[list[int]], seeds: int, length: int, **both: Any
 ) -> list[tuple[float, float]]:
     """Seconds with `auto` and of plain decoding, in turn."""
     found = []
-    for i, text in enumerate(texts):
+    for i, (text, seed) in enumerate(product(texts, range(seeds))):
         took = {}
         for auto in (True, False) if i % 2 else (False, True):
             other = {} if auto else {"num_draft_tokens": 0}
-            took[auto] = seconds(pipeline, text, length, **both | other)
+            took[auto] = seconds(pipeline, text, length, seed=seed, **both | other)
         found.append((took[True], took[False]))
     return found
 
@@ -119,7 +119,7 @@ def total(pairs: Sequence[tuple[float, float]]) -> float:
     default=PARTS,
     help="Against plain decoding, or every K on code, or on texts that switch. [default: all]",
 )
-@click.option("--seeds", default=1, show_default=True, help="Drawn texts of a prompt, for a sweep.")
+@click.option("--seeds", default=1, show_default=True, help="Drawn texts, or pairs, of a prompt.")
 def main(
     bundle: str | None,
     threads: int | None,
@@ -151,7 +151,7 @@ def main(
                 ("noise", pipeline, nonsense, {}),
                 ("code", pipeline, code, {}),
             ):
-                found = ratios(one, texts, length, temperature=temperature, **both)
+                found = ratios(one, texts, seeds, length, temperature=temperature, **both)
                 click.echo(f"temperature {temperature:g}, {name}: {interval(found, middle)}")
     plans: list[tuple[str, list[tuple[list[list[int]], float]], tuple[str, ...]]] = [
         ("code", [(code, t)], ("model", "chain")) for t in (0.0, 1.0)
