@@ -163,16 +163,21 @@ class Planner:
         """What the rounds so far gained over the target alone, by the table."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
-    def _spare(self, offer: Offer, costs: Costs) -> float:
-        """The seconds that a round may lose, but for what its model must read."""
-        stake = LEAST_STAKE * costs.plain
-        if offer.learns(1) in self.priors:
-            stake = STAKES[self.table.origin] * costs.plain + LOSING * self.seconds
+    def affords(self, choice: Choice, times: int) -> bool:
+        """Whether so many rounds of the choice of a draft model may all fail."""
+        loss = choice.seconds - choice.plain_seconds
+        return times * loss <= self._spare(MODEL, choice.plain_seconds)
+
+    def _spare(self, source: str, plain: float) -> float:
+        """The seconds that a round of a drafter may lose, but for what its model must read."""
+        stake = LEAST_STAKE * plain
+        if source in self.priors:
+            stake = STAKES[self.table.origin] * plain + LOSING * self.seconds
         return stake + self.gained + self._reading
 
     def _best(self, offer: Offer, costs: Costs) -> tuple[Choice | None, float]:
         """An offer's best K, and its seconds a token with the share of what its model must read."""
-        spare = self._spare(offer, costs)
+        spare = self._spare(offer.learns(1), costs.plain)
         bold = spare > 0
         most = min(self.max_draft_tokens if bold else 1, offer.ready + offer.room)
         if most < 1:

@@ -80,7 +80,8 @@ class Auto:
 
     A copy is looked up in every round that is planned, which costs no pass, and judged by what the
     target says even where it is not used; at any temperature that is the chance that it would have
-    stood. Where nothing pays, more and more plain rounds follow one that is planned.
+    stood. Where nothing pays, more and more plain rounds follow one that is planned; where the
+    model pays again, one like it does, if the request can afford that both fail.
     `changes` are the choices that differ from those before them, with the round's number.
     """
 
@@ -96,18 +97,21 @@ class Auto:
         self._read = 0  # of the text, by the model when it drafted the last token that was tested
         self._num_rounds = 0
         self._quiet = 0  # planned rounds since something paid,
-        self._rest = 0  # and rounds that stay plain without being planned
+        self._rest = 0  # and rounds to come that repeat the last without being planned
 
     def next(self, past: Past, left: int) -> Step:
         self._length = past.length
-        if self._rest and self._choice is not None:
-            choice = self._choice
+        last = self._choice
+        if last is not None and self._rest and self._repeatable(last):
+            choice = last
             self._copy = []
             self._rest -= 1
         else:
             choice = self.planner.choose(self._offers(past), past.length - 1)
             self._quiet = self._quiet + 1 if choice.kind == PLAIN else 0
             self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
+            if last is not None and last.drafter == MODEL and _is_steady(choice):
+                self._rest = int(self.planner.affords(choice, 2))
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
@@ -132,6 +136,14 @@ class Auto:
         self._read = min(self._read, length)
         for drafter in self._drafters.values():
             drafter.truncate(length)
+
+    def _repeatable(self, choice: Choice) -> bool:
+        """Whether the model, if it is its choice, has read all and has room."""
+        if choice.drafter == PLAIN:
+            return True
+        assert self._model is not None
+        behind, room = self._model.standing(self._length, self._read)
+        return behind <= 2 and choice.num_draft_tokens <= room
 
     def _offers(self, past: Past) -> list[Offer]:
         most = self.planner.max_draft_tokens
@@ -212,6 +224,11 @@ class Replay:
     def truncate(self, length: int) -> None:
         for drafter in self._drafters.values():
             drafter.truncate(length)
+
+
+def _is_steady(choice: Choice) -> bool:
+    """Whether it is the model's, and another round like it would cost the same."""
+    return choice.drafter == MODEL and choice.kind == "gain" and not choice.reading
 
 
 def _model(drafters: Mapping[str, Drafter]) -> DraftModel | None:

@@ -205,7 +205,7 @@ def test_what_something_is_expected_of_has_a_larger_stake_and_what_tune_measured
         planner = Planner(costs, greedy=True)
         planner.chances("model").record((0, 1))
         chances.append(planner.chances("model").shared)
-        spares += [planner._spare(Offer(name, name, 1), planner.costs(50)) for name in SOURCES]
+        spares += [planner._spare(name, planner.costs(50).plain) for name in SOURCES]
     assert spares == [STAKES["tune"], LEAST_STAKE, STAKES["use"], LEAST_STAKE]
     assert chances[0] > 0.85 > 0.65 > chances[1]
 

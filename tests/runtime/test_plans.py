@@ -48,6 +48,14 @@ def auto(costs, **drafters):
     return Auto(Planner(costs, greedy=True), drafters)
 
 
+def planned_rounds(plan, target):
+    """Its rounds, and how many of them were planned."""
+    planned = []
+    choose = plan.planner.choose
+    plan.planner.choose = lambda *given: planned.append(given) or choose(*given)
+    return run(plan, target), len(planned)
+
+
 def test_rounds_record_what_was_chosen_for_them():
     law = hashed_law(1, 8)
     plan = auto(table(prior={"model": 0.98}), model=DraftModel(TableModel(law)))
@@ -94,6 +102,50 @@ def test_where_nothing_pays_most_rounds_are_not_planned_anew():
     assert {one.drafter for one in rounds} == {"plain"}
     assert 25 <= copies.asked <= 40
     assert plan.planner.kinds == {"plain": 200}
+
+
+def test_where_the_model_pays_again_every_other_round_is_not_planned():
+    law = hashed_law(1, 8)
+    plan = auto(table(prior={"model": 0.9}, rows=3), model=DraftModel(TableModel(law)))
+    rounds, planned = planned_rounds(plan, TableModel(law))
+    assert {one.drafter for one in rounds} == {"model"}
+    assert len(rounds) / 2 <= planned <= len(rounds) / 2 + 2
+
+
+def test_a_round_is_not_repeated_where_the_model_must_read_again():
+    law = hashed_law(1, 8)
+    model = DraftModel(TableModel(law), context_length=12)
+    plan = auto(table(prior={"model": 0.9}, rows=3), model=model)
+    next_, read = plan.next, []
+
+    def behind(past, left):
+        missing = model.standing(past.length, plan._read)[0]
+        step = next_(past, left)
+        read.append((missing > 2, plan._choice.reading > 0, step.name))
+        return step
+
+    plan.next = behind
+    run(plan, TableModel(law), tokens=100)
+    assert sum(must for must, _, _ in read) > 5
+    assert all(knew for must, knew, name in read if must and name == "model")
+
+
+@pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
+def test_a_repeated_round_may_lose_no_more_than_is_left(draft):
+    law, wrong = hashed_law(1, 50), hashed_law(2, 50)
+    plan = auto(table(draft, prior={"model": 0.9}), model=DraftModel(TableModel(wrong)))
+    planner, next_, over = plan.planner, plan.next, []
+
+    def checked(past, left):
+        spare = planner._spare("model", 1.0)
+        step = next_(past, left)
+        k, costs = step.num_draft_tokens, planner.last_costs
+        over.append(k > 1 and costs.rounds[k] + costs.drafting(2)[k] - costs.plain > spare + 1e-9)
+        return step
+
+    plan.next = checked
+    run(plan, TableModel(law), tokens=60)
+    assert over.count(True) == 0
 
 
 def test_copies_that_were_only_watched_are_used_once_they_prove_right():
