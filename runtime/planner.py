@@ -136,7 +136,7 @@ class Planner:
         self.seconds += choice.seconds
         self._reading = max(self._reading, choice.reading)
         self.plain_seconds += choice.plain_seconds * (num_accepted + 1)
-        if not sources:
+        if choice.kind == PLAIN:
             return
         # No more than was tested counts: how much was drafted depends on the request's end.
         tested = sources[: num_accepted + 1]

@@ -250,3 +250,12 @@ def test_a_drafter_that_is_never_right_is_given_up_however_little_a_row_costs():
 def test_a_verify_pass_that_costs_as_much_as_its_rows_stops_speculation():
     planner = Planner(table(row=1.0, prior={"model": 1.0}), greedy=True)
     assert planner.choose([Offer("model", room=99)], 50).drafter == "plain"
+
+
+def test_a_probe_that_drafts_nothing_is_not_repeated_at_once():
+    planner = Planner(table(prior={"model": 0.0}, reading=1e-6), greedy=True)
+    offers = [Offer("model", room=99)]
+    while (choice := planner.choose(offers, 50)).kind != "probe":
+        planner.record(choice, [], 0)
+    planner.record(choice, [], 0)
+    assert planner.choose(offers, 50).kind == "plain"
