@@ -119,7 +119,7 @@ def total(pairs: Sequence[tuple[float, float]]) -> float:
     default=PARTS,
     help="Against plain decoding, or every K on code, or on texts that switch. [default: all]",
 )
-@click.option("--seeds", default=1, show_default=True, help="Drawn texts, or pairs, of a prompt.")
+@click.option("--seeds", default=1, show_default=True, help="Drawn texts of a prompt, or turns.")
 def main(
     bundle: str | None,
     threads: int | None,
@@ -166,8 +166,7 @@ def main(
             groups = zip(*([(text, t) for text in texts] for texts, t in sets), strict=True)
             mixed = list(chain.from_iterable(groups))
             temperatures = [t for _, t in sets]
-            times = seeds if any(temperatures) else 1
-            swept = sweep(pipeline, mixed, settings, times, len(sets), length)
+            swept = sweep(pipeline, mixed, settings, seeds, len(sets), length)
             shown = ", ".join(f"{t:g}" for t in temperatures)
             for setting, pairs in swept.items():
                 what = f"{setting.drafter}, K = {setting.num_draft_tokens}"
