@@ -2,8 +2,8 @@
 
     python tools/measure_planner.py [--bundle FOLDER] [--threads N] [--part PART] [--seeds N]
 
-Against plain decoding the figure is the median over prompts of paired ratios of whole requests, in
-alternating order. Against every K it is the ratio of all requests' seconds together: drawn texts
+Against plain decoding the figure is the median over prompts of paired ratios of whole requests, two
+of one between two of the other. Against every K it is the ratio of all requests' seconds together: drawn texts
 differ by K, so pairs do not have the text in common, but each prompt's settings run in turn. Both
 have a 95% interval from bootstrap over prompts. Costs are tuned first. Development only.
 """
@@ -54,13 +54,14 @@ def seconds(pipeline: Pipeline, prompt: list[int], length: int, **options: Any) 
 def ratios(
     pipeline: Pipeline, texts: Sequence[list[int]], seeds: int, length: int, **both: Any
 ) -> list[tuple[float, float]]:
-    """Seconds with `auto` and of plain decoding, in turn."""
+    """Seconds with `auto` and of plain decoding, each twice: one between both of the other."""
     found = []
     for i, (text, seed) in enumerate(product(texts, range(seeds))):
-        took = {}
-        for auto in (True, False) if i % 2 else (False, True):
+        took = {True: 0.0, False: 0.0}
+        outer = bool(i % 2)
+        for auto in (outer, not outer, not outer, outer):
             other = {} if auto else {"num_draft_tokens": 0}
-            took[auto] = seconds(pipeline, text, length, seed=seed, **both | other)
+            took[auto] += seconds(pipeline, text, length, seed=seed, **both | other)
         found.append((took[True], took[False]))
     return found
 
