@@ -3,9 +3,9 @@
     python tools/measure_planner.py [--bundle FOLDER] [--threads N] [--part PART] [--seeds N]
 
 Against plain decoding the figure is the median over prompts of paired ratios of whole requests, two
-of one between two of the other. Against every K it is the ratio of all requests' seconds together: drawn texts
-differ by K, so pairs do not have the text in common, but each prompt's settings run in turn. Both
-have a 95% interval from bootstrap over prompts. Costs are tuned first. Development only.
+of one between two of the other. Against every K it is the ratio of all requests' seconds together:
+drawn texts differ by K, so pairs do not have the text in common, but each prompt's settings run in
+turn. Both have a 95% interval from bootstrap over prompts. Costs are tuned first. Development only.
 """
 
 from __future__ import annotations
