@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import sqrt
 
-PRIOR = 0.5  # of a drafter that nothing is known of: it is tried, a few tokens at a time
+PRIOR = 0.3  # of a drafter that nothing is known of: a few tokens of it are tried
 PRIOR_WEIGHT = 2.0  # tests that a prior counts as that was not measured, or if the guess is timid;
 TUNED_WEIGHT = 128.0  # those that one counts as that `specedge tune` measured;
 PRIOR_MEMORY = 0.99  # what of them is left after a round with tokens of the drafter
