@@ -129,3 +129,4 @@ def test_compare_takes_auto_and_predicts_its_speedup():
     assert found["num_draft_tokens"] == "auto"
     assert found["predicted_speedup"] > 0
     assert found["same_tokens"]
+    assert "by the plan's own costs" in run("compare", PROMPT, "-n", 20, "--repeats", 1).stdout

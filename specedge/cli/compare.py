@@ -74,9 +74,9 @@ def _figures(result: Comparison) -> list[str]:
         f" {low:.2f} to {high:.2f})",
     ]
     if result.predicted_speedup is not None:
-        lines.append(
-            f"predicted            {result.predicted_speedup:.2f} from alpha and the costs below"
-        )
+        planned = result.num_draft_tokens == "auto"
+        source = "by the plan's own costs" if planned else "from alpha and the costs below"
+        lines.append(f"predicted            {result.predicted_speedup:.2f} {source}")
     if stats.num_drafted:
         draft_cost = 0 if result.draft_cost is None else result.draft_cost
         lines += [
