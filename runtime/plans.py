@@ -118,6 +118,9 @@ class Auto:
 
     def ended(self, round_: Round) -> None:
         assert self._choice is not None
+        if self._choice.kind == PLAIN and not self._copy:
+            self.planner.record(self._choice, (), 0)
+            return
         names: Sequence[str] = round_.sources
         if round_.drafter not in PLANNED:
             names = [round_.drafter] * round_.num_drafted

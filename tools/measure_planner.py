@@ -24,7 +24,7 @@ from specedge.runtime.bench import PLAIN_SETTING, Setting
 from specedge.runtime.ort import OrtModel
 from specedge.runtime.tuning import measure as tune
 
-PARTS = ("plain", "code", "switching")
+PARTS = ("bad", "good", "code", "switching")
 KS = (1, 2, 3, 4, 6, 8)
 AUTO = Setting("auto", "auto")
 REPEATING = '    "{0}": {{"name": "{0}", "value": {1}, "kind": "entry", "checked": False}},\n'
@@ -118,7 +118,8 @@ def total(pairs: Sequence[tuple[float, float]]) -> float:
     type=click.Choice(PARTS),
     multiple=True,
     default=PARTS,
-    help="Against plain decoding, or every K on code, or on texts that switch. [default: all]",
+    help="Bad or good drafts against plain decoding, or every K on code, or on texts that switch."
+    " [default: all]",
 )
 @click.option("--seeds", default=1, show_default=True, help="Drawn texts of a prompt, or turns.")
 def main(
@@ -143,17 +144,17 @@ def main(
     code, nonsense, tables = (
         prompts(pipeline, count), noise(pipeline, count), repeating(pipeline, count)
     )  # fmt: skip
-    if "plain" in parts:
-        for temperature in (0.0, 1.0):
-            for name, one, texts, both in (
-                ("plain, a control", pipeline, code, {"num_draft_tokens": 0}),
-                ("random", pipeline, code, {"drafter": "random"}),
-                ("draft = target", large, code, {"drafter": "model"}),
-                ("noise", pipeline, nonsense, {}),
-                ("code", pipeline, code, {}),
-            ):
-                found = ratios(one, texts, seeds, length, temperature=temperature, **both)
-                click.echo(f"temperature {temperature:g}, {name}: {interval(found, middle)}")
+    cases: list[tuple[str, str, Pipeline, list[list[int]], dict[str, Any]]] = [
+        ("bad", "plain, a control", pipeline, code, {"num_draft_tokens": 0}),
+        ("bad", "random", pipeline, code, {"drafter": "random"}),
+        ("bad", "draft = target", large, code, {"drafter": "model"}),
+        ("good", "noise", pipeline, nonsense, {}),
+        ("good", "code", pipeline, code, {}),
+    ]
+    for temperature, (part, name, one, texts, both) in product((0.0, 1.0), cases):
+        if part in parts:
+            found = ratios(one, texts, seeds, length, temperature=temperature, **both)
+            click.echo(f"temperature {temperature:g}, {name}: {interval(found, middle)}")
     plans: list[tuple[str, list[tuple[list[list[int]], float]], tuple[str, ...]]] = [
         ("code", [(code, t)], ("model", "chain")) for t in (0.0, 1.0)
     ]
