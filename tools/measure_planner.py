@@ -122,6 +122,7 @@ def total(pairs: Sequence[tuple[float, float]]) -> float:
     " [default: all]",
 )
 @click.option("--seeds", default=1, show_default=True, help="Drawn texts of a prompt, or turns.")
+@click.option("-k", "ks", type=int, multiple=True, default=KS, help="The sweeps' K. [default: all]")
 def main(
     bundle: str | None,
     threads: int | None,
@@ -129,6 +130,7 @@ def main(
     length: int,
     parts: Sequence[str],
     seeds: int,
+    ks: Sequence[int],
 ) -> None:
     """Measure auto against plain decoding and every fixed setting."""
     pipeline = load(bundle, threads=threads)
@@ -160,11 +162,11 @@ def main(
     ]
     plans += [
         ("switching", [(tables, first), (nonsense, second)], ("model", "lookup", "chain"))
-        for first, second in ((0.0, 0.0), (0.0, 1.0), (1.0, 1.0))
+        for first, second in ((0.0, 1.0), (0.0, 0.0), (1.0, 1.0))
     ]
     for part, sets, drafters in plans:
         if part in parts:
-            settings = [PLAIN_SETTING, *(Setting(name, k) for name, k in product(drafters, KS))]
+            settings = [PLAIN_SETTING, *(Setting(name, k) for name, k in product(drafters, ks))]
             groups = zip(*([(text, t) for text in texts] for texts, t in sets), strict=True)
             mixed = list(chain.from_iterable(groups))
             temperatures = [t for _, t in sets]
