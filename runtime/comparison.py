@@ -7,7 +7,10 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from specedge.request import AUTO
+
 from .pipeline import Pipeline
+from .plans import PLANNED
 from .stats import Stats, as_dict
 from .stream import Generation
 from .theory import speedup
@@ -101,7 +104,8 @@ def _summarise(
         draft_cost = draft / target
     k = speculative[0].num_draft_tokens
     if not isinstance(k, int):
-        predicted = speculative[0].expected_speedup
+        if speculative[0].drafter in (AUTO, *PLANNED):
+            predicted = speculative[0].expected_speedup
     elif draft_cost is not None and stats.accepted_over_tested is not None and _is_model(stats):
         alpha, extra = stats.accepted_over_tested, host + exact
         predicted = speedup(alpha, k, draft_cost, verify / target, extra) * (1 + plain_host)

@@ -261,10 +261,11 @@ def test_a_table_that_no_line_can_use_is_found_before_any_runs(tmp_path):
     assert not output.exists()
 
 
+@pytest.mark.parametrize("k", [4, "auto"])
 @pytest.mark.parametrize("drafter", ["lookup", "chain", "block"])
-def test_compare_times_any_drafter_and_predicts_only_for_models(drafter):
-    result = run("compare", REPEATED, "-n", 30, "--repeats", 1, "--drafter", drafter)
+def test_compare_times_any_drafter_and_predicts_only_where_costs_are_known(drafter, k):
+    result = run("compare", REPEATED, "-n", 30, "--repeats", 1, "--drafter", drafter, "-k", k)
     assert result.returncode == 0
-    assert "predicted" not in result.stdout
+    assert ("predicted" in result.stdout) == (k == "auto" and drafter != "block")
     for word in ("speed-up", "tokens per round", "accepted / tested", "same tokens          yes"):
         assert word in result.stdout
