@@ -163,10 +163,10 @@ class Planner:
         """What the rounds so far gained over the target alone, by the table."""
         return self.plain_seconds / self.seconds if self.seconds else None
 
-    def affords(self, choice: Choice, times: int) -> bool:
-        """Whether so many rounds of the choice of a draft model may all fail."""
+    def affords_two(self, choice: Choice) -> bool:
+        """Whether two rounds of a draft model's choice may both fail."""
         loss = choice.seconds - choice.plain_seconds
-        return times * loss <= self._spare(MODEL, choice.plain_seconds)
+        return 2 * loss <= self._spare(MODEL, choice.plain_seconds)
 
     def _spare(self, source: str, plain: float) -> float:
         """The seconds that a round of a drafter may lose, but for what its model must read."""

@@ -111,7 +111,7 @@ class Auto:
             self._quiet = self._quiet + 1 if choice.kind == PLAIN else 0
             self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
             if last is not None and last.drafter == MODEL and _is_steady(choice):
-                self._rest = int(self.planner.affords(choice, 2))
+                self._rest = int(self.planner.affords_two(choice))
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
