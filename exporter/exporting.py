@@ -14,10 +14,13 @@ from specedge.manifest import OPS, File, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, whole
 from specedge.version import __version__
 
-from . import checkpoints, hub, pair, self_draft, writing
-from .checkpoints import Checkpoint
+from . import prediction, resident, writing
+from .checkpoint import checkpoints, hub, self_draft
+from .checkpoint.checkpoints import Checkpoint
 from .one_model import export_model
 from .progress import Progress
+from .tokenizers import pair
+from .tracing import dry_run
 
 
 @dataclass(frozen=True)
@@ -27,6 +30,7 @@ class Request:
     num_draft_tokens: int
     max_length: int | None
     ops: str
+    tolerance: float | None
 
     def __post_init__(self) -> None:
         if self.ops not in ("auto", *OPS):
@@ -34,6 +38,8 @@ class Request:
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)
+        if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
+            raise ValueError(f"tolerance must be above 0 and finite, got {self.tolerance}")
 
 
 def export(
@@ -44,35 +50,42 @@ def export(
     num_draft_tokens: int = 4,
     max_length: int | None = None,
     ops: str = "auto",
+    tolerance: float | None = None,
     draft_revision: str | None = None,
     target_revision: str | None = None,
+    adapter: str | os.PathLike[str] | None = None,
+    draft_adapter: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
 ) -> Bundle:
     """Export a draft and a target, each a folder or a hub id, to a bundle in the folder `output`.
 
-    A draft "self:N" is the target's own first N layers, out of the target's weights file.
+    A draft "self:N" is the target's own first N layers, out of the target's weights file. An
+    `adapter` is a LoRA adapter, merged into the target, a `draft_adapter` one into the draft.
 
     Without `output` the bundle goes to the user's data folder and becomes the default one. `ops`
-    is the op set of the graphs: "onnx", "gqa", or "auto" for each that the models can have.
+    is the op set of the graphs: "onnx", "gqa", or "auto" for each that the models can have. With
+    `tolerance` float32 errors may be that share of the largest value, however far PyTorch's own is.
 
     Raises SpecEdgeError, or ValueError for a bad option.
     """
     progress = progress or Progress()
-    request = Request(num_draft_tokens, max_length, ops)
+    request = Request(num_draft_tokens, max_length, ops, tolerance)
     draft, target = os.fspath(draft), os.fspath(target)
-    num_layers = self_draft.asked(draft, draft_revision)
+    adapters = [None if a is None else os.fspath(a) for a in (adapter, draft_adapter)]
+    num_layers = self_draft.asked(draft, draft_revision, adapters[1])
     if output is not None and not os.fspath(output):
         raise ExportError("--output is empty; name a folder")
     folder = Path(output) if output is not None else store.default_destination(draft, target)
     try:
         with writing.destination(folder) as work:
-            found = checkpoints.find("target", target, target_revision)
+            found = _find("target", target, target_revision, adapters[0], request)
             if num_layers is None:
-                other = checkpoints.find("draft", draft, draft_revision)
+                other = _find("draft", draft, draft_revision, adapters[1], request)
             else:
                 self_draft.check(num_layers, found)
                 other = found
-            _write(other, found, num_layers, request, work, progress)
+            with resident.bounded():
+                _write(other, found, num_layers, request, work, progress)
     except OSError as error:
         raise ExportError(_disk_trouble(error, folder)) from error
     bundle = Bundle.read(folder)
@@ -80,6 +93,19 @@ def export(
     if output is None:
         store.remember_default(folder)
     return bundle
+
+
+def _find(
+    role: str, name: str, revision: str | None, adapter: str | None, request: Request
+) -> Checkpoint:
+    """A checkpoint that can be exported, as far as that can be known without its weights."""
+    found = checkpoints.find(role, name, revision, adapter)
+    length = request.max_length or pair.DEFAULT_CONTEXT
+    try:
+        dry_run.check(found.config, length, request.num_draft_tokens, request.ops)
+    except ExportError as error:
+        raise ExportError(f"{role} {name} ({found.kind}) cannot be exported: {error}") from error
+    return found
 
 
 def _write(
@@ -95,13 +121,15 @@ def _write(
     pair.write_tokenizer(text, target, work)
     lengths = pair.context_lengths(target, draft, request.max_length, progress)
     found = [target] if num_layers is not None else [target, draft]
-    hub.check_space([c.remote for c in found if c.remote is not None], work)
+    for checkpoint, length in zip(found, lengths, strict=False):
+        prediction.announce(checkpoint, length, request.num_draft_tokens, request.ops, progress)
+    hub.check_space([remote for c in found for remote in c.remotes], work)
     models: list[Model] = []
     hashed: dict[str, File] = {}
     for checkpoint, length in zip(found, lengths, strict=False):
         exported, weights = export_model(
             checkpoint, length, text.num_tokens, request.num_draft_tokens, request.ops,
-            work / checkpoint.role, progress, num_layers,
+            work / checkpoint.role, progress, num_layers, request.tolerance,
         )  # fmt: skip
         models += exported
         hashed[exported[0].weights] = weights

@@ -13,21 +13,23 @@ import torch
 from specedge.errors import ExportError
 from specedge.manifest import OPS, File
 
-from . import geometry, graphs, self_draft, tracing
-from .checkpoints import Loaded
-from .geometry import Geometry
-from .layers import Layer
-from .peephole import straighten
+from .checkpoint import self_draft
+from .checkpoint.checkpoints import Loaded
+from .graph import graphs
+from .graph.peephole import straighten
+from .graph.weights import Weights
 from .progress import Progress
 from .quiet import one_line
-from .swaps import swapped
-from .weights import Weights
+from .tracing import geometry, repeating, tracing
+from .tracing.geometry import Geometry
+from .tracing.layers import Layer
+from .tracing.module_patches import swapped
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Part:
+class ModelExport:
     """A model on its way into a folder; `num_tokens` ids are real."""
 
     role: str
@@ -54,7 +56,7 @@ def measured(
     folder: Path,
     progress: Progress,
     prefix: str = "",
-) -> Part:
+) -> ModelExport:
     """Run the model to see what it keeps and what each of its layers does.
 
     `prefix` is what its files begin with where another model has the same folder.
@@ -65,10 +67,10 @@ def measured(
         layers = tracing.observe(loaded.model, shape)
     lengths = graphs.lengths(num_draft_tokens, context_length, prefix)
     num_tokens = min(num_tokens, shape.padded_vocab_size)
-    return Part(role, loaded, shape, lengths, layers, num_tokens, folder, progress)
+    return ModelExport(role, loaded, shape, lengths, layers, num_tokens, folder, progress)
 
 
-def own_draft(target: Part, num_layers: int, num_draft_tokens: int) -> Part:
+def own_draft(target: ModelExport, num_layers: int, num_draft_tokens: int) -> ModelExport:
     """The target's first layers as a model in the same folder."""
     try:
         loaded = self_draft.cut(target.loaded, num_layers)
@@ -86,7 +88,7 @@ def own_draft(target: Part, num_layers: int, num_draft_tokens: int) -> Part:
     return draft
 
 
-def write(parts: list[Part], ops: str) -> tuple[list[list[str]], File]:
+def write(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], File]:
     """Trace and write the op sets asked for, of models that share one folder and its weights.
 
     Which could be of each model, and the weights file's hash.
@@ -99,7 +101,9 @@ def write(parts: list[Part], ops: str) -> tuple[list[list[str]], File]:
     return written, stored.file
 
 
-def each(part: Part, wanted: tuple[str, ...] | list[str], do: Callable[[str], T]) -> dict[str, T]:
+def each(
+    part: ModelExport, wanted: tuple[str, ...] | list[str], do: Callable[[str], T]
+) -> dict[str, T]:
     """Do something for each op set; one that cannot be is left out with a note, if any can."""
     done: dict[str, T] = {}
     refused: dict[str, ExportError] = {}
@@ -117,7 +121,7 @@ def each(part: Part, wanted: tuple[str, ...] | list[str], do: Callable[[str], T]
     return done
 
 
-def write_graphs(part: Part, stored: Weights, ops: str) -> None:
+def write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
     """Trace a model in an op set and write its files. Raises ExportError where it cannot be."""
     if ops == "gqa":
         for layer in part.layers:
@@ -125,7 +129,7 @@ def write_graphs(part: Part, stored: Weights, ops: str) -> None:
                 raise ExportError(reason)
     with part.progress.step(f"Tracing the {part.role}"):
         with swapped(part.model, part.shape.context_length):
-            traced = tracing.trace(part.model, part.shape, ops, part.layers)
+            traced = repeating.trace(part.model, part.shape, ops, part.layers)
         straighten(traced.graph)
         graphs.fill_without_shapes(traced)
         graphs.tidy(traced)
@@ -135,7 +139,7 @@ def write_graphs(part: Part, stored: Weights, ops: str) -> None:
         graphs.write(traced, part.folder, part.lengths, ops)
 
 
-def finish(part: Part, stored: Weights) -> None:
+def finish(part: ModelExport, stored: Weights) -> None:
     """Wait for the weights to be in their file."""
     with part.progress.step(f"Writing the {part.role}", stored.size) as advance:
         stored.finish(advance)

@@ -36,3 +36,8 @@ class TargetModel(LanguageModel, Protocol):
     def row_independent_lengths(self) -> Collection[int]:
         """The T whose rows had the same bits as wider passes; none on devices not measured."""
         ...
+
+    @property
+    def float32_error(self) -> float:
+        """How far logits were from exact at export, relative to the largest."""
+        ...

@@ -16,9 +16,6 @@ from .model import LanguageModel, TargetModel
 ROWS = 16  # at least so many are compared
 PLACE = 64  # kernels change their blocks near multiples of it, so noise often begins there
 SAFETY = 4  # over a few windows of a noisy model the largest difference varied by 2 to 7 times
-# Float32 sums in another order differ by less than this share of the largest logit: every export
-# checks that its error is at most half of it. Noise may begin where nothing was measured.
-ROUNDING = 1e-5
 
 
 @dataclass(frozen=True)
@@ -84,7 +81,10 @@ class Noise:
             self._by_length |= found.by_length
             self._largest = max(self._largest, found.largest)
         measured = max((self._by_length[t] for t in ends), default=0.0)
-        return max(SAFETY * measured, ROUNDING * self._largest) if ends else 0.0
+        # Two right passes are each as far from exact as the export saw, so twice that from each
+        # other; noise may begin where nothing was measured.
+        least = 2 * self._target.float32_error * self._largest
+        return max(SAFETY * measured, least) if ends else 0.0
 
 
 def holds(length: int, held: Collection[int]) -> bool:

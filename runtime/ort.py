@@ -35,8 +35,9 @@ class OrtModel:
         """Open one of the model's graphs; one of a fixed shape takes passes of its length alone."""
         self.ops = choose_ops(model, ops)
         self.vocab_size = model.vocab_size
-        measured = model.parity[self.ops].row_independent_lengths
-        self.row_independent_lengths = measured if device == "cpu" else ()
+        parity = model.parity[self.ops]
+        self.row_independent_lengths = parity.row_independent_lengths if device == "cpu" else ()
+        self.float32_error = parity.logits_error
         self._name = model.source.id
         entry = model.graph(graph, self.ops)
         path = bundle.path(entry.file)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -9,6 +10,8 @@ from .errors import BundleError
 
 CURE = "export the pair again, or copy the bundle again"
 OPS = ("onnx", "gqa")
+FLOAT32_MULTIPLE = 8.0  # a graph's float32 error may be so many times PyTorch's own
+FLOAT32_FLOOR = 16 * 2.0**-24  # of the largest value: sums in another order differ by some ulps
 
 
 @dataclass(frozen=True)
@@ -91,29 +94,62 @@ class Graph:
 
 @dataclass(frozen=True)
 class Parity:
-    """What the export measured against the PyTorch model, errors relative to the largest value.
+    """What the export measured against the PyTorch model.
 
-    `row_independent_lengths` are the pass lengths T whose rows had the same bits as one pass over
-    all of them. `versions` are those of the packages that took part.
+    `structure_error` compares both in float64, where only a graph that is another model differs; it
+    is relative to the row of logits, or of one head's keys or values. The others are of float32,
+    against the same float64 and relative to the largest value of the output: the graph's and
+    PyTorch's own. `error_ratio` is the largest of the graph's errors in PyTorch's own of the same
+    row, `tolerance` what `--tolerance` allowed instead. `num_left_out` counts tokens left out
+    because rounding could have chosen other experts. `row_independent_lengths` are the pass
+    lengths T whose rows had the same bits as one pass over all of them. `versions` are those of the
+    packages that took part.
     """
 
-    tolerance: float
+    structure_error: float
     logits_error: float
     cache_error: float
+    float32_logits_error: float
+    float32_cache_error: float
+    error_ratio: float
+    tolerance: float | None
     logits_std: float
     num_positions: int
+    num_left_out: int
     row_independent_lengths: tuple[int, ...]
     versions: dict[str, str]
 
     def __post_init__(self) -> None:
-        if not 0 <= max(self.logits_error, self.cache_error) <= self.tolerance:
-            raise ValueError("logits_error and cache_error are at least 0 and within tolerance")
-        if min(self.logits_error, self.cache_error, self.logits_std, self.num_positions) < 0:
-            raise ValueError("no measured value is below 0")
+        numbers = {n: v for n, v in vars(self).items() if isinstance(v, int | float)}
+        if low := [name for name, value in numbers.items() if not 0 <= value < math.inf]:
+            raise ValueError(f"{low[0]} is at least 0 and finite")
+        if self.tolerance is None and self.error_ratio > FLOAT32_MULTIPLE:
+            raise ValueError(f"error_ratio is at most {FLOAT32_MULTIPLE:g} without a tolerance")
         if min(self.row_independent_lengths, default=1) < 1:
             raise ValueError("row_independent_lengths are at least 1")
         for text in (*self.versions, *self.versions.values()):
             check_line("versions", text)
+
+    @property
+    def summary(self) -> str:
+        """Both questions and their answers in one line."""
+        allowed = f"allowed {FLOAT32_MULTIPLE:g} times"
+        if self.tolerance is not None:
+            allowed = f"--tolerance {self.tolerance:g}"
+        return (
+            f"the model to {self.structure_error:.0e} in float64; in float32 logits are off by "
+            f"{self.logits_error:.1e} (the model's own by {self.float32_logits_error:.1e}), "
+            f"caches by {self.cache_error:.1e} ({self.float32_cache_error:.1e}), a row at most "
+            f"{self.error_ratio:.1f} times as far ({allowed}); {self.num_positions} positions"
+        )
+
+    @property
+    def bound(self) -> float:
+        """How far from exact a right graph may be, relative to the largest value."""
+        if self.tolerance is not None:
+            return self.tolerance
+        own = max(self.float32_logits_error, self.float32_cache_error)
+        return FLOAT32_MULTIPLE * own + FLOAT32_FLOOR
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,13 @@
 """A model exported into a folder, and its graphs compared with PyTorch."""
 
 from checkpoints import make_config, make_model
-from specedge.exporter import (
-    Progress,
-    model_files,
-    parity,
-    reference,
-)
-from specedge.exporter.checkpoints import Loaded
-from specedge.exporter.playing import Player
-from specedge.exporter.sources import Sources
+from specedge.exporter import Progress, model_files
+from specedge.exporter.checkpoint.checkpoints import Loaded
+from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.compare import parity, reference
+from specedge.exporter.compare.runner import Player
+from specedge.exporter.tracing import geometry, tracing
+from specedge.exporter.tracing.module_patches import swapped
 
 CONTEXT = 96
 
@@ -21,9 +19,22 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
     return Player(folder, part.lengths, part.shape, ops)
 
 
-def measure(model, player):
-    references = reference.references(model, Sources(), player.geometry, 512)
-    found = parity.measure("target", references, player)
+def graphs_of(model):
+    """What a model's layers do, and its graph in both op sets."""
+    shape = geometry.measure(model, CONTEXT, 4)
+    layers = tracing.observe(model, shape)
+    with swapped(model, CONTEXT):
+        return layers, {ops: tracing.trace(model, shape, ops, layers) for ops in ("onnx", "gqa")}
+
+
+def computed(model, player):
+    """What PyTorch computes, to compare a graph with."""
+    return reference.references("target", model, Sources(), player.geometry, 512)
+
+
+def measure(model, player, tolerance=None, references=None):
+    references = references or computed(model, player)
+    found = parity.measure("target", references, player, tolerance)
     assert found.differing == []
     return found.parity
 

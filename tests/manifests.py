@@ -8,6 +8,20 @@ from specedge import bundle as b
 from specedge import manifest as m
 from specedge.options import Filters
 
+PARITY = m.Parity(
+    structure_error=1e-15,
+    logits_error=1e-6,
+    cache_error=1e-7,
+    float32_logits_error=1e-6,
+    float32_cache_error=1e-7,
+    error_ratio=1.2,
+    tolerance=None,
+    logits_std=3.0,
+    num_positions=32,
+    num_left_out=0,
+    row_independent_lengths=(1, 2),
+    versions={"torch": "2.13.0"},
+)
 SHAPE = m.CacheLayer(heads=2, key_size=4, value_size=4)
 
 
@@ -27,7 +41,7 @@ def make_model(role: str) -> m.Model:
             m.Graph("decoder", "onnx", 1, None, True, f"{role}/decoder.onnx"),
             m.Graph("verify", "onnx", 1, 5, True, f"{role}/decoder.onnx"),
         ),
-        parity={"onnx": m.Parity(5e-6, 1e-7, 1e-7, 3.0, 32, (1, 2), {"torch": "2.13.0"})},
+        parity={"onnx": PARITY},
     )
 
 

@@ -76,8 +76,9 @@ def test_writing_is_repeatable(folder):
         (("target", "graphs", 0, "logits"), False, "decoder takes any length and has logits"),
         (("draft", "weights_dtype"), "float8", "got 'float8'"),
         (("num_draft_tokens",), 3, "verify must have length 4"),
-        (("target", "parity", "onnx", "logits_error"), 1.0, "within tolerance"),
-        (("target", "parity", "onnx", "num_positions"), -1, "below 0"),
+        (("target", "parity", "onnx", "logits_error"), -1.0, "logits_error is at least 0"),
+        (("target", "parity", "onnx", "error_ratio"), 9.0, "error_ratio is at most 8"),
+        (("target", "parity", "onnx", "num_positions"), -1, "num_positions is at least 0"),
         (("draft", "num_parameters"), -1, "num_parameters is at least 0"),
         (("draft", "parity", "onnx", "logits_std"), 10**400, "key 'draft.parity.onnx.logits_std'"),
         (("tokenizer",), "gone.json", "'gone.json' is not among the files"),
@@ -92,13 +93,13 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
 
 
 @pytest.mark.parametrize(
-    ("found", "cure"), [(1, "export the pair again"), (3, "use the specedge that wrote it")]
+    ("found", "cure"), [(2, "export the pair again"), (4, "use the specedge that wrote it")]
 )
 def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
-    said = f"format is {found}, this specedge reads format 2; {cure}"
+    said = f"format is {found}, this specedge reads format 3; {cure}"
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 

@@ -1,16 +1,17 @@
-"""Time and memory of an export at the true size of a known model. Development only.
+"""Time and memory of exports at the true sizes of published models. Development only.
 
-    python tools/measure_export.py gpt2-xl [--dtype float32] [--folder FOLDER]
+    python tools/measure_export.py [NAME ...] [--folder FOLDER] [--json FILE]
 
-The checkpoint is random, because only its shape matters here: it is written shard by shard, with
-embeddings large enough that the logits spread as a trained model's do. Its draft is a small model
-of the same family. The yardstick is a plain copy of the checkpoint's weights, file by file, with
-nothing of them in the system's cache before.
+writes a random checkpoint of each published shape (tools/shapes.py), exports it beside a draft of
+one small layer, in both op sets, and prints a row of docs/measurements.md's table for each. The
+yardstick of time is a plain copy of the checkpoint's weights, file by file, with nothing of them in
+the system's cache before. Memory is asked for every 20 milliseconds: Linux only. --json has more:
+the processors' time of each step, which says more on a busy machine, and memory by step.
 """
 
 from __future__ import annotations
 
-import inspect
+import contextlib
 import json
 import os
 import shutil
@@ -19,175 +20,222 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import click
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, PreTrainedTokenizerFast
+import safetensors
 
-from byte_level import END, train_tokenizer
+import shapes
+from specedge.errors import SpecEdgeError
+from specedge.exporter import Progress, export
 
-_TINYLLAMA = {
-    "vocab_size": 32000, "hidden_size": 2048, "intermediate_size": 5632,
-    "num_hidden_layers": 22, "num_attention_heads": 32, "num_key_value_heads": 4,
-    "max_position_embeddings": 2048, "tie_word_embeddings": False,
+# A draft of one small layer: what a published shape has otherwise. It has the target's tokenizer.
+_SMALL = {
+    "vocab_size": shapes.VOCAB_SIZE, "hidden_size": 64, "intermediate_size": 128,
+    "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
 }  # fmt: skip
-_LLAMA_1B = {
-    "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192,
-    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "max_position_embeddings": 131072, "tie_word_embeddings": True, "rope_theta": 500000.0,
-}  # fmt: skip
-SHAPES: dict[str, tuple[Any, dict[str, Any], str]] = {
-    "gpt2": (GPT2Config, {}, "float32"),
-    "gpt2-xl": (GPT2Config, {"n_embd": 1600, "n_layer": 48, "n_head": 25}, "float32"),
-    "llama-250m": (LlamaConfig, {**_TINYLLAMA, "num_hidden_layers": 3}, "bfloat16"),
-    "tinyllama": (LlamaConfig, _TINYLLAMA, "bfloat16"),
-    "llama-3.2-1b": (LlamaConfig, _LLAMA_1B, "bfloat16"),
-}
-SMALL = {
-    GPT2Config: {"n_embd": 64, "n_layer": 1, "n_head": 2},
-    LlamaConfig: {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1,
-        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32,
-    },
-}  # fmt: skip
-SHARD = 500_000_000
-MB, GB = 1e6, 1e9
+_SMALL_GPT2 = {"vocab_size": shapes.VOCAB_SIZE, "n_embd": 64, "n_layer": 1, "n_head": 2}
+STEPS = ("Loading", "Tracing", "Writing", "Running", "Comparing")
+GB = 1e9
+NO_FILES = 4 * GB  # and the largest matrix in float64: the aim
+HEADER = [
+    "| shape | weights | copy | export | loading | tracing | writing | PyTorch | comparing "
+    "| copies | resident | no file's, its aim | without comparing |",
+    "|" + "---|" * 13,
+]
 
 
-def write_checkpoint(folder: Path, config: Any, dtype: torch.dtype, tokenizer: Any) -> None:
-    """A random checkpoint, of which no more than a shard is ever in memory."""
-    folder.mkdir(parents=True)
-    config.bos_token_id = config.eos_token_id = 0
-    config.dtype = dtype
-    config.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    torch.manual_seed(0)
-    shards: list[dict[str, torch.Tensor]] = [{}]
-    where: dict[str, str] = {}
-    for name, parameter in model.named_parameters():
-        if sum(t.nbytes for t in shards[-1].values()) > SHARD:
-            _write_shard(folder, len(shards), shards[-1], where)
-            shards.append({})
-            shards[-2].clear()
-        shards[-1][name] = _random(name, parameter.shape, config.vocab_size).to(dtype)
-    _write_shard(folder, len(shards), shards[-1], where)
-    index = {"metadata": {}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index), "utf-8")
+@dataclass
+class Measured:
+    """One export: seconds, and peaks of memory in bytes, altogether and by step."""
+
+    name: str
+    size: int  # bytes of the weights
+    largest: int  # numbers in the largest matrix
+    copy: float
+    seconds: float = 0.0
+    steps: dict[str, float] = field(default_factory=dict)
+    processors: dict[str, float] = field(default_factory=dict)  # seconds of all cores together
+    resident: int = 0
+    no_files: int = 0
+    no_files_by_step: dict[str, int] = field(default_factory=dict)
+    resident_by_step: dict[str, int] = field(default_factory=dict)
+    error: str = ""
+
+    @property
+    def copies(self) -> float:
+        """What the export takes beside tracing, in copies of the weights."""
+        return (self.seconds - self.steps.get("Tracing", 0)) / self.copy
+
+    def row(self) -> str:
+        """Its line in the table."""
+        split = " | ".join(f"{self.steps.get(step, 0):.0f} s" for step in STEPS)
+        before = max(self.no_files_by_step.get(step, 0) for step in STEPS[:3])
+        return (
+            f"| {self.name} | {self.size / GB:.2f} GB | {self.copy:.1f} s | {self.seconds:.0f} s "
+            f"| {split} | {self.copies:.1f} | {self.resident / GB:.2f} GB "
+            f"| {self.no_files / GB:.2f} of {(NO_FILES + 8 * self.largest) / GB:.2f} GB "
+            f"| {before / GB:.2f} GB |"
+        )
 
 
-def _random(name: str, shape: torch.Size, vocab_size: int) -> torch.Tensor:
-    if len(shape) == 1:
-        return torch.full(shape, 0.0 if name.endswith("bias") else 1.0)
-    deviation = 4 / shape[1] ** 0.5 if shape[0] == vocab_size else 0.02
-    return torch.empty(shape).normal_(0, deviation)
+class Timed(Progress):
+    """Writes a line of JSON for each step: its name, and when it began and ended."""
+
+    @contextlib.contextmanager
+    def shown(self, description: str, total: int | None) -> Iterator[Any]:
+        """What the caller sees of a step."""
+        start = _now()
+        try:
+            yield lambda amount: None
+        finally:
+            print(json.dumps([description, start, _now()]), flush=True)
 
 
-def _write_shard(
-    folder: Path, number: int, tensors: dict[str, torch.Tensor], where: dict[str, str]
+def _now() -> tuple[float, float]:
+    """The time, and what the processors have given this process of theirs."""
+    return time.time(), time.process_time()
+
+
+class Watch:
+    """The memory of a process while it runs."""
+
+    def __init__(self, process: subprocess.Popen[Any]) -> None:
+        self.resident = 0
+        self.seen: list[tuple[float, int, int]] = []  # when, bytes of no file, and resident
+        self._process = process
+        self._thread = threading.Thread(target=self._look)
+        self._thread.start()
+
+    def done(self) -> None:
+        """Wait for the end of the process."""
+        self._thread.join()
+
+    def _look(self) -> None:
+        status = Path(f"/proc/{self._process.pid}/status")
+        while self._process.poll() is None:
+            try:
+                lines = dict(line.split(":", 1) for line in status.read_text().splitlines())
+            except OSError:
+                break
+            if "VmHWM" in lines:
+                self.resident = max(self.resident, _bytes(lines["VmHWM"]))
+                self.seen.append((time.time(), _bytes(lines["RssAnon"]), _bytes(lines["VmRSS"])))
+            time.sleep(0.02)
+
+
+def _bytes(text: str) -> int:
+    return 1024 * int(text.split()[0])
+
+
+def measure(name: str, place: Path) -> Measured:
+    """Write a checkpoint, export it, and remove both."""
+    shape = shapes.SHAPES[name]
+    target = shapes.write(place / "target", shape)
+    small = _SMALL_GPT2 if shape["model_type"] == "gpt2" else _SMALL
+    shapes.write(place / "draft", {**shape, **small})
+    files = sorted(target.glob("*.safetensors"))
+    found = Measured(
+        name, sum(f.stat().st_size for f in files), _largest(files), _copy_seconds(files, place)
+    )
+    start = time.perf_counter()
+    process = subprocess.Popen(
+        [sys.executable, __file__, "--one", str(place)], stdout=subprocess.PIPE, text=True
+    )
+    watch = Watch(process)
+    said, _ = process.communicate()
+    found.seconds = time.perf_counter() - start
+    watch.done()
+    found.resident = watch.resident
+    found.no_files = max((size for _, size, _ in watch.seen), default=0)
+    for line in map(json.loads, said.splitlines()):
+        if isinstance(line, str):
+            found.error = line
+        else:
+            _add(found, watch, *line)
+    if process.returncode:
+        found.error = found.error or f"exit {process.returncode}"
+    for part in ("target", "draft", "bundle"):
+        shutil.rmtree(place / part, ignore_errors=True)
+    return found
+
+
+def _add(
+    found: Measured, watch: Watch, step: str, start: tuple[float, float], end: tuple[float, float]
 ) -> None:
-    file = f"model-{number:05}.safetensors"
-    save_file(tensors, folder / file, {"format": "pt"})
-    where.update(dict.fromkeys(tensors, file))
+    """Count a step's time and memory with others of its kind, of both models."""
+    kind = step.split()[0]
+    for seconds, clock in ((found.steps, 0), (found.processors, 1)):
+        seconds[kind] = seconds.get(kind, 0) + end[clock] - start[clock]
+    seen = [sizes for when, *sizes in watch.seen if start[0] <= when <= end[0]]
+    for place, peaks in enumerate((found.no_files_by_step, found.resident_by_step)):
+        peaks[kind] = max((peaks.get(kind, 0), *(sizes[place] for sizes in seen)))
 
 
-def copy_seconds(folder: Path, output: Path) -> float:
+def _largest(files: list[Path]) -> int:
+    sizes = []
+    for file in files:
+        with safetensors.safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118
+                shape = tensors.get_slice(key).get_shape()
+                sizes.append(shape[0] * shape[1] if len(shape) == 2 else 0)
+    return max(sizes)
+
+
+def _copy_seconds(files: list[Path], place: Path) -> float:
     """What reading the weights and writing as many bytes takes."""
-    files = sorted(folder.glob("*.safetensors"))
     _forget(files)
     start = time.perf_counter()
-    with output.open("wb") as target:
+    with (place / "copy").open("wb") as copy:
         for file in files:
             with file.open("rb") as source:
-                while piece := source.read(8 << 20):
-                    target.write(piece)
+                shutil.copyfileobj(source, copy, 8 << 20)
     seconds = time.perf_counter() - start
-    output.unlink()
+    (place / "copy").unlink()
     _forget(files)
     return seconds
 
 
 def _forget(files: list[Path]) -> None:
-    """Drop files from the system's cache, where it can be asked to."""
-    if not hasattr(os, "posix_fadvise"):
-        return
+    """Drop files from the system's cache."""
     for file in files:
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
-class Watch:
-    """The peak memory of a process, asked for every few milliseconds: Linux only."""
-
-    def __init__(self, process: subprocess.Popen[Any]) -> None:
-        self.peaks = {"VmHWM": 0, "RssAnon": 0, "RssFile": 0}
-        self._process = process
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-
-    def done(self) -> dict[str, int]:
-        """Bytes, when the process has ended."""
-        self._thread.join()
-        return self.peaks
-
-    def _look(self) -> None:
-        status = Path(f"/proc/{self._process.pid}/status")
-        while self._process.poll() is None:
-            try:
-                lines = [line.split() for line in status.read_text().splitlines()]
-            except OSError:
-                break
-            for key, *value in lines:
-                if (name := key.rstrip(":")) in self.peaks:
-                    self.peaks[name] = max(self.peaks[name], 1024 * int(value[0]))
-            time.sleep(0.02)
+def _export(place: Path) -> None:
+    """What is measured, in a process of its own."""
+    try:
+        export(place / "draft", place / "target", place / "bundle", progress=Timed())
+    except SpecEdgeError as error:
+        print(json.dumps(str(error)), flush=True)
+        sys.exit(1)
 
 
 @click.command()
-@click.argument("shape", type=click.Choice(list(SHAPES)))
-@click.option("--dtype", type=click.Choice(["float32", "float16", "bfloat16"]))
+@click.argument("names", nargs=-1, type=click.Choice(list(shapes.SHAPES)))
 @click.option("--folder", type=click.Path(path_type=Path), help="Where files of this size may go.")
-def main(shape: str, dtype: str | None, folder: Path | None) -> None:
-    """Export a random model of a known shape, and print what that took."""
-    kind, options, stored = SHAPES[shape]
-    with tempfile.TemporaryDirectory(dir=folder) as name:
-        place = Path(name)
-        tokenizer = PreTrainedTokenizerFast(
-            tokenizer_object=train_tokenizer([inspect.getsource(inspect)], 512),
-            bos_token=END,
-            eos_token=END,
-        )
-        type_ = getattr(torch, dtype or stored)
-        write_checkpoint(place / "target", kind(**options), type_, tokenizer)
-        write_checkpoint(place / "draft", kind(**options | SMALL[kind]), type_, tokenizer)
-        size = sum(file.stat().st_size for file in (place / "target").glob("*.safetensors"))
-        copied = copy_seconds(place / "target", place / "copy")
-        command = [sys.executable, "-m", "specedge", "export", "--output", str(place / "bundle")]
-        command += ["--draft", str(place / "draft"), "--target", str(place / "target")]
-        start = time.perf_counter()
-        process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-        )
-        watch = Watch(process)
-        _, said = process.communicate()
-        seconds = time.perf_counter() - start
-        peaks = watch.done()
-        used = os.times().children_user + os.times().children_system
-        shutil.rmtree(place / "bundle", ignore_errors=True)
-    click.echo(said)
-    click.echo(f"{shape} in {type_}: {size / GB:.2f} GB of weights; exit {process.returncode}")
-    click.echo(f"copying them takes {copied:.1f} s, the export {seconds:.1f} s")
-    click.echo(f"it used {used:.1f} s of the processors' time, of which {os.cpu_count()} are here")
-    for what, key in (
-        ("resident memory, with pages of files", "VmHWM"),
-        ("memory that is no file's", "RssAnon"),
-    ):
-        click.echo(f"peak {what}: {peaks[key] / GB:.2f} GB, {peaks[key] / size:.2f} of the weights")
+@click.option("--json", "path", type=click.Path(path_type=Path), help="Append all figures to this.")
+@click.option("--one", type=click.Path(path_type=Path), hidden=True)
+def main(names: tuple[str, ...], folder: Path | None, path: Path | None, one: Path | None) -> None:
+    """Export random models of published shapes (all if none is named); print what that took."""
+    if one is not None:
+        _export(one)
+        return
+    click.echo("\n".join(HEADER))
+    for name in names or shapes.SHAPES:
+        with tempfile.TemporaryDirectory(dir=folder) as place:
+            found = measure(name, Path(place))
+        click.echo(found.row())
+        if found.error:
+            click.echo(f"{name}: {found.error}", err=True)
+        if path is not None:
+            with path.open("a") as file:
+                file.write(json.dumps(asdict(found)) + "\n")
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option(
     "--draft",
     required=True,
-    help="The draft model: a folder, a hub id, or self:N for the target's first N layers.",
+    help="The draft: a folder, a GGUF file, a hub id, or self:N for the target's first N layers.",
 )
-@click.option("--target", required=True, help="The target model: a folder or a hub id.")
+@click.option("--target", required=True, help="The target: a folder, a GGUF file or a hub id.")
 @click.option(
     "--output", type=click.Path(), help="The bundle's folder; without it, the default bundle."
 )
@@ -40,8 +40,15 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
     show_default=True,
     help="Operators of the graphs: onnx, gqa, or both where the models can have both.",
 )
+@click.option(
+    "--tolerance",
+    type=click.FloatRange(0, min_open=True),
+    help="Allow float32 errors up to this share of the largest value, whatever PyTorch's are.",
+)
 @click.option("--draft-revision", help="Branch, tag or commit of the draft on the hub.")
 @click.option("--target-revision", help="Branch, tag or commit of the target on the hub.")
+@click.option("--adapter", help="A LoRA adapter to merge into the target: a folder or a hub id.")
+@click.option("--draft-adapter", help="A LoRA adapter to merge into the draft.")
 def export(
     draft: str,
     target: str,
@@ -49,8 +56,11 @@ def export(
     num_draft_tokens: int,
     max_length: int | None,
     ops: str,
+    tolerance: float | None,
     draft_revision: str | None,
     target_revision: str | None,
+    adapter: str | None,
+    draft_adapter: str | None,
 ) -> None:
     """Export a draft and a target model to one bundle of ONNX graphs."""
     from specedge.exporter import export as run
@@ -63,8 +73,11 @@ def export(
             num_draft_tokens=num_draft_tokens,
             max_length=max_length,
             ops=ops,
+            tolerance=tolerance,
             draft_revision=draft_revision,
             target_revision=target_revision,
+            adapter=adapter,
+            draft_adapter=draft_adapter,
             progress=progress,
         )
     for note in progress.notes:
@@ -85,15 +98,9 @@ def _summary(bundle: Bundle, role: str, model: Model) -> str:
     size = f"{bundle.files[model.weights].size / 1e6:.1f} MB"
     if role == "draft" and bundle.shares_weights:
         size = f"in the target's {size}"
-    found = (
-        f"{ops}: over {parity.num_positions} positions logits within {parity.logits_error:.1e} "
-        f"and caches within {parity.cache_error:.1e} of PyTorch's (allowed {parity.tolerance:.0e})"
-        for ops, parity in model.parity.items()
-    )
-    return (
-        f"{role}: {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters, "
-        f"{size} as {model.weights_dtype}; {'; '.join(found)}"
-    )
+    found = (f"{role} ({ops}): {parity.summary}" for ops, parity in model.parity.items())
+    what = f"{model.architecture}, {model.num_parameters / 1e6:.1f} M parameters"
+    return "\n".join((f"{role}: {what}, {size} as {model.weights_dtype}", *found))
 
 
 @contextlib.contextmanager

@@ -97,8 +97,6 @@ def _graph_lines(model: Model, ops: str, parity: Parity) -> list[str]:
     lengths = ", ".join(map(str, parity.row_independent_lengths)) or "none"
     return [
         f"  {ops:14} {', '.join(graph.name for graph in model.graphs if graph.ops == ops)}",
-        f"    parity       logits {parity.logits_error:.1e}, caches {parity.cache_error:.1e}"
-        f" (tolerance {parity.tolerance:.0e}), logits' standard deviation"
-        f" {parity.logits_std:.1f}, {parity.num_positions} positions",
+        f"    parity       {parity.summary}; logits' standard deviation {parity.logits_std:.1f}",
         f"    same bits    for passes of {lengths} tokens",
     ]

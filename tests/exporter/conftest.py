@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ import torch  # noqa: E402
 from checkpoints import make_pair  # noqa: E402
 from specedge import store  # noqa: E402
 from specedge.bundle import Bundle  # noqa: E402
-from specedge.exporter import Progress, export, parts, playing  # noqa: E402
+from specedge.exporter import Progress, export  # noqa: E402
+from specedge.exporter.compare import partition, runner  # noqa: E402
 
-torch.set_num_threads(2)
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 PAIRS = {
     "gpt2": ("gpt2", {"noise": 0.1, "context": 256}),
     "llama": ("llama", {"kv_heads": 2, "context": 256}),
@@ -76,5 +78,5 @@ def checkpoint(pairs, tmp_path):
 @pytest.fixture
 def in_parts(monkeypatch):
     """Small models are played as large ones are."""
-    monkeypatch.setattr(playing, "WHOLE_BYTES", 0)
-    monkeypatch.setattr(parts, "PART_BYTES", 100_000)
+    monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(partition, "PART_BYTES", 100_000)

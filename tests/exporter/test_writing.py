@@ -13,7 +13,8 @@ import pytest
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import ExportError
-from specedge.exporter import export, weights, writing
+from specedge.exporter import export, writing
+from specedge.exporter.graph import weights
 from specedge.leftovers import remove_leftovers
 
 SLOW = """

@@ -1,0 +1,1 @@
+"""A checkpoint: found on disk or on the hub, its weights read where they lie."""

@@ -1,0 +1,185 @@
+"""LoRA adapters, merged by peft into one matrix at a time as it is read."""
+
+from __future__ import annotations
+
+import copy
+import json
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from specedge.errors import CheckpointError, MissingExtraError
+
+from ..progress import Progress
+from ..quiet import one_line, quiet
+from . import folders, hub, licences
+from .lazy_tensors import LazyTensor, numbers
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+# What cannot be merged into a model's own matrices, or would change more of it than those.
+_BEYOND = (
+    "alora_invocation_tokens",
+    "arrow_config",
+    "layer_replication",
+    "lora_bias",
+    "target_parameters",
+    "trainable_token_indices",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+_ALTERING = ("corda", "loftq", "lora_ga", "olora", "pissa")
+
+
+@dataclass
+class Adapter:
+    """A LoRA adapter: its config is here, its weights are when they are fetched."""
+
+    role: str
+    name: str
+    folder: Path
+    remote: hub.Snapshot | None
+
+    @property
+    def source(self) -> str:
+        """What the manifest says of it, behind its model's name."""
+        commit = f"@{self.remote.revision}" if self.remote else ""
+        return f"{self.name if self.remote else self.folder.resolve().name}{commit}"
+
+
+def find(role: str, name: str, model: str) -> Adapter:
+    """An adapter's config, in a folder or on the hub, if it fits. Raises CheckpointError."""
+    _installed(f"{role} {name}")
+    path = Path(name).expanduser()
+    remote = None if path.is_dir() else hub.find(role, name, None, _weights)
+    folder = path if remote is None else remote.folder
+    files = {p.name for p in folder.iterdir()} if remote is None else remote.names
+    where = f"{role} {name}"
+    if CONFIG not in files or not set(WEIGHTS) & files:
+        raise CheckpointError(f"{where} has no {CONFIG} with {WEIGHTS[0]}; give a LoRA adapter")
+    _check(where, folder, model)
+    return Adapter(role, name, folder, remote)
+
+
+def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
+    """The model with matrices that peft merges, in float32, whenever they are read."""
+    import peft
+
+    where = f"{adapter.role} {adapter.name}"
+    if adapter.remote is not None:
+        hub.fetch_weights(adapter.remote, progress)
+    with quiet():
+        config = peft.PeftConfig.from_pretrained(str(adapter.folder))
+        config.inference_mode = True
+        try:
+            weights = peft.load_peft_weights(str(adapter.folder), device="cpu")
+            _read_saved(model, weights)
+            wrapped = peft.get_peft_model(model, config)  # type: ignore[arg-type]
+            result: Any = peft.set_peft_model_state_dict(wrapped, weights)
+        except Exception as error:
+            raise CheckpointError(
+                f"{where} does not fit the model: {one_line(error)}; "
+                "give the model it was trained on"
+            ) from error
+    lacking = [key for key in result.missing_keys if "lora_" in key or "modules_to_save" in key]
+    if found := [*result.unexpected_keys, *lacking]:
+        raise CheckpointError(
+            f"{where} does not fit the model, which differs in {found[0]}; "
+            "give the model it was trained on"
+        )
+    lock = threading.Lock()
+    for layer in [m for m in wrapped.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]:
+        base = layer.get_base_layer()
+        base.weight = nn.Parameter(_merged(layer, base.weight, lock), requires_grad=False)
+    licence = folders.line(licences.stated(adapter.folder)) or "none stated"
+    progress.note(f"{where} is merged into its model, in float32; its licence: {licence}")
+    return _untied(wrapped.unload())
+
+
+def _merged(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> LazyTensor:
+    """A layer's matrix with its adapter; the layer itself never holds the numbers. [R, C]"""
+    weight = weight.detach()
+
+    def read() -> torch.Tensor:
+        with lock, torch.no_grad():
+            twin, layer.base_layer = layer.base_layer, copy.copy(layer.base_layer)
+            try:
+                full = numbers(weight).to(torch.float32, copy=True)
+                layer.base_layer._parameters = {
+                    **twin._parameters, "weight": nn.Parameter(full, requires_grad=False)
+                }  # fmt: skip
+                layer.merge()
+                result: torch.Tensor = layer.base_layer.weight.detach()
+            finally:
+                layer.base_layer = twin
+                layer.merged_adapters.clear()
+        return result
+
+    return LazyTensor(torch.empty(weight.shape, dtype=torch.float32, device="meta"), read)
+
+
+def _read_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Modules that an adapter brings whole are copied into, so they hold numbers."""
+    whole = {key.replace(".base_layer", "").rpartition(".")[0] for key in weights}
+    for name, module in model.named_modules():
+        if name and any(place.endswith(f".{name}") for place in whole):
+            for key, parameter in module.named_parameters(recurse=False):
+                full = numbers(parameter.detach()).to(torch.float32, copy=True)
+                setattr(module, key, nn.Parameter(full, requires_grad=False))
+
+
+def _untied(model: Any) -> Any:
+    """The model, which says so if an adapter made its head another matrix than its embedding."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is not table.weight:
+        model.config.tie_word_embeddings = False
+        model.config.get_text_config().tie_word_embeddings = False
+    return model
+
+
+def _weights(folder: Path, names: set[str]) -> list[str]:
+    return [name for name in WEIGHTS if name in names][:1]
+
+
+def _check(where: str, folder: Path, model: str) -> None:
+    """Refuse what cannot be merged, and another model's adapter."""
+    try:
+        config = json.loads((folder / CONFIG).read_text("utf-8"))
+        kind, base = str(config["peft_type"]), config.get("base_model_name_or_path")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(f"{where}: {CONFIG} cannot be read: {one_line(error)}") from error
+    if kind != "LORA":
+        raise CheckpointError(f"{where} is a {kind} adapter; only LoRA adapters can be merged")
+    if found := [name for name in _BEYOND if config.get(name)]:
+        raise CheckpointError(
+            f"{where} has {found[0]}, which cannot be merged matrix by matrix; merge it with peft, "
+            "merge_and_unload(), and export that checkpoint"
+        )
+    if str(config.get("init_lora_weights")).lower().startswith(_ALTERING):
+        raise CheckpointError(
+            f"{where} started from {config['init_lora_weights']}, which changed the model itself; "
+            "save it with peft's path_initial_model_for_weight_conversion, which makes it plain"
+        )
+    if _differ(base, model):
+        raise CheckpointError(f"{where} was trained on {base}, not on {model}; give {base}")
+
+
+def _differ(base: object, model: str) -> bool:
+    """Whether two names are of two hub repositories; a folder could hold any."""
+    if not isinstance(base, str) or Path(model).expanduser().exists() or Path(base).exists():
+        return False
+    return base.count("/") == model.count("/") == 1 and base.lower() != model.lower()
+
+
+def _installed(where: str) -> None:
+    try:
+        import peft  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{where} is an adapter, which takes another package: pip install peft"
+        ) from error

@@ -1,0 +1,280 @@
+"""A checkpoint from a local folder or the hub; no code of its own ever runs."""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from specedge.errors import CheckpointError, SpecEdgeError
+from specedge.manifest import Source
+
+from ..progress import Progress
+from ..quiet import one_line, quiet
+from . import adapters, folders, gguf_files, hub, licences, quantised, text_part, weight_files
+from .adapters import Adapter
+from .lazy_tensors import LazyTensor, lazy, stored
+from .lazy_weights import Sources
+
+
+@dataclass
+class Checkpoint:
+    """A config and a tokenizer at hand; the weights are fetched and read when asked for.
+
+    `raw` is the config as its file has it; of a GGUF file, which has none, it is empty.
+    """
+
+    role: str
+    name: str
+    folder: Path
+    source: Source
+    published: Any  # the config as it is in the folder, of which `config` is the text part's
+    config: Any
+    raw: dict[str, Any]
+    tokenizer: Any
+    generation: dict[str, Any]
+    weights: list[str]
+    remote: hub.Snapshot | None
+    adapter: Adapter | None
+
+    @property
+    def kind(self) -> str:
+        """The architecture, as transformers names it."""
+        return str(self.config.model_type)
+
+    @property
+    def remotes(self) -> list[hub.Snapshot]:
+        """What is yet to be fetched from the hub."""
+        both = (self.remote, self.adapter.remote if self.adapter else None)
+        return [remote for remote in both if remote is not None]
+
+
+def find(role: str, name: str, revision: str | None, adapter: str | None = None) -> Checkpoint:
+    """Config and tokenizer of a folder, a GGUF file or a hub id, without its weights.
+
+    An `adapter`, which is a folder or a hub id, too, is merged into the weights that are loaded.
+    """
+    if not name:
+        raise CheckpointError(f"the {role} has no name; give a checkpoint's folder or a hub id")
+    where = f"{role} {name}"
+    path, gguf = _split(Path(os.path.expanduser(name)), name)
+    local = path.is_dir()
+    if not local and (path.exists() or _looks_like_a_path(name)):
+        what = "is a file, not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{where} {what}; give a checkpoint's folder or a hub id")
+    if local and revision is not None:
+        raise CheckpointError(f"{where} is a folder, which has no revisions; leave it out")
+
+    def choose(folder: Path, names: set[str]) -> list[str]:
+        return weight_files.held(where, folder, {gguf} & names if gguf else names)
+
+    remote = None if local else hub.find(role, str(path), revision, choose)
+    folder = path if remote is None else remote.folder
+    files = {p.name for p in path.iterdir()} if remote is None else remote.names
+    folders.check(role, name, folder, files)
+    if gguf and gguf not in files:
+        raise CheckpointError(f"{where}: {path} has no {gguf}")
+    weights = choose(folder, files)
+    shown = name if remote else (path / gguf if gguf else path).resolve().name
+    published, tokenizer, raw = _read(role, name, folder, remote, weights, files)
+    config = text_part.of(where, published)
+    found = adapters.find(f"{role} adapter", adapter, name) if adapter is not None else None
+    shown = f"{shown} + {found.source}" if found else shown
+    commit = remote.revision if remote else None
+    return Checkpoint(
+        role=role,
+        name=name,
+        folder=folder,
+        source=Source(folders.line(shown) or "", commit, folders.line(licences.stated(folder))),
+        published=published,
+        config=config,
+        raw=raw,
+        tokenizer=tokenizer,
+        generation=folders.json_object(role, name, folder / "generation_config.json"),
+        weights=weights,
+        remote=remote,
+        adapter=found,
+    )
+
+
+@dataclass
+class Loaded:
+    """A model in float32 whose large matrices are stand-ins, and where their numbers are."""
+
+    model: torch.nn.Module
+    dtype: str
+    sources: Sources
+
+
+def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
+    """The model, with `dtype` the type that most of its weights are stored in."""
+    where = f"{checkpoint.role} {checkpoint.name}"
+    if checkpoint.remote is not None:
+        hub.fetch_weights(checkpoint.remote, progress)
+    with quiet():
+        try:
+            model, info, dtype = _model(where, checkpoint)
+        except SpecEdgeError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{where} cannot be loaded: {one_line(error)}") from error
+    if lacking := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):
+        raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
+    _note_format(where, checkpoint, progress)
+    if checkpoint.adapter is not None:
+        model = adapters.merged(checkpoint.adapter, model, progress)
+        dtype = weight_files.stored_dtype(where, dict(model.named_parameters()))
+    model.eval().requires_grad_(False)
+    sources = Sources()
+    _put_stand_ins(model, sources)
+    _tie(model, sources)
+    return Loaded(model, dtype, sources)
+
+
+def _model(where: str, checkpoint: Checkpoint) -> tuple[Any, Any, str]:
+    """The model, what transformers says of its loading, and the type of most weights."""
+    files = [checkpoint.folder / name for name in checkpoint.weights]
+    if files[0].suffix == ".gguf":
+        model, info = gguf_files.load(checkpoint.folder, files[0].name)
+        return model, info, gguf_files.stored_dtype(where, files[0])
+    state = quantised.widened(where, checkpoint.raw, weight_files.read(where, files))
+    state = text_part.named(checkpoint.published, checkpoint.config, state)
+    dtype = weight_files.stored_dtype(where, state)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            copy.deepcopy(checkpoint.config), trust_remote_code=False
+        )
+    model, info = type(empty).from_pretrained(
+        None,
+        config=empty.config,
+        state_dict={key: _lazy(tensor) for key, tensor in state.items()},
+        dtype=torch.float32,
+        output_loading_info=True,
+    )
+    return model, info, dtype
+
+
+def _lazy(tensor: torch.Tensor) -> torch.Tensor:
+    """A matrix that is renamed and joined without being read; what is small is read at once."""
+    if isinstance(tensor, LazyTensor):
+        return tensor
+    return lazy(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else tensor.clone()
+
+
+def _put_stand_ins(model: torch.nn.Module, sources: Sources) -> None:
+    """Large matrices get stand-ins, smaller ones their numbers; what is tied stays so."""
+    known: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, LazyTensor):
+                if id(parameter) not in known:
+                    tensor = sources.stand_in(stored(parameter))
+                    known[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+                module._parameters[name] = known[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, LazyTensor):
+                module._buffers[name] = buffer.read().to(buffer.dtype, copy=True)
+
+
+def _note_format(where: str, checkpoint: Checkpoint, progress: Progress) -> None:
+    """Say what is special about how the weights are stored."""
+    role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
+    how = quantised.method(checkpoint.raw)
+    if file.suffix == ".gguf":
+        how = gguf_files.kind(where, file)
+    if how is not None:
+        progress.note(
+            f"{role}: its weights are stored in {how} and widened to what they stand for; "
+            f"the {role} is this quantised model"
+        )
+    if file.suffix == ".bin":
+        progress.note(
+            f"{role}: its weights are pickled, and were read with torch's weights-only loader, "
+            "which runs no code"
+        )
+
+
+def _tie(model: Any, sources: Sources) -> None:
+    """An output matrix that is stored twice but equals the embedding is the embedding."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    a, b = (sources.behind(getattr(module, "weight", None)) for module in (table, head))
+    if a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b):
+        head.weight = table.weight
+
+
+def _split(path: Path, name: str) -> tuple[Path, str | None]:
+    """A folder or a repository, and the GGUF file in it that is asked for."""
+    remote = name.count("/") == 2 and not name.startswith((".", "/", "~"))
+    if name.endswith(".gguf") and (path.is_file() or remote):
+        return path.parent, path.name
+    return path, None
+
+
+def _looks_like_a_path(name: str) -> bool:
+    parts = name.count("/") - name.endswith(".gguf")
+    return name.startswith((".", "/", "~")) or "\\" in name or parts > 1
+
+
+def _read(
+    role: str,
+    name: str,
+    folder: Path,
+    remote: hub.Snapshot | None,
+    weights: list[str],
+    files: set[str],
+) -> tuple[Any, Any, dict[str, Any]]:
+    """Config and tokenizer, and the config as it is in its file. Raises CheckpointError."""
+    if not weights[0].endswith(".gguf"):
+        raw = folders.json_object(role, name, folder / "config.json")
+        return (
+            _load_config(role, name, folder, raw, files),
+            _load_tokenizer(role, name, folder),
+            raw,
+        )
+    where, file = f"{role} {name}", weights[0]
+    weight_files.check_gguf(where, file)
+    with tempfile.TemporaryDirectory() as head:
+        if remote is not None and not (folder / file).exists():
+            folder = Path(head)
+            hub.fetch_head(remote, file, folder)
+        gguf_files.check(where, folder / file)
+        config = _pretrained(AutoConfig.from_pretrained, f"{where}: {file}", folder, gguf_file=file)
+        return config, _load_tokenizer(role, name, folder, gguf_file=file), {}
+
+
+def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files: set[str]) -> Any:
+    if "transformers_weights" in raw:
+        raise CheckpointError(f"{role} {name} names its own weights file, which is not supported")
+    quantised.check(f"{role} {name}", raw, files, folders.original(role, name, folder))
+    if "auto_map" in raw and not raw.get("model_type"):
+        raise CheckpointError(f"{role} {name} needs its own code to run, which specedge never runs")
+    config = _pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
+    for part in (config, config.get_text_config()):
+        vars(part).pop("quantization_config", None)  # what is built of it is widened
+    return config
+
+
+def _load_tokenizer(role: str, name: str, folder: Path, **options: str) -> Any:
+    what = f"{role} {name}: its tokenizer"
+    tokenizer = _pretrained(AutoTokenizer.from_pretrained, what, folder, **options)
+    if not getattr(tokenizer, "is_fast", False):
+        raise CheckpointError(f"{role} {name} has no tokenizer that the tokenizers library can run")
+    return tokenizer
+
+
+def _pretrained(load: Callable[..., Any], what: str, folder: Path, **options: str) -> Any:
+    with quiet():
+        try:
+            return load(folder, local_files_only=True, trust_remote_code=False, **options)
+        except Exception as error:
+            text = one_line(error)
+            if "trust_remote_code" in str(error):
+                text = "it needs the repository's own code, which specedge never runs"
+            raise CheckpointError(f"{what} cannot be read: {text}") from error

@@ -1,0 +1,101 @@
+"""One file of a repository, downloaded to the hub's cache, with its bytes told as they come.
+
+huggingface_hub goes on where a connection broke, but forgets what it has when its process ends. So
+plain downloads are kept here until they are whole, and then are where its cache keeps them.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import filelock
+import huggingface_hub
+from huggingface_hub import constants, file_download, utils
+
+from . import gguf_files
+
+HEAD = 1 << 24  # bytes; more than the vocabulary in a GGUF file's header takes as a rule
+
+
+def fetch(
+    name: str, revision: str, file: str, folder: Path, advance: Callable[[int], None]
+) -> None:
+    """A file into the cache and a snapshot's `folder`; `advance` is told of bytes."""
+    url = huggingface_hub.hf_hub_url(name, file, revision=revision)
+    found = huggingface_hub.get_hf_file_metadata(url)
+    by_xet = found.xet_file_data is not None and importlib.util.find_spec("hf_xet") is not None
+    if (not by_xet or constants.HF_HUB_DISABLE_XET) and found.etag and found.size:
+        _fetch_rest(url, folder.parents[1] / "blobs" / found.etag, found.size, advance)
+    huggingface_hub.hf_hub_download(name, file, revision=revision, tqdm_class=bar(advance))
+
+
+def fetch_head(name: str, revision: str, file: str, path: Path, size: int) -> None:
+    """A GGUF file with its header, and holes where its tensors are."""
+    url = huggingface_hub.hf_hub_url(name, file, revision=revision)
+    length = HEAD
+    while True:
+        _fetch_start(url, path, length)
+        os.truncate(path, size)
+        if length >= size or gguf_files.header_ends(path) <= length:
+            return
+        length *= 2
+
+
+def bar(advance: Callable[[int], None]) -> type[utils.tqdm]:
+    """A progress bar, as huggingface_hub takes one, that draws nothing."""
+
+    class Bar(utils.tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **{**options, "disable": True})
+            advance(int(options.get("initial") or 0))
+
+        def update(self, n: float | None = 1) -> None:
+            advance(int(n or 0))
+
+    return Bar
+
+
+def _fetch_rest(url: str, blob: Path, size: int, advance: Callable[[int], None]) -> None:
+    """What is not here of a file, which becomes `blob` when it is whole."""
+    part = blob.with_name(f"{blob.name}.part")
+    part.parent.mkdir(parents=True, exist_ok=True)
+    with filelock.FileLock(f"{part}.lock"):
+        if blob.exists() or (part.exists() and part.stat().st_size == size):
+            advance(size)
+        else:
+            _append(url, part, size, advance)
+        if not blob.exists():
+            part.replace(blob)
+
+
+def _append(url: str, part: Path, size: int, advance: Callable[[int], None]) -> None:
+    with part.open("ab") as written:
+        if (start := written.tell()) > size:
+            start = written.truncate(0)
+        file_download.http_get(
+            url,
+            written,
+            resume_size=start,
+            headers=_headers(),
+            expected_size=size,
+            tqdm_class=bar(advance),
+        )
+
+
+def _fetch_start(url: str, path: Path, length: int) -> None:
+    headers = {**_headers(), "Range": f"bytes=0-{length - 1}"}
+    with huggingface_hub.get_session().stream("GET", url, headers=headers) as response:
+        utils.hf_raise_for_status(response)
+        with path.open("wb") as written:
+            for piece in response.iter_bytes():
+                written.write(piece)
+                if written.tell() >= length:
+                    return
+
+
+def _headers() -> dict[str, str]:
+    return {**utils.build_hf_headers(), "Accept-Encoding": "identity"}

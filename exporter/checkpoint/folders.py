@@ -1,0 +1,81 @@
+"""What a folder or a repository holds, and what to do where that is no checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from specedge.errors import CheckpointError
+
+from ..quiet import one_line
+from . import licences, weight_files
+
+
+def check(role: str, name: str, folder: Path, files: set[str]) -> None:
+    """Say early, and what to do, when a folder holds something other than a checkpoint."""
+    where = f"{role} {name}"
+    if not files:
+        raise CheckpointError(f"{where} is an empty folder; give one with a checkpoint")
+    if "bundle.json" in files:
+        raise CheckpointError(f"{where} is a bundle already; give the checkpoint it was made from")
+    if {*weight_files.SAFE, *weight_files.PICKLED} & files:
+        if "config.json" not in files:
+            raise CheckpointError(f"{where} has weights but no config.json; download it again")
+        return
+    if "adapter_config.json" in files:
+        option = "--draft-adapter" if role == "draft" else "--adapter"
+        raise CheckpointError(
+            f"{where} is an adapter; give the model it was trained on as --{role}, "
+            f"and this as {option}"
+        )
+    if any(f.endswith(".gguf") for f in files):
+        return
+    if any(f.endswith((".bin", ".pt", ".pth", ".ckpt")) for f in files):
+        raise CheckpointError(
+            f"{where} has only pickled weights of an unknown layout; "
+            f"give a checkpoint with {weight_files.SAFE[0]} or {weight_files.PICKLED[0]}"
+        )
+    if any(f.endswith(".onnx") for f in files) or "onnx" in files:
+        raise CheckpointError(f"{where} {_onnx_trouble(role, name, folder)}")
+    raise CheckpointError(
+        f"{where} has no {weight_files.SAFE[0]}; give a folder with a whole checkpoint"
+    )
+
+
+def original(role: str, name: str, folder: Path) -> str | None:
+    """The checkpoint that this one says it was made from."""
+    origin = json_object(role, name, folder / "config.json").get("_name_or_path")
+    if not isinstance(origin, str) or not origin:
+        origin = licences.front_matter(folder).get("base_model")
+        origin = origin[0] if isinstance(origin, list) and origin else origin
+    return line(origin) if isinstance(origin, str) and origin else None
+
+
+def json_object(role: str, name: str, path: Path) -> dict[str, Any]:
+    """A file's JSON object; an empty one where there is no file. Raises CheckpointError."""
+    try:
+        value = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{role} {name}: {path.name} cannot be read: {one_line(error)}"
+        ) from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{role} {name}: {path.name} is not a JSON object")
+    return value
+
+
+def line(text: str | None) -> str | None:
+    """Text that fits in one line of a manifest, whatever a folder or a README is called."""
+    return text and "".join(c if c.isprintable() else "?" for c in text[:500])
+
+
+def _onnx_trouble(role: str, name: str, folder: Path) -> str:
+    """Why an ONNX export is no checkpoint, and which checkpoint it names as its own."""
+    if (origin := original(role, name, folder)) is None:
+        cure = "give the checkpoint it was made from, with config.json and model.safetensors"
+    else:
+        cure = f"it was made from {origin}: give that, with its model.safetensors"
+    return f"is an ONNX export, as optimum writes it, without the weights to export from; {cure}"

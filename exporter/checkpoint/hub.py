@@ -1,0 +1,198 @@
+"""Checkpoints on the Hugging Face hub: small files first, weights when the pair is known to fit."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import glob
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import constants, errors
+
+from specedge.errors import CheckpointError, SpecEdgeError
+
+from ..progress import Progress
+from ..quiet import one_line, quiet
+from . import downloads
+from .licences import wanted
+
+TIMEOUT = 10.0
+_SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "README.md")
+_FOLDERS = ["*/*"]
+# Which files of a repository hold its weights, by its names and the folder of its small files.
+Choose = Callable[[Path, set[str]], list[str]]
+
+
+@dataclass
+class Snapshot:
+    """One commit of a repository: small files in `folder`, and the sizes of its weights."""
+
+    role: str
+    name: str
+    revision: str
+    folder: Path
+    names: set[str]
+    weights: dict[str, int]
+
+    def missing_bytes(self) -> int:
+        """How much of the weights is yet to be downloaded."""
+        return sum(n for f, n in self.weights.items() if not (self.folder / f).exists())
+
+
+def find(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot:
+    """Look a repository up and fetch its small files; from the cache where there is no network."""
+    try:
+        huggingface_hub.utils.validate_repo_id(name)
+    except errors.HFValidationError as error:
+        raise CheckpointError(f"{role} '{name}' is neither a folder nor a hub id") from error
+    try:
+        return _online(role, name, revision, choose)
+    except SpecEdgeError:
+        raise
+    except Exception as error:
+        if reason := _refusal(role, name, revision, error):
+            raise CheckpointError(reason) from error
+        return _cached(role, name, revision, choose, error)
+
+
+def fetch_weights(snapshot: Snapshot, progress: Progress) -> None:
+    """Download the weights that are not here yet."""
+    todo = [f for f in snapshot.weights if not (snapshot.folder / f).exists()]
+    if not todo:
+        return
+    with (
+        progress.step(f"Downloading {snapshot.name}", snapshot.missing_bytes()) as advance,
+        quiet(),
+    ):
+        for file in todo:
+            with _told(snapshot, file):
+                downloads.fetch(snapshot.name, snapshot.revision, file, snapshot.folder, advance)
+
+
+def fetch_head(snapshot: Snapshot, file: str, folder: Path) -> None:
+    """A GGUF file in `folder` with its header, and holes where its tensors are."""
+    with quiet(), _told(snapshot, file):
+        downloads.fetch_head(
+            snapshot.name, snapshot.revision, file, folder / file, snapshot.weights[file]
+        )
+
+
+def check_space(snapshots: list[Snapshot], destination: Path) -> None:
+    """Refuse a download that the disks of the hub's cache and of the bundle cannot hold."""
+    needs = {
+        Path(constants.HF_HUB_CACHE): sum(s.missing_bytes() for s in snapshots),
+        destination: sum(size for s in snapshots for size in s.weights.values()),
+    }
+    disks: dict[int, tuple[Path, int]] = {}
+    for path, need in needs.items():
+        place = next(p for p in (path, *path.parents) if p.exists())
+        _, before = disks.get(place.stat().st_dev, (place, 0))
+        disks[place.stat().st_dev] = (place, before + need)
+    for place, need in disks.values():
+        if need > (free := shutil.disk_usage(place).free):
+            raise CheckpointError(
+                f"download and bundle need {need / 1e9:.1f} GB, {place} has {free / 1e9:.1f} GB "
+                "free; free some, or set HF_HOME or --output to a larger disk"
+            )
+
+
+def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot:
+    api = huggingface_hub.HfApi()
+    info = api.model_info(name, revision=revision, files_metadata=True, timeout=TIMEOUT)
+    everything = {f.rfilename: f.size or 0 for f in info.siblings or []}
+    names = {name.partition("/")[0] for name in everything}  # folders too
+    sizes = {name: size for name, size in everything.items() if "/" not in name}
+    with quiet():
+        # By its name and not its commit, so that the cache knows which one a branch led to.
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                allow_patterns=_small(sizes),
+                ignore_patterns=_FOLDERS,
+                tqdm_class=downloads.bar(lambda amount: None),
+            )
+        )
+    if folder.name not in (info.sha, revision):  # pushed to between the two questions
+        return _online(role, name, folder.name, choose)
+    weights = {f: sizes.get(f, 0) for f in choose(folder, set(sizes))}
+    return Snapshot(role, name, folder.name, folder, names, weights)
+
+
+def _small(sizes: dict[str, int]) -> list[str]:
+    """Patterns of the files to fetch at once; licences have all kinds of names."""
+    return [*_SMALL, *(glob.escape(n) for n, size in sizes.items() if wanted(n, size))]
+
+
+def _cached(
+    role: str, name: str, revision: str | None, choose: Choose, reason: Exception
+) -> Snapshot:
+    try:
+        folder = Path(
+            huggingface_hub.snapshot_download(
+                name,
+                revision=revision,
+                local_files_only=True,
+                allow_patterns=list(_SMALL),
+                ignore_patterns=_FOLDERS,
+            )
+        )
+        names = {p.name for p in folder.iterdir()}
+        if lacking := [f for f in choose(folder, names) if f not in names]:
+            raise FileNotFoundError(f"{lacking[0]} is not in the cache")
+        if not (weights := choose(folder, names)):
+            raise FileNotFoundError("only small files are in the cache")
+    except Exception:
+        offline = isinstance(reason, errors.OfflineModeIsEnabled)
+        why = "HF_HUB_OFFLINE is set" if offline else one_line(reason)
+        raise CheckpointError(
+            f"{role} {name} is no folder here, and the hub cannot be reached ({why}); "
+            "connect to the network, or give a local folder"
+        ) from reason
+    return Snapshot(role, name, folder.name, folder, names, dict.fromkeys(weights, 0))
+
+
+def _refusal(role: str, name: str, revision: str | None, error: Exception) -> str | None:
+    """What to do about an answer that trying again would not change; None for another error."""
+    where = f"{role} {name}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return f"{where} has no revision '{revision or 'main'}' on the hub"
+    if isinstance(error, errors.GatedRepoError):
+        return (
+            f"{where} is gated: accept its terms on {constants.ENDPOINT}/{name} "
+            "and log in with 'hf auth login'"
+        )
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return (
+            f"{where} is neither a folder here nor a model on the hub "
+            "(a private one needs 'hf auth login')"
+        )
+    if isinstance(error, errors.HfHubHTTPError) and error.response.status_code in (401, 403):
+        return (
+            f"{where}: the hub refuses to give it ({error.response.status_code}); log in with "
+            "'hf auth login', and a token that may read it"
+        )
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        return (
+            f"{where}: no space left in {constants.HF_HUB_CACHE} while downloading; free some, "
+            "or set HF_HOME to a larger disk, and run the export again to go on where it stopped"
+        )
+    return None
+
+
+@contextlib.contextmanager
+def _told(snapshot: Snapshot, file: str) -> Iterator[None]:
+    """Say in one line why a file cannot be downloaded."""
+    try:
+        yield
+    except Exception as error:
+        reason = _refusal(snapshot.role, snapshot.name, snapshot.revision, error)
+        raise CheckpointError(
+            reason
+            or f"{snapshot.role} {snapshot.name}: {file} cannot be downloaded "
+            f"({one_line(error)}); run the export again to go on where it stopped"
+        ) from error

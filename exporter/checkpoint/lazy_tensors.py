@@ -1,0 +1,157 @@
+"""A tensor whose numbers stay in files: views and joins of it are noted, not computed.
+
+transformers renames, transposes and joins matrices as it loads a checkpoint. Lazy ones go through
+that without being read, and one is whole in memory only while somebody computes with it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree
+
+_aten = torch.ops.aten
+_VIEWS = {
+    _aten.alias.default,
+    _aten.detach.default,
+    _aten.permute.default,
+    _aten.select.int,
+    _aten.slice.Tensor,
+    _aten.split.Tensor,
+    _aten.split_with_sizes.default,
+    _aten.squeeze.dim,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+}
+_SHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
+_JOINS = {_aten.cat.default, _aten.stack.default}
+_COPIES = {_aten.clone.default}
+_origins = itertools.count(1)
+
+
+class LazyTensor(torch.Tensor):
+    """Numbers that `read` gives, in the type `stored`; to others it is of the type `dtype`.
+
+    What it is not known to do without its numbers, it does with them.
+    """
+
+    read: Callable[[], torch.Tensor]
+    stored: torch.dtype
+    origin: int
+    mapped: bool  # reading it costs nothing: it is another tensor, or a view of one
+
+    @staticmethod
+    def __new__(
+        cls,
+        like: torch.Tensor,
+        read: Callable[[], torch.Tensor],
+        stored: torch.dtype | None = None,
+        origin: int | None = None,
+        mapped: bool = False,
+    ) -> LazyTensor:
+        """Of the shape, strides and type of `like`, which may be a meta tensor."""
+        made: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype
+        )
+        made.read, made.stored, made.mapped = read, stored or like.dtype, mapped
+        # No address of real memory is so large, so it can be told from all others.
+        made.origin = next(_origins) << 48 if origin is None else origin
+        return made
+
+    def data_ptr(self) -> int:
+        """What a place in memory would be to another tensor: the same for the same numbers."""
+        return self.origin + self.storage_offset() * self.itemsize
+
+    def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
+        return f"LazyTensor({tuple(self.shape)}, {self.stored})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is _aten._to_copy.default:
+            return _retyped(args[0], kwargs.get("dtype"))
+        if func in _COPIES:
+            return _copied(args[0])
+        if func in _JOINS:
+            return _joined(func, args, kwargs)
+        if func in _VIEWS or func in _SHAPES:
+            return _viewed(func, args, kwargs)
+        if func._schema.is_mutable and isinstance(args[0], LazyTensor):
+            raise RuntimeError(f"{func} would write to a matrix of the checkpoint")
+        args, kwargs = _pytree.tree_map_only(LazyTensor, _typed, (args, kwargs))
+        return func(*args, **kwargs)
+
+
+def lazy(tensor: torch.Tensor) -> LazyTensor:
+    """A tensor that is mapped from a file, or in memory, and whose numbers are not needed yet."""
+    return LazyTensor(_meta(tensor), lambda: tensor, mapped=True)
+
+
+def numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """A lazy tensor's numbers, in the type they are stored in; another tensor as it is."""
+    return tensor.read() if isinstance(tensor, LazyTensor) else tensor
+
+
+def stored(tensor: LazyTensor) -> torch.Tensor:
+    """The same in the type it is stored in, as a plain tensor where that costs nothing."""
+    if tensor.mapped:
+        return tensor.read()
+    return LazyTensor(_meta(tensor).to(tensor.stored), tensor.read, origin=tensor.origin)
+
+
+def _meta(tensor: torch.Tensor) -> torch.Tensor:
+    base = torch.empty(0, dtype=tensor.dtype, device="meta")
+    return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def _typed(tensor: LazyTensor) -> torch.Tensor:
+    return tensor.read().to(tensor.dtype)
+
+
+def _retyped(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """In another type, lazily where that is wide enough."""
+    dtype = dtype or tensor.dtype
+    if torch.promote_types(tensor.stored, dtype) != dtype:
+        return tensor.read().to(dtype)
+    like = _meta(tensor).to(dtype)
+    return LazyTensor(like, tensor.read, tensor.stored, tensor.origin, tensor.mapped)
+
+
+def _copied(tensor: LazyTensor) -> LazyTensor:
+    """The same numbers, in rows one after another."""
+    like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return LazyTensor(like, tensor.read, tensor.stored, mapped=tensor.mapped)
+
+
+def _joined(func: Any, args: Any, kwargs: Any) -> LazyTensor:
+    parts, *rest = args
+    like = func([_meta(part) for part in parts], *rest, **kwargs)
+    kinds = {part.stored if isinstance(part, LazyTensor) else part.dtype for part in parts}
+    kind = kinds.pop() if len(kinds) == 1 else like.dtype
+    return LazyTensor(
+        like, lambda: func([numbers(part).to(kind) for part in parts], *rest, **kwargs), kind
+    )
+
+
+def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
+    tensor, *rest = args
+    found = func(_meta(tensor), *rest, **kwargs)
+    # A copy that was never made may lack the strides that a view needs.
+    do = _aten.reshape.default if func in _SHAPES else func
+    mapped = tensor.mapped and func in _VIEWS
+
+    def view(like: torch.Tensor, index: int | None = None) -> LazyTensor:
+        def read() -> torch.Tensor:
+            result = do(tensor.read(), *rest, **kwargs)
+            part: torch.Tensor = result if index is None else result[index]
+            return part
+
+        return LazyTensor(like, read, tensor.stored, tensor.origin, mapped)
+
+    if isinstance(found, torch.Tensor):
+        return view(found)
+    return [view(one, i) for i, one in enumerate(found)]

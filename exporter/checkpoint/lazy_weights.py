@@ -1,0 +1,256 @@
+"""Large matrices stay in the checkpoint's files: the model holds stand-ins that take no memory.
+
+A stand-in [R, C] is a few times R + C NaNs that it sees again and again, so a computation that
+reads it by mistake shows. Its address says which matrix it stands for, and the strides of a view of
+it which axes that sees: so it is known with its axes split, reordered and one of them cut.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import functools
+import itertools
+import math
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from specedge.errors import ExportError
+
+from .lazy_tensors import LazyTensor, numbers
+
+SMALLEST = 1 << 20  # bytes in float32; what is smaller is in the model itself
+HUGE = 1 << 26  # numbers; larger matrices are widened some rows at a time
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_NAN = 0x7FC00000
+_WIDTHS: dict[type, str] = {nn.Linear: "out_features", nn.Embedding: "embedding_dim", Conv1D: "nf"}
+
+
+class Sources:
+    """The stored matrices, by the addresses of their stand-ins."""
+
+    def __init__(self) -> None:
+        self._addresses: list[int] = []  # sorted
+        self._behind: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def stand_in(self, matrix: torch.Tensor) -> torch.Tensor:
+        """What a float32 model holds in a stored matrix's place; of a small one a copy. [R, C]"""
+        if matrix.ndim < 2 or matrix.dtype not in FLOATS or 4 * matrix.numel() < SMALLEST:
+            return numbers(matrix).to(torch.float32, copy=True)
+        strides = _strides(matrix.shape)
+        size = 1 + sum((n - 1) * s for n, s in zip(matrix.shape, strides, strict=True))
+        # Each has bits of its own, so that no optimizer takes two of them for one tensor.
+        bits = torch.full((size,), _NAN + len(self._behind) + 1, dtype=torch.int32)
+        tensor = bits.view(torch.float32).as_strided(matrix.shape, strides)
+        bisect.insort(self._addresses, tensor.data_ptr())
+        self._behind[tensor.data_ptr()] = (tensor, matrix)
+        return tensor
+
+    def close(self) -> None:
+        """Let go of the files; the model is of no use any more."""
+        self._addresses.clear()
+        self._behind.clear()
+
+    def find(self, array: np.ndarray) -> torch.Tensor | None:
+        """What is behind a stand-in, or a view of one; None for other arrays.
+
+        Raises ExportError for one that was made otherwise.
+        """
+        place = bisect.bisect_right(self._addresses, array.ctypes.data) - 1
+        start = self._addresses[place] if place >= 0 else 0
+        stand_in, matrix = self._behind.get(start, (None, None))
+        offset = (array.ctypes.data - start) // 4
+        if stand_in is None or matrix is None or offset >= _span(stand_in):
+            return None
+        return _like(array, offset, stand_in, matrix)
+
+    def behind(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
+        """The stored matrix behind a model's parameter."""
+        if parameter is None or parameter.dtype != torch.float32:
+            return None
+        return self.find(parameter.detach().numpy())
+
+    def _held(self, module: nn.Module) -> dict[str, torch.Tensor]:
+        """What is behind a module's stand-ins."""
+        held = {}
+        for name, parameter in module._parameters.items():
+            if (stored := self.behind(parameter)) is not None:
+                held[name] = stored
+        return held
+
+    @contextlib.contextmanager
+    def reading(
+        self,
+        model: nn.Module,
+        dtype: torch.dtype = torch.float32,
+        at_once: bool = False,
+        only_shapes: bool = False,
+    ) -> Iterator[None]:
+        """The model computes with the stored numbers, in `dtype`, while the context lasts.
+
+        Narrower ones are widened for one module's call at a time, or all `at_once`. Where
+        `only_shapes` matter, files are left unread: what they are multiplied with becomes zeros.
+        """
+        memory, zeros = Memory(), functools.cache(torch.zeros)
+        with contextlib.ExitStack() as stack:
+            for module in model.modules():
+                held = self._held(module)
+                if only_shapes and type(module) in _WIDTHS and "weight" in held:
+                    _give_zeros(module, stack)
+                elif only_shapes:
+                    _put(module, {n: zeros(t.shape) for n, t in held.items()}, stack)
+                elif not at_once and _is_huge(module, held, dtype):
+                    _compute_in_pieces(module, held["weight"], dtype, stack)
+                elif at_once or all(_is(t, dtype) for t in held.values()):
+                    _put(module, {n: numbers(t).to(dtype) for n, t in held.items()}, stack)
+                else:
+                    _put_for_each_call(module, held, dtype, memory, stack)
+            yield
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """How many numbers of memory a strided tensor covers."""
+    return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _strides(shape: torch.Size) -> list[int]:
+    """Strides of a stand-in, by whose multiples its axes can be told; the largest axis has 1.
+
+    Of an axis of n that is split the strides are its own times divisors of n. No stride has a
+    divisor in common with those of the larger axes and their sizes.
+    """
+    strides, multiples = [0] * len(shape), 1
+    for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
+        larger = (n for n in itertools.count(2) if math.gcd(n, multiples) == 1)
+        strides[axis] = next(larger) if multiples > 1 else 1
+        multiples *= strides[axis] * shape[axis]
+    return strides
+
+
+def _like(
+    array: np.ndarray, offset: int, stand_in: torch.Tensor, matrix: torch.Tensor
+) -> torch.Tensor:
+    """What of a matrix an array shows that begins so many numbers into its stand-in."""
+    strides = stand_in.stride()
+    smallest_first = sorted(range(matrix.ndim), key=lambda axis: -strides[axis])
+    seen: list[list[int]] = [[] for _ in strides]  # the array's axes, of each of the matrix's
+    for i in sorted(range(array.ndim), key=lambda i: -array.strides[i]):
+        if array.shape[i] > 1:
+            steps = array.strides[i] // 4
+            seen[next(axis for axis in smallest_first if steps % strides[axis] == 0)].append(i)
+    lengths = [math.prod(array.shape[i] for i in axes) for axes in seen]
+    cut = [axis for axis, n in enumerate(matrix.shape) if lengths[axis] != n]
+    axis = cut[0] if cut else 0
+    first, rest = divmod(offset, strides[axis])
+    expected = [
+        math.prod([4 * strides[axis], *(array.shape[j] for j in axes[place + 1 :])])
+        for axis, axes in enumerate(seen)
+        for place in range(len(axes))
+    ]
+    order = [i for axes in seen for i in axes]
+    if (
+        [array.strides[i] for i in order] != expected
+        or len(cut) > 1
+        or rest
+        or (offset and not cut)
+        or first + lengths[axis] > matrix.shape[axis]
+    ):
+        raise ExportError(
+            f"its graph takes {list(array.shape)} of a matrix {list(matrix.shape)} in a way that "
+            "cannot be followed to the checkpoint"
+        )
+    part = matrix.narrow(axis, first, lengths[axis]).reshape([array.shape[i] for i in order])
+    part = part.permute([order.index(i) for i in sorted(order)])
+    for i in range(array.ndim):
+        part = part if i in order else part.unsqueeze(i)
+    return part
+
+
+class Memory:
+    """Memory for one widened matrix after another: new pages cost more than the widening."""
+
+    def __init__(self) -> None:
+        self._free: list[torch.Tensor] = []
+
+    @contextlib.contextmanager
+    def taken(self, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+        """Room for so many numbers while the context lasts; huge ones are not kept. [size]"""
+        fitting = [b for b in self._free if b.numel() >= size]
+        new = torch.empty(0 if fitting else size, dtype=dtype)
+        buffer = min(fitting, key=torch.numel) if fitting else new
+        self._free = [b for b in self._free if b is not buffer]
+        yield buffer[:size]
+        if buffer.numel() <= HUGE:
+            self._free.append(buffer)
+
+
+def _is(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether a tensor can be computed with as it is."""
+    return tensor.dtype == dtype and not isinstance(tensor, LazyTensor)
+
+
+def _put(module: nn.Module, held: dict[str, torch.Tensor], stack: contextlib.ExitStack) -> None:
+    for name, tensor in held.items():
+        stack.callback(module._parameters.__setitem__, name, module._parameters[name])
+        module._parameters[name] = nn.Parameter(tensor, requires_grad=False)
+
+
+def _give_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
+    """Let a module give zeros in the shape of its output. [..., C] or [...] -> [..., R]"""
+    width = getattr(module, _WIDTHS[type(module)])
+
+    def zeros(input: torch.Tensor) -> torch.Tensor:
+        shape = input.shape if type(module) is nn.Embedding else input.shape[:-1]
+        return torch.zeros(*shape, width)
+
+    module.forward = zeros
+    stack.callback(delattr, module, "forward")
+
+
+def _is_huge(module: nn.Module, held: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
+    """Whether a module is a vocabulary's matrix, too large to be widened whole."""
+    weight = held.get("weight")
+    simple = type(module) in (nn.Linear, nn.Embedding) and list(held) == ["weight"]
+    return simple and weight is not None and not _is(weight, dtype) and weight.numel() > HUGE
+
+
+def _compute_in_pieces(
+    module: nn.Module, weight: torch.Tensor, dtype: torch.dtype, stack: contextlib.ExitStack
+) -> None:
+    """Let a module look up or multiply with a few rows of its matrix at a time. [R, C]"""
+
+    def embedded(input: torch.Tensor) -> torch.Tensor:
+        return numbers(weight)[input].to(dtype)
+
+    def multiplied(input: torch.Tensor) -> torch.Tensor:
+        rows = numbers(weight).split(max(1, HUGE // weight.shape[1] // 8))
+        output = torch.cat([nn.functional.linear(input, part.to(dtype)) for part in rows], -1)
+        return output if module.bias is None else output + module.bias
+
+    module.forward = embedded if type(module) is nn.Embedding else multiplied
+    stack.callback(delattr, module, "forward")
+
+
+def _put_for_each_call(
+    module: nn.Module,
+    held: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    memory: Memory,
+    stack: contextlib.ExitStack,
+) -> None:
+    calls: list[contextlib.ExitStack] = []
+
+    def before(*args: object) -> None:
+        calls.append(call := contextlib.ExitStack())
+        wide = {n: call.enter_context(memory.taken(t.numel(), dtype)) for n, t in held.items()}
+        _put(module, {n: wide[n].view(t.shape).copy_(numbers(t)) for n, t in held.items()}, call)
+
+    def after(*args: object) -> None:
+        calls.pop().close()
+
+    stack.callback(module.register_forward_pre_hook(before).remove)
+    stack.callback(module.register_forward_hook(after, always_call=True).remove)

@@ -1,0 +1,74 @@
+"""What a checkpoint says about its licence, carried into the bundle."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from specedge.bundle import LICENCE_FILE
+
+from ..progress import Progress
+
+LARGEST = 1_000_000  # bytes; what is larger is no text that anyone reads
+
+
+def stated(folder: Path) -> str | None:
+    """The licence that a README's front matter names."""
+    facts = front_matter(folder)
+    names = facts.get("license_name") or facts.get("license")
+    if isinstance(names, list):
+        return ", ".join(map(str, names)) or None
+    return str(names) if names else None
+
+
+def front_matter(folder: Path) -> dict[str, Any]:
+    """The YAML at the head of a README, as the hub has it; nothing where it cannot be read."""
+    try:
+        head, _, rest = (folder / "README.md").read_text("utf-8").partition("---\n")
+        facts = yaml.safe_load(rest.partition("\n---")[0]) if not head.strip() else None
+    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return {}
+    return facts if isinstance(facts, dict) else {}
+
+
+def wanted(name: str, size: int) -> bool:
+    """Whether a file of a checkpoint is a licence to carry."""
+    return bool(LICENCE_FILE.match(name)) and size <= LARGEST
+
+
+def copy(role: str, source: Path, licence: str | None, folder: Path, progress: Progress) -> None:
+    """Copy the licence files of a checkpoint into its model's folder of the bundle."""
+    taken: set[str] = set()
+    for path in sorted(source.iterdir()):
+        if not LICENCE_FILE.match(path.name) or not _is_its_own(path):
+            continue
+        if not wanted(path.name, path.stat().st_size):
+            progress.note(f"{role}: {path.name} is over {LARGEST / 1e6:.0f} MB and is left out")
+            continue
+        name = _plain(path.name, taken)
+        shutil.copyfile(path, folder / name)
+        taken.add(name.lower())
+    if not taken and licence is None:
+        progress.note(
+            f"{role}: its checkpoint states no licence; ask its authors what you may do with it"
+        )
+
+
+def _is_its_own(path: Path) -> bool:
+    """A file of the checkpoint, where the hub's cache keeps files as links to its blobs.
+
+    A link that leads elsewhere could carry anything of this machine into a bundle.
+    """
+    folder = path.parent.resolve()
+    return path.is_file() and path.resolve().parent in (folder, folder.parent.parent / "blobs")
+
+
+def _plain(name: str, taken: set[str]) -> str:
+    """A name that a bundle may have, unlike any other also where case is ignored."""
+    plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:80]
+    names = (plain, *(f"{plain}-{i}" for i in range(2, len(taken) + 3)))
+    return next(n for n in names if n.lower() not in taken)

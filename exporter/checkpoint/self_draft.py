@@ -1,0 +1,91 @@
+"""A draft that is the target's own first layers: `--draft self:N`.
+
+Early exit, as in LayerSkip (Elhoushi et al. 2024), of a target that was not trained for it: the
+first N layers, then the final norm and the head.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from dataclasses import replace
+
+from torch import nn
+
+from specedge.errors import CheckpointError, ExportError
+from specedge.manifest import Source
+
+from .checkpoints import Checkpoint, Loaded
+
+PREFIX = "self:"
+
+
+def asked(draft: str, revision: str | None, adapter: str | None = None) -> int | None:
+    """N of `self:N`; None for a draft that is a checkpoint of its own. Raises CheckpointError."""
+    if not draft.startswith(PREFIX):
+        return None
+    if not re.fullmatch(r"[0-9]{1,9}", draft[len(PREFIX) :]) or not int(draft[len(PREFIX) :]):
+        raise CheckpointError(
+            f"draft {draft}: give self:N, with N from 1, for the target's first N layers "
+            f"(or ./{draft} for a folder of that name)"
+        )
+    if revision is not None:
+        raise CheckpointError(
+            f"draft {draft} is a part of the target, which has no revision of its own; "
+            "leave --draft-revision out"
+        )
+    if adapter is not None:
+        raise CheckpointError(
+            f"draft {draft} is a part of the target, and has the target's --adapter; "
+            "leave --draft-adapter out"
+        )
+    return int(draft[len(PREFIX) :])
+
+
+def check(num_layers: int, target: Checkpoint) -> None:
+    """Refuse a draft that is no smaller than the target. Raises CheckpointError."""
+    whole = getattr(target.config.get_text_config(), "num_hidden_layers", None)
+    if type(whole) is not int:
+        raise CheckpointError(
+            f"target {target.name} does not say how many layers it has, so none can be left out; "
+            "give another --draft"
+        )
+    if num_layers >= whole:
+        cure = f"give self:1 to self:{whole - 1}" if whole > 1 else "give another --draft"
+        raise CheckpointError(
+            f"draft {PREFIX}{num_layers}: target {target.name} has {whole} "
+            f"layer{'s' if whole > 1 else ''}, and its draft must have fewer; {cure}"
+        )
+
+
+def source(target: Source, num_layers: int) -> Source:
+    """What the manifest says of such a draft: the target's checkpoint, and that it is a part."""
+    return replace(target, id=f"{target.id[:480]} {PREFIX}{num_layers}")
+
+
+def cut(loaded: Loaded, num_layers: int) -> Loaded:
+    """A copy of the model without its other layers; every tensor in it is the model's own.
+
+    Raises ExportError where the layers are not one list.
+    """
+    model = loaded.model
+    shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
+    model = copy.deepcopy(model, shared)
+    config = model.config.get_text_config()
+    del _layers(model, config.num_hidden_layers)[num_layers:]
+    if getattr(config, "layer_types", None):
+        config.layer_types = list(config.layer_types)[:num_layers]
+    config.num_hidden_layers = num_layers
+    return replace(loaded, model=model)
+
+
+def _layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """The outermost list of as many modules as the model has layers."""
+    found: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        inner = any(name.startswith(f"{outer}.") for outer in found)
+        if isinstance(module, nn.ModuleList) and len(module) == num_layers and not inner:
+            found[name] = module
+    if len(found) != 1:
+        raise ExportError(f"its {num_layers} layers are in {len(found)} lists, not in one")
+    return next(iter(found.values()))

@@ -1,0 +1,115 @@
+"""The part of a checkpoint that continues text: all of most, the text decoder of a multimodal one.
+
+What has no such part is refused here, by what it is, before its weights are fetched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from transformers import CONFIG_MAPPING
+
+from specedge.errors import CheckpointError
+
+from .. import private
+
+T = TypeVar("T")
+# Text parts without a class of their own: M-RoPE's three positions are equal for text, plain RoPE.
+_PLAIN = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+_SAID_BY_THE_WHOLE = ("tie_word_embeddings", "eos_token_id")  # text parts do not repeat it
+_M_ROPE = ("mrope_section", "mrope_interleaved")
+
+
+def of(where: str, config: Any) -> Any:
+    """The config of the text decoder that a config describes. Raises CheckpointError."""
+    about = f"{where} ({config.model_type})"
+    if config.is_encoder_decoder:
+        raise CheckpointError(
+            f"{about} is an encoder-decoder, and cross-attention cannot be exported; "
+            "give a decoder alone"
+        )
+    if getattr(config, "add_cross_attention", False):
+        raise CheckpointError(
+            f"{about} attends to an encoder, and cross-attention cannot be exported; "
+            "give a decoder alone"
+        )
+    text = _text_config(about, config)
+    encoder = private.is_encoder(config) or private.is_encoder(text)
+    if encoder and not getattr(text, "is_decoder", False):
+        raise CheckpointError(
+            f"{about} is an encoder, which predicts no next token; give a decoder"
+        )
+    if private.decoder_class(text) is None:
+        raise CheckpointError(
+            f"{about} has no text decoder that transformers can run by itself "
+            f"({private.versions()}); give another model"
+        )
+    if text is not config and not _places(config, text):
+        raise CheckpointError(
+            f"{about} has its text decoder where it is not known ({private.versions()}); "
+            "give another model"
+        )
+    return text
+
+
+def named(published: Any, config: Any, tensors: dict[str, T]) -> dict[str, T]:
+    """A checkpoint's tensors under the names of its text decoder, without those of other parts.
+
+    `published` is the checkpoint's own config, `config` that of its text decoder.
+    """
+    if config is published:
+        return tensors
+    places = _places(published, config)
+    found = {}
+    for key, name in private.renamed(published, list(tensors)).items():
+        for place, own in places.items():
+            if name.startswith(f"{place}."):
+                found[f"{own}{name[len(place) + 1 :]}"] = tensors[key]
+                break
+    return found
+
+
+def _text_config(about: str, config: Any) -> Any:
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise CheckpointError(
+            f"{about} has several text models, and which to take is not known; give a decoder alone"
+        ) from error
+    if text is config:
+        return config
+    for name in _SAID_BY_THE_WHOLE:
+        if getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    if text.model_type not in _PLAIN:
+        return text
+    fields = {k: v for k, v in text.to_dict().items() if k not in ("model_type", "architectures")}
+    rope = {k: v for k, v in (text.rope_parameters or {}).items() if k not in _M_ROPE}
+    return CONFIG_MAPPING[_PLAIN[text.model_type]](**{**fields, "rope_parameters": rope})
+
+
+def _places(published: Any, config: Any) -> dict[str, str]:
+    """Where a text decoder and its head are in the whole model, and what they are called alone.
+
+    Nothing where they are not found.
+    """
+    whole, text = private.whole_model(published), private.decoder(config)
+    wanted = whole.config.get_text_config()
+    found = {n: m for n, m in whole.named_modules() if getattr(m, "config", None) is wanted}
+    place = next(iter(found), "")
+    if isinstance(found.get(place), type(text)):
+        return {place: ""}
+    head, own_head = _place_of_head(whole), _place_of_head(text)
+    if not place or not head:
+        return {}
+    return {place: f"{text.base_model_prefix}.", head: f"{own_head}."}
+
+
+def _place_of_head(model: Any) -> str:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), "")

@@ -1,0 +1,1 @@
+"""Whether the exported graphs are the model."""

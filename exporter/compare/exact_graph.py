@@ -1,0 +1,271 @@
+"""What an exported graph says, computed in float64 by the ONNX specification's own reference.
+
+ONNX Runtime has no float64 kernels for attention, and its float32 hides faults behind rounding. So
+nodes are evaluated one by one by `onnx.reference`, what the specification lacks is spelled out
+here, and large matrices are read from their file as they are needed. B = 1 sequence, T new tokens,
+S rows of cache; H query heads and G key-value heads of size D.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+from onnx.reference import ReferenceEvaluator
+
+from ..graph.weights import mapped
+from ..tracing.experts import spelled_out
+
+Array = np.ndarray
+Value = Any  # an array, or as a tensor a stored matrix in its own type, still in its file
+Watch = Callable[[onnx.NodeProto, list[Array | None]], None]
+PIECE = 1 << 24  # numbers of a stored matrix that are widened at a time
+
+
+class ExactGraph:
+    """One graph file, in float64: float32 stays what is computed from constants alone.
+
+    That is what a float32 model has, too: its tables and scalars are rounded, and exact arithmetic
+    with them is what its own float32 arithmetic approaches.
+    """
+
+    def __init__(self, path: Path, external: Path | None = None) -> None:
+        self._model = onnx.load(path, load_external_data=False)
+        self._folder = external or path.parent
+        self._opset = {x.domain: x.version for x in self._model.opset_import}
+        self._evaluators: dict[int, ReferenceEvaluator] = {}
+
+    @cached_property
+    def _constants(self) -> dict[str, Value]:
+        return {t.name: self._constant(t) for t in self._model.graph.initializer}
+
+    def _constant(self, tensor: onnx.TensorProto) -> Value:
+        if not tensor.external_data:
+            return onnx.numpy_helper.to_array(tensor)
+        stored = mapped(tensor, self._folder)
+        return stored.float().numpy() if stored.ndim < 2 else stored
+
+    def run(
+        self, given: Callable[[str], Array], watch: Watch = lambda node, inputs: None
+    ) -> Iterator[tuple[str, Array]]:
+        """Each output's name and value as soon as it is there; `given` makes inputs when asked.
+
+        `watch` sees every node with its inputs.
+        """
+        graph = self._model.graph
+        outputs = {value.name for value in graph.output}
+        inputs = {value.name for value in graph.input}
+        left = Counter(name for node in graph.node for name in node.input if name)
+        values: dict[str, Value] = dict(self._constants)
+        for index, node in enumerate(graph.node):
+            for name in inputs & {*node.input} - values.keys():
+                values[name] = given(name)
+            found = self._evaluate(
+                index, node, [values[n] if n else None for n in node.input], watch
+            )
+            for name, value in zip(node.output, found, strict=False):
+                if name in outputs:
+                    yield name, _array(value)
+                if left[name]:
+                    values[name] = value
+            left.subtract(name for name in node.input if name)
+            for name in {*node.input} - self._constants.keys():
+                if not left[name]:
+                    values.pop(name, None)
+
+    def _evaluate(
+        self, index: int, node: onnx.NodeProto, inputs: list[Value | None], watch: Watch
+    ) -> list[Value]:
+        if (lazy := _on_stored(node, inputs)) is not None:
+            return [lazy]
+        arrays = _alike([None if x is None else _array(x) for x in inputs])
+        watch(node, arrays)
+        with np.errstate(all="ignore"):  # a weight of 0 has a logarithm; a sigmoid's exp overflows
+            return list(self.node(node, arrays, index))
+
+    def node(
+        self, node: onnx.NodeProto, inputs: list[Array | None], index: int | None = None
+    ) -> list[Array]:
+        """One node's outputs."""
+        if own := _OWN.get(node.op_type):
+            return own(attributes(node), *inputs)
+        if index is None or index not in self._evaluators:
+            evaluator = self._evaluator(node)
+            if index is None:
+                return evaluator.run(None, _named(node, inputs))
+            self._evaluators[index] = evaluator
+        return self._evaluators[index].run(None, _named(node, inputs))
+
+    def _evaluator(self, node: onnx.NodeProto) -> ReferenceEvaluator:
+        values = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input) if name]
+        results = [onnx.ValueInfoProto(name=name) for name in node.output if name]
+        graph = onnx.helper.make_graph([node], node.op_type, values, results)
+        evaluator = ReferenceEvaluator(graph, opsets=self._opset)
+        for operator in evaluator.rt_nodes_:
+            # It keeps attributes as float32, and would compute with them so: sqrt(scale), for one.
+            for name, value in vars(operator).items():
+                if isinstance(value, np.float32):
+                    setattr(operator, name, float(value))
+        return evaluator
+
+
+def attributes(node: onnx.NodeProto) -> dict[str, Any]:
+    """A node's attributes by name."""
+    return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+
+
+def _named(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str, Array]:
+    return {n: x for n, x in zip(node.input, inputs, strict=True) if n and x is not None}
+
+
+def _array(value: Value) -> Array:
+    """A stored matrix that is used otherwise than in products is a constant in float32."""
+    return value.float().numpy() if isinstance(value, torch.Tensor) else value
+
+
+def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None:
+    """What a node does to a stored matrix without widening the whole; None where it has to."""
+    first, *others = inputs
+    last = inputs[-1]
+    if isinstance(first, torch.Tensor):
+        if node.op_type == "Cast":
+            return first  # to float32, by whoever computes with it
+        if node.op_type == "Transpose":
+            return first.permute(attributes(node)["perm"])
+        if node.op_type == "Reshape":
+            return first.reshape(tuple(_array(last)))
+        if node.op_type == "Gather" and isinstance(last, np.ndarray) and not _axis(node):
+            rows = first[torch.from_numpy(last.reshape(-1))].double()
+            return rows.reshape(*last.shape, *first.shape[1:]).numpy()
+    if node.op_type == "MatMul" and isinstance(last, torch.Tensor) and not _is_stored(first):
+        return _product(torch.from_numpy(first).double(), last).numpy()
+    if node.op_type == "MoE":
+        logits, *matrices = (
+            torch.from_numpy(x) if isinstance(x, np.ndarray) else x for x in others
+        )
+        a, a_bias, b, b_bias = (*matrices, None)[:4]
+        rows = torch.from_numpy(first).double()
+        return spelled_out(rows, logits, a, a_bias, b, b_bias, attributes(node)).numpy()
+    return None
+
+
+def _is_stored(value: Value | None) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _alike(arrays: list[Array | None]) -> list[Array | None]:
+    """Float32 beside float64 becomes float64, as the specification wants one type."""
+    if not any(x is not None and x.dtype == np.float64 for x in arrays):
+        return arrays
+    return [x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in arrays]
+
+
+def _axis(node: onnx.NodeProto) -> int:
+    return int(attributes(node).get("axis", 0))
+
+
+def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """[..., T, R] times [R, C] or [E, R, C], widened some columns or some experts at a time."""
+    if matrix.ndim == 3:
+        parts = zip(x.expand(len(matrix), *x.shape[-2:]), matrix, strict=True)
+        return torch.stack([_product(rows, part) for rows, part in parts])
+    width = max(1, PIECE // len(matrix))
+    return torch.cat([x @ columns.double() for columns in matrix.split(width, 1)], -1)
+
+
+def _cast(options: dict[str, Any], x: Array) -> list[Array]:
+    """To float32 means to the type that is computed in; constants keep float32."""
+    if options["to"] == onnx.TensorProto.FLOAT and x.dtype == np.float64:
+        return [x]
+    return [x.astype(onnx.helper.tensor_dtype_to_np_dtype(options["to"]))]
+
+
+def _gelu(options: dict[str, Any], x: Array) -> list[Array]:
+    kind = options.get("approximate", b"none").decode()
+    return [torch.nn.functional.gelu(torch.from_numpy(x), approximate=kind).numpy()]
+
+
+def _erf(options: dict[str, Any], x: Array) -> list[Array]:
+    return [torch.erf(torch.from_numpy(x)).numpy()]
+
+
+def _scatter(options: dict[str, Any], buffer: Array, rows: Array, start: Array) -> list[Array]:
+    """TensorScatter along S: [B, G, S, D], [B, G, T, D], [B] -> [B, G, S, D]"""
+    assert options["axis"] == 2
+    buffer = buffer.copy()
+    buffer[:, :, int(start[0]) : int(start[0]) + rows.shape[2]] = rows
+    return [buffer]
+
+
+def _gather_elements(options: dict[str, Any], x: Array, index: Array) -> list[Array]:
+    return [np.take_along_axis(x, index, options.get("axis", 0))]
+
+
+def grouped_query_attention(
+    options: dict[str, Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    past_key: Array,
+    past_value: Array,
+    last: Array,
+    total: Array,
+    cos: Array | None = None,
+    sin: Array | None = None,
+    positions: Array | None = None,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+) -> list[Array]:
+    """com.microsoft.GroupQueryAttention, as ONNX Runtime's ContribOperators.md has it.
+
+    [1, T, H D], 2 * [1, T, G D], 2 * [1, G, S, D], the last key's row, S -> [1, T, H D], caches
+    """
+    assert cos is None
+    assert sin is None
+    heads, groups = options["num_heads"], options["kv_num_heads"]
+    length = query.shape[1]
+    start = int(last.reshape(-1)[0]) + 1 - length
+    end = start + length
+    q, k, v = (
+        torch.from_numpy(x).reshape(length, n, -1).transpose(0, 1)
+        for x, n in ((query, heads), (key, groups), (value, groups))
+    )
+    caches = [torch.from_numpy(past.copy()) for past in (past_key, past_value)]
+    for cache, rows in zip(caches, (k, v), strict=True):
+        cache[0, :, start:end] = rows
+    seen, read = (cache[0, :, :end].repeat_interleave(heads // groups, 0) for cache in caches)
+    scores = q @ seen.transpose(1, 2) * (options.get("scale") or q.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + torch.from_numpy(bias)[0, ..., :end]
+    scores = scores.masked_fill(~_visible(start, end, options), -torch.inf)
+    if sinks is not None:
+        sink = torch.from_numpy(sinks).to(scores)[:, None, None].expand(heads, length, 1)
+        scores = torch.cat((scores, sink), -1)
+    weights = torch.softmax(scores, -1)[..., :end]
+    output = (weights @ read).transpose(0, 1).reshape(1, length, -1)
+    return [output.numpy(), *(cache.numpy() for cache in caches)]
+
+
+def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
+    """Which keys each query sees: none after it, and of a window its last rows. [T, end]"""
+    ahead = torch.arange(start, end)[:, None] - torch.arange(end)
+    window = options.get("local_window_size", -1)
+    return (ahead >= 0) & (ahead < (window if window > 0 else end))
+
+
+_OWN: dict[str, Callable[..., list[Array]]] = {
+    "Cast": _cast,
+    "Gelu": _gelu,
+    "Erf": _erf,
+    "GatherElements": _gather_elements,  # the reference has one for up to 64 rows
+    "TensorScatter": _scatter,
+    "GroupQueryAttention": grouped_query_attention,
+}

@@ -1,0 +1,126 @@
+"""A PyTorch model computes exactly, or in float32 as it may round on another machine.
+
+In float64 what is computed from constants alone stays float32: rotary tables, position biases, one
+plus a norm's weight and the scalars in the code are what they are in the model as it runs. From the
+embedding on all is float64, though the model's code asks for float32 in norms and softmax. So it is
+the exact result of the float32 model, and a graph with the same constants agrees with it to the
+last digits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_any, tree_map
+
+_LOOKUPS = ("embedding",)
+_LARGEST = float(np.finfo(np.float32).max)  # of float64 that masks write, and float32 has not
+ROUNDINGS = 4  # PyTorch's own, and so many more less one
+_PRODUCTS = {"linear", "addmm", "baddbmm", "bmm", "softmax", "gelu", "tanh"}
+_ARITHMETIC = {"matmul", "add", "sub", "mul", "div", "truediv", "pow", "rsqrt", "exp"}
+# By how many units of 1 a sigmoid may be off; its argument times it, by no more than so many.
+_CURVES = {"silu": 18.0, "sigmoid": 1.0}
+_SUMS = {"mean", "layer_norm", "rms_norm"}
+_CASTS = {torch.Tensor.float, torch.Tensor.double}
+
+
+class Exact(TorchFunctionMode):
+    """Every call that reads a float64 tensor computes in float64."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rounding = True  # of scalars in the code, as float32 arithmetic does
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") in _LOOKUPS:
+            return func(*args, **kwargs).double()
+        if func is torch.Tensor.copy_ or not tree_any(_is_wide, (args, kwargs)):
+            return func(*args, **kwargs)
+        if func in _CASTS:
+            return args[0]
+        inplace = func.__name__.endswith("_") or func.__name__ == "__setitem__"
+        first, rest = (args[:1], args[1:]) if inplace else ((), args)
+        rest, kwargs = tree_map(self._widened, (rest, kwargs))
+        return func(*first, *rest, **kwargs)
+
+    def _widened(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return x.double() if x.dtype == torch.float32 else x
+        if isinstance(x, float) and self.rounding and abs(x) <= _LARGEST:
+            return float(np.float32(x))
+        return torch.float64 if x is torch.float32 else x
+
+
+class Nudged(TorchFunctionMode):
+    """Float32 results move by as much as other kernels' rounding moves them.
+
+    Sums of n terms move by up to sqrt(n) roundings, what a plain loop makes of them (Higham,
+    Accuracy and Stability, 4.2); a sigmoid moves by a unit in the last place of 1, as fast kernels
+    do (ONNX Runtime's is off by 1e-7 where it should be 1e-6); other results by a unit in their
+    last place. Of a batch the first sequence stays as it is. PyTorch's own error
+    of one row may be small by luck, where it hangs on the rounding of a single large channel;
+    several that are drawn show what float32 does there.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._random = torch.Generator().manual_seed(0)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = getattr(func, "__name__", "").strip("_")
+        if not isinstance(result, torch.Tensor) or result.dtype != torch.float32:
+            return result
+        # Tables of positions have one sequence: they are the same numbers everywhere.
+        if name in _PRODUCTS or (name in _ARITHMETIC and len(result) == ROUNDINGS):
+            return self._moved(result, result, result.shape)
+        if name in _CURVES:
+            size = args[0].clamp(-_CURVES[name], _CURVES[name]) if _CURVES[name] > 1 else 1.0
+            return self._moved(result, result.abs() + abs(size), result.shape)
+        if name in _SUMS and args[0].shape[0] == ROUNDINGS:
+            roundings = args[0].shape[-1] ** 0.5 / 2
+            return self._moved(result, roundings * result, (*result.shape[:-1], 1))
+        return result
+
+    def _moved(
+        self, result: torch.Tensor, size: torch.Tensor, shape: tuple[int, ...]
+    ) -> torch.Tensor:
+        """A result moved by up to a unit in the last place of `size`; infinite ones stay."""
+        units = torch.rand(shape, generator=self._random).mul_(2).sub_(1)
+        units[: len(units) // ROUNDINGS] = 0
+        moved = result + size * units * 2.0**-23
+        return torch.where(moved.isfinite(), moved, result)
+
+
+def _is_wide(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and x.dtype == torch.float64
+
+
+@contextlib.contextmanager
+def exactly(model: torch.nn.Module) -> Iterator[None]:
+    """Compute in float64 while the context lasts.
+
+    The scalars of a GELU are not rounded: the graph has it as one node, without them.
+    """
+    with Exact() as mode, contextlib.ExitStack() as stack:
+        for module in model.modules():
+            if "GELU" in type(module).__name__:
+                before = module.register_forward_pre_hook(lambda *x: _set(mode, False))
+                after = module.register_forward_hook(lambda *x: _set(mode, True))
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+        yield
+
+
+def _set(mode: Exact, rounding: bool) -> None:
+    mode.rounding = rounding

@@ -1,0 +1,106 @@
+"""Does the exported graph compute what the PyTorch model computes? Measured on every export."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+import onnx
+import onnxruntime
+import onnxscript
+import torch
+import transformers
+
+from specedge.manifest import Parity
+
+from ..progress import Advance
+from . import plays, structure
+from .judgement import Judge, scales
+from .plays import Check
+from .reference import Reference, spread
+from .runner import Action, Player
+
+PACKAGES = (torch, transformers, onnx, onnxruntime, onnxscript)
+
+
+@dataclass
+class Findings:
+    """What a comparison found, and the fixed-shape files with other bits than the decoder's."""
+
+    parity: Parity
+    differing: list[str]
+
+
+def measure(
+    role: str,
+    parts: list[Reference],
+    player: Player,
+    tolerance: float | None = None,
+    advance: Advance = lambda amount: None,
+) -> Findings:
+    """Ask whether the graph is the model, and whether it is as good as float32 can be.
+
+    The first in float64. The second by playing all files along the same stretches in float32. Of a
+    large model with layers of like form all layers run in one pass of each stretch, compared with
+    PyTorch; then one layer of each form in passes of all kinds, compared with one such pass.
+    Raises ParityError.
+    """
+    player.check_files()
+    difference, ratio = structure.check(
+        role, player.path("decoder"), player.geometry, parts, tolerance
+    )
+    judge = Judge(role, "the exact result", tolerance, ratio=ratio)
+    held, differing = _played(parts, player, judge, advance)
+    own = [_largest(p.logits_float32 * scales(p.logits), p.logits) for p in parts]
+    caches = [
+        _largest(float32 * scales(cache), cache)
+        for p in parts
+        for float32, cache in zip(p.caches_float32, p.caches, strict=True)
+    ]
+    parity = Parity(
+        structure_error=difference,
+        logits_error=judge.worst["logits"],
+        cache_error=judge.worst["cache"],
+        float32_logits_error=max(own),
+        float32_cache_error=max(caches),
+        error_ratio=judge.ratio,
+        tolerance=tolerance,
+        logits_std=spread(parts[0]),
+        num_positions=sum(len(part.tokens) for part in parts),
+        num_left_out=sum(part.left_out for part in parts),
+        row_independent_lengths=held,
+        versions={package.__name__: package.__version__ for package in PACKAGES},
+    )
+    return Findings(parity, differing)
+
+
+def _largest(errors: np.ndarray, values: np.ndarray) -> float:
+    """An output's largest error, relative to its largest value."""
+    return float(errors.max()) / max(1e-30, float(np.abs(values).max()))
+
+
+def _played(
+    parts: list[Reference], player: Player, judge: Judge, advance: Advance
+) -> tuple[tuple[int, ...], list[str]]:
+    """Play everything and judge it: the T whose rows keep their bits, and the files with others."""
+    through: list[Check] = []
+    checks: list[Check] = []
+    if player.left_out is not None:
+        through = [plays.through(player, part, judge) for part in parts]
+        parts, checks = map(list, zip(*(plays.own(player, part) for part in parts), strict=True))
+    differing: list[str] = []
+    held: dict[int, bool] = {}
+    alone = [length for length in player.lengths.values() if length.length is not None]
+    checks += [plays.stretch(player, part, judge, alone, differing) for part in parts]
+    checks.append(plays.independence(player, parts[0].tokens, held))
+    checks += [plays.file(player, length, parts[0], differing) for length in alone]
+    # All at once, because a model in parts is loaded for each play.
+    results = iter(player.play(_actions(checks), advance, _actions(through)))
+    for actions, decide in (*through, *checks):
+        decide(list(itertools.islice(results, len(actions))))
+    return tuple(length for length, same in held.items() if same), differing
+
+
+def _actions(checks: list[Check]) -> list[Action]:
+    return [action for actions, _ in checks for action in actions]

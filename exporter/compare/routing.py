@@ -1,0 +1,51 @@
+"""Which experts a model chooses, and how nearly it chose others.
+
+A choice between two experts by less than rounding is no fault of whoever makes it otherwise; but
+all that follows differs. Every router takes its experts by `torch.topk`, so that is watched.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from torch.overrides import TorchFunctionMode
+
+from specedge.manifest import FLOAT32_MULTIPLE
+
+
+class Choices(TorchFunctionMode):
+    """The scores of every choice, [rows, E], in the order of the calls, and how many are taken.
+
+    `positions` are those of the pass that is being watched; each has the same number of rows.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = slice(0, 0)
+        self.scores: list[tuple[slice, np.ndarray, int]] = []
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "topk":
+            scores, k = args[0], args[1] if len(args) > 1 else kwargs["k"]
+            rows = scores.detach().double().reshape(-1, scores.shape[-1]).numpy()
+            self.scores.append((self.positions, rows, int(k)))
+        return func(*args, **kwargs)
+
+
+def close(exact: Choices, rounded: Choices, num_positions: int) -> np.ndarray:
+    """Which positions float32 may send to other experts: by margins near its error. [n]"""
+    near = np.zeros(num_positions, bool)
+    for (positions, wanted, k), (_, found, _) in zip(exact.scores, rounded.scores, strict=True):
+        if k < wanted.shape[1]:
+            with np.errstate(invalid="ignore"):
+                moved = np.abs(found.reshape(-1, *wanted.shape) - wanted)
+                noise = np.nan_to_num(moved, posinf=0).max((0, 2))
+                ordered = -np.sort(-wanted, axis=1)
+                margin = np.nan_to_num(ordered[:, k - 1] - ordered[:, k], nan=np.inf)
+            part = near[positions]
+            part |= (margin < 2 * FLOAT32_MULTIPLE * noise).reshape(len(part), -1).any(1)
+    return near

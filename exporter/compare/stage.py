@@ -1,0 +1,109 @@
+"""Some of a model's layers with their caches, and the sessions that run them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from specedge.errors import ExportError
+
+from ..quiet import one_line
+
+NOISE = 4.0
+_OFFSETS = 1000  # where in one stretch of numbers a stretch of noise may begin
+Values = dict[str, np.ndarray]
+
+
+class Stage:
+    """What is loaded at a time: some of the layers' caches, and sessions that run those layers."""
+
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, int, int, int]],
+        open_: Callable[[str, bool], ort.InferenceSession | None],
+    ) -> None:
+        self.caches = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
+        self._bound = {n: ort.OrtValue.ortvalue_from_numpy(c) for n, c in self.caches.items()}
+        self._open = open_
+        self._sessions: dict[tuple[str, bool], ort.InferenceSession | None] = {}
+        self._random = np.random.default_rng(0)
+        size = max((cache.size for cache in self.caches.values()), default=0) + _OFFSETS
+        self._noise = NOISE * self._random.standard_normal(size, np.float32)
+
+    def close(self) -> None:
+        """Unload the sessions, which map files and use memory that is used again."""
+        self._sessions.clear()
+
+    def run(self, file: str, packed: bool, values: Values) -> Values:
+        """A pass through these layers; returns what they make of `values`, by name."""
+        session = self._session(file, packed)
+        if session is None:
+            return {}
+        binding = session.io_binding()
+        for name in (value.name for value in session.get_inputs()):
+            if name in self._bound:
+                binding.bind_ortvalue_input(name, self._bound[name])
+            else:
+                binding.bind_cpu_input(name, values[name])
+        made = []
+        for name in (value.name for value in session.get_outputs()):
+            if (cache := name.replace("present", "past_key_values")) in self._bound:
+                binding.bind_ortvalue_output(name, self._bound[cache])
+            else:
+                binding.bind_output(name, "cpu")
+                made.append(name)
+        try:
+            session.run_with_iobinding(binding)
+        except Exception as error:
+            raise ExportError(f"ONNX Runtime cannot run {file}: {one_line(error)}") from error
+        outputs = zip(session.get_outputs(), binding.get_outputs(), strict=True)
+        return {value.name: made_.numpy() for value, made_ in outputs if value.name in made}
+
+    def fill(self, rows: Values) -> None:
+        """Put [H, n, D] rows into the caches."""
+        for name, part in rows.items():
+            self.caches[name][0, :, : part.shape[1]] = part
+
+    def spoil(self, start: int, end: int) -> None:
+        """Write noise to rows."""
+        for cache in self.caches.values():
+            rows = cache[:, :, start:end]
+            at = self._random.integers(_OFFSETS)
+            rows[:] = self._noise[at : at + rows.size].reshape(rows.shape)
+
+    def rows(self, start: int, end: int) -> list[np.ndarray]:
+        """A copy of the caches' rows."""
+        return [cache[0, :, start:end].copy() for cache in self.caches.values()]
+
+    def _session(self, name: str, packed: bool) -> ort.InferenceSession | None:
+        key = (name, packed)
+        if key not in self._sessions:
+            if not self.caches:
+                self._sessions.clear()
+            self._sessions[key] = self._open(name, packed)
+        return self._sessions[key]
+
+
+def unpacked() -> ort.SessionOptions:
+    """Options of a session that reads its weights from their file, without copies."""
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    return options
+
+
+def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    """A session on the CPU, whether or not the process has a thread pool for all of them."""
+    options.log_severity_level = 4
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    providers = ["CPUExecutionProvider"]
+    try:
+        return ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
+    except Exception as error:
+        if "per_session_threads" not in str(error):
+            raise
+    # Beside a shared pool no session has one of its own.
+    options.use_per_session_threads = False
+    return ort.InferenceSession(model, options, providers=providers, enable_fallback=False)

@@ -1,0 +1,141 @@
+"""Is the graph the model? In float64 both are exact, and rounding neither hides nor fakes a fault.
+
+Attention nodes are fused kernels in ONNX Runtime, so each is also judged alone, on the inputs that
+it has here, against what it stands for.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from specedge.errors import ExportError
+
+from ..progress import Advance
+from ..quiet import one_line
+from ..tracing.geometry import Geometry
+from .exact_graph import Array, ExactGraph, attributes
+from .judgement import STRUCTURE, Judge, errors, float32_errors
+from .reference import CHUNK, Reference
+from .stage import NOISE, open_session
+
+FUSED = ("Attention", "GroupQueryAttention")
+
+
+def check(
+    role: str,
+    path: Path,
+    geometry: Geometry,
+    parts: list[Reference],
+    tolerance: float | None = None,
+    advance: Advance = lambda amount: None,
+) -> tuple[float, float]:
+    """Compare a graph for any length with the model, row by row of logits and of every cache.
+
+    The structure's error, and the largest multiple of float32's own in a fused node. Raises
+    ParityError.
+    """
+    graph = ExactGraph(path)
+    judge = Judge(role, "the PyTorch model's, both in float64,", tolerance, STRUCTURE)
+    fused = Judge(role, "what the node stands for", tolerance)
+    for part in parts:
+        for at in range(0, len(part.tokens), CHUNK):
+            alone = Alone(graph, fused) if not at and part is parts[0] else None
+            _pass(graph, geometry, part, at, judge, alone)
+            advance(min(CHUNK, len(part.tokens) - at))
+    return judge.row, fused.ratio
+
+
+def _pass(
+    graph: ExactGraph,
+    geometry: Geometry,
+    part: Reference,
+    at: int,
+    judge: Judge,
+    alone: Alone | None,
+) -> None:
+    """One pass over some tokens of a stretch, with noise in all rows behind them."""
+    rows = slice(at, at + CHUNK)
+    names, shapes = geometry.cache_names(), geometry.cache_shapes()
+    random = np.random.default_rng(0)
+
+    def given(name: str) -> Array:
+        if name == "input_ids":
+            return part.tokens[None, rows].astype(np.int64)
+        if name == "past_length":
+            return np.array([part.start + at], np.int64)
+        i = names.index(name)
+        buffer = NOISE * random.standard_normal(shapes[i])
+        buffer[0, :, : part.start] = part.past(i)
+        buffer[0, :, part.start : part.start + at] = part.caches[i][:, :at]
+        return buffer
+
+    first, end = part.start + at, min(part.start + at + CHUNK, part.end)
+    for name, value in graph.run(given, alone or (lambda node, inputs: None)):
+        if name == "logits":
+            found, wanted, float32 = value[0], part.logits[rows], part.logits_float32[rows]
+        else:
+            i = names.index(name.replace("present", "past_key_values"))
+            found = value[0][:, first:end]
+            wanted, float32 = part.caches[i][:, rows], part.caches_float32[i][:, rows]
+        judge.compare("structure", name, found, wanted, float32, first)
+
+
+class Alone:
+    """Judges the fused nodes of a graph as it is played: float32 in ONNX Runtime against exact."""
+
+    def __init__(self, graph: ExactGraph, judge: Judge) -> None:
+        self._graph, self._judge = graph, judge
+
+    def __call__(self, node: onnx.NodeProto, inputs: list[Array | None]) -> None:
+        """Compare one node's output by position and head."""
+        if node.op_type not in FUSED:
+            return
+        given = [_narrow(x) for x in inputs]
+        exact = self._graph.node(node, [_wide(x) for x in given])[0]
+        rounded = self._graph.node(node, given)[0]
+        found = _run(node, given)
+        heads = attributes(node).get("num_heads", 1)
+        a, b, c = (_by_head(x, heads) for x in (found, exact, rounded))
+        name = f"{node.op_type} {node.name or node.output[0]}"
+        self._judge.compare("fused", name, a, b, float32_errors(errors(c, b), b))
+
+
+def _narrow(x: Array | None) -> Array | None:
+    return x.astype(np.float32) if x is not None and x.dtype == np.float64 else x
+
+
+def _wide(x: Array | None) -> Array | None:
+    return x.astype(np.float64) if x is not None and x.dtype == np.float32 else x
+
+
+def _by_head(output: Array, heads: int) -> Array:
+    """[1, T, H D] or [1, H, T, D] -> [H, T, D]"""
+    if output.ndim == 4:
+        return output[0]
+    return output[0].reshape(len(output[0]), heads, -1).transpose(1, 0, 2)
+
+
+def _run(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
+    """The first output of a node alone in ONNX Runtime."""
+    given = {n: x for n, x in zip(node.input, inputs, strict=True) if n and x is not None}
+    values = [
+        onnx.helper.make_tensor_value_info(
+            n, onnx.helper.np_dtype_to_tensor_dtype(x.dtype), x.shape
+        )
+        for n, x in given.items()
+    ]
+    results = [onnx.ValueInfoProto(name=n) for n in node.output if n]
+    for result in results:
+        result.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    graph = onnx.helper.make_graph([node], "alone", values, results)
+    opsets = [onnx.helper.make_opsetid("", 24), onnx.helper.make_opsetid("com.microsoft", 1)]
+    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    try:
+        session = open_session(model.SerializeToString(), ort.SessionOptions())
+        return np.asarray(session.run([node.output[0]], given)[0])
+    except Exception as error:
+        raise ExportError(f"ONNX Runtime cannot run {node.op_type}: {one_line(error)}") from error

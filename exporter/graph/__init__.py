@@ -1,0 +1,1 @@
+"""From a traced graph to the files of a bundle."""

@@ -1,0 +1,245 @@
+"""The graph files of a model: one for any length T, and for single lengths made from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+import onnxscript.optimizer
+
+from specedge.errors import ExportError
+from specedge.manifest import Graph
+
+from ..private import versions
+
+PREFILL_LENGTH = 64
+# Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
+FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
+
+
+@dataclass(frozen=True)
+class Length:
+    """A graph's name, its T (None: any), whether it has logits, and what its file begins with."""
+
+    name: str
+    length: int | None
+    logits: bool = True
+    prefix: str = ""
+
+    def file(self, ops: str) -> str:
+        """Its file in an op set."""
+        return f"{self.prefix}{self.name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
+
+    def entry(self, folder: str, ops: str) -> Graph:
+        """Its line in the manifest."""
+        file = f"{folder}/{self.file(ops)}"
+        return Graph(self.name, ops, 1, self.length, self.logits, file)
+
+
+def lengths(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[Length]:
+    """Every file that a model gets; `prefix` tells models apart that share a folder."""
+    found = [
+        Length("decoder", None),
+        Length("step", 1),
+        Length("catchup", 2),
+        Length("verify", num_draft_tokens + 1),
+        Length("prefill", min(PREFILL_LENGTH, context_length), logits=False),
+    ]
+    return [replace(length, prefix=prefix) for length in found]
+
+
+def tidy(model: ir.Model) -> None:
+    """Leave nothing in the graph but what computes, with T named T."""
+    passes.ClearMetadataAndDocStringPass()(model)
+    model.graph.doc_string = None
+    model.graph.name = "decoder"
+    model.producer_name, model.producer_version = "specedge", None
+    model.metadata_props.clear()
+    symbol = str(model.graph.inputs[0].shape[1])  # type: ignore[index]
+    for value in _values(model.graph):
+        value.metadata_props.clear()
+        if value.shape is not None:
+            dims = [d if isinstance(d, int) else _renamed(str(d), symbol) for d in value.shape]
+            value.shape = ir.Shape(dims)
+
+
+def widen_biases(graph: ir.Graph) -> None:
+    """Give biases the rank of what they are added to. [N] -> [1, 1, N]
+
+    ONNX Runtime turns MatMul and Add into Gemm where T is fixed and the bias is a vector, which
+    is no faster (measured) and changes the last bits against the file for any length.
+    """
+    for node in graph:
+        if node.op_type != "Add" or not any(_made_by(x, "MatMul") for x in node.inputs):
+            continue
+        for value in node.inputs:
+            if value is None or not value.is_initializer() or value.const_value is None:
+                continue
+            if len(value.const_value.shape) == 1 and len(value.uses()) == 1:
+                array = value.const_value.numpy()[None, None]
+                value.const_value = ir.tensor(array, name=value.name)
+                value.shape = value.const_value.shape  # type: ignore[assignment]
+
+
+def fill_without_shapes(model: ir.Model) -> None:
+    """Make constants of T rows from the input itself: Shape would run on the CPU.
+
+    Replaces Expand and ConstantOfShape of the shape of a value that has T as one dimension.
+    """
+    graph = model.graph
+    for node in [n for n in graph if n.op_type == "Shape"]:
+        for user, _ in list(node.outputs[0].uses()):
+            value, output = _filling(user), user.outputs[0]
+            shape = node.inputs[0].shape if node.inputs[0] is not None else None
+            if value is None or shape is None or output.dtype is None:
+                continue
+            output.shape = shape
+            dims = [d if isinstance(d, int) else 1 for d in shape]
+            pattern = [1 if isinstance(d, int) else -1 for d in shape]
+            if pattern.count(-1) != 1:
+                continue
+            rows = _rows_of_zeros(graph, user, pattern, output.dtype)
+            fill = np.full(dims, value, output.dtype.numpy())
+            total = ir.node("Add", [rows, _constant(graph, fill, f"{output.name}.fill")])
+            _named(total, f"{output.name}.filled", output)
+            graph.insert_before(user, total)
+            output.replace_all_uses_with(total.outputs[0])
+    passes.RemoveUnusedNodesPass()(model)
+
+
+def _filling(node: ir.Node) -> float | None:
+    """What a node fills a shape with: a scalar constant, or nothing."""
+    if node.op_type == "ConstantOfShape":
+        value = node.attributes.get("value")
+        return float(value.as_tensor().numpy().item()) if value else 0.0
+    source = node.inputs[0].const_value if node.op_type == "Expand" and node.inputs[0] else None
+    return float(source.numpy().item()) if source is not None and source.size == 1 else None
+
+
+def _rows_of_zeros(
+    graph: ir.Graph, before: ir.Node, pattern: list[int], dtype: ir.DataType
+) -> ir.Value:
+    """T zeros along the dimension that is -1 in `pattern`."""
+    name = before.outputs[0].name
+    zero = _constant(graph, np.zeros(1, np.int64), f"{name}.zero")
+    dims = _constant(graph, np.array(pattern, np.int64), f"{name}.dims")
+    zeros = ir.node("Mul", [graph.inputs[0], zero])
+    zeros.outputs[0].name = f"{name}.zeros"
+    zeros.outputs[0].type, zeros.outputs[0].shape = graph.inputs[0].type, graph.inputs[0].shape
+    shaped = ir.node("Reshape", [zeros.outputs[0], dims])
+    shaped.outputs[0].name = f"{name}.rows"
+    cast = ir.node("Cast", [shaped.outputs[0]], {"to": dtype})
+    cast.outputs[0].name = f"{name}.cast"
+    for node in (zeros, shaped, cast):
+        graph.insert_before(before, node)
+    return cast.outputs[0]
+
+
+def _constant(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
+    tensor = ir.tensor(array, name=name)
+    value = ir.Value(
+        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
+    )
+    graph.register_initializer(value)
+    return value
+
+
+def _named(node: ir.Node, name: str, like: ir.Value) -> None:
+    node.outputs[0].name, node.outputs[0].shape = name, like.shape
+    node.outputs[0].type = like.type
+
+
+def part_norms(graph: ir.Graph) -> None:
+    """Write the last sum before a norm as Sum, which ONNX Runtime fuses with no norm.
+
+    It fuses Add where nothing else reads the sum: another Add in each file, other last bits.
+    """
+    for node in graph:
+        if not node.op_type.endswith("Normalization") or not _made_by(node.inputs[0], "Add"):
+            continue
+        total = node.inputs[0]
+        assert total is not None
+        if len(total.uses()) == 1 and (add := total.producer()) is not None:
+            add.op_type = "Sum"
+
+
+def _made_by(value: ir.Value | None, op_type: str) -> bool:
+    node = value.producer() if value is not None else None
+    return node is not None and node.op_type == op_type
+
+
+def check(model: ir.Model) -> None:
+    """Refuse what some device could not run."""
+    for node in model.graph:
+        if node.op_type in FORBIDDEN or any(
+            a.type == ir.AttributeType.GRAPH for a in node.attributes.values()
+        ):
+            raise ExportError(f"the traced graph has a {node.op_type} node, which runs on no GPU")
+        if any(o.dtype == ir.DataType.DOUBLE for o in node.outputs):
+            raise ExportError(f"the traced graph has a {node.op_type} node in double precision")
+
+
+def write(model: ir.Model, folder: Path, wanted: list[Length], ops: str) -> None:
+    """Save one file for each length; all of them read the one weights file beside them."""
+    for length in wanted:
+        variant = model.clone() if length.length is None else _fixed(model, length)
+        part_norms(variant.graph)
+        check(variant)
+        ir.save(variant, folder / length.file(ops))
+
+
+def _fixed(model: ir.Model, length: Length) -> ir.Model:
+    assert length.length is not None
+    model = model.clone()
+    graph = model.graph
+    if not length.logits:
+        graph.outputs[:] = graph.outputs[1:]
+    for value in _values(graph):
+        if value.shape is not None:
+            value.shape = ir.Shape([_at_length(d, length.length) for d in value.shape])
+    _fold_offsets(graph, length.length)
+    # The optimizer may not see the weights: it would fold their casts and copy them.
+    onnxscript.optimizer.fold_constants(
+        model, onnx_shape_inference=False, should_fold=lambda n: None if _is_small(n) else False
+    )
+    passes.RemoveUnusedNodesPass()(model)
+    tidy(model)
+    return model
+
+
+def _fold_offsets(graph: ir.Graph, length: int) -> None:
+    """The only thing that depends on T alone: 0, 1 ... T-1, counted along the input.
+
+    `Traceable` counts first of all; torch 2.13 with onnxscript 0.7.2 writes nodes in that order.
+    """
+    count = next((n for n in graph if n.op_type == "CumSum"), None)
+    if count is None:
+        raise ExportError(f"the traced graph does not count its positions; {versions()}")
+    numbers = np.arange(1, length + 1, dtype=np.int64)[None]
+    count.outputs[0].replace_all_uses_with(_constant(graph, numbers, "count"))
+
+
+def _is_small(node: ir.Node) -> bool:
+    return not any(
+        isinstance(x.const_value, ir.ExternalTensor) for x in node.inputs if x is not None
+    )
+
+
+def _values(graph: ir.Graph) -> list[ir.Value]:
+    return [*graph.inputs, *(value for node in graph for value in node.outputs)]
+
+
+def _renamed(dim: str, symbol: str) -> str | None:
+    """T and T + 1 keep a name; ONNX Runtime fuses only what it knows to have one shape.
+
+    Sums are spelled like that by torch 2.13 with onnxscript 0.7.2 and onnx-ir 1.0 to 1.1.
+    """
+    return dim.replace(symbol, "T") if dim in (symbol, f"{symbol} + 1") else None
+
+
+def _at_length(dim: int | ir.SymbolicDim, length: int) -> int | None:
+    """A dimension when T is known."""
+    return dim if isinstance(dim, int) else {"T": length, "T + 1": length + 1}.get(str(dim))

@@ -1,0 +1,291 @@
+"""One weights file a model: every tensor once, in the checkpoint's own type, for all its graphs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import torch
+
+from specedge.manifest import File
+
+from ..checkpoint.lazy_tensors import numbers
+from ..checkpoint.lazy_weights import Sources
+from ..progress import Advance
+
+FILE = "weights.bin"
+SMALLEST = 1024  # bytes; what is smaller stays in the graph
+ALIGNMENT = 64
+STORED = {
+    "float16": (torch.float16, ir.DataType.FLOAT16),
+    "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
+    "float32": (torch.float32, ir.DataType.FLOAT),
+}
+TYPES = {kind.value: dtype for dtype, kind in STORED.values()}
+_PIECE = 8 << 20  # bytes that are read, converted and written at a time
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor lies in the file."""
+
+    offset: int
+    size: int
+    dtype: ir.DataType
+
+
+class Weights:
+    """Writes `folder`/weights.bin for one graph after another; no tensor is stored twice.
+
+    A thread of its own writes, so that the next graph can be traced meanwhile: `finish` waits.
+
+    A tensor that `dtype` cannot hold bit for bit stays in float32, and what is stored in half
+    precision is cast back to float32 in the graph. ONNX Runtime does the casts and transpositions
+    of constants once, when it loads a graph.
+    """
+
+    def __init__(self, folder: Path, dtype: str, sources: Sources | None = None) -> None:
+        self.folder = folder
+        self._dtype = STORED[dtype][0]
+        self._sources = sources or Sources()
+        self._places: dict[Any, Place] = {}
+        self.size = 0  # of the file, when all is written
+        self._thread = ThreadPoolExecutor(1)
+        self._writing: list[Future[int]] = []
+        self._file = _Hashed(folder / FILE)
+
+    def __enter__(self) -> Weights:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._thread.shutdown(cancel_futures=True)
+        self._file.close()
+
+    @property
+    def file(self) -> File:
+        """The written file's size and hash, once all is written."""
+        return File(self._file.size, self._file.digest.hexdigest())
+
+    def finish(self, advance: Advance = lambda amount: None) -> None:
+        """Wait until everything is in the file; `advance` is told of bytes."""
+        for written in self._writing:
+            advance(written.result())
+        self._file.close()
+
+    def attach(self, model: ir.Model) -> None:
+        """Move a graph's large floats to the file, where they are when all is written."""
+        graph = model.graph
+        fold_transposes(graph)
+        share_tied(graph)
+        known: dict[Place, ir.Value] = {}
+        for value in list(_large(graph)):
+            place = self._put(_array(value))
+            if place in known:
+                value.replace_all_uses_with(known[place])
+            else:
+                known[place] = _stored(graph, value, self._tensor(value, place))
+        fold_reshapes(graph)
+        drop_unused(graph)
+
+    def _put(self, array: np.ndarray) -> Place:
+        """Have a tensor written, unless the file has it."""
+        source = self._sources.find(array)
+        tensor = _owned(array) if source is None else source
+        dtype = self._dtype if _holds(self._dtype, tensor) else torch.float32
+        shape = tuple(tensor.shape)
+        key: Any = (tensor.data_ptr(), shape, tensor.stride())
+        if source is None:
+            digest = hashlib.sha256()
+            for piece in pieces(tensor, dtype):
+                digest.update(_bytes(piece))
+            key = (digest.digest(), dtype, shape)
+        if key not in self._places:
+            kind = next(k for d, k in STORED.values() if d == dtype)
+            offset = -(-self.size // ALIGNMENT) * ALIGNMENT
+            self._places[key] = Place(offset, tensor.numel() * dtype.itemsize, kind)
+            self.size = offset + self._places[key].size
+            self._writing.append(self._thread.submit(self._write, tensor, dtype))
+        return self._places[key]
+
+    def _write(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+        start = self._file.align(ALIGNMENT)
+        for piece in pieces(tensor, dtype):
+            self._file.write(_bytes(piece))
+        return self._file.size - start
+
+    def _tensor(self, value: ir.Value, place: Place) -> ir.ExternalTensor:
+        assert value.const_value is not None
+        shape = ir.Shape(value.const_value.shape)
+        return ir.ExternalTensor(
+            FILE, place.offset, place.size, place.dtype, shape=shape, name=value.name or "",
+            base_dir=self.folder,
+        )  # fmt: skip
+
+
+class _Hashed:
+    """A file that is hashed in a thread of its own while it is written."""
+
+    def __init__(self, path: Path) -> None:
+        self.size, self.digest = 0, hashlib.sha256()
+        self._file = path.open("wb")
+        self._thread = ThreadPoolExecutor(1)
+        self._hashing: Future[None] | None = None
+
+    def write(self, data: memoryview) -> None:
+        """Append bytes that nobody changes afterwards."""
+        if self._hashing is not None:
+            self._hashing.result()
+        self._hashing = self._thread.submit(self.digest.update, data)
+        self._file.write(data)
+        self.size += data.nbytes
+
+    def align(self, alignment: int) -> int:
+        """Pad with zeros to a multiple of `alignment`; returns the size then."""
+        if padding := -self.size % alignment:
+            self.write(memoryview(bytes(padding)))
+        return self.size
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self._file.close()
+
+
+def mapped(tensor: onnx.TensorProto, folder: Path) -> torch.Tensor:
+    """A stored tensor in its own type, as pages of the file it lies in."""
+    where = {entry.key: entry.value for entry in tensor.external_data}
+    size = (int(where["length"]),)
+    data = np.memmap(folder / where["location"], np.uint8, "c", int(where["offset"]), size)
+    return torch.from_numpy(data).view(TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
+
+
+def fold_transposes(graph: ir.Graph) -> None:
+    """A matrix that is only ever used transposed is stored transposed."""
+    for node in [n for n in graph if n.op_type == "Transpose"]:
+        source, output = node.inputs[0], node.outputs[0]
+        if source is None or source.name not in graph.initializers or len(source.uses()) > 1:
+            continue
+        order = node.attributes["perm"].as_ints()
+        assert output.name is not None
+        folded = ir.Value(
+            name=f"{output.name}.stored", const_value=ir.tensor(_array(source).transpose(order))
+        )
+        folded.shape, folded.dtype = folded.const_value.shape, ir.DataType.FLOAT
+        graph.register_initializer(folded)
+        output.replace_all_uses_with(folded)
+        graph.remove(node, safe=True)
+    drop_unused(graph)
+
+
+def fold_reshapes(graph: ir.Graph) -> None:
+    """What is stored and read in one other shape gets that: ONNX Runtime would keep both."""
+    for node in [n for n in graph if n.op_type in ("Reshape", "Unsqueeze")]:
+        source, output = node.inputs[0], node.outputs[0]
+        cast = source.producer() if source is not None else None
+        stored = cast.inputs[0] if cast is not None and cast.op_type == "Cast" else source
+        if source is None or stored is None or len(source.uses()) > 1 or len(stored.uses()) > 1:
+            continue
+        if isinstance(stored.const_value, ir.ExternalTensor) and output.shape is not None:
+            stored.const_value = _reshaped(stored.const_value, output.shape)
+            stored.shape = source.shape = output.shape
+            output.replace_all_uses_with(source)
+            graph.remove(node, safe=True)
+
+
+def _reshaped(tensor: ir.ExternalTensor, shape: ir.Shape) -> ir.ExternalTensor:
+    return ir.ExternalTensor(
+        tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=shape,
+        name=tensor.name or "", base_dir=tensor.base_dir,
+    )  # fmt: skip
+
+
+def share_tied(graph: ir.Graph) -> None:
+    """An embedding that is also the output matrix is kept once, as the embedding."""
+    tables = [
+        n.inputs[0]
+        for n in graph
+        if n.op_type == "Gather" and n.inputs[0] is not None and n.inputs[0].is_initializer()
+    ]
+    for table in tables:
+        for other in list(_large(graph)):
+            if other is not table and _is_transposed(_array(other), _array(table)):
+                node = ir.node("Transpose", [table], {"perm": [1, 0]})
+                node.outputs[0].name = f"{table.name}.transposed"
+                node.outputs[0].shape, node.outputs[0].dtype = other.shape, other.dtype
+                graph.insert_before(graph[0], node)
+                other.replace_all_uses_with(node.outputs[0])
+    drop_unused(graph)
+
+
+def drop_unused(graph: ir.Graph) -> None:
+    """Remove initializers that nothing reads."""
+    for name, value in list(graph.initializers.items()):
+        if not value.uses() and not value.is_graph_output():
+            del graph.initializers[name]
+
+
+def _large(graph: ir.Graph) -> Iterator[ir.Value]:
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        assert tensor is not None
+        if tensor.dtype == ir.DataType.FLOAT and tensor.nbytes >= SMALLEST:
+            yield value
+
+
+def _array(value: ir.Value) -> np.ndarray:
+    assert value.const_value is not None
+    return value.const_value.numpy()
+
+
+def _owned(array: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
+    """Whether two matrices are one; stand-ins have their address in common and are else NaN."""
+    if other.ndim != 2 or other.shape != table.shape[::-1]:
+        return False
+    same = (other.ctypes.data, other.strides) == (table.ctypes.data, table.strides[::-1])
+    return same or (other[0, 0] == table[0, 0] and np.array_equal(table.T, other))
+
+
+def _holds(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
+    """Whether a type holds a tensor bit for bit."""
+    if tensor.dtype == dtype or dtype == torch.float32:
+        return True
+    widened = pieces(tensor, torch.float32)
+    return all(torch.equal(piece.to(dtype).to(torch.float32), piece) for piece in widened)
+
+
+def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """A tensor in a type, in its order, piece by piece. [R, ...] -> [r, ...]"""
+    tensor = numbers(tensor)
+    for part in tensor.split(max(1, _PIECE * len(tensor) // tensor.nbytes)):
+        # Of a transposed matrix the strip is copied first: six times as fast as one go.
+        strip = part.T.contiguous().T if part.ndim == 2 and part.stride(0) == 1 else part
+        yield strip.contiguous().to(dtype)
+
+
+def _bytes(piece: torch.Tensor) -> memoryview:
+    return memoryview(piece.reshape(-1).view(torch.uint8).numpy())
+
+
+def _stored(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) -> ir.Value:
+    """Point an initializer at the file; returns the float32 value that the graph uses."""
+    if tensor.dtype == ir.DataType.FLOAT:
+        value.const_value = tensor
+        return value
+    node = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
+    node.outputs[0].name = f"{value.name}.float32"
+    node.outputs[0].shape, node.outputs[0].dtype = value.shape, ir.DataType.FLOAT
+    value.replace_all_uses_with(node.outputs[0])
+    node.replace_input_with(0, value)
+    graph.insert_before(graph[0], node)
+    value.const_value, value.dtype = tensor, tensor.dtype
+    return node.outputs[0]

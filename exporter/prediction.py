@@ -1,0 +1,193 @@
+"""What a model with experts will take, from its config alone: said or refused before a download.
+
+Counted are matrices, in float32 as ONNX Runtime computes. H is the size of a row; of E experts with
+I inner values each row takes k.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specedge.errors import ExportError
+from specedge.manifest import OPS
+
+from . import private
+from .checkpoint.checkpoints import Checkpoint
+from .graph.graphs import PREFILL_LENGTH, Length, lengths
+from .progress import Progress
+from .quiet import quiet
+from .tracing import geometry, tracing
+from .tracing.experts import Experts, among
+from .tracing.families import counted_experts
+from .tracing.geometry import Geometry
+
+_FLOAT, _DOUBLE = 4, 8  # bytes
+_PROCESS = 500_000_000  # bytes of Python and its libraries (measured: 0.44 GB)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """The experts of one layer; `fused` where an op set's MoE node can compute them."""
+
+    number: int  # E
+    chosen: int  # k
+    inner_size: int  # I
+    num_matrices: int  # gates and ups: 2, or 1
+    row_size: int  # H
+    fused: tuple[str, ...]
+
+    @property
+    def size(self) -> int:
+        """How many numbers its matrices hold."""
+        return self.number * (self.num_matrices + 1) * self.inner_size * self.row_size
+
+    def read(self, ops: str) -> int:
+        """How many of them a pass of one token reads."""
+        return self.size * self.chosen // self.number if ops in self.fused else self.size
+
+    def multiplied(self, ops: str) -> int:
+        """With how many a token is multiplied: the MoE node gets each row twice."""
+        return 2 * self.read(ops) if ops in self.fused else self.size
+
+    def between(self, length: int, ops: str) -> int:
+        """How many numbers are between its matrices at the peak of a pass."""
+        if ops in self.fused:  # all rows with one expert
+            return 2 * length * (4 * self.row_size + (self.num_matrices + 1) * self.inner_size)
+        return 2 * length * self.number * self.num_matrices * self.inner_size
+
+    def reordered(self, ops: str) -> int:
+        """Of how many numbers copies are made while a graph is loaded."""
+        return 0 if ops in self.fused else 2 * self.number * self.inner_size * self.row_size
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a model costs, in bytes and in floating point operations."""
+
+    shape: Geometry
+    mixtures: list[Mixture]
+    num_parameters: int
+    num_looked_up: int  # of the embedding, where it is not the output matrix too
+    num_heads: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of all weights."""
+        return _FLOAT * self.num_parameters
+
+    @property
+    def exporting(self) -> int:
+        """Bytes of memory that an export takes: one layer's experts in float64, and as joined."""
+        return (_DOUBLE + _FLOAT) * max(m.size for m in self.mixtures) + _PROCESS
+
+    def read(self, ops: str) -> int:
+        """Bytes of weights that a pass of one token reads."""
+        return _FLOAT * (self._shared + sum(m.read(ops) for m in self.mixtures))
+
+    def operations(self, ops: str) -> int:
+        """Multiplications and additions with weights for one token."""
+        return 2 * (self._shared + sum(m.multiplied(ops) for m in self.mixtures))
+
+    def peak(self, length: Length, ops: str) -> int:
+        """Bytes of memory that a graph takes at most, when it is loaded or in a pass."""
+        copies = sum(m.reordered(ops) for m in self.mixtures)
+        return self.weights + _FLOAT * max(copies, self._caches + self._between(length, ops))
+
+    def may_be(self, ops: str) -> bool:
+        """Whether caches are such that an op set is possible; the layers decide, once observed."""
+        return ops == "onnx" or all(x.key_size == x.value_size for x in self.shape.layers)
+
+    @property
+    def _shared(self) -> int:
+        """How many numbers each token is multiplied with."""
+        return self.num_parameters - self.num_looked_up - sum(m.size for m in self.mixtures)
+
+    @property
+    def _caches(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shape.cache_shapes())
+
+    def _between(self, length: Length, ops: str) -> int:
+        """How many numbers are between weights at the peak of a pass."""
+        rows = length.length or PREFILL_LENGTH  # of which the runtime reads texts
+        logits = rows * self.shape.padded_vocab_size if length.logits else 0
+        scores = (rows + 1) * self.num_heads * self.shape.capacity
+        return max(logits, scores, *(m.between(rows, ops) for m in self.mixtures))
+
+
+def announce(
+    checkpoint: Checkpoint, context_length: int, num_draft_tokens: int, ops: str, progress: Progress
+) -> None:
+    """Say what a model with experts costs. Raises ExportError if this machine cannot hold it."""
+    with tracing.refusal(checkpoint):
+        found = predict(checkpoint.config, context_length, num_draft_tokens)
+    if found is None:
+        return
+    graphs = lengths(num_draft_tokens, context_length)
+    wanted = [one for one in OPS if ops == one or (ops == "auto" and found.may_be(one))]
+    if found.exporting > (held := _memory()):
+        raise ExportError(
+            f"{checkpoint.role} {checkpoint.name} has {found.num_parameters / 1e9:.1f} billion "
+            f"parameters; comparing one layer's experts takes {_gigabytes(found.exporting)} of "
+            f"memory where this machine has {_gigabytes(held)}; give a smaller model, or export "
+            "on a larger machine"
+        )
+    costs = (described(found, one, graphs) for one in wanted)
+    progress.note(
+        f"{checkpoint.role}: {found.mixtures[0].chosen} of {found.mixtures[0].number} experts a "
+        f"token, {_gigabytes(found.weights)} of weights in float32, exported in "
+        f"{_gigabytes(found.exporting)} of memory; {'; '.join(costs)}"
+    )
+
+
+def described(found: Prediction, ops: str, graphs: list[Length]) -> str:
+    """The costs in an op set: of a token, and each graph's memory."""
+    peaks: dict[str, list[str]] = defaultdict(list)
+    for graph in graphs:
+        peaks[_gigabytes(found.peak(graph, ops))].append(graph.name)
+    held = " and ".join(f"{size} for {', '.join(names)}" for size, names in peaks.items())
+    return (
+        f"{ops} reads {_gigabytes(found.read(ops))} and computes "
+        f"{found.operations(ops) / 1e9:.3g} GFLOP a token, in memory of {held}"
+    )
+
+
+def predict(config: Any, context_length: int, num_draft_tokens: int) -> Prediction | None:
+    """What a model of such a config costs, if it has experts; it is built without numbers."""
+    try:
+        model = private.decoder(config)
+    except Exception:  # why, is said when it is loaded
+        return None
+    if not among(model):
+        return None
+    with torch.no_grad(), quiet(), counted_experts(model) as chosen:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=True)
+    shape = geometry.measure(model, context_length, num_draft_tokens)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return Prediction(
+        shape=shape,
+        mixtures=[_mixture(module, k) for module, k in chosen.items()],
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_looked_up=0 if table.weight is head.weight else table.weight.numel(),
+        num_heads=config.get_text_config().num_attention_heads,
+    )
+
+
+def _mixture(module: torch.nn.Module, chosen: int) -> Mixture:
+    experts = Experts(module)
+    number, inner_size, num_matrices, row_size = experts.matrices()[0].shape
+    fused = () if experts.swiglu() is None else ("gqa",)
+    return Mixture(number, chosen, inner_size, num_matrices, row_size, fused)
+
+
+def _memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.4g} GB"

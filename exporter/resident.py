@@ -1,0 +1,72 @@
+"""Pages of large mapped files are given back before they fill the memory that a user sees taken.
+
+A checkpoint's file stays mapped while its matrices are read again and again. The system may drop
+such pages when it needs room, yet they count as the process's own until it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+LIMIT = 8 << 30  # bytes of mapped files that are let stand
+LARGE = 64 << 20  # bytes of a mapping that is worth it
+PAUSE = 0.1  # seconds; a fast disk reads some hundred megabytes meanwhile
+_DONTNEED = 4
+_STATUS, _MAPPINGS = Path("/proc/self/status"), Path("/proc/self/smaps")
+# Of a mapping that is no code: its start and end, and its file's number, 0 for none.
+_HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ..-. \S+ \S+ ([0-9]+) ")
+
+
+@contextlib.contextmanager
+def bounded(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[None]:
+    """Keep the pages of mapped files that this process holds near a limit; on Linux alone.
+
+    What is given back is read again from the system's cache, or the file, when it is touched.
+    """
+    if not _MAPPINGS.exists():
+        yield
+        return
+    done = threading.Event()
+    thread = threading.Thread(target=_watch, args=(limit, pause, done), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def _watch(limit: int, pause: float, done: threading.Event) -> None:
+    while not done.wait(pause):
+        if _mapped() > limit:
+            _give_back()
+
+
+def _mapped() -> int:
+    """Bytes of this process's memory that are pages of files."""
+    return 1024 * int(re.findall(r"RssFile:\s+(\d+)", _STATUS.read_text())[0])
+
+
+def _give_back() -> None:
+    """Let go of the pages of all large mapped files that nobody has written to."""
+    libc = ctypes.CDLL(None)
+    for start, end in _untouched():
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
+
+
+def _untouched() -> Iterator[tuple[int, int]]:
+    """Large mappings of files without a page that was changed: addresses."""
+    place = None
+    for line in _MAPPINGS.read_text().splitlines():
+        if line[0] in "0123456789abcdef":
+            place = None
+        if head := _HEAD.match(line):
+            start, end = int(head[1], 16), int(head[2], 16)
+            place = (start, end) if head[3] != "0" and end - start >= LARGE else None
+        elif place and line.startswith("Anonymous:") and line.split()[1] == "0":
+            yield place

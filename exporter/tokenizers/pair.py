@@ -1,0 +1,179 @@
+"""Whether a draft and a target fit, and what both together say about text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from specedge.errors import ExportError
+from specedge.options import Filters
+
+from ..checkpoint.checkpoints import Checkpoint
+from ..progress import Progress
+from . import compatibility
+
+FILE = "tokenizer.json"
+DEFAULT_CONTEXT = 4096
+SAMPLES = (
+    "def read_config(path):\n    return path",
+    "The quick brown fox, 1234567890 times!",
+    "  spaces\tand\n\nlines ",
+    "Grüße, 你好, привет, 👩‍🚀 — e\u0301",
+    "<s>[INST] tags </s>",
+    "",
+)
+_POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the bundle says about text, all of it the target's."""
+
+    tokenizer: str
+    num_tokens: int
+    chat_template: str | None
+    special_tokens: dict[str, str]
+
+
+def fit(draft: Checkpoint, target: Checkpoint, progress: Progress) -> Text:
+    """Check that both models read ordinary text as the same tokens; note what else differs."""
+    ours = _settings(target)
+    for note in compatibility.compare(ours, _settings(draft)):
+        progress.note(note)
+    if end_tokens(draft) != end_tokens(target):
+        progress.note(
+            f"the draft ends at tokens {list(end_tokens(draft))}, the target at "
+            f"{list(end_tokens(target))}; the target's rule"
+        )
+    template = _chat_template(target)
+    if _chat_template(draft) != template:
+        progress.note("the draft has another chat template; the target's rules")
+    named = target.tokenizer.special_tokens_map
+    special = {name: token for name, token in named.items() if isinstance(token, str)}
+    return Text(json.dumps(ours, ensure_ascii=False), _num_tokens(target), template, special)
+
+
+def write_tokenizer(text: Text, target: Checkpoint, folder: Path) -> None:
+    """Write the tokenizer's file and check that it gives the ids that transformers gives."""
+    path = folder / FILE
+    path.write_text(text.tokenizer, "utf-8")
+    shipped = Tokenizer.from_file(str(path))
+    for sample in SAMPLES:
+        found, wanted = shipped.encode(sample).ids, target.tokenizer(sample)["input_ids"]
+        if found != wanted:
+            raise ExportError(
+                f"the tokenizer's file gives {found[:8]} for {sample!r}, "
+                f"transformers {wanted[:8]}; this tokenizer does more than its file says"
+            )
+
+
+def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
+    """The tokens that end a text: from the generation config, else the config."""
+    found = checkpoint.generation.get("eos_token_id")
+    if found is None:
+        found = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
+    values = [] if found is None else found if isinstance(found, list) else [found]
+    if bad := [value for value in values if type(value) is not int]:
+        raise ExportError(f"{checkpoint.name}: eos_token_id has {bad[0]!r}, which is no token id")
+    return tuple(dict.fromkeys(values))
+
+
+def default_sampling(target: Checkpoint) -> Filters:
+    """How the target's generation config samples; greedy where it does not."""
+    config = target.generation
+    if not config.get("do_sample"):
+        return Filters()
+
+    def number(name: str, default: float) -> float:
+        value = config.get(name)
+        return value if isinstance(value, int | float) else default
+
+    try:
+        return Filters(
+            temperature=number("temperature", 1.0),
+            top_k=int(number("top_k", 50)),  # what transformers takes where none is given
+            top_p=number("top_p", 1.0),
+            min_p=number("min_p", 0.0),
+        )
+    except (ValueError, OverflowError) as error:
+        raise ExportError(f"generation_config.json of {target.name}: {error}") from error
+
+
+def context_lengths(
+    target: Checkpoint, draft: Checkpoint, limit: int | None, progress: Progress
+) -> tuple[int, int]:
+    """The positions that the target and the draft get; the draft needs no more than the target."""
+    ours, theirs = (context_length(one, limit, progress) for one in (target, draft))
+    if theirs < ours:
+        progress.note(
+            f"the draft has {theirs} positions, the target {ours}; when they are full, the draft "
+            "goes on with the last half of its context"
+        )
+    return ours, min(ours, theirs)
+
+
+def vocab_sizes(num_tokens: int, target: int, draft: int, progress: Progress) -> tuple[int, int]:
+    """How many of the tokenizer's ids the target and the draft take, by their embeddings' rows."""
+    ours = min(num_tokens, target)
+    theirs = min(ours, draft)
+    if ours < num_tokens:
+        progress.note(f"the tokenizer has {num_tokens} ids, the target takes {ours} of them")
+    if theirs < ours:
+        progress.note(
+            f"the draft takes {theirs} of the target's {ours} ids; the others are never drafted, "
+            "and it reads another token in their place"
+        )
+    return ours, theirs
+
+
+def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:
+    """The positions that a model has, or as many as were asked for."""
+    config = checkpoint.config.get_text_config()
+    found = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
+    if not found and limit is None:
+        raise ExportError(
+            f"{checkpoint.name} does not say how long its context is; give --max-length"
+        )
+    own = found[0] if found else limit
+    assert own is not None
+    if limit is not None:
+        own = max(own, _stretched(config, own))
+    if limit is None and own > DEFAULT_CONTEXT:
+        progress.note(
+            f"the context of {checkpoint.name} is cut from {own} to {DEFAULT_CONTEXT} tokens to "
+            "save memory; --max-length changes that"
+        )
+        return DEFAULT_CONTEXT
+    if limit is not None and limit > own:
+        progress.note(f"{checkpoint.name} has {own} positions, fewer than --max-length {limit}")
+    return own if limit is None else min(own, limit)
+
+
+def _stretched(config: Any, own: int) -> int:
+    """The positions that scaled rotary factors are for, beyond those that the config counts."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    factor = rope.get("factor")
+    if rope.get("rope_type") not in ("dynamic", "yarn") or not isinstance(factor, int | float):
+        return own
+    return int(factor * rope.get("original_max_position_embeddings", own))
+
+
+def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
+    settings = json.loads(checkpoint.tokenizer.backend_tokenizer.to_str())
+    settings["truncation"] = settings["padding"] = None
+    return settings
+
+
+def _num_tokens(checkpoint: Checkpoint) -> int:
+    return max(checkpoint.tokenizer.get_vocab().values()) + 1
+
+
+def _chat_template(checkpoint: Checkpoint) -> str | None:
+    template = getattr(checkpoint.tokenizer, "chat_template", None)
+    if isinstance(template, dict):
+        template = template.get("default")
+    return template if isinstance(template, str) else None

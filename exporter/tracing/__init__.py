@@ -1,0 +1,1 @@
+"""A PyTorch decoder becomes a graph over fixed KV-cache buffers."""

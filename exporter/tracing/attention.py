@@ -1,0 +1,285 @@
+"""Attention and KV caches as the graph has them, behind transformers' two extension points.
+
+A Cache whose layers are fixed buffers, and attention and mask functions registered by name, take
+the place of the model's own while it is observed and traced. B sequences, T new tokens, S rows of
+cache; H query heads and G key-value heads of size D.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.onnx.ops
+
+from specedge.errors import ExportError
+
+from .. import private
+from .layers import OTHER, Layer, window_of
+
+OPSET = 24
+# What attention calls carry beside these changes nothing: dropout is off, the mask has the windows.
+_HARMLESS = {"dropout", "sliding_window", "is_causal", "use_cache", "position_ids"}
+_SAMPLES = 64
+
+
+@dataclass
+class TracedPass:
+    """The pass that is being observed or traced; the registered functions find it here."""
+
+    ops: str  # "onnx", "gqa", or "none" while the model is only observed
+    past_length: torch.Tensor
+    offsets: torch.Tensor  # [1, T]: 0, 1 ... T - 1
+    capacity: int
+    layers: list[Layer] = field(default_factory=list)
+    calls: int = 0
+    cache: BufferLayer | None = None  # the one that was written last, and with what
+    written: tuple[torch.Tensor, ...] = ()
+    masks: dict[int, tuple[int | None, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        """Of the new tokens. [B, T]"""
+        return self.past_length[:, None] + self.offsets
+
+    @property
+    def rows(self) -> torch.Tensor:
+        """Which query rows go in: 0, 1 ... T - 1, T - 1. [T + 1]
+
+        The last goes in twice and the copy's output is dropped: for a single row ONNX Runtime
+        takes another path on the CPU, whose last bits differ.
+        """
+        return torch.cat((self.offsets[0], self.offsets[0, -1:]))
+
+
+_current: list[TracedPass] = []
+
+
+@contextlib.contextmanager
+def running(one: TracedPass) -> Iterator[TracedPass]:
+    """Make a pass the one that the registered functions see."""
+    _current.append(one)
+    try:
+        yield one
+    finally:
+        _current.pop()
+
+
+def current() -> TracedPass:
+    """The pass that is being observed or traced."""
+    return _current[-1]
+
+
+class BufferLayer(private.FixedLayer):
+    """Keys and values live in [B, G, S, D] buffers; rows are written at the pass's past length."""
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Take [B, G, T, D] rows; return what attention reads, for `gqa` just the rows."""
+        now = current()
+        if now.ops == "onnx":
+            self.keys = _scatter(self.keys, key_states, now.past_length)
+            self.values = _scatter(self.values, value_states, now.past_length)
+            return self.keys, self.values
+        now.cache, now.written = self, (key_states, value_states)
+        return now.written
+
+
+def buffers(caches: list[torch.Tensor]) -> Any:
+    """A cache over 2 * [B, G, S, D] buffers a layer."""
+    pairs = zip(caches[::2], caches[1::2], strict=True)
+    return private.cache([BufferLayer(k, v) for k, v in pairs])
+
+
+def visible(mask_function: Any, **unused: Any) -> torch.Tensor:
+    """The mask that a model asks for, causal or windowed. [B, 1, T + 1, S]
+
+    `gqa` has its windows from the observed pass and gets a mask that hides nothing.
+    """
+    now = current()
+    if now.ops == "gqa":
+        return torch.ones(1, 1, 1, 1, dtype=torch.bool)
+    if now.ops == "none":
+        return _sampled(mask_function, now)
+    queries = torch.cat((now.positions, now.positions[:, -1:]), 1)
+    return _evaluated(mask_function, queries, now.capacity)
+
+
+def _sampled(mask_function: Any, now: TracedPass) -> torch.Tensor:
+    """The mask of some positions, which tell what it is; with numbers on the meta device, too."""
+    samples = min(_SAMPLES, now.capacity)
+    queries = torch.linspace(0, now.capacity - 1, samples).long()[None]
+    device = now.past_length.device
+    try:
+        seen = _evaluated(mask_function, queries, now.capacity)
+    except ExportError:
+        if device.type != "meta":
+            raise
+        # Made of numbers that are not there yet, as llama4's is: seen when the weights are.
+        mask = torch.zeros(1, 1, samples, now.capacity, dtype=torch.bool, device=device)
+        now.masks[id(mask)] = (None, mask)
+        return mask
+    mask = seen.to(device)
+    now.masks[id(mask)] = (window_of(seen[0, 0], queries[0]), mask)
+    return mask
+
+
+def _evaluated(mask_function: Any, queries: torch.Tensor, capacity: int) -> torch.Tensor:
+    zero = torch.zeros((), dtype=torch.long)
+    keys = torch.arange(capacity)
+    try:
+        return mask_function(zero, zero, queries[:, None, :, None], keys[None, None, None, :])
+    except Exception as error:
+        raise ExportError(f"the model's attention mask cannot be traced: {error}") from error
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention in the op set of the pass. [B, H, T, D], 2 * [B, G, T or S, D] -> [B, T, H, D]
+
+    `s_aux` [H] are sinks, logits of a key without a value; `bias` [B, H, 1, S] is added to the
+    logits, as ALiBi does.
+    """
+    now = current()
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    if unknown := sorted(given - _HARMLESS):
+        raise ExportError(f"the model's attention has {unknown[0]}, which no graph can hold yet")
+    if attention_mask is None:
+        raise ExportError("the model's attention does not take its mask from transformers")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if now.ops == "none":
+        now.layers.append(_observed(now, query, key, value, attention_mask))
+        return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2), None
+    softcap = float(softcap or 0)
+    if now.ops == "gqa":
+        return _grouped(now, query, key, value, attention_mask, scale, softcap, s_aux, bias), None
+    query = torch.index_select(query, 2, now.rows)
+    if bias is not None:
+        attention_mask = torch.where(attention_mask, bias, float("-inf"))
+    if s_aux is None:
+        output = _fused(query, key, value, attention_mask, scale, softcap)
+    elif softcap:
+        raise ExportError("the model's attention has both sinks and a softcap")
+    else:
+        output = _with_sinks(query * scale, key, value, attention_mask, s_aux)
+    return output.transpose(1, 2)[:, :-1], None
+
+
+def operator(
+    name: str, inputs: tuple[torch.Tensor, ...], like: torch.Tensor, shape: Any, **attributes: Any
+) -> torch.Tensor:
+    """One ONNX node in the traced graph."""
+    return torch.onnx.ops.symbolic(
+        name, inputs, attrs=attributes, dtype=like.dtype, shape=shape, version=OPSET
+    )
+
+
+def _scatter(buffer: torch.Tensor, rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
+    return operator("TensorScatter", (buffer, rows, start), buffer, buffer.shape, axis=2)
+
+
+def _fused(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """One Attention node; its mask is boolean, or added to the logits."""
+    extra = {"softcap": softcap} if softcap else {}
+    shape = (*query.shape[:3], value.shape[3])
+    return operator("Attention", (query, key, value, mask), query, shape, scale=scale, **extra)
+
+
+def _with_sinks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    sinks: torch.Tensor,
+) -> torch.Tensor:
+    """Attention of a scaled query spelled out, because the Attention node knows no sinks."""
+    batch, heads, _, size = query.shape
+    grouped = query.reshape(batch, key.shape[1], -1, size)
+    logits = torch.matmul(grouped, key.transpose(2, 3)).reshape(batch, heads, -1, key.shape[2])
+    logits = torch.where(mask, logits, float("-inf"))
+    sink = query[..., :1] * 0 + sinks.reshape(1, heads, 1, 1)
+    probs = torch.softmax(torch.cat((logits, sink), -1), -1)[..., :-1]
+    output = torch.matmul(probs.reshape(batch, key.shape[1], -1, key.shape[2]), value)
+    return output.reshape(batch, heads, -1, value.shape[3])
+
+
+def _grouped(
+    now: TracedPass,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor,
+    scale: float,
+    softcap: float,
+    sinks: torch.Tensor | None,
+    bias: torch.Tensor | None,
+) -> torch.Tensor:
+    """One GroupQueryAttention node, which writes the cache too. -> [B, T, H, D]
+
+    The copy of the last row is written behind the new rows, where the next pass overwrites it.
+    """
+    layer = now.layers[now.calls]
+    now.calls += 1
+    cache, now.cache = now.cache, None
+    if cache is None:
+        raise ExportError("two layers share one cache, which gqa cannot do; give --ops onnx")
+    batch, heads, _, size = query.shape
+    rows = [
+        torch.index_select(t.transpose(1, 2).reshape(batch, -1, t.shape[1] * size), 1, now.rows)
+        for t in (query, key, value)
+    ]
+    attributes = {
+        "num_heads": heads, "kv_num_heads": key.shape[1], "scale": scale, "softcap": softcap,
+        "local_window_size": layer.window or -1,
+    }  # fmt: skip
+    if bias is None and mask.dtype != torch.bool:
+        bias = mask  # a family that adds its bias to the mask
+    if bias is not None:
+        bias = bias + torch.index_select(query[:, :1, :, :1], 2, now.rows) * 0
+    last = (now.past_length + now.offsets[0, -1:] + 1).to(torch.int32)
+    # The capacity, a constant: a captured CUDA graph reads it on the host.
+    total = torch.full((), now.capacity, dtype=torch.int32)
+    inputs = (*rows, cache.keys, cache.values, last, total, None, None, None, bias, sinks)
+    while inputs[-1] is None:
+        inputs = inputs[:-1]
+    output, cache.keys, cache.values = torch.onnx.ops.symbolic_multi_out(
+        "com.microsoft::GroupQueryAttention",
+        inputs,
+        attrs={name: v for name, v in attributes.items() if v},
+        dtypes=(query.dtype, key.dtype, value.dtype),
+        shapes=((batch, rows[0].shape[1], heads * size), cache.keys.shape, cache.values.shape),
+        version=1,
+    )
+    return output[:, :-1].reshape(batch, -1, heads, size)
+
+
+def _observed(
+    now: TracedPass, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> Layer:
+    windows = {window for window, _ in now.masks.values()}
+    known = now.masks.get(id(mask))
+    window = known[0] if known else windows.pop() if len(windows) == 1 else OTHER
+    sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
+    written = now.written and key is now.written[0] and value is now.written[1]
+    return Layer(window, *sizes, as_cached=bool(written))

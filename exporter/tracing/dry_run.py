@@ -1,0 +1,49 @@
+"""Whether a model can be exported, seen from its config, on the meta device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from specedge.errors import ExportError
+
+from .. import private
+from . import geometry, tracing
+from .layers import Layer
+
+
+def check(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> None:
+    """Refuse a decoder that cannot be exported, or not in this op set. Raises ExportError.
+
+    One that does not run without numbers goes on; it is seen again when its weights are there.
+    """
+    try:
+        layers = observe(config, context_length, num_draft_tokens)
+    except ExportError as error:
+        if private.needs_numbers(error.__cause__):
+            return
+        raise
+    reasons = filter(None, (layer.obstacle() for layer in layers))
+    if ops == "gqa" and (reason := next(reasons, None)):
+        raise ExportError(f"{reason}; it cannot be exported in gqa")
+
+
+def observe(config: Any, context_length: int, num_draft_tokens: int) -> list[Layer]:
+    """What each layer of such a model does."""
+    model = _without_numbers(config)
+    shape = geometry.measure(model, context_length, num_draft_tokens)
+    return tracing.observe(model, shape)
+
+
+def _without_numbers(config: Any) -> torch.nn.Module:
+    try:
+        model: torch.nn.Module = private.decoder(config)
+    except Exception as error:
+        raise ExportError(
+            f"transformers cannot build a {config.model_type} model of its config "
+            f"({private.trouble(error)})"
+        ) from error
+    for module, layer_type in list(private.growing_factors(model)):
+        private.settle(module, layer_type)
+    return model

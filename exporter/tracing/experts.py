@@ -1,0 +1,248 @@
+"""Mixtures of experts: no pass gathers experts' matrices by token.
+
+In `gqa` each row is multiplied with the matrices of its own experts, by ONNX Runtime's MoE node. It
+takes another path for an expert with a single row, whose last bits differ, so every row goes in
+twice. Elsewhere, and where the node cannot compute what the experts do, all of them are one wide
+MLP whose inner values the router weighs, most of them with 0: each matrix is read once a pass.
+
+T rows of H values, E experts with I inner values, k experts a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specedge.errors import ExportError
+
+from .attention import current
+
+_FIRST, _LAST = "experts_first", "experts_last"
+_CLOSE = 1e-6
+_PROBED = 64
+
+
+@dataclass(frozen=True)
+class Swiglu:
+    """G * sigmoid(alpha * G) * (U + beta) of a gate G and an up U that are cut off at `limit`."""
+
+    alpha: float
+    beta: float
+    limit: float | None
+
+    def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """2 * [..., I] -> [..., I]"""
+        if self.limit is not None:
+            gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
+
+
+class Experts:
+    """An experts module of transformers by its private parts (seen in 5.17 to 5.23).
+
+    Its gates and ups are one matrix an expert, of which the halves or the odd and even columns are
+    the two. Here they are seen in turn, [I, 2], or [I, 1] where there are no gates.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.gated: bool = module.has_gate
+        self._alternating: bool = not module.is_concatenated
+        self._first = "gate_up_proj" if self.gated else "up_proj"
+
+    def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views of the matrices. [E, I, 2 or 1, H], [E, H, I]"""
+        first, last = getattr(self._module, self._first), self._module.down_proj
+        if self._module.is_transposed:
+            first, last = first.transpose(1, 2), last.transpose(1, 2)
+        return self._in_turn(first), last
+
+    def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """[E, I, 2 or 1], [E, H]"""
+        if not self._module.has_bias:
+            return None
+        first = getattr(self._module, f"{self._first}_bias")
+        return self._in_turn(first), self._module.down_proj_bias
+
+    def activation(self, inner: torch.Tensor) -> torch.Tensor:
+        """[..., I, 2 or 1] -> [..., I]"""
+        if not self.gated:
+            return self._module.act_fn(inner[..., 0])
+        order = inner if self._alternating else inner.transpose(-1, -2)
+        return self._module._apply_gate(order.flatten(-2))
+
+    def swiglu(self) -> Swiglu | None:
+        """What the activation is in the MoE node's terms, if it is one of those: it is tried."""
+        if not self.gated:
+            return None
+        generator = torch.Generator("cpu").manual_seed(0)
+        inner = 20 * torch.randn(_PROBED, 4, 2, generator=generator, device="cpu")
+        wanted = self.activation(inner)
+        alphas = {1.0, *self._numbers("alpha", "swiglu_alpha")}
+        limits = (None, *self._numbers("limit", "swiglu_limit"))
+        for alpha, beta, limit in itertools.product(alphas, (0.0, 1.0), limits):
+            found = Swiglu(alpha, beta, limit)
+            if torch.allclose(found(*inner.unbind(-1)), wanted, rtol=_CLOSE, atol=_CLOSE):
+                return found
+        return None
+
+    @property
+    def obstacle(self) -> str | None:
+        """Why no graph can hold these experts, if none can."""
+        if getattr(self._module, "has_post_expert_norm", False):
+            return "its experts' outputs go through a norm each, which no graph holds yet"
+        return None
+
+    def _in_turn(self, first: torch.Tensor) -> torch.Tensor:
+        """[E, 2 * I or I, ...] -> [E, I, 2 or 1, ...]"""
+        if self.gated and not self._alternating:
+            return first.unflatten(1, (2, -1)).transpose(1, 2)
+        return first.unflatten(1, (-1, 1 + self.gated))
+
+    def _numbers(self, *names: str) -> list[float]:
+        found = (getattr(self._module, name, None) for name in names)
+        return [float(number) for number in found if isinstance(number, int | float)]
+
+
+def among(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The modules that have their forward pass from transformers' interface for experts."""
+    return [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "down_proj")]
+
+
+def prepared(model: torch.nn.Module) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
+    """What experts do in a traced pass, as transformers calls it, and how to undo this.
+
+    Matrices become buffers in the order in which both op sets have them in the weights file.
+    """
+    kinds = {}
+    for module in among(model):
+        experts = Experts(module)
+        kinds[module] = experts.swiglu()
+        for name, matrices in zip((_FIRST, _LAST), experts.matrices(), strict=True):
+            module.register_buffer(name, matrices.detach(), persistent=False)
+
+    def forward(
+        module: torch.nn.Module, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        return _forward(module, kinds[module], rows, chosen, weights)
+
+    def undo() -> None:
+        for module in kinds:
+            delattr(module, _FIRST)
+            delattr(module, _LAST)
+
+    return forward, undo
+
+
+def _forward(
+    module: Any,
+    kind: Swiglu | None,
+    rows: torch.Tensor,
+    chosen: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """[T, H], [T, k], [T, k] -> [T, H]"""
+    experts = Experts(module)
+    if experts.obstacle:
+        raise ExportError(experts.obstacle)
+    if current().ops == "none":
+        return torch.zeros_like(rows)
+    first, last = getattr(module, _FIRST), getattr(module, _LAST)
+    routing = spread(chosen, weights, len(first))
+    if current().ops == "gqa" and kind is not None:
+        return _sparse(first, last, experts.biases(), kind, rows, routing, chosen.shape[1])
+    return _dense(first, last, experts, rows, routing)
+
+
+def spread(chosen: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    """Every expert's weight, 0 for those not chosen. [T, k], [T, k] -> [T, E]"""
+    hit = chosen[..., None] == torch.arange(number)
+    return torch.where(hit, weights[..., None], 0.0).sum(1)
+
+
+def _dense(
+    first: torch.Tensor,
+    last: torch.Tensor,
+    experts: Experts,
+    rows: torch.Tensor,
+    routing: torch.Tensor,
+) -> torch.Tensor:
+    """Two matrices with all experts side by side, [E * I * 2, H] and [E * I, H]."""
+    number, size, width, _ = first.shape
+    inner = torch.nn.functional.linear(rows, first.flatten(0, 2))
+    inner = inner.reshape(-1, number, size, width)
+    biases = experts.biases()
+    if biases is not None:
+        inner = inner + biases[0]
+    inner = experts.activation(inner) * routing[..., None]
+    # What is transposed directly is stored so, and a second time for the other op set.
+    side_by_side = last[None].transpose(2, 3).reshape(number * size, -1)
+    output = torch.matmul(inner.flatten(1), side_by_side)
+    return output if biases is None else output + torch.matmul(routing, biases[1])
+
+
+def _sparse(
+    first: torch.Tensor,
+    last: torch.Tensor,
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    kind: Swiglu,
+    rows: torch.Tensor,
+    routing: torch.Tensor,
+    k: int,
+) -> torch.Tensor:
+    """One MoE node over every row twice; weights, none below 0, are logits that it normalises."""
+    logits = torch.log(routing)
+    twice = torch.stack((rows, rows)), torch.cat((logits, logits))
+    matrices: tuple[torch.Tensor | None, ...] = (first.flatten(1, 2), None, last)
+    if biases is not None:
+        matrices = (first.flatten(1, 2), biases[0].flatten(1), last, biases[1])
+    attributes = {
+        "k": k, "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": kind.alpha,
+        "activation_beta": kind.beta, "normalize_routing_weights": 1,
+    }  # fmt: skip
+    if kind.limit is not None:
+        attributes["swiglu_limit"] = kind.limit
+    output = torch.onnx.ops.symbolic(
+        "com.microsoft::MoE",
+        (*twice, *matrices),
+        attrs=attributes,
+        dtype=rows.dtype,
+        shape=(2, *rows.shape),
+        version=1,
+    )
+    return output[0] * routing.sum(1, keepdim=True)
+
+
+def spelled_out(
+    rows: torch.Tensor,
+    logits: torch.Tensor,
+    first: torch.Tensor,
+    first_bias: torch.Tensor | None,
+    last: torch.Tensor,
+    last_bias: torch.Tensor | None,
+    attributes: dict[str, Any],
+) -> torch.Tensor:
+    """What the MoE node above computes, in any type of `rows`, whose matrices may be narrower.
+
+    [..., H], [T, E], [E, 2 * I, H], [E, 2 * I], [E, H, I], [E, H] -> [..., H]
+    """
+    swiglu = Swiglu(
+        attributes["activation_alpha"],
+        attributes["activation_beta"],
+        attributes.get("swiglu_limit"),
+    )
+    flat = rows.flatten(0, -2)
+    weights, chosen = torch.softmax(logits.to(rows.dtype), -1).topk(attributes["k"])
+    routing = spread(chosen, weights / weights.sum(-1, keepdim=True), len(first))
+    total = torch.zeros_like(flat)
+    for e in range(len(first)):
+        inner = flat @ first[e].to(rows.dtype).T
+        inner = inner if first_bias is None else inner + first_bias[e]
+        outer = swiglu(inner[:, ::2], inner[:, 1::2]) @ last[e].to(rows.dtype).T
+        outer = outer if last_bias is None else outer + last_bias[e]
+        total += outer * routing[:, e, None]
+    return total.view(rows.shape)

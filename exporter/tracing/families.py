@@ -1,0 +1,233 @@
+"""What a few model families need before they can be traced: the least that each lacks.
+
+Most decoders go through transformers' attention interface. Those named below keep attention code
+of their own, which is replaced by a call of ours. Class names, methods and their arguments are
+those of transformers 5.17 to 5.23.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers.masking_utils import sliding_window_causal_mask_function
+
+from .. import private
+from . import experts
+from .attention import attention, current, visible
+
+NAME = "specedge"
+
+
+@contextlib.contextmanager
+def registered(model: torch.nn.Module) -> Iterator[None]:
+    """Let the model use our attention, masks and experts, and give it its own back."""
+    experts_forward, restore = experts.prepared(model)
+    private.register(NAME, attention, visible, experts_forward)
+    undo = [private.choose(model, kind, NAME) for kind in ("attn", "experts")]
+    undo.append(restore)
+    for module in model.modules():
+        if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
+            undo.append(_whole_alibi(sys.modules[type(module).__module__]))
+        for method, replacement in _OWN_ATTENTION.get(type(module).__name__, {}).items():
+            setattr(module, method, MethodType(replacement, module))
+            undo.append(lambda m=module, n=method: delattr(m, n))  # type: ignore[misc]
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for step in reversed(undo):
+            step()
+
+
+@contextlib.contextmanager
+def eager(model: torch.nn.Module) -> Iterator[None]:
+    """Let attention and experts compute step by step in PyTorch, which every type can.
+
+    Attention in steps also rounds the scale as a graph's attribute does, where a fused one in
+    float64 would not.
+    """
+    undo = [private.choose(model, kind, "eager") for kind in ("attn", "experts")]
+    try:
+        yield
+    finally:
+        for step in undo:
+            step()
+
+
+@contextlib.contextmanager
+def counted_experts(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, int]]:
+    """Let experts do nothing but tell how many of them a row takes, in a pass on any device."""
+    counts: dict[torch.nn.Module, int] = {}
+
+    def count(
+        module: torch.nn.Module, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+    ) -> torch.Tensor:
+        counts[module] = chosen.shape[1]
+        return torch.zeros_like(rows)
+
+    private.register(NAME, attention, visible, count)
+    undo = private.choose(model, "experts", NAME)
+    try:
+        yield counts
+    finally:
+        undo()
+
+
+def _whole_alibi(code: Any) -> Callable[[], None]:
+    """Let a model build its biases for all rows of the cache, not for the new ones alone.
+
+    Newer versions of bloom do so themselves.
+    """
+    build = code.build_alibi_tensor
+
+    def whole(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+        return build(
+            torch.ones(1, current().capacity, dtype=mask.dtype, device=mask.device),
+            num_heads,
+            dtype,
+        )
+
+    code.build_alibi_tensor = whole
+    return lambda: setattr(code, "build_alibi_tensor", build)
+
+
+def _gptj(
+    self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    scaling = 1 / float(self.scale_attn)
+    output, _ = attention(self, query, key, value, mask, scaling=scaling)
+    return output.transpose(1, 2), None
+
+
+def _bloom(
+    self: Any,
+    hidden_states: torch.Tensor,
+    residual: torch.Tensor,
+    alibi: torch.Tensor,
+    attention_mask: torch.Tensor,
+    layer_past: Any,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    query, key, value = self._reshape(self.query_key_value(hidden_states))
+    key, value = layer_past.update(key, value, self.layer_idx)
+    output, _ = attention(
+        self, query, key, value, attention_mask, scaling=self.inv_norm_factor, bias=alibi[None]
+    )
+    return self.dense(output.flatten(2)) + residual, None
+
+
+def _falcon(
+    self: Any,
+    hidden_states: torch.Tensor,
+    alibi: torch.Tensor | None,
+    attention_mask: torch.Tensor,
+    layer_past: Any,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """With ALiBi the mask is a bias already, as the model makes it for its own fused attention."""
+    query, key, value = _falcon_heads(self, self.query_key_value(hidden_states))
+    if alibi is None:
+        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        assert position_embeddings is not None
+        query, key = rotate(query, key, *position_embeddings)
+    key, value = layer_past.update(key, value, self.layer_idx)
+    output, _ = attention(self, query, key, value, attention_mask)
+    return self.dense(output.flatten(2)), None
+
+
+def _falcon_heads(self: Any, fused: torch.Tensor) -> list[torch.Tensor]:
+    """[B, T, ...] -> 3 * [B, heads, T, D]; the model caches a key for every query head."""
+    if not self.new_decoder_architecture:
+        return [part.transpose(1, 2) for part in self._split_heads(fused)]
+    groups = self.num_heads // self.num_kv_heads
+    parts = fused.unflatten(2, (self.num_kv_heads, groups + 2, self.head_dim))
+    repeated = torch.arange(self.num_heads) // groups
+    pairs = (torch.index_select(parts[:, :, :, -i], 2, repeated) for i in (2, 1))
+    return [part.transpose(1, 2) for part in (parts[:, :, :, :-2].flatten(2, 3), *pairs)]
+
+
+def _mpt(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_bias: torch.Tensor,
+    past_key_values: Any,
+    attention_mask: torch.Tensor,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """`position_bias` is `_mpt_alibi`'s."""
+    fused = self.Wqkv(hidden_states)
+    if self.clip_qkv:
+        fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
+    heads = (part.unflatten(2, (self.n_heads, -1)).transpose(1, 2) for part in fused.chunk(3, 2))
+    query, key, value = heads
+    key, value = past_key_values.update(key, value, self.layer_idx)
+    output, _ = attention(
+        self, query, key, value, attention_mask, scaling=self.softmax_scale, bias=position_bias
+    )
+    return self.out_proj(output.flatten(2)), None
+
+
+def _mpt_alibi(self: Any, num_heads: int, length: int, **unused: Any) -> torch.Tensor:
+    """Each row's own distances, whole numbers: their bits do not depend on T. [B, H, T + 1, S]
+
+    The model counts from the last key instead, which softmax does not see.
+    """
+    now = current()
+    build = sys.modules[type(self).__module__].build_mpt_alibi_tensor  # type: ignore[attr-defined]
+    slopes = -build(num_heads, 2)[:, :, :1]
+    rows = torch.cat((now.positions, now.positions[:, -1:]), 1)
+    distances = torch.arange(now.capacity, device=rows.device) - rows[..., None]
+    return slopes.to(rows.device) * distances[:, None].float()
+
+
+def _llama4(
+    self: Any,
+    hidden_states: torch.Tensor,
+    position_embeddings: torch.Tensor,
+    attention_mask: torch.Tensor,
+    past_key_values: Any,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """The model's own asks the cache how long the text is, which ours does not know."""
+    parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
+    query, key, value = (part.unflatten(2, (-1, self.head_dim)) for part in parts)
+    if self.use_rope:
+        rotate = sys.modules[type(self).__module__].apply_rotary_emb  # type: ignore[attr-defined]
+        query, key = rotate(query, key, position_embeddings)
+    if hasattr(self, "qk_norm"):
+        query, key = self.qk_norm(query), self.qk_norm(key)
+    if self.attn_temperature_tuning and not self.use_rope:
+        steps = torch.floor((current().positions.float() + 1) / self.floor_scale)
+        query = query * (torch.log1p(steps) * self.attn_scale + 1)[..., None, None]
+    query, key, value = (part.transpose(1, 2) for part in (query, key, value))
+    key, value = past_key_values.update(key, value, self.layer_idx)
+    output, _ = attention(self, query, key, value, attention_mask, scaling=self.scaling)
+    return self.o_proj(output.flatten(2)), None
+
+
+def _gpt_neo(
+    self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
+) -> tuple[torch.Tensor, None]:
+    """Layers of the "local" kind see a window; nothing is scaled."""
+    if self.attention_type == "local":
+        mask = visible(sliding_window_causal_mask_function(self.config.window_size))
+    output, _ = attention(self, query, key, value, mask, scaling=1.0)
+    return output.transpose(1, 2), None
+
+
+_OWN_ATTENTION: dict[str, dict[str, Callable[..., Any]]] = {
+    "GPTJAttention": {"_attn": _gptj},
+    "CodeGenAttention": {"_attn": _gptj},
+    "BloomAttention": {"forward": _bloom},
+    "FalconAttention": {"forward": _falcon},
+    "MptAttention": {"forward": _mpt},
+    "MptModel": {"build_mpt_alibi_tensor": _mpt_alibi},
+    "Llama4TextAttention": {"forward": _llama4},
+    "GPTNeoSelfAttention": {"_attn": _gpt_neo},
+}

@@ -1,0 +1,120 @@
+"""The shape of a model's KV cache, measured from one pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specedge.errors import ExportError, MissingExtraError, SpecEdgeError
+from specedge.manifest import CacheLayer
+
+from .. import private
+from ..quiet import quiet
+from .attention import TracedPass, running
+from .families import registered
+
+ALIGNMENT = 8
+_STATE = "a state that cannot be rolled back"
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """S rows of cache for `context_length` tokens, one entry a layer, and V logits a row."""
+
+    context_length: int
+    capacity: int
+    padded_vocab_size: int
+    layers: tuple[CacheLayer, ...]
+
+    def cache_names(self) -> list[str]:
+        """The graph's input names of the caches."""
+        kinds = ("key", "value")
+        return [f"past_key_values.{i}.{kind}" for i in range(len(self.layers)) for kind in kinds]
+
+    def cache_shapes(self) -> list[tuple[int, int, int, int]]:
+        """[B, H, S, D] for each name."""
+        sizes = [(x.heads, d) for x in self.layers for d in (x.key_size, x.value_size)]
+        return [(1, heads, self.capacity, size) for heads, size in sizes]
+
+
+def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) -> Geometry:
+    """Run one pass and read the cache it leaves.
+
+    S has room for a padded pass at the end, and for the row that `gqa` writes behind it.
+    """
+    output = _one_pass(model)
+    kept = getattr(getattr(output, "past_key_values", None), "layers", ())
+    if not kept:
+        raise ExportError(_no_cache(model))
+    layers = tuple(_layer(kind_of(model), i, layer) for i, layer in enumerate(kept))
+    _check_optimum(model, layers)
+    capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
+    return Geometry(context_length, capacity, output.logits.shape[-1], layers)
+
+
+def kind_of(model: Any) -> str:
+    """The architecture, as transformers names it."""
+    return str(model.config.model_type)
+
+
+def _no_cache(model: torch.nn.Module) -> str:
+    recurrent = f": they are recurrent, with {_STATE}" if private.keeps_a_state(model) else ""
+    return (
+        f"{kind_of(model)} models keep no KV cache{recurrent}; "
+        "specedge takes decoders with attention alone"
+    )
+
+
+def _one_pass(model: torch.nn.Module) -> Any:
+    """What the model gives for two tokens and keeps in a cache of its own."""
+    parameter = next(model.parameters())
+    tokens = torch.zeros(1, 2, dtype=torch.long, device=parameter.device)
+    now = TracedPass("none", tokens[:, 0], torch.arange(2, device=tokens.device)[None], 2)
+    try:
+        with quiet(), registered(model), running(now):
+            return model(input_ids=tokens, use_cache=True)
+    except SpecEdgeError:
+        raise
+    except Exception as error:
+        if private.keeps_a_state(model):
+            raise ExportError(f"{kind_of(model)} models are hybrid: they keep {_STATE}") from error
+        raise ExportError(
+            f"{kind_of(model)} models do not run as they have to for a trace "
+            f"({private.trouble(error)})"
+        ) from error
+
+
+def _layer(kind: str, index: int, layer: Any) -> CacheLayer:
+    if private.keeps_state(layer):
+        raise ExportError(f"{kind} models are hybrid: layer {index} keeps {_STATE}")
+    if not private.keeps_rows(layer):
+        raise ExportError(f"layer {index} of {kind} models keeps no keys and values of its own")
+    if (rows := layer.keys.shape[2]) != 2:
+        raise ExportError(f"layer {index} of {kind} models keeps {rows} rows for two tokens")
+    return CacheLayer(layer.keys.shape[1], layer.keys.shape[3], layer.values.shape[3])
+
+
+def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> None:
+    """What optimum knows of an architecture must be what was measured."""
+    try:
+        from optimum.utils import NormalizedConfigManager
+    except ImportError as error:
+        if isinstance(error, ModuleNotFoundError) and error.name == "optimum":
+            raise MissingExtraError(
+                'optimum is not installed; run: pip install "specedge[cpu,export]"'
+            ) from error
+        raise ExportError(f"optimum cannot be imported ({private.trouble(error)})") from error
+    try:
+        known = NormalizedConfigManager.get_normalized_config_class(kind_of(model))(model.config)
+        num_layers = known.num_layers
+    except (KeyError, AttributeError):
+        return
+    if num_layers != len(layers):
+        raise ExportError(
+            f"one pass fills {len(layers)} cache layers, the config says {num_layers}"
+        )
+    heads = known.num_key_value_heads if known.has_attribute("num_key_value_heads") else None
+    if isinstance(heads, int) and any(layer.heads != heads for layer in layers):
+        raise ExportError(f"one pass fills {layers[0].heads} heads, the config says {heads}")

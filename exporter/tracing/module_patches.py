@@ -1,0 +1,116 @@
+"""Modules that trace to many nodes are swapped for ones that trace to a single node.
+
+A swap is made for what a module computes, not for its name: each is tried on random input first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.pytorch_utils import Conv1D
+
+from .. import private
+from . import rotary
+from .attention import operator
+
+_CLOSE = 1e-6
+
+
+def fix_rotary(model: nn.Module, context_length: int) -> bool:
+    """Settle factors that change with a pass's last position, as they are at the context's end.
+
+    Tells whether there were any that texts shorter than the context have otherwise (longrope).
+    """
+    changed = False
+    for module, layer_type in list(private.growing_factors(model)):
+        before, positions = private.factors(module, layer_type), torch.arange(context_length)[None]
+        module(torch.zeros(1), positions, **({"layer_type": layer_type} if layer_type else {}))
+        changed |= not torch.equal(before, private.factors(module, layer_type))
+        private.settle(module, layer_type)
+    return changed
+
+
+@contextlib.contextmanager
+def swapped(model: nn.Module, context_length: int) -> Iterator[None]:
+    """The same model out of fewer nodes while the context lasts."""
+    undo: list[Callable[[], None]] = []
+    try:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if replacement := _replacement(child):
+                    setattr(parent, name, replacement)
+                    undo.append(lambda p=parent, n=name, c=child: setattr(p, n, c))  # type: ignore[misc]
+        undo.extend(rotary.swap(model, context_length))
+        yield
+    finally:
+        for step in reversed(undo):
+            step()
+
+
+def _replacement(module: nn.Module) -> nn.Module | None:
+    if isinstance(module, Conv1D):
+        return _linear(module)
+    if not list(module.parameters()) and not list(module.children()):
+        return _activation(module)
+    return _norm(module)
+
+
+def _linear(module: Conv1D) -> nn.Linear:
+    """Conv1D is a Linear stored the other way round; as Linear it becomes MatMul and Add."""
+    linear = nn.Linear(module.nx, module.nf, device="meta")
+    linear.weight = nn.Parameter(module.weight.T, requires_grad=False)
+    linear.bias = module.bias
+    return linear
+
+
+def _activation(module: nn.Module) -> nn.Module | None:
+    """The tanh GELU spelled out in steps becomes one node."""
+    if "GELU" not in type(module).__name__:
+        return None
+    gelu = nn.GELU("tanh")
+    return gelu if _same(module, gelu, torch.linspace(-8, 8, 4001)) else None
+
+
+class _RmsNorm(nn.Module):
+    def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+        self.epsilon = epsilon
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return operator(
+            "RMSNormalization", (x, self.weight), x, x.shape, axis=-1, epsilon=self.epsilon
+        )
+
+
+def _norm(module: nn.Module) -> nn.Module | None:
+    """Any module that is an RMS norm with its weight, or with one plus its weight (gemma)."""
+    parameters = dict(module.named_parameters())
+    epsilon = next(
+        (
+            v
+            for n in ("variance_epsilon", "eps")
+            if isinstance(v := getattr(module, n, None), float)
+        ),
+        None,
+    )
+    if list(parameters) != ["weight"] or module.weight.ndim != 1 or epsilon is None:
+        return None
+    size = module.weight.shape
+    x = torch.randn(4, *size, generator=torch.Generator().manual_seed(0))
+    for weight in (module.weight, 1 + module.weight):
+        if _same(module, lambda x, w=weight: nn.functional.rms_norm(x, size, w, epsilon), x):
+            return _RmsNorm(weight.detach(), epsilon)
+    return None
+
+
+def _same(module: Any, other: Any, x: torch.Tensor) -> bool:
+    try:
+        with torch.no_grad():
+            return torch.allclose(module(x), other(x), rtol=_CLOSE, atol=_CLOSE)
+    except Exception:  # a module of another kind
+        return False

@@ -1,0 +1,204 @@
+"""Rotary tables, looked up by position, and the functions that apply them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .. import private
+from .attention import operator
+
+_CLOSE = 1e-6
+
+
+def swap(model: nn.Module, context_length: int) -> list[Callable[[], None]]:
+    """Swap the rotary tables, and the function that applies them where it is a usual one.
+
+    Returns what swaps them back.
+    """
+    undo: list[Callable[[], None]] = []
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            code = sys.modules[type(child).__module__]
+            names = private.rotary_functions(code)
+            found = _swapped(child, code, names, context_length) if names else None
+            if found is None:
+                continue
+            table, functions = found
+            for place, value in ((parent, {name: table}), (code, functions)):
+                for n, new in value.items():
+                    undo.append(partial(setattr, place, n, getattr(place, n)))
+                    setattr(place, n, new)
+    return undo
+
+
+def _swapped(
+    module: nn.Module, code: ModuleType, names: list[str], context_length: int
+) -> tuple[nn.Module, dict[str, Callable[..., Any]]] | None:
+    """A table in a module's place, and functions in their places in its code."""
+    if names == ["apply_rotary_emb"] and (pairs := _complex_table(module, context_length)):
+        apply = code.apply_rotary_emb  # type: ignore[attr-defined]
+        axes = [axis for axis in (1, 2) if _applies_pairs(apply, pairs, axis)]
+        return (pairs, {names[0]: partial(_rotate_pairs, axis=axes[0])}) if axes else None
+    table = _table(module, context_length)
+    if table is None:
+        return None
+    half = _half(table) if names == ["apply_rotary_pos_emb"] else None
+    if half and _applies_halves(code.apply_rotary_pos_emb, half):  # type: ignore[attr-defined]
+        return half, {names[0]: _rotate}
+    return table, {}
+
+
+class _RotaryTable(nn.Module):
+    """cos and sin looked up by position: computed in the graph, their last bits depend on T.
+
+    One pair [S, D] for each type of layer that a model tells apart, or one for None.
+    """
+
+    def __init__(self, tables: dict[str | None, tuple[torch.Tensor, ...]]) -> None:
+        super().__init__()
+        self.tables = tables
+        for kind, (cos, sin) in tables.items():
+            self.register_buffer(f"cos_{kind}", cos)
+            self.register_buffer(f"sin_{kind}", sin)
+
+    def forward(
+        self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        tables = (getattr(self, f"{part}_{layer_type}") for part in ("cos", "sin"))
+        return tuple(nn.functional.embedding(position_ids, t) for t in tables)  # type: ignore[return-value]
+
+
+def _rotate(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two RotaryEmbedding nodes. 2 * [B, H, T, D], 2 * [B, T, D/2] -> 2 * [B, H, T, D]
+
+    Where the tables are narrower than the heads, the rest of a head passes as it is.
+    """
+    return _rotated(q, cos, sin), _rotated(k, cos, sin)
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    size = 2 * cos.shape[-1]
+    part = {"rotary_embedding_dim": size, "num_heads": x.shape[1]} if size < x.shape[-1] else {}
+    return operator("RotaryEmbedding", (x, cos, sin), x, x.shape, **part)
+
+
+def _table(module: nn.Module, context_length: int) -> _RotaryTable | None:
+    """Every position's cos and sin, [S, D], if the module computes [B, T, D] from positions."""
+    kinds: list[str | None] = [None]
+    parameters = list(inspect.signature(module.forward).parameters)
+    if parameters == ["x", "position_ids", "layer_type"]:
+        kinds = list(getattr(module, "layer_types", kinds))
+    elif parameters != ["x", "position_ids"]:
+        return None
+    tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
+    for kind in kinds:
+        with torch.no_grad():
+            which = () if kind is None else (kind,)
+            result = module(torch.zeros(1), torch.arange(context_length)[None], *which)
+        if not isinstance(result, tuple) or len(result) != 2 or result[0].ndim != 3:
+            return None
+        tables[kind] = tuple(part[0].float().contiguous() for part in result)
+    return _RotaryTable(tables)
+
+
+def _half(table: _RotaryTable) -> _RotaryTable | None:
+    """[S, D/2], where both halves are the same."""
+    tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
+    for kind, pair in table.tables.items():
+        halves = [part.chunk(2, -1) for part in pair]
+        if not all(torch.equal(a, b) for a, b in halves):
+            return None
+        tables[kind] = tuple(a.contiguous() for a, _ in halves)
+    return _RotaryTable(tables)
+
+
+def _applies_halves(apply: Any, table: _RotaryTable) -> bool:
+    """Whether a function rotates the first half of each head against the second."""
+    whole_cos, whole_sin = next(iter(table.tables.values()))
+    size, rows = whole_cos.shape[1], min(3, len(whole_cos))
+    q, k = torch.randn(2, 1, 2, rows, 2 * size, generator=torch.Generator().manual_seed(0))
+    cos, sin = whole_cos[-rows:], whole_sin[-rows:]
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.chunk(2, -1)
+        return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
+
+    try:
+        found = apply(q, k, torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None])
+    except Exception:  # a function of another kind
+        return False
+    return all(
+        torch.allclose(a, rotated(b), rtol=0, atol=_CLOSE)
+        for a, b in zip(found, (q, k), strict=True)
+    )
+
+
+class _ComplexTable(nn.Module):
+    """cos and sin as real and imaginary part, for all positions. [S, D/2, 2]
+
+    A graph has no complex numbers (torch 2.13).
+    """
+
+    def __init__(self, table: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("table", table.flatten(1))
+
+    def forward(self, x: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(position_ids, self.table).unflatten(-1, (-1, 2))  # type: ignore[arg-type]
+
+
+def _complex_table(module: nn.Module, context_length: int) -> _ComplexTable | None:
+    if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
+        return None
+    with torch.no_grad():
+        result = module(torch.zeros(1), torch.arange(context_length)[None])
+    if not isinstance(result, torch.Tensor) or not result.is_complex() or result.ndim != 3:
+        return None
+    return _ComplexTable(torch.view_as_real(result[0]).float().contiguous())
+
+
+def _rotate_pairs(
+    q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, axis: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate neighbours in a head; `axis` is that of the heads. 2 * [B, ..., D], [B, T, D/2, 2]"""
+    cos, sin = table.unsqueeze(axis).unbind(-1)
+
+    def rotated(x: torch.Tensor) -> torch.Tensor:
+        a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+
+    return rotated(q), rotated(k)
+
+
+def _applies_pairs(apply: Any, table: _ComplexTable, axis: int) -> bool:
+    """Whether a function rotates neighbours by complex factors, with heads along this axis."""
+    rows = min(3, len(table.table))  # type: ignore[arg-type]
+    positions = torch.arange(rows)[None]
+    pairs = table(torch.zeros(1), positions)
+    shape = [1, rows, 2 * pairs.shape[2]]
+    shape.insert(axis, 4)
+    q, k = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+    try:
+        found = apply(q, k, torch.view_as_complex(pairs))
+    except Exception:  # a function of another kind
+        return False
+    wanted = _rotate_pairs(q, k, pairs, axis)
+    return all(
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_CLOSE)
+        for a, b in zip(found, wanted, strict=True)
+    )

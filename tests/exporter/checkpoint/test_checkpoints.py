@@ -1,0 +1,230 @@
+"""Checkpoints that cannot be read are refused in one line that says what to do."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+
+from checkpoints import END, save
+from specedge.errors import CheckpointError, ExportError
+from specedge.exporter import export
+from specedge.exporter.checkpoint import checkpoints, hub
+from specedge.exporter.progress import Progress
+
+
+def find(folder, revision=None):
+    return checkpoints.find("target", str(folder), revision)
+
+
+def refusal(folder):
+    with pytest.raises(CheckpointError) as caught:
+        checkpoints.load(find(folder), Progress())
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def edit(path, **changes):
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
+
+
+def test_a_folder_that_is_not_there_is_refused(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "missing")
+    assert "does not exist" in refusal("./missing")
+
+
+def test_an_empty_folder_is_refused(tmp_path):
+    assert "empty folder" in refusal(tmp_path)
+
+
+def test_a_config_without_weights_is_refused(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    assert "no model.safetensors" in refusal(checkpoint)
+
+
+def test_pickled_weights_of_an_unknown_layout_are_refused(checkpoint):
+    (checkpoint / "model.safetensors").rename(checkpoint / "consolidated.00.pth")
+    assert "pytorch_model.bin" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["model.onnx"],
+        ["model.onnx", "model.onnx_data"],
+        ["model_quantized.onnx"],
+        ["decoder_model.onnx", "decoder_model_merged.onnx", "decoder_with_past_model.onnx"],
+        ["onnx/model.onnx"],
+    ],
+)
+@pytest.mark.parametrize(
+    ("config", "readme", "said"),
+    [
+        ({}, None, "give the checkpoint it was made from, with config.json"),
+        ({"_name_or_path": "gpt2"}, None, "it was made from gpt2: give that"),
+        ({"_name_or_path": "/a/b"}, "---\nbase_model: c/d\n---\n", "made from /a/b: give that"),
+        ({}, "---\nbase_model:\n- c/d\n---\n", "it was made from c/d: give that"),
+        ({"_name_or_path": 7}, "---\nbase_model: []\n---\n", "give the checkpoint it was made"),
+    ],
+)
+def test_an_onnx_export_is_refused_with_the_checkpoint_it_names(
+    checkpoint, names, config, readme, said
+):
+    (checkpoint / "model.safetensors").unlink()
+    edit(checkpoint / "config.json", **config)
+    for name in names:
+        (checkpoint / name).parent.mkdir(exist_ok=True)
+        (checkpoint / name).write_bytes(b"onnx")
+    if readme:
+        (checkpoint / "README.md").write_text(readme, "utf-8")
+    message = refusal(checkpoint)
+    assert "is an ONNX export" in message
+    assert said in message
+
+
+def test_a_checkpoint_with_onnx_files_beside_its_weights_is_read(checkpoint):
+    (checkpoint / "onnx").mkdir()
+    (checkpoint / "onnx/model.onnx").write_bytes(b"onnx")
+    assert checkpoints.load(find(checkpoint), Progress()).dtype == "float32"
+
+
+def test_an_onnx_repository_on_the_hub_is_refused_with_the_checkpoint_it_names(
+    checkpoint, monkeypatch
+):
+    (checkpoint / "README.md").write_text("---\nbase_model: c/d\n---\n", "utf-8")
+    names = ("README.md", "config.json", "tokenizer.json", "onnx/model.onnx")
+    files = [SimpleNamespace(rfilename=name, size=1) for name in names]
+    info = SimpleNamespace(siblings=files, sha="abc")
+    api = SimpleNamespace(model_info=lambda *args, **kwargs: info)
+    monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: api)
+    monkeypatch.setattr(
+        hub.huggingface_hub, "snapshot_download", lambda *args, **kwargs: str(checkpoint)
+    )
+    assert "it was made from c/d: give that" in refusal("someone/something")
+
+
+def test_truncated_weights_are_refused(checkpoint):
+    path = checkpoint / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+    assert "model.safetensors cannot be read" in refusal(checkpoint)
+
+
+def test_missing_weights_are_refused_instead_of_made_up(checkpoint):
+    edit(checkpoint / "config.json", n_layer=3)
+    assert "lacks weights" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "nothing-like-this"}'])
+def test_an_unreadable_config_is_refused(checkpoint, text):
+    (checkpoint / "config.json").write_text(text, "utf-8")
+    assert "config.json" in refusal(checkpoint)
+
+
+def test_a_missing_tokenizer_is_refused(checkpoint):
+    (checkpoint / "tokenizer.json").unlink()
+    assert "tokenizer" in refusal(checkpoint)
+
+
+def test_a_models_own_code_never_runs(checkpoint):
+    code = {"AutoConfig": "code.Config", "AutoModelForCausalLM": "code.Model"}
+    edit(checkpoint / "config.json", model_type="own", auto_map=code)
+    (checkpoint / "code.py").write_text("raise SystemExit('ran')", "utf-8")
+    assert "never runs" in refusal(checkpoint)
+
+
+def test_an_adapter_in_a_models_place_is_refused_with_the_option_it_belongs_to(checkpoint):
+    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "adapter_config.json").write_text("{}", "utf-8")
+    assert "this as --adapter" in refusal(checkpoint)
+
+
+def test_a_sharded_checkpoint_is_read_and_a_broken_index_refused(checkpoint):
+    config, tokenizer = checkpoint / "config.json", checkpoint / "tokenizer.json"
+    assert config.exists()
+    assert tokenizer.exists()
+    whole = AutoModelForCausalLM.from_pretrained(checkpoint)
+    (checkpoint / "model.safetensors").unlink()
+    whole.save_pretrained(checkpoint, max_shard_size="50KB")
+    index = checkpoint / "model.safetensors.index.json"
+    found = checkpoints.find("target", str(checkpoint), None)
+    loaded = checkpoints.load(found, Progress())
+    assert loaded.dtype == "float32"
+    assert torch.equal(loaded.model.lm_head.weight, whole.lm_head.weight)
+    for text in ("", "{}", "[]", '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 7}}'):
+        index.write_text(text, "utf-8")
+        assert "index.json" in refusal(checkpoint)
+
+
+def test_a_hub_id_without_a_network_is_refused_at_once():
+    assert "hub cannot be reached" in refusal("someone/something")
+
+
+def test_an_unreachable_hub_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    api = hub.huggingface_hub.HfApi
+    monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: api(endpoint="http://127.0.0.1:9"))
+    assert "hub cannot be reached" in refusal("someone/something")
+
+
+def test_a_name_that_no_repository_can_have_is_refused():
+    assert "neither a folder nor a hub id" in refusal("what is this?")
+
+
+def test_a_download_that_does_not_fit_is_refused(tmp_path):
+    snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.safetensors": 1 << 60})
+    with pytest.raises(CheckpointError, match="GB free"):
+        hub.check_space([snapshot], tmp_path)
+
+
+def test_a_bundle_is_no_checkpoint(pairs):
+    assert "already" in refusal(pairs.bundle("gpt2").folder)
+
+
+def test_source_licence_and_type_are_recorded(pairs, checkpoint):
+    (checkpoint / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Model\n", "utf-8")
+    source = find(checkpoint).source
+    assert (source.id, source.revision, source.licence) == ("checkpoint", None, "mit")
+    bundle = pairs.bundle("bfloat16")
+    assert bundle.target.source.licence is None
+    assert bundle.target.weights_dtype == "bfloat16"
+    assert bundle.end_tokens == (0,)
+
+
+@pytest.mark.parametrize("limit", [None, 64])
+def test_a_recurrent_model_is_refused_with_the_reason(pairs, tmp_path, limit):
+    draft = pairs.checkpoint("gpt2")[0]
+    config = MambaConfig(vocab_size=512, hidden_size=16, num_hidden_layers=1)
+    save(MambaForCausalLM(config), find(draft).tokenizer, tmp_path / "mamba")
+    with pytest.raises(ExportError, match="mamba models keep no KV cache"):
+        export(draft, tmp_path / "mamba", tmp_path / "bundle", max_length=limit)
+
+
+@pytest.mark.parametrize("length", [2, 4, 20])
+def test_contexts_shorter_than_a_pass_and_as_long_as_the_buffers_are_compared(
+    pairs, tmp_path, length
+):
+    target = pairs.checkpoint("gpt2")[1]
+    bundle = export(target, target, tmp_path / "bundle", max_length=length)
+    assert bundle.context_length == length
+    assert list(bundle.target.parity) == ["onnx", "gqa"]
+
+
+def test_a_revision_of_a_folder_is_refused(checkpoint):
+    with pytest.raises(CheckpointError, match="which has no revisions"):
+        find(checkpoint, "main")
+
+
+def test_a_decoder_with_cross_attention_is_refused(checkpoint):
+    edit(checkpoint / "config.json", add_cross_attention=True)
+    assert "cross-attention" in refusal(checkpoint)
+
+
+def test_both_models_may_be_one_folder(pairs, tmp_path):
+    target = pairs.checkpoint("gpt2")[1]
+    bundle = export(target, target, tmp_path / "bundle", num_draft_tokens=2, max_length=40)
+    assert bundle.context_length == 40
+    assert bundle.target.graph("verify", "onnx").length == 3
+    assert bundle.target.graph("prefill", "onnx").length == 40
+    assert find(target).tokenizer.eos_token == END

@@ -1,0 +1,134 @@
+"""GGUF files, written with llama.cpp's own package, through transformers' own loader."""
+
+import gguf
+import numpy as np
+import psutil
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Kind
+
+from checkpoints import make_config, make_model
+from ggufs import write
+from specedge.bundle import Bundle
+from specedge.errors import CheckpointError
+from specedge.exporter import Progress, export
+from specedge.exporter.checkpoint import checkpoints, gguf_files
+
+
+def find(path):
+    return checkpoints.find("target", str(path), None)
+
+
+def refusal(path):
+    with pytest.raises(CheckpointError) as caught:
+        find(path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [(Kind.Q8_0, "float32"), (Kind.Q4_0, "float32"), (Kind.F16, "float16")]
+)
+def test_a_gguf_file_gives_the_numbers_that_it_stands_for(kind, dtype, tmp_path):
+    path = tmp_path / "model.gguf"
+    numbers = write(path, kind, tmp_path)
+    progress = Progress()
+    loaded = checkpoints.load(find(path), progress)
+    assert loaded.dtype == dtype
+    state = loaded.model.state_dict()
+    assert state.keys() == numbers.keys()
+    for name, array in numbers.items():
+        assert np.array_equal(state[name].numpy(), array.astype(np.float32)), name
+    said = f"stored in {kind.name} and widened"
+    assert any(said in note for note in progress.notes) == (dtype == "float32")
+
+
+def test_a_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
+    path = tmp_path / "models" / "model-Q8_0.gguf"
+    path.parent.mkdir()
+    write(path, Kind.Q8_0, tmp_path)
+    progress = Progress()
+    bundle = export(path.parent, path, tmp_path / "bundle", max_length=40, progress=progress)
+    assert (bundle.draft.source.id, bundle.target.source.id) == ("models", "model-Q8_0.gguf")
+    assert bundle.target.architecture == "qwen2"
+    assert bundle.target.weights_dtype == "float32"
+    assert bundle.end_tokens == (0,)
+    assert any("target is this quantised model" in note for note in progress.notes)
+    import specedge
+
+    text = specedge.load(tmp_path / "bundle").generate("import json", max_new_tokens=8)
+    assert len(text.tokens) == 8 or text.finish_reason == "end"
+    assert Bundle.read(tmp_path / "bundle").files == bundle.files
+
+
+def test_several_files_in_a_folder_need_a_choice(tmp_path):
+    write(tmp_path / "model-Q8_0.gguf", Kind.Q8_0, tmp_path)
+    write(tmp_path / "model-F16.gguf", Kind.F16, tmp_path)
+    assert "2 GGUF files (model-F16.gguf, model-Q8_0.gguf); give one" in refusal(tmp_path)
+    assert find(tmp_path / "model-F16.gguf").weights == ["model-F16.gguf"]
+
+
+def test_what_memory_cannot_hold_is_refused_with_the_figure_from_the_header(tmp_path, monkeypatch):
+    path = tmp_path / "model.gguf"
+    numbers = write(path, Kind.Q8_0, tmp_path)
+    count = sum(array.size for array in numbers.values())
+    memory = psutil.virtual_memory()._replace(available=3e9)
+    monkeypatch.setattr(gguf_files, "ROOM", 3e9 - 4 * count)
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)
+    find(path)
+    monkeypatch.setattr(gguf_files, "ROOM", 3e9 + 1 - 4 * count)
+    assert "takes 3.0 GB of memory" in refusal(path)
+    assert "3.0 GB are free" in refusal(path)
+
+
+def test_the_header_is_enough_to_judge_a_file(tmp_path):
+    path = tmp_path / "model.gguf"
+    write(path, Kind.Q8_0, tmp_path)
+    size, ends = path.stat().st_size, gguf_files.header_ends(path)
+    assert 0 < ends < size
+    head = path.read_bytes()
+    for kept, whole in ((int(ends), True), (int(ends) // 2, False)):
+        path.write_bytes(head[:kept] + bytes(size - kept))
+        assert (gguf_files.header_ends(path) <= kept) == whole
+    path.write_bytes(head[: int(ends)] + bytes(size - int(ends)))
+    assert find(path).config.hidden_size == 64
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("model.gguf", b"", "no GGUF file that can be read"),
+        ("model.gguf", b"nothing like it", "no GGUF file that can be read"),
+        ("model-00001-of-00002.gguf", b"GGUF", "a part of a split GGUF file"),
+        ("model.txt", b"", "is a file, not a folder"),
+    ],
+)
+def test_what_is_no_whole_gguf_file_is_refused(name, content, said, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    assert said in refusal(tmp_path / name)
+
+
+def test_a_file_of_a_family_that_transformers_does_not_read_is_refused(tmp_path):
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "of-tomorrow")
+    writer.add_tensor("token_embd.weight", np.zeros((4, 4), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert "of-tomorrow" in refusal(tmp_path / "model.gguf")
+
+
+def test_a_gguf_that_is_not_there_is_refused(tmp_path):
+    assert "does not exist" in refusal(tmp_path / "missing.gguf")
+    assert "hub cannot be reached" in refusal("org/name/missing.gguf")
+
+
+def test_it_computes_as_the_model_with_those_numbers(tmp_path):
+    path = tmp_path / "model.gguf"
+    numbers = write(path, Kind.Q8_0, tmp_path)
+    model = make_model(make_config("qwen2", kv_heads=2, scale=0.1))
+    model.load_state_dict({name: torch.from_numpy(a.copy()) for name, a in numbers.items()})
+    found = checkpoints.load(find(path), Progress()).model
+    with torch.no_grad():
+        tokens = torch.arange(12)[None]
+        assert torch.allclose(found(tokens).logits, model(tokens).logits, atol=1e-5)

@@ -1,0 +1,212 @@
+"""huggingface_hub itself against a hub on this machine: downloads, refusals, and what is kept."""
+
+import json
+import os
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+import hub_server
+from hubs import NAME, WHOLE, Bars, files, find, patch_endpoint, refusal, same
+from specedge.errors import CheckpointError
+from specedge.exporter import Progress
+from specedge.exporter.checkpoint import checkpoints
+
+
+def test_a_whole_repository_is_fetched_after_its_small_files(server, original):
+    found = find()
+    assert not files(server)
+    assert found.source.id == NAME
+    assert found.source.revision == hub_server.commit(server.folder / NAME)
+    assert same(found, original)
+    assert files(server) == [None, None]  # a redirect, and the file where it leads
+    sent = server.sent
+    assert same(find(), original)
+    assert server.sent - sent < 10_000  # the second time nothing but what is small
+
+
+def test_a_sharded_repository_is_fetched(server, original):
+    folder = server.folder / NAME
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    (folder / WHOLE).unlink()
+    model.save_pretrained(folder, max_shard_size="1MB")
+    shards = sorted(p.name for p in folder.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    (folder / "unused.safetensors").write_bytes(b"x" * 100)
+    found = find()
+    assert sorted(found.remote.weights) == shards
+    assert same(found, original)
+    assert not files(server, "unused.safetensors")
+
+
+def test_a_revision_is_another_commit_and_one_that_is_not_there_is_refused(server, original):
+    other = server.folder / f"{NAME}@v2"
+    other.mkdir()
+    for path in original.iterdir():
+        if path.name != "README.md":
+            os.link(path, other / path.name)
+    (other / "README.md").write_text("---\nlicense: mit\n---\n", "utf-8")
+    first, second = find().source, find("v2").source
+    assert first.revision == find(first.revision).source.revision
+    assert second.revision == hub_server.commit(other) != first.revision
+    assert (first.licence, second.licence) == (None, "mit")
+    assert "has no revision 'v3' on the hub" in refusal("v3")
+
+
+def test_a_private_repository_needs_a_login(server, original, monkeypatch):
+    server.private.add(NAME)
+    assert "'hf auth login'" in refusal()
+    Path(constants.HF_TOKEN_PATH).write_text(hub_server.TOKEN, "utf-8")
+    assert same(find(), original)
+
+
+def test_a_repository_that_is_not_there_is_refused_with_the_name(server):
+    assert "org/other is neither a folder here nor a model on the hub" in refusal(name="org/other")
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_gated_repository_says_where_its_terms_are(server, known):
+    server.gated.add(NAME)
+    if known:
+        Path(constants.HF_TOKEN_PATH).write_text(hub_server.TOKEN, "utf-8")
+    message = refusal()
+    assert "is gated: accept its terms on" in message
+    assert "'hf auth login'" in message
+
+
+def test_a_repository_that_becomes_gated_before_its_weights_are_there_says_so(server):
+    found = find()
+    server.gated.add(NAME)
+    with pytest.raises(CheckpointError, match="is gated: accept its terms"):
+        checkpoints.load(found, Progress())
+
+
+def test_a_token_that_may_not_read_is_told_from_no_network(server):
+    server.statuses[NAME] = 403
+    assert "the hub refuses to give it (403); log in with 'hf auth login'" in refusal()
+
+
+def test_a_hub_that_is_out_of_order_is_said_to_be_unreachable(server):
+    server.statuses[NAME] = 500
+    assert "the hub cannot be reached (" in refusal()
+
+
+def test_a_cut_download_goes_on_where_it_stopped(server, original):
+    found, sent = find(), server.sent
+    size = (original / WHOLE).stat().st_size
+    server.cuts += [300_000, 500_000]
+    assert same(found, original)
+    assert files(server)[1::2] == [None, "bytes=300000-", "bytes=800000-"]
+    assert server.sent - sent == size  # no byte was fetched twice
+
+
+def test_a_download_goes_on_in_the_next_run(server, original):
+    found, sent = find(), server.sent
+    size = (original / WHOLE).stat().st_size
+    server.cuts += [400_000, *[0] * 50]
+    with pytest.raises(CheckpointError, match="run the export again to go on where it stopped"):
+        checkpoints.load(found, Progress())
+    server.cuts.clear()
+    server.requests.clear()
+    progress = Bars()
+    checkpoints.load(find(), progress)
+    assert files(server)[1::2] == ["bytes=400000-"]
+    assert server.sent - sent < size + 10_000
+    total, first, *_ = moves = progress.moves[f"Downloading {NAME}"]
+    assert (total, first, sum(moves[1:])) == (size, 400_000, size)
+    assert same(find(), original)
+
+
+def test_a_server_without_ranges_sends_a_cut_file_anew(server, original):
+    server.ranges = False
+    server.cuts.append(300_000)
+    progress = Bars()
+    checkpoints.load(find(), progress)
+    assert same(find(), original)
+    assert sum(progress.moves[f"Downloading {NAME}"][1:]) == (original / WHOLE).stat().st_size
+
+
+def test_a_bar_moves_within_a_file_by_its_bytes(server, original):
+    progress = Bars()
+    checkpoints.load(find(), progress)
+    size = (original / WHOLE).stat().st_size
+    total, *moves = progress.moves[f"Downloading {NAME}"]
+    assert total == sum(moves) == size
+    assert len([move for move in moves if move]) == -(-size // 100_000)
+
+
+def test_a_full_disk_is_said_in_one_line_and_what_is_there_stays(server, original):
+    found = find()
+    blobs = found.folder.parents[1] / "blobs"
+    part = blobs / f"{hub_server.etag(server.folder / NAME / WHOLE)}.part"
+    part.symlink_to("/dev/full")  # the kernel's own ENOSPC
+    with pytest.raises(CheckpointError, match=r"no space left in .* free some") as caught:
+        checkpoints.load(found, Progress())
+    assert "\n" not in str(caught.value)
+    part.unlink()
+    assert same(find(), original)
+
+
+def test_small_files_on_a_full_disk_are_no_network_trouble(server, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", full)
+    assert "no space left in" in refusal()
+
+
+def test_without_a_network_a_warm_cache_is_enough(server, original, monkeypatch):
+    commit = find().source.revision
+    checkpoints.load(find(), Progress())
+    server.requests.clear()
+    patch_endpoint(monkeypatch, "http://127.0.0.1:9")
+    found = find()
+    assert found.source.revision == commit
+    assert same(found, original)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert same(find(), original)
+    assert not server.requests
+
+
+def test_without_a_network_small_files_alone_are_not_enough(server, monkeypatch):
+    find()
+    patch_endpoint(monkeypatch, "http://127.0.0.1:9")
+    assert "the hub cannot be reached" in refusal()
+
+
+def test_without_a_network_files_that_no_export_needs_may_be_lacking(server, original, monkeypatch):
+    folder = server.folder / NAME
+    (folder / "onnx").mkdir()
+    for name in ("onnx/model.onnx", "pytorch_model.bin", "training.log"):
+        (folder / name).write_bytes(b"x")
+    checkpoints.load(find(), Progress())
+    patch_endpoint(monkeypatch, "http://127.0.0.1:9")
+    assert same(find(), original)
+
+
+def test_a_branch_that_moves_between_two_questions_gives_one_commit(server, monkeypatch):
+    old = hub_server.commit(server.folder / NAME)
+    ask = huggingface_hub.HfApi.model_info
+
+    def pushed(self, *args, **kwargs):
+        info, readme = ask(self, *args, **kwargs), server.folder / NAME / "README.md"
+        if not readme.exists():
+            readme.write_text("---\nlicense: mit\n---\n", "utf-8")
+        return info
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", pushed)
+    source = find().source
+    assert source.revision == hub_server.commit(server.folder / NAME) != old
+    assert source.licence == "mit"
+
+
+def test_a_quantised_repository_is_refused_before_its_weights_are_fetched(server):
+    path = server.folder / NAME / "config.json"
+    text = json.loads(path.read_text("utf-8"))
+    path.unlink()  # it is a link to the original's
+    path.write_text(json.dumps(text | {"quantization_config": {"quant_method": "awq"}}), "utf-8")
+    assert "AWQ" in refusal()
+    assert not files(server)

@@ -1,0 +1,135 @@
+"""From a hub: GGUF files, adapters, and an export by the command line."""
+
+import json
+import os
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+import ggufs
+import hub_server
+from hubs import NAME, WHOLE, files, find, refusal
+from specedge.bundle import Bundle
+from specedge.exporter import Progress
+from specedge.exporter.checkpoint import checkpoints, downloads, hub
+
+GGUF = "model-Q8_0.gguf"
+
+
+def test_the_command_line_exports_from_a_hub_and_again_without_one(original, tmp_path):
+    folder = tmp_path / "hub"
+    (folder / "org").mkdir(parents=True)
+    (folder / NAME).symlink_to(original)
+    script = Path(hub_server.__file__)
+    running = subprocess.Popen(
+        [sys.executable, script, folder, "--port", "0"], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        endpoint = running.stdout.readline().strip().partition("=")[2]
+        info = json.load(urllib.request.urlopen(f"{endpoint}/api/models/{NAME}"))
+        outputs = [tmp_path / "first", tmp_path / "second"]
+        export_by_command(endpoint, outputs[0], tmp_path, "0")
+    finally:
+        running.terminate()
+        running.wait()
+    export_by_command(endpoint, outputs[1], tmp_path, "1")
+    for output in outputs:
+        bundle = Bundle.read(output)
+        assert bundle.target.source.id == bundle.draft.source.id.partition(" ")[0] == NAME
+        assert bundle.target.source.revision == info["sha"]
+
+
+def export_by_command(endpoint, output, tmp_path, offline):
+    places = {"HF_ENDPOINT": endpoint, "HF_HOME": str(tmp_path / "home")}
+    command = ["export", "--draft", "self:1", "--target", NAME, "--output", str(output)]
+    done = subprocess.run(
+        [sys.executable, "-m", "specedge", *command, "--ops", "onnx", "--max-length", "32"],
+        env=os.environ | places | {"HF_HUB_OFFLINE": offline},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.fixture
+def gguf_server(server, tmp_path):
+    """A repository with a GGUF file and no other weights."""
+    folder = server.folder / NAME
+    for path in folder.iterdir():
+        path.unlink()
+    ggufs.write(folder / GGUF, ggufs.Kind.Q8_0, tmp_path, hidden=128)
+    return server
+
+
+@pytest.mark.parametrize("name", [NAME, f"{NAME}/model-Q8_0.gguf"])
+def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeypatch):
+    path = gguf_server.folder / NAME / GGUF
+    ends, size = downloads.gguf_files.header_ends(path), path.stat().st_size
+    monkeypatch.setattr(downloads, "HEAD", int(ends) // 2)
+    found, sent = find(name=name), gguf_server.sent
+    assert ends <= sent < size
+    assert (found.source.id, found.config.hidden_size) == (name, 128)
+    whole = checkpoints.load(find(name=name), Progress()).model
+    local = checkpoints.load(checkpoints.find("target", str(path), None), Progress()).model
+    tokens = torch.arange(8)[None]
+    assert torch.equal(whole(tokens).logits, local(tokens).logits)
+    sent = gguf_server.sent
+    find(name=name)
+    assert gguf_server.sent == sent
+
+
+def test_a_gguf_file_too_large_for_memory_is_refused_before_it_is_fetched(gguf_server, monkeypatch):
+    monkeypatch.setattr(downloads, "HEAD", 20_000)
+    monkeypatch.setattr(downloads.gguf_files, "ROOM", 1e15)
+    assert "takes 1000000.0 GB of memory" in refusal()
+    assert gguf_server.sent < (gguf_server.folder / NAME / GGUF).stat().st_size
+
+
+def test_several_gguf_files_need_a_choice(gguf_server):
+    (gguf_server.folder / NAME / "model-Q4_0.gguf").write_bytes(b"unread")
+    assert f"give one, as {NAME}/model-Q4_0.gguf" in refusal()
+    assert find(name=f"{NAME}/{GGUF}").weights == [GGUF]
+    assert "has no model-Q2_K.gguf" in refusal(name=f"{NAME}/model-Q2_K.gguf")
+
+
+def test_an_adapter_on_the_hub_is_merged_and_its_commit_is_in_the_source(
+    server, original, tmp_path
+):
+    model = AutoModelForCausalLM.from_pretrained(original)
+    config = peft.LoraConfig(
+        target_modules=["q_proj"], init_lora_weights=False, base_model_name_or_path=NAME
+    )
+    adapter = peft.get_peft_model(model, config)
+    adapter.peft_config["default"].base_model_name_or_path = NAME
+    adapter.save_pretrained(server.folder / "org" / "adapter")
+    found = checkpoints.find("target", NAME, None, "org/adapter")
+    assert not files(server, ".safetensors")
+    commit = hub_server.commit(server.folder / "org" / "adapter")
+    assert found.source.id == f"{NAME} + org/adapter@{commit}"
+    assert found.source.revision == hub_server.commit(server.folder / NAME)
+    loaded, whole = checkpoints.load(found, Progress()), adapter.merge_and_unload().eval()
+    tokens = torch.arange(8)[None]
+    with torch.no_grad(), loaded.sources.reading(loaded.model):
+        assert torch.allclose(loaded.model(tokens).logits, whole(tokens).logits, atol=1e-5)
+    assert found.remotes == [found.remote, found.adapter.remote]
+
+
+def test_a_head_of_a_file_has_holes_behind_it(server, original, monkeypatch, tmp_path):
+    monkeypatch.setattr(downloads, "HEAD", 1000)
+    monkeypatch.setattr(downloads.gguf_files, "header_ends", lambda path: 1500)
+    found = find()
+    size = found.remote.weights[WHOLE]
+    hub.fetch_head(found.remote, WHOLE, tmp_path)
+    head = (tmp_path / WHOLE).read_bytes()
+    assert len(head) == size
+    assert head[:2000] == (original / WHOLE).read_bytes()[:2000]
+    assert not any(head[2000:])
+    assert files(server)[1::2] == ["bytes=0-999", "bytes=0-1999"]

@@ -1,0 +1,219 @@
+"""Large matrices stay in the checkpoint, and the model computes as if they were in memory."""
+
+import math
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Gemma2Config
+
+from checkpoints import make_config, make_model, make_tokenizer, save
+from specedge.bundle import Bundle, describe
+from specedge.errors import ExportError
+from specedge.exporter import Progress, export
+from specedge.exporter.checkpoint import checkpoints, lazy_weights
+from specedge.exporter.compare.exact_model import exactly
+from specedge.exporter.tracing import geometry, tracing
+
+HIDDEN = 576  # every matrix of a layer is 1 MiB or more in float32
+TOKENS = torch.arange(12)[None]
+
+
+def gemma2():
+    return Gemma2Config(
+        vocab_size=512, hidden_size=HIDDEN, intermediate_size=1024, num_hidden_layers=1,
+        num_attention_heads=8, num_key_value_heads=8, head_dim=72, max_position_embeddings=64,
+        bos_token_id=0, eos_token_id=0, sliding_window=16,
+    )  # fmt: skip
+
+
+def make(folder, kind, dtype):
+    if kind == "gemma2":
+        config = gemma2()
+    else:
+        tied = kind != "llama"
+        config = make_config(
+            kind, hidden=HIDDEN, heads=8, layers=1, context=64, tied=tied, scale=0.07
+        )
+    return save(make_model(config).to(dtype), make_tokenizer(folder / "tokenizer"), folder / kind)
+
+
+def load(folder):
+    return checkpoints.load(checkpoints.find("target", str(folder), None), Progress())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2", "gemma2"])
+def test_reading_stored_numbers_gives_the_bits_of_a_model_in_memory(kind, dtype, tmp_path):
+    folder = make(tmp_path, kind, dtype)
+    loaded = load(folder)
+    whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad(), loaded.sources.reading(loaded.model):
+        assert torch.equal(loaded.model(TOKENS).logits, whole(TOKENS).logits)
+    assert loaded.dtype == str(dtype).removeprefix("torch.")
+    large = {n for n, p in whole.named_parameters() if p.ndim == 2 and p.nbytes >= 1 << 20}
+    stood_in = {
+        n for n, p in loaded.model.named_parameters() if loaded.sources.behind(p) is not None
+    }
+    assert large == stood_in
+    assert len(large) > 4
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "gemma2"])
+def test_what_a_model_keeps_is_seen_without_reading_its_matrices(kind, tmp_path):
+    loaded = load(make(tmp_path, kind, torch.bfloat16))
+    seen = []
+    for unread in (False, True):
+        with loaded.sources.reading(loaded.model, only_shapes=unread):
+            shape = geometry.measure(loaded.model, 64, 4)
+            seen.append((shape, tracing.observe(loaded.model, shape)))
+            with torch.no_grad():
+                assert (loaded.model(TOKENS).logits == 0).all() == unread
+    assert seen[0] == seen[1]
+    assert all("forward" not in vars(module) for module in loaded.model.modules())
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "qwen2"])
+def test_a_huge_vocabulary_is_widened_some_rows_at_a_time(kind, tmp_path, monkeypatch):
+    loaded = load(make(tmp_path, kind, torch.bfloat16))
+    results = []
+    for huge in (lazy_weights.HUGE, 1 << 17):
+        monkeypatch.setattr(lazy_weights, "HUGE", huge)
+        reading = loaded.sources.reading(loaded.model, torch.float64)
+        with torch.no_grad(), exactly(loaded.model), reading:
+            results.append(loaded.model(TOKENS).logits)
+    assert results[0].dtype == torch.float64
+    assert torch.isfinite(results[1]).all()
+    assert torch.allclose(results[0], results[1], rtol=1e-12, atol=1e-12)
+    assert "forward" not in vars(loaded.model.get_output_embeddings())
+
+
+def test_a_stand_in_that_is_computed_with_shows(tmp_path):
+    loaded = load(make(tmp_path, "llama", torch.bfloat16))
+    with torch.no_grad():
+        assert torch.isnan(loaded.model(TOKENS).logits).all()
+    with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
+        assert torch.isfinite(loaded.model(TOKENS).logits).all()
+        assert torch.isfinite(loaded.model.lm_head.weight).all()
+    assert torch.isnan(loaded.model.lm_head.weight).all()
+
+
+def test_stand_ins_take_no_memory_and_know_their_orientation():
+    known = lazy_weights.Sources()
+    stored = torch.randn(600, 600)
+    tensor = known.stand_in(stored)
+    array = tensor.numpy()
+    assert tensor.untyped_storage().nbytes() < stored.nbytes / 50
+    assert torch.equal(known.find(array), stored)
+    assert torch.equal(known.find(array.T), stored.T)
+    small = torch.randn(4, 4)
+    assert torch.equal(known.stand_in(small), small)
+
+
+@pytest.mark.parametrize("shape", [(4, 512, 600), (8, 768, 768), (96, 64, 96), (2, 2, 99328)])
+def test_a_stand_in_is_known_with_its_axes_split_and_reordered(shape):
+    known = lazy_weights.Sources()
+    stored = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
+    tensor = known.stand_in(stored)
+    views = (
+        lambda t: t.unflatten(1, (2, -1)),
+        lambda t: t.unflatten(1, (-1, 2)).transpose(1, 2),
+        lambda t: t.transpose(1, 2).unflatten(1, (-1, 1)),
+        lambda t: t.transpose(1, 2).unflatten(1, (2, -1)).transpose(1, 2),
+        lambda t: t.unflatten(2, (2, 2, -1)).permute(3, 0, 4, 2, 1),
+        lambda t: t.unflatten(0, (2, -1)).unflatten(2, (-1, 2)).permute(4, 3, 2, 1, 0),
+        lambda t: t[:, None, -1:].transpose(0, 3),
+        lambda t: t[1].unflatten(1, (2, -1)),
+    )
+    for view in views:
+        assert torch.equal(known.find(view(tensor).numpy()), view(stored))
+
+
+@pytest.mark.parametrize("shape", [(600, 700), (700, 600), (4, 300, 400)])
+def test_a_part_of_a_stand_in_is_that_part_of_its_matrix(shape):
+    known = lazy_weights.Sources()
+    known.stand_in(torch.randn(600, 600))
+    stored = torch.randn(shape)
+    array = known.stand_in(stored).numpy()
+    known.stand_in(torch.randn(600, 600))
+    for part in (np.s_[:300], np.s_[2:3], np.s_[..., 128:], np.s_[..., 7:9]):
+        assert torch.equal(known.find(array[part]), stored[part])
+        turned = stored[part].permute(*range(stored.ndim)[::-1])
+        assert torch.equal(known.find(array[part].T), turned)
+    assert torch.equal(known.find(array[3]), stored[3])
+    assert known.find(np.zeros(shape, np.float32)) is None
+    for cut in (array[1:, 1:], array[::2], array[:, ::3], array[::-1]):
+        with pytest.raises(ExportError, match="cannot be followed to the checkpoint"):
+            known.find(cut)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def exported(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp(request.param)
+    target = make(folder, request.param, torch.bfloat16)
+    progress = Progress()
+    bundle = export(target, target, folder / "bundle", progress=progress)
+    assert all("states no licence" in note for note in progress.notes)
+    return target, bundle, progress
+
+
+def test_every_matrix_is_stored_once_with_its_own_bits(exported):
+    target, bundle, _ = exported
+    model = onnx.load(bundle.path("target/decoder.onnx"))
+    stored = {
+        onnx.numpy_helper.to_array(tensor).astype(np.float32).tobytes()
+        for tensor in model.graph.initializer
+    }
+    with safe_open(target / "model.safetensors", "pt") as file:
+        for key in file.keys():  # noqa: SIM118
+            matrix = file.get_tensor(key).float()
+            if matrix.ndim == 2 and matrix.numel() >= 1 << 18:
+                assert {matrix.numpy().tobytes(), matrix.T.numpy().tobytes()} & stored, key
+    size = sum(p.stat().st_size for p in target.glob("*.safetensors"))
+    assert abs(bundle.files["target/weights.bin"].size - size) < 0.1 * size
+
+
+def test_the_weights_hash_that_is_made_while_writing_is_the_files(exported):
+    _, bundle, _ = exported
+    for role in ("target", "draft"):
+        name = f"{role}/weights.bin"
+        assert bundle.files[name] == describe(bundle.path(name))
+    assert Bundle.read(bundle.folder) == bundle
+
+
+def test_an_export_says_where_its_time_went(exported):
+    _, _, progress = exported
+    steps = {"Loading", "Tracing", "Writing", "Running", "Comparing", "Hashing"}
+    assert {step.split()[0] for step in progress.seconds} == steps
+    assert all(took >= 0 for took in progress.seconds.values())
+
+
+def test_mixed_types_lose_no_bit(tmp_path):
+    folder = make(tmp_path, "llama", torch.bfloat16)
+    state = load_file(folder / "model.safetensors")
+    exact, inexact = "model.layers.0.mlp.up_proj.weight", "model.layers.0.mlp.down_proj.weight"
+    state[exact] = state[exact].float()
+    state[inexact] = 0.05 * torch.randn(state[inexact].shape)
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    bundle = export(folder, folder, tmp_path / "bundle")
+    assert bundle.target.weights_dtype == "bfloat16"
+    model = onnx.load(bundle.path("target/decoder.onnx"))
+    kinds = {
+        onnx.numpy_helper.to_array(t).astype(np.float32).tobytes(): t.data_type
+        for t in model.graph.initializer
+    }
+    wanted = {exact: onnx.TensorProto.BFLOAT16, inexact: onnx.TensorProto.FLOAT}
+    for name, kind in wanted.items():
+        assert kinds[state[name].float().T.numpy().tobytes()] == kind
+
+
+def test_an_output_matrix_that_is_stored_twice_is_tied(tmp_path):
+    folder = make(tmp_path, "llama", torch.bfloat16)
+    state = load_file(folder / "model.safetensors")
+    state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
+    save_file(state, folder / "model.safetensors", {"format": "pt"})
+    loaded = load(folder)
+    assert loaded.model.lm_head.weight is loaded.model.model.embed_tokens.weight

@@ -1,0 +1,135 @@
+"""A bundle carries the licences of the checkpoints that it was made from."""
+
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from click.testing import CliRunner
+
+from specedge.bundle import Bundle
+from specedge.cli import cli
+from specedge.exporter import Progress, export
+from specedge.exporter.checkpoint import checkpoints, hub, licences
+
+
+def carried(source, folder, licence=None):
+    progress = Progress()
+    folder.mkdir()
+    licences.copy("target", source, licence, folder, progress)
+    return sorted(p.name for p in folder.iterdir()), progress.notes
+
+
+def test_licence_files_are_copied_listed_and_shown(pairs, tmp_path):
+    draft, target = (shutil.copytree(c, tmp_path / c.name) for c in pairs.checkpoint("gpt2"))
+    (target / "LICENSE").write_text("Terms", "utf-8")
+    (target / "NOTICE.txt").write_text("Thanks", "utf-8")
+    (target / "README.md").write_text("---\nlicense: llama3.2\n---\n", "utf-8")
+    options = ("--draft", draft, "--target", target, "--output", tmp_path / "bundle")
+    result = CliRunner().invoke(cli, ["export", "--max-length", "32", *map(str, options)])
+    assert result.exit_code == 0, result.stderr
+    assert "target: licence llama3.2, target/LICENSE, target/NOTICE.txt\n" in result.stderr
+    assert "note: draft: its checkpoint states no licence" in result.stderr
+    assert "note: target" not in result.stderr.replace("note: target: its logits", "")
+    bundle = Bundle.read(tmp_path / "bundle")
+    assert bundle.path("target/LICENSE").read_text("utf-8") == "Terms"
+    assert bundle.licence_files("draft") == []
+    shown = CliRunner().invoke(cli, ["inspect", "--bundle", str(tmp_path / "bundle")]).stdout
+    assert "  licence        llama3.2, target/LICENSE, target/NOTICE.txt\n" in shown
+    assert "  licence        not stated\n" in shown
+
+
+def test_names_are_made_plain_and_stay_apart(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    names = ["LICENSE", "Licence für alle.md", "license", "USE_POLICY.md", "notice" + 200 * "x"]
+    for name in (*names, "README.md", "in-license.txt"):
+        (source / name).write_text(name, "utf-8")
+    found, notes = carried(source, tmp_path / "out")
+    lower = {name.lower() for name in found}
+    assert lower >= {"license", "licence-f-r-alle.md", "use_policy.md"}
+    assert len(lower) == len(found) == len({p.name for p in source.glob("[LlnU]*")})
+    assert max(map(len, found)) <= 82
+    assert notes == []
+
+
+def test_a_huge_file_is_left_out_with_a_note(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "LICENSE").write_bytes(b"x" * (licences.LARGEST + 1))
+    found, notes = carried(source, tmp_path / "out", "mit")
+    assert found == []
+    assert notes == ["target: LICENSE is over 1 MB and is left out"]
+
+
+def test_folders_and_links_to_other_places_are_not_carried(tmp_path):
+    source = tmp_path / "source"
+    (source / "LICENSES").mkdir(parents=True)
+    (tmp_path / "secret").write_text("secret", "utf-8")
+    try:
+        (source / "LICENSE").symlink_to(tmp_path / "secret")
+    except OSError:
+        pytest.skip("no symbolic links here")
+    (source / "NOTICE").symlink_to("nowhere")
+    assert carried(source, tmp_path / "out")[0] == []
+
+
+def test_the_hubs_cache_keeps_files_as_links_to_its_blobs(tmp_path):
+    source = tmp_path / "models--a--b/snapshots/abc"
+    blob = tmp_path / "models--a--b/blobs/123"
+    for folder in (source, blob.parent):
+        folder.mkdir(parents=True)
+    blob.write_text("Terms", "utf-8")
+    try:
+        (source / "LICENSE").symlink_to("../../blobs/123")
+    except OSError:
+        pytest.skip("no symbolic links here")
+    assert carried(source, tmp_path / "out")[0] == ["LICENSE"]
+    assert (tmp_path / "out/LICENSE").read_text("utf-8") == "Terms"
+
+
+def test_the_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
+    sizes = {"config.json": 5, "License [v2].txt": 9, "notice": 9, "LICENSE.pdf": 2_000_000}
+    files = [SimpleNamespace(rfilename=name, size=size) for name, size in sizes.items()]
+    info = SimpleNamespace(siblings=files, sha="abc")
+    api = SimpleNamespace(model_info=lambda *args, **kwargs: info)
+    asked = {}
+    monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: api)
+    monkeypatch.setattr(
+        hub.huggingface_hub,
+        "snapshot_download",
+        lambda name, **kwargs: asked.update(kwargs) or str(tmp_path),
+    )
+    hub.find("target", "a/b", None, lambda folder, names: [])
+    filtered = hub.huggingface_hub.utils.filter_repo_objects
+    assert set(filtered(sizes, allow_patterns=asked["allow_patterns"])) == {
+        "config.json", "License [v2].txt", "notice",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "licence"),
+    [
+        ("---\nlicense: mit\ntags: [a]\n---\n# Model\n", "mit"),
+        ("---\nlicense: other\nlicense_name: llama3\n---\n", "llama3"),
+        ("---\nlicense: [mit, apache-2.0]\n---\n", "mit, apache-2.0"),
+        ('---\nlicense: "a\\nb\\e[2J"\n---\n', "a?b?[2J"),
+        ("# Model\n", None),
+        ("---\nlicense: [\n---\n", None),
+        ("---\nlicense: " + "[" * 9999, None),
+        ("", None),
+    ],
+)
+def test_the_licence_is_what_the_readme_states(checkpoint, text, licence):
+    (checkpoint / "README.md").write_text(text, "utf-8")
+    assert checkpoints.find("target", str(checkpoint), None).source.licence == licence
+
+
+def test_a_folders_strange_name_gives_a_bundle_all_the_same(pairs, tmp_path):
+    draft, target = pairs.checkpoint("gpt2")
+    try:
+        strange = shutil.copytree(target, tmp_path / "a\nb\x1b[2J")
+    except OSError:
+        pytest.skip("no such names here")
+    bundle = export(draft, strange, tmp_path / "bundle", max_length=32)
+    assert Bundle.read(tmp_path / "bundle").target.source.id == "a?b?[2J"
+    assert bundle.target.source.revision is None

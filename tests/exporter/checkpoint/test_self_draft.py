@@ -1,0 +1,265 @@
+"""A draft of the target's own first layers, out of the target's weights file."""
+
+import json
+import shutil
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import AutoModelForCausalLM
+
+import document_reader
+import specedge
+from architectures import ARCHITECTURES
+from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer
+from specedge import library, store
+from specedge.bundle import Bundle
+from specedge.cli.inspect import inspect
+from specedge.errors import CheckpointError, ExportError
+from specedge.exporter import Progress, export, model_files
+from specedge.exporter.checkpoint import self_draft
+from specedge.exporter.checkpoint.checkpoints import Loaded
+from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.runtime.costs import estimate
+
+CONTEXT, LAYERS = 96, 3
+KINDS = {
+    "gpt2": {"layers": LAYERS, "context": CONTEXT, "hidden": 256, "scale": 0.1},
+    "llama": {"layers": LAYERS, "context": CONTEXT, "kv_heads": 2},
+}
+PROMPT = list(range(40, 52))
+
+
+class Made:
+    def __init__(self, folder, kind, num_layers):
+        self.num_layers = num_layers
+        tokenizer = make_tokenizer(folder / "tokenizer")
+        self.target = make_checkpoint(folder / "target", kind, tokenizer, **KINDS[kind])
+        (self.target / "LICENSE").write_text("Do as you like.", "utf-8")
+        if kind == "gpt2":  # large matrices are not in memory, and in half precision
+            model = AutoModelForCausalLM.from_pretrained(self.target)
+            model.to(torch.bfloat16).save_pretrained(self.target)
+        self.progress = Progress()
+        self.bundle = export(
+            f"self:{num_layers}", self.target, folder / "bundle", progress=self.progress
+        )
+        self.pipeline = specedge.load(self.bundle.folder)
+
+
+@pytest.fixture(scope="module", params=[("gpt2", 1), ("llama", 2)], ids=str)
+def made(request, tmp_path_factory):
+    return Made(tmp_path_factory.mktemp("self"), *request.param)
+
+
+def places(bundle, model):
+    """Where in its weights file each tensor of a model lies: offset, size and type."""
+    found = set()
+    for graph in model.graphs:
+        proto = onnx.load(bundle.path(graph.file), load_external_data=False)
+        for tensor in proto.graph.initializer:
+            if where := {entry.key: entry.value for entry in tensor.external_data}:
+                assert where["location"] == "weights.bin"
+                found.add((where["offset"], where["length"], tensor.data_type))
+    return found
+
+
+def test_the_draft_is_a_part_of_the_targets_weights_file_and_adds_nothing_to_it(made):
+    bundle = made.bundle
+    assert [n for n in bundle.files if n.endswith(".bin")] == ["target/weights.bin"]
+    assert bundle.draft.weights == bundle.target.weights
+    assert places(bundle, bundle.draft) < places(bundle, bundle.target)
+    itemsize = {"bfloat16": 2, "float32": 4}[bundle.target.weights_dtype]
+    tables = 2 * 2 * CONTEXT * 64
+    assert bundle.files["target/weights.bin"].size < (
+        1.02 * bundle.target.num_parameters * itemsize + tables
+    )
+
+
+def test_both_models_agree_with_pytorch_in_both_op_sets(made):
+    """The export refuses to write what does not; here that nothing was left out or noted."""
+    for model, layers in ((made.bundle.target, LAYERS), (made.bundle.draft, made.num_layers)):
+        assert len(model.cache.layers) == layers
+        assert list(model.parity) == ["onnx", "gqa"]
+        assert all(found.num_positions == CONTEXT for found in model.parity.values())
+    assert not [n for n in made.progress.notes if "licence" in n or "no gqa" in n]
+
+
+def test_the_drafts_logits_are_the_targets_hidden_state_normed_and_headed(made):
+    model = AutoModelForCausalLM.from_pretrained(made.target, dtype=torch.float32).eval()
+    with torch.no_grad():
+        hidden = model(torch.tensor([PROMPT]), output_hidden_states=True).hidden_states
+        norm = getattr(model.base_model, "ln_f", None) or model.base_model.norm
+        wanted = model.lm_head(norm(hidden[made.num_layers]))[0].numpy()
+    made.pipeline.draft.truncate(0)
+    found = np.array(made.pipeline.draft.forward(PROMPT))
+    assert np.abs(found - wanted).max() < 1e-5 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_greedy_tokens_equal_plain_decoding_to_the_last_position(made, k):
+    plain = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=0, ignore_eos=True)
+    one = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=k, ignore_eos=True)
+    assert one.tokens == plain.tokens
+    assert len(one.tokens) == CONTEXT - len(PROMPT)
+    assert one.stats.num_drafted >= len(one.rounds)
+
+
+def test_a_drafted_token_follows_the_targets_law(made):
+    """Counts of the six likeliest tokens and of all others, over 200 seeds."""
+    made.pipeline.target.truncate(0)
+    row = np.array(made.pipeline.target.forward(PROMPT)[-1], np.float64)
+    law = np.exp((row - row.max()) / 2)
+    law /= law.sum()
+    draws, top = 200, np.argsort(-law)[:6]
+    runs = [
+        made.pipeline.generate(PROMPT, 1, 2.0, seed=seed, num_draft_tokens=2, ignore_eos=True)
+        for seed in range(draws)
+    ]
+    counts = np.bincount([one.tokens[0] for one in runs], minlength=len(law))[top]
+    found = np.array([*counts, draws - counts.sum()])
+    chances = np.array([*law[top], 1 - law[top].sum()])
+    assert all(one.stats.num_drafted == 1 for one in runs)
+    assert 0 < sum(one.stats.num_accepted for one in runs) < draws
+    spread = np.sqrt(draws * chances * (1 - chances))
+    assert (np.abs(found - draws * chances) < 4 * spread + 1).all()
+
+
+def test_the_manifest_says_whose_layers_they_are_and_the_licence_is_the_targets(made):
+    bundle = made.bundle
+    assert bundle.draft.source.id == f"target self:{made.num_layers}"
+    assert bundle.draft.num_parameters < bundle.target.num_parameters
+    assert bundle.licence_files("draft") == bundle.licence_files("target") == ["target/LICENSE"]
+    shown = CliRunner().invoke(inspect, ["--check", "--bundle", str(bundle.folder)])
+    assert shown.exit_code == 0, shown.output
+    assert "MB (the target's), stored as" in shown.output
+    assert shown.output.count("MB (the target's)") == 1
+
+
+def test_a_host_written_from_the_document_reads_and_runs_it(made):
+    folder = made.bundle.folder
+    manifest = document_reader.read(folder)
+    assert manifest == json.loads(made.bundle.to_json())
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False  # the pipeline's pool belongs to the process
+    models = [
+        document_reader.Model(folder, manifest[role], "onnx", options, 1e4)
+        for role in ("target", "draft")
+    ]
+    greedy = {"temperature": 0.0}
+    found, rounds = document_reader.generate(manifest, *models, PROMPT, 20, 4, 1, greedy)
+    pipeline = specedge.load(folder, ops="onnx")
+    one = pipeline.generate(PROMPT, 20, num_draft_tokens=4, seed=1, ignore_eos=True)
+    assert (found, rounds) == (one.tokens, one.stats.num_rounds)
+
+
+def test_an_estimate_takes_a_draft_pass_for_a_part_of_the_targets(made):
+    found = estimate(made.bundle, 4).greedy
+    share = made.bundle.draft.num_parameters / made.bundle.target.num_parameters
+    assert found.draft[0][0] / found.target[0][0] == pytest.approx(share)
+    assert share < 0.95
+
+
+def test_it_is_listed_with_its_size_once_and_removed_as_any_bundle(made, capsys):
+    folder = store.bundles_folder() / "own"
+    shutil.copytree(made.bundle.folder, folder)
+    entry = library.entries()[0]
+    assert entry.error is None
+    assert entry.size == sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
+    library.remove(library.removable("own"))
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("draft", "said"),
+    [
+        ("self:", "give self:N"),
+        ("self:two", "give self:N"),
+        ("self:-1", "give self:N"),
+        ("self:0", "give self:N"),
+        ("self:3", "has 3 layers, and its draft must have fewer; give self:1 to self:2"),
+        ("self:99", "has 3 layers"),
+    ],
+)
+def test_a_number_of_layers_that_cannot_be_is_one_line(made, tmp_path, draft, said):
+    with pytest.raises(CheckpointError, match=said) as caught:
+        export(draft, made.target, tmp_path / "bundle")
+    assert "\n" not in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_revision_of_the_targets_own_layers_is_refused(made, tmp_path):
+    with pytest.raises(CheckpointError, match="leave --draft-revision out"):
+        export("self:1", made.target, tmp_path / "bundle", draft_revision="main")
+
+
+def test_a_target_of_one_layer_has_no_smaller_self(tmp_path):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    target = make_checkpoint(tmp_path / "target", "llama", tokenizer, layers=1)
+    with pytest.raises(CheckpointError, match=r"has 1 layer, .* give another --draft"):
+        export("self:1", target, tmp_path / "bundle")
+
+
+def test_a_folder_named_like_a_self_draft_is_taken_by_its_path(made, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(made.target, tmp_path / "self:0")
+    with pytest.raises(CheckpointError, match=r"\./self:0 for a folder"):
+        export("self:0", made.target, tmp_path / "bundle")
+    assert self_draft.asked("./self:0", None) is None
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_a_cut_model_gives_what_the_whole_one_has_after_as_many_layers(name):
+    """Of every family: the last layer's input, normed and headed, is the cut model's output."""
+    torch.manual_seed(0)
+    model = make_model(ARCHITECTURES[name][1]())
+    num_layers = model.config.num_hidden_layers - 1
+    twin = self_draft.cut(Loaded(model, "float32", Sources()), num_layers).model
+    tokens = torch.tensor([PROMPT])
+    with torch.no_grad():
+        last = self_draft._layers(model, num_layers + 1)[num_layers]
+        last.forward = _unchanged(last.forward)
+        wanted = model(tokens).logits
+        output = twin(tokens, use_cache=True)
+    assert torch.equal(output.logits, wanted)
+    assert len(output.past_key_values.layers) == num_layers
+    ours = {id(parameter) for parameter in model.parameters()}
+    assert {id(parameter) for parameter in twin.parameters()} < ours
+
+
+def _unchanged(forward):
+    """A layer that passes on what it is given, in the form in which it would."""
+
+    def passed(hidden_states, *arguments, **options):
+        given = forward(hidden_states, *arguments, **options)
+        return (hidden_states, *given[1:]) if isinstance(given, tuple) else hidden_states
+
+    return passed
+
+
+def test_layers_that_are_not_one_list_are_refused():
+    class Odd(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = (torch.nn.ModuleList([torch.nn.Linear(2, 2)] * 2) for _ in "ab")
+
+    with pytest.raises(ExportError, match="2 lists, not in one"):
+        self_draft._layers(Odd(), 2)
+
+
+def test_a_cut_that_leaves_other_caches_than_the_first_layers_is_refused(tmp_path, monkeypatch):
+    config = make_config("llama", layers=LAYERS, kv_heads=2, context=CONTEXT)
+    loaded = Loaded(make_model(config), "float32", Sources())
+    part = model_files.measured("target", loaded, CONTEXT, 4, 512, tmp_path, Progress())
+    assert len(model_files.own_draft(part, 1, 4).shape.layers) == 1
+    monkeypatch.setattr(self_draft, "cut", lambda loaded, num_layers: loaded)
+    with pytest.raises(ExportError, match=r"cut to self:1: that leaves .* 3 layers; give another"):
+        model_files.own_draft(part, 1, 4)
+
+
+def test_a_model_of_the_same_bundle_can_be_read_after_a_move(made, tmp_path):
+    moved = shutil.copytree(made.bundle.folder, tmp_path / "moved")
+    assert Bundle.read(moved) == made.bundle
+    assert specedge.load(moved).generate(PROMPT, 8, ignore_eos=True).tokens

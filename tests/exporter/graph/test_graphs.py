@@ -1,0 +1,137 @@
+"""What lies in the files of a bundle."""
+
+import numpy as np
+import onnx
+import pytest
+from safetensors import safe_open
+
+from specedge.bundle import Bundle
+from specedge.exporter import export
+from specedge.exporter.graph import graphs
+
+FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop", "Memcpy"}
+
+
+def protos(bundle):
+    for model in bundle.models.values():
+        for graph in model.graphs:
+            yield model, graph, onnx.load(bundle.path(graph.file), load_external_data=False)
+
+
+def shape(value):
+    return [d.dim_param or d.dim_value for d in value.type.tensor_type.shape.dim]
+
+
+def test_no_graph_holds_what_a_gpu_cannot_run(exported):
+    for _, _, proto in protos(exported):
+        assert not {node.op_type for node in proto.graph.node} & FORBIDDEN
+        types = {tensor.data_type for tensor in proto.graph.initializer}
+        assert onnx.TensorProto.DOUBLE not in types
+
+
+def test_no_graph_says_where_it_was_made(exported):
+    for _, _, proto in protos(exported):
+        assert not proto.metadata_props
+        assert not proto.doc_string
+        assert not any(node.metadata_props or node.doc_string for node in proto.graph.node)
+        assert b".py" not in proto.SerializeToString()
+
+
+def test_inputs_and_outputs_are_those_of_the_contract(exported):
+    for model, graph, proto in protos(exported):
+        length = graph.length or "T"
+        caches = [
+            (f"{i}.{kind}", [1, layer.heads, model.cache.capacity, size])
+            for i, layer in enumerate(model.cache.layers)
+            for kind, size in (("key", layer.key_size), ("value", layer.value_size))
+        ]
+        logits = [("logits", [1, length, model.padded_vocab_size])] if graph.logits else []
+        assert [(v.name, shape(v)) for v in proto.graph.input] == [
+            ("input_ids", [1, length]),
+            ("past_length", [1]),
+            *((f"past_key_values.{name}", dims) for name, dims in caches),
+        ]
+        assert [(v.name, shape(v)) for v in proto.graph.output] == [
+            *logits,
+            *((f"present.{name}", dims) for name, dims in caches),
+        ]
+
+
+def test_the_files_have_the_lengths_that_the_manifest_states(exported):
+    for model in exported.models.values():
+        lengths = {
+            "decoder": (None, True),
+            "step": (1, True),
+            "catchup": (2, True),
+            "verify": (5, True),
+            "prefill": (64, False),
+        }
+        wanted = {(name, ops): found for name, found in lengths.items() for ops in model.parity}
+        assert {(g.name, g.ops): (g.length, g.logits) for g in model.graphs} == wanted
+        assert model.cache.capacity >= model.context_length + exported.num_draft_tokens + 2
+
+
+def test_weights_are_stored_once_and_in_their_own_type(pairs, exported):
+    for role, model in exported.models.items():
+        parameters = model.num_parameters * {"float32": 4}.get(model.weights_dtype, 2)
+        size = exported.files[model.weights].size
+        tables = 2 * 2 * model.context_length * 64
+        assert 0.95 * parameters < size < 1.02 * parameters + tables, role
+
+
+def test_a_half_precision_checkpoint_stays_half(pairs):
+    bundle = pairs.bundle("bfloat16")
+    assert bundle.target.weights_dtype == "bfloat16"
+    kinds = {
+        tensor.data_type
+        for _, _, proto in protos(bundle)
+        for tensor in proto.graph.initializer
+        if tensor.external_data and len(tensor.dims) == 2 and min(tensor.dims) >= 32
+    }
+    assert kinds == {onnx.TensorProto.BFLOAT16}
+    with safe_open(pairs.checkpoint("bfloat16")[1] / "model.safetensors", "pt") as file:
+        assert len(file.keys()) > 10
+
+
+def test_graph_files_are_small_and_refer_to_the_weights_beside_them(exported):
+    for model, graph, proto in protos(exported):
+        assert exported.files[graph.file].size < 20_000 + 12_000 * len(model.cache.layers)
+        places = [{e.key: e.value for e in t.external_data} for t in proto.graph.initializer]
+        assert {p["location"] for p in places if p} == {"weights.bin"}
+        assert not any(int(p["offset"]) % 64 for p in places if p)
+
+
+def test_one_layer_takes_few_nodes(pairs):
+    def num_nodes(name):
+        bundle = pairs.bundle(name)
+        proto = onnx.load(bundle.path("target/step.onnx"), load_external_data=False)
+        return len(proto.graph.node)
+
+    assert num_nodes("llama") <= 2 * 29 + 16
+    assert num_nodes("gpt2") <= 2 * 28 + 16
+
+
+def test_the_same_input_gives_the_same_bytes(pairs, tmp_path):
+    first = pairs.bundle("llama")
+    second = export(*pairs.checkpoint("llama"), tmp_path / "again")
+    assert first == second
+    assert first.to_json() == second.to_json()
+    assert Bundle.read(tmp_path / "again").files == first.files
+
+
+def test_a_forbidden_node_is_refused(pairs):
+    import onnx_ir as ir
+
+    model = ir.load(pairs.bundle("llama").path("target/decoder.onnx"))
+    node = ir.node("Shape", [model.graph.inputs[0]])
+    model.graph.append(node)
+    with pytest.raises(graphs.ExportError, match="Shape"):
+        graphs.check(model)
+
+
+def test_the_weights_file_holds_the_checkpoints_numbers(pairs):
+    bundle = pairs.bundle("llama")
+    data = np.fromfile(bundle.path("target/weights.bin"), np.float32)
+    with safe_open(pairs.checkpoint("llama")[1] / "model.safetensors", "np") as file:
+        table = file.get_tensor("model.embed_tokens.weight")
+    assert table[:, :].tobytes() in data.tobytes()

@@ -1,0 +1,266 @@
+"""A draft that does not fit its target is refused with an example of what differs."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import Tokenizer
+from transformers import LlamaConfig
+
+from specedge.errors import PairError
+from specedge.exporter.checkpoint import checkpoints
+from specedge.exporter.progress import Progress
+from specedge.exporter.tokenizers import compatibility, pair
+from specedge.options import Filters
+
+
+def edit(path, change):
+    value = json.loads(path.read_text("utf-8"))
+    change(value)
+    path.write_text(json.dumps(value), "utf-8")
+
+
+@pytest.fixture
+def both(pairs, tmp_path):
+    """Folders of a draft and a target to spoil."""
+    return [
+        shutil.copytree(source, tmp_path / name)
+        for name, source in zip(("draft", "target"), pairs.checkpoint("gpt2"), strict=True)
+    ]
+
+
+def fit(both):
+    found = [
+        checkpoints.find(r, str(f), None) for r, f in zip(("draft", "target"), both, strict=True)
+    ]
+    progress = Progress()
+    return pair.fit(*found, progress), progress.notes, found[1]
+
+
+def swap_tokens(value):
+    vocab = value["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+
+
+def swap_merges(value):
+    merges = value["model"]["merges"]
+    merges[-1], merges[-2] = merges[-2], merges[-1]
+
+
+def prefix_space(value):
+    value["pre_tokenizer"]["add_prefix_space"] = True
+
+
+def lowercase(value):
+    value["normalizer"] = {"type": "Lowercase"}
+
+
+def fall_back(value):
+    value["model"]["byte_fallback"] = True
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (swap_tokens, "vocabularies: 'a' is"),
+        (swap_merges, "merges: number"),
+        (prefix_space, "pre-tokeniser"),
+        (lowercase, "normaliser"),
+        (fall_back, "byte_fallback"),
+    ],
+)
+def test_another_tokenizer_is_refused(both, change, said):
+    edit(both[0] / "tokenizer.json", change)
+    with pytest.raises(PairError, match=said):
+        fit(both)
+
+
+def added(id_, content, **flags):
+    names = ("single_word", "lstrip", "rstrip", "normalized", "special")
+    return {"id": id_, "content": content} | dict.fromkeys(names, False) | flags
+
+
+def markers(value):
+    for i, content in enumerate(("<|im_start|>", "<|im_end|>", "<|tool|>")):
+        value["added_tokens"].append(added(512 + i, content, special=True))
+
+
+def reserved(value):
+    value["added_tokens"].append(added(512, "<|reserved_0|>", special=True))
+
+
+def python_tag(value):
+    value["added_tokens"].append(added(512, "<|python_tag|>", special=True))
+
+
+def flags(value):
+    value["added_tokens"][0]["lstrip"] = True
+
+
+def nothing(value):
+    pass
+
+
+def offsets(value):
+    value["pre_tokenizer"]["trim_offsets"] = not value["pre_tokenizer"]["trim_offsets"]
+    value["model"]["continuing_subword_prefix"] = ""
+
+
+def a_piece_becomes_a_marker(value):
+    vocab = value["model"]["vocab"]
+    vocab["<|tool|>"] = vocab.pop(next(t for t, i in vocab.items() if i == 511))
+    value["added_tokens"].append(added(511, "<|tool|>", special=True))
+
+
+@pytest.mark.parametrize(
+    ("draft", "target", "said"),
+    [
+        (nothing, markers, "3 only in the target's (such as 512 <|im_start|>)"),
+        (markers, nothing, "3 only in the draft's (such as 512 <|im_start|>)"),
+        (reserved, python_tag, "1 with another name (such as 512 <|python_tag|> in the target's "),
+        (flags, nothing, "1 with other flags (such as 0 <|endoftext|>)"),
+        (nothing, offsets, None),
+    ],
+)
+def test_added_tokens_may_differ_with_a_note(both, draft, target, said):
+    """Nor does it matter how tokens are placed in the text, or whether "" or null says nothing."""
+    for folder, change in zip(both, (draft, target), strict=True):
+        edit(folder / "tokenizer.json", change)
+    text, notes, found = fit(both)
+    assert len(notes) == (said is not None)
+    assert all(said in note and "speed at most" in note for note in notes)
+    assert (
+        json.loads(text.tokenizer)["added_tokens"]
+        == (json.loads(found.tokenizer.backend_tokenizer.to_str())["added_tokens"])
+    )
+
+
+def test_an_ordinary_token_turned_into_a_marker_is_accepted_while_the_rest_agrees(both):
+    edit(both[1] / "tokenizer.json", lambda value: value["model"]["merges"].pop())
+    edit(both[0] / "tokenizer.json", lambda value: value["model"]["merges"].pop())
+    edit(both[1] / "tokenizer.json", a_piece_becomes_a_marker)
+    _, notes, _ = fit(both)
+    assert "1 with another name (such as 511 <|tool|>" in notes[0]
+
+
+def test_scores_of_unigram_pieces_must_agree():
+    def settings(score):
+        vocab = [["<unk>", 0.0], ["a", -1.0], ["b", score]]
+        return {"model": {"type": "Unigram", "unk_id": 0, "vocab": vocab}, "added_tokens": []}
+
+    assert compatibility.compare(settings(-2.0), settings(-2.0)) == []
+    with pytest.raises(PairError, match=r"'b' is 2 with score -2\.0 in the target's"):
+        compatibility.compare(settings(-2.0), settings(-3.0))
+
+
+def test_another_post_processor_and_decoder_are_noted(both):
+    def change(value):
+        value["post_processor"] = {
+            "type": "ByteLevel",
+            "add_prefix_space": True,
+            "trim_offsets": True,
+            "use_regex": True,
+        }
+        value["decoder"] = {"type": "Fuse"}
+
+    edit(both[0] / "tokenizer.json", change)
+    _, notes, _ = fit(both)
+    assert all(word in note for word, note in zip(("special", "decodes"), notes, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "target", "draft", "sizes", "noted"),
+    [
+        (512, 512, 512, (512, 512), 0),
+        (512, 520, 640, (512, 512), 0),
+        (515, 520, 512, (515, 512), 1),
+        (515, 512, 640, (512, 512), 1),
+        (515, 513, 512, (513, 512), 2),
+    ],
+)
+def test_a_model_takes_the_ids_that_it_has_rows_for(num_tokens, target, draft, sizes, noted):
+    progress = Progress()
+    assert pair.vocab_sizes(num_tokens, target, draft, progress) == sizes
+    assert len(progress.notes) == noted
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "lengths", "noted"),
+    [(128, 128, (128, 128), 0), (128, 48, (128, 48), 1), (48, 128, (48, 48), 0)],
+)
+def test_a_draft_has_no_more_positions_than_its_target(both, target, draft, lengths, noted):
+    for folder, length in zip(both, (draft, target), strict=True):
+        edit(folder / "config.json", lambda value, n=length: value.update(n_positions=n))
+    found = [checkpoints.find(r, str(f), None) for r, f in zip("dt", both, strict=True)]
+    progress = Progress()
+    assert pair.context_lengths(found[1], found[0], None, progress) == lengths
+    assert len(progress.notes) == noted
+
+
+def test_padding_and_truncation_do_not_matter_and_are_not_shipped(both, tmp_path):
+    settings = {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0}
+    edit(both[1] / "tokenizer.json", lambda value: value.update(truncation=settings))
+    text, notes, target = fit(both)
+    assert notes == []
+    pair.write_tokenizer(text, target, tmp_path)
+    shipped = Tokenizer.from_file(str(tmp_path / pair.FILE))
+    assert len(shipped.encode("one two three four five").ids) > 3
+
+
+def test_other_end_tokens_and_chat_templates_are_noted(both):
+    edit(both[0] / "generation_config.json", lambda value: value.update(eos_token_id=[0, 7]))
+    (both[0] / "chat_template.jinja").write_text("{{ messages }}", "utf-8")
+    _, notes, _ = fit(both)
+    assert all(word in note for word, note in zip(("ends at", "template"), notes, strict=True))
+
+
+def test_end_tokens_come_from_the_generation_config_then_the_config(both):
+    def ends():
+        return pair.end_tokens(checkpoints.find("target", str(both[1]), None))
+
+    edit(both[1] / "generation_config.json", lambda value: value.update(eos_token_id=[5, 6, 5]))
+    assert ends() == (5, 6)
+    (both[1] / "generation_config.json").unlink()
+    edit(both[1] / "config.json", lambda value: value.update(eos_token_id=9))
+    assert ends() == (9,)
+
+
+def test_default_sampling_is_the_generation_configs(both):
+    def sampling():
+        return pair.default_sampling(checkpoints.find("target", str(both[1]), None))
+
+    assert sampling() == Filters()
+    change = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
+    edit(both[1] / "generation_config.json", lambda value: value.update(change))
+    assert sampling() == Filters(temperature=0.7, top_k=20, top_p=0.8)
+
+
+def test_a_long_context_is_cut_with_a_note(both):
+    edit(both[1] / "config.json", lambda value: value.update(n_positions=9000))
+    target, progress = checkpoints.find("target", str(both[1]), None), Progress()
+    assert pair.context_length(target, 6000, progress) == 6000
+    assert progress.notes == []
+    assert pair.context_length(target, None, progress) == 4096
+    assert "--max-length" in progress.notes[0]
+    assert pair.context_length(target, 10000, progress) == 9000
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+
+
+@pytest.mark.parametrize(
+    ("rope", "own", "asked", "taken"),
+    [
+        ({"rope_type": "dynamic", "factor": 2.0}, 4096, 6000, 6000),
+        ({"rope_type": "dynamic", "factor": 2.0}, 4096, 9000, 8192),
+        ({"rope_type": "dynamic", "factor": 2.0}, 2048, None, 2048),
+        (YARN, 512, 9000, 2048),
+        (YARN, 2048, 9000, 2048),
+        ({"rope_type": "linear", "factor": 4.0}, 4096, 6000, 4096),
+    ],
+)
+def test_scaled_rotary_factors_reach_as_far_as_they_are_for(rope, own, asked, taken):
+    config = LlamaConfig(max_position_embeddings=own, rope_parameters={"rope_theta": 1e4, **rope})
+    found = SimpleNamespace(config=config, name="x")
+    assert pair.context_length(found, asked, Progress()) == taken

@@ -1,0 +1,149 @@
+"""What is seen of a model on the meta device, and what is said when a library has changed."""
+
+from __future__ import annotations
+
+import abc
+import builtins
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.requirements import Requirement
+from transformers import DeepseekV3Config, JetMoeConfig, LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from architectures import ARCHITECTURES
+from checkpoints import make_config, make_model, make_tokenizer, save
+from specedge.errors import ExportError, MissingExtraError
+from specedge.exporter import export, private
+from specedge.exporter.checkpoint import checkpoints
+from specedge.exporter.tracing import attention, dry_run, geometry, tracing
+
+PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
+OWN_LAYERS = ["gemma2", "bloom", "falcon, ALiBi", "gptj", "gpt_oss", "deepseek_v3", "smollm3"]
+
+
+@pytest.mark.parametrize("name", OWN_LAYERS)
+def test_a_model_without_numbers_shows_what_one_with_them_does(name):
+    model = make_model(ARCHITECTURES[name][1]())
+    shape = geometry.measure(model, 200, 4)
+    assert dry_run.observe(model.config, 200, 4) == tracing.observe(model, shape)
+
+
+def test_a_config_of_any_size_is_seen_without_memory():
+    layers = dry_run.observe(DeepseekV3Config(), 4096, 4)
+    assert len(layers) == 61
+
+
+def test_an_op_set_that_a_model_cannot_have_is_refused_before_its_weights_are_read(tmp_path):
+    model = make_model(ARCHITECTURES["deepseek_v3"][1]())
+    folder = save(model, make_tokenizer(tmp_path / "tokenizer"), tmp_path / "model")
+    (folder / "model.safetensors").write_bytes(b"not read")
+    with pytest.raises(ExportError, match="other than the keys and values it attends to"):
+        export(folder, folder, tmp_path / "bundle", ops="gqa")
+
+
+def test_what_does_not_run_without_numbers_is_left_to_the_weights():
+    config = JetMoeConfig()
+    with pytest.raises(ExportError, match="do not run as they have to"):
+        dry_run.observe(config, 64, 4)
+    dry_run.check(config, 64, 4, "auto")
+
+
+def test_a_refused_target_costs_no_download_and_no_look_at_the_draft(tmp_path, monkeypatch):
+    def looked_up(role, name, revision):
+        assert role == "target"
+        return checkpoints.Checkpoint(
+            role, name, tmp_path, None, config, config, None, {}, object()
+        )  # fmt: skip
+
+    config = ARCHITECTURES["llama"][1]()
+    config.attention_dropout = 0.0
+    monkeypatch.setattr(checkpoints, "find", looked_up)
+    monkeypatch.setattr(
+        LlamaAttention, "forward", lambda self, hidden_states, **rest: (hidden_states, None)
+    )
+    with pytest.raises(ExportError, match=r"target a/b \(llama\) cannot be exported: layer 0"):
+        export("c/d", "a/b", tmp_path / "bundle")
+
+
+def test_a_new_abstract_method_of_a_cache_layer_is_reported_as_what_it_is(monkeypatch):
+    methods = frozenset({"newly_asked_for"})
+    monkeypatch.setattr(attention.BufferLayer, "__abstractmethods__", methods)
+    with pytest.raises(ExportError) as error:
+        dry_run.observe(make_config("llama"), 64, 4)
+    said = str(error.value)
+    assert "TypeError: Can't instantiate abstract class BufferLayer" in said
+    assert "newly_asked_for" in said
+    assert f"torch {torch.__version__} (tried: 2.13)" in said
+    assert "interface" not in said
+
+
+def test_attention_that_goes_past_the_interface_is_reported_as_that(monkeypatch):
+    def forward(self, hidden_states, past_key_values, **unused):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        keys = self.k_proj(hidden_states).view(shape).transpose(1, 2)
+        past_key_values.update(keys, keys, self.layer_idx)
+        return hidden_states, None
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
+    with pytest.raises(ExportError, match="0 of its 2 layers attend through transformers' interf"):
+        dry_run.observe(make_config("llama"), 64, 4)
+
+
+def test_a_model_that_transformers_cannot_build_is_refused_with_its_reason():
+    with pytest.raises(ExportError, match=r"cannot build a llama model.*KeyError: 'none'"):
+        dry_run.observe(LlamaConfig(hidden_act="none"), 64, 4)
+
+
+@pytest.mark.parametrize(
+    ("error", "wanted", "said"),
+    [
+        (
+            ModuleNotFoundError("No module named 'optimum'", name="optimum"),
+            MissingExtraError,
+            "pip",
+        ),
+        (ModuleNotFoundError("No module named 'x'", name="x"), ExportError, "No module named 'x'"),
+        (ImportError("cannot import name 'y'"), ExportError, "ImportError: cannot import name 'y'"),
+    ],
+)
+def test_optimum_is_called_missing_only_where_it_is_missing(monkeypatch, error, wanted, said):
+    imported = builtins.__import__
+
+    def importing(name, *args, **kwargs):
+        if name == "optimum.utils":
+            raise error
+        return imported(name, *args, **kwargs)
+
+    monkeypatch.setattr(builtins, "__import__", importing)
+    with pytest.raises(wanted, match=said):
+        dry_run.observe(make_config("llama"), 64, 4)
+
+
+def test_the_versions_that_are_said_to_be_tried_are_those_that_can_be_installed():
+    extras = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
+    allowed = {(found := Requirement(line)).name: found.specifier for line in extras["export"]}
+    for package, (floor, newest) in private.TRIED.items():
+        major, minor = map(int, newest.split("."))
+        assert f"{floor}.99" in allowed[package]
+        assert f"{newest}.99" in allowed[package]
+        assert f"{major}.{minor + 1}" not in allowed[package]
+
+
+def test_every_export_requirement_has_a_floor_and_a_ceiling():
+    extras = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
+    for line in extras["export"]:
+        operators = {one.operator for one in Requirement(line).specifier}
+        assert operators == {">=", "<"}, line
+
+
+def test_a_layer_that_keeps_a_state_is_none_that_can_be_rolled_back():
+    class Layer(abc.ABC):  # noqa: B024
+        keys = torch.zeros(1, 1, 2, 8)
+        values = keys
+
+    assert private.keeps_rows(Layer())
+    Layer.conv_states = None
+    assert not private.keeps_rows(Layer())

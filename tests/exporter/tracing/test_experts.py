@@ -1,0 +1,217 @@
+"""Experts in both op sets: what they compute, with which bits, and that nothing is gathered."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+import transformers
+
+from architectures import ARCHITECTURES
+from checkpoints import VOCAB_SIZE, make_model
+from specedge.errors import ExportError
+from specedge.exporter import Progress, model_files
+from specedge.exporter.checkpoint.checkpoints import Loaded
+from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.compare import runner
+from specedge.exporter.compare.runner import Fill, Pass, Player
+from specedge.exporter.compare.stage import open_session
+from specedge.exporter.tracing.attention import OPSET, TracedPass, running
+from specedge.exporter.tracing.experts import Experts, Swiglu, spelled_out
+from specedge.exporter.tracing.families import eager, registered
+from specedge.manifest import OPS
+
+NUMBER, CHOSEN, HIDDEN, INNER = 8, 2, 64, 32
+_SIZES = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "moe_intermediate_size": INNER,
+    "num_experts": NUMBER,
+    "num_local_experts": NUMBER,
+    "n_routed_experts": NUMBER,
+    "num_experts_per_tok": CHOSEN,
+}
+SILU = Swiglu(1.0, 0.0, None)
+# The name of each family's experts, their file, options, and their activation as the MoE node's.
+FAMILIES = {
+    "mixtral": ("Mixtral", {}, SILU),
+    "qwen2_moe": ("Qwen2Moe", {}, SILU),
+    "qwen3_moe": ("Qwen3Moe", {}, SILU),
+    "olmoe": ("Olmoe", {}, SILU),
+    "granitemoe": ("GraniteMoe", {}, SILU),
+    "deepseek_v2": ("DeepseekV2", {}, SILU),
+    "deepseek_v3": ("DeepseekV3", {}, SILU),
+    "deepseek_v4": ("DeepseekV4", {}, replace(SILU, limit=10.0)),
+    "gpt_oss": ("GptOss", {}, Swiglu(1.702, 1.0, 7.0)),
+    "mixtral with gelu": ("Mixtral", {"hidden_act": "gelu"}, None),
+    "nemotron_h": ("NemotronH", {}, None),
+}
+WITH_NODE = [name for name, (_, _, kind) in FAMILIES.items() if kind is not None]
+
+
+def make_experts(family):
+    name, options, _ = FAMILIES[family]
+    file = family.split()[0]
+    code = importlib.import_module(f"transformers.models.{file}.modeling_{file}")
+    config = getattr(transformers, f"{name}Config")(**_SIZES, **options)
+    config._experts_implementation = "eager"
+    module = getattr(code, f"{name}Experts")(config).eval().requires_grad_(False)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in module.parameters():
+        # Wide enough for what clamps gates and ups.
+        parameter.copy_(torch.randn(parameter.shape, generator=generator))
+    return module
+
+
+class Block(torch.nn.Module):
+    """Experts by themselves in an op set; which of them each row takes is an input."""
+
+    def __init__(self, module, ops):
+        super().__init__()
+        self.module, zero = module, torch.zeros(1, dtype=torch.long)
+        self.one = TracedPass(ops, zero, zero[None], 8)
+
+    def forward(self, rows, chosen, weights):
+        with running(self.one):
+            return self.module(rows, chosen, weights)
+
+
+def traced(module, ops):
+    """A graph of the experts alone, with T symbolic."""
+    block, names = Block(module, ops), ["rows", "chosen", "weights"]
+    length = torch.export.Dim("T", min=1)
+    with registered(block):
+        program = torch.onnx.export(
+            block.eval(), inputs(5), input_names=names, output_names=["output"], dynamo=True,
+            dynamic_shapes={name: {0: length} for name in names}, opset_version=OPSET,
+            verbose=False,
+        )  # fmt: skip
+    return program.model_proto
+
+
+def inputs(length):
+    """Rows 0 to 4 have their first expert in common, the last expert has none."""
+    generator = torch.Generator().manual_seed(length)
+    rows = torch.randn(length, HIDDEN, generator=generator)
+    chosen = torch.stack([torch.randperm(NUMBER - 1, generator=generator)[:2] for _ in rows])
+    for row in chosen[:5]:
+        row[0], row[1] = 3, 4 + row[1] % 3
+    return rows, chosen, 0.1 + torch.rand(length, CHOSEN, generator=generator)
+
+
+def session(proto):
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = 2
+    return open_session(proto.SerializeToString(), options)
+
+
+def run(graph, rows, chosen, weights):
+    given = {"rows": rows, "chosen": chosen, "weights": weights}
+    return graph.run(None, {name: tensor.numpy() for name, tensor in given.items()})[0]
+
+
+def in_float64(module, rows, chosen, weights):
+    return module.double()(rows.double(), chosen, weights.double()).numpy()
+
+
+@pytest.mark.parametrize("ops", OPS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_are_transformers_own_and_each_row_keeps_its_bits_in_company(family, ops):
+    module, given = make_experts(family), inputs(9)
+    graph = session(traced(module, ops))
+    found, wanted = run(graph, *given), in_float64(module, *given)
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=3e-6 * np.abs(wanted).max())
+    for length in (1, 2, 3, 5):
+        for start in range(10 - length):
+            some = (part[start : start + length] for part in given)
+            np.testing.assert_array_equal(run(graph, *some), found[start : start + length])
+
+
+@pytest.mark.parametrize("family", WITH_NODE)
+def test_the_node_spelled_out_in_float64_is_transformers_own_experts(family):
+    module, (rows, chosen, weights) = make_experts(family), inputs(9)
+    graph = traced(module, "gqa").graph
+    (node,) = (n for n in graph.node if n.op_type == "MoE")
+    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    routing = torch.zeros(9, NUMBER, dtype=torch.float64).scatter(1, chosen, weights.double())
+    (first, last), biases = Experts(module).matrices(), Experts(module).biases()
+    first_bias, last_bias = (None, None) if biases is None else (biases[0].flatten(1), biases[1])
+    output = spelled_out(
+        rows.double(), routing.log(), first.flatten(1, 2), first_bias, last, last_bias, attributes
+    )
+    found = (output * routing.sum(1, keepdim=True)).numpy()
+    wanted = in_float64(module, rows, chosen, weights)
+    # Attributes are float32: an alpha of 1.702 is another number there.
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-8 * np.abs(wanted).max())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_activation_is_found_by_trying(family):
+    assert Experts(make_experts(family)).swiglu() == FAMILIES[family][2]
+
+
+def test_experts_with_a_norm_each_are_refused():
+    module = make_experts("mixtral")
+    module.has_post_expert_norm = True
+    block = Block(module, "onnx")
+    with registered(block), pytest.raises(ExportError, match="go through a norm each"):
+        block(*inputs(2))
+
+
+def test_a_module_is_its_own_again_after_a_trace():
+    module = make_experts("mixtral")
+    before = set(module.state_dict()) | set(vars(module)) | set(module._buffers)
+    traced(module, "gqa")
+    assert set(module.state_dict()) | set(vars(module)) | set(module._buffers) == before
+    assert module.config._experts_implementation == "eager"
+
+
+@pytest.fixture(scope="module")
+def whole_model(tmp_path_factory):
+    """A mixtral in half precision, and its files in both op sets."""
+    torch.manual_seed(0)
+    model = make_model(ARCHITECTURES["mixtral"][1]()).bfloat16().float()
+    folder = tmp_path_factory.mktemp("mixtral")
+    loaded = Loaded(model, "bfloat16", Sources())
+    part = model_files.measured("target", loaded, 96, 4, VOCAB_SIZE, folder, Progress())
+    assert model_files.write([part], "auto")[0] == [list(OPS)]
+    return part
+
+
+def test_no_graph_gathers_matrices_and_the_file_holds_them_once(whole_model):
+    for path in whole_model.folder.glob("*.onnx"):
+        graph = onnx.load(path, load_external_data=False).graph
+        large = {t.name for t in graph.initializer if len(t.dims) > 2}
+        assert not any(n.op_type == "Gather" and n.input[0] in large for n in graph.node)
+        casts = {n.output[0] for n in graph.node if n.op_type == "Cast" and n.input[0] in large}
+        nodes = [n for n in graph.node if n.op_type == "MoE"]
+        assert bool(nodes) == ("gqa" in path.name)
+        # Read as they are stored: what is reshaped first would be in memory twice.
+        assert all({n.input[2], n.input[4]} <= casts for n in nodes)
+    stored = (whole_model.folder / "weights.bin").stat().st_size
+    assert stored < 1.02 * sum(p.nbytes for p in whole_model.model.parameters()) / 2
+
+
+@pytest.mark.parametrize("ops", OPS)
+def test_experts_in_parts_compute_what_the_whole_computes(whole_model, ops, in_parts, monkeypatch):
+    given = whole_model.folder, whole_model.lengths, whole_model.shape, ops
+    split = Player(*given)
+    monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)
+    zeros = [np.zeros(dims[1:], np.float32) for dims in whole_model.shape.cache_shapes()]
+    actions = [Fill(zeros.__getitem__), Pass("decoder", np.arange(5), 2, packed=True)]
+    found, wanted = split.play([], through=actions), Player(*given).play(actions)
+    assert split.num_stages > 3
+    assert np.array_equal(found[1], wanted[1])
+
+
+def test_eager_experts_are_not_ours():
+    module, given = make_experts("mixtral"), inputs(3)
+    block = Block(module, "onnx")
+    wanted = module(*given)
+    with registered(block), eager(block):
+        assert torch.equal(block(*given), wanted)

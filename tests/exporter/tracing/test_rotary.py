@@ -1,0 +1,36 @@
+"""Rotary factors of every kind at contexts beyond 4,096, and what is said of those that change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rotary import CONTEXT, KINDS, ORIGINAL, compared, config_of
+from specedge.exporter.tracing.module_patches import fix_rotary
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_late_positions_of_long_contexts_are_transformers_own(kind, tmp_path):
+    errors, plain = compared(kind, tmp_path)
+    assert errors[ORIGINAL:].max() < 1e-4
+    assert (plain > 0.05) is (kind != "default")
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize(("context", "said"), [(ORIGINAL, False), (CONTEXT, True)])
+def test_it_is_said_where_factors_are_those_of_long_texts(kind, context, said):
+    model = AutoModelForCausalLM.from_config(config_of(kind))
+    before = model.model.rotary_emb.inv_freq.clone()
+    assert fix_rotary(model, context) is said
+    assert torch.equal(model.model.rotary_emb.inv_freq, before) is not said
+
+
+def test_factors_of_one_type_of_layers_alone_are_settled():
+    model = AutoModelForCausalLM.from_config(config_of("longrope"))
+    rotary = model.model.rotary_emb
+    rotary.rope_type = {"full_attention": "longrope", "sliding_attention": "default"}
+    rotary.full_attention_inv_freq = rotary.inv_freq.clone()
+    rotary.forward = lambda x, positions, layer_type: rotary.full_attention_inv_freq.mul_(2)
+    assert fix_rotary(model, CONTEXT)
+    assert rotary.rope_type == {"full_attention": "fixed", "sliding_attention": "default"}
