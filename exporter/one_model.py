@@ -75,18 +75,25 @@ def export_model(
             folder / x.file(one) for x in part.lengths for one in OPS if one not in report
         ):
             path.unlink(missing_ok=True)
-    described = map(_described, parts, sources, [checkpoint.kind] * len(parts), sizes, reports)
-    return list(described), file
+    experts = [found[0].num_experts for found in references]
+    kinds = [checkpoint.kind] * len(parts)
+    return list(map(_described, parts, sources, kinds, sizes, experts, reports)), file
 
 
 def _described(
-    part: ModelExport, source: Source, kind: str, num_parameters: int, reports: dict[str, Parity]
+    part: ModelExport,
+    source: Source,
+    kind: str,
+    num_parameters: int,
+    num_experts: int,
+    reports: dict[str, Parity],
 ) -> Model:
     place = part.folder.name
     return Model(
         source=source,
         architecture=kind,
         num_parameters=num_parameters,
+        num_experts=num_experts,
         vocab_size=part.num_tokens,
         padded_vocab_size=part.shape.padded_vocab_size,
         context_length=part.shape.context_length,

@@ -32,7 +32,9 @@ _PROCESS = 500_000_000  # bytes of Python and its libraries (measured: 0.44 GB)
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of one layer; `fused` where an op set's MoE node can compute them."""
+    """The experts of one layer; `fused` where an op set's MoE node can compute them, `as_stored`
+    where no graph reads them in another order.
+    """
 
     number: int  # E
     chosen: int  # k
@@ -40,6 +42,7 @@ class Mixture:
     num_matrices: int  # gates and ups: 2, or 1
     row_size: int  # H
     fused: tuple[str, ...]
+    as_stored: bool = False
 
     @property
     def size(self) -> int:
@@ -62,7 +65,9 @@ class Mixture:
 
     def reordered(self, ops: str) -> int:
         """Of how many numbers copies are made while a graph is loaded."""
-        return 0 if ops in self.fused else 2 * self.number * self.inner_size * self.row_size
+        if ops in self.fused or self.as_stored:
+            return 0
+        return 2 * self.number * self.inner_size * self.row_size
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,8 @@ def predict(config: Any, context_length: int, num_draft_tokens: int) -> Predicti
         model = private.decoder(config)
     except Exception:  # why, is said when it is loaded
         return None
-    if not among(model):
+    own = [module for module in model.modules() if type(module).__name__ == "Llama4TextMoe"]
+    if not own and not among(model):
         return None
     with torch.no_grad(), quiet(), counted_experts(model) as chosen:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=True)
@@ -170,11 +176,17 @@ def predict(config: Any, context_length: int, num_draft_tokens: int) -> Predicti
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     return Prediction(
         shape=shape,
-        mixtures=[_mixture(module, k) for module, k in chosen.items()],
+        mixtures=[*map(_llama4, own), *(_mixture(module, k) for module, k in chosen.items())],
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_looked_up=0 if table.weight is head.weight else table.weight.numel(),
         num_heads=config.get_text_config().num_attention_heads,
     )
+
+
+def _llama4(module: Any) -> Mixture:
+    """Llama 4's experts do not go through transformers' interface (seen in 5.17 to 5.23)."""
+    number, row_size, width = module.experts.gate_up_proj.shape
+    return Mixture(number, module.top_k, width // 2, 2, row_size, (), as_stored=True)
 
 
 def _mixture(module: torch.nn.Module, chosen: int) -> Mixture:

@@ -41,3 +41,8 @@ class TargetModel(LanguageModel, Protocol):
     def float32_error(self) -> float:
         """How far logits were from exact at export, relative to the largest."""
         ...
+
+    @property
+    def num_experts(self) -> int:
+        """Among how many experts a layer chooses; 0 where none does."""
+        ...

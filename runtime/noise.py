@@ -15,6 +15,7 @@ from .model import LanguageModel, TargetModel
 
 ROWS = 16  # at least so many are compared
 PLACE = 64  # kernels change their blocks near multiples of it, so noise often begins there
+ANY = float(np.finfo(np.float32).max)  # the noise of a choice of experts that turns
 SAFETY = 4  # over a few windows of a noisy model the largest difference varied by 2 to 7 times
 
 
@@ -66,7 +67,8 @@ class Noise:
         """By how much a logit of a pass of up to K + 1 rows may differ from plain decoding's.
 
         0.0 where the export found the same bits and that is trusted, though another CPU may
-        differ. Else it is measured, once for each K, and the target's cache is then empty.
+        differ. Else it is measured, once for each K, and the target's cache is then empty. ANY
+        where rows lose their bits and choose experts: a choice that turns, turns all that follows.
         """
         lengths = range(2, num_draft_tokens + 2)
         held = self._target.row_independent_lengths
@@ -81,6 +83,8 @@ class Noise:
             self._by_length |= found.by_length
             self._largest = max(self._largest, found.largest)
         measured = max((self._by_length[t] for t in ends), default=0.0)
+        if measured and self._target.num_experts:
+            return ANY
         # Two right passes are each as far from exact as the export saw, so twice that from each
         # other; noise may begin where nothing was measured.
         least = 2 * self._target.float32_error * self._largest

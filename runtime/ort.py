@@ -38,6 +38,7 @@ class OrtModel:
         parity = model.parity[self.ops]
         self.row_independent_lengths = parity.row_independent_lengths if device == "cpu" else ()
         self.float32_error = parity.logits_error
+        self.num_experts = model.num_experts
         self._name = model.source.id
         entry = model.graph(graph, self.ops)
         path = bundle.path(entry.file)

@@ -17,6 +17,7 @@ from .fates import Fate, Marks, Span, fates
 from .known_costs import Seen
 from .logprobs import TokenLogprobs
 from .near_ties import NearTie, Referee
+from .noise import ANY
 from .planner import MODEL, Planner
 from .plans import Auto, Fixed, Plan, Replay, recorded
 from .stats import Recorder, Stats, Stopwatch, Timed
@@ -189,6 +190,12 @@ class Stream:
             exact, k = request.exact, self.plan.max_draft_tokens
             with self._watch.part("noise"):
                 self._noise = self._pipeline.noise.bound(prompt, k, trusting=not exact)
+            if exact and self._noise == ANY:
+                raise SpecEdgeError(
+                    "this target chooses among experts, and on this device its passes of several "
+                    "tokens have other last bits than those of one, which may turn a choice; take "
+                    "0 draft tokens to be exact"
+                )
             if self._noise:
                 self._decoder.referee = Referee(self._again, self._noise, exact)
         yield from self._decoder.rounds(prompt, sampling, self._seed, self._limit, request.logprobs)

@@ -157,12 +157,14 @@ class Model:
     """One exported model. Logits have `padded_vocab_size` columns, of which the first `vocab_size`
     are tokens: of the target's tokenizer, as many as the model has an embedding for.
 
-    `graphs` come in one or two op sets, each with a report in `parity`.
+    `num_experts` are those of a layer, 0 where no layer chooses among any. `graphs` come in one or
+    two op sets, each with a report in `parity`.
     """
 
     source: Source
     architecture: str
     num_parameters: int
+    num_experts: int
     vocab_size: int
     padded_vocab_size: int
     context_length: int
@@ -187,8 +189,8 @@ class Model:
         ops = {ops for name, ops in names if name == "decoder"}
         if not ops or ops != {ops for _, ops in names} or ops != self.parity.keys():
             raise ValueError("each op set in graphs has a decoder and an entry in parity")
-        if self.num_parameters < 0:
-            raise ValueError("num_parameters is at least 0")
+        if min(self.num_parameters, self.num_experts) < 0:
+            raise ValueError("num_parameters and num_experts are at least 0")
 
     def graph(self, name: str, ops: str) -> Graph:
         """The graph of a name in an op set: `decoder` takes any length, others have one."""

@@ -25,6 +25,7 @@ class TableModel:
 
     row_independent_lengths = tuple(range(1, 66))
     float32_error = 5e-6
+    num_experts = 0
 
     def __init__(
         self, law: Law, vocab_size: int = sys.maxsize, context_length: int = sys.maxsize

@@ -30,6 +30,7 @@ def make_model(role: str) -> m.Model:
         source=m.Source(f"some/{role}", "abc", "apache-2.0"),
         architecture="gpt2",
         num_parameters=10,
+        num_experts=0,
         vocab_size=50,
         padded_vocab_size=64,
         context_length=32,

@@ -79,7 +79,7 @@ def test_writing_is_repeatable(folder):
         (("target", "parity", "onnx", "logits_error"), -1.0, "logits_error is at least 0"),
         (("target", "parity", "onnx", "error_ratio"), 9.0, "error_ratio is at most 8"),
         (("target", "parity", "onnx", "num_positions"), -1, "num_positions is at least 0"),
-        (("draft", "num_parameters"), -1, "num_parameters is at least 0"),
+        (("draft", "num_parameters"), -1, "num_parameters and num_experts are at least 0"),
         (("draft", "parity", "onnx", "logits_std"), 10**400, "key 'draft.parity.onnx.logits_std'"),
         (("tokenizer",), "gone.json", "'gone.json' is not among the files"),
     ],

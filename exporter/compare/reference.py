@@ -40,7 +40,8 @@ class Reference:
 
     `logits` [n, V] and `caches` [H, n, D] of each layer's keys and values are exact, in float64;
     `logits_float32` [n] and `caches_float32` [H, n] are PyTorch's own float32 errors, relative to
-    the rows. `left_out` counts tokens that were drawn anew, because rounding could turn a router.
+    the rows. `left_out` counts tokens that were drawn anew, because rounding could turn a router,
+    which chooses among `num_experts`.
     """
 
     tokens: np.ndarray
@@ -50,6 +51,7 @@ class Reference:
     caches: list[np.ndarray]
     logits_float32: np.ndarray
     caches_float32: list[np.ndarray]
+    num_experts: int = 0
     left_out: int = 0
 
     @property
@@ -147,6 +149,7 @@ def _reference(
         [cache[0] for cache in caches],
         float32_errors(np.concatenate(near_logits), exact),
         [float32_errors(errors(a, b).max(0), b[0]) for a, b in zip(found, caches, strict=True)],
+        choices.num_experts,
     )
     return reference, close(choices, rounded, len(tokens))
 

@@ -25,6 +25,13 @@ class Choices(TorchFunctionMode):
         self.positions = slice(0, 0)
         self.scores: list[tuple[slice, np.ndarray, int]] = []
 
+    @property
+    def num_experts(self) -> int:
+        """Among how many experts a layer chooses at most; 0 where none does."""
+        return max(
+            (scores.shape[1] for _, scores, k in self.scores if k < scores.shape[1]), default=0
+        )
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:

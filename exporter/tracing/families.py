@@ -211,6 +211,19 @@ def _llama4(
     return self.o_proj(output.flatten(2)), None
 
 
+def _llama4_experts(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """All experts as one wide MLP: of a product for each, as the model has it, one row has other
+    bits. The router's sigmoid weighs what an expert gets, or as well what its first matrix gives.
+    """
+    rows = hidden_states.flatten(0, -2)
+    scores, logits = self.router(rows)
+    first, last = self.experts.gate_up_proj, self.experts.down_proj
+    inner = torch.matmul(rows, first.transpose(0, 1).flatten(1))
+    gate, up = (inner.unflatten(1, (len(first), -1)) * scores[..., None]).chunk(2, -1)
+    outer = up * self.experts.act_fn(gate)
+    return self.shared_expert(rows) + torch.matmul(outer.flatten(1), last.flatten(0, 1)), logits
+
+
 def _gpt_neo(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
@@ -229,5 +242,6 @@ _OWN_ATTENTION: dict[str, dict[str, Callable[..., Any]]] = {
     "MptAttention": {"forward": _mpt},
     "MptModel": {"build_mpt_alibi_tensor": _mpt_alibi},
     "Llama4TextAttention": {"forward": _llama4},
+    "Llama4TextMoe": {"forward": _llama4_experts},
     "GPTNeoSelfAttention": {"_attn": _gpt_neo},
 }

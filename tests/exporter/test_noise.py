@@ -11,6 +11,7 @@ import specedge
 from checkpoints import make_pair
 from rows import LENGTHS, dependent_lengths
 from specedge.cli import cli
+from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export
 from specedge.runtime import loading
 from specedge.runtime.noise import Noise, measure
@@ -31,6 +32,7 @@ class Twins:
         self.model = model
         self.row_independent_lengths = model.row_independent_lengths
         self.float32_error = model.float32_error
+        self.num_experts = model.num_experts
 
     def __getattr__(self, name):
         return getattr(self.model, name)
@@ -90,6 +92,19 @@ def test_exact_tokens_are_plain_decodings_on_a_device_with_noise(twins, k):
         assert 2 * exact.noise >= max(tie.margin for tie in one.near_ties)
         assert (plain.noise, plain.near_ties) == (0.0, [])
     assert turned
+
+
+def test_every_choice_is_a_near_tie_where_rows_may_turn_a_choice_of_experts(noisy):
+    target = Twins(noisy.target)
+    target.num_experts = 8
+    pipeline = Pipeline(noisy.bundle, noisy.tokenizer, target, noisy.draft)
+    options = {"ignore_eos": True, "num_draft_tokens": 4}
+    one = pipeline.generate(PROMPTS[0], 20, **options)
+    assert [tie.position for tie in one.near_ties] == list(range(20))
+    with pytest.raises(SpecEdgeError, match="may turn a choice; take 0 draft tokens"):
+        pipeline.generate(PROMPTS[0], 20, exact=True, **options)
+    options["num_draft_tokens"] = 0
+    assert pipeline.generate(PROMPTS[0], 20, exact=True, **options).near_ties == []
 
 
 def test_where_no_near_tie_is_exact_runs_no_more_passes(noisy):

@@ -35,6 +35,11 @@ PUBLISHED = {
         20.9, 3.6, True,
     ),
     "DeepSeek-V3": (transformers.DeepseekV3Config(), 671.0, 37.0, False),
+    # None of its experts is left out in any op set.
+    "Llama-4-Scout": (
+        transformers.Llama4TextConfig(num_local_experts=16, num_hidden_layers=48),
+        107.8, 106.7, True,
+    ),
 }  # fmt: skip
 
 

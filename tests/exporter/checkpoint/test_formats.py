@@ -297,6 +297,7 @@ def test_fp8_experts_are_widened_and_exported(tmp_path):
             assert torch.equal(found[key], matrix)
     bundle = export(folder, folder, tmp_path / "bundle", max_length=64)
     assert bundle.target.weights_dtype == "bfloat16"
+    assert bundle.target.num_experts == model.config.n_routed_experts
 
 
 def test_fp8_numbers_without_their_scales_are_refused(tmp_path):
