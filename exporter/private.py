@@ -14,6 +14,9 @@ from types import ModuleType
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_any, tree_leaves, tree_map, tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedConfig
 from transformers.cache_utils import Cache, CacheLayerMixin
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
@@ -25,6 +28,11 @@ from specedge.errors import CheckpointError
 
 from .quiet import one_line, quiet
 
+# Of torch 2.13: tensors with shapes alone, modes that see every operator's call, nested arguments.
+__all__ = [
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_any", "tree_leaves", "tree_map",
+    "tree_map_only",
+]  # fmt: skip
 TRIED = {"transformers": ("5.17", "5.23"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
 
 
@@ -42,6 +50,12 @@ def versions() -> str:
         for package, tried in TRIED.items()
     )
     return "with " + ", ".join(found)
+
+
+def tensor_of(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """A tensor of a class of ours, in the shape, strides and type of another (torch 2.13)."""
+    make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make(kind, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype)
 
 
 def register(name: str, attention: Any, mask: Any, experts: Any) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils import _pytree
+
+from ..private import tensor_of, tree_map_only
 
 _aten = torch.ops.aten
 _VIEWS = {
@@ -54,9 +55,7 @@ class LazyTensor(torch.Tensor):
         mapped: bool = False,
     ) -> LazyTensor:
         """Of the shape, strides and type of `like`, which may be a meta tensor."""
-        made: LazyTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype
-        )
+        made: LazyTensor = tensor_of(cls, like)
         made.read, made.stored, made.mapped = read, stored or like.dtype, mapped
         # No address of real memory is so large, so it can be told from all others.
         made.origin = next(_origins) << 48 if origin is None else origin
@@ -82,7 +81,7 @@ class LazyTensor(torch.Tensor):
             return _viewed(func, args, kwargs)
         if func._schema.is_mutable and isinstance(args[0], LazyTensor):
             raise RuntimeError(f"{func} would write to a matrix of the checkpoint")
-        args, kwargs = _pytree.tree_map_only(LazyTensor, _typed, (args, kwargs))
+        args, kwargs = tree_map_only(LazyTensor, _typed, (args, kwargs))
         return func(*args, **kwargs)
 
 

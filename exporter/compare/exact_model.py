@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_any, tree_map
+
+from ..private import tree_any, tree_map
 
 _LOOKUPS = ("embedding",)
 _LARGEST = float(np.finfo(np.float32).max)  # of float64 that masks write, and float32 has not

@@ -2,8 +2,7 @@
 
 Layers are alike if they make the same calls of PyTorch's operators, with the same numbers, on the
 same values: their own parameters and cache, what the layer before left, and what is made once for
-all layers. Nothing is computed for it: tensors are fake ones, which have shapes alone. They, and
-dispatch modes and trees, are in private modules of PyTorch, seen with 2.13.
+all layers. Nothing is computed for it: tensors are fake ones, which have shapes alone.
 """
 
 from __future__ import annotations
@@ -17,10 +16,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
+from ..private import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from .geometry import Geometry
 from .tracing import EXAMPLE_LENGTH
 
