@@ -10,6 +10,7 @@ last digits.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,8 @@ from ..private import tree_any, tree_map
 _LOOKUPS = ("embedding",)
 _LARGEST = float(np.finfo(np.float32).max)  # of float64 that masks write, and float32 has not
 ROUNDINGS = 4  # PyTorch's own, and so many more less one
-_PRODUCTS = {"linear", "addmm", "baddbmm", "bmm", "softmax", "gelu", "tanh"}
+_FUSED = "scaled_dot_product_attention"
+_PRODUCTS = {"linear", "addmm", "baddbmm", "bmm", "softmax", "gelu", "tanh", _FUSED}
 _ARITHMETIC = {"matmul", "add", "sub", "mul", "div", "truediv", "pow", "rsqrt", "exp"}
 # By how many units of 1 a sigmoid may be off; its argument times it, by no more than so many.
 _CURVES = {"silu": 18.0, "sigmoid": 1.0}
@@ -43,10 +45,15 @@ class Exact(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in _LOOKUPS:
             return func(*args, **kwargs).double()
-        if func is torch.Tensor.copy_ or not tree_any(_is_wide, (args, kwargs)):
+        if func is torch.Tensor.copy_:
+            return func(*args, **kwargs)
+        if not tree_any(_is_wide, (args, kwargs)):
+            args, kwargs = tree_map(_narrowed, (args, kwargs))
             return func(*args, **kwargs)
         if func in _CASTS:
             return args[0]
+        if getattr(func, "__name__", "") == _FUSED:
+            kwargs.setdefault("scale", args[0].shape[-1] ** -0.5)
         inplace = func.__name__.endswith("_") or func.__name__ == "__setitem__"
         first, rest = (args[:1], args[1:]) if inplace else ((), args)
         rest, kwargs = tree_map(self._widened, (rest, kwargs))
@@ -107,14 +114,25 @@ def _is_wide(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and x.dtype == torch.float64
 
 
+def _narrowed(x: Any) -> Any:
+    """Constants, and their least value, are wanted in the type of what is computed: float32."""
+    if isinstance(x, float) and abs(x) > _LARGEST:
+        return x if math.isinf(x) else math.copysign(_LARGEST, x)
+    return torch.float32 if x is torch.float64 else x
+
+
 @contextlib.contextmanager
 def exactly(model: torch.nn.Module) -> Iterator[None]:
     """Compute in float64 while the context lasts.
 
-    The scalars of a GELU are not rounded: the graph has it as one node, without them.
+    The scalars of a GELU are not rounded: the graph has it as one node, without them. Where scores
+    are divided by a float32 scale, the graph multiplies by its inverse in float32, and so do we.
     """
     with Exact() as mode, contextlib.ExitStack() as stack:
         for module in model.modules():
+            if (scale := getattr(module, "scale_attn", None)) is not None:
+                stack.callback(setattr, module, "scale_attn", scale)
+                module.scale_attn = 1 / torch.tensor(1 / float(scale)).double()
             if "GELU" in type(module).__name__:
                 before = module.register_forward_pre_hook(lambda *x: _set(mode, False))
                 after = module.register_forward_hook(lambda *x: _set(mode, True))

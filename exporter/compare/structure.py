@@ -43,7 +43,8 @@ def check(
     fused = Judge(role, "what the node stands for", tolerance)
     for part in parts:
         for at in range(0, len(part.tokens), CHUNK):
-            alone = Alone(graph, fused) if not at and part is parts[0] else None
+            first = not at and part is parts[0]
+            alone = Alone(graph, fused, min(CHUNK, len(part.tokens))) if first else None
             _pass(graph, geometry, part, at, judge, alone)
             advance(min(CHUNK, len(part.tokens) - at))
     return judge.row, fused.ratio
@@ -85,10 +86,13 @@ def _pass(
 
 
 class Alone:
-    """Judges the fused nodes of a graph as it is played: float32 in ONNX Runtime against exact."""
+    """Judges the fused nodes of a graph as it is played: float32 in ONNX Runtime against exact.
 
-    def __init__(self, graph: ExactGraph, judge: Judge) -> None:
-        self._graph, self._judge = graph, judge
+    Of T tokens; nodes also get rows behind them, whose output the graph drops.
+    """
+
+    def __init__(self, graph: ExactGraph, judge: Judge, length: int) -> None:
+        self._graph, self._judge, self._length = graph, judge, length
 
     def __call__(self, node: onnx.NodeProto, inputs: list[Array | None]) -> None:
         """Compare one node's output by position and head."""
@@ -99,7 +103,7 @@ class Alone:
         rounded = self._graph.node(node, given)[0]
         found = _run(node, given)
         heads = attributes(node).get("num_heads", 1)
-        a, b, c = (_by_head(x, heads) for x in (found, exact, rounded))
+        a, b, c = (_by_head(x, heads)[:, : self._length] for x in (found, exact, rounded))
         name = f"{node.op_type} {node.name or node.output[0]}"
         self._judge.compare("fused", name, a, b, float32_errors(errors(c, b), b))
 

@@ -48,10 +48,12 @@ def registered(model: torch.nn.Module) -> Iterator[None]:
 def eager(model: torch.nn.Module) -> Iterator[None]:
     """Let attention and experts compute step by step in PyTorch, which every type can.
 
-    Attention in steps also rounds the scale as a graph's attribute does, where a fused one in
-    float64 would not.
+    But Falcon's steps add ALiBi's biases a second time (transformers 5.23), which its fused
+    attention, the default, does not.
     """
-    undo = [private.choose(model, kind, "eager") for kind in ("attn", "experts")]
+    own = any(type(module).__name__ == "FalconAttention" for module in model.modules())
+    kinds = {"attn": "sdpa" if own else "eager", "experts": "eager"}
+    undo = [private.choose(model, kind, name) for kind, name in kinds.items()]
     try:
         yield
     finally:
