@@ -28,7 +28,7 @@ def bounded(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[None]:
 
     What is given back is read again from the system's cache, or the file, when it is touched.
     """
-    if not _MAPPINGS.exists():
+    if not _MAPPINGS.exists() or "RssFile:" not in _STATUS.read_text():
         yield
         return
     done = threading.Event()
@@ -61,12 +61,14 @@ def _give_back() -> None:
 
 def _untouched() -> Iterator[tuple[int, int]]:
     """Large mappings of files without a page that was changed: addresses."""
-    place = None
+    place, changed = None, True
     for line in _MAPPINGS.read_text().splitlines():
         if line[0] in "0123456789abcdef":
-            place = None
+            place, changed = None, False
         if head := _HEAD.match(line):
             start, end = int(head[1], 16), int(head[2], 16)
             place = (start, end) if head[3] != "0" and end - start >= LARGE else None
-        elif place and line.startswith("Anonymous:") and line.split()[1] == "0":
+        elif line.startswith(("Anonymous:", "Swap:")):
+            changed |= line.split()[1] != "0"
+        elif place and line.startswith("VmFlags:") and not changed:  # a mapping's last line
             yield place

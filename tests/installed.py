@@ -6,7 +6,7 @@ import sys
 
 from manifests import make_bundle
 from specedge import library, store
-from specedge.bundle import MANIFEST
+from specedge.bundle import FORMAT, MANIFEST
 
 COMMAND = [sys.executable, "-m", "specedge"]
 
@@ -43,7 +43,7 @@ def spoil(folder):
 
 def age(folder):
     text = (folder / MANIFEST).read_text("utf-8")
-    (folder / MANIFEST).write_text(text.replace('"format": 2', '"format": 1'), "utf-8")
+    (folder / MANIFEST).write_text(text.replace(f'"format": {FORMAT}', '"format": 1'), "utf-8")
 
 
 def garble(folder):

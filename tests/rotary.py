@@ -13,6 +13,7 @@ from checkpoints import VOCAB_SIZE, make_model
 from specedge.exporter import Progress, model_files
 from specedge.exporter.checkpoint.checkpoints import Loaded
 from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.compare.stage import open_session
 from specedge.exporter.tracing.geometry import Geometry
 from specedge.exporter.tracing.module_patches import fix_rotary
 
@@ -74,7 +75,7 @@ def in_transformers(model: torch.nn.Module, tokens: np.ndarray) -> np.ndarray:
 
 def in_the_graph(folder: Path, shape: Geometry, tokens: np.ndarray) -> np.ndarray:
     """Logits [n, V] of the same text, 512 tokens a pass."""
-    session = onnxruntime.InferenceSession(folder / "decoder.onnx")
+    session = open_session(folder / "decoder.onnx", onnxruntime.SessionOptions())
     empty = [np.zeros(shape, np.float32) for shape in shape.cache_shapes()]
     caches = dict(zip(shape.cache_names(), empty, strict=True))
     logits = []

@@ -161,9 +161,11 @@ def attention(
     if attention_mask is None:
         raise ExportError("the model's attention does not take its mask from transformers")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    if s_aux is not None and softcap:
+        raise ExportError("the model's attention has both sinks and a softcap")
     if now.ops == "none":
         now.layers.append(_observed(now, query, key, value, attention_mask))
-        return query.new_zeros(*query.shape[:3], value.shape[3]).transpose(1, 2), None
+        return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
     softcap = float(softcap or 0)
     if now.ops == "gqa":
         return _grouped(now, query, key, value, attention_mask, scale, softcap, s_aux, bias), None
@@ -172,11 +174,9 @@ def attention(
         attention_mask = torch.where(attention_mask, bias, float("-inf"))
     if s_aux is None:
         output = _fused(query, key, value, attention_mask, scale, softcap)
-    elif softcap:
-        raise ExportError("the model's attention has both sinks and a softcap")
     else:
         output = _with_sinks(query * scale, key, value, attention_mask, s_aux)
-    return output.transpose(1, 2)[:, :-1], None
+    return output.transpose(1, 2)[:, :-1].contiguous(), None
 
 
 def operator(

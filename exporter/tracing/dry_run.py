@@ -9,21 +9,28 @@ import torch
 from specedge.errors import ExportError
 
 from .. import private
-from . import geometry, tracing
+from . import experts, geometry, tracing
 from .layers import Layer
 
 
 def check(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> None:
     """Refuse a decoder that cannot be exported, or not in this op set. Raises ExportError.
 
-    One that does not run without numbers goes on; it is seen again when its weights are there.
+    One that does not run without numbers goes on; it is seen again when its weights are there. But
+    experts that do not go through transformers' interface, and take rows by their numbers, are not.
     """
+    model = _without_numbers(config)
     try:
-        layers = observe(config, context_length, num_draft_tokens)
+        layers = _observed(model, context_length, num_draft_tokens)
     except ExportError as error:
-        if private.needs_numbers(error.__cause__):
-            return
-        raise
+        if not private.needs_numbers(error.__cause__):
+            raise
+        if any(p.ndim == 3 for p in model.parameters()) and not experts.among(model):
+            raise ExportError(
+                "its experts do not go through transformers' interface, and pick rows in a way "
+                "that no graph can hold"
+            ) from error
+        return
     reasons = filter(None, (layer.obstacle() for layer in layers))
     if ops == "gqa" and (reason := next(reasons, None)):
         raise ExportError(f"{reason}; it cannot be exported in gqa")
@@ -31,7 +38,10 @@ def check(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> 
 
 def observe(config: Any, context_length: int, num_draft_tokens: int) -> list[Layer]:
     """What each layer of such a model does."""
-    model = _without_numbers(config)
+    return _observed(_without_numbers(config), context_length, num_draft_tokens)
+
+
+def _observed(model: torch.nn.Module, context_length: int, num_draft_tokens: int) -> list[Layer]:
     shape = geometry.measure(model, context_length, num_draft_tokens)
     return tracing.observe(model, shape)
 

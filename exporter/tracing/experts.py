@@ -10,6 +10,7 @@ T rows of H values, E experts with I inner values, k experts a row.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,10 +114,11 @@ def among(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "down_proj")]
 
 
-def prepared(model: torch.nn.Module) -> tuple[Callable[..., torch.Tensor], Callable[[], None]]:
-    """What experts do in a traced pass, as transformers calls it, and how to undo this.
+def prepared(model: torch.nn.Module, stack: contextlib.ExitStack) -> Callable[..., torch.Tensor]:
+    """What experts do in a traced pass, as transformers calls it.
 
-    Matrices become buffers in the order in which both op sets have them in the weights file.
+    Matrices become buffers, until the stack is closed, in the order in which both op sets have them
+    in the weights file.
     """
     kinds = {}
     for module in among(model):
@@ -124,18 +126,14 @@ def prepared(model: torch.nn.Module) -> tuple[Callable[..., torch.Tensor], Calla
         kinds[module] = experts.swiglu()
         for name, matrices in zip((_FIRST, _LAST), experts.matrices(), strict=True):
             module.register_buffer(name, matrices.detach(), persistent=False)
+            stack.callback(delattr, module, name)
 
     def forward(
         module: torch.nn.Module, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
         return _forward(module, kinds[module], rows, chosen, weights)
 
-    def undo() -> None:
-        for module in kinds:
-            delattr(module, _FIRST)
-            delattr(module, _LAST)
-
-    return forward, undo
+    return forward
 
 
 def _forward(

@@ -26,22 +26,18 @@ NAME = "specedge"
 @contextlib.contextmanager
 def registered(model: torch.nn.Module) -> Iterator[None]:
     """Let the model use our attention, masks and experts, and give it its own back."""
-    experts_forward, restore = experts.prepared(model)
-    private.register(NAME, attention, visible, experts_forward)
-    undo = [private.choose(model, kind, NAME) for kind in ("attn", "experts")]
-    undo.append(restore)
-    for module in model.modules():
-        if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
-            undo.append(_whole_alibi(sys.modules[type(module).__module__]))
-        for method, replacement in _OWN_ATTENTION.get(type(module).__name__, {}).items():
-            setattr(module, method, MethodType(replacement, module))
-            undo.append(lambda m=module, n=method: delattr(m, n))  # type: ignore[misc]
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for step in reversed(undo):
-            step()
+    with contextlib.ExitStack() as stack:
+        private.register(NAME, attention, visible, experts.prepared(model, stack))
+        for kind in ("attn", "experts"):
+            stack.callback(private.choose(model, kind, NAME))
+        for module in model.modules():
+            if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
+                stack.callback(_whole_alibi(sys.modules[type(module).__module__]))
+            for method, replacement in _OWN_ATTENTION.get(type(module).__name__, {}).items():
+                setattr(module, method, MethodType(replacement, module))
+                stack.callback(delattr, module, method)
+        stack.enter_context(torch.no_grad())
+        yield
 
 
 @contextlib.contextmanager

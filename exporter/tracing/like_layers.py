@@ -32,12 +32,15 @@ class UnlikeError(Exception):
 class LikeLayers:
     """The layers of a model, and for each the first that it is like.
 
-    `hidden` is the argument, by place or name, in which a layer gets what the one before returned;
-    `rest` is what it returns beside that, None if it returns that alone.
+    `tensors` are a layer's parameters and buffers by their names in it, as they are in a pass;
+    `names` are the model's. `hidden` is the argument, by place or name, in which a layer gets what
+    the one before returned; `rest` is what it returns beside that, None if it returns that alone.
     """
 
     name: str
     layers: list[nn.Module]
+    tensors: list[dict[str, torch.Tensor]]
+    names: list[str]
     first: list[int]
     hidden: int | str
     rest: tuple[Any, ...] | None
@@ -46,10 +49,6 @@ class LikeLayers:
     def kept(self) -> list[int]:
         """One of each kind: the first."""
         return sorted({*self.first})
-
-    def tensors(self, index: int) -> dict[str, torch.Tensor]:
-        """A layer's parameters and buffers by their names in it."""
-        return _tensors(self.layers[index])
 
 
 @dataclass
@@ -132,7 +131,9 @@ def find(model: nn.Module, geometry: Geometry, run: Pass) -> LikeLayers:
         for i in range(len(layers))
     ]
     rest = blocks[0].returned[1:] if isinstance(blocks[0].returned, tuple) else None
-    return LikeLayers(name, layers, [described.index(text) for text in described], hidden, rest)
+    first = [described.index(text) for text in described]
+    tensors = [_tensors(layer) for layer in layers]
+    return LikeLayers(name, layers, tensors, list(_tensors(model)), first, hidden, rest)
 
 
 @contextlib.contextmanager
@@ -227,6 +228,7 @@ def _named(tensor: torch.Tensor, names: dict[int, str]) -> str:
     return f"constant {tensor.dtype} {list(tensor.shape)} {digest.hexdigest()}"
 
 
-def _tensors(layer: nn.Module) -> dict[str, torch.Tensor]:
-    found: dict[str, torch.Tensor] = dict(layer.named_parameters(remove_duplicate=False))
-    return found | dict(layer.named_buffers(remove_duplicate=False))
+def _tensors(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters, and then buffers, by their names."""
+    found: dict[str, torch.Tensor] = dict(module.named_parameters(remove_duplicate=False))
+    return found | dict(module.named_buffers(remove_duplicate=False))

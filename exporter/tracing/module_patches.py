@@ -6,7 +6,7 @@ A swap is made for what a module computes, not for its name: each is tried on ra
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -37,18 +37,14 @@ def fix_rotary(model: nn.Module, context_length: int) -> bool:
 @contextlib.contextmanager
 def swapped(model: nn.Module, context_length: int) -> Iterator[None]:
     """The same model out of fewer nodes while the context lasts."""
-    undo: list[Callable[[], None]] = []
-    try:
+    with contextlib.ExitStack() as stack:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if replacement := _replacement(child):
+                    stack.callback(setattr, parent, name, child)
                     setattr(parent, name, replacement)
-                    undo.append(lambda p=parent, n=name, c=child: setattr(p, n, c))  # type: ignore[misc]
-        undo.extend(rotary.swap(model, context_length))
+        rotary.swap(model, context_length, stack)
         yield
-    finally:
-        for step in reversed(undo):
-            step()
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:

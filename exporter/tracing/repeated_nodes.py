@@ -109,7 +109,7 @@ def _blocks(graph: ir.Graph, like: LikeLayers) -> dict[int, _Block]:
 
 def _weights(graph: ir.Graph, like: LikeLayers, index: int) -> dict[str, ir.Value]:
     """A layer's parameters and buffers; constants that its code makes are the same in all."""
-    names = {name: f"model.{like.name}.{index}.{name}" for name in like.tensors(index)}
+    names = {name: f"model.{like.name}.{index}.{name}" for name in like.tensors[index]}
     known = graph.initializers
     return {name: known[full] for name, full in names.items() if full in known}
 
@@ -118,7 +118,7 @@ def _values(
     graph: ir.Graph, block: _Block, like: LikeLayers, index: int, hidden: ir.Value
 ) -> dict[ir.Value, ir.Value]:
     """What a layer's nodes read in the place of the traced one's: its weights, cache and input."""
-    tensors = like.tensors(index)
+    tensors = like.tensors[index]
     values = {block.enter.outputs[0]: hidden}
     for name, value in block.weights.items():
         values[value] = _weight(graph, f"model.{like.name}.{index}.{name}", value, tensors[name])

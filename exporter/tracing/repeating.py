@@ -42,12 +42,10 @@ def _repeated(model: nn.Module, geometry: Geometry, ops: str, layers: list[Layer
     if len(layers) != len(like.layers) or 2 * len(like.kept) > len(like.layers):
         raise UnlikeError(f"{len(like.kept)} kinds of {len(like.layers)} layers")
     few = replace(geometry, layers=tuple(geometry.layers[i] for i in like.kept))
-    parameters = model.named_parameters(remove_duplicate=False)
-    names = [name for name, _ in (*parameters, *model.named_buffers())]
 
     def whole(graph: ir.Graph) -> None:
         repeat(graph, like, geometry)
-        _order_initializers(graph, names)
+        _order_initializers(graph, like.names)
 
     with _only(model, like):
         return tracing.trace(model, few, ops, [layers[i] for i in like.kept], whole)

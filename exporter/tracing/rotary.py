@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import sys
 from collections.abc import Callable
@@ -18,12 +19,11 @@ from .attention import operator
 _CLOSE = 1e-6
 
 
-def swap(model: nn.Module, context_length: int) -> list[Callable[[], None]]:
+def swap(model: nn.Module, context_length: int, stack: contextlib.ExitStack) -> None:
     """Swap the rotary tables, and the function that applies them where it is a usual one.
 
-    Returns what swaps them back.
+    What swaps them back goes onto the stack.
     """
-    undo: list[Callable[[], None]] = []
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             code = sys.modules[type(child).__module__]
@@ -34,9 +34,8 @@ def swap(model: nn.Module, context_length: int) -> list[Callable[[], None]]:
             table, functions = found
             for place, value in ((parent, {name: table}), (code, functions)):
                 for n, new in value.items():
-                    undo.append(partial(setattr, place, n, getattr(place, n)))
+                    stack.callback(setattr, place, n, getattr(place, n))
                     setattr(place, n, new)
-    return undo
 
 
 def _swapped(

@@ -44,18 +44,27 @@ def test_an_op_set_that_a_model_cannot_have_is_refused_before_its_weights_are_re
         export(folder, folder, tmp_path / "bundle", ops="gqa")
 
 
-def test_what_does_not_run_without_numbers_is_left_to_the_weights():
-    config = JetMoeConfig()
+def test_experts_that_take_rows_by_their_numbers_are_refused_from_the_config():
+    with pytest.raises(ExportError, match="experts do not go through transformers' interface"):
+        dry_run.check(JetMoeConfig(), 64, 4, "auto")
+
+
+def test_what_does_not_run_without_numbers_is_left_to_the_weights(monkeypatch):
+    def forward(self, hidden_states, **rest):
+        return hidden_states * float(hidden_states.sum()), None
+
+    monkeypatch.setattr(LlamaAttention, "forward", forward)
     with pytest.raises(ExportError, match="do not run as they have to"):
-        dry_run.observe(config, 64, 4)
-    dry_run.check(config, 64, 4, "auto")
+        dry_run.observe(make_config("llama"), 64, 4)
+    dry_run.check(make_config("llama"), 64, 4, "auto")
 
 
 def test_a_refused_target_costs_no_download_and_no_look_at_the_draft(tmp_path, monkeypatch):
-    def looked_up(role, name, revision):
+    def looked_up(role, name, revision, adapter):
         assert role == "target"
         return checkpoints.Checkpoint(
-            role, name, tmp_path, None, config, config, None, {}, object()
+            role, name, tmp_path, None, config, config, {}, None, {}, ["model.safetensors"],
+            object(), None,
         )  # fmt: skip
 
     config = ARCHITECTURES["llama"][1]()

@@ -5,6 +5,8 @@ import hashlib
 import pytest
 import torch
 
+from architectures import ARCHITECTURES
+from checkpoints import make_model
 from comparing import CONTEXT, model_of
 from specedge.exporter.tracing import geometry, like_layers, repeating, tracing
 from specedge.exporter.tracing.families import registered
@@ -76,6 +78,22 @@ def constant_in_each_layer(model):
 def test_repeated_layers_give_the_graph_that_is_traced_whole(kind, ops, depth, options):
     model = constant_in_each_layer(plain_first_layer(model_of(kind, layers=depth, **options)))
     model, shape, layers = parts_of(model)
+    with swapped(model, CONTEXT):
+        whole = tracing.trace(model, shape, ops, layers)
+        repeated = repeating._repeated(model, shape, ops, layers)
+    assert described(repeated.graph) == described(whole.graph)
+
+
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [("mixtral", "gqa"), ("mixtral", "onnx"), ("gpt_oss", "onnx"), ("deepseek_v3", "onnx")],
+)
+def test_repeated_layers_have_experts_of_their_own(name, ops):
+    config = ARCHITECTURES[name][1]()
+    config.num_hidden_layers = 4
+    if kinds := getattr(config, "layer_types", None):
+        config.layer_types = 2 * kinds
+    model, shape, layers = parts_of(make_model(config))
     with swapped(model, CONTEXT):
         whole = tracing.trace(model, shape, ops, layers)
         repeated = repeating._repeated(model, shape, ops, layers)
