@@ -28,9 +28,12 @@ WHOLE = 1024  # contexts up to this length are played whole
 SMALL = 50_000_000  # of models up to this many parameters
 PART, TAIL = 256, 48  # of longer ones: so many positions from the start, so many up to the end
 LARGE_PART, LARGE_TAIL = 32, 12  # and of large models: there every kind has one turn
-TRIES = 8  # texts that are drawn until float32 chooses every expert by more than its rounding
+TRIES = 64  # tokens drawn anew until float32 chooses every expert by more than its rounding
+USUAL = 0.9  # of positions: a few may be worse
 WORTHLESS = 0.1  # of the logits' standard deviation: an error that leaves little of a distribution
-CHUNK = 256
+CHUNK = 256  # tokens a pass, and fewer for a vocabulary
+ROOM = 1 << 24  # of more than this many logits a pass
+HELD = 1 << 27  # logits that are kept at once, in float64
 Past = Callable[[int], np.ndarray]
 
 
@@ -63,10 +66,16 @@ class Reference:
 def positions_played(geometry: Geometry, num_parameters: int) -> list[tuple[int, int]]:
     """Which stretches of the context are compared: the whole, or its start and its end."""
     context, small = geometry.context_length, num_parameters <= SMALL
+    small &= min(context, WHOLE) * geometry.padded_vocab_size <= HELD
     part, tail = (PART, TAIL) if small else (LARGE_PART, LARGE_TAIL)
     if context <= part + tail or (context <= WHOLE and small):
         return [(0, context)]
     return [(0, part), (context - tail, context)]
+
+
+def chunk_length(geometry: Geometry) -> int:
+    """How many tokens a pass has, so that its logits take little memory."""
+    return min(CHUNK, max(1, ROOM // geometry.padded_vocab_size))
 
 
 def references(
@@ -87,12 +96,13 @@ def references(
         tokens = random.integers(0, num_tokens, end - start)
         past = _rows_before(start, found, geometry)
         left_out = 0
-        for _ in range(TRIES):
-            part, near = _reference(model, sources, tokens, start, past, len(geometry.layers))
-            if not near.any():
+        while True:
+            part, near = _reference(model, sources, tokens, start, past, geometry)
+            if not near.any() or left_out == TRIES:
                 break
-            tokens[near] = random.integers(0, num_tokens, near.sum())
-            left_out += int(near.sum())
+            # What comes before the first stays, so the rest becomes shorter each time.
+            tokens[near.argmax()] = random.integers(0, num_tokens)
+            left_out += 1
         found.append(replace(part, left_out=left_out))
         advance(end - start)
     _check_float32(role, found)
@@ -112,11 +122,15 @@ def spread(part: Reference) -> float:
 def _check_float32(role: str, parts: list[Reference]) -> None:
     """A model of which float32 leaves nothing cannot be run in it, by whatever graph."""
     for part in parts:
-        off = part.logits_float32 * scales(part.logits) / part.logits.std(1)
-        if np.median(off) > WORTHLESS:
+        if not np.isfinite(part.logits).all():
+            raise ParityError(f"{role}: its logits are no numbers; are there any in its weights?")
+        if not part.logits.std(1).all():
+            raise ParityError(f"{role}: its logits are the same for all tokens; is its head zero?")
+        off = np.quantile(part.logits_float32 * scales(part.logits) / part.logits.std(1), USUAL)
+        if not off <= WORTHLESS:
             raise ParityError(
                 f"{role}: this model does not work in float32: PyTorch's own logits are off by "
-                f"{np.median(off):.1e} of their standard deviation"
+                f"{off:.1e} of their standard deviation in one of {1 / (1 - USUAL):.0f} positions"
             )
 
 
@@ -126,13 +140,13 @@ def _reference(
     tokens: np.ndarray,
     start: int,
     past: Past,
-    num_layers: int,
+    geometry: Geometry,
 ) -> tuple[Reference, np.ndarray]:
     """One stretch, and which of its positions rounding could send to other experts."""
     logits: list[np.ndarray] = []
     near_logits: list[np.ndarray] = []
     with _computing(model, sources, exact=True) as choices:
-        caches = _passes(model, tokens, start, past, num_layers, choices, logits.append)
+        caches = _passes(model, tokens, start, past, geometry, choices, logits.append)
     exact = np.concatenate([part[0] for part in logits])
 
     def compare(found: np.ndarray) -> None:
@@ -140,7 +154,7 @@ def _reference(
         near_logits.append(errors(found, rows).max(0))
 
     with _computing(model, sources, exact=False) as rounded:
-        found = _passes(model, tokens, start, past, num_layers, rounded, compare, ROUNDINGS)
+        found = _passes(model, tokens, start, past, geometry, rounded, compare, ROUNDINGS)
     reference = Reference(
         tokens.copy(),
         start,
@@ -169,7 +183,7 @@ def _passes(
     tokens: np.ndarray,
     start: int,
     past: Past,
-    num_layers: int,
+    geometry: Geometry,
     choices: Choices,
     told: Callable[[np.ndarray], None],
     batch: int = 1,
@@ -180,10 +194,10 @@ def _passes(
     what is added to the caches, [B, H, n, D].
     """
     cache = DynamicCache()
-    for layer in range(num_layers if start else 0):
+    for layer in range(len(geometry.layers) if start else 0):
         rows = (torch.from_numpy(past(2 * layer + i)).expand(batch, -1, -1, -1) for i in (0, 1))
         cache.update(*rows, layer)
-    for ids in torch.from_numpy(tokens).expand(batch, -1).split(CHUNK, 1):
+    for ids in torch.from_numpy(tokens).expand(batch, -1).split(chunk_length(geometry), 1):
         at = cache.get_seq_length()
         positions = torch.arange(at, at + ids.shape[1])[None]
         choices.positions = slice(at - start, at - start + ids.shape[1])

@@ -97,5 +97,5 @@ def test_tokens_that_rounding_could_send_to_other_experts_are_drawn_anew():
         gate[0] = 0
     with_ties = plain.tokens.copy()
     (found,) = reference.references("target", model, Sources(), shape, 512)
-    assert found.left_out > 0
+    assert 0 < found.left_out < reference.TRIES
     assert (found.tokens != with_ties).any()

@@ -1,7 +1,10 @@
 """Errors are judged row by row, by what float32 itself does to the row."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 
 from comparing import measure, model_of, traced
 from specedge.errors import ParityError
@@ -84,12 +87,42 @@ def test_a_model_that_float32_cannot_compute_is_refused_as_that():
         reference.references("target", model, Sources(), shape, 512)
 
 
-def test_with_a_tolerance_a_fault_within_it_passes_and_is_recorded(tmp_path):
+def changed(model, value, layer=None):
+    with torch.no_grad():
+        (model.lm_head if layer is None else model.model.layers[layer].mlp.down_proj).weight[:] = (
+            value
+        )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (changed(model_of(layers=2), float("nan"), 1), "its logits are no numbers"),
+        (changed(model_of(layers=1), 0.0), "its logits are the same for all tokens"),
+    ],
+)
+def test_a_model_without_logits_of_its_own_is_blamed_itself(model, said):
+    shape = geometry.measure(model, 96, 4)
+    with pytest.raises(ParityError, match=said):
+        reference.references("target", model, Sources(), shape, 512)
+
+
+def test_a_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
     model = model_of(layers=1)
     player = traced(model, tmp_path)
-    model.model.norm.weight.data *= 1.001
-    with pytest.raises(ParityError, match="both in float64"):
-        measure(model, player)
     found = measure(model, player, tolerance=0.01)
     assert found.tolerance == found.bound == 0.01
-    assert found.structure_error == pytest.approx(1e-3, rel=0.1)
+    model.model.norm.weight.data *= 1.001
+    for tolerance in (None, 0.01):
+        with pytest.raises(ParityError, match="both in float64"):
+            measure(model, player, tolerance)
+
+
+def test_a_large_vocabulary_has_shorter_passes_and_stretches():
+    small, large = (geometry.measure(model_of(layers=1), 96, 4) for _ in range(2))
+    large = replace(large, context_length=1024, padded_vocab_size=262144)
+    small = replace(small, context_length=1024)
+    assert [reference.chunk_length(shape) for shape in (small, large)] == [256, 64]
+    assert reference.positions_played(small, 10_000) == [(0, 1024)]
+    assert reference.positions_played(large, 10_000) == [(0, 32), (1012, 1024)]
