@@ -28,6 +28,10 @@ class Table:
         """The cases that the document has rows of."""
         return list(self._found())
 
+    def rows_of(self, name: str) -> list[str]:
+        """What the document says of a case."""
+        return self._found()[name]
+
     def write(self) -> None:
         """Put the rows of this session in their places; those of other cases stay."""
         if not self.rows:

@@ -30,7 +30,6 @@ class Family:
     kind: str
     sizes: Magnitudes
     options: dict[str, Any] = field(default_factory=dict)
-    without: tuple[str, ...] = ()
 
 
 _WINDOWS = {"sliding_window": 24, "layer_types": ("sliding_attention", "full_attention")}

@@ -149,19 +149,26 @@ def main(
     faults: bool,
     output: Path | None,
 ) -> None:
-    """Export realistic checkpoints and print what was found of each, or of each planted fault."""
+    """Export realistic checkpoints and print what was found of each, or of each planted fault.
+
+    Exits with 1 if one was refused or wrote another text, or a fault was accepted.
+    """
     torch.set_num_threads(2)
+    right = True
     for family in families or realistic.FAMILIES:
         if faults:
-            rows = [_planted(family)]
+            tries = [_planted(family)]
         else:
-            rows = [_tried(family, layers, seeds) for layers in depths]
+            tries = [_tried(family, layers, seeds) for layers in depths]
+        rows = [one for one, _ in tries]
+        right &= all(as_it_must for _, as_it_must in tries)
         if output is not None:
             write("faults" if faults else "exports", rows, output)
+    raise SystemExit(not right)
 
 
-def _tried(family: str, layers: int, seeds: tuple[int, ...]) -> str:
-    """Try a family's seeds, say what was found of each, and sum up in a row."""
+def _tried(family: str, layers: int, seeds: tuple[int, ...]) -> tuple[str, bool]:
+    """Try a family's seeds, say what was found of each, and sum up in a row; whether all is right."""
     found: list[Found] = []
     refused: list[str] = []
     for seed in seeds:
@@ -176,7 +183,8 @@ def _tried(family: str, layers: int, seeds: tuple[int, ...]) -> str:
         for line in results or refused[-1:]:
             click.echo(f"  {line}")
         found += results
-    return row(family, layers, seeds, found, refused)
+    right = not refused and not any(one.wrong for one in found)
+    return row(family, layers, seeds, found, refused), right
 
 
 def row(
@@ -199,13 +207,15 @@ def row(
     )
 
 
-def _planted(family: str) -> str:
-    """Plant a family's faults, say how each was refused, and sum up in a row."""
+def _planted(family: str) -> tuple[str, bool]:
+    """Plant a family's faults, say how each was refused, and sum up in a row; whether all were."""
     found: dict[str, list[str]] = {"refused": [], "accepted": []}
     for name, ops, refusal in refusals(family):
         click.echo(f"{family}, {name}, {ops}: {refusal or 'accepted'}")
         found["refused" if re.match(DIFFERS, refusal) else "accepted"].append(f"{name} ({ops})")
-    return f"| {family} | {len(found['refused'])} | {', '.join(found['accepted']) or 'none'} |"
+    accepted = found["accepted"]
+    text = f"| {family} | {len(found['refused'])} | {', '.join(accepted) or 'none'} |"
+    return text, not accepted
 
 
 def write(name: str, rows: list[str], document: Path) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from specedge.errors import ExportError
+
 from .. import private
 from .attention import operator
 
@@ -81,12 +83,15 @@ def _rotate(
     cos: torch.Tensor,
     sin: torch.Tensor,
     *args: Any,
+    unsqueeze_dim: int = 1,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Two RotaryEmbedding nodes. 2 * [B, H, T, D], 2 * [B, T, D/2] -> 2 * [B, H, T, D]
 
     Where the tables are narrower than the heads, the rest of a head passes as it is.
     """
+    if unsqueeze_dim != 1:
+        raise ExportError(f"its rotary tables are unsqueezed at axis {unsqueeze_dim}, not 1")
     return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from architectures import ARCHITECTURES
 from checkpoints import make_model
+from comparing import computed, traced
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import reference, structure
 from specedge.exporter.compare.exact_graph import grouped_query_attention
@@ -43,6 +44,17 @@ def test_nudged_runs_are_near_the_first_which_is_pytorchs_own():
     assert torch.equal(found[0], plain[0])
     off = ((found[1:] - plain[1:]) / plain[1:]).abs()
     assert 0 < off.max() <= 2.1 * 2.0**-23
+
+
+@pytest.mark.parametrize("name", ["falcon", "falcon, ALiBi", "codegen"])
+def test_scales_that_float32_rounds_are_the_models_own(name, tmp_path):
+    config = ARCHITECTURES[name][1]()
+    setattr(config, "n_embd" if name == "codegen" else "hidden_size", 80)  # heads of 20
+    model = make_model(config)
+    player = traced(model, tmp_path)
+    parts = computed(model, player)
+    path = player.path("decoder")
+    assert structure.check("target", path, player.geometry, parts)[0] < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,14 @@ def test_each_table_has_all_its_cases(table):
     assert table.written() == list(table.names)
 
 
+@pytest.mark.parametrize("table", [FAMILIES, AS_PUBLISHED], ids=lambda table: table.title)
+def test_each_family_was_exported_in_an_op_set_and_wrote_its_text(table):
+    for name in table.names:
+        rows = table.rows_of(name)
+        assert any("equal (" in row for row in rows), name
+        assert not any("differs from" in row or "not run" in row for row in rows), name
+
+
 @pytest.mark.architectures
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_family_is_exact_from_end_to_end(name, tmp_path):
