@@ -168,7 +168,7 @@ def main(
 
 
 def _tried(family: str, layers: int, seeds: tuple[int, ...]) -> tuple[str, bool]:
-    """Try a family's seeds, say what was found of each, and sum up in a row; whether all is right."""
+    """Try a family's seeds, say what was found of each, and a row; and whether all is right."""
     found: list[Found] = []
     refused: list[str] = []
     for seed in seeds:
