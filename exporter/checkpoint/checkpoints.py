@@ -142,7 +142,7 @@ def _model(where: str, checkpoint: Checkpoint) -> tuple[Any, Any, str]:
     """The model, what transformers says of its loading, and the type of most weights."""
     files = [checkpoint.folder / name for name in checkpoint.weights]
     if files[0].suffix == ".gguf":
-        model, info = gguf_files.load(checkpoint.folder, files[0].name)
+        model, info = gguf_files.load(checkpoint.folder, files[0].name, checkpoint.config)
         return model, info, gguf_files.stored_dtype(where, files[0])
     state = quantised.widened(where, checkpoint.raw, weight_files.read(where, files))
     state = text_part.named(checkpoint.published, checkpoint.config, state)
@@ -246,6 +246,7 @@ def _read(
             hub.fetch_head(remote, file, folder)
         gguf_files.check(where, folder / file)
         config = _pretrained(AutoConfig.from_pretrained, f"{where}: {file}", folder, gguf_file=file)
+        gguf_files.scale_positions(where, folder / file, config)
         return config, _load_tokenizer(role, name, folder, gguf_file=file), {}
 
 
