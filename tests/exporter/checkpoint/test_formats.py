@@ -107,3 +107,88 @@ def test_shards_in_half_precision_give_their_own_bits(dtype, tmp_path):
     loaded, _ = load(folder)
     assert same(loaded, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
     assert loaded.dtype == str(dtype).removeprefix("torch.")
+
+
+def restore(folder, change):
+    """Write a checkpoint's tensors anew, as `change` has them."""
+    state = load_file(folder / "model.safetensors")
+    save_file(change(state), folder / "model.safetensors")
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+EXPERT = "model.layers.0.mlp.experts.0.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "dtype"),
+    [
+        ("llama", Q, torch.int8),
+        ("llama", NORM, torch.int64),
+        ("llama", Q, torch.bool),
+        ("llama", Q, torch.float8_e4m3fn),
+        ("qwen3_moe", EXPERT, torch.uint8),
+    ],
+)
+def test_a_weight_in_a_type_that_no_weight_has_is_refused(family, key, dtype, tmp_path):
+    folder, _ = make(tmp_path, family)
+    restore(folder, lambda state: state | {key: state[key].to(dtype)})
+    message = refusal(folder)
+    assert f"is stored in {str(dtype).removeprefix('torch.')}" in message
+    assert (key if family == "llama" else "experts.gate_up_proj") in message
+    assert "give the checkpoint it was made from" in message
+
+
+def test_masks_of_old_files_are_left_out_without_a_word(tmp_path):
+    folder, model = make(tmp_path, "gpt2")
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
+    restore(folder, lambda state: state | masks)
+    loaded, notes = load(folder)
+    assert same(loaded, model)
+    assert notes == ""
+
+
+def test_tensors_without_a_place_in_the_model_are_told(tmp_path):
+    folder, model = make(tmp_path, "llama")
+    more = {"model.layers.0.of_tomorrow": torch.ones(3), "model.extra.weight": torch.ones(2, 2)}
+    restore(folder, lambda state: state | more)
+    loaded, notes = load(folder)
+    assert same(loaded, model)
+    assert notes == (
+        "target: the model has no place for 2 of its tensors, such as model.extra.weight, "
+        "which are left out"
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.up_proj.weight_scale_inv",
+        "model.layers.0.mlp.experts.up_proj_scales",
+        "model.layers.0.mlp.up_proj.qweight",
+        "model.layers.0.mlp.up_proj.qzeros",
+        "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight",
+    ],
+)
+def test_parts_of_weights_that_are_not_widened_are_refused(name, tmp_path):
+    folder, _ = make(tmp_path, "llama")
+    restore(folder, lambda state: state | {name: torch.ones(2, 2)})
+    message = refusal(folder)
+    assert name in message
+    assert "which is not widened" in message
+
+
+def test_a_matrix_of_another_shape_is_refused_with_both(tmp_path):
+    folder, _ = make(tmp_path, "llama")
+    restore(folder, lambda state: state | {Q: state[Q][:-1].contiguous()})
+    message = refusal(folder)
+    assert f"{Q} is [63, 64] in its files and [64, 64] by its config" in message
+
+
+def test_files_without_a_tensor_are_refused(tmp_path):
+    folder, _ = make(tmp_path, "llama")
+    restore(folder, lambda state: {})
+    assert "its files hold no tensors; download it again" in refusal(folder)

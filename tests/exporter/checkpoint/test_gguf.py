@@ -226,3 +226,22 @@ def test_positions_that_are_said_to_be_unscaled_are_read(tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.F32, tmp_path, "qwen2", more)
     assert find(path).config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "bundle.json", "tokenizer_config.json"])
+def test_a_file_is_not_judged_by_what_is_beside_it(name, tmp_path):
+    path = tmp_path / "model.gguf"
+    write(path, Kind.F16, tmp_path)
+    for other in (name, "model.safetensors", "tokenizer.json"):
+        (tmp_path / other).write_text('{"base_model_name_or_path": "some/other"}', "utf-8")
+    assert checkpoints.load(find(path), Progress()).dtype == "float16"
+
+
+def test_what_a_file_becomes_on_disk_is_known_from_its_header(tmp_path):
+    sizes = {}
+    for kind in (Kind.F32, Kind.F16, Kind.Q4_0):
+        write(tmp_path / kind.name, kind, tmp_path, hidden=256)
+        sizes[kind] = gguf_files.growth("target m", tmp_path / kind.name)
+    assert sizes[Kind.F32] == 1
+    assert sizes[Kind.F16] == pytest.approx(1, abs=0.01)
+    assert sizes[Kind.Q4_0] == pytest.approx(32 / 4.5, abs=0.1)

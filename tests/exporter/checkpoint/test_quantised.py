@@ -6,6 +6,7 @@ from formats import edit, load, make, refusal, same, stored_numbers
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import lazy_weights, quantised
 from specedge.exporter.checkpoint.lazy_tensors import numbers
@@ -180,7 +181,42 @@ def test_fp8_numbers_without_their_scales_are_refused(tmp_path):
     quantise_fp8(folder, model, BLOCK, exact=True)
     state = load_file(folder / "model.safetensors")
     key = next(key for key in state if key.endswith("_scale_inv"))
-    save_file(state | {key: torch.ones(7, 9)}, folder / "model.safetensors")
-    assert "scales do not fit" in refusal(folder)
     save_file({k: t for k, t in state.items() if k != key}, folder / "model.safetensors")
-    assert "scales do not fit" in refusal(folder)
+    message = refusal(folder)
+    assert f"lacks {key}; download it again" in message
+
+
+@pytest.mark.parametrize("shape", [(7, 9), (64, 1), (1, 1, 1), (3, 1, 1)])
+def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
+    folder, model = make(tmp_path, "qwen3")
+    quantise_fp8(folder, model, BLOCK, exact=True)
+    state = load_file(folder / "model.safetensors")
+    key = next(key for key in state if key.endswith("_scale_inv"))
+    save_file(state | {key: torch.ones(shape)}, folder / "model.safetensors")
+    if shape == (1, 1, 1):  # one for all, however it is written
+        load(folder)
+        return
+    message = refusal(folder)
+    assert f"{key} is {list(shape)}, a layout of scales that is not known" in message
+    assert "give the checkpoint it was made from" in message
+
+
+def test_fp8_scales_of_other_experts_than_there_are_do_not_fit():
+    state = {"w": torch.ones(4, 8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 1, 1)}
+    raw = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    with pytest.raises(CheckpointError, match=r"w_scale_inv is \[2, 1, 1\], a layout"):
+        quantised.widened("target m", raw, state)
+
+
+def test_a_text_parts_own_quantisation_is_taken_for_the_models(tmp_path):
+    config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    raw = {"text_config": {"quantization_config": config}}
+    quantised.check("target m", raw, set(), None)
+    state = {"w": torch.ones(8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)}
+    found = quantised.widened("target m", raw, state)
+    assert torch.equal(numbers(found["w"]).float(), torch.full((8, 8), 2.0))
+
+
+@pytest.mark.parametrize(("how", "growth"), [("fp8", 4), ("mxfp4", 64 / 17), (None, 1)])
+def test_what_a_byte_of_a_format_becomes(how, growth):
+    assert quantised.growth({"quantization_config": {"quant_method": how}} if how else {}) == growth
