@@ -129,7 +129,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
             raise CheckpointError(f"{where} cannot be loaded: {one_line(error)}") from error
     _check_loaded(where, model, info)
     _note_left_out(checkpoint.role, sorted(info["unexpected_keys"]), progress)
-    _note_format(where, checkpoint, progress)
+    _note_format(where, checkpoint, model, progress)
     if checkpoint.adapter is not None:
         model = adapters.merged(checkpoint.adapter, model, progress)
         dtype = weight_files.stored_dtype(where, dict(model.named_parameters()))
@@ -210,12 +210,17 @@ def _put_stand_ins(model: torch.nn.Module, sources: Sources) -> None:
                 module._buffers[name] = buffer.read().to(buffer.dtype, copy=True)
 
 
-def _note_format(where: str, checkpoint: Checkpoint, progress: Progress) -> None:
+def _note_format(where: str, checkpoint: Checkpoint, model: Any, progress: Progress) -> None:
     """Say what is special about how the weights are stored."""
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
     how = quantised.method(checkpoint.raw)
     if file.suffix == ".gguf":
         how = gguf_files.kind(where, file)
+        if count := gguf_files.left_out(where, file, model):
+            progress.note(
+                f"{role}: the model has no place for {count} numbers of its GGUF file, which are "
+                "left out"
+            )
     if how is not None:
         progress.note(
             f"{role}: its weights are stored in {how} and widened to what they stand for; "

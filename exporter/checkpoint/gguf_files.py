@@ -116,6 +116,14 @@ def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     return model, info
 
 
+def left_out(where: str, file: Path, model: torch.nn.Module) -> int:
+    """How many of a file's numbers have no place in the model: transformers does not tell."""
+    own = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
+    scales = [tensor for tensor in _reader(where, file).tensors if _is_scale(tensor)]
+    told = sum(int(tensor.n_elements) for tensor in scales)
+    return max(0, sum(_tensors(where, file).values()) - told - sum(own.values()))
+
+
 def _is_scale(tensor: Any) -> bool:
     return "rope_freqs" in tensor.name or "rope_factors" in tensor.name
 

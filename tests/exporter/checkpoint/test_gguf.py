@@ -17,6 +17,7 @@ from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, gguf_files
 
 ONES = np.ones(8, np.float32)
+LEFT_OUT = "target: the model has no place for 8 numbers of its GGUF file, which are left out"
 
 
 def find(path):
@@ -245,3 +246,16 @@ def test_what_a_file_becomes_on_disk_is_known_from_its_header(tmp_path):
     assert sizes[Kind.F32] == 1
     assert sizes[Kind.F16] == pytest.approx(1, abs=0.01)
     assert sizes[Kind.Q4_0] == pytest.approx(32 / 4.5, abs=0.1)
+
+
+def test_numbers_that_transformers_has_no_place_for_are_told(tmp_path):
+    path = tmp_path / "model.gguf"
+    for more, said in (
+        (lambda w: w.add_tensor("blk.0.attn_output.bias", ONES), True),
+        (None, False),
+    ):
+        write(path, Kind.F32, tmp_path, "llama", *([more] if more else []))
+        progress = Progress()
+        checkpoints.load(find(path), progress)
+        assert (progress.notes == [LEFT_OUT]) == said
+        assert bool(progress.notes) == said
