@@ -6,7 +6,6 @@ I inner values each row takes k.
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from .checkpoint.checkpoints import Checkpoint
 from .graph.graphs import PREFILL_LENGTH, Length, lengths
 from .progress import Progress
 from .quiet import quiet
+from .resident import memory
 from .tracing import geometry, tracing
 from .tracing.experts import Experts, among
 from .tracing.families import counted_experts
@@ -134,7 +134,7 @@ def announce(
         return
     graphs = lengths(num_draft_tokens, context_length)
     wanted = [one for one in OPS if ops == one or (ops == "auto" and found.may_be(one))]
-    if found.exporting > (held := _memory()):
+    if found.exporting > (held := memory().total):
         raise ExportError(
             f"{checkpoint.role} {checkpoint.name} has {found.num_parameters / 1e9:.1f} billion "
             f"parameters; comparing one layer's experts takes {_gigabytes(found.exporting)} of "
@@ -194,11 +194,6 @@ def _mixture(module: torch.nn.Module, chosen: int) -> Mixture:
     number, inner_size, num_matrices, row_size = experts.matrices()[0].shape
     fused = () if experts.swiglu() is None else ("gqa",)
     return Mixture(number, chosen, inner_size, num_matrices, row_size, fused)
-
-
-def _memory() -> int:
-    """Bytes of memory that this machine has."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _gigabytes(size: int) -> str:

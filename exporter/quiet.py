@@ -32,6 +32,7 @@ def quiet() -> Iterator[None]:
 
 
 def one_line(error: BaseException) -> str:
-    """The first line of an error's message that says something, and no more."""
-    text = next((s for line in str(error).splitlines() if (s := line.strip())), "")
+    """The first line of an error's message that says something, and the next one behind a colon."""
+    lines = [s for line in str(error).splitlines() if (s := line.strip())]
+    text = " ".join(lines[: 2 if lines and lines[0].endswith(":") else 1])
     return (text or type(error).__name__)[:200].rstrip(".")

@@ -1,4 +1,6 @@
-"""Pages of large mapped files are given back before they fill the memory that a user sees taken.
+"""Memory: what this machine has, and what this process takes of it.
+
+Pages of large mapped files are given back before they fill the memory that a user sees taken.
 
 A checkpoint's file stays mapped while its matrices are read again and again. The system may drop
 such pages when it needs room, yet they count as the process's own until it does.
@@ -12,6 +14,9 @@ import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 LIMIT = 8 << 30  # bytes of mapped files that are let stand
 LARGE = 64 << 20  # bytes of a mapping that is worth it
@@ -20,6 +25,11 @@ _DONTNEED = 4
 _STATUS, _MAPPINGS = Path("/proc/self/status"), Path("/proc/self/smaps")
 # Of a mapping that is no code: its start and end, and its file's number, 0 for none.
 _HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ..-. \S+ \S+ ([0-9]+) ")
+
+
+def memory() -> Any:
+    """Bytes of memory: `total`, which this machine has, and `available`, which programs can get."""
+    return psutil.virtual_memory()
 
 
 @contextlib.contextmanager

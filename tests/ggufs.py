@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,36 +31,57 @@ _NAMES = {
 }
 
 
-def write(path: Path, kind: Kind, folder: Path, **options: Any) -> dict[str, np.ndarray]:
-    """A qwen2 in a GGUF file; its numbers as the format has them, by transformers' names.
+def write(
+    path: Path,
+    kind: Kind,
+    folder: Path,
+    arch: str = "qwen2",
+    more: Callable[[gguf.GGUFWriter], None] = lambda writer: None,
+    **options: Any,
+) -> dict[str, np.ndarray]:
+    """A qwen2 or llama in a GGUF file; its numbers as the format has them, by transformers' names.
 
-    `options` are `make_config`'s.
+    `more` adds fields and tensors to the file, `options` are `make_config`'s.
     """
-    config = make_config("qwen2", **{"kv_heads": 2, "scale": 0.1} | options)
+    config = make_config(arch, **{"kv_heads": 2, "scale": 0.1} | options)
     model = make_model(config)
-    writer = gguf.GGUFWriter(path, "qwen2")
+    writer = gguf.GGUFWriter(path, arch)
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_rope_dimension_count(config.hidden_size // config.num_attention_heads)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
     add_tokenizer(writer, make_tokenizer(folder / "tokenizer"))
+    more(writer)
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads}
     numbers = {}
     for name, parameter in model.state_dict().items():
         array, short = parameter.numpy(), name
         for long, other in _NAMES.items():
             short = short.replace(long, other)
-        stored = gguf.quants.quantize(array, kind) if array.ndim > 1 else array
+        of = heads.get(short.split(".")[-2]) if arch == "llama" else None
+        stored = _interleaved(array, of) if of else array
+        if array.ndim > 1:
+            stored = gguf.quants.quantize(stored, kind)
         writer.add_tensor(short, stored, raw_dtype=kind if array.ndim > 1 else None)
-        numbers[name] = gguf.quants.dequantize(stored, kind) if array.ndim > 1 else array
+        # Rows are moved, and quantised each by itself: so are these, as transformers has them.
+        plain = gguf.quants.quantize(array, kind) if array.ndim > 1 else array
+        numbers[name] = gguf.quants.dequantize(plain, kind) if array.ndim > 1 else array
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return numbers
+
+
+def _interleaved(matrix: np.ndarray, heads: int) -> np.ndarray:
+    """Rows as llama.cpp's converter moves a llama's: halves of a head that turn together. [R, C]"""
+    halves = matrix.reshape(heads, 2, -1, *matrix.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(matrix.shape))
 
 
 def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerFast) -> None:

@@ -151,7 +151,7 @@ def _check(where: str, folder: Path, model: str) -> None:
     try:
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         kind, base = str(config["peft_type"]), config.get("base_model_name_or_path")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{where}: {CONFIG} cannot be read: {one_line(error)}") from error
     if kind != "LORA":
         raise CheckpointError(f"{where} is a {kind} adapter; only LoRA adapters can be merged")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from specedge.errors import CheckpointError, SpecEdgeError
 from specedge.manifest import Source
@@ -22,6 +21,9 @@ from . import adapters, folders, gguf_files, hub, licences, quantised, text_part
 from .adapters import Adapter
 from .lazy_tensors import LazyTensor, lazy, stored
 from .lazy_weights import Sources
+
+# Masks and tables of old versions; transformers knows those of some families.
+_NEEDLESS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq", "position_ids")
 
 
 @dataclass
@@ -64,9 +66,9 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     if not name:
         raise CheckpointError(f"the {role} has no name; give a checkpoint's folder or a hub id")
     where = f"{role} {name}"
-    path, gguf = _split(Path(os.path.expanduser(name)), name)
+    path, gguf = folders.split(name)
     local = path.is_dir()
-    if not local and (path.exists() or _looks_like_a_path(name)):
+    if not local and (path.exists() or folders.looks_like_a_path(name)):
         what = "is a file, not a folder" if path.exists() else "does not exist"
         raise CheckpointError(f"{where} {what}; give a checkpoint's folder or a hub id")
     if local and revision is not None:
@@ -78,9 +80,9 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     remote = None if local else hub.find(role, str(path), revision, choose)
     folder = path if remote is None else remote.folder
     files = {p.name for p in path.iterdir()} if remote is None else remote.names
-    folders.check(role, name, folder, files)
     if gguf and gguf not in files:
         raise CheckpointError(f"{where}: {path} has no {gguf}")
+    folders.check(role, name, folder, {gguf} if gguf else files)
     weights = choose(folder, files)
     shown = name if remote else (path / gguf if gguf else path).resolve().name
     published, tokenizer, raw = _read(role, name, folder, remote, weights, files)
@@ -125,9 +127,9 @@ def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
             raise
         except Exception as error:
             raise CheckpointError(f"{where} cannot be loaded: {one_line(error)}") from error
-    if lacking := sorted(map(str, (*info["missing_keys"], *info["mismatched_keys"]))):
-        raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
-    _note_format(where, checkpoint, progress)
+    _check_loaded(where, model, info)
+    _note_left_out(checkpoint.role, sorted(info["unexpected_keys"]), progress)
+    _note_format(where, checkpoint, model, progress)
     if checkpoint.adapter is not None:
         model = adapters.merged(checkpoint.adapter, model, progress)
         dtype = weight_files.stored_dtype(where, dict(model.named_parameters()))
@@ -142,30 +144,55 @@ def _model(where: str, checkpoint: Checkpoint) -> tuple[Any, Any, str]:
     """The model, what transformers says of its loading, and the type of most weights."""
     files = [checkpoint.folder / name for name in checkpoint.weights]
     if files[0].suffix == ".gguf":
-        model, info = gguf_files.load(checkpoint.folder, files[0].name)
+        model, info = gguf_files.load(files[0], checkpoint.config)
         return model, info, gguf_files.stored_dtype(where, files[0])
     state = quantised.widened(where, checkpoint.raw, weight_files.read(where, files))
     state = text_part.named(checkpoint.published, checkpoint.config, state)
-    dtype = weight_files.stored_dtype(where, state)
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(
             copy.deepcopy(checkpoint.config), trust_remote_code=False
         )
+    weight_files.check_forms(where, state, empty.state_dict())
+    dtype = weight_files.stored_dtype(where, state)
     model, info = type(empty).from_pretrained(
         None,
         config=empty.config,
         state_dict={key: _lazy(tensor) for key, tensor in state.items()},
         dtype=torch.float32,
         output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused with their names
     )
     return model, info, dtype
+
+
+def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
+    """Refuse a model whose weights are not all its checkpoint's numbers."""
+    if other := sorted(info["mismatched_keys"]):
+        key, found, wanted = other[0]
+        raise CheckpointError(
+            f"{where}: {key} is {list(found)} in its files and {list(wanted)} by its config; "
+            "give the files and the config of one model"
+        )
+    if lacking := sorted(map(str, info["missing_keys"])):
+        raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
+    weight_files.check_types(where, model.named_parameters())
+
+
+def _note_left_out(role: str, names: list[str], progress: Progress) -> None:
+    """Say what has no place in the model, apart from buffers of old versions."""
+    if names := [name for name in names if not name.endswith(_NEEDLESS)]:
+        progress.note(
+            f"{role}: the model has no place for {len(names)} of its tensors, such as "
+            f"{folders.line(names[0])}, which are left out"
+        )
 
 
 def _lazy(tensor: torch.Tensor) -> torch.Tensor:
     """A matrix that is renamed and joined without being read; what is small is read at once."""
     if isinstance(tensor, LazyTensor):
         return tensor
-    return lazy(tensor) if tensor.ndim > 1 and tensor.is_floating_point() else tensor.clone()
+    # Of what is no float it is remembered what it was.
+    return lazy(tensor) if tensor.ndim > 1 or not tensor.is_floating_point() else tensor.clone()
 
 
 def _put_stand_ins(model: torch.nn.Module, sources: Sources) -> None:
@@ -183,12 +210,17 @@ def _put_stand_ins(model: torch.nn.Module, sources: Sources) -> None:
                 module._buffers[name] = buffer.read().to(buffer.dtype, copy=True)
 
 
-def _note_format(where: str, checkpoint: Checkpoint, progress: Progress) -> None:
+def _note_format(where: str, checkpoint: Checkpoint, model: Any, progress: Progress) -> None:
     """Say what is special about how the weights are stored."""
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
     how = quantised.method(checkpoint.raw)
     if file.suffix == ".gguf":
         how = gguf_files.kind(where, file)
+        if count := gguf_files.left_out(where, file, model):
+            progress.note(
+                f"{role}: the model has no place for {count} numbers of its GGUF file, which are "
+                "left out"
+            )
     if how is not None:
         progress.note(
             f"{role}: its weights are stored in {how} and widened to what they stand for; "
@@ -209,19 +241,6 @@ def _tie(model: Any, sources: Sources) -> None:
         head.weight = table.weight
 
 
-def _split(path: Path, name: str) -> tuple[Path, str | None]:
-    """A folder or a repository, and the GGUF file in it that is asked for."""
-    remote = name.count("/") == 2 and not name.startswith((".", "/", "~"))
-    if name.endswith(".gguf") and (path.is_file() or remote):
-        return path.parent, path.name
-    return path, None
-
-
-def _looks_like_a_path(name: str) -> bool:
-    parts = name.count("/") - name.endswith(".gguf")
-    return name.startswith((".", "/", "~")) or "\\" in name or parts > 1
-
-
 def _read(
     role: str,
     name: str,
@@ -233,20 +252,24 @@ def _read(
     """Config and tokenizer, and the config as it is in its file. Raises CheckpointError."""
     if not weights[0].endswith(".gguf"):
         raw = folders.json_object(role, name, folder / "config.json")
-        return (
-            _load_config(role, name, folder, raw, files),
-            _load_tokenizer(role, name, folder),
-            raw,
-        )
-    where, file = f"{role} {name}", weights[0]
-    weight_files.check_gguf(where, file)
-    with tempfile.TemporaryDirectory() as head:
-        if remote is not None and not (folder / file).exists():
-            folder = Path(head)
-            hub.fetch_head(remote, file, folder)
-        gguf_files.check(where, folder / file)
-        config = _pretrained(AutoConfig.from_pretrained, f"{where}: {file}", folder, gguf_file=file)
-        return config, _load_tokenizer(role, name, folder, gguf_file=file), {}
+        config = _load_config(role, name, folder, raw, files)
+        if remote is not None:
+            remote.growth = quantised.growth(raw)
+        return config, _load_tokenizer(role, name, folder), raw
+    where, path = f"{role} {name}", folder / weights[0]
+    weight_files.check_gguf(where, path.name)
+    with tempfile.TemporaryDirectory() as made:
+        alone = Path(made)  # what is beside the file is no concern of it
+        if remote is not None and not path.exists():
+            path = alone / path.name
+            hub.fetch_head(remote, path.name, alone)
+        gguf_files.check(where, path)
+        if remote is not None:
+            remote.growth = gguf_files.growth(where, path)
+        whole, what = str(path.absolute()), f"{where}: {path.name}"
+        config = _pretrained(AutoConfig.from_pretrained, what, alone, gguf_file=whole)
+        gguf_files.scale_positions(where, path, config)
+        return config, _load_tokenizer(role, name, alone, gguf_file=whole), {}
 
 
 def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files: set[str]) -> Any:
@@ -256,7 +279,8 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files:
     if "auto_map" in raw and not raw.get("model_type"):
         raise CheckpointError(f"{role} {name} needs its own code to run, which specedge never runs")
     config = _pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
-    for part in (config, config.get_text_config()):
+    parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
+    for part in (config, *parts):
         vars(part).pop("quantization_config", None)  # what is built of it is widened
     return config
 

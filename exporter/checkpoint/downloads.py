@@ -6,8 +6,10 @@ plain downloads are kept here until they are whole, and then are where its cache
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import filelock
 import huggingface_hub
 from huggingface_hub import constants, file_download, utils
+
+from specedge.errors import CheckpointError
 
 from . import gguf_files
 
@@ -60,16 +64,38 @@ def bar(advance: Callable[[int], None]) -> type[utils.tqdm]:
 
 
 def _fetch_rest(url: str, blob: Path, size: int, advance: Callable[[int], None]) -> None:
-    """What is not here of a file, which becomes `blob` when it is whole."""
+    """What is not here of a file, which becomes `blob` when it is whole.
+
+    Bytes that went wrong on their way, or on the disk, are fetched once more.
+    """
     part = blob.with_name(f"{blob.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
     with filelock.FileLock(f"{part}.lock"):
-        if blob.exists() or (part.exists() and part.stat().st_size == size):
+        if blob.exists():
             advance(size)
-        else:
-            _append(url, part, size, advance)
-        if not blob.exists():
-            part.replace(blob)
+            return
+        for _ in range(2):
+            if part.exists() and part.stat().st_size == size:
+                advance(size)
+            else:
+                _append(url, part, size, advance)
+            if _is(part, blob.name):
+                part.replace(blob)
+                return
+            part.unlink()
+            advance(-size)
+    raise CheckpointError(
+        f"{url} was downloaded twice, and both times its SHA-256 was not the one that the hub "
+        "says; try again later"
+    )
+
+
+def _is(path: Path, etag: str) -> bool:
+    """Whether a file has the content that an etag names, where that is a SHA-256, as LFS has it."""
+    if not re.fullmatch("[0-9a-f]{64}", etag):
+        return True
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() == etag
 
 
 def _append(url: str, part: Path, size: int, advance: Callable[[int], None]) -> None:

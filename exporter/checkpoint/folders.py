@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,21 @@ from specedge.errors import CheckpointError
 
 from ..quiet import one_line
 from . import licences, weight_files
+
+
+def split(name: str) -> tuple[Path, str | None]:
+    """A folder or a repository, and the GGUF file in it that is asked for."""
+    path = Path(os.path.expanduser(name))
+    remote = name.count("/") == 2 and not name.startswith((".", "/", "~"))
+    if name.endswith(".gguf") and (path.is_file() or remote):
+        return path.parent, path.name
+    return path, None
+
+
+def looks_like_a_path(name: str) -> bool:
+    """Whether a name can be no repository's, nor a GGUF file's in one."""
+    parts = name.count("/") - name.endswith(".gguf")
+    return name.startswith((".", "/", "~")) or "\\" in name or parts > 1
 
 
 def check(role: str, name: str, folder: Path, files: set[str]) -> None:
@@ -58,7 +74,7 @@ def json_object(role: str, name: str, path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(
             f"{role} {name}: {path.name} cannot be read: {one_line(error)}"
         ) from error

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import math
+import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from specedge.errors import CheckpointError, MissingExtraError
 
 from ..quiet import one_line, quiet
+from ..resident import memory
 
 ROOM = (
     3e9  # bytes beside the model: 0.7 GB were measured at 215 M parameters, wide layers take more
@@ -25,14 +29,35 @@ def check(where: str, file: Path) -> None:
 
     The file may end after its header.
     """
-    import psutil  # type: ignore[import-untyped]
-
-    need, free = 4 * sum(_tensors(where, file).values()) + ROOM, psutil.virtual_memory().available
+    need, free = 4 * sum(_tensors(where, file).values()) + ROOM, memory().available
     if need > free:
         raise CheckpointError(
             f"{where} takes {need / 1e9:.1f} GB of memory, as a GGUF file is widened to float32 "
             f"whole, and {free / 1e9:.1f} GB are free; give the checkpoint with safetensors that "
             "it was made from, which is read piece by piece"
+        )
+
+
+def scale_positions(where: str, file: Path, config: Any) -> None:
+    """Put Llama 3.1's scaled frequencies into a config; refuse other scaling. Raises SpecEdgeError.
+
+    transformers 5.17 to 5.23 reads none of it: of gpt-oss it takes the lengths of the keys for the
+    values. The file may end after its header, as `header_ends` has it.
+    """
+    reader = _reader(where, file)
+    scales = [tensor for tensor in reader.tensors if _is_scale(tensor)]
+    names = [tensor.name for tensor in scales]
+    found = [*_scaling_fields(reader), *(f"it has {name}" for name in names)]
+    if names == ["rope_freqs.weight"] and len(found) == 1 and config.model_type == "llama":
+        factors = np.array(scales[0].data, np.float64).reshape(-1)
+        config.rope_parameters, unscaled = _llama3(config, factors.max()), config.rope_parameters
+        if _are(factors, config.rope_parameters):
+            return
+        config.rope_parameters = unscaled
+    if found:
+        raise CheckpointError(
+            f"{where}: {file.name} scales its positions in a way that transformers does not read "
+            f"({found[0]}); give the checkpoint it was made from"
         )
 
 
@@ -51,49 +76,118 @@ def kind(where: str, file: Path) -> str | None:
 
 
 def header_ends(file: Path) -> float:
-    """Where the header ends of a file that may have holes; infinity where those cut it."""
+    """Where the header ends of a file that may have holes; infinity where those cut it.
+
+    Factors of positions are wanted with it.
+    """
     import gguf
 
     try:
-        return int(gguf.GGUFReader(file).data_offset)
+        reader = gguf.GGUFReader(file)
+        ends = [int(t.data_offset) + int(t.n_bytes) for t in reader.tensors if _is_scale(t)]
+        return max(int(reader.data_offset), *ends) if ends else int(reader.data_offset)
     except Exception:  # whatever the reader makes of zeros
         return math.inf
 
 
-def load(folder: Path, name: str) -> tuple[Any, dict[str, Any]]:
+def growth(where: str, file: Path) -> float:
+    """How many bytes of a bundle a byte of the file becomes."""
+    width = 4 if stored_dtype(where, file) == "float32" else 2
+    stored = sum(int(tensor.n_bytes) for tensor in _reader(where, file).tensors)
+    return width * sum(_tensors(where, file).values()) / max(stored, 1)
+
+
+def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     """The model in float32, and what transformers says of its loading."""
     from transformers import AutoModelForCausalLM
 
-    with contextlib.redirect_stderr(io.StringIO()):  # a bar that no setting turns off
+    # An empty folder, as an adapter beside the file would be taken for the file's.
+    with tempfile.TemporaryDirectory() as alone, contextlib.redirect_stderr(io.StringIO()):
         model, info = AutoModelForCausalLM.from_pretrained(
-            folder,
-            gguf_file=name,
+            alone,
+            gguf_file=str(file.absolute()),
+            config=copy.deepcopy(config),
             dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     return model, info
 
 
+def left_out(where: str, file: Path, model: torch.nn.Module) -> int:
+    """How many of a file's numbers have no place in the model: transformers does not tell."""
+    own = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
+    scales = [tensor for tensor in _reader(where, file).tensors if _is_scale(tensor)]
+    told = sum(int(tensor.n_elements) for tensor in scales)
+    return max(0, sum(_tensors(where, file).values()) - told - sum(own.values()))
+
+
+def _is_scale(tensor: Any) -> bool:
+    return "rope_freqs" in tensor.name or "rope_factors" in tensor.name
+
+
+def _scaling_fields(reader: Any) -> list[str]:
+    """What a header says of positions that are scaled, by its names."""
+    plain = {
+        "rope.scaling.type": "none",
+        "rope.scaling.factor": 1,
+        "rope.scaling.attn_factor": 1,
+        "rope.scale_linear": 1,
+    }
+    found = []
+    for key, field in reader.fields.items():
+        name, value = key.partition(".")[2], field.contents()
+        if name in plain and value != plain[name]:
+            found.append(f"its {key} is {value if isinstance(value, str) else f'{value:.4g}'}")
+    return found
+
+
+def _llama3(config: Any, factor: float) -> dict[str, Any]:
+    """How Llama 3.1 and 3.2 scale, which published one set of numbers but for the factor."""
+    return {
+        "rope_type": "llama3",
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "factor": float(factor),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+
+
+def _are(factors: np.ndarray, rope: dict[str, Any]) -> bool:
+    """Whether frequencies are divided by what such parameters mean. [D/2]"""
+    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+    lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(len(factors)) / len(factors))
+    turns = rope["original_max_position_embeddings"] / lengths
+    kept = np.clip((turns - low) / (high - low), 0, 1)
+    return np.allclose(factors, 1 / ((1 - kept) / rope["factor"] + kept), rtol=1e-5, atol=0)
+
+
 def _tensors(where: str, file: Path) -> dict[str, int]:
     """How many numbers are stored in each type."""
+    sizes: dict[str, int] = {}
+    for tensor in _reader(where, file).tensors:
+        name = tensor.tensor_type.name
+        sizes[name] = sizes.get(name, 0) + math.prod(map(int, tensor.shape))
+    if not sizes:
+        raise CheckpointError(f"{where}: {file.name} holds no tensors; download it again")
+    return sizes
+
+
+def _reader(where: str, file: Path) -> Any:
+    """A file's header, with its tensors mapped. Raises SpecEdgeError."""
     try:
         import gguf
     except ImportError as error:
         raise MissingExtraError(
             f"{where} is a GGUF file, which takes another package: pip install gguf accelerate"
         ) from error
-    sizes: dict[str, int] = {}
     try:
         with quiet():
-            for tensor in gguf.GGUFReader(file).tensors:
-                name = tensor.tensor_type.name
-                sizes[name] = sizes.get(name, 0) + math.prod(map(int, tensor.shape))
+            return gguf.GGUFReader(file)
     except Exception as error:
         raise CheckpointError(
             f"{where}: {file.name} is no GGUF file that can be read ({one_line(error)})"
         ) from error
-    if not sizes:
-        raise CheckpointError(f"{where}: {file.name} holds no tensors; download it again")
-    return sizes

@@ -29,7 +29,10 @@ Choose = Callable[[Path, set[str]], list[str]]
 
 @dataclass
 class Snapshot:
-    """One commit of a repository: small files in `folder`, and the sizes of its weights."""
+    """One commit of a repository: small files in `folder`, and the sizes of its weights.
+
+    Each byte of those becomes `growth` bytes of a bundle.
+    """
 
     role: str
     name: str
@@ -37,6 +40,7 @@ class Snapshot:
     folder: Path
     names: set[str]
     weights: dict[str, int]
+    growth: float = 1.0
 
     def missing_bytes(self) -> int:
         """How much of the weights is yet to be downloaded."""
@@ -83,20 +87,19 @@ def fetch_head(snapshot: Snapshot, file: str, folder: Path) -> None:
 
 def check_space(snapshots: list[Snapshot], destination: Path) -> None:
     """Refuse a download that the disks of the hub's cache and of the bundle cannot hold."""
-    needs = {
-        Path(constants.HF_HUB_CACHE): sum(s.missing_bytes() for s in snapshots),
-        destination: sum(size for s in snapshots for size in s.weights.values()),
-    }
-    disks: dict[int, tuple[Path, int]] = {}
-    for path, need in needs.items():
+    download = sum(s.missing_bytes() for s in snapshots)
+    bundle = sum(s.growth * size for s in snapshots for size in s.weights.values())
+    disks: dict[int, tuple[Path, float]] = {}
+    for path, need in ((Path(constants.HF_HUB_CACHE), download), (destination, bundle)):
         place = next(p for p in (path, *path.parents) if p.exists())
         _, before = disks.get(place.stat().st_dev, (place, 0))
         disks[place.stat().st_dev] = (place, before + need)
     for place, need in disks.values():
         if need > (free := shutil.disk_usage(place).free):
             raise CheckpointError(
-                f"download and bundle need {need / 1e9:.1f} GB, {place} has {free / 1e9:.1f} GB "
-                "free; free some, or set HF_HOME or --output to a larger disk"
+                f"{download / 1e9:.1f} GB are to be downloaded and {bundle / 1e9:.1f} GB written "
+                f"to the bundle, and {place} has {free / 1e9:.1f} GB free; free some, or set "
+                "HF_HOME or --output to a larger disk"
             )
 
 
@@ -146,6 +149,8 @@ def _cached(
             raise FileNotFoundError(f"{lacking[0]} is not in the cache")
         if not (weights := choose(folder, names)):
             raise FileNotFoundError("only small files are in the cache")
+    except SpecEdgeError:
+        raise
     except Exception:
         offline = isinstance(reason, errors.OfflineModeIsEnabled)
         why = "HF_HUB_OFFLINE is set" if offline else one_line(reason)
@@ -153,7 +158,8 @@ def _cached(
             f"{role} {name} is no folder here, and the hub cannot be reached ({why}); "
             "connect to the network, or give a local folder"
         ) from reason
-    return Snapshot(role, name, folder.name, folder, names, dict.fromkeys(weights, 0))
+    sizes = {file: (folder / file).stat().st_size for file in weights}
+    return Snapshot(role, name, folder.name, folder, names, sizes)
 
 
 def _refusal(role: str, name: str, revision: str | None, error: Exception) -> str | None:
@@ -189,6 +195,8 @@ def _told(snapshot: Snapshot, file: str) -> Iterator[None]:
     """Say in one line why a file cannot be downloaded."""
     try:
         yield
+    except SpecEdgeError:
+        raise
     except Exception as error:
         reason = _refusal(snapshot.role, snapshot.name, snapshot.revision, error)
         raise CheckpointError(

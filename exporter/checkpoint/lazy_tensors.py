@@ -130,9 +130,11 @@ def _joined(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     parts, *rest = args
     like = func([_meta(part) for part in parts], *rest, **kwargs)
     kinds = {part.stored if isinstance(part, LazyTensor) else part.dtype for part in parts}
-    kind = kinds.pop() if len(kinds) == 1 else like.dtype
+    kind = next(iter(kinds)) if len(kinds) == 1 else like.dtype
+    # One part that is no float is enough for the whole to be known as none.
+    odd = next((kind for kind in kinds if not kind.is_floating_point), kind)
     return LazyTensor(
-        like, lambda: func([numbers(part).to(kind) for part in parts], *rest, **kwargs), kind
+        like, lambda: func([numbers(part).to(kind) for part in parts], *rest, **kwargs), odd
     )
 
 

@@ -38,9 +38,7 @@ _EXACT = 100  # powers of two up to this one times any number of eight bits are 
 
 def method(raw: Mapping[str, Any]) -> str | None:
     """How the weights are quantised, by a config.json; None if they are not."""
-    inner = raw.get("text_config")
-    places = (raw, inner if isinstance(inner, dict) else {})
-    asked = [p.get(key) for p in places for key in ("quantization_config", "compression_config")]
+    asked = _asked(raw)
     config = next((found for found in asked if isinstance(found, dict)), None)
     if config is None:
         return "unknown" if any(found is not None for found in asked) else None
@@ -62,6 +60,11 @@ def check(where: str, raw: Mapping[str, Any], names: set[str], original: str | N
     raise CheckpointError(f"{where} is quantised with {name}, which is not widened; give {cure}")
 
 
+def growth(raw: Mapping[str, Any]) -> float:
+    """How many bytes of a bundle a byte of the weights can become, at most."""
+    return {"mxfp4": 64 / 17, "fp8": 4.0}.get(method(raw) or "", 1.0)
+
+
 def widened(
     where: str, raw: Mapping[str, Any], state: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
@@ -76,10 +79,17 @@ def widened(
     return state
 
 
+def _asked(raw: Mapping[str, Any]) -> list[Any]:
+    """What a config.json says of quantisation, for the whole and for the text part."""
+    inner = raw.get("text_config")
+    places = (raw, inner if isinstance(inner, dict) else {})
+    return [p.get(key) for p in places for key in ("quantization_config", "compression_config")]
+
+
 def _block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     """Rows and columns that share an fp8 scale, 0 for all; None for a layout that is not known."""
-    config = raw.get("quantization_config")
-    if not isinstance(config, dict) or config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+    config = next((found for found in _asked(raw) if isinstance(found, dict)), {})
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return None
     block = config.get("weight_block_size")
     if block is None:
@@ -134,11 +144,15 @@ def _all_fp8(
         if tensor.dtype not in FP8:
             continue
         scales = found.pop(f"{key}_scale_inv", None)
+        if scales is None:
+            raise CheckpointError(f"{where} lacks {key}_scale_inv; download it again")
         sizes = [n or whole for n, whole in zip(block, tensor.shape[-2:], strict=False)]
-        wanted = [-(-whole // n) for n, whole in zip(sizes, tensor.shape[-2:], strict=False)]
-        single = scales is not None and scales.numel() == 1
-        if scales is None or not (single or [*scales.shape[-2:]] == wanted):
-            raise CheckpointError(f"{where}: {key} and its scales do not fit; download it again")
+        blocks = [-(-whole // n) for n, whole in zip(sizes, tensor.shape[-2:], strict=False)]
+        if scales.numel() != 1 and [*scales.shape] != [*tensor.shape[:-2], *blocks]:
+            raise CheckpointError(
+                f"{where}: {key}_scale_inv is {[*scales.shape]}, a layout of scales that is not "
+                f"known for {[*tensor.shape]}; give the checkpoint it was made from"
+            )
         found[key] = fp8(tensor, scales, sizes)
     return found
 

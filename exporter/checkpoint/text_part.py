@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from specedge.errors import CheckpointError
 
@@ -83,6 +83,8 @@ def _text_config(about: str, config: Any) -> Any:
         ) from error
     if text is config:
         return config
+    if not isinstance(text, PreTrainedConfig):
+        raise CheckpointError(f"{about} has a text part that is no config; download it again")
     for name in _SAID_BY_THE_WHOLE:
         if getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))

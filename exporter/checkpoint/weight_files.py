@@ -6,6 +6,7 @@ import json
 import pickle
 import re
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import safetensors
@@ -15,9 +16,12 @@ from specedge.errors import CheckpointError
 
 from ..quiet import one_line
 from .lazy_tensors import LazyTensor
+from .lazy_weights import FLOATS
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
+# What quantised weights and adapters consist of; $ is a name's end.
+_FORMS = ("_scale_inv$", "_scales$", ".qweight$", ".qzeros$", "lora_")
 _DTYPES = {
     torch.float16: "float16",
     torch.bfloat16: "bfloat16",
@@ -59,12 +63,14 @@ def shards(index: Path) -> list[str]:
     """The files that a checkpoint's index names."""
     try:
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{index} cannot be read ({one_line(error)}); download it again"
         ) from error
     if any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise CheckpointError(f"{index} names files outside its folder")
+    if not names:
+        raise CheckpointError(f"{index} names no files; download it again")
     return names
 
 
@@ -92,13 +98,46 @@ def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
     for tensor in state.values():
         kind = tensor.stored if isinstance(tensor, LazyTensor) else tensor.dtype
         sizes[kind] += tensor.numel()
-    kind = sizes.most_common(1)[0][0] if sizes else None
+    if not sizes:
+        raise CheckpointError(f"{where}: its files hold no tensors; download it again")
+    kind = sizes.most_common(1)[0][0]
     if kind not in _DTYPES:
         raise CheckpointError(
             f"{where} stores {str(kind).removeprefix('torch.')} weights; "
             "give one in float32, float16 or bfloat16"
         )
     return _DTYPES[kind]
+
+
+def check_forms(where: str, state: dict[str, torch.Tensor], own: Iterable[str]) -> None:
+    """Refuse parts of weights that stand for numbers only together. Raises CheckpointError.
+
+    `own` are the names of the model's tensors: a model may have scales of its own.
+    """
+    forms = [form for form in _FORMS if not any(form in f"{name}$" for name in own)]
+    for key, tensor in state.items():
+        if any(form in f"{key}$" for form in forms):
+            raise CheckpointError(
+                f"{where}: {key} is a part of a weight that is stored in another form, which is "
+                "not widened; give the checkpoint it was made from"
+            )
+        if tensor.is_floating_point() and tensor.dtype not in FLOATS:
+            raise _refused(where, key, tensor.dtype)
+
+
+def check_types(where: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Refuse parameters that were filled with other than such numbers. Raises CheckpointError."""
+    for name, parameter in parameters:
+        kind = parameter.stored if isinstance(parameter, LazyTensor) else parameter.dtype
+        if kind not in FLOATS:
+            raise _refused(where, name, kind)
+
+
+def _refused(where: str, name: str, kind: torch.dtype) -> CheckpointError:
+    return CheckpointError(
+        f"{where}: {name} is stored in {str(kind).removeprefix('torch.')}, and its config.json "
+        "says of no way to widen that; give the checkpoint it was made from"
+    )
 
 
 def _safe(file: Path) -> dict[str, torch.Tensor]:

@@ -47,8 +47,13 @@ def checkpoint(name):
     return SimpleNamespace(role="target", name=name, config=PUBLISHED[name][0])
 
 
+def has(size, monkeypatch):
+    """Let this machine have so many bytes of memory."""
+    monkeypatch.setattr(prediction, "memory", lambda: SimpleNamespace(total=size))
+
+
 def announced(name, memory, monkeypatch, ops="auto"):
-    monkeypatch.setattr(prediction, "_memory", lambda: int(memory))
+    has(int(memory), monkeypatch)
     progress = Progress()
     prediction.announce(checkpoint(name), CONTEXT, K, ops, progress)
     (note,) = progress.notes
@@ -110,6 +115,6 @@ def test_it_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
     folder = save(make_model(ARCHITECTURES["mixtral"][1]()), tokenizer, tmp_path / "target")
     (folder / "model.safetensors").write_bytes(b"nothing that could be read")
-    monkeypatch.setattr(prediction, "_memory", lambda: 1000)
+    has(1000, monkeypatch)
     with pytest.raises(ExportError, match="where this machine has 1e-06 GB"):
         export("self:1", folder, tmp_path / "bundle")

@@ -12,6 +12,9 @@ from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import export
 from specedge.exporter.checkpoint import checkpoints, hub
 from specedge.exporter.progress import Progress
+from specedge.exporter.quiet import one_line
+
+EMPTY, DEEP = '{"weight_map": {}}', '{"weight_map": ' + "[" * 100_000
 
 
 def find(folder, revision=None):
@@ -115,7 +118,9 @@ def test_missing_weights_are_refused_instead_of_made_up(checkpoint):
     assert "lacks weights" in refusal(checkpoint)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"model_type": "nothing-like-this"}'])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", "[" * 100_000, '{"model_type": "nothing-like-this"}']
+)
 def test_an_unreadable_config_is_refused(checkpoint, text):
     (checkpoint / "config.json").write_text(text, "utf-8")
     assert "config.json" in refusal(checkpoint)
@@ -151,7 +156,15 @@ def test_a_sharded_checkpoint_is_read_and_a_broken_index_refused(checkpoint):
     loaded = checkpoints.load(found, Progress())
     assert loaded.dtype == "float32"
     assert torch.equal(loaded.model.lm_head.weight, whole.lm_head.weight)
-    for text in ("", "{}", "[]", '{"weight_map": {"a": "../b"}}', '{"weight_map": {"a": 7}}'):
+    for text in (
+        "",
+        "{}",
+        "[]",
+        '{"weight_map": {"a": "../b"}}',
+        '{"weight_map": {"a": 7}}',
+        EMPTY,
+        DEEP,
+    ):
         index.write_text(text, "utf-8")
         assert "index.json" in refusal(checkpoint)
 
@@ -176,6 +189,18 @@ def test_a_download_that_does_not_fit_is_refused(tmp_path):
     snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.safetensors": 1 << 60})
     with pytest.raises(CheckpointError, match="GB free"):
         hub.check_space([snapshot], tmp_path)
+
+
+def test_a_bundle_that_grows_beyond_the_disk_is_refused_with_both_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=45e9))
+    snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.gguf": 10**10})
+    hub.check_space([snapshot], tmp_path / "bundle")
+    snapshot.growth = 4.0
+    with pytest.raises(CheckpointError) as caught:
+        hub.check_space([snapshot], tmp_path / "bundle")
+    assert "10.0 GB are to be downloaded and 40.0 GB written to the bundle" in str(caught.value)
+    assert "has 45.0 GB free" in str(caught.value)
 
 
 def test_a_bundle_is_no_checkpoint(pairs):
@@ -219,6 +244,40 @@ def test_a_revision_of_a_folder_is_refused(checkpoint):
 def test_a_decoder_with_cross_attention_is_refused(checkpoint):
     edit(checkpoint / "config.json", add_cross_attention=True)
     assert "cross-attention" in refusal(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"text_config": 5},
+        {"text_config": {}},
+        {"model_type": "llava", "text_config": 5},
+        {"model_type": "qwen2_vl", "text_config": 5},
+        {"model_type": "gemma3", "text_config": [1]},
+        {"model_type": "musicgen"},
+        {"model_type": "qwen2_5_omni"},
+    ],
+)
+def test_a_config_of_parts_that_make_no_text_decoder_is_refused(checkpoint, changes):
+    edit(checkpoint / "config.json", **changes)
+    refusal(checkpoint)
+
+
+def test_a_decoder_among_several_text_models_is_refused(checkpoint):
+    parts = {
+        "text_encoder": {"model_type": "t5"},
+        "audio_encoder": {"model_type": "encodec"},
+        "decoder": {"model_type": "musicgen_decoder"},
+    }
+    edit(checkpoint / "config.json", model_type="musicgen", **parts)
+    assert "(musicgen) is an encoder-decoder" in refusal(checkpoint)
+
+
+def test_a_heading_of_an_error_is_told_with_what_follows():
+    assert one_line(ValueError("\nThere were troubles:\n\n  a is not b.\nc")) == (
+        "There were troubles: a is not b"
+    )
+    assert one_line(ValueError("nothing follows:")) == "nothing follows:"
 
 
 def test_both_models_may_be_one_folder(pairs, tmp_path):

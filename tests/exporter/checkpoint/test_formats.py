@@ -5,72 +5,18 @@ import os
 
 import pytest
 import torch
+from formats import load, make, refusal, same
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from architectures import ARCHITECTURES
 from checkpoints import make_config, make_model, make_tokenizer, save
-from specedge.errors import CheckpointError
-from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, lazy_weights, quantised
-from specedge.exporter.checkpoint.lazy_tensors import numbers
-
-TOKENS = torch.arange(12)[None]
-BLOCK = 128
+from specedge.exporter.checkpoint import lazy_weights
 
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch):
     """Matrices of small models get stand-ins, too."""
     monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
-
-
-def load(folder):
-    progress = Progress()
-    loaded = checkpoints.load(checkpoints.find("target", str(folder), None), progress)
-    return loaded, " ".join(progress.notes)
-
-
-def refusal(folder):
-    with pytest.raises(CheckpointError) as caught:
-        load(folder)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
-
-
-def edit(path, **changes):
-    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | changes), "utf-8")
-
-
-def make(folder, name, **changes):
-    """A checkpoint of one of the tried families, and its model in float32."""
-    config = ARCHITECTURES[name][1]()
-    for key, value in changes.items():
-        setattr(config, key, value)
-    model = make_model(config)
-    tokenizer = make_tokenizer(folder / "tokenizer")
-    made = save(model.to(torch.bfloat16), tokenizer, folder / "checkpoint")
-    return made, AutoModelForCausalLM.from_pretrained(made, dtype=torch.float32).eval()
-
-
-def stored_numbers(loaded):
-    """Every parameter with what is behind its stand-in, in float32."""
-    found = {}
-    for name, parameter in loaded.model.named_parameters():
-        behind = loaded.sources.behind(parameter)
-        found[name] = (parameter if behind is None else numbers(behind)).float()
-    return found
-
-
-def same(loaded, wanted):
-    """Whether a model holds, and computes with, exactly the numbers of another."""
-    found, expected = stored_numbers(loaded), dict(wanted.named_parameters())
-    assert found.keys() == expected.keys()
-    with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
-        logits = loaded.model(TOKENS).logits
-        near = torch.allclose(logits, wanted(TOKENS).logits, rtol=1e-5, atol=1e-5)
-    return near and all(torch.equal(found[name], expected[name]) for name in found)
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral", "qwen3_moe", "gpt_oss"])
@@ -144,173 +90,6 @@ def test_pickled_weights_that_are_damaged_or_of_another_layout_are_refused(conte
     assert "pytorch_model.bin cannot be read" in refusal(folder)
 
 
-@pytest.mark.parametrize(
-    ("config", "name"),
-    [
-        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
-        ({"quant_method": "awq", "bits": 4}, "AWQ"),
-        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
-        ({"load_in_8bit": True}, "bitsandbytes"),
-        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
-        ({"quant_method": "hqq"}, "HQQ"),
-        ({"quant_method": "eetq"}, "EETQ"),
-        ({"quant_method": "aqlm"}, "AQLM"),
-        ({"quant_method": "fbgemm_fp8"}, "FBGEMM"),
-        ({"quant_method": "of-tomorrow"}, "of-tomorrow"),
-        ({"quant_method": "fp8", "fmt": "e3m4"}, "fp8"),
-        ({"quant_method": "fp8", "weight_block_size": [128]}, "fp8"),
-        ({}, "unknown"),
-        ("gptq", "unknown"),
-    ],
-)
-def test_other_quantised_checkpoints_are_refused_by_name_from_the_config(config, name, tmp_path):
-    folder, _ = make(tmp_path, "llama")
-    (folder / "model.safetensors").write_bytes(b"unread")
-    edit(folder / "config.json", quantization_config=config)
-    message = refusal(folder)
-    assert name in message
-    assert "give the checkpoint it was made from" in message
-    (folder / "README.md").write_text("---\nbase_model: some/original\n---\n", "utf-8")
-    assert "give some/original, which it was made from" in refusal(folder)
-
-
-def test_a_config_beside_that_of_the_model_tells_gptq(tmp_path):
-    folder, _ = make(tmp_path, "llama")
-    (folder / "quantize_config.json").write_text("{}", "utf-8")
-    assert "GPTQ" in refusal(folder)
-
-
-def test_every_mxfp4_number_is_what_transformers_makes_of_it():
-    codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)  # each pair of numbers
-    scales = torch.arange(1, 253, dtype=torch.uint8)
-    blocks = codes.repeat(2, 1, 1)[:, None].expand(2, 252, 16, 16).contiguous()
-    scales = scales[None, :, None].expand(2, 252, 16).contiguous()
-    found = quantised.mxfp4(blocks, scales)
-    wanted = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
-    assert found.dtype == torch.bfloat16
-    assert torch.equal(numbers(found), wanted)
-    bits = numbers(found).float()
-    assert torch.equal(bits.bfloat16().float(), bits)
-    assert bits[0, 126, :4].tolist() == [0.0, 0.0, 0.5, 0.0]  # low bits first, times 2^0
-    assert bits[1, 127, -2:].tolist() == [-12.0, -12.0]
-
-
-def quantise_mxfp4(folder, model):
-    """Give gpt-oss's experts random four-bit numbers, in its own layout, and the model what
-    transformers makes of them."""
-    torch.manual_seed(1)
-    state = load_file(folder / "model.safetensors")
-    for key in [k for k in state if k.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = state.pop(key).shape
-        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(122, 125, (experts, rows, columns // 32), dtype=torch.uint8)
-        state |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        with torch.no_grad():
-            model.get_parameter(key).copy_(convert_moe_packed_tensors(blocks, scales))
-    save_file(state, folder / "model.safetensors")
-    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
-    edit(
-        folder / "config.json",
-        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": skipped},
-    )
-
-
-def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
-    folder, model = make(tmp_path, "gpt_oss")
-    quantise_mxfp4(folder, model)
-    loaded, notes = load(folder)
-    assert same(loaded, model)
-    assert loaded.dtype == "bfloat16"
-    assert "stored in mxfp4 and widened" in notes
-    assert "the target is this quantised model" in notes
-    progress = Progress()
-    bundle = export(folder, folder, tmp_path / "bundle", max_length=64, progress=progress)
-    assert bundle.target.weights_dtype == "bfloat16"
-    size = 2 * sum(parameter.numel() for parameter in model.parameters())
-    assert size <= bundle.files["target/weights.bin"].size < 1.1 * size  # both op sets' in one
-    assert any("draft is this quantised model" in note for note in progress.notes)
-
-
-def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
-    folder, model = make(tmp_path, "gpt_oss")
-    quantise_mxfp4(folder, model)
-    state = load_file(folder / "model.safetensors")
-    key = next(key for key in state if key.endswith("_scales"))
-    save_file({k: t for k, t in state.items() if k != key}, folder / "model.safetensors")
-    assert "scales do not fit" in refusal(folder)
-
-
-def quantise_fp8(folder, model, block, exact):
-    """Store matrices as DeepSeek-V3 does, and give the model what that stands for."""
-    torch.manual_seed(1)
-    state = load_file(folder / "model.safetensors")
-    merged = {}
-    for key in [k for k in state if k.endswith("proj.weight")]:
-        rows, columns = state[key].shape
-        size = block or max(rows, columns)
-        shape = (-(-rows // size), -(-columns // size))
-        scales = torch.rand(shape) + 0.5
-        scales = 2.0 ** torch.randint(-4, 4, shape) if exact else scales
-        small = (state[key].float() * 100).to(torch.float8_e4m3fn)
-        wide = torch.empty(rows, columns)
-        for i in range(rows):
-            for j in range(columns):
-                wide[i, j] = float(small[i, j].float()) * float(scales[i // size, j // size])
-        state |= {key: small, f"{key}_scale_inv": scales if block else scales.reshape(())}
-        merged[key] = wide
-    save_file(state, folder / "model.safetensors")
-    quantised_as = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    size = {"weight_block_size": [block, block]} if block else {}
-    edit(folder / "config.json", quantization_config=quantised_as | size)
-    return merged
-
-
-@pytest.mark.parametrize("exact", [True, False])
-@pytest.mark.parametrize("block", [BLOCK, None])
-def test_fp8_numbers_are_widened_to_their_products_with_the_scales(block, exact, tmp_path):
-    folder, model = make(tmp_path, "qwen3", hidden_size=192, intermediate_size=160)
-    wide = quantise_fp8(folder, model, block, exact)
-    with torch.no_grad():
-        for key, matrix in wide.items():
-            model.get_parameter(key).copy_(matrix)
-    loaded, notes = load(folder)
-    assert same(loaded, model)
-    assert loaded.dtype == ("bfloat16" if exact else "float32")
-    assert "stored in fp8 and widened" in notes
-
-
-def test_fp8_experts_are_widened_and_exported(tmp_path):
-    folder, model = make(tmp_path, "deepseek_v3", hidden_size=160, moe_intermediate_size=40)
-    wide = quantise_fp8(folder, model, BLOCK, exact=True)
-    loaded, _ = load(folder)
-    found = stored_numbers(loaded)
-    inner = model.config.moe_intermediate_size
-    for key, matrix in wide.items():
-        place, _, rest = key.partition(".experts.")
-        if rest:
-            expert, name, _ = rest.split(".")
-            joined = "down_proj" if name == "down_proj" else "gate_up_proj"
-            part = slice(inner) if name == "gate_proj" else slice(-inner, None)
-            rows = part if joined == "gate_up_proj" else slice(None)
-            assert torch.equal(found[f"{place}.experts.{joined}"][int(expert)][rows], matrix)
-        else:
-            assert torch.equal(found[key], matrix)
-    bundle = export(folder, folder, tmp_path / "bundle", max_length=64)
-    assert bundle.target.weights_dtype == "bfloat16"
-    assert bundle.target.num_experts == model.config.n_routed_experts
-
-
-def test_fp8_numbers_without_their_scales_are_refused(tmp_path):
-    folder, model = make(tmp_path, "qwen3")
-    quantise_fp8(folder, model, BLOCK, exact=True)
-    state = load_file(folder / "model.safetensors")
-    key = next(key for key in state if key.endswith("_scale_inv"))
-    save_file(state | {key: torch.ones(7, 9)}, folder / "model.safetensors")
-    assert "scales do not fit" in refusal(folder)
-    save_file({k: t for k, t in state.items() if k != key}, folder / "model.safetensors")
-    assert "scales do not fit" in refusal(folder)
-
-
 def test_numbers_of_a_type_that_is_not_known_are_refused(tmp_path):
     folder, _ = make(tmp_path, "llama")
     state = load_file(folder / "model.safetensors")
@@ -328,3 +107,88 @@ def test_shards_in_half_precision_give_their_own_bits(dtype, tmp_path):
     loaded, _ = load(folder)
     assert same(loaded, AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval())
     assert loaded.dtype == str(dtype).removeprefix("torch.")
+
+
+def restore(folder, change):
+    """Write a checkpoint's tensors anew, as `change` has them."""
+    state = load_file(folder / "model.safetensors")
+    save_file(change(state), folder / "model.safetensors")
+
+
+Q = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.layers.0.input_layernorm.weight"
+EXPERT = "model.layers.0.mlp.experts.0.gate_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "dtype"),
+    [
+        ("llama", Q, torch.int8),
+        ("llama", NORM, torch.int64),
+        ("llama", Q, torch.bool),
+        ("llama", Q, torch.float8_e4m3fn),
+        ("qwen3_moe", EXPERT, torch.uint8),
+    ],
+)
+def test_a_weight_in_a_type_that_no_weight_has_is_refused(family, key, dtype, tmp_path):
+    folder, _ = make(tmp_path, family)
+    restore(folder, lambda state: state | {key: state[key].to(dtype)})
+    message = refusal(folder)
+    assert f"is stored in {str(dtype).removeprefix('torch.')}" in message
+    assert (key if family == "llama" else "experts.gate_up_proj") in message
+    assert "give the checkpoint it was made from" in message
+
+
+def test_masks_of_old_files_are_left_out_without_a_word(tmp_path):
+    folder, model = make(tmp_path, "gpt2")
+    masks = {
+        "transformer.h.0.attn.bias": torch.ones(1, 1, 8, 8, dtype=torch.uint8),
+        "transformer.h.0.attn.masked_bias": torch.tensor(-1e4),
+    }
+    restore(folder, lambda state: state | masks)
+    loaded, notes = load(folder)
+    assert same(loaded, model)
+    assert notes == ""
+
+
+def test_tensors_without_a_place_in_the_model_are_told(tmp_path):
+    folder, model = make(tmp_path, "llama")
+    more = {"model.layers.0.of_tomorrow": torch.ones(3), "model.extra.weight": torch.ones(2, 2)}
+    restore(folder, lambda state: state | more)
+    loaded, notes = load(folder)
+    assert same(loaded, model)
+    assert notes == (
+        "target: the model has no place for 2 of its tensors, such as model.extra.weight, "
+        "which are left out"
+    )
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.layers.0.mlp.up_proj.weight_scale_inv",
+        "model.layers.0.mlp.experts.up_proj_scales",
+        "model.layers.0.mlp.up_proj.qweight",
+        "model.layers.0.mlp.up_proj.qzeros",
+        "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight",
+    ],
+)
+def test_parts_of_weights_that_are_not_widened_are_refused(name, tmp_path):
+    folder, _ = make(tmp_path, "llama")
+    restore(folder, lambda state: state | {name: torch.ones(2, 2)})
+    message = refusal(folder)
+    assert name in message
+    assert "which is not widened" in message
+
+
+def test_a_matrix_of_another_shape_is_refused_with_both(tmp_path):
+    folder, _ = make(tmp_path, "llama")
+    restore(folder, lambda state: state | {Q: state[Q][:-1].contiguous()})
+    message = refusal(folder)
+    assert f"{Q} is [63, 64] in its files and [64, 64] by its config" in message
+
+
+def test_files_without_a_tensor_are_refused(tmp_path):
+    folder, _ = make(tmp_path, "llama")
+    restore(folder, lambda state: {})
+    assert "its files hold no tensors; download it again" in refusal(folder)

@@ -1,5 +1,7 @@
 """GGUF files, written with llama.cpp's own package, through transformers' own loader."""
 
+import math
+
 import gguf
 import numpy as np
 import psutil
@@ -13,6 +15,9 @@ from specedge.bundle import Bundle
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, gguf_files
+
+ONES = np.ones(8, np.float32)
+LEFT_OUT = "target: the model has no place for 8 numbers of its GGUF file, which are left out"
 
 
 def find(path):
@@ -123,12 +128,134 @@ def test_a_gguf_that_is_not_there_is_refused(tmp_path):
     assert "hub cannot be reached" in refusal("org/name/missing.gguf")
 
 
-def test_it_computes_as_the_model_with_those_numbers(tmp_path):
+@pytest.mark.parametrize("arch", ["qwen2", "llama"])
+def test_it_computes_as_the_model_with_those_numbers(arch, tmp_path):
     path = tmp_path / "model.gguf"
-    numbers = write(path, Kind.Q8_0, tmp_path)
-    model = make_model(make_config("qwen2", kv_heads=2, scale=0.1))
+    numbers = write(path, Kind.Q8_0, tmp_path, arch)
+    assert same(path, numbers, make_model(make_config(arch, kv_heads=2, scale=0.1)))
+
+
+def same(path, numbers, model):
+    """Whether a file gives the logits of a model that has its numbers."""
     model.load_state_dict({name: torch.from_numpy(a.copy()) for name, a in numbers.items()})
     found = checkpoints.load(find(path), Progress()).model
     with torch.no_grad():
-        tokens = torch.arange(12)[None]
-        assert torch.allclose(found(tokens).logits, model(tokens).logits, atol=1e-5)
+        tokens = torch.arange(120)[None]
+        return torch.allclose(found(tokens).logits, model(tokens).logits, atol=1e-4)
+
+
+def scaled(factor, theta=500_000.0):
+    """How Llama 3.1 scales the rotary embedding's frequencies."""
+    return {
+        "context": 16384,
+        "rope_parameters": {
+            "rope_type": "llama3",
+            "rope_theta": theta,
+            "factor": factor,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 8192,
+        },
+    }
+
+
+def factors(config):
+    """What llama.cpp's converter writes as rope_freqs.weight: by how much each is divided. [D/2]"""
+    rope = config.rope_parameters
+    size = config.hidden_size // config.num_attention_heads
+    freqs = 1.0 / rope["rope_theta"] ** (torch.arange(0, size, 2).float() / size)
+    longest, shortest = (
+        rope["original_max_position_embeddings"] / rope[f"{which}_freq_factor"]
+        for which in ("low", "high")
+    )
+    found = []
+    for freq in freqs:
+        length = 2 * math.pi / freq
+        if length < shortest:
+            found.append(1.0)
+        elif length > longest:
+            found.append(rope["factor"])
+        else:
+            smooth = (8192 / length - 1.0) / (4.0 - 1.0)
+            found.append(float(1 / ((1 - smooth) / rope["factor"] + smooth)))
+    return np.array(found, np.float32)
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_the_scaled_frequencies_of_llama_3_are_told_by_their_factors(factor, tmp_path):
+    path, options = tmp_path / "model.gguf", scaled(factor)
+    config = make_config("llama", kv_heads=2, scale=0.1, **options)
+    values = factors(config)
+    assert len({*values}) > 2  # some are in between
+
+    def more(writer):
+        writer.add_tensor("rope_freqs.weight", values)
+
+    numbers = write(path, Kind.F32, tmp_path, "llama", more, **options)
+    found = find(path).config.rope_parameters
+    assert found == config.rope_parameters
+    assert same(path, numbers, make_model(config))
+
+
+@pytest.mark.parametrize(
+    ("arch", "more", "said"),
+    [
+        ("llama", lambda w: w.add_tensor("rope_freqs.weight", 2 * ONES), "rope_freqs.weight"),
+        ("qwen2", lambda w: w.add_tensor("rope_freqs.weight", ONES), "rope_freqs.weight"),
+        ("llama", lambda w: w.add_tensor("rope_factors_long.weight", ONES), "rope_factors_long"),
+        ("llama", lambda w: w.add_tensor("rope_factors_short.weight", ONES), "rope_factors_sh"),
+        ("qwen2", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.YARN), "is yarn"),
+        ("llama", lambda w: w.add_rope_scaling_type(gguf.RopeScalingType.LINEAR), "is linear"),
+        ("llama", lambda w: w.add_rope_scaling_factor(4.0), "llama.rope.scaling.factor is 4"),
+        ("llama", lambda w: w.add_float32("llama.rope.scale_linear", 2.0), "scale_linear is 2"),
+        ("qwen2", lambda w: w.add_rope_scaling_attn_factors(1.2), "attn_factor is 1.2"),
+    ],
+)
+def test_scaled_positions_that_would_be_lost_are_refused(arch, more, said, tmp_path):
+    path = tmp_path / "model.gguf"
+    write(path, Kind.F32, tmp_path, arch, more)
+    message = refusal(path)
+    assert said in message
+    assert "give the checkpoint it was made from" in message
+
+
+def test_positions_that_are_said_to_be_unscaled_are_read(tmp_path):
+    def more(writer):
+        writer.add_rope_scaling_type(gguf.RopeScalingType.NONE)
+        writer.add_rope_scaling_factor(1.0)
+
+    path = tmp_path / "model.gguf"
+    write(path, Kind.F32, tmp_path, "qwen2", more)
+    assert find(path).config.rope_parameters["rope_type"] == "default"
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "bundle.json", "tokenizer_config.json"])
+def test_a_file_is_not_judged_by_what_is_beside_it(name, tmp_path):
+    path = tmp_path / "model.gguf"
+    write(path, Kind.F16, tmp_path)
+    for other in (name, "model.safetensors", "tokenizer.json"):
+        (tmp_path / other).write_text('{"base_model_name_or_path": "some/other"}', "utf-8")
+    assert checkpoints.load(find(path), Progress()).dtype == "float16"
+
+
+def test_what_a_file_becomes_on_disk_is_known_from_its_header(tmp_path):
+    sizes = {}
+    for kind in (Kind.F32, Kind.F16, Kind.Q4_0):
+        write(tmp_path / kind.name, kind, tmp_path, hidden=256)
+        sizes[kind] = gguf_files.growth("target m", tmp_path / kind.name)
+    assert sizes[Kind.F32] == 1
+    assert sizes[Kind.F16] == pytest.approx(1, abs=0.01)
+    assert sizes[Kind.Q4_0] == pytest.approx(32 / 4.5, abs=0.1)
+
+
+def test_numbers_that_transformers_has_no_place_for_are_told(tmp_path):
+    path = tmp_path / "model.gguf"
+    for more, said in (
+        (lambda w: w.add_tensor("blk.0.attn_output.bias", ONES), True),
+        (None, False),
+    ):
+        write(path, Kind.F32, tmp_path, "llama", *([more] if more else []))
+        progress = Progress()
+        checkpoints.load(find(path), progress)
+        assert (progress.notes == [LEFT_OUT]) == said
+        assert bool(progress.notes) == said

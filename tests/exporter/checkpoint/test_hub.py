@@ -210,3 +210,42 @@ def test_a_quantised_repository_is_refused_before_its_weights_are_fetched(server
     path.write_text(json.dumps(text | {"quantization_config": {"quant_method": "awq"}}), "utf-8")
     assert "AWQ" in refusal()
     assert not files(server)
+
+
+def test_without_a_network_a_damaged_index_is_still_said_to_be_damaged(server, monkeypatch):
+    folder = server.folder / NAME
+    (folder / WHOLE).unlink()
+    (folder / f"{WHOLE}.index.json").write_text("{}", "utf-8")
+    assert "index.json cannot be read" in refusal()
+    patch_endpoint(monkeypatch, "http://127.0.0.1:9")
+    assert "index.json cannot be read" in refusal()
+
+
+def spoil(server, found):
+    """What an earlier run left of a file, with other bytes than it has."""
+    part = (
+        found.folder.parents[1] / "blobs" / f"{hub_server.etag(server.folder / NAME / WHOLE)}.part"
+    )
+    part.write_bytes(bytes(300_000))
+
+
+def test_a_part_whose_bytes_went_wrong_is_fetched_anew(server, original):
+    found = find()
+    spoil(server, found)
+    progress = Bars()
+    checkpoints.load(found, progress)
+    assert same(find(), original)
+    assert files(server)[1::2] == ["bytes=300000-", None]
+    total, *moves = progress.moves[f"Downloading {NAME}"]
+    assert sum(moves) == total
+
+
+def test_bytes_that_go_wrong_twice_are_refused(server, original):
+    found = find()
+    server.spoiled.add(WHOLE)
+    with pytest.raises(CheckpointError, match="both times its SHA-256 was not the one") as caught:
+        checkpoints.load(found, Progress())
+    assert "\n" not in str(caught.value)
+    assert not [*(found.folder.parents[1] / "blobs").glob("*.part")]
+    server.spoiled.clear()
+    assert same(find(), original)

@@ -77,6 +77,7 @@ def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeyp
     found, sent = find(name=name), gguf_server.sent
     assert ends <= sent < size
     assert (found.source.id, found.config.hidden_size) == (name, 128)
+    assert 3 < found.remote.growth < 4  # from eight bits and a scale to float32
     whole = checkpoints.load(find(name=name), Progress()).model
     local = checkpoints.load(checkpoints.find("target", str(path), None), Progress()).model
     tokens = torch.arange(8)[None]
