@@ -224,7 +224,9 @@ def _compute_in_pieces(
     """Let a module look up or multiply with a few rows of its matrix at a time. [R, C]"""
 
     def embedded(input: torch.Tensor) -> torch.Tensor:
-        return numbers(weight)[input].to(dtype)
+        rows = numbers(weight)[input]
+        # Not `to`: for exact results that asks for a constant, in the model's own type.
+        return rows.double() if dtype == torch.float64 else rows.to(dtype)
 
     def multiplied(input: torch.Tensor) -> torch.Tensor:
         rows = numbers(weight).split(max(1, HUGE // weight.shape[1] // 8))
