@@ -21,7 +21,7 @@ from ..quiet import quiet
 from ..tracing.families import eager
 from ..tracing.geometry import Geometry
 from .exact_model import ROUNDINGS, Nudged, exactly
-from .judgement import errors, float32_errors, scales
+from .judgement import errors, float32_errors
 from .routing import Choices, close
 
 WHOLE = 1024  # contexts up to this length are played whole
@@ -29,7 +29,6 @@ SMALL = 50_000_000  # of models up to this many parameters
 PART, TAIL = 256, 48  # of longer ones: so many positions from the start, so many up to the end
 LARGE_PART, LARGE_TAIL = 32, 12  # and of large models: there every kind has one turn
 TRIES = 64  # tokens drawn anew until float32 chooses every expert by more than its rounding
-USUAL = 0.9  # of positions: a few may be worse
 WORTHLESS = 0.1  # of the logits' standard deviation: an error that leaves little of a distribution
 CHUNK = 256  # tokens a pass, and fewer for a vocabulary
 ROOM = 1 << 24  # of more than this many logits a pass
@@ -42,9 +41,10 @@ class Reference:
     """What PyTorch computes for `tokens` that come after `start` rows of cache, past(layer part).
 
     `logits` [n, V] and `caches` [H, n, D] of each layer's keys and values are exact, in float64;
-    `logits_float32` [n] and `caches_float32` [H, n] are PyTorch's own float32 errors, relative to
-    the rows. `left_out` counts tokens that were drawn anew, because rounding could turn a router,
-    which chooses among `num_experts`.
+    `logits_float32` [n] and `caches_float32` [H, n] are the errors of PyTorch's own float32, and of
+    it as other kernels round, relative to the rows; `logits_pytorch` [n] are those of PyTorch's
+    alone, absolute. `left_out` counts tokens that were drawn anew, because rounding could turn a
+    router, which chooses among `num_experts`.
     """
 
     tokens: np.ndarray
@@ -54,6 +54,7 @@ class Reference:
     caches: list[np.ndarray]
     logits_float32: np.ndarray
     caches_float32: list[np.ndarray]
+    logits_pytorch: np.ndarray
     num_experts: int = 0
     left_out: int = 0
 
@@ -126,11 +127,11 @@ def _check_float32(role: str, parts: list[Reference]) -> None:
             raise ParityError(f"{role}: its logits are no numbers; are there any in its weights?")
         if not part.logits.std(1).all():
             raise ParityError(f"{role}: its logits are the same for all tokens; is its head zero?")
-        off = np.quantile(part.logits_float32 * scales(part.logits) / part.logits.std(1), USUAL)
+        off = np.median(part.logits_pytorch / part.logits.std(1))
         if not off <= WORTHLESS:
             raise ParityError(
                 f"{role}: this model does not work in float32: PyTorch's own logits are off by "
-                f"{off:.1e} of their standard deviation in one of {1 / (1 - USUAL):.0f} positions"
+                f"{off:.1e} of their standard deviation"
             )
 
 
@@ -145,13 +146,16 @@ def _reference(
     """One stretch, and which of its positions rounding could send to other experts."""
     logits: list[np.ndarray] = []
     near_logits: list[np.ndarray] = []
+    own: list[np.ndarray] = []
     with _computing(model, sources, exact=True) as choices:
         caches = _passes(model, tokens, start, past, geometry, choices, logits.append)
     exact = np.concatenate([part[0] for part in logits])
 
     def compare(found: np.ndarray) -> None:
         rows = exact[sum(map(len, near_logits)) :][: found.shape[1]]
-        near_logits.append(errors(found, rows).max(0))
+        off = errors(found, rows)
+        near_logits.append(off.max(0))
+        own.append(off[0])
 
     with _computing(model, sources, exact=False) as rounded:
         found = _passes(model, tokens, start, past, geometry, rounded, compare, ROUNDINGS)
@@ -163,6 +167,7 @@ def _reference(
         [cache[0] for cache in caches],
         float32_errors(np.concatenate(near_logits), exact),
         [float32_errors(errors(a, b).max(0), b[0]) for a, b in zip(found, caches, strict=True)],
+        np.concatenate(own),
         choices.num_experts,
     )
     return reference, close(choices, rounded, len(tokens))
