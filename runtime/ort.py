@@ -11,6 +11,7 @@ import numpy as np
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError
+from specedge.graph_file import check_graph
 from specedge.manifest import CURE, OPS, Model
 
 from .devices import onnxruntime, open_session, translated_errors
@@ -42,6 +43,7 @@ class OrtModel:
         self._name = model.source.id
         entry = model.graph(graph, self.ops)
         path = bundle.path(entry.file)
+        check_graph(bundle, entry.file)
         self._session = open_session(path, device, threads, share_threads)
         _check_contract(self._session, model, path, entry.logits)
         self._padded_vocab_size = model.padded_vocab_size
