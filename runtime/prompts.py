@@ -12,6 +12,8 @@ from tokenizers import Tokenizer
 from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, PromptError
 
+from .tokenizing import encode
+
 _LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
 
 
@@ -80,7 +82,7 @@ def _encode(
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
-    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    return encode(tokenizer, text, add_special_tokens)
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

@@ -15,9 +15,9 @@ from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdg
 from specedge.manifest import Model
 
 from ..devices import check_device
-from ..loading import tokenizer
 from ..ort import OrtModel, choose_ops
 from ..prompts import chat_tokens, prompt_tokens
+from ..tokenizing import encode, load_tokenizer
 from . import graphs, joint, loop, sampled
 from .budget import Budget
 from .defects import DEFECTS, Defect
@@ -219,7 +219,7 @@ def _guarded(name: str, run: Callable[[], Finding]) -> Finding:
 
 def _prompts(bundle: Bundle, prompts: Sequence[UserPrompt]) -> list[Prompt]:
     """The user's prompts, then the built-in ones; of these as much as the context leaves room."""
-    encoder = tokenizer(bundle)
+    encoder = load_tokenizer(bundle)
     made = []
     for i, prompt in enumerate(prompts, 1):
         try:
@@ -233,7 +233,7 @@ def _prompts(bundle: Bundle, prompts: Sequence[UserPrompt]) -> list[Prompt]:
         made.append(Prompt(f"your prompt {i}", tuple(tokens)))
     most = max(1, bundle.context_length // 2)
     for text in BUILT_IN:
-        if tokens := encoder.encode(text).ids[:most]:
+        if tokens := encode(encoder, text)[:most]:
             made.append(Prompt(repr(text if len(text) < 40 else text[:37] + "..."), tuple(tokens)))
     return made
 
