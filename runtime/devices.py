@@ -23,10 +23,22 @@ def onnxruntime() -> Any:
     try:
         return importlib.import_module("onnxruntime")
     except ImportError as error:
+        if _was_interrupted(error):
+            raise KeyboardInterrupt from error
+        how = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
+        if isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime":
+            raise MissingExtraError(f"ONNX Runtime is not installed: {how}") from error
         raise MissingExtraError(
-            "ONNX Runtime is not installed: pip install 'specedge[cpu]', "
-            "or 'specedge[gpu]' for NVIDIA GPUs"
+            f"ONNX Runtime is installed but cannot be loaded ({_first_line(error)}); install what "
+            f"is missing, or again: {how}"
         ) from error
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: C++ that is interrupted while it loads says ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def open_session(path: Path, device: str, threads: int | None, share_threads: bool) -> Any:

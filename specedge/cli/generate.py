@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import near_ties, options, replaying, trace
+from specedge.errors import SpecEdgeError
 from specedge.request import AUTO
 
 if TYPE_CHECKING:
@@ -134,14 +135,19 @@ def _print(stream: Stream, traced: bool, as_json: bool) -> None:
         started = stream.generation
         legend = trace.legend(started.num_draft_tokens, colours)
         click.echo(legend + (f"; lossy ({started.lossy})" if started.lossy else ""), err=True)
+    failed = False
     try:
         for piece in stream.traced():
             if traced and not as_json:
                 click.echo(trace.marked(piece, colours), nl=False, color=colours)
             elif not as_json:
                 click.echo("".join(span.text for span in piece), nl=False)
+    except SpecEdgeError:
+        failed = True  # under --json the error is the one object on stdout
+        raise
     finally:
-        click.echo(_as_json(stream.generation, traced) if as_json else "")
+        if not (failed and as_json):
+            click.echo(_as_json(stream.generation, traced) if as_json else "")
 
 
 def _as_json(generation: Generation, traced: bool) -> str:
