@@ -16,6 +16,7 @@ from .bundle import Bundle
 from .errors import BundleError
 
 VARIABLE = "SPECEDGE_BUNDLE"
+LONGEST_PATH = 4096  # characters
 
 
 def data_folder() -> Path:
@@ -52,9 +53,11 @@ def remember_default(folder: Path) -> None:
 def noted_default() -> Path | None:
     """The bundle exported last without `--output`, whether or not it is still there."""
     try:
-        return Path(_note().read_text("utf-8"))
+        with _note().open(encoding="utf-8") as file:
+            text = file.read(LONGEST_PATH + 1)
     except (OSError, ValueError):
         return None
+    return Path(text) if _is_path(text) else None
 
 
 def forget_default() -> None:
@@ -72,6 +75,11 @@ def find(bundle: str | os.PathLike[str] | None = None) -> Path:
         return Path(named)
     default = noted_default()
     if default is None:
+        if _note().is_file():
+            raise BundleError(
+                f"{_note()} names no folder; export a pair again, or delete it to use the "
+                "embedded pair"
+            )
         return embedded()
     if not default.exists():
         raise BundleError(
@@ -105,6 +113,10 @@ def remember_checked(path: Path, identity: list[int | str]) -> None:
     known[str(path)] = identity
     with contextlib.suppress(OSError):
         replace_text(_checked_list(), json.dumps(known))
+
+
+def _is_path(text: str) -> bool:
+    return os.path.isabs(text) and "\0" not in text and len(text) <= LONGEST_PATH
 
 
 def _note() -> Path:

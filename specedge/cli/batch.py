@@ -12,7 +12,8 @@ from typing import IO, TYPE_CHECKING, Any
 import click
 
 from specedge.cli.prompts import Item
-from specedge.errors import SpecEdgeError
+from specedge.cli.terminal import counted
+from specedge.errors import DrafterError, SpecEdgeError
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline
@@ -29,7 +30,10 @@ def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> 
 
         load_template(pipeline.bundle)
     for item in items:
-        pipeline.drafters.check(item.request["drafter"])
+        try:
+            pipeline.drafters.check(item.request["drafter"])
+        except DrafterError as error:
+            raise DrafterError(f"{item.place}{error}") from error
     done = failed = num_tokens = 0
     try:
         with _open(output, overwrite) as file, _bar(len(items), output) as advance:
@@ -43,7 +47,9 @@ def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> 
                 advance()
     finally:
         click.echo(
-            f"{done} of {len(items)} prompts done, {failed} failed, {num_tokens} tokens", err=True
+            f"{done} of {counted(len(items), 'prompt')} done, {failed} failed, "
+            f"{counted(num_tokens, 'token')}",
+            err=True,
         )
     return not failed
 

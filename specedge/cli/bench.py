@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import options
+from specedge.cli.terminal import lines, one_line
 from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import AUTO, Request
 
@@ -30,9 +31,9 @@ def _lengths(
 
 
 def _range(part: str) -> Iterator[int]:
-    first, _, last = part.strip().partition("-")
+    first, dash, last = part.strip().partition("-")
     low, high = ((text.isascii() and text.isdigit() and int(text)) or 0 for text in (first, last))
-    high = high if last else low
+    high = high if dash else low
     if not 1 <= low <= high <= MAX_DRAFT_TOKENS:
         raise click.BadParameter(
             f"'{part}' is no K and no range of K from 1 to {MAX_DRAFT_TOKENS}, such as 4 or 1-8"
@@ -129,7 +130,9 @@ def bench(
     measured = _measure(pipeline, tokens, settings(names, ks), repeats, request)
     facts = _facts(pipeline, device, threads, repeats, request)
     report = _report(pipeline, tokens, measured, request, facts)
-    click.echo(bench_output.json_text(report) if as_json else bench_output.table_text(report))
+    click.echo(
+        bench_output.json_text(report) if as_json else lines(bench_output.table_text(report))
+    )
     for flag, path, write in (
         ("--csv", csv, bench_output.csv_text),
         ("--html", html, bench_page.page),
@@ -281,4 +284,4 @@ def _write(path: str, text: str, overwrite: bool, flag: str) -> None:
         Path(path).write_text(text, "utf-8")
     else:
         replace_text(Path(os.path.realpath(path)), text)
-    click.echo(f"wrote {path}", err=True)
+    click.echo(one_line(f"wrote {path}"), err=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import near_ties, options
+from specedge.cli.terminal import counted, lines
 
 if TYPE_CHECKING:
     from specedge.runtime.comparison import Comparison
@@ -59,27 +60,29 @@ def _print(result: Comparison) -> None:
         ("plain", result.plain, result.plain_seconds),
         ("speculative", result.speculative, result.speculative_seconds),
     ):
-        click.secho(f"--- {name}: {seconds:.3f} s, {len(generation.tokens)} tokens", bold=True)
+        click.secho(
+            f"--- {name}: {seconds:.3f} s, {counted(len(generation.tokens), 'token')}", bold=True
+        )
         click.echo(generation.text)
     click.secho("---", bold=True)
     for line in _figures(result):
-        click.echo(line)
+        click.echo(lines(line))
 
 
 def _figures(result: Comparison) -> list[str]:
     stats = result.speculative.stats
     low, high = result.speedup_range
-    lines = [
+    found = [
         f"speed-up             {result.speedup:.2f} (median of {result.repeats} pairs,"
         f" {low:.2f} to {high:.2f})",
     ]
     if result.predicted_speedup is not None:
         planned = result.num_draft_tokens == "auto"
         source = "by the plan's own costs" if planned else "from alpha and the costs below"
-        lines.append(f"predicted            {result.predicted_speedup:.2f} {source}")
+        found.append(f"predicted            {result.predicted_speedup:.2f} {source}")
     if stats.num_drafted:
         draft_cost = 0 if result.draft_cost is None else result.draft_cost
-        lines += [
+        found += [
             f"tokens per round     {stats.tokens_per_round:.2f} at K = {result.num_draft_tokens}",
             f"accepted / tested    {stats.accepted_over_tested:.3f} (alpha)",
             f"accepted / drafted   {stats.accepted_over_drafted:.3f}",
@@ -89,11 +92,11 @@ def _figures(result: Comparison) -> list[str]:
             f" {result.verify_cost:.3f}, host {result.host_cost:.3f};"
             f" one is {result.target_seconds * 1e3:.3f} ms",
         ]
-    lines += near_ties.lines(result.speculative, result.exact)
+    found += near_ties.lines(result.speculative, result.exact)
     if result.greedy:
-        lines.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
+        found.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
     elif lossy := result.speculative.lossy:
-        lines.append(f"lossy ({lossy}): speculative decoding follows another law than plain")
+        found.append(f"lossy ({lossy}): speculative decoding follows another law than plain")
     else:
-        lines.append("above temperature 0 both follow one law, but need not draw the same tokens")
-    return lines
+        found.append("above temperature 0 both follow one law, but need not draw the same tokens")
+    return found

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import near_ties, options, replaying, trace
+from specedge.cli.terminal import counted, lines, one_line
 from specedge.errors import SpecEdgeError
 from specedge.request import AUTO
 
@@ -55,13 +56,22 @@ def generate(
         raise click.UsageError("give either a PROMPT or --prompts FILE")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
-    if prompts is None and (form or output or overwrite):
+    if prompts is None and (form is not None or output is not None or overwrite):
         raise click.UsageError("--format, --output and --overwrite need --prompts")
     models = {"bundle": bundle, "threads": threads, "ops": ops}
     if prompts is not None:
         if traced or as_json or explain or replay is not None:
             raise click.UsageError("--trace, --json, --explain and --replay are for one PROMPT")
-        _many(prompts, form, chat, system, output or "-", overwrite, models, request)
+        _many(
+            prompts,
+            form,
+            chat,
+            system,
+            "-" if output is None else output,
+            overwrite,
+            models,
+            request,
+        )
     elif prompt is not None:
         if request["logprobs"] is not None and not as_json:
             raise click.UsageError("--logprobs needs --json or --prompts")
@@ -115,7 +125,7 @@ def _one(
         _print(stream, traced, as_json)
     finally:
         _note_costs(pipeline, stream, explain)
-        click.echo(_summary(stream.generation, request), err=True)
+        click.echo(one_line(_summary(stream.generation, request)), err=True)
 
 
 def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
@@ -123,9 +133,9 @@ def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
     from specedge.runtime.explaining import explain as explained
 
     if pipeline.costs.note:
-        click.echo(f"note: {pipeline.costs.note}", err=True)
+        click.echo(one_line(f"note: {pipeline.costs.note}"), err=True)
     for line in explained(stream.plan, stream.generation.rounds) if explain else ():
-        click.echo(line, err=True)
+        click.echo(lines(line), err=True)
 
 
 def _print(stream: Stream, traced: bool, as_json: bool) -> None:
@@ -168,7 +178,7 @@ def _summary(generation: Generation, request: dict[str, Any]) -> str:
     stats = generation.stats
     seconds = stats.decode_seconds + stats.prefill_seconds
     parts = [
-        f"{stats.num_new_tokens} tokens in {seconds:.2f} s ({generation.finish_reason})",
+        f"{counted(stats.num_new_tokens, 'token')} in {seconds:.2f} s ({generation.finish_reason})",
         f"K = {generation.num_draft_tokens}",
     ]
     if generation.drafter not in ("model", AUTO):

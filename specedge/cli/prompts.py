@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from specedge.cli import options
+from specedge.cli.terminal import one_line
 from specedge.errors import PromptError
 from specedge.request import Request
 from specedge.strict_json import JsonError, parse
@@ -36,6 +37,7 @@ class Item:
     prompt: str | None
     messages: list[dict[str, Any]] | None
     request: dict[str, Any]
+    place: str = ""  # "prompts.jsonl, line 3: " where the line itself names a drafter
 
 
 def read(
@@ -62,7 +64,9 @@ def read(
         defaults = request | {"seed": own if own < 2**64 else own - 2**64}
         try:
             facts = _facts(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
-            items.append(_item(index, facts, defaults, chat, system))
+            item = _item(index, facts, defaults, chat, system)
+            place = f"{name}, line {number}: " if "drafter" in facts else ""
+            items.append(dataclasses.replace(item, place=place))
         except (ValueError, PromptError) as error:
             raise click.UsageError(f"{name}, line {number}: {error}") from error
     _check_ids(name, items, [number for number, _ in lines])
@@ -88,7 +92,8 @@ def _facts(line: str) -> dict[str, Any]:
         raise ValueError("a line must be a JSON object")
     known = ["id", "prompt", "messages", *_OPTIONS]
     if unknown := [key for key in facts if key not in known]:
-        raise ValueError(f"key '{unknown[0]}' is unknown; known are {', '.join(known)}")
+        shown = one_line(unknown[0], 100)
+        raise ValueError(f"key '{shown}' is unknown; known are {', '.join(known)}")
     if ("prompt" in facts) == ("messages" in facts):
         raise ValueError("a line must have either 'prompt' or 'messages'")
     try:

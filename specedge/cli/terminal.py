@@ -20,5 +20,10 @@ def lines(text: str) -> str:
     return "\n".join(one_line(line, len(line)) for line in text.split("\n"))
 
 
+def counted(number: int, what: str) -> str:
+    """A number of things, one of them in the singular."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _visible(character: str) -> str:
     return character if character.isprintable() else ascii(character)[1:-1]

@@ -13,6 +13,7 @@ import click
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.cli import options
+from specedge.cli.terminal import lines
 from specedge.errors import BundleError
 from specedge.request import Request
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True, help="Run the models there.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(0, 24 * 60, min_open=True),
+    type=options.Number(0, 24 * 60, min_open=True),
     help="Take about so long: more time finds smaller deviations. [default: 2; with --self-test"
     " at most 5]",
 )
@@ -65,7 +66,7 @@ def verify(
         _test_self(Bundle.read(folder), machinery, minutes or 5.0, as_json)
         return
     report = _audit(folder, machinery, minutes or 2.0, given)
-    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else report.text())
+    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else lines(report.text()))
     if report.result != "PASSED":
         raise click.exceptions.Exit(1)
 
