@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import platformdirs
@@ -17,6 +17,7 @@ from .errors import BundleError
 
 VARIABLE = "SPECEDGE_BUNDLE"
 LONGEST_PATH = 4096  # characters
+TRIED = 2**16  # bytes, as large as what is written anywhere here
 
 
 def data_folder() -> Path:
@@ -142,14 +143,38 @@ def _identity(path: Path, sha256: str) -> list[int | str]:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; OSError where that cannot be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    with named_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(text, "utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError where `replace_text` could not write some text now; nothing is left of it."""
+    with named_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(bytes(TRIED))
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def named_errors(path: Path | str) -> Iterator[None]:
+    """Name the file in an OSError that does not, such as that of a full disk."""
     try:
-        temporary.write_text(text, "utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _slug(name: str) -> str:

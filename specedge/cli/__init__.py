@@ -106,6 +106,8 @@ def _failed(error: BaseException) -> int:
 def _message(error: BaseException) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
+    if isinstance(error, OSError) and error.filename is None and error.strerror:
+        return f"standard output: {error.strerror}"  # errors of files have names
     return str(error) or ("not enough memory" if isinstance(error, MemoryError) else "failed")
 
 

@@ -277,11 +277,12 @@ def _facts(
 
 
 def _write(path: str, text: str, overwrite: bool, flag: str) -> None:
-    from specedge.store import replace_text
+    from specedge.store import named_errors, replace_text
 
     options.check_output(path, [], overwrite, flag)  # measuring took a while
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device stays one
-        Path(path).write_text(text, "utf-8")
+        with named_errors(path):
+            Path(path).write_text(text, "utf-8")
     else:
         replace_text(Path(os.path.realpath(path)), text)
     click.echo(one_line(f"wrote {path}"), err=True)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 @options.form
 @click.option("--output", metavar="FILE", help="With --prompts, write there. [default: stdout]")
 @click.option("--overwrite", is_flag=True, help="With --prompts, replace the output file.")
+@click.option("--resume", is_flag=True, help="With --output, keep what it has and do the rest.")
 @options.threads
 @options.ops
 @options.as_json
@@ -46,6 +47,7 @@ def generate(
     form: str | None,
     output: str | None,
     overwrite: bool,
+    resume: bool,
     threads: int | None,
     ops: str,
     as_json: bool,
@@ -56,22 +58,15 @@ def generate(
         raise click.UsageError("give either a PROMPT or --prompts FILE")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
-    if prompts is None and (form is not None or output is not None or overwrite):
-        raise click.UsageError("--format, --output and --overwrite need --prompts")
+    if prompts is None and (form is not None or output is not None or overwrite or resume):
+        raise click.UsageError("--format, --output, --overwrite and --resume need --prompts")
     models = {"bundle": bundle, "threads": threads, "ops": ops}
     if prompts is not None:
         if traced or as_json or explain or replay is not None:
             raise click.UsageError("--trace, --json, --explain and --replay are for one PROMPT")
-        _many(
-            prompts,
-            form,
-            chat,
-            system,
-            "-" if output is None else output,
-            overwrite,
-            models,
-            request,
-        )
+        output = "-" if output is None else output
+        way = _way(output, overwrite, resume)
+        _many(prompts, form, chat, system, output, way, models, request)
     elif prompt is not None:
         if request["logprobs"] is not None and not as_json:
             raise click.UsageError("--logprobs needs --json or --prompts")
@@ -80,24 +75,35 @@ def generate(
         _one(prompt, chat, system, traced, explain, as_json, models, request)
 
 
+def _way(output: str, overwrite: bool, resume: bool) -> str:
+    from specedge.cli.results import NEW, OVERWRITE, RESUME
+
+    if resume and (overwrite or output == "-"):
+        raise click.UsageError("--resume needs --output, and goes on where --overwrite begins anew")
+    return RESUME if resume else OVERWRITE if overwrite else NEW
+
+
 def _many(
     prompts: str,
     form: str | None,
     chat: bool,
     system: str | None,
     output: str,
-    overwrite: bool,
+    way: str,
     models: dict[str, Any],
     request: dict[str, Any],
 ) -> None:
     from specedge.cli import batch
     from specedge.cli.prompts import read
+    from specedge.cli.results import NEW, RESUME, remaining
     from specedge.runtime.loading import load
 
     if output != "-":
-        options.check_output(output, [prompts], overwrite)
+        options.check_output(output, [prompts], overwrite=way != NEW)
     items = read(prompts, form, chat, system, request)
-    if not batch.run(load(**models), items, output, overwrite):
+    if way == RESUME:
+        items = remaining(items, output, seeded=request["seed"] is not None)
+    if not batch.run(load(**models), items, output, way):
         raise click.exceptions.Exit(1)
 
 

@@ -222,9 +222,7 @@ def _limited(file: IO[bytes], name: str, most: int) -> bytes:
     while piece := file.read(2**20):
         found += piece
         if len(found) > most:
-            raise click.UsageError(
-                f"{name} has more than {most // 2**20} MiB, the limit"
-            )
+            raise click.UsageError(f"{name} has more than {most // 2**20} MiB, the limit")
     return bytes(found)
 
 

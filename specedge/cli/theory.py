@@ -39,9 +39,7 @@ def _costs(context: click.Context, option: click.Parameter, value: str | None) -
 @click.option(
     "--alpha", type=options.Number(0, 1), help="Predict for this acceptance rate, not in general."
 )
-@click.option(
-    "--draft-cost", type=options.Number(0), metavar="C", help="What a draft pass costs."
-)
+@click.option("--draft-cost", type=options.Number(0), metavar="C", help="What a draft pass costs.")
 @click.option(
     "--verify-cost",
     callback=_costs,
