@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
@@ -14,6 +14,7 @@ from specedge.errors import ContextLengthError, PromptError
 
 from .tokenizing import encode
 
+UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, tokens, or a chat
 _LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
 
 
@@ -31,6 +32,13 @@ def prompt_tokens(bundle: Bundle, tokenizer: Tokenizer, prompt: str | Sequence[i
             f"{context} with at least one new; shorten it"
         )
     return tokens
+
+
+def tokens_of(bundle: Bundle, tokenizer: Tokenizer, prompt: UserPrompt) -> list[int]:
+    """The tokens of a text, of token ids, or of a chat; errors as of `prompt_tokens`."""
+    if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
+        prompt = chat_tokens(bundle, tokenizer, cast(Sequence[Mapping[str, Any]], prompt))
+    return prompt_tokens(bundle, tokenizer, cast(str | Sequence[int], prompt))
 
 
 def chat_tokens(

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from specedge.bundle import MANIFEST, Bundle, sha256
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
@@ -16,7 +15,7 @@ from specedge.manifest import Model
 
 from ..devices import check_device
 from ..ort import OrtModel, choose_ops
-from ..prompts import chat_tokens, prompt_tokens
+from ..prompts import UserPrompt, tokens_of
 from ..tokenizing import encode, load_tokenizer
 from . import graphs, joint, loop, sampled
 from .budget import Budget
@@ -41,7 +40,6 @@ CONTROL = 0.1  # of a self-test's time
 LOOKS = (0.1, 0.3, 1.0)  # shares of a defect's time, of what is left of it
 ALPHA = FALSE_ALARM / NUM_TESTS
 
-UserPrompt = str | Sequence[Mapping[str, Any]]
 Told = Callable[[str], None]
 
 
@@ -223,11 +221,7 @@ def _prompts(bundle: Bundle, prompts: Sequence[UserPrompt]) -> list[Prompt]:
     made = []
     for i, prompt in enumerate(prompts, 1):
         try:
-            tokens = (
-                prompt_tokens(bundle, encoder, prompt)
-                if isinstance(prompt, str)
-                else chat_tokens(bundle, encoder, prompt)
-            )
+            tokens = tokens_of(bundle, encoder, prompt)
         except PromptError as error:
             raise PromptError(f"prompt {i}: {error}") from error
         made.append(Prompt(f"your prompt {i}", tuple(tokens)))

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 @click.option(
     "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Time each this often."
 )
+@click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
 @options.threads
 @options.ops
 @options.as_json
@@ -28,6 +30,8 @@ def compare(
     prompt: str,
     bundle: str | None,
     repeats: int,
+    chat: bool,
+    system: str | None,
     threads: int | None,
     ops: str,
     as_json: bool,
@@ -37,9 +41,20 @@ def compare(
     from specedge.runtime.comparison import compare as run
     from specedge.runtime.loading import load
 
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat")
     pipeline = load(bundle, threads=threads, ops=ops)
+    text = options.read_prompt(prompt)
     with options.usage_errors():
-        result = run(pipeline, options.read_prompt(prompt), repeats, **request)
+        if chat:
+            from specedge.runtime.prompts import chat_tokens
+
+            text = text.removesuffix("\n") if prompt == "-" else text
+            messages = options.messages(text, system)
+            tokens = chat_tokens(pipeline.bundle, pipeline.tokenizer, messages)
+            result = run(pipeline, tokens, repeats, **request)
+        else:
+            result = run(pipeline, text, repeats, **request)
     if as_json:
         click.echo(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
     else:

@@ -34,7 +34,7 @@ class Item:
 
     index: int
     id: str | int | None
-    prompt: str | None
+    prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
     request: dict[str, Any]
     place: str = ""  # "prompts.jsonl, line 3: " where the line itself names a drafter
@@ -116,13 +116,22 @@ def _item(
             raise ValueError("a line with messages takes no --system; put it into the messages")
         messages = plain_messages(facts["messages"])
     else:
-        if not isinstance(prompt, str):
-            raise ValueError("prompt must be text")
-        if chat:
+        if isinstance(prompt, list):
+            _check_ids_alone(prompt, chat)
+        elif not isinstance(prompt, str):
+            raise ValueError("prompt must be text or a list of token ids")
+        elif chat:
             messages, prompt = options.messages(prompt, system), None
     request = defaults | dict(_request(facts))
     Request(**request)
     return Item(index, id_, prompt, messages, request)
+
+
+def _check_ids_alone(prompt: list[Any], chat: bool) -> None:
+    if not prompt or not all(type(token) is int and token >= 0 for token in prompt):
+        raise ValueError("prompt must be text or a list of token ids")
+    if chat:
+        raise ValueError("a prompt of token ids is no message of a chat; do without --chat")
 
 
 def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -13,6 +13,7 @@ import click
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.cli import options
+from specedge.cli.progress import Lines
 from specedge.cli.terminal import lines
 from specedge.errors import BundleError
 from specedge.request import Request
@@ -159,8 +160,15 @@ def _timed(minutes: float) -> Iterator[tuple[Budget, Callable[[str], None]]]:
     off = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=off) as bar:
         task = bar.add_task("loading", total=60 * minutes)
-        clock = Clock(watch=lambda used: bar.update(task, completed=used))
-        yield (
-            Budget(60 * minutes, clock),
-            lambda check: bar.update(task, description=check),
-        )
+        lines_told, now = Lines(off=not off), ["loading"]
+
+        def watch(used: float) -> None:
+            bar.update(task, completed=used)
+            lines_told.tell(now[0], used / (60 * minutes))
+
+        def tell(check: str) -> None:
+            now[0] = check
+            bar.update(task, description=check)
+
+        clock = Clock(watch=watch)
+        yield Budget(60 * minutes, clock), tell
