@@ -37,9 +37,11 @@ def _costs(context: click.Context, option: click.Parameter, value: str | None) -
 
 @click.command()
 @click.option(
-    "--alpha", type=options.Number(0, 1), help="Predict for this acceptance rate, not in general."
+    "--alpha", type=click.FloatRange(0, 1), help="Predict for this acceptance rate, not in general."
 )
-@click.option("--draft-cost", type=options.Number(0), metavar="C", help="What a draft pass costs.")
+@click.option(
+    "--draft-cost", type=click.FloatRange(0), metavar="C", help="What a draft pass costs."
+)
 @click.option(
     "--verify-cost",
     callback=_costs,
@@ -48,7 +50,7 @@ def _costs(context: click.Context, option: click.Parameter, value: str | None) -
 )
 @click.option(
     "--host-cost",
-    type=options.Number(0),
+    type=click.FloatRange(0),
     metavar="O",
     help="What the host adds to a round.  [default: 0]",
 )
