@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
 from typing import Any
@@ -71,7 +72,9 @@ class Comparison:
         return fields | {"same_tokens": self.same_tokens}
 
 
-def compare(pipeline: Pipeline, prompt: str, repeats: int, **request: Any) -> Comparison:
+def compare(
+    pipeline: Pipeline, prompt: str | Sequence[int], repeats: int, **request: Any
+) -> Comparison:
     """Time both, warm, in alternating order, `repeats` times. Takes the options of `generate`."""
     request["seed"] = 0 if request.get("seed") is None else request["seed"]
     num_draft_tokens = request.pop("num_draft_tokens", None)

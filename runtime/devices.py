@@ -13,6 +13,8 @@ from typing import Any
 from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
 from specedge.options import whole
 
+from .memory import is_out_of_memory
+
 DEVICES = ("cpu",)
 
 
@@ -21,10 +23,22 @@ def onnxruntime() -> Any:
     try:
         return importlib.import_module("onnxruntime")
     except ImportError as error:
+        if _was_interrupted(error):
+            raise KeyboardInterrupt from error
+        how = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
+        if isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime":
+            raise MissingExtraError(f"ONNX Runtime is not installed: {how}") from error
         raise MissingExtraError(
-            "ONNX Runtime is not installed: pip install 'specedge[cpu]', "
-            "or 'specedge[gpu]' for NVIDIA GPUs"
+            f"ONNX Runtime is installed but cannot be loaded ({_first_line(error)}); install what "
+            f"is missing, or again: {how}"
         ) from error
+
+
+def _was_interrupted(error: BaseException | None) -> bool:
+    """Whether Ctrl-C is behind it: C++ that is interrupted while it loads says ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
 
 
 def open_session(path: Path, device: str, threads: int | None, share_threads: bool) -> Any:
@@ -34,6 +48,8 @@ def open_session(path: Path, device: str, threads: int | None, share_threads: bo
     would steal each other's cores; one pool for the process serves both. It lives as long as its
     process, and sessions with pools of their own cannot be made beside it; `share_threads` False is
     for hosts that need them.
+
+    Raises MemoryError where ONNX Runtime has not enough of it.
     """
     check_device(device)
     if threads is not None:
@@ -54,6 +70,10 @@ def open_session(path: Path, device: str, threads: int | None, share_threads: bo
             os.fspath(path), options, providers=["CPUExecutionProvider"], enable_fallback=False
         )
     except Exception as error:
+        if not _is_of_onnxruntime(error):
+            raise
+        if is_out_of_memory(error):
+            raise MemoryError from error
         if "per_session_threads" in str(error):
             raise DeviceError(
                 "this process already has ONNX Runtime's shared thread pool; "
@@ -73,11 +93,32 @@ def check_device(device: str) -> None:
 
 @contextmanager
 def translated_errors(what: str) -> Iterator[None]:
-    """Turn an exception of ONNX Runtime into ours."""
+    """Turn an exception of ONNX Runtime, and no other, into ours, or into a MemoryError."""
     try:
         yield
     except Exception as error:
+        if not _is_of_onnxruntime(error):
+            raise
+        if is_out_of_memory(error):
+            raise MemoryError from error
         raise SpecEdgeError(f"{what} failed in ONNX Runtime: {_first_line(error)}") from error
+
+
+def _is_of_onnxruntime(error: Exception) -> bool:
+    """Whether ONNX Runtime raised it: by its type, or, as some have built-in types, by its place.
+
+    An app's signal handler runs inside a call, too, but in a frame of its own.
+    """
+    if _is_named_so(type(error).__module__):
+        return True
+    trace = error.__traceback__
+    while trace and trace.tb_next:
+        trace = trace.tb_next
+    return trace is not None and _is_named_so(trace.tb_frame.f_globals.get("__name__", ""))
+
+
+def _is_named_so(module: str) -> bool:
+    return module.partition(".")[0] == "onnxruntime"
 
 
 _pool_threads: list[int | None] = []  # what the process's pool was made with, once it is made

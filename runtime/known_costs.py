@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
@@ -84,6 +85,11 @@ class KnownCosts:
         path = cost_files.write(self._key, table)
         self._table = table
         return path
+
+    def check_writable(self) -> None:
+        """Raise OSError where costs could not be remembered now."""
+        if self._key is not None:
+            store.check_writable(self._key.path)
 
     def learn(self, seen: Seen) -> None:
         """Replace an estimate by what a request measured; where that cannot be stored, for now."""

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 
-from tokenizers import Tokenizer
-
 from specedge import store
 from specedge.bundle import Bundle
-from specedge.errors import BundleError
 
 from .cost_files import key_of
 from .known_costs import KnownCosts
 from .ort import OrtModel
 from .pipeline import Pipeline
+from .tokenizing import load_tokenizer
 
 
 def load(
@@ -40,13 +38,4 @@ def load(
     target = OrtModel(found, found.target, device, threads, share_threads, ops)
     ops = f"{target.ops}, {draft.ops}"
     costs = KnownCosts(found, key_of(found, device, threads, share_threads, ops))
-    return Pipeline(found, tokenizer(found), target, draft, costs)
-
-
-def tokenizer(bundle: Bundle) -> Tokenizer:
-    """A bundle's tokenizer. Raises BundleError if it cannot be read."""
-    path = bundle.path(bundle.tokenizer)
-    try:
-        return Tokenizer.from_file(os.fspath(path))
-    except Exception as error:
-        raise BundleError(f"{path}: {error}; export the pair again") from error
+    return Pipeline(found, load_tokenizer(found), target, draft, costs)

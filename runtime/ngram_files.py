@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from specedge.bundle import Bundle
 from specedge.errors import DrafterError
+from specedge.store import named_errors
 
 from .ngrams import Counts, Tables
 
@@ -24,7 +25,7 @@ def write(tables: Tables, bundle: Bundle, path: Path) -> None:
     arrays = {name: getattr(tables, name) for name in _NAMES}
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with temporary.open("wb") as file:
+        with named_errors(path), temporary.open("wb") as file:
             np.savez_compressed(
                 file, format=np.array([FORMAT]), tokenizer=_tokenizer(bundle), **arrays
             )

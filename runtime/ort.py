@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import numpy as np
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError
+from specedge.graph_file import check_graph
 from specedge.manifest import CURE, OPS, Model
 
 from .devices import onnxruntime, open_session, translated_errors
 from .distribution import Floats
+from .memory import enough_memory
 
 PREFILL_LENGTH = 64
+CACHE_TYPES = ("float32",)
 
 
 class OrtModel:
@@ -34,6 +38,7 @@ class OrtModel:
     ) -> None:
         """Open one of the model's graphs; one of a fixed shape takes passes of its length alone."""
         self.ops = choose_ops(model, ops)
+        _check_cache_type(bundle, model)
         self.vocab_size = model.vocab_size
         parity = model.parity[self.ops]
         self.row_independent_lengths = parity.row_independent_lengths if device == "cpu" else ()
@@ -42,10 +47,12 @@ class OrtModel:
         self._name = model.source.id
         entry = model.graph(graph, self.ops)
         path = bundle.path(entry.file)
-        self._session = open_session(path, device, threads, share_threads)
-        _check_contract(self._session, model, path, entry.logits)
-        self._padded_vocab_size = model.padded_vocab_size
-        self._forget_all(model)
+        check_graph(bundle, entry.file)
+        with enough_memory(model):
+            self._session = open_session(path, device, threads, share_threads)
+            _check_contract(self._session, model, path, entry.logits)
+            self._padded_vocab_size = model.padded_vocab_size
+            self._forget_all(model)
         self._without_logits = onnxruntime().RunOptions()
         self._without_logits.only_execute_path_to_fetches = True
 
@@ -60,10 +67,11 @@ class OrtModel:
     def forward(self, tokens: Sequence[int]) -> Floats:
         """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]"""
         length = len(tokens)
-        if length not in self._passes:
-            self._passes[length] = self._bind(length, logits=True)
-        bound = self._passes[length]
-        self._run(bound, tokens, None)
+        with self._translated():
+            if length not in self._passes:
+                self._passes[length] = self._bind(length, logits=True)
+            bound = self._passes[length]
+            self._run(bound, tokens, None)
         assert bound.logits is not None
         return bound.logits[0, :, : self.vocab_size]
 
@@ -71,7 +79,8 @@ class OrtModel:
         """Append any number of tokens to the cache without computing logits."""
         for start in range(0, len(tokens), PREFILL_LENGTH):
             chunk = tokens[start : start + PREFILL_LENGTH]
-            self._run(self._bind(len(chunk), logits=False), chunk, self._without_logits)
+            with self._translated():
+                self._run(self._bind(len(chunk), logits=False), chunk, self._without_logits)
 
     def truncate(self, length: int) -> None:
         """Forget every cached token past `length`."""
@@ -88,11 +97,16 @@ class OrtModel:
         twin._forget_all(self._model)
         return twin
 
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn what ONNX Runtime raises in a pass, binding included, into our errors."""
+        with enough_memory(self._model), translated_errors(f"a pass of {self._name}"):
+            yield
+
     def _run(self, bound: _Pass, tokens: Sequence[int], options: Any) -> None:
         bound.input_ids[0] = tokens
         self._past_length[0] = self.length
-        with translated_errors(f"a pass of {self._name}"):
-            self._session.run_with_iobinding(bound.binding, options)
+        self._session.run_with_iobinding(bound.binding, options)
         self.length += len(tokens)
 
     def _bind(self, length: int, logits: bool) -> _Pass:
@@ -124,6 +138,16 @@ def choose_ops(model: Model, ops: str = "auto") -> str:
             f"{', '.join(model.parity)}; leave --ops out, or export the pair with --ops {ops}"
         )
     return ops
+
+
+def _check_cache_type(bundle: Bundle, model: Model) -> None:
+    """Refuse caches of a type that the format knows and this runtime cannot hold yet."""
+    if model.cache.dtype not in CACHE_TYPES:
+        raise BundleError(
+            f"{bundle.folder / MANIFEST}: the cache of {model.source.id} is {model.cache.dtype}, "
+            f"this specedge runs {' and '.join(CACHE_TYPES)}; use a specedge that runs it, or "
+            "export the pair again"
+        )
 
 
 class _Pass:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, PromptError
 
+from .tokenizing import encode
+
+UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, tokens, or a chat
 _LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
 
 
@@ -29,6 +32,13 @@ def prompt_tokens(bundle: Bundle, tokenizer: Tokenizer, prompt: str | Sequence[i
             f"{context} with at least one new; shorten it"
         )
     return tokens
+
+
+def tokens_of(bundle: Bundle, tokenizer: Tokenizer, prompt: UserPrompt) -> list[int]:
+    """The tokens of a text, of token ids, or of a chat; errors as of `prompt_tokens`."""
+    if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
+        prompt = chat_tokens(bundle, tokenizer, cast(Sequence[Mapping[str, Any]], prompt))
+    return prompt_tokens(bundle, tokenizer, cast(str | Sequence[int], prompt))
 
 
 def chat_tokens(
@@ -80,7 +90,7 @@ def _encode(
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
-    return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+    return encode(tokenizer, text, add_special_tokens)
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

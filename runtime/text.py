@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer
 
+from .tokenizing import decode
+
 _CONTEXT = 8  # tokens of the prompt that decoding sees, so that the first space is right
 
 
@@ -45,7 +47,7 @@ class Detokenizer:
         return text.removeprefix(self._prompts)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(list(tokens), skip_special_tokens=True)
+        return decode(self._tokenizer, tokens)
 
 
 class StopStrings:

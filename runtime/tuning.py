@@ -24,6 +24,7 @@ from .known_costs import Seen
 from .lookup import Lookup, agreeing
 from .past import Past
 from .pipeline import Pipeline
+from .tokenizing import encode
 
 DRAFT_TOKENS = (0, 1, 2, 4, 8, MAX_EXPORTED_DRAFT_TOKENS)
 SECONDS = 4.0  # slow models take longer
@@ -196,7 +197,7 @@ def _run(
 
 def _tokens(pipeline: Pipeline, text: str) -> list[int]:
     """A text's tokens, or any where a tokenizer knows none of it: costs do not depend on them."""
-    ids: list[int] = pipeline.tokenizer.encode(text).ids
+    ids = encode(pipeline.tokenizer, text)
     return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]
 
 

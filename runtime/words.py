@@ -11,6 +11,8 @@ from specedge.errors import OptionError
 from specedge.options import Sampling
 from specedge.request import Request
 
+from .tokenizing import encode
+
 
 def sampling_of(request: Request, bundle: Bundle, tokenizer: Tokenizer) -> Sampling:
     """How the bundle draws for a request; OptionError if that names a token it does not have."""
@@ -41,7 +43,7 @@ def _sequences(tokenizer: Tokenizer, word: str | Sequence[int]) -> Iterator[tupl
             text.encode()
         except UnicodeEncodeError as error:
             raise OptionError(f"a bad word is not valid Unicode text ({error.reason})") from error
-        tokens = tuple(tokenizer.encode(text, add_special_tokens=False).ids)
+        tokens = tuple(encode(tokenizer, text, add_special_tokens=False))
         if not tokens:
             raise OptionError(f"the tokenizer makes no token of the bad word {word!r}")
         yield tokens

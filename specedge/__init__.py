@@ -8,6 +8,11 @@ Importing this module loads neither NumPy nor ONNX Runtime: names are fetched wh
 
 from __future__ import annotations
 
+from . import starting
+
+if starting.is_command():  # before anything that takes a while
+    starting.end_quietly_on_interrupt()
+
 import importlib
 import os
 from typing import TYPE_CHECKING, Any

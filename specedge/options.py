@@ -33,7 +33,11 @@ def _check_number(name: str, value: object) -> None:
             raise TypeError
         float(value)
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"{name} must be a number, got {str(value)[:20]!r}") from error
+        raise ValueError(f"{name} must be a number, got {_quoted(value)}") from error
+
+
+def _quoted(value: object) -> str:
+    return repr(value[:20]) if isinstance(value, str) else repr(value)[:20]
 
 
 def _check_between(name: str, value: float, least: float, most: float) -> None:

@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import platformdirs
@@ -16,6 +16,8 @@ from .bundle import Bundle
 from .errors import BundleError
 
 VARIABLE = "SPECEDGE_BUNDLE"
+LONGEST_PATH = 4096  # characters
+TRIED = 2**16  # bytes, as large as what is written anywhere here
 
 
 def data_folder() -> Path:
@@ -52,9 +54,11 @@ def remember_default(folder: Path) -> None:
 def noted_default() -> Path | None:
     """The bundle exported last without `--output`, whether or not it is still there."""
     try:
-        return Path(_note().read_text("utf-8"))
+        with _note().open(encoding="utf-8") as file:
+            text = file.read(LONGEST_PATH + 1)
     except (OSError, ValueError):
         return None
+    return Path(text) if _is_path(text) else None
 
 
 def forget_default() -> None:
@@ -72,6 +76,11 @@ def find(bundle: str | os.PathLike[str] | None = None) -> Path:
         return Path(named)
     default = noted_default()
     if default is None:
+        if _note().is_file():
+            raise BundleError(
+                f"{_note()} names no folder; export a pair again, or delete it to use the "
+                "embedded pair"
+            )
         return embedded()
     if not default.exists():
         raise BundleError(
@@ -107,6 +116,10 @@ def remember_checked(path: Path, identity: list[int | str]) -> None:
         replace_text(_checked_list(), json.dumps(known))
 
 
+def _is_path(text: str) -> bool:
+    return os.path.isabs(text) and "\0" not in text and len(text) <= LONGEST_PATH
+
+
 def _note() -> Path:
     return data_folder() / "default"
 
@@ -130,14 +143,38 @@ def _identity(path: Path, sha256: str) -> list[int | str]:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; OSError where that cannot be."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
+    with named_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            temporary.write_text(text, "utf-8")
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)
+            raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError where `replace_text` could not write some text now; nothing is left of it."""
+    with named_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f"{path.name}.{os.getpid()}")
+        try:
+            temporary.write_bytes(bytes(TRIED))
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def named_errors(path: Path | str) -> Iterator[None]:
+    """Name the file in an OSError that does not, such as that of a full disk."""
     try:
-        temporary.write_text(text, "utf-8")
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise type(error)(error.errno, error.strerror, os.fspath(path)) from error
 
 
 def _slug(name: str) -> str:

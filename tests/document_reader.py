@@ -172,6 +172,14 @@ def draw(weights: np.ndarray, u: float) -> int:
     return int(above[0]) if len(above) else int(np.flatnonzero(sums == sums[-1])[0])
 
 
+def window(length: int, context: int) -> tuple[int, int]:
+    """Where a draft's cache begins, and how many tokens it may draft: the page's own lines."""
+    page = DOCUMENT.read_text("utf-8").split("**A smaller draft.**")[1]
+    names = {"L": length, "C": context}
+    exec(page.split("```")[1], {"max": max, "__builtins__": {}}, names)
+    return names["s"], names["most"]
+
+
 def generate(
     manifest: dict,
     target: Model,
@@ -183,20 +191,26 @@ def generate(
     sampling: dict,
 ) -> tuple[list[int], int]:
     """The new tokens, without regard to end tokens, and the number of rounds."""  # fmt: skip
-    tokens, used, rounds = list(prompt), 0, 0
+    tokens, used, rounds, start = list(prompt), 0, 0, 0
     count = min(count, manifest["target"]["context_length"] - len(prompt))
+    size, known = target.entry["vocab_size"], draft.entry["vocab_size"]
     target.past_length = draft.past_length = 0
     target.feed(tokens[:-1])
     while len(tokens) < len(prompt) + count:
         missing = len(prompt) + count - len(tokens)
         u = [random_number(seed, used + i) for i in range(2 * k + 1)]
         used, rounds = used + 2 * k + 1, rounds + 1
+        before, (start, most) = start, window(len(tokens), draft.entry["context_length"])
+        if start != before:
+            draft.past_length = 0
         x: list[int] = []
         d: list[np.ndarray] = []
-        for i in range(min(k, missing)):
-            logits = draft.feed([*tokens, *x][draft.past_length :])
-            d.append(distribution(logits[-1], sampling))
-            x.append(draw(d[-1], u[i]))
+        for i in range(min(k, missing, most)):
+            lacking = [*tokens, *x][start + draft.past_length :]
+            logits = draft.feed([token if token < known else 0 for token in lacking])
+            law = distribution(logits[-1], sampling)
+            x.append(draw(law, u[i]))
+            d.append(np.concatenate([law, np.zeros(size - known, np.float32)]))
         t = [distribution(row, sampling) for row in target.feed([tokens[-1], *x])]
         i = 0
         while i < len(x) and u[k + i] * float(d[i][x[i]]) < float(t[i][x[i]]):
@@ -204,5 +218,5 @@ def generate(
         rest = np.maximum(t[i] - d[i], 0) if i < len(x) else t[i]
         tokens += [*x[:i], draw(rest if rest.any() else t[i], u[2 * k])]
         target.past_length = min(target.past_length, len(tokens) - 1)
-        draft.past_length = min(draft.past_length, len(tokens) - 1)
+        draft.past_length = min(draft.past_length, max(0, len(tokens) - 1 - start))
     return tokens[len(prompt) : len(prompt) + count], rounds

@@ -140,6 +140,33 @@ def test_a_host_written_from_the_document_fills_the_context(pipeline, models):
     assert found == (one.tokens, one.stats.num_rounds)
 
 
+@pytest.mark.parametrize(("context", "k"), [(16, 4), (33, 1), (33, 7)])
+@pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95}])
+def test_a_host_written_from_the_document_runs_a_smaller_draft(
+    pipeline, models, context, k, sampling
+):
+    from specedge.runtime.ort import OrtModel
+    from specedge.runtime.pipeline import Pipeline
+
+    manifest, target, draft = models
+    smaller = {"context_length": context, "vocab_size": 700}
+    entry, draft.entry = draft.entry, draft.entry | smaller
+    whole = pipeline.bundle
+    bundle = dataclasses.replace(whole, draft=dataclasses.replace(whole.draft, **smaller))
+    bundle = bundle.at(whole.folder)
+    model = OrtModel(bundle, bundle.draft, "cpu", None, True)
+    prompt = pipeline.tokenizer.encode(PROMPT).ids
+    assert max(prompt) >= 700
+    try:
+        found = reader.generate(manifest, target, draft, prompt, 60, k, 11, {**PLAIN, **sampling})
+    finally:
+        draft.entry = entry
+    one = Pipeline(bundle, pipeline.tokenizer, pipeline.target, model).generate(
+        prompt, 60, seed=11, num_draft_tokens=k, ignore_eos=True, **sampling
+    )
+    assert found == (one.tokens, one.stats.num_rounds)
+
+
 def test_a_padded_verify_pass_fits_at_the_end_and_gives_the_same_bits(models):
     _, target, _ = models
     context = target.entry["context_length"]

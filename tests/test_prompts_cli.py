@@ -143,7 +143,10 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, text):
         (["a", "--overwrite"], "need --prompts"),
     ):
         result = run(*arguments)
-        assert (result.returncode, result.stdout) == (1, "")
+        assert result.returncode == 1
+        found = json.loads(result.stdout)["error"] if "--json" in arguments else result.stdout
+        assert (said if "--json" in arguments else "") in found
+        assert found == "" or "--json" in arguments
         assert said in result.stderr.splitlines()[-1]
         assert sorted(tmp_path.iterdir()) == before
     assert text.read_text("utf-8") == "a\n"

@@ -121,7 +121,9 @@ def test_the_numbers_are_given_up_to_what_the_runtime_drafts():
 def test_bad_input_is_one_clear_line(arguments, message):
     result = run("theory", *arguments)
     assert result.returncode == 1
-    assert result.stdout == ""
+    found = json.loads(result.stdout)["error"] if "--json" in arguments else result.stdout
+    assert (message if "--json" in arguments else "") in found.lower()
+    assert found == "" or "--json" in arguments
     lines = [line for line in result.stderr.splitlines() if line.startswith("Error: ")]
     assert len(lines) == 1
     assert message.lower() in lines[0].lower()

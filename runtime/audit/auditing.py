@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from specedge.bundle import MANIFEST, Bundle, sha256
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
 from specedge.manifest import Model
 
 from ..devices import check_device
-from ..loading import tokenizer
 from ..ort import OrtModel, choose_ops
-from ..prompts import chat_tokens, prompt_tokens
+from ..prompts import UserPrompt, tokens_of
+from ..tokenizing import encode, load_tokenizer
 from . import graphs, joint, loop, sampled
 from .budget import Budget
 from .defects import DEFECTS, Defect
@@ -41,7 +40,6 @@ CONTROL = 0.1  # of a self-test's time
 LOOKS = (0.1, 0.3, 1.0)  # shares of a defect's time, of what is left of it
 ALPHA = FALSE_ALARM / NUM_TESTS
 
-UserPrompt = str | Sequence[Mapping[str, Any]]
 Told = Callable[[str], None]
 
 
@@ -219,21 +217,17 @@ def _guarded(name: str, run: Callable[[], Finding]) -> Finding:
 
 def _prompts(bundle: Bundle, prompts: Sequence[UserPrompt]) -> list[Prompt]:
     """The user's prompts, then the built-in ones; of these as much as the context leaves room."""
-    encoder = tokenizer(bundle)
+    encoder = load_tokenizer(bundle)
     made = []
     for i, prompt in enumerate(prompts, 1):
         try:
-            tokens = (
-                prompt_tokens(bundle, encoder, prompt)
-                if isinstance(prompt, str)
-                else chat_tokens(bundle, encoder, prompt)
-            )
+            tokens = tokens_of(bundle, encoder, prompt)
         except PromptError as error:
             raise PromptError(f"prompt {i}: {error}") from error
         made.append(Prompt(f"your prompt {i}", tuple(tokens)))
     most = max(1, bundle.context_length // 2)
     for text in BUILT_IN:
-        if tokens := encoder.encode(text).ids[:most]:
+        if tokens := encode(encoder, text)[:most]:
             made.append(Prompt(repr(text if len(text) < 40 else text[:37] + "..."), tuple(tokens)))
     return made
 

@@ -1,13 +1,22 @@
-"""The command line: text to stdout, all else to stderr; exit 1 on errors, 130 on Ctrl-C."""
+"""The command line: text to stdout, all else to stderr.
+
+Exit 1 on errors, 130 on Ctrl-C, 143 on SIGTERM. Under --json an error is JSON on stdout, too.
+"""
 
 from __future__ import annotations
 
 import io
+import json
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 import click
 
+from specedge import starting
 from specedge.cli.bench import bench
 from specedge.cli.compare import compare
 from specedge.cli.export import export
@@ -15,6 +24,7 @@ from specedge.cli.generate import generate
 from specedge.cli.inspect import inspect
 from specedge.cli.library import list_, remove
 from specedge.cli.ngram import ngram
+from specedge.cli.terminal import lines, one_line
 from specedge.cli.theory import theory
 from specedge.cli.tune import tune
 from specedge.cli.verify import verify
@@ -47,26 +57,85 @@ def main() -> None:
 
 
 def _run() -> int:
+    signals = Signals()
     try:
-        code = cli.main(prog_name="specedge", standalone_mode=False)
-        sys.stdout.flush()
+        with signals.raised():
+            code = cli.main(prog_name="specedge", standalone_mode=False)
+            sys.stdout.flush()
         return code if isinstance(code, int) else 0
-    except click.ClickException as error:
-        error.show()
-        return 1
-    except (click.Abort, KeyboardInterrupt):
-        click.echo("specedge: interrupted", err=True)
-        # An interrupt that passed through source given to `exec`, as libraries do, has CPython end
-        # `python -m` by the signal though it was caught; executing any source forgets that.
-        exec("")
-        return 130
-    except SpecEdgeError as error:
-        click.echo(f"specedge: {error}", err=True)
-        return 1
-    except OSError as error:
+    except BaseException as error:
+        if signals.last is not None:  # whatever a library made of it
+            return _interrupted(signals.last)
+        return _failed(error)
+
+
+def _interrupted(number: int) -> int:
+    click.echo(f"specedge: {'interrupted' if number == signal.SIGINT else 'terminated'}", err=True)
+    # An interrupt that passed through source given to `exec`, as libraries do, has CPython end
+    # `python -m` by the signal though it was caught; executing any source forgets that.
+    exec("")
+    return 128 + number
+
+
+def _failed(error: BaseException) -> int:
+    """Say what went wrong, under --json on stdout, too; a mistake of ours stays a traceback."""
+    message = one_line(_message(error))
+    if isinstance(error, click.ClickException):
+        shown = io.StringIO()
+        error.show(shown)
+        text = shown.getvalue().replace(error.format_message(), message)
+        click.echo(lines(text), err=True, nl=False)
+    elif isinstance(error, click.Abort | KeyboardInterrupt):
+        return _interrupted(signal.SIGINT)
+    elif isinstance(error, SpecEdgeError | MemoryError | OSError):
+        if not isinstance(error, BrokenPipeError):
+            click.echo(f"specedge: {message}", err=True)
+    else:
+        raise error
+    try:
+        if asked_for_json(sys.argv[1:]) and not isinstance(error, BrokenPipeError):
+            click.echo(json.dumps({"error": message}, ensure_ascii=False))
+        sys.stdout.flush()
+    except OSError:
         # Whether the reader of our output went away, as `head` does, or the disk under it is full:
         # what is left in the buffer must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        if not isinstance(error, BrokenPipeError):
-            click.echo(f"specedge: {error}", err=True)
-        return 1
+    return 1
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, OSError) and error.filename is None and error.strerror:
+        return f"standard output: {error.strerror}"  # errors of files have names
+    return str(error) or ("not enough memory" if isinstance(error, MemoryError) else "failed")
+
+
+def asked_for_json(arguments: list[str]) -> bool:
+    """Whether --json is among the options, though they may not be valid."""
+    ends = arguments.index("--") if "--" in arguments else len(arguments)
+    return "--json" in arguments[:ends]
+
+
+class Signals:
+    """SIGINT and SIGTERM as KeyboardInterrupt while a command runs; which one came last."""
+
+    def __init__(self) -> None:
+        self.last: int | None = None
+
+    @contextmanager
+    def raised(self) -> Iterator[None]:
+        """Raise them; afterwards Ctrl-C ends the process at once."""
+        try:
+            for number in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    signal.signal(number, self._raise)
+            yield
+        finally:
+            if signal.getsignal(signal.SIGTERM) == self._raise:
+                signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            starting.end_quietly_on_interrupt()
+
+    def _raise(self, number: int, frame: FrameType | None) -> None:
+        self.last = number
+        raise KeyboardInterrupt

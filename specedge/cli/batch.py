@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from specedge.cli.prompts import Item
-from specedge.errors import SpecEdgeError
+from specedge.cli.results import opened
+from specedge.cli.terminal import counted
+from specedge.errors import DrafterError, SpecEdgeError
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline
     from specedge.runtime.stream import Generation
 
 
-def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> bool:
+def run(pipeline: Pipeline, items: list[Item], output: str, way: str) -> bool:
     """Write a line for each prompt as soon as it is done; whether all went well.
 
     A prompt that cannot be continued gets a line with its error, and the others still run.
@@ -29,21 +30,25 @@ def run(pipeline: Pipeline, items: list[Item], output: str, overwrite: bool) -> 
 
         load_template(pipeline.bundle)
     for item in items:
-        pipeline.drafters.check(item.request["drafter"])
+        try:
+            pipeline.drafters.check(item.request["drafter"])
+        except DrafterError as error:
+            raise DrafterError(f"{item.place}{error}") from error
     done = failed = num_tokens = 0
     try:
-        with _open(output, overwrite) as file, _bar(len(items), output) as advance:
+        with opened(output, way) as write, _bar(len(items), output) as advance:
             for item in items:
                 line = _line(pipeline, item)
-                file.write(json.dumps(line, ensure_ascii=False) + "\n")
-                file.flush()
+                write(json.dumps(line, ensure_ascii=False))
                 done += 1
                 failed += "error" in line
                 num_tokens += len(line.get("tokens", ()))
                 advance()
     finally:
         click.echo(
-            f"{done} of {len(items)} prompts done, {failed} failed, {num_tokens} tokens", err=True
+            f"{done} of {counted(len(items), 'prompt')} done, {failed} failed, "
+            f"{counted(num_tokens, 'token')}",
+            err=True,
         )
     return not failed
 
@@ -79,17 +84,6 @@ def _facts(made: Generation) -> dict[str, Any]:
     if made.logprobs is not None:
         facts["logprobs"] = [vars(one) for one in made.logprobs]
     return facts
-
-
-@contextlib.contextmanager
-def _open(output: str, overwrite: bool) -> Iterator[IO[str]]:
-    if output == "-":
-        yield sys.stdout
-        return
-    # What check_output saw may have changed while the models were loaded.
-    mode = "w" if overwrite or (os.path.exists(output) and not os.path.isfile(output)) else "x"
-    with open(output, mode, encoding="utf-8", newline="\n") as file:
-        yield file
 
 
 @contextlib.contextmanager

@@ -10,12 +10,15 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import options
+from specedge.cli.progress import Lines
+from specedge.cli.terminal import lines, one_line
 from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import AUTO, Request
 
 if TYPE_CHECKING:
     from specedge.runtime.bench import Measured, Prompt, Setting
     from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.prompts import UserPrompt
 
 _SETS = ("code", "prose", "extraction")
 _DRAFTERS = ("model", "lookup", "chain", AUTO)
@@ -30,9 +33,9 @@ def _lengths(
 
 
 def _range(part: str) -> Iterator[int]:
-    first, _, last = part.strip().partition("-")
+    first, dash, last = part.strip().partition("-")
     low, high = ((text.isascii() and text.isdigit() and int(text)) or 0 for text in (first, last))
-    high = high if last else low
+    high = high if dash else low
     if not 1 <= low <= high <= MAX_DRAFT_TOKENS:
         raise click.BadParameter(
             f"'{part}' is no K and no range of K from 1 to {MAX_DRAFT_TOKENS}, such as 4 or 1-8"
@@ -129,7 +132,9 @@ def bench(
     measured = _measure(pipeline, tokens, settings(names, ks), repeats, request)
     facts = _facts(pipeline, device, threads, repeats, request)
     report = _report(pipeline, tokens, measured, request, facts)
-    click.echo(bench_output.json_text(report) if as_json else bench_output.table_text(report))
+    click.echo(
+        bench_output.json_text(report) if as_json else lines(bench_output.table_text(report))
+    )
     for flag, path, write in (
         ("--csv", csv, bench_output.csv_text),
         ("--html", html, bench_page.page),
@@ -150,7 +155,7 @@ def _check_outputs(outputs: dict[str, str | None], prompts: str | None, overwrit
 
 def _read(
     sets: Sequence[str], prompts: str | None, form: str | None
-) -> list[tuple[str, str | list[dict[str, Any]]]]:
+) -> list[tuple[str, UserPrompt]]:
     """Each prompt, a text or a chat, with its set's name; a bad file is a click.UsageError."""
     import dataclasses
 
@@ -160,7 +165,7 @@ def _read(
     if form and prompts is None:
         raise click.UsageError("--format needs --prompts")
     names = sets or (() if prompts is not None else _SETS)
-    found: list[tuple[str, str | list[dict[str, Any]]]] = [
+    found: list[tuple[str, UserPrompt]] = [
         (name, text) for name in dict.fromkeys(names) for text in SETS[name]
     ]
     if prompts is not None:
@@ -170,23 +175,27 @@ def _read(
     return found
 
 
-def _prompts(
-    pipeline: Pipeline, given: Sequence[tuple[str, str | list[dict[str, Any]]]]
-) -> list[Prompt]:
+def _prompts(pipeline: Pipeline, given: Sequence[tuple[str, UserPrompt]]) -> list[Prompt]:
     """As tokens; PromptError before anything runs."""
     from specedge.runtime.bench import Prompt
-    from specedge.runtime.prompts import chat_tokens, prompt_tokens
+    from specedge.runtime.prompts import tokens_of
 
     found = []
     for name, prompt in given:
-        if isinstance(prompt, str):
-            tokens = prompt_tokens(pipeline.bundle, pipeline.tokenizer, prompt)
-            found.append(Prompt(name, prompt, tokens))
-        else:
-            tokens = chat_tokens(pipeline.bundle, pipeline.tokenizer, prompt)
-            tokens = prompt_tokens(pipeline.bundle, pipeline.tokenizer, tokens)
-            found.append(Prompt(name, "\n".join(str(m["content"]) for m in prompt), tokens))
+        tokens = tokens_of(pipeline.bundle, pipeline.tokenizer, prompt)
+        found.append(Prompt(name, _text(pipeline, prompt), tokens))
     return found
+
+
+def _text(pipeline: Pipeline, prompt: UserPrompt) -> str:
+    """A prompt as people read it."""
+    if isinstance(prompt, str):
+        return prompt
+    messages = [one for one in prompt if not isinstance(one, int)]
+    if messages:
+        return "\n".join(str(message["content"]) for message in messages)
+    tokens = [one for one in prompt if isinstance(one, int)]
+    return str(pipeline.tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def _measure(
@@ -210,10 +219,13 @@ def _measure(
         Progress(*columns, console=console, transient=True, disable=off) as bar,
     ):
         task = bar.add_task("", total=1.0)
-        return measure(
-            pipeline, prompts, some, repeats, lambda share: bar.update(task, completed=share),
-            **request,
-        )  # fmt: skip
+        told = Lines(off=not off)
+
+        def show(share: float) -> None:
+            bar.update(task, completed=share)
+            told.tell("measuring", share)
+
+        return measure(pipeline, prompts, some, repeats, show, **request)
 
 
 def _report(
@@ -274,11 +286,12 @@ def _facts(
 
 
 def _write(path: str, text: str, overwrite: bool, flag: str) -> None:
-    from specedge.store import replace_text
+    from specedge.store import named_errors, replace_text
 
     options.check_output(path, [], overwrite, flag)  # measuring took a while
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device stays one
-        Path(path).write_text(text, "utf-8")
+        with named_errors(path):
+            Path(path).write_text(text, "utf-8")
     else:
         replace_text(Path(os.path.realpath(path)), text)
-    click.echo(f"wrote {path}", err=True)
+    click.echo(one_line(f"wrote {path}"), err=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import near_ties, options
+from specedge.cli.terminal import counted, lines
 
 if TYPE_CHECKING:
     from specedge.runtime.comparison import Comparison
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 @click.option(
     "--repeats", type=click.IntRange(1), default=5, show_default=True, help="Time each this often."
 )
+@click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
+@click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
 @options.threads
 @options.ops
 @options.as_json
@@ -27,6 +30,8 @@ def compare(
     prompt: str,
     bundle: str | None,
     repeats: int,
+    chat: bool,
+    system: str | None,
     threads: int | None,
     ops: str,
     as_json: bool,
@@ -36,9 +41,20 @@ def compare(
     from specedge.runtime.comparison import compare as run
     from specedge.runtime.loading import load
 
+    if system is not None and not chat:
+        raise click.UsageError("--system needs --chat")
     pipeline = load(bundle, threads=threads, ops=ops)
+    text = options.read_prompt(prompt)
     with options.usage_errors():
-        result = run(pipeline, options.read_prompt(prompt), repeats, **request)
+        if chat:
+            from specedge.runtime.prompts import chat_tokens
+
+            text = text.removesuffix("\n") if prompt == "-" else text
+            messages = options.messages(text, system)
+            tokens = chat_tokens(pipeline.bundle, pipeline.tokenizer, messages)
+            result = run(pipeline, tokens, repeats, **request)
+        else:
+            result = run(pipeline, text, repeats, **request)
     if as_json:
         click.echo(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
     else:
@@ -59,27 +75,29 @@ def _print(result: Comparison) -> None:
         ("plain", result.plain, result.plain_seconds),
         ("speculative", result.speculative, result.speculative_seconds),
     ):
-        click.secho(f"--- {name}: {seconds:.3f} s, {len(generation.tokens)} tokens", bold=True)
+        click.secho(
+            f"--- {name}: {seconds:.3f} s, {counted(len(generation.tokens), 'token')}", bold=True
+        )
         click.echo(generation.text)
     click.secho("---", bold=True)
     for line in _figures(result):
-        click.echo(line)
+        click.echo(lines(line))
 
 
 def _figures(result: Comparison) -> list[str]:
     stats = result.speculative.stats
     low, high = result.speedup_range
-    lines = [
+    found = [
         f"speed-up             {result.speedup:.2f} (median of {result.repeats} pairs,"
         f" {low:.2f} to {high:.2f})",
     ]
     if result.predicted_speedup is not None:
         planned = result.num_draft_tokens == "auto"
         source = "by the plan's own costs" if planned else "from alpha and the costs below"
-        lines.append(f"predicted            {result.predicted_speedup:.2f} {source}")
+        found.append(f"predicted            {result.predicted_speedup:.2f} {source}")
     if stats.num_drafted:
         draft_cost = 0 if result.draft_cost is None else result.draft_cost
-        lines += [
+        found += [
             f"tokens per round     {stats.tokens_per_round:.2f} at K = {result.num_draft_tokens}",
             f"accepted / tested    {stats.accepted_over_tested:.3f} (alpha)",
             f"accepted / drafted   {stats.accepted_over_drafted:.3f}",
@@ -89,11 +107,11 @@ def _figures(result: Comparison) -> list[str]:
             f" {result.verify_cost:.3f}, host {result.host_cost:.3f};"
             f" one is {result.target_seconds * 1e3:.3f} ms",
         ]
-    lines += near_ties.lines(result.speculative, result.exact)
+    found += near_ties.lines(result.speculative, result.exact)
     if result.greedy:
-        lines.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
+        found.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
     elif lossy := result.speculative.lossy:
-        lines.append(f"lossy ({lossy}): speculative decoding follows another law than plain")
+        found.append(f"lossy ({lossy}): speculative decoding follows another law than plain")
     else:
-        lines.append("above temperature 0 both follow one law, but need not draw the same tokens")
-    return lines
+        found.append("above temperature 0 both follow one law, but need not draw the same tokens")
+    return found

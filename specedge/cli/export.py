@@ -9,7 +9,9 @@ from typing import Any
 import click
 
 from specedge.bundle import Bundle
+from specedge.cli import options
 from specedge.cli.inspect import licence
+from specedge.cli.terminal import lines, one_line
 from specedge.manifest import OPS, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 
@@ -42,7 +44,7 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 )
 @click.option(
     "--tolerance",
-    type=click.FloatRange(0, min_open=True),
+    type=options.Number(0, min_open=True),
     help="Allow float32 errors up to this share of the largest value, whatever PyTorch's are.",
 )
 @click.option("--draft-revision", help="Branch, tag or commit of the draft on the hub.")
@@ -81,10 +83,10 @@ def export(
             progress=progress,
         )
     for note in progress.notes:
-        click.echo(f"note: {note}", err=True)
+        click.echo(one_line(f"note: {note}"), err=True)
     for role, model in bundle.models.items():
-        click.echo(_summary(bundle, role, model), err=True)
-        click.echo(f"{role}: licence {licence(bundle, role, model)}", err=True)
+        click.echo(lines(_summary(bundle, role, model)), err=True)
+        click.echo(one_line(f"{role}: licence {licence(bundle, role, model)}"), err=True)
     click.echo(_times(progress.seconds), err=True)
     click.echo(bundle.folder)
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import near_ties, options, replaying, trace
+from specedge.cli.terminal import counted, lines, one_line
+from specedge.errors import SpecEdgeError
 from specedge.request import AUTO
 
 if TYPE_CHECKING:
@@ -29,6 +31,7 @@ if TYPE_CHECKING:
 @options.form
 @click.option("--output", metavar="FILE", help="With --prompts, write there. [default: stdout]")
 @click.option("--overwrite", is_flag=True, help="With --prompts, replace the output file.")
+@click.option("--resume", is_flag=True, help="With --output, keep what it has and do the rest.")
 @options.threads
 @options.ops
 @options.as_json
@@ -44,6 +47,7 @@ def generate(
     form: str | None,
     output: str | None,
     overwrite: bool,
+    resume: bool,
     threads: int | None,
     ops: str,
     as_json: bool,
@@ -54,13 +58,15 @@ def generate(
         raise click.UsageError("give either a PROMPT or --prompts FILE")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
-    if prompts is None and (form or output or overwrite):
-        raise click.UsageError("--format, --output and --overwrite need --prompts")
+    if prompts is None and (form is not None or output is not None or overwrite or resume):
+        raise click.UsageError("--format, --output, --overwrite and --resume need --prompts")
     models = {"bundle": bundle, "threads": threads, "ops": ops}
     if prompts is not None:
         if traced or as_json or explain or replay is not None:
             raise click.UsageError("--trace, --json, --explain and --replay are for one PROMPT")
-        _many(prompts, form, chat, system, output or "-", overwrite, models, request)
+        output = "-" if output is None else output
+        way = _way(output, overwrite, resume)
+        _many(prompts, form, chat, system, output, way, models, request)
     elif prompt is not None:
         if request["logprobs"] is not None and not as_json:
             raise click.UsageError("--logprobs needs --json or --prompts")
@@ -69,24 +75,35 @@ def generate(
         _one(prompt, chat, system, traced, explain, as_json, models, request)
 
 
+def _way(output: str, overwrite: bool, resume: bool) -> str:
+    from specedge.cli.results import NEW, OVERWRITE, RESUME
+
+    if resume and (overwrite or output == "-"):
+        raise click.UsageError("--resume needs --output, and goes on where --overwrite begins anew")
+    return RESUME if resume else OVERWRITE if overwrite else NEW
+
+
 def _many(
     prompts: str,
     form: str | None,
     chat: bool,
     system: str | None,
     output: str,
-    overwrite: bool,
+    way: str,
     models: dict[str, Any],
     request: dict[str, Any],
 ) -> None:
     from specedge.cli import batch
     from specedge.cli.prompts import read
+    from specedge.cli.results import NEW, RESUME, remaining
     from specedge.runtime.loading import load
 
     if output != "-":
-        options.check_output(output, [prompts], overwrite)
+        options.check_output(output, [prompts], overwrite=way != NEW)
     items = read(prompts, form, chat, system, request)
-    if not batch.run(load(**models), items, output, overwrite):
+    if way == RESUME:
+        items = remaining(items, output, seeded=request["seed"] is not None)
+    if not batch.run(load(**models), items, output, way):
         raise click.exceptions.Exit(1)
 
 
@@ -114,7 +131,7 @@ def _one(
         _print(stream, traced, as_json)
     finally:
         _note_costs(pipeline, stream, explain)
-        click.echo(_summary(stream.generation, request), err=True)
+        click.echo(one_line(_summary(stream.generation, request)), err=True)
 
 
 def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
@@ -122,9 +139,9 @@ def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
     from specedge.runtime.explaining import explain as explained
 
     if pipeline.costs.note:
-        click.echo(f"note: {pipeline.costs.note}", err=True)
+        click.echo(one_line(f"note: {pipeline.costs.note}"), err=True)
     for line in explained(stream.plan, stream.generation.rounds) if explain else ():
-        click.echo(line, err=True)
+        click.echo(lines(line), err=True)
 
 
 def _print(stream: Stream, traced: bool, as_json: bool) -> None:
@@ -134,14 +151,19 @@ def _print(stream: Stream, traced: bool, as_json: bool) -> None:
         started = stream.generation
         legend = trace.legend(started.num_draft_tokens, colours)
         click.echo(legend + (f"; lossy ({started.lossy})" if started.lossy else ""), err=True)
+    failed = False
     try:
         for piece in stream.traced():
             if traced and not as_json:
                 click.echo(trace.marked(piece, colours), nl=False, color=colours)
             elif not as_json:
                 click.echo("".join(span.text for span in piece), nl=False)
+    except SpecEdgeError:
+        failed = True  # under --json the error is the one object on stdout
+        raise
     finally:
-        click.echo(_as_json(stream.generation, traced) if as_json else "")
+        if not (failed and as_json):
+            click.echo(_as_json(stream.generation, traced) if as_json else "")
 
 
 def _as_json(generation: Generation, traced: bool) -> str:
@@ -162,7 +184,7 @@ def _summary(generation: Generation, request: dict[str, Any]) -> str:
     stats = generation.stats
     seconds = stats.decode_seconds + stats.prefill_seconds
     parts = [
-        f"{stats.num_new_tokens} tokens in {seconds:.2f} s ({generation.finish_reason})",
+        f"{counted(stats.num_new_tokens, 'token')} in {seconds:.2f} s ({generation.finish_reason})",
         f"K = {generation.num_draft_tokens}",
     ]
     if generation.drafter not in ("model", AUTO):

@@ -6,6 +6,7 @@ import click
 
 from specedge.bundle import Bundle
 from specedge.cli import options
+from specedge.cli.terminal import one_line
 from specedge.manifest import Model, Parity
 from specedge.options import Filters
 
@@ -21,7 +22,9 @@ def inspect(bundle: str | None, check: bool, as_json: bool) -> None:
     found = Bundle.read(store.find(bundle))
     if check:
         _check(found)
-    click.echo(found.to_json() if as_json else "\n".join(_lines(found)), nl=not as_json)
+    click.echo(
+        found.to_json() if as_json else "\n".join(map(one_line, _lines(found))), nl=not as_json
+    )
 
 
 def _check(bundle: Bundle) -> None:

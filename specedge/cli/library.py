@@ -12,6 +12,7 @@ import click
 
 from specedge.bundle import Bundle
 from specedge.cli import options
+from specedge.cli.terminal import one_line
 from specedge.errors import BundleError
 from specedge.library import Entry
 
@@ -23,7 +24,7 @@ def list_(as_json: bool) -> None:
     from specedge import library, store
 
     for path in library.remove_leftovers():
-        click.echo(f"removed what an unfinished export left: {path}", err=True)
+        click.echo(one_line(f"removed what an unfinished export left: {path}"), err=True)
     found = library.entries()
     if as_json:
         click.echo(json.dumps([_as_json(entry) for entry in found], ensure_ascii=False, indent=1))
@@ -31,9 +32,10 @@ def list_(as_json: bool) -> None:
         _print(found)
     if not any(entry.is_default for entry in found):
         try:
-            click.echo(f"used when none is named: {Bundle.read(store.find()).folder}", err=True)
+            folder = Bundle.read(store.find()).folder
+            click.echo(one_line(f"used when none is named: {folder}"), err=True)
         except BundleError as error:
-            click.echo(f"specedge: the one used when none is named: {error}", err=True)
+            click.echo(one_line(f"specedge: the one used when none is named: {error}"), err=True)
 
 
 @click.command()
@@ -55,7 +57,7 @@ def _confirmed(folders: list[Path]) -> bool:
     if sys.stdin is None or not sys.stdin.isatty():
         raise click.UsageError("there is no terminal to ask on; give --yes to remove")
     for folder in folders:
-        click.echo(folder, err=True)
+        click.echo(one_line(str(folder)), err=True)
     what = "this bundle" if len(folders) == 1 else f"these {len(folders)} bundles"
     return click.confirm(f"Remove {what}?", err=True)
 
@@ -65,11 +67,11 @@ def _remove(folder: Path) -> None:
 
     before = store.noted_default()
     library.remove(folder)
-    click.echo(f"removed {folder}", err=True)
+    click.echo(one_line(f"removed {folder}"), err=True)
     if before != store.noted_default():
         used = store.find()
         name = "the embedded pair" if used == store.embedded() else str(used)
-        click.echo(f"it was the default; now {name} is used when none is named", err=True)
+        click.echo(one_line(f"it was the default; now {name} is used when none is named"), err=True)
 
 
 def _print(found: list[Entry]) -> None:
@@ -79,7 +81,7 @@ def _print(found: list[Entry]) -> None:
     widths = [max(map(len, column)) for column in zip(*shown, strict=True)]
     for row in rows:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        click.echo("  ".join([*cells[: len(row) - 1], row[-1]]).rstrip())
+        click.echo(one_line("  ".join([*cells[: len(row) - 1], row[-1]]).rstrip()))
 
 
 def _row(entry: Entry) -> tuple[str, ...]:

@@ -8,13 +8,23 @@ if TYPE_CHECKING:
     from specedge.runtime.stream import Generation
 
 _SHOWN = 9
+_WORTH_TELLING = 0.1  # seconds
 
 
 def lines(generation: Generation, exact: bool) -> list[str]:
-    """A line if there was any, and with `exact` what deciding them cost."""
+    """A line if there was any, with `exact` what deciding them cost, and what measuring did."""
     ties, stats = generation.near_ties, generation.stats
-    if not ties:
-        return []
+    told = []
+    if stats.noise_seconds >= _WORTH_TELLING:
+        told.append(
+            f"{stats.noise_seconds:.2f} s before it to measure this device's noise for K ="
+            f" {generation.num_draft_tokens}, once a process"
+        )
+    return told + (_ties(generation, exact) if ties else [])
+
+
+def _ties(generation: Generation, exact: bool) -> list[str]:
+    ties, stats = generation.near_ties, generation.stats
     places = ", ".join(str(tie.position) for tie in ties[:_SHOWN])
     line = (
         f"{len(ties)} near-tie{'' if len(ties) == 1 else 's'} within the device's noise of"

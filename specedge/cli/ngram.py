@@ -36,11 +36,11 @@ def build(
     from specedge import store
     from specedge.bundle import Bundle
     from specedge.runtime import ngram_files, ngrams
-    from specedge.runtime.loading import tokenizer
+    from specedge.runtime.tokenizing import encode, load_tokenizer
 
     found = Bundle.read(store.find(bundle))
-    encode = tokenizer(found).encode
-    tokens = (encode(text, add_special_tokens=False).ids for text in read.values())
+    tokenizer = load_tokenizer(found)
+    tokens = (encode(tokenizer, text, add_special_tokens=False) for text in read.values())
     with options.usage_errors():
         tables = ngrams.count(tokens, found.target.vocab_size, order)
     ngram_files.write(tables, found, Path(output))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar
 
 import click
 
@@ -16,6 +17,9 @@ from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import AUTO, DRAFTERS, MAX_MATCH, NGRAM
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+MAX_PROMPT = 64 * 2**20  # bytes of standard input as one prompt
+MAX_TEXT = 2**30  # bytes of a file of prompts, or of a text to count
 
 bundle = click.option(
     "--bundle",
@@ -45,6 +49,18 @@ logprobs = click.option(
     "--logprobs", type=click.IntRange(0), metavar="N",
     help="With --json or --prompts, give the tokens' log-probabilities and the N likeliest.",
 )  # fmt: skip
+
+
+class Number(click.FloatRange):
+    """As click's, which takes nan for a number within any range."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        number = float(super().convert(value, param, ctx))
+        if math.isnan(number):
+            self.fail(f"{value!r} is not a number", param, ctx)
+        return number
 
 
 def _biases(
@@ -78,34 +94,34 @@ class NumDraftTokens(click.ParamType):  # type: ignore[type-arg]
 
 _LAW = (
     click.option(
-        "--temperature", type=click.FloatRange(0), default=0.0, show_default=True,
+        "--temperature", type=Number(0), default=0.0, show_default=True,
         help="Divide the logits by this; 0 takes the likeliest token.",
     ),
     click.option(
         "--top-k", type=click.IntRange(0), default=0, help="Draw from the k likeliest tokens only."
     ),
     click.option(
-        "--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0,
+        "--top-p", type=Number(0, 1, min_open=True), default=1.0,
         help="Draw from the fewest likeliest tokens whose probability reaches p.",
     ),
     click.option(
-        "--min-p", type=click.FloatRange(0, 1), default=0.0,
+        "--min-p", type=Number(0, 1), default=0.0,
         help="Drop tokens less likely than this share of the likeliest.",
     ),
     click.option(
-        "--typical-p", type=click.FloatRange(0, 1, min_open=True), default=1.0,
+        "--typical-p", type=Number(0, 1, min_open=True), default=1.0,
         help="Draw from the tokens of the most expected surprise whose probability reaches this.",
     ),
     click.option(
-        "--repetition-penalty", type=click.FloatRange(0, min_open=True), default=1.0,
+        "--repetition-penalty", type=Number(0, min_open=True), default=1.0,
         help="Make tokens of the prompt and the output less likely, by division.",
     ),
     click.option(
-        "--presence-penalty", type=click.FloatRange(-2, 2), default=0.0,
+        "--presence-penalty", type=Number(-2, 2), default=0.0,
         help="Take this from the logits of tokens that are in the output.",
     ),
     click.option(
-        "--frequency-penalty", type=click.FloatRange(-2, 2), default=0.0,
+        "--frequency-penalty", type=Number(-2, 2), default=0.0,
         help="Take this from a token's logit for each time it is in the output.",
     ),
     click.option(
@@ -128,7 +144,7 @@ _REQUEST = (
         help="Let no end token come before so many tokens.",
     ),
     click.option(
-        "--lenience", type=click.FloatRange(0, 1, min_open=True), default=1.0,
+        "--lenience", type=Number(0, 1, min_open=True), default=1.0,
         help="Below 1, accept more draft tokens, and give up the target's law: lossy.",
     ),
     click.option("--seed", type=int, help="Repeat an earlier run. [default: a fresh seed]"),
@@ -175,30 +191,47 @@ def read_prompt(prompt: str) -> str:
     """The prompt itself, or standard input for `-`."""
     if prompt != "-":
         return prompt
-    if sys.stdin is None:
-        raise click.UsageError("standard input is closed; give the prompt itself")
-    try:
-        return sys.stdin.buffer.read().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
+    return _standard_input(MAX_PROMPT)
 
 
 def read_text(name: str) -> str:
     """A file's text, or standard input's for `-`."""
     if name == "-":
-        return read_prompt(name)
+        return _standard_input(MAX_TEXT)
     try:
-        return Path(name).read_bytes().decode("utf-8-sig")
+        with Path(name).open("rb") as file:
+            return _limited(file, name, MAX_TEXT).decode("utf-8-sig")
     except (OSError, ValueError) as error:
         if isinstance(error, UnicodeDecodeError):
             raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
         raise click.UsageError(f"{name}: {getattr(error, 'strerror', error)}") from error
 
 
+def _standard_input(most: int) -> str:
+    if sys.stdin is None:
+        raise click.UsageError("standard input is closed; give the prompt itself")
+    try:
+        return _limited(sys.stdin.buffer, "standard input", most).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
+
+
+def _limited(file: IO[bytes], name: str, most: int) -> bytes:
+    """All bytes of a file, read in pieces; one that has too many, or no end, is refused."""
+    found = bytearray()
+    while piece := file.read(2**20):
+        found += piece
+        if len(found) > most:
+            raise click.UsageError(f"{name} has more than {most // 2**20} MiB, the limit")
+    return bytes(found)
+
+
 def check_output(
     output: str, inputs: Sequence[str], overwrite: bool, flag: str = "--output"
 ) -> None:
     """Refuse, before any work, an output file that cannot be or must not be written."""
+    if not output:
+        raise click.UsageError(f"{flag} has no name; name a file")
     if os.path.isdir(output):
         raise click.UsageError(f"{output} is a folder; name a file for {flag}")
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):

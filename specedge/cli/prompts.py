@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from specedge.cli import options
+from specedge.cli.terminal import one_line
 from specedge.errors import PromptError
 from specedge.request import Request
 from specedge.strict_json import JsonError, parse
@@ -33,9 +34,10 @@ class Item:
 
     index: int
     id: str | int | None
-    prompt: str | None
+    prompt: str | list[int] | None
     messages: list[dict[str, Any]] | None
     request: dict[str, Any]
+    place: str = ""  # "prompts.jsonl, line 3: " where the line itself names a drafter
 
 
 def read(
@@ -62,7 +64,9 @@ def read(
         defaults = request | {"seed": own if own < 2**64 else own - 2**64}
         try:
             facts = _facts(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
-            items.append(_item(index, facts, defaults, chat, system))
+            item = _item(index, facts, defaults, chat, system)
+            place = f"{name}, line {number}: " if "drafter" in facts else ""
+            items.append(dataclasses.replace(item, place=place))
         except (ValueError, PromptError) as error:
             raise click.UsageError(f"{name}, line {number}: {error}") from error
     _check_ids(name, items, [number for number, _ in lines])
@@ -88,7 +92,8 @@ def _facts(line: str) -> dict[str, Any]:
         raise ValueError("a line must be a JSON object")
     known = ["id", "prompt", "messages", *_OPTIONS]
     if unknown := [key for key in facts if key not in known]:
-        raise ValueError(f"key '{unknown[0]}' is unknown; known are {', '.join(known)}")
+        shown = one_line(unknown[0], 100)
+        raise ValueError(f"key '{shown}' is unknown; known are {', '.join(known)}")
     if ("prompt" in facts) == ("messages" in facts):
         raise ValueError("a line must have either 'prompt' or 'messages'")
     try:
@@ -111,13 +116,22 @@ def _item(
             raise ValueError("a line with messages takes no --system; put it into the messages")
         messages = plain_messages(facts["messages"])
     else:
-        if not isinstance(prompt, str):
-            raise ValueError("prompt must be text")
-        if chat:
+        if isinstance(prompt, list):
+            _check_ids_alone(prompt, chat)
+        elif not isinstance(prompt, str):
+            raise ValueError("prompt must be text or a list of token ids")
+        elif chat:
             messages, prompt = options.messages(prompt, system), None
     request = defaults | dict(_request(facts))
     Request(**request)
     return Item(index, id_, prompt, messages, request)
+
+
+def _check_ids_alone(prompt: list[Any], chat: bool) -> None:
+    if not prompt or not all(type(token) is int and token >= 0 for token in prompt):
+        raise ValueError("prompt must be text or a list of token ids")
+    if chat:
+        raise ValueError("a prompt of token ids is no message of a chat; do without --chat")
 
 
 def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -31,6 +31,7 @@ def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json
     from specedge.runtime.loading import load
 
     pipeline = load(bundle, device=device, threads=threads, ops=ops)
+    pipeline.costs.check_writable()  # before measuring, which takes a while
     tuned = _measure(pipeline, tuning.measure)
     table = tuned.costs
     path = pipeline.costs.remember(table)

@@ -13,6 +13,8 @@ import click
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.cli import options
+from specedge.cli.progress import Lines
+from specedge.cli.terminal import lines
 from specedge.errors import BundleError
 from specedge.request import Request
 
@@ -27,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--device", default="cpu", show_default=True, help="Run the models there.")
 @click.option(
     "--minutes",
-    type=click.FloatRange(0, 24 * 60, min_open=True),
+    type=options.Number(0, 24 * 60, min_open=True),
     help="Take about so long: more time finds smaller deviations. [default: 2; with --self-test"
     " at most 5]",
 )
@@ -65,7 +67,7 @@ def verify(
         _test_self(Bundle.read(folder), machinery, minutes or 5.0, as_json)
         return
     report = _audit(folder, machinery, minutes or 2.0, given)
-    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else report.text())
+    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else lines(report.text()))
     if report.result != "PASSED":
         raise click.exceptions.Exit(1)
 
@@ -158,8 +160,15 @@ def _timed(minutes: float) -> Iterator[tuple[Budget, Callable[[str], None]]]:
     off = not console.is_terminal
     with Progress(*columns, console=console, transient=True, disable=off) as bar:
         task = bar.add_task("loading", total=60 * minutes)
-        clock = Clock(watch=lambda used: bar.update(task, completed=used))
-        yield (
-            Budget(60 * minutes, clock),
-            lambda check: bar.update(task, description=check),
-        )
+        lines_told, now = Lines(off=not off), ["loading"]
+
+        def watch(used: float) -> None:
+            bar.update(task, completed=used)
+            lines_told.tell(now[0], used / (60 * minutes))
+
+        def tell(check: str) -> None:
+            now[0] = check
+            bar.update(task, description=check)
+
+        clock = Clock(watch=watch)
+        yield Budget(60 * minutes, clock), tell

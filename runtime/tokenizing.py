@@ -1,0 +1,100 @@
+"""The bundle's tokenizer: loaded and tried, and its panics turned into our errors."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from tokenizers import Tokenizer
+
+from specedge.bundle import Bundle
+from specedge.errors import BundleError
+
+_TRIAL = "A trial: def f(x):\n    return 'é'  # 1 + 2\n"
+
+
+def load_tokenizer(bundle: Bundle) -> Tokenizer:
+    """A bundle's tokenizer, which cuts and pads nothing. Raises BundleError if it does not work.
+
+    Truncation and padding in its file are for training: they would cut a prompt silently.
+    """
+    path = bundle.path(bundle.tokenizer)
+    try:
+        with _quiet_panics(), translated_panics():
+            tokenizer = Tokenizer.from_file(os.fspath(path))
+            tokenizer.no_truncation()
+            tokenizer.no_padding()
+            for special in (True, False):
+                _try(tokenizer, special)
+    except Exception as error:
+        raise BundleError(f"{path}: {error}; export the pair again") from error
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    """The tokens of a text; BundleError where the tokenizer panics."""
+    with translated_panics():
+        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+
+
+def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:
+    """The text of tokens, without special ones; BundleError where the tokenizer panics."""
+    with translated_panics():
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=True))
+
+
+def _try(tokenizer: Tokenizer, special: bool) -> None:
+    """Let a tokenizer panic now; one that lacks some of these characters says so when asked."""
+    try:
+        decode(tokenizer, encode(tokenizer, _TRIAL, special))
+    except BundleError:
+        raise
+    except Exception:
+        return
+
+
+@contextmanager
+def translated_panics() -> Iterator[None]:
+    """Turn a panic of Rust, which is no Exception and of a type without a module, into ours."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        lines = str(error).strip().splitlines() or ["panic"]
+        raise BundleError(f"the tokenizer fails: {lines[0][:300]}") from error
+
+
+_stderr_lock = threading.Lock()
+
+
+@contextmanager
+def _quiet_panics() -> Iterator[None]:
+    """Keep back what is written to stderr, where Rust reports a panic before it is raised.
+
+    Without a panic it is written after all, as it may be of another thread.
+    """
+    with _stderr_lock, tempfile.TemporaryFile() as kept:
+        try:
+            stderr = os.dup(2)
+        except OSError:  # closed by whoever started us
+            yield
+            return
+        if sys.stderr is not None:
+            sys.stderr.flush()
+        os.dup2(kept.fileno(), 2)
+        try:
+            yield
+        except BundleError:
+            kept.truncate(0)
+            raise
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            kept.seek(0)
+            if late := kept.read():
+                os.write(2, late)

@@ -1,0 +1,142 @@
+"""Work that a full disk or a signal cuts short is not lost, and none is begun in vain."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+COMMAND = [sys.executable, "-m", "specedge"]
+PROMPTS = '{"prompt": "import"}\n{"prompt": "def", "id": "b"}\n{"prompt": "class"}\n'
+OPTIONS = ["-n", "4", "--temperature", "0.8", "--seed", "5", "-k", "2"]
+
+
+def run(*arguments, **options):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
+    )
+
+
+@pytest.fixture
+def finished(jsonl, tmp_path):
+    """A file of prompts, and its whole output."""
+    jsonl.write_text(PROMPTS, "utf-8")
+    output = tmp_path / "results.jsonl"
+    assert run("generate", "--prompts", jsonl, "--output", output, *OPTIONS).returncode == 0
+    return jsonl, output
+
+
+def test_resume_does_what_is_missing_and_no_more(finished):
+    prompts, output = finished
+    whole = output.read_bytes()
+    lines = whole.splitlines(keepends=True)
+    for cut in (b"", lines[0], lines[0] + lines[1][:20], lines[0] + lines[1], whole):
+        output.write_bytes(cut)
+        result = run("generate", "--prompts", prompts, "--output", output, "--resume", *OPTIONS)
+        assert result.returncode == 0, result.stderr
+        assert output.read_bytes() == whole
+        left = 3 - cut.decode().count("\n")
+        assert f"{left} of {left} prompt" in result.stderr
+    output.unlink()
+    run("generate", "--prompts", prompts, "--output", output, "--resume", *OPTIONS)
+    assert output.read_bytes() == whole
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"index": 0, "seed": 6}, "prompt 0 has another seed"),
+        ({"index": 1, "id": "c", "seed": 6}, "prompt 1 has another id"),
+        ({"index": 3}, "it is no result of one of these prompts"),
+        ([], "it is no result of one of these prompts"),
+    ],
+)
+def test_resume_refuses_the_output_of_another_run(finished, line, said):
+    prompts, output = finished
+    output.write_text(json.dumps(line) + "\n", "utf-8")
+    before = output.read_bytes()
+    result = run("generate", "--prompts", prompts, "--output", output, "--resume", *OPTIONS)
+    assert result.returncode == 1
+    assert f"results.jsonl, line 1: {said}" in result.stderr
+    assert output.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["x", "--resume"], ["--prompts", "f", "--resume"],
+     ["--prompts", "f", "--output", "o", "--overwrite", "--resume"]],
+)  # fmt: skip
+def test_resume_needs_an_output_and_no_overwriting(arguments):
+    result = run("generate", *arguments)
+    assert result.returncode == 1
+    assert "--resume" in result.stderr
+
+
+def test_a_full_disk_leaves_whole_lines_and_is_named(tmp_path):
+    pytest.importorskip("resource")
+    output = tmp_path / "results.jsonl"
+    code = f"""if True:
+        import resource, signal
+        from specedge.cli.results import NEW, opened
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+        try:
+            with opened({str(output)!r}, NEW) as write:
+                for _ in range(9):
+                    write("x" * 299)
+        except OSError as error:
+            print(error.filename)"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.strip() == str(output), result.stderr
+    assert output.read_bytes() == (b"x" * 299 + b"\n") * 3
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_is_told_with_the_files_name(jsonl):
+    jsonl.write_text(PROMPTS, "utf-8")
+    result = run("generate", "--prompts", jsonl, "--output", "/dev/full", "-n", 2)
+    assert result.returncode == 1
+    assert "/dev/full" in result.stderr.splitlines()[-1]
+    with open("/dev/full", "w") as full:
+        result = subprocess.run(
+            [*COMMAND, "inspect"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert result.stderr == "specedge: standard output: No space left on device\n"
+
+
+def test_tune_says_before_it_measures_that_it_cannot_write(pipeline, monkeypatch):
+    from click.testing import CliRunner
+
+    from specedge import store
+    from specedge.cli.tune import tune
+    from specedge.runtime import tuning
+
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    monkeypatch.setattr(store, "check_writable", full)
+    monkeypatch.setattr(tuning, "measure", lambda *_: pytest.fail("it measured"))
+    result = CliRunner().invoke(tune, [])
+    assert isinstance(result.exception, OSError)
+    assert str(store.costs_folder()) in str(result.exception)
+
+
+def test_what_cannot_be_written_is_found_and_nothing_stays(tmp_path):
+    from specedge import store
+
+    store.check_writable(tmp_path / "folder" / "file.json")
+    assert list((tmp_path / "folder").iterdir()) == []
+    (tmp_path / "file").write_text("", "utf-8")
+    with pytest.raises(OSError, match="file") as caught:
+        store.check_writable(tmp_path / "file" / "file.json")
+    assert caught.value.filename
+
+
+def test_time_spent_on_noise_is_told_in_the_summary():
+    result = run("generate", "x" * 30, "-n", 3, "-k", 64)
+    assert "s before it to measure this device's noise for K = 64, once a process" in result.stderr
+    assert "noise for K" not in run("generate", "x", "-n", 3).stderr

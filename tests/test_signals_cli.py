@@ -1,0 +1,182 @@
+"""Ctrl-C and SIGTERM at any moment of a command, and errors under --json."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+
+COMMAND = [sys.executable, "-m", "specedge"]
+HOOK = """
+import os, signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # nohup and & ignore it
+def hook(event, arguments, sent=[]):
+    if event == "import" and arguments[0] == os.environ["INTERRUPTED_IMPORT"] and not sent:
+        sent.append(1)
+        os.kill(os.getpid(), getattr(signal, os.environ.get("SENT", "SIGINT")))
+if "INTERRUPTED_IMPORT" in os.environ:
+    sys.addaudithook(hook)
+"""
+
+
+@pytest.fixture
+def interrupted(tmp_path):
+    """Run a command that gets a signal when it imports a module for the first time."""
+    (tmp_path / "sitecustomize.py").write_text(HOOK, "utf-8")
+
+    def run(module, *arguments, sent="SIGINT", command=COMMAND):
+        paths = os.pathsep.join([str(tmp_path), *sys.path])
+        return subprocess.run(
+            [*command, *arguments],
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": paths, "INTERRUPTED_IMPORT": module, "SENT": sent},
+            timeout=120,
+        )
+
+    return run
+
+
+@posix
+@pytest.mark.parametrize(
+    "module",
+    [
+        *("specedge.errors", "specedge.version", "specedge.cli", "click", "specedge.cli.bench"),
+        *("specedge.runtime.loading", "numpy", "numpy._core", "tokenizers"),
+        *("onnxruntime.capi", "onnxruntime.capi.onnxruntime_pybind11_state", "specedge.store"),
+    ],
+)
+def test_ctrl_c_at_any_moment_of_the_start_exits_130_quietly(interrupted, module):
+    result = interrupted(module, "generate", "x", "-n", "3")
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr.strip() == "specedge: interrupted"
+
+
+@posix
+def test_ctrl_c_at_the_start_of_the_installed_script_exits_130_quietly(interrupted, tmp_path):
+    script = tmp_path / "specedge"
+    script.write_text("import sys\nfrom specedge.cli import main\nsys.exit(main())\n", "utf-8")
+    result = interrupted("specedge.errors", "--help", command=[sys.executable, str(script)])
+    assert (result.returncode, result.stdout) == (130, "")
+    assert result.stderr.strip() == "specedge: interrupted"
+
+
+@posix
+def test_an_app_that_imports_specedge_keeps_its_handlers():
+    code = "import signal; before = signal.getsignal(2); import specedge, specedge.cli\n"
+    code += "assert signal.getsignal(2) is before"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def broken(how):
+    """What a command says whose onnxruntime fails like this."""
+    code = f"""if True:
+        import importlib, sys
+        sys.modules["onnxruntime"] = None
+        real = importlib.import_module
+        def failing(name, *rest):
+            if name == "onnxruntime":
+                {how}
+            return real(name, *rest)
+        importlib.import_module = failing
+        import specedge
+        specedge.load()"""
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stderr
+
+
+def test_the_reason_why_onnxruntime_cannot_be_loaded_is_told():
+    missing = "libcudart.so.13: cannot open shared object file: No such file or directory"
+    said = broken(f"raise ImportError({missing!r})").strip().splitlines()[-1]
+    assert missing in said
+    assert "not installed" not in said
+    inner = broken(
+        "raise ModuleNotFoundError(\"No module named 'coloredlogs'\", name='coloredlogs')"
+    )
+    assert "No module named 'coloredlogs'" in inner.strip().splitlines()[-1]
+
+
+def test_an_interrupt_that_onnxruntime_made_an_import_error_of_stays_an_interrupt():
+    said = broken("raise ImportError('initialization failed') from KeyboardInterrupt()")
+    assert said.strip().splitlines()[-1] == "KeyboardInterrupt"
+
+
+def started(*arguments):
+    """A command that takes signals, however this process was started."""
+    return subprocess.Popen(
+        [*COMMAND, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@posix
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_prints_what_there_is_and_the_summary(number, code):
+    process = started("generate", "x", "-n", "900", "--ignore-eos", "-k", "0")
+    first = process.stdout.read(1)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert (first + out).endswith("\n")
+    summary, last = err.split("\n\n")[0].strip(), err.splitlines()[-1]
+    assert "tokens in" in summary
+    assert last == f"specedge: {'interrupted' if code == 130 else 'terminated'}"
+
+
+SLOW = """
+import os, signal, specedge.runtime.ort as ort
+real, passes = ort.OrtModel._run, []
+def run(self, *arguments):
+    passes.append(1)
+    if len(passes) == 9:
+        os.kill(os.getpid(), signal.SIGTERM)
+    return real(self, *arguments)
+ort.OrtModel._run = run
+import sys
+from specedge.cli import main
+sys.argv = ["specedge", "generate", "def f(x):", "-n", "100", "--json"]
+main()
+"""
+
+
+@posix
+def test_sigterm_under_json_prints_what_there_is():
+    result = subprocess.run([sys.executable, "-c", SLOW], capture_output=True, text=True)
+    assert result.returncode == 143
+    found = json.loads(result.stdout)
+    assert 0 < len(found["tokens"]) < 100
+    assert result.stderr.endswith("specedge: terminated\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["generate", "", "--json"], "the prompt is empty"),
+        (["generate", "x", "--bundle", "nowhere", "--json"], "no bundle at nowhere"),
+        (["generate", "x", "--json", "--temperature", "-1"], "--temperature"),
+        (["inspect", "--json", "--bundle", "README.md"], "README.md"),
+        (["generate", "--json"], "PROMPT"),
+    ],
+)
+def test_an_error_under_json_is_json_on_stdout_with_the_same_exit(arguments, said):
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True)
+    assert result.returncode == 1
+    facts = json.loads(result.stdout)
+    assert list(facts) == ["error"]
+    assert said in facts["error"]
+    assert said in result.stderr
+
+
+def test_json_after_two_dashes_is_a_prompt():
+    from specedge.cli import asked_for_json
+
+    assert asked_for_json(["generate", "--json", "--", "x"])
+    assert not asked_for_json(["generate", "--", "--json"])

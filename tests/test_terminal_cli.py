@@ -1,0 +1,173 @@
+"""What others wrote can neither steer the terminal nor fill it, and input has a limit."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+from manifests import make_bundle
+from specedge import store
+from specedge.bundle import MANIFEST
+from specedge.cli import options
+from specedge.cli.terminal import counted, lines, one_line
+from specedge.errors import BundleError
+
+COMMAND = [sys.executable, "-m", "specedge"]
+EVIL = "\x1b[2J\u202egnp.exe\u2066\x9b31m\x07"
+
+
+def run(*arguments, stdin=None, **variables):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=os.environ | variables,
+        timeout=120,
+    )
+
+
+def harmless(text):
+    return all(line.isprintable() for line in text.splitlines())
+
+
+def test_one_line_shows_what_steers_and_leaves_the_rest():
+    assert one_line("é 漢字 «x»") == "é 漢字 «x»"
+    assert one_line("a\x1b[2J\u202eb\nc") == "a\\x1b[2J\\u202eb\\nc"
+    long = one_line("x" * 10**6 + "; the cure")
+    assert len(long) < 2100
+    assert long.endswith("; the cure")
+    assert lines("a\x07\nb") == "a\\x07\nb"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        {"prompt": "x", EVIL: 1},
+        {"prompt": "x", "k" * 10**6: 1},
+        {"prompt": "x", "drafter": EVIL},
+        {"prompt": "x", "drafter": f"ngram:{EVIL}"},
+        {"prompt": "x", "id": EVIL * 10**5, "top_k": -1},
+    ],
+)
+def test_a_line_of_a_prompts_file_cannot_steer_or_fill_the_terminal(jsonl, line):
+    jsonl.write_text(json.dumps(line, ensure_ascii=False), "utf-8")
+    result = run("generate", "--prompts", jsonl)
+    assert result.returncode == 1
+    assert "line 1" in result.stderr
+    assert harmless(result.stderr)
+    assert len(result.stderr) < 3000
+
+
+def test_two_ids_of_a_megabyte_make_a_short_message(jsonl):
+    line = json.dumps({"prompt": "x", "id": EVIL * 10**5}, ensure_ascii=False)
+    jsonl.write_text(f"{line}\n{line}\n", "utf-8")
+    result = run("generate", "--prompts", jsonl)
+    assert harmless(result.stderr)
+    assert len(result.stderr) < 3000
+    assert result.stderr.strip().endswith("is that of line 1")
+
+
+@pytest.mark.parametrize("command", ["inspect", "list", "generate"])
+def test_names_and_licences_cannot_steer_the_terminal(tmp_path, command):
+    home = tmp_path / "specedge" / "bundles" / "one\u202etwo"
+    make_bundle(home)
+    manifest = json.loads((home / MANIFEST).read_text("utf-8"))
+    manifest["target"]["source"] |= {"licence": "MIT\u202e\u2066", "id": "some/\u202emodel"}
+    (home / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    arguments = [] if command == "list" else ["--bundle", str(home)]
+    prompt = ["x"] if command == "generate" else []
+    result = run(command, *prompt, *arguments, XDG_DATA_HOME=str(tmp_path))
+    assert harmless(result.stdout + result.stderr)
+    assert "\\u202e" in result.stdout + result.stderr
+
+
+@pytest.mark.parametrize("name", ["a prompt", "a file"])
+def test_input_without_an_end_is_refused_at_a_limit_that_is_named(name, monkeypatch, tmp_path):
+    import click
+
+    zeros = tmp_path / "zeros"
+    zeros.write_bytes(bytes(3 * 2**20))
+    monkeypatch.setattr(options, "MAX_PROMPT", 2**20)
+    monkeypatch.setattr(options, "MAX_TEXT", 2 * 2**20)
+    limit = {"a prompt": 1, "a file": 2}[name]
+    read, given = {
+        "a prompt": (options.read_prompt, "-"),
+        "a file": (options.read_text, str(zeros)),
+    }[name]
+    with zeros.open(encoding="utf-8") as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with pytest.raises(click.UsageError, match=f"has more than {limit} MiB, the limit"):
+            read(given)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/zero"), reason="needs /dev/zero")
+def test_generate_from_dev_zero_ends():
+    with open("/dev/zero") as zero:
+        result = subprocess.run(
+            [*COMMAND, "generate", "-"], stdin=zero, capture_output=True, text=True, timeout=60
+        )
+    assert result.returncode == 1
+    assert "standard input has more than 64 MiB, the limit" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["bench", "-k", "1-"], "'1-' is no K and no range"),
+        (["bench", "-k", "-3"], "'-3' is no K and no range"),
+        (["verify", "--minutes", "nan"], "'nan' is not a number"),
+        (["generate", "x", "--output", ""], "need --prompts"),
+        (["generate", "--prompts", "README.md", "--output", ""], "--output has no name"),
+        (["bench", "--csv", ""], "--csv has no name"),
+        (["generate", "x", "--temperature", "nan"], "'nan' is not a number"),
+    ],
+)
+def test_an_empty_or_half_given_value_is_refused(arguments, said):
+    result = run(*arguments)
+    assert result.returncode == 1
+    assert said in result.stderr
+
+
+def test_one_token_is_in_the_singular():
+    assert run("generate", "x", "-n", 1).stderr.startswith("1 token in ")
+    assert (counted(0, "token"), counted(1, "token"), counted(2, "token")) == (
+        "0 tokens", "1 token", "2 tokens",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
+def test_none_is_quoted_as_itself(name):
+    from specedge.request import Request
+
+    with pytest.raises(ValueError, match=f"{name} must be a number, got None"):
+        Request(**{name: None})
+    with pytest.raises(ValueError, match=f"{name} must be a number, got 'x+'"):
+        Request(**{name: "x" * 100})
+
+
+def test_a_bad_ngram_file_of_a_line_is_named_by_the_lines_number(jsonl):
+    jsonl.write_text('{"prompt": "a"}\n{"prompt": "b", "drafter": "ngram:gone"}\n', "utf-8")
+    result = run("generate", "--prompts", jsonl)
+    assert result.returncode == 1
+    assert "prompts.jsonl, line 2: gone: No such file" in result.stderr
+    jsonl.write_text('{"prompt": "a"}\n', "utf-8")
+    result = run("generate", "--prompts", jsonl, "--drafter", "ngram:gone")
+    assert "line" not in result.stderr
+
+
+@pytest.mark.parametrize("note", ["", "\n", "relative", "/" + "x" * 5000, "/x\0y", "/" * 10**6])
+def test_a_default_note_that_names_no_folder_is_one_line(tmp_path, monkeypatch, note):
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    if store.data_folder() != tmp_path / "specedge":
+        pytest.skip("no XDG folders here")
+    (tmp_path / "specedge").mkdir()
+    (tmp_path / "specedge/default").write_text(note, "utf-8")
+    with pytest.raises(BundleError, match="delete it to use the embedded pair") as caught:
+        store.find()
+    assert len(str(caught.value)) < 500
+    shutil.rmtree(tmp_path / "specedge")
+    assert store.find() == store.embedded()

@@ -1,0 +1,98 @@
+"""Prompts as token ids in JSONL, a chat that is compared, and progress without a terminal."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+
+import click
+import pytest
+
+from specedge.cli import prompts
+from specedge.cli.progress import Lines
+from specedge.request import Request
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+bench = importlib.import_module("specedge.cli.bench")  # the names in the package are commands
+verify = importlib.import_module("specedge.cli.verify")
+COMMAND = [sys.executable, "-m", "specedge"]
+
+
+def run(*arguments):
+    return subprocess.run(
+        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120,
+        env=os.environ,
+    )  # fmt: skip
+
+
+def test_token_ids_in_jsonl_are_a_prompt(pipeline, jsonl):
+    tokens = pipeline.tokenizer.encode("def read_config(path):").ids
+    jsonl.write_text(json.dumps({"prompt": tokens}), "utf-8")
+    result = run("generate", "--prompts", jsonl, "-n", 9)
+    assert json.loads(result.stdout)["tokens"] == pipeline.generate(tokens, 9).tokens
+
+
+@pytest.mark.parametrize("prompt", [[], [True], [1.0], [-1], ["a"], [[1]], [None], {}])
+def test_what_is_neither_text_nor_token_ids_is_refused(jsonl, prompt):
+    jsonl.write_text(json.dumps({"prompt": prompt}), "utf-8")
+    with pytest.raises(click.UsageError, match="line 1: prompt must be text or a list of token"):
+        prompts.read(str(jsonl), None, False, None, vars(Request()))
+
+
+def test_token_ids_are_no_message_of_a_chat(jsonl):
+    jsonl.write_text('{"prompt": [1]}', "utf-8")
+    with pytest.raises(click.UsageError, match="no message of a chat"):
+        prompts.read(str(jsonl), None, True, None, vars(Request()))
+
+
+def test_an_id_that_the_model_lacks_is_an_error_of_its_line(jsonl):
+    jsonl.write_text('{"prompt": [1]}\n{"prompt": [99999999]}\n', "utf-8")
+    result = run("generate", "--prompts", jsonl, "-n", 2)
+    first, second = map(json.loads, result.stdout.splitlines())
+    assert (result.returncode, len(first["tokens"])) == (1, 2)
+    assert "prompt token 99999999" in second["error"]
+
+
+def test_bench_and_verify_take_token_ids(pipeline):
+    from specedge.runtime.prompts import tokens_of
+
+    (found,) = bench._prompts(pipeline, [("ids", [5, 6, 7])])
+    assert (found.tokens, found.text) == ([5, 6, 7], pipeline.tokenizer.decode([5, 6, 7]))
+    assert tokens_of(pipeline.bundle, pipeline.tokenizer, [5, 6, 7]) == [5, 6, 7]
+
+
+def test_compare_takes_a_chat():
+    result = run("compare", "x", "--chat", "--system", "y", "--repeats", 1, "-n", 2)
+    assert result.returncode == 1
+    assert "has no chat template" in result.stderr
+    assert "--system needs --chat" in run("compare", "x", "--system", "y").stderr
+
+
+def test_progress_is_told_now_and_then_where_there_is_no_bar(capsys):
+    now = [0.0]
+    lines = Lines(off=False, every=10, clock=lambda: now[0])
+    for now[0] in range(0, 25, 3):
+        lines.tell("measuring", now[0] / 25)
+    assert capsys.readouterr().err == "measuring: 48%\nmeasuring: 96%\n"
+    Lines(off=True, every=0).tell("measuring", 0.5)
+    assert capsys.readouterr().err == ""
+
+
+def test_bench_and_verify_tell_their_progress(monkeypatch, capsys):
+    from specedge.cli import progress
+    from specedge.runtime import bench as runtime
+
+    monkeypatch.setattr(progress.Lines, "__init__", _impatient)
+    monkeypatch.setattr(runtime, "measure", lambda p, t, s, r, show, **_: show(0.25))
+    bench._measure(None, [], [], 1, {})
+    assert capsys.readouterr().err == "measuring: 25%\n"
+    with verify._timed(1.0) as (budget, told):
+        told("rows")
+        budget.clock._watch(30.0)
+    assert capsys.readouterr().err == "rows: 50%\n"
+
+
+def _impatient(self, off):
+    self._off, self._every, self._clock, self._told = off, 0, lambda: 1, 0
