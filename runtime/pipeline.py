@@ -13,20 +13,22 @@ from specedge.bundle import Bundle
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.request import Options, Request
 
+from .async_stream import AsyncStream
 from .choosing import Drafters
 from .known_costs import KnownCosts
 from .model import LanguageModel, TargetModel
 from .noise import Noise, holds
 from .prompts import chat_tokens, prompt_tokens
 from .stream import Generation, Stream
+from .turns import Turns
 from .words import sampling_of
 
 
 class Pipeline:
     """A draft and a target ready to generate, one request at a time.
 
-    A new request ends an unfinished stream of the same pipeline. Two pipelines are independent and
-    may run in two threads.
+    A new request ends an unfinished stream of the same thread, and waits for one of another thread
+    to end; with `wait` False it is a SpecEdgeError instead. Two pipelines are independent.
     """
 
     def __init__(
@@ -44,13 +46,15 @@ class Pipeline:
         self.drafters = Drafters(bundle)
         self.noise = Noise(target, bundle.context_length)
         self.costs = costs or KnownCosts(bundle)
-        self.current: Stream | None = None
+        self.turns = Turns()
 
     def generate(
         self,
         prompt: str | Sequence[int],
         max_new_tokens: int = 128,
         temperature: float = 0.0,
+        *,
+        wait: bool = True,
         **options: Unpack[Options],
     ) -> Generation:
         """Continue a prompt, text or ids, by `max_new_tokens` tokens or to an end.
@@ -72,7 +76,7 @@ class Pipeline:
         Raises PromptError, ContextLengthError, DrafterError or ValueError before anything runs, and
         OptionError if the options leave no token to go on with.
         """
-        stream = self.stream(prompt, max_new_tokens, temperature, **options)
+        stream = self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
         for _ in stream:
             pass
         return stream.generation
@@ -82,23 +86,39 @@ class Pipeline:
         prompt: str | Sequence[int],
         max_new_tokens: int = 128,
         temperature: float = 0.0,
+        *,
+        wait: bool = True,
         **options: Unpack[Options],
     ) -> Stream:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
         request = Request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = sampling_of(request, self.bundle, self.tokenizer)
-        stream = Stream(
+        tokens = prompt_tokens(self.bundle, self.tokenizer, prompt)
+        return Stream(
             self,
+            self.turns.take(wait),
             request,
-            prompt=prompt_tokens(self.bundle, self.tokenizer, prompt),
+            prompt=tokens,
             sampling=sampling,
             seed=secrets.randbits(32) if request.seed is None else request.seed,
             max_new_tokens=request.max_new_tokens,
             stops=tuple(request.stop),
             ends=frozenset(sampling.end_tokens),
         )
-        self.current = stream
-        return stream
+
+    def astream(
+        self,
+        prompt: str | Sequence[int],
+        max_new_tokens: int = 128,
+        temperature: float = 0.0,
+        *,
+        wait: bool = True,
+        **options: Unpack[Options],
+    ) -> AsyncStream:
+        """As `stream`, for `async for`: a thread of its own waits and computes."""
+        return AsyncStream(
+            lambda: self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
+        )
 
     @property
     def max_planned_tokens(self) -> int:
@@ -112,6 +132,8 @@ class Pipeline:
         messages: Sequence[Mapping[str, Any]],
         max_new_tokens: int = 128,
         temperature: float = 0.0,
+        *,
+        wait: bool = True,
         **options: Unpack[Options],
     ) -> Generation:
         """Answer a chat: messages with a "role" and a "content", by the target's own template.
@@ -120,15 +142,17 @@ class Pipeline:
         bundle has no template or the template refuses the messages.
         """
         tokens = chat_tokens(self.bundle, self.tokenizer, messages)
-        return self.generate(tokens, max_new_tokens, temperature, **options)
+        return self.generate(tokens, max_new_tokens, temperature, wait=wait, **options)
 
     def stream_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         max_new_tokens: int = 128,
         temperature: float = 0.0,
+        *,
+        wait: bool = True,
         **options: Unpack[Options],
     ) -> Stream:
         """As `chat`, in pieces as `stream` gives them."""
         tokens = chat_tokens(self.bundle, self.tokenizer, messages)
-        return self.stream(tokens, max_new_tokens, temperature, **options)
+        return self.stream(tokens, max_new_tokens, temperature, wait=wait, **options)

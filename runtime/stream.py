@@ -22,6 +22,7 @@ from .planner import MODEL, Planner
 from .plans import Auto, Fixed, Plan, Replay, recorded
 from .stats import Recorder, Stats, Stopwatch, Timed
 from .text import Detokenizer, StopStrings
+from .turns import Turn
 
 if TYPE_CHECKING:
     from .pipeline import Pipeline
@@ -64,11 +65,16 @@ class Generation:
 
 
 class Stream:
-    """The pieces of a request's text, as they become certain. Close it or leave it at any time."""
+    """The pieces of a request's text, as they become certain. Close it or leave it at any time.
+
+    It has its pipeline's turn from the start to the end of its text, or until it is closed,
+    cancelled or dropped.
+    """
 
     def __init__(
         self,
         pipeline: Pipeline,
+        turn: Turn,
         request: Request,
         *,
         prompt: list[int],
@@ -79,6 +85,8 @@ class Stream:
         ends: frozenset[int],
     ) -> None:
         self._pipeline = pipeline
+        self._turn = turn
+        self._request, self._prompt, self._sampling = request, prompt, sampling
         self._seed = seed
         self._ends = ends
         room = pipeline.bundle.context_length - len(prompt)
@@ -98,7 +106,8 @@ class Stream:
             self._target, drafter, fixed, self._watch, plan=self.plan
         )
         self._noise = 0.0
-        self._rounds = self._run(request, prompt, sampling)
+        self._rounds: Generator[Round] | None = None  # begun with the first piece
+        self._cancelled = False
         self._recorder = Recorder(len(prompt), fixed, self._watch)
         self._detokenizer = Detokenizer(pipeline.tokenizer, prompt)
         self._stop_strings = StopStrings(stops)
@@ -127,13 +136,18 @@ class Stream:
         return self
 
     def __next__(self) -> str:
-        while self._finish_reason == "unfinished":
-            if self._pipeline.current is not self:
+        turns = self._pipeline.turns
+        while self._finish_reason == "unfinished" and not self._cancelled:
+            if not turns.is_held(self._turn):
                 raise SpecEdgeError("this stream ended when its pipeline began another request")
-            with self._watch.part("other"):
-                piece = self._next_piece()
-            if piece is None:
-                break
+            try:
+                with turns.round, self._watch.part("other"):
+                    piece = self._next_piece()
+            except BaseException:
+                self.cancel()
+                raise
+            if self._cancelled or self._finish_reason != "unfinished":
+                self.cancel()
             if piece:
                 return piece
         raise StopIteration
@@ -156,7 +170,19 @@ class Stream:
 
     def close(self) -> None:
         """Stop here; `generation` holds what there is."""
-        self._rounds.close()
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Stop here, or after the round that a thread is in; that thread looks when it is done."""
+        self._cancelled = True
+        turns = self._pipeline.turns
+        if turns.round.acquire(blocking=False):
+            try:
+                if self._rounds is not None:
+                    self._rounds.close()
+                turns.give_back(self._turn)
+            finally:
+                turns.round.release()
 
     @property
     def generation(self) -> Generation:
@@ -184,8 +210,9 @@ class Stream:
             self._noise,
         )
 
-    def _run(self, request: Request, prompt: list[int], sampling: Sampling) -> Generator[Round]:
+    def _begin(self) -> Generator[Round]:
         """The rounds; where wider passes have other last bits, greedy ones have a referee."""
+        request, prompt, sampling = self._request, self._prompt, self._sampling
         if sampling.greedy:
             exact, k = request.exact, self.plan.max_draft_tokens
             with self._watch.part("noise"):
@@ -198,13 +225,16 @@ class Stream:
                 )
             if self._noise:
                 self._decoder.referee = Referee(self._again, self._noise, exact)
-        yield from self._decoder.rounds(prompt, sampling, self._seed, self._limit, request.logprobs)
+        return self._decoder.rounds(prompt, sampling, self._seed, self._limit, request.logprobs)
 
-    def _next_piece(self) -> str | None:
-        """What the next round adds to the text; None if the stream was closed."""
+    def _next_piece(self) -> str:
+        """What the next round adds to the text."""
+        if self._rounds is None:
+            self._rounds = self._begin()
         round_ = next(self._rounds, None)
-        if round_ is None:
-            return None
+        if round_ is None:  # it was closed meanwhile
+            self._cancelled = True
+            return ""
         before = len(self._tokens)
         taken = zip(round_.tokens, fates(round_), strict=True)
         piece = "".join(self._take(token, fate) for token, fate in taken)
