@@ -143,7 +143,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch
 
 
 def test_without_output_the_bundle_becomes_the_default(pairs):
-    bundle = export(*pairs.checkpoint("gpt2"), max_length=32)
+    bundle = export(*pairs.checkpoint("gpt2"), max_length=32, ops="onnx")
     assert store.find() == bundle.folder
     assert Path(bundle.folder).parent == store.data_folder() / "bundles"
     assert Bundle.read(store.find()).context_length == 32

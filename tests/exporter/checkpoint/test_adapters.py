@@ -112,11 +112,12 @@ def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_pat
 
 def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
     adapter, _ = make(base, tmp_path / "adapter", target_modules=targets(base))
+    options = {"max_length": 40, "ops": "onnx"}
     bundle = export(
-        base, base, tmp_path / "bundle", max_length=40, adapter=adapter, draft_adapter=adapter
+        base, base, tmp_path / "bundle", adapter=adapter, draft_adapter=adapter, **options
     )
     assert bundle.target.source.id == bundle.draft.source.id == "model + adapter"
-    plain = export(base, base, tmp_path / "plain", max_length=40)
+    plain = export("self:1", base, tmp_path / "plain", **options)
     assert plain.target.source.id == "model"
     weights = "target/weights.bin"
     assert bundle.path(weights).read_bytes() != plain.path(weights).read_bytes()

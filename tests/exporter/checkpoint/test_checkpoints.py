@@ -282,7 +282,8 @@ def test_a_heading_of_an_error_is_told_with_what_follows():
 
 def test_both_models_may_be_one_folder(pairs, tmp_path):
     target = pairs.checkpoint("gpt2")[1]
-    bundle = export(target, target, tmp_path / "bundle", num_draft_tokens=2, max_length=40)
+    options = {"num_draft_tokens": 2, "max_length": 40, "ops": "onnx"}
+    bundle = export(target, target, tmp_path / "bundle", **options)
     assert bundle.context_length == 40
     assert bundle.target.graph("verify", "onnx").length == 3
     assert bundle.target.graph("prefill", "onnx").length == 40

@@ -53,7 +53,8 @@ def test_a_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     path.parent.mkdir()
     write(path, Kind.Q8_0, tmp_path)
     progress = Progress()
-    bundle = export(path.parent, path, tmp_path / "bundle", max_length=40, progress=progress)
+    options = {"max_length": 40, "ops": "onnx", "progress": progress}
+    bundle = export(path.parent, path, tmp_path / "bundle", **options)
     assert (bundle.draft.source.id, bundle.target.source.id) == ("models", "model-Q8_0.gguf")
     assert bundle.target.architecture == "qwen2"
     assert bundle.target.weights_dtype == "float32"

@@ -198,7 +198,7 @@ def test_mixed_types_lose_no_bit(tmp_path):
     state[exact] = state[exact].float()
     state[inexact] = 0.05 * torch.randn(state[inexact].shape)
     save_file(state, folder / "model.safetensors", {"format": "pt"})
-    bundle = export(folder, folder, tmp_path / "bundle")
+    bundle = export(folder, folder, tmp_path / "bundle", ops="onnx")
     assert bundle.target.weights_dtype == "bfloat16"
     model = onnx.load(bundle.path("target/decoder.onnx"))
     kinds = {

@@ -27,7 +27,7 @@ def make_base_and_instruct(folder):
 class Made:
     def __init__(self, folder, make):
         progress = Progress()
-        self.bundle = export(*make(folder), folder / "bundle", progress=progress)
+        self.bundle = export(*make(folder), folder / "bundle", ops="gqa", progress=progress)
         self.notes = [
             note for note in progress.notes if "last bits" not in note and "licence" not in note
         ]
