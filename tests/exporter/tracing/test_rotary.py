@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from rotary import CONTEXT, KINDS, ORIGINAL, compared, config_of
+from rotary import CONTEXT, ORIGINAL, compared, config_of
 from specedge.exporter.tracing.module_patches import fix_rotary
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["yarn", "longrope"])  # the table has all
 def test_late_positions_of_long_contexts_are_transformers_own(kind, tmp_path):
     errors, plain = compared(kind, tmp_path)
     assert errors[ORIGINAL:].max() < 1e-4
