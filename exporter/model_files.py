@@ -14,7 +14,7 @@ from specedge.errors import ExportError
 from specedge.manifest import OPS, File
 
 from .checkpoint import self_draft
-from .checkpoint.checkpoints import Loaded
+from .checkpoint.loading import Loaded
 from .graph import graphs
 from .graph.peephole import straighten
 from .graph.weights import Weights

@@ -11,9 +11,10 @@ import torch
 from specedge.manifest import OPS, Cache, File, Model, Parity, Source
 
 from . import model_files
-from .checkpoint import checkpoints, licences, self_draft
-from .checkpoint.checkpoints import Checkpoint, Loaded
+from .checkpoint import licences, loading, self_draft
+from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.lazy_weights import Sources
+from .checkpoint.loading import Loaded
 from .compare import parity, plays, reference
 from .compare.reference import Reference
 from .compare.runner import Player
@@ -46,7 +47,7 @@ def export_model(
     licences.copy(role, checkpoint.folder, checkpoint.source.licence, folder, progress)
     gc.collect()  # what the model before this one left in cycles
     with progress.step(f"Loading the {role}"):
-        loaded = checkpoints.load(checkpoint, progress)
+        loaded = loading.load(checkpoint, progress)
     sources = [checkpoint.source]
     with tracing.refusal(checkpoint):
         _note_rotary(loaded.model, context_length, role, progress)

@@ -2,8 +2,8 @@
 
 from checkpoints import make_config, make_model
 from specedge.exporter import Progress, model_files
-from specedge.exporter.checkpoint.checkpoints import Loaded
 from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.checkpoint.loading import Loaded
 from specedge.exporter.compare import parity, reference
 from specedge.exporter.compare.runner import Player
 from specedge.exporter.tracing import geometry, tracing

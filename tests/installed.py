@@ -11,14 +11,14 @@ from specedge.bundle import FORMAT, MANIFEST
 COMMAND = [sys.executable, "-m", "specedge"]
 
 
-def run(*arguments, **variables):
+def run(*arguments, stdin="", **variables):
     return subprocess.run(
         [*COMMAND, *map(str, arguments)],
-        stdin=subprocess.DEVNULL,
+        input=stdin,
         capture_output=True,
         text=True,
         env=os.environ | variables,
-        timeout=60,
+        timeout=120,
     )
 
 

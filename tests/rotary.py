@@ -11,8 +11,8 @@ from transformers import DynamicCache, LlamaConfig, Phi3Config, PreTrainedConfig
 
 from checkpoints import VOCAB_SIZE, make_model
 from specedge.exporter import Progress, model_files
-from specedge.exporter.checkpoint.checkpoints import Loaded
 from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.checkpoint.loading import Loaded
 from specedge.exporter.compare.stage import open_session
 from specedge.exporter.tracing.geometry import Geometry
 from specedge.exporter.tracing.module_patches import fix_rotary

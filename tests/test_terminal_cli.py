@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from installed import COMMAND, run
 from manifests import make_bundle
 from specedge import store
 from specedge.bundle import MANIFEST
@@ -15,19 +16,7 @@ from specedge.cli import options
 from specedge.cli.terminal import counted, lines, one_line
 from specedge.errors import BundleError
 
-COMMAND = [sys.executable, "-m", "specedge"]
 EVIL = "\x1b[2J\u202egnp.exe\u2066\x9b31m\x07"
-
-
-def run(*arguments, stdin=None, **variables):
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-        timeout=120,
-    )
 
 
 def harmless(text):

@@ -15,7 +15,8 @@ from torch import nn
 from specedge.errors import CheckpointError, ExportError
 from specedge.manifest import Source
 
-from .checkpoints import Checkpoint, Loaded
+from .checkpoints import Checkpoint
+from .loading import Loaded
 
 PREFIX = "self:"
 

@@ -10,7 +10,7 @@ from architectures import ARCHITECTURES
 from checkpoints import make_model, make_tokenizer, save
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress
-from specedge.exporter.checkpoint import checkpoints
+from specedge.exporter.checkpoint import checkpoints, loading
 from specedge.exporter.checkpoint.lazy_tensors import numbers
 
 TOKENS = torch.arange(12)[None]
@@ -18,7 +18,7 @@ TOKENS = torch.arange(12)[None]
 
 def load(folder):
     progress = Progress()
-    loaded = checkpoints.load(checkpoints.find("target", str(folder), None), progress)
+    loaded = loading.load(checkpoints.find("target", str(folder), None), progress)
     return loaded, " ".join(progress.notes)
 
 

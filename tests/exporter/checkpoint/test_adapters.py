@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer, save
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, lazy_weights
+from specedge.exporter.checkpoint import checkpoints, lazy_weights, loading
 from specedge.exporter.checkpoint.lazy_tensors import LazyTensor
 
 TOKENS = torch.arange(12)[None]
@@ -48,7 +48,7 @@ def make(base, folder, **options):
 def load(base, adapter):
     progress = Progress()
     found = checkpoints.find("target", str(base), None, str(adapter))
-    return found, checkpoints.load(found, progress), progress.notes
+    return found, loading.load(found, progress), progress.notes
 
 
 def refusal(base, adapter):

@@ -14,7 +14,7 @@ from ggufs import write
 from specedge.bundle import Bundle
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, gguf_files
+from specedge.exporter.checkpoint import checkpoints, gguf_files, loading
 
 ONES = np.ones(8, np.float32)
 LEFT_OUT = "target: the model has no place for 8 numbers of its GGUF file, which are left out"
@@ -38,7 +38,7 @@ def test_a_gguf_file_gives_the_numbers_that_it_stands_for(kind, dtype, tmp_path)
     path = tmp_path / "model.gguf"
     numbers = write(path, kind, tmp_path)
     progress = Progress()
-    loaded = checkpoints.load(find(path), progress)
+    loaded = loading.load(find(path), progress)
     assert loaded.dtype == dtype
     state = loaded.model.state_dict()
     assert state.keys() == numbers.keys()
@@ -139,7 +139,7 @@ def test_it_computes_as_the_model_with_those_numbers(arch, tmp_path):
 def same(path, numbers, model):
     """Whether a file gives the logits of a model that has its numbers."""
     model.load_state_dict({name: torch.from_numpy(a.copy()) for name, a in numbers.items()})
-    found = checkpoints.load(find(path), Progress()).model
+    found = loading.load(find(path), Progress()).model
     with torch.no_grad():
         tokens = torch.arange(120)[None]
         return torch.allclose(found(tokens).logits, model(tokens).logits, atol=1e-4)
@@ -236,7 +236,7 @@ def test_a_file_is_not_judged_by_what_is_beside_it(name, tmp_path):
     write(path, Kind.F16, tmp_path)
     for other in (name, "model.safetensors", "tokenizer.json"):
         (tmp_path / other).write_text('{"base_model_name_or_path": "some/other"}', "utf-8")
-    assert checkpoints.load(find(path), Progress()).dtype == "float16"
+    assert loading.load(find(path), Progress()).dtype == "float16"
 
 
 def test_what_a_file_becomes_on_disk_is_known_from_its_header(tmp_path):
@@ -257,6 +257,6 @@ def test_numbers_that_transformers_has_no_place_for_are_told(tmp_path):
     ):
         write(path, Kind.F32, tmp_path, "llama", *([more] if more else []))
         progress = Progress()
-        checkpoints.load(find(path), progress)
+        loading.load(find(path), progress)
         assert (progress.notes == [LEFT_OUT]) == said
         assert bool(progress.notes) == said

@@ -17,7 +17,7 @@ import hub_server
 from hubs import NAME, WHOLE, files, find, refusal
 from specedge.bundle import Bundle
 from specedge.exporter import Progress
-from specedge.exporter.checkpoint import checkpoints, downloads, hub
+from specedge.exporter.checkpoint import checkpoints, downloads, hub, loading
 
 GGUF = "model-Q8_0.gguf"
 
@@ -78,8 +78,8 @@ def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeyp
     assert ends <= sent < size
     assert (found.source.id, found.config.hidden_size) == (name, 128)
     assert 3 < found.remote.growth < 4  # from eight bits and a scale to float32
-    whole = checkpoints.load(find(name=name), Progress()).model
-    local = checkpoints.load(checkpoints.find("target", str(path), None), Progress()).model
+    whole = loading.load(find(name=name), Progress()).model
+    local = loading.load(checkpoints.find("target", str(path), None), Progress()).model
     tokens = torch.arange(8)[None]
     assert torch.equal(whole(tokens).logits, local(tokens).logits)
     sent = gguf_server.sent
@@ -116,7 +116,7 @@ def test_an_adapter_on_the_hub_is_merged_and_its_commit_is_in_the_source(
     commit = hub_server.commit(server.folder / "org" / "adapter")
     assert found.source.id == f"{NAME} + org/adapter@{commit}"
     assert found.source.revision == hub_server.commit(server.folder / NAME)
-    loaded, whole = checkpoints.load(found, Progress()), adapter.merge_and_unload().eval()
+    loaded, whole = loading.load(found, Progress()), adapter.merge_and_unload().eval()
     tokens = torch.arange(8)[None]
     with torch.no_grad(), loaded.sources.reading(loaded.model):
         assert torch.allclose(loaded.model(tokens).logits, whole(tokens).logits, atol=1e-5)

@@ -14,7 +14,7 @@ from checkpoints import make_config, make_model, make_tokenizer, save
 from specedge.bundle import Bundle, describe
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, lazy_weights
+from specedge.exporter.checkpoint import checkpoints, lazy_weights, loading
 from specedge.exporter.compare.exact_model import exactly
 from specedge.exporter.tracing import geometry, tracing
 
@@ -42,7 +42,7 @@ def make(folder, kind, dtype):
 
 
 def load(folder):
-    return checkpoints.load(checkpoints.find("target", str(folder), None), Progress())
+    return loading.load(checkpoints.find("target", str(folder), None), Progress())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

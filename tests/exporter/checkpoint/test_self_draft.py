@@ -21,8 +21,8 @@ from specedge.cli.inspect import inspect
 from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import Progress, export, model_files
 from specedge.exporter.checkpoint import self_draft
-from specedge.exporter.checkpoint.checkpoints import Loaded
 from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.checkpoint.loading import Loaded
 from specedge.runtime.costs import estimate
 
 CONTEXT, LAYERS = 96, 3

@@ -11,7 +11,7 @@ from checkpoints import VOCAB_SIZE, make_tokenizer
 from published import PUBLISHED, REFUSED
 from specedge.errors import CheckpointError, SpecEdgeError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, text_part
+from specedge.exporter.checkpoint import checkpoints, loading, text_part
 from specedge.exporter.tokenizers import pair
 from specedge.exporter.tracing import dry_run
 
@@ -30,7 +30,7 @@ def test_published_names_are_read_as_the_model_they_are_of(name, tokenizer, tmp_
     published.save(name, model, tokenizer, tmp_path)
     found = checkpoints.find("target", str(tmp_path), None)
     assert dry_run.observe(found.config, 256, 4)
-    loaded = checkpoints.load(found, Progress())
+    loaded = loading.load(found, Progress())
     tokens = torch.randint(0, VOCAB_SIZE, (1, 100), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         assert torch.equal(loaded.model(input_ids=tokens).logits, model(input_ids=tokens).logits)
@@ -39,7 +39,7 @@ def test_published_names_are_read_as_the_model_they_are_of(name, tokenizer, tmp_
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_a_text_part_has_nothing_of_the_other_parts(name, tokenizer, tmp_path):
     folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
-    loaded = checkpoints.load(checkpoints.find("target", str(folder), None), Progress())
+    loaded = loading.load(checkpoints.find("target", str(folder), None), Progress())
     assert not [n for n, _ in loaded.model.named_modules() if "vis" in n or "multi_modal" in n]
 
 
@@ -56,7 +56,7 @@ def test_a_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, mo
     with pytest.raises(
         CheckpointError, match=r"lacks weights, such as model\.layers\.1\.self_attn\.o_"
     ):
-        checkpoints.load(checkpoints.find("target", str(folder), None), Progress())
+        loading.load(checkpoints.find("target", str(folder), None), Progress())
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -29,8 +29,8 @@ from published import PUBLISHED, REFUSED
 from rotary import KINDS, ORIGINAL, compared
 from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export, model_files
-from specedge.exporter.checkpoint.checkpoints import Loaded
 from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.checkpoint.loading import Loaded
 from specedge.exporter.compare import parity, reference
 from specedge.exporter.compare.runner import Player
 from specedge.exporter.tracing.module_patches import fix_rotary

@@ -16,8 +16,8 @@ from architectures import ARCHITECTURES
 from checkpoints import VOCAB_SIZE, make_model
 from specedge.errors import ExportError
 from specedge.exporter import Progress, model_files
-from specedge.exporter.checkpoint.checkpoints import Loaded
 from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.checkpoint.loading import Loaded
 from specedge.exporter.compare import runner
 from specedge.exporter.compare.runner import Fill, Pass, Player
 from specedge.exporter.compare.stage import open_session
