@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import realistic
 import specedge
+import traces
 from checkpoints import greedy_tokens
 from comparing import CONTEXT, computed, graphs_of, measure, traced
 from faults import DIFFERS, FAULTS
@@ -156,10 +157,11 @@ def main(
     torch.set_num_threads(2)
     right = True
     for family in families or realistic.FAMILIES:
-        if faults:
-            tries = [_planted(family)]
-        else:
-            tries = [_tried(family, layers, seeds) for layers in depths]
+        with traces.remembered():
+            if faults:
+                tries = [_planted(family)]
+            else:
+                tries = [_tried(family, layers, seeds) for layers in depths]
         rows = [one for one, _ in tries]
         right &= all(as_it_must for _, as_it_must in tries)
         if output is not None:

@@ -87,23 +87,29 @@ def trace(
     Of torch 2.13: `dynamo` is its newer exporter, which optimises the graph with onnxscript;
     `change` is made to the graph before that.
     """
-    names = geometry.cache_names()
     with quiet(), registered(model):
-        program = torch.onnx.export(
-            Traceable(model, geometry.context_length, ops, layers),
-            _example(geometry, torch.device("cpu")),
-            input_names=["input_ids", "past_length", *names],
-            output_names=["logits", *(n.replace("past_key_values", "present") for n in names)],
-            dynamic_shapes=({1: torch.export.Dim("T", min=1)}, None, [None] * len(names)),
-            dynamo=True,
-            opset_version=OPSET,
-            verbose=False,
-            optimize=False,
-        )
-    assert program is not None
+        program = translated(Traceable(model, geometry.context_length, ops, layers), geometry)
     change(program.model.graph)
     program.optimize()
     return program.model
+
+
+def translated(whole: Traceable, geometry: Geometry) -> torch.onnx.ONNXProgram:
+    """What PyTorch makes of a model, before any optimizer has seen it."""
+    names = geometry.cache_names()
+    program = torch.onnx.export(
+        whole,
+        _example(geometry, torch.device("cpu")),
+        input_names=["input_ids", "past_length", *names],
+        output_names=["logits", *(n.replace("past_key_values", "present") for n in names)],
+        dynamic_shapes=({1: torch.export.Dim("T", min=1)}, None, [None] * len(names)),
+        dynamo=True,
+        opset_version=OPSET,
+        verbose=False,
+        optimize=False,
+    )
+    assert program is not None
+    return program
 
 
 def _example(

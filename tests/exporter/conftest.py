@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 from pathlib import Path
 
@@ -11,7 +13,9 @@ for package in ("torch", "transformers", "optimum", "onnx", "onnxscript", "onnxr
     pytest.importorskip(package, reason="needs the cpu and export extras")
 
 import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402
 
+import traces  # noqa: E402
 from checkpoints import make_pair  # noqa: E402
 from specedge import store  # noqa: E402
 from specedge.bundle import Bundle  # noqa: E402
@@ -31,7 +35,7 @@ PAIRS = {
 
 
 class Pairs:
-    """Checkpoints and bundles by name, each made when first asked for."""
+    """Checkpoints and bundles by name, each made when first asked for, by one worker for all."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -43,22 +47,45 @@ class Pairs:
     def checkpoint(self, name):
         if name not in self.checkpoints:
             kind, options = PAIRS[name]
-            self.checkpoints[name] = make_pair(self.folder / name, kind, **options)
+            with self.once(name, "checkpoint") as done:
+                if not done.exists():
+                    make_pair(self.folder / name, kind, **options)
+                    done.touch()
+            self.checkpoints[name] = (self.folder / name / "draft", self.folder / name / "target")
         return self.checkpoints[name]
 
     def bundle(self, name):
         if name not in self.bundles:
             draft, target = self.checkpoint(name)
-            progress = Progress()
             output = self.folder / name / "bundle"
-            self.bundles[name] = export(draft, target, output, progress=progress)
-            self.notes[name] = progress.notes
+            with self.once(name, "bundle") as done:
+                if not done.exists():
+                    progress = Progress()
+                    export(draft, target, output, progress=progress)
+                    done.write_text(json.dumps(progress.notes), "utf-8")
+            self.bundles[name] = Bundle.read(output)
+            self.notes[name] = json.loads(done.read_text("utf-8"))
         return self.bundles[name]
+
+    @contextlib.contextmanager
+    def once(self, name, what):
+        """A file that one worker at a time may look for, and make when it has made the thing."""
+        with FileLock(self.folder / f"{name}.{what}.lock"):
+            yield self.folder / f"{name}.{what}.json"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _traces():
+    with traces.remembered():
+        yield
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    return Pairs(tmp_path_factory.mktemp("pairs"))
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pairs"
+    folder.mkdir(exist_ok=True)
+    return Pairs(folder)
 
 
 @pytest.fixture(params=[*PAIRS, "embedded"])

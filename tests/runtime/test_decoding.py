@@ -68,7 +68,7 @@ def test_sampled_pairs_of_tokens_follow_the_targets_law(sampling):
     from specedge.runtime.sampling import probabilities
 
     law = hashed_law(5, 4)
-    runs, k = 6000, 2
+    runs, k = 3000, 2
     counts = Counter(
         tuple(generate(law, hashed_law(6, 4), k, sampling, seed, 3)[0]) for seed in range(runs)
     )

@@ -111,11 +111,8 @@ def test_the_context_fills_to_its_last_position(pipeline, k, left):
     "sampling",
     [
         Sampling(1.0, top_k=20),
-        Sampling(1.0, top_k=5),
-        Sampling(0.8, top_p=0.8),
-        Sampling(1.2, min_p=0.2),
-        Sampling(1.0, top_k=8, repetition_penalty=1.5),
-        Sampling(1.0, top_k=8, presence_penalty=2.0, frequency_penalty=1.0),
+        Sampling(0.8, top_p=0.8, min_p=0.02),
+        Sampling(1.2, top_k=8, repetition_penalty=1.5, presence_penalty=2.0, frequency_penalty=1.0),
     ],
 )
 def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):

@@ -1,0 +1,67 @@
+"""Traces that are made once for models of one form, whatever their weights: they take seconds."""
+
+import contextlib
+import json
+from unittest import mock
+
+import onnx_ir as ir
+import torch
+from onnx_ir.tensor_adapters import TorchTensor
+
+from specedge.exporter.tracing import tracing
+
+_traces: dict[tuple[object, ...], ir.Model] = {}
+
+
+@contextlib.contextmanager
+def remembered():
+    """Let PyTorch trace a model only where none of its form was traced in this process."""
+    with mock.patch.object(tracing, "translated", _remembering(tracing.translated)):
+        yield
+
+
+def _remembering(translated):
+    def program(whole, geometry):
+        key = (_form(whole), geometry)
+        if key not in _traces:
+            made = translated(whole, geometry)
+            _traces[key] = made.model.clone()
+            return made
+        model = _traces[key].clone()
+        _fill(model, _weights(whole))
+        return torch.onnx.ONNXProgram(model, None)
+
+    return program
+
+
+def _form(whole):
+    """All that a trace depends on; weights that share memory are one weight in it."""
+    seen = {}
+    weights = tuple(
+        (name, tuple(t.shape), t.stride(), t.dtype, seen.setdefault(id(t), name))
+        for name, t in whole.named_parameters(remove_duplicate=False)
+    )
+    config = whole.model.config
+    options = {name: x for name, x in config.to_dict().items() if name != "_name_or_path"}
+    return (
+        whole.ops,
+        whole.last,
+        str(whole.layers),
+        tuple((name, type(module)) for name, module in whole.named_modules()),
+        weights,
+        json.dumps(options, default=str, sort_keys=True),
+        config._attn_implementation,
+    )
+
+
+def _weights(whole):
+    parameters = whole.named_parameters(remove_duplicate=False)
+    return dict([*parameters, *whole.named_buffers(remove_duplicate=False)])
+
+
+def _fill(model, weights):
+    for name, tensor in weights.items():
+        if name in model.graph.initializers:
+            value = model.graph.initializers[name]
+            value.const_value = TorchTensor(tensor, name)
+            value.type = ir.TensorType(value.const_value.dtype)  # a clone shares the other's
