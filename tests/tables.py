@@ -1,4 +1,4 @@
-"""Tables of a document that tests write: a block of rows for each case, between two comments."""
+"""Tables of a document that tests and tools write, between two comments."""
 
 from __future__ import annotations
 
@@ -6,9 +6,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 
+def lines_of(document: Path, title: str) -> list[str]:
+    """The lines between a document's comments of that title."""
+    return _split(document, title)[1].splitlines()
+
+
+def put(document: Path, title: str, lines: list[str]) -> None:
+    """Put lines between a document's comments of that title, for those that were there."""
+    before, _, after = _split(document, title)
+    document.write_text(before + "".join(f"{line}\n" for line in lines) + after, "utf-8")
+
+
+def _split(document: Path, title: str) -> tuple[str, str, str]:
+    start, end = f"<!-- {title} -->\n", f"<!-- end of {title} -->\n"
+    before, found, rest = document.read_text("utf-8").partition(start)
+    between, closed, after = rest.partition(end)
+    if not found or not closed:
+        raise ValueError(f"{document} lacks {start.strip()} or {end.strip()} behind it")
+    return before + start, between, end + after
+
+
 @dataclass
 class Table:
-    """One table; `names` are its cases in order, `rows` what has been run in this session."""
+    """A block of rows for each case; `names` are its cases in order, `rows` what ran just now."""
 
     document: Path
     title: str
@@ -41,18 +61,11 @@ class Table:
             found[name] = [f"| {' | '.join(cells)} |" for cells in rows]
         lines = [f"| {' | '.join(self.columns)} |", "|---" * len(self.columns) + "|"]
         lines += [line for name in self.names for line in found.get(name, ())]
-        before, _, after = self._split()
-        self.document.write_text(before + "\n".join(lines) + "\n" + after, "utf-8")
-
-    def _split(self) -> tuple[str, str, str]:
-        start, end = f"<!-- {self.title} -->\n", f"<!-- end of {self.title} -->\n"
-        before, _, rest = self.document.read_text("utf-8").partition(start)
-        table, _, after = rest.partition(end)
-        return before + start, table, end + after
+        put(self.document, self.title, lines)
 
     def _found(self) -> dict[str, list[str]]:
         found: dict[str, list[str]] = {}
-        for line in self._split()[1].splitlines():
+        for line in lines_of(self.document, self.title):
             name = line.split("|")[1].strip()
             if name in self.names:
                 found.setdefault(name, []).append(line)

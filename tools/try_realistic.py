@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM
 
 import realistic
 import specedge
+import tables
 import traces
 from checkpoints import greedy_tokens
 from comparing import CONTEXT, computed, graphs_of, measure, traced
@@ -221,17 +222,12 @@ def _planted(family: str) -> tuple[str, bool]:
 
 
 def write(name: str, rows: list[str], document: Path) -> None:
-    """Put rows between a table's marks, for those with the same first cells or after the others."""
-    start, end = f"<!-- realistic {name} -->\n", f"<!-- end of realistic {name} -->\n"
-    before, found, rest = document.read_text("utf-8").partition(start)
-    table, closed, after = rest.partition(end)
-    if not found or not closed:
-        raise click.ClickException(f"{document} has no {start.strip()} and {end.strip()}")
-    cells = KEYS[name]
-    head, kept = table.splitlines()[:2], table.splitlines()[2:]
+    """Put rows into a table, for those with the same first cells or after the others."""
+    title, cells = f"realistic {name}", KEYS[name]
+    lines = tables.lines_of(document, title)
+    head, kept = lines[:2], lines[2:]
     merged = {_key(line, cells): line for line in (*kept, *rows)}
-    lines = "".join(f"{line}\n" for line in (*head, *merged.values()))
-    document.write_text(before + start + lines + end + after, "utf-8")
+    tables.put(document, title, [*head, *merged.values()])
 
 
 def _key(row: str, cells: int) -> tuple[str, ...]:

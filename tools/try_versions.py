@@ -1,6 +1,6 @@
 """Run the exporter's tests on the oldest and the newest libraries that pyproject.toml allows.
 
-    python tools/try_versions.py --constraints .ci/constraints.txt [tests/exporter/...]
+    PYTHONPATH=tests python tools/try_versions.py --constraints .ci/constraints.txt [tests/...]
 
 Each set of versions is installed in a fresh virtual environment, which needs some gigabytes and
 goes when its tests have run. The table in docs/architectures.md is written anew.
@@ -20,9 +20,10 @@ from pathlib import Path
 
 from packaging.requirements import Requirement
 
+import tables
+
 ROOT = Path(__file__).parents[1]
 DOCUMENT = ROOT / "docs" / "architectures.md"
-START, END = "<!-- versions -->\n", "<!-- end of versions -->\n"
 SETS = ("oldest", "newest")
 TESTS = ["tests/exporter"]
 
@@ -78,7 +79,7 @@ def run(which: str, constraints: Path | None, tests: list[str]) -> Run:
         installed = {canonical(x["name"]): x["version"] for x in json.loads(listed.stdout)}
         names = [requirement.name for requirement in requirements()]
         result = subprocess.run(
-            [python, "-m", "pytest", "-q", "--tb=line", "-p", "no:logging", *tests],
+            [python, "-m", "pytest", "-q", "-n", "auto", "--tb=line", *tests],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
     print(result.stdout[-4000:], file=sys.stderr)
@@ -116,10 +117,7 @@ def write(runs: list[Run], command: str) -> None:
         ),
         f"| `{command}` | " + " | ".join(one.summary for one in runs) + " |",
     ]
-    before, _, rest = DOCUMENT.read_text("utf-8").partition(START)
-    after = rest.partition(END)[2]
-    text = before + START + "\n".join(rows) + "\n" + END + after
-    DOCUMENT.write_text(text, "utf-8")
+    tables.put(DOCUMENT, "versions", rows)
 
 
 if __name__ == "__main__":

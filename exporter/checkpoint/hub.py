@@ -87,7 +87,7 @@ def fetch_head(snapshot: Snapshot, file: str, folder: Path) -> None:
 
 def check_space(snapshots: list[Snapshot], destination: Path) -> None:
     """Refuse a download that the disks of the hub's cache and of the bundle cannot hold."""
-    download = sum(s.missing_bytes() for s in snapshots)
+    download = sum({s.folder: s.missing_bytes() for s in snapshots}.values())
     bundle = sum(s.growth * size for s in snapshots for size in s.weights.values())
     disks: dict[int, tuple[Path, float]] = {}
     for path, need in ((Path(constants.HF_HUB_CACHE), download), (destination, bundle)):

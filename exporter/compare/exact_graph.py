@@ -93,6 +93,8 @@ class ExactGraph:
         self, node: onnx.NodeProto, inputs: list[Array | None], index: int | None = None
     ) -> list[Array]:
         """One node's outputs."""
+        if node.op_type == "Attention":
+            inputs = seen(node, inputs)
         if own := _OWN.get(node.op_type):
             return own(attributes(node), *inputs)
         if index is None or index not in self._evaluators:
@@ -118,6 +120,31 @@ class ExactGraph:
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
     """A node's attributes by name."""
     return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+
+
+def seen(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Array | None]:
+    """An attention node's inputs without the rows behind the last that any of its queries sees."""
+    if node.op_type == "Attention":
+        keys, values, mask = 1, 2, 3
+        visible = inputs[mask] if len(inputs) > mask else None
+        if visible is None or visible.shape[-1] == 1:
+            return inputs
+        columns = (visible if visible.dtype == bool else visible > -np.inf).reshape(
+            -1, visible.shape[-1]
+        )
+        end = int(np.flatnonzero(columns.any(0)).max(initial=0)) + 1
+    else:
+        keys, values, mask = 3, 4, 10
+        last = inputs[5]
+        assert last is not None
+        end = int(last.max()) + 1
+    cut = list(inputs)
+    for i, x in enumerate(inputs):
+        if x is not None and i in (keys, values):
+            cut[i] = x[:, :, :end]
+        elif x is not None and i == mask:
+            cut[i] = x[..., :end]
+    return cut
 
 
 def _named(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str, Array]:

@@ -106,8 +106,8 @@ class Nudged(TorchFunctionMode):
         """A result moved by up to a unit in the last place of `size`; infinite ones stay."""
         units = torch.rand(shape, generator=self._random).mul_(2).sub_(1)
         units[: len(units) // ROUNDINGS] = 0
-        moved = result + size * units * 2.0**-23
-        return torch.where(moved.isfinite(), moved, result)
+        moved = torch.addcmul(result, size, units, value=2.0**-23)
+        return moved if moved.sum().isfinite() else torch.where(moved.isfinite(), moved, result)
 
 
 def _is_wide(x: Any) -> bool:

@@ -21,7 +21,7 @@ from ..private import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves
 from .geometry import Geometry
 from .tracing import EXAMPLE_LENGTH
 
-Pass = Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], tuple[torch.Tensor, ...]]
+Forward = Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], tuple[torch.Tensor, ...]]
 
 
 class UnlikeError(Exception):
@@ -107,7 +107,7 @@ class _Recorder(TorchDispatchMode):
         return run
 
 
-def find(model: nn.Module, geometry: Geometry, run: Pass) -> LikeLayers:
+def find(model: nn.Module, geometry: Geometry, run: Forward) -> LikeLayers:
     """See which layers of a model are alike in a pass of it. Raises UnlikeError.
 
     `run` takes input_ids [B, T], past_length [B] and caches 2 * [B, H, S, D] a layer, and returns

@@ -191,6 +191,16 @@ def test_a_download_that_does_not_fit_is_refused(tmp_path):
         hub.check_space([snapshot], tmp_path)
 
 
+def test_a_repository_that_is_draft_and_target_is_downloaded_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=35e9))
+    roles = [
+        hub.Snapshot(role, "a/b", "c", tmp_path, set(), {"model.safetensors": 10**10})
+        for role in ("target", "draft")
+    ]
+    hub.check_space(roles, tmp_path / "bundle")
+
+
 def test_a_bundle_that_grows_beyond_the_disk_is_refused_with_both_figures(tmp_path, monkeypatch):
     monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=45e9))
