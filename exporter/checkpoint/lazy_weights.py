@@ -25,6 +25,7 @@ from .lazy_tensors import LazyTensor, numbers
 
 SMALLEST = 1 << 20  # bytes in float32; what is smaller is in the model itself
 HUGE = 1 << 26  # numbers; larger matrices are widened some rows at a time
+PIECE = 1 << 20  # numbers of these: more are new pages of memory for each
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _NAN = 0x7FC00000
 _WIDTHS: dict[type, str] = {nn.Linear: "out_features", nn.Embedding: "embedding_dim", Conv1D: "nf"}
@@ -179,8 +180,10 @@ class Memory:
     @contextlib.contextmanager
     def taken(self, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
         """Room for so many numbers while the context lasts; huge ones are not kept. [size]"""
-        fitting = [b for b in self._free if b.numel() >= size]
-        new = torch.empty(0 if fitting else size, dtype=dtype)
+        fitting = [b for b in self._free if b.numel() >= size and b.dtype == dtype]
+        # Not `torch.empty`: for exact results that gives the model's own type.
+        kind = np.float64 if dtype == torch.float64 else np.float32
+        new = torch.from_numpy(np.empty(0 if fitting else size, kind))
         buffer = min(fitting, key=torch.numel) if fitting else new
         self._free = [b for b in self._free if b is not buffer]
         yield buffer[:size]
@@ -223,14 +226,16 @@ def _compute_in_pieces(
 ) -> None:
     """Let a module look up or multiply with a few rows of its matrix at a time. [R, C]"""
 
-    def embedded(input: torch.Tensor) -> torch.Tensor:
-        rows = numbers(weight)[input]
+    def widened(rows: torch.Tensor) -> torch.Tensor:
         # Not `to`: for exact results that asks for a constant, in the model's own type.
         return rows.double() if dtype == torch.float64 else rows.to(dtype)
 
+    def embedded(input: torch.Tensor) -> torch.Tensor:
+        return widened(numbers(weight)[input])
+
     def multiplied(input: torch.Tensor) -> torch.Tensor:
-        rows = numbers(weight).split(max(1, HUGE // weight.shape[1] // 8))
-        output = torch.cat([nn.functional.linear(input, part.to(dtype)) for part in rows], -1)
+        rows = numbers(weight).split(max(1, PIECE // weight.shape[1]))
+        output = torch.cat([nn.functional.linear(input, widened(part)) for part in rows], -1)
         return output if module.bias is None else output + module.bias
 
     module.forward = embedded if type(module) is nn.Embedding else multiplied
@@ -245,10 +250,17 @@ def _put_for_each_call(
     stack: contextlib.ExitStack,
 ) -> None:
     calls: list[contextlib.ExitStack] = []
+    # What else a model has may be added to or divided by constants before it is exact.
+    products = {"weight"} if type(module) in (nn.Linear, Conv1D) else set()
 
     def before(*args: object) -> None:
         calls.append(call := contextlib.ExitStack())
-        wide = {n: call.enter_context(memory.taken(t.numel(), dtype)) for n, t in held.items()}
+        wide = {
+            n: call.enter_context(
+                memory.taken(t.numel(), dtype if n in products else torch.float32)
+            )
+            for n, t in held.items()
+        }
         _put(module, {n: wide[n].view(t.shape).copy_(numbers(t)) for n, t in held.items()}, call)
 
     def after(*args: object) -> None:

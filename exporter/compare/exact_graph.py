@@ -25,7 +25,7 @@ from ..tracing.experts import spelled_out
 Array = np.ndarray
 Value = Any  # an array, or as a tensor a stored matrix in its own type, still in its file
 Watch = Callable[[onnx.NodeProto, list[Array | None]], None]
-PIECE = 1 << 24  # numbers of a stored matrix that are widened at a time
+PIECE = 1 << 18  # numbers of a stored matrix that are widened at a time: what stays in a cache
 
 
 class ExactGraph:
