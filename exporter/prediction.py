@@ -167,6 +167,8 @@ def predict(config: Any, context_length: int, num_draft_tokens: int) -> Predicti
         model = private.decoder(config)
     except Exception:  # why, is said when it is loaded
         return None
+    for module, layer_type in list(private.growing_factors(model)):
+        private.settle(module, layer_type)
     own = [module for module in model.modules() if type(module).__name__ == "Llama4TextMoe"]
     if not own and not among(model):
         return None

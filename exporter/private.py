@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_any, tree_leaves, tree_map, tree_map_only
 from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -29,9 +29,10 @@ from specedge.errors import CheckpointError
 from .quiet import one_line, quiet
 
 # Of torch 2.13: tensors with shapes alone, modes that see every operator's call, nested arguments.
+# Of transformers: one layer of a cache that grows.
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_any", "tree_leaves", "tree_map",
-    "tree_map_only",
+    "DynamicLayer", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_any", "tree_leaves",
+    "tree_map", "tree_map_only",
 ]  # fmt: skip
 TRIED = {"transformers": ("5.17", "5.23"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
 

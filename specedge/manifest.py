@@ -10,7 +10,7 @@ from .errors import BundleError
 
 CURE = "export the pair again, or copy the bundle again"
 OPS = ("onnx", "gqa")
-FLOAT32_MULTIPLE = 8.0  # a graph's float32 error may be so many times PyTorch's own
+FLOAT32_MULTIPLE = 8.0  # a graph's error may be so many times float32's own
 FLOAT32_FLOOR = 16 * 2.0**-24  # of the largest value: sums in another order differ by some ulps
 
 
@@ -99,11 +99,12 @@ class Parity:
     `structure_error` compares both in float64, where only a graph that is another model differs; it
     is relative to the row of logits, or of one head's keys or values. The others are of float32,
     against the same float64 and relative to the largest value of the output: the graph's and
-    PyTorch's own. `error_ratio` is the largest of the graph's errors in PyTorch's own of the same
-    row, `tolerance` what `--tolerance` allowed instead. `num_left_out` counts tokens left out
-    because rounding could have chosen other experts. `row_independent_lengths` are the pass
-    lengths T whose rows had the same bits as one pass over all of them. `versions` are those of the
-    packages that took part.
+    float32's own, which is PyTorch's and that of three runs with other kernels' roundings.
+    `error_ratio` is the largest of the graph's errors as a multiple of that in the same row,
+    `tolerance` what `--tolerance` allowed instead. `num_left_out` counts tokens left out because
+    rounding could have chosen other experts. `row_independent_lengths` are the pass lengths T whose
+    rows had the same bits as one pass over all of them. `versions` are those of the packages that
+    took part.
     """
 
     structure_error: float
@@ -138,7 +139,7 @@ class Parity:
             allowed = f"--tolerance {self.tolerance:g}"
         return (
             f"the model to {self.structure_error:.0e} in float64; in float32 logits are off by "
-            f"{self.logits_error:.1e} (the model's own by {self.float32_logits_error:.1e}), "
+            f"{self.logits_error:.1e} (float32 itself by up to {self.float32_logits_error:.1e}), "
             f"caches by {self.cache_error:.1e} ({self.float32_cache_error:.1e}), a row at most "
             f"{self.error_ratio:.1f} times as far ({allowed}); {self.num_positions} positions"
         )

@@ -65,7 +65,8 @@ def wrong_scale(graph: ir.Graph, factor: float = 1.001) -> None:
 
 def wrong_scale_of_one_layer(graph: ir.Graph) -> None:
     nodes = attention_nodes(graph)
-    set_attribute(nodes[len(nodes) // 2], "scale", lambda scale: 1.001 * scale)
+    for node in nodes[len(nodes) // 2 :][:1]:
+        set_attribute(node, "scale", lambda scale: 1.001 * scale)
 
 
 def missing_softcap(graph: ir.Graph) -> None:
@@ -91,7 +92,8 @@ def window_off_by_one(graph: ir.Graph) -> None:
 
 
 def position_off_by_one(graph: ir.Graph) -> None:
-    add_before(graph, next(node for node in graph if node.op_type == "Clip"), 0, 1)
+    for node in [node for node in graph if node.op_type == "Clip"][:1]:  # ALiBi has none
+        add_before(graph, node, 0, 1)
 
 
 def swapped_heads(graph: ir.Graph) -> None:

@@ -47,11 +47,18 @@ def _form(whole):
         whole.ops,
         whole.last,
         str(whole.layers),
-        tuple((name, type(module)) for name, module in whole.named_modules()),
+        tuple((name, type(module), _own(module)) for name, module in whole.named_modules()),
         weights,
         json.dumps(options, default=str, sort_keys=True),
         config._attn_implementation,
     )
+
+
+def _own(module):
+    """A module's plain attributes, and whether something else runs with it or for it."""
+    plain = {name: x for name, x in vars(module).items() if isinstance(x, int | float | str)}
+    changed = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
+    return str(plain), tuple(map(id, changed)), id(vars(module).get("forward"))
 
 
 def _weights(whole):

@@ -67,7 +67,7 @@ class Found:
         p = self.parity
         return (
             f"{self.ops:4} structure {p.structure_error:.0e}, ratio {p.error_ratio:.1f}, logits "
-            f"{p.logits_error:.1e} (PyTorch's {p.float32_logits_error:.1e}), caches "
+            f"{p.logits_error:.1e} (float32's {p.float32_logits_error:.1e}), caches "
             f"{p.cache_error:.1e} ({p.float32_cache_error:.1e}), left out {p.num_left_out}; {text}"
         )
 

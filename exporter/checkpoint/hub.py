@@ -42,9 +42,9 @@ class Snapshot:
     weights: dict[str, int]
     growth: float = 1.0
 
-    def missing_bytes(self) -> int:
-        """How much of the weights is yet to be downloaded."""
-        return sum(n for f, n in self.weights.items() if not (self.folder / f).exists())
+    def missing(self) -> dict[str, int]:
+        """The files of weights that are yet to be downloaded, with their sizes."""
+        return {f: n for f, n in self.weights.items() if not (self.folder / f).exists()}
 
 
 def find(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot:
@@ -65,11 +65,11 @@ def find(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot
 
 def fetch_weights(snapshot: Snapshot, progress: Progress) -> None:
     """Download the weights that are not here yet."""
-    todo = [f for f in snapshot.weights if not (snapshot.folder / f).exists()]
+    todo = snapshot.missing()
     if not todo:
         return
     with (
-        progress.step(f"Downloading {snapshot.name}", snapshot.missing_bytes()) as advance,
+        progress.step(f"Downloading {snapshot.name}", sum(todo.values())) as advance,
         quiet(),
     ):
         for file in todo:
@@ -87,7 +87,8 @@ def fetch_head(snapshot: Snapshot, file: str, folder: Path) -> None:
 
 def check_space(snapshots: list[Snapshot], destination: Path) -> None:
     """Refuse a download that the disks of the hub's cache and of the bundle cannot hold."""
-    download = sum({s.folder: s.missing_bytes() for s in snapshots}.values())
+    missing = {s.folder / file: size for s in snapshots for file, size in s.missing().items()}
+    download = sum(missing.values())
     bundle = sum(s.growth * size for s in snapshots for size in s.weights.values())
     disks: dict[int, tuple[Path, float]] = {}
     for path, need in ((Path(constants.HF_HUB_CACHE), download), (destination, bundle)):

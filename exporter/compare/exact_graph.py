@@ -129,7 +129,7 @@ def seen(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Array | None]
         visible = inputs[mask] if len(inputs) > mask else None
         if visible is None or visible.shape[-1] == 1:
             return inputs
-        columns = (visible if visible.dtype == bool else visible > -np.inf).reshape(
+        columns = (visible if visible.dtype == bool else visible != -np.inf).reshape(
             -1, visible.shape[-1]
         )
         end = int(np.flatnonzero(columns.any(0)).max(initial=0)) + 1

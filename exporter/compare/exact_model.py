@@ -87,7 +87,7 @@ class Nudged(TorchFunctionMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = getattr(func, "__name__", "").strip("_")
-        if not isinstance(result, torch.Tensor) or result.dtype != torch.float32:
+        if not isinstance(result, torch.Tensor) or result.dtype != torch.float32 or not result.ndim:
             return result
         # Tables of positions have one sequence: they are the same numbers everywhere.
         if name in _PRODUCTS or (name in _ARITHMETIC and len(result) == ROUNDINGS):
@@ -95,7 +95,7 @@ class Nudged(TorchFunctionMode):
         if name in _CURVES:
             size = args[0].clamp(-_CURVES[name], _CURVES[name]) if _CURVES[name] > 1 else 1.0
             return self._moved(result, result.abs() + abs(size), result.shape)
-        if name in _SUMS and args[0].shape[0] == ROUNDINGS:
+        if name in _SUMS and len(result) == len(args[0]) == ROUNDINGS:
             roundings = args[0].shape[-1] ** 0.5 / 2
             return self._moved(result, roundings * result, (*result.shape[:-1], 1))
         return result

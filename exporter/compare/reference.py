@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from transformers import DynamicCache
 from specedge.errors import ParityError
 
 from ..checkpoint.lazy_weights import Sources
+from ..private import DynamicLayer
 from ..progress import Advance
 from ..quiet import quiet
 from ..tracing.families import eager
@@ -127,7 +129,8 @@ def _check_float32(role: str, parts: list[Reference]) -> None:
             raise ParityError(f"{role}: its logits are no numbers; are there any in its weights?")
         if not part.logits.std(1).all():
             raise ParityError(f"{role}: its logits are the same for all tokens; is its head zero?")
-        off = np.median(part.logits_pytorch / part.logits.std(1))
+        off = part.logits_pytorch / part.logits.std(1)
+        off = np.median(off) if np.isfinite(off).all() else np.inf
         if not off <= WORTHLESS:
             raise ParityError(
                 f"{role}: this model does not work in float32: PyTorch's own logits are off by "
@@ -199,9 +202,10 @@ def _passes(
     what is added to the caches, [B, H, n, D].
     """
     cache = DynamicCache()
-    for layer in range(len(geometry.layers) if start else 0):
-        rows = (torch.from_numpy(past(2 * layer + i)).expand(batch, -1, -1, -1) for i in (0, 1))
-        cache.update(*rows, layer)
+    cache.layers = [
+        _LaterLayer(*(torch.from_numpy(past(2 * layer + i)) for i in (0, 1)))
+        for layer in range(len(geometry.layers) if start else 0)
+    ]
     for ids in torch.from_numpy(tokens).expand(batch, -1).split(chunk_length(geometry), 1):
         at = cache.get_seq_length()
         positions = torch.arange(at, at + ids.shape[1])[None]
@@ -209,7 +213,33 @@ def _passes(
         told(
             model(ids, position_ids=positions, past_key_values=cache, use_cache=True).logits.numpy()
         )
-    return [t[:, :, start:].numpy().copy() for x in cache.layers for t in (x.keys, x.values)]
+    return [t.numpy() for x in cache.layers for t in (x.keys, x.values)]
+
+
+class _LaterLayer(DynamicLayer):
+    """A layer of a cache that begins with given rows 2 * [H, start, D], the same for a batch.
+
+    It keeps what is added alone: rows before it, for each sequence and layer, take gigabytes.
+    """
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.before = keys, values
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All rows that there are now. [B, H, start + n, D]"""
+        added = super().update(key_states, value_states)
+        keys, values = (
+            torch.cat((rows.expand(len(new), -1, -1, -1), new), 2)
+            for rows, new in zip(self.before, added, strict=True)
+        )
+        return keys, values
+
+    def get_seq_length(self) -> int:
+        """How many rows there are."""
+        return self.before[0].shape[1] + super().get_seq_length()
 
 
 def _rows_before(start: int, parts: list[Reference], geometry: Geometry) -> Past:

@@ -177,7 +177,9 @@ def check(model: ir.Model) -> None:
         if node.op_type in FORBIDDEN or any(
             a.type == ir.AttributeType.GRAPH for a in node.attributes.values()
         ):
-            raise ExportError(f"the traced graph has a {node.op_type} node, which runs on no GPU")
+            raise ExportError(
+                f"the traced graph has a {node.op_type} node, which runs on no GPU ({versions()})"
+            )
         if any(o.dtype == ir.DataType.DOUBLE for o in node.outputs):
             raise ExportError(f"the traced graph has a {node.op_type} node in double precision")
 

@@ -134,7 +134,9 @@ def _evaluated(mask_function: Any, queries: torch.Tensor, capacity: int) -> torc
     try:
         return mask_function(zero, zero, queries[:, None, :, None], keys[None, None, None, :])
     except Exception as error:
-        raise ExportError(f"the model's attention mask cannot be traced: {error}") from error
+        raise ExportError(
+            f"the model's attention mask cannot be traced ({private.trouble(error)})"
+        ) from error
 
 
 def attention(
@@ -159,7 +161,9 @@ def attention(
     if unknown := sorted(given - _HARMLESS):
         raise ExportError(f"the model's attention has {unknown[0]}, which no graph can hold yet")
     if attention_mask is None:
-        raise ExportError("the model's attention does not take its mask from transformers")
+        raise ExportError(
+            f"the model's attention does not take its mask from transformers ({private.versions()})"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if s_aux is not None and softcap:
         raise ExportError("the model's attention has both sinks and a softcap")

@@ -48,7 +48,12 @@ def _repeated(model: nn.Module, geometry: Geometry, ops: str, layers: list[Layer
         _order_initializers(graph, like.names)
 
     with _only(model, like):
-        return tracing.trace(model, few, ops, [layers[i] for i in like.kept], whole)
+        try:
+            return tracing.trace(model, few, ops, [layers[i] for i in like.kept], whole)
+        except UnlikeError:
+            raise
+        except Exception as error:
+            raise UnlikeError(str(error)) from error
 
 
 def _like_layers(model: nn.Module, geometry: Geometry, ops: str, layers: list[Layer]) -> LikeLayers:

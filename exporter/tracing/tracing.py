@@ -70,7 +70,7 @@ def observe(model: torch.nn.Module, geometry: Geometry) -> list[Layer]:
     if len(whole.layers) < len(geometry.layers):
         raise ExportError(
             f"{len(whole.layers)} of its {len(geometry.layers)} layers attend through "
-            "transformers' interface"
+            f"transformers' interface ({private.versions()})"
         )
     return whole.layers
 

@@ -199,6 +199,9 @@ def test_a_repository_that_is_draft_and_target_is_downloaded_once(tmp_path, monk
         for role in ("target", "draft")
     ]
     hub.check_space(roles, tmp_path / "bundle")
+    roles[1].weights = {"another.gguf": 10**10}
+    with pytest.raises(CheckpointError, match=r"20\.0 GB are to be downloaded"):
+        hub.check_space(roles, tmp_path / "bundle")
 
 
 def test_a_bundle_that_grows_beyond_the_disk_is_refused_with_both_figures(tmp_path, monkeypatch):

@@ -4,13 +4,14 @@ import numpy as np
 import onnx
 import pytest
 import torch
+from onnx.reference import ReferenceEvaluator
 
 from architectures import ARCHITECTURES
 from checkpoints import make_model
 from comparing import computed, traced
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import reference, structure
-from specedge.exporter.compare.exact_graph import grouped_query_attention
+from specedge.exporter.compare.exact_graph import grouped_query_attention, seen
 from specedge.exporter.compare.exact_model import ROUNDINGS, Exact, Nudged
 from specedge.exporter.compare.routing import Choices, close
 from specedge.exporter.tracing import geometry
@@ -84,6 +85,50 @@ def test_the_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(option
     wanted = grouped_query_attention(options, *wide)[0]
     assert wanted.dtype == np.float64
     assert np.abs(found - wanted).max() < 1e-6
+
+
+CAUSAL = np.arange(10) <= np.arange(4, 7)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("mask", "end"),
+    [
+        (CAUSAL, 7),
+        (CAUSAL[None, None] & (np.arange(10) > 2), 7),  # a window
+        (np.where(CAUSAL, np.linspace(0, -1, 10), -np.inf)[None, None], 7),  # added, as ALiBi is
+        (np.ones((3, 10), bool), 10),
+        (np.ones((3, 1), bool), 10),
+    ],
+)
+def test_rows_that_no_query_sees_are_left_out_of_exact_attention_and_change_nothing(mask, end):
+    random = np.random.default_rng(0)
+    query, keys, values = (random.standard_normal((1, 2, n, 8)) for n in (3, 10, 10))
+    node = onnx.helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"])
+    cut = seen(node, [query, keys, values, mask])
+    assert [x.shape[2] for x in cut[:3]] == [3, end, end]
+    infos = [onnx.ValueInfoProto(name=name) for name in node.input]
+    graph = onnx.helper.make_graph([node], "one", infos, [onnx.ValueInfoProto(name="y")])
+    evaluator = ReferenceEvaluator(graph, opsets={"": 24})
+    given = [query, keys, values, mask]
+    whole, part = (
+        evaluator.run(None, dict(zip(node.input, x, strict=True)))[0] for x in (given, cut)
+    )
+    assert np.abs(whole - part).max() < 1e-15
+
+
+def test_rows_before_a_stretch_are_joined_for_one_layer_at_a_time_and_not_kept():
+    random = torch.Generator().manual_seed(0)
+    before = [torch.randn(2, 5, 4, generator=random) for _ in "kv"]
+    layer = reference._LaterLayer(*before)
+    new = [torch.randn(3, 2, 2, 4, generator=random) for _ in range(4)]
+    assert layer.get_seq_length() == 5
+    layer.update(new[0], new[1])
+    assert layer.get_seq_length() == 7
+    keys, values = layer.update(new[2], new[3])
+    for found, rows, added in ((keys, before[0], new[0::2]), (values, before[1], new[1::2])):
+        assert torch.equal(found, torch.cat((rows.expand(3, 2, 5, 4), *added), 2))
+    assert torch.equal(layer.keys, torch.cat(new[0::2], 2))
+    assert layer.keys.untyped_storage().nbytes() == layer.keys.numel() * 4
 
 
 def choices(scores):
