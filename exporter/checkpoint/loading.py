@@ -38,7 +38,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
         hub.fetch_weights(checkpoint.remote, progress)
     with quiet():
         try:
-            model, info, dtype = _model(where, checkpoint)
+            model, info, dtype = _model(where, checkpoint, progress)
         except SpecEdgeError:
             raise
         except Exception as error:
@@ -56,7 +56,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
     return Loaded(model, dtype, sources)
 
 
-def _model(where: str, checkpoint: Checkpoint) -> tuple[Any, Any, str]:
+def _model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
     """The model, what transformers says of its loading, and the type of most weights."""
     files = [checkpoint.folder / name for name in checkpoint.weights]
     if files[0].suffix == ".gguf":
@@ -70,6 +70,8 @@ def _model(where: str, checkpoint: Checkpoint) -> tuple[Any, Any, str]:
         )
     weight_files.check_forms(where, state, empty.state_dict())
     dtype = weight_files.stored_dtype(where, state)
+    if any(tensor.dtype == torch.float64 for tensor in state.values()):
+        progress.note(f"{checkpoint.role}: its weights in float64 are rounded to float32")
     model, info = type(empty).from_pretrained(
         None,
         config=empty.config,

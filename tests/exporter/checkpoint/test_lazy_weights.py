@@ -210,6 +210,14 @@ def test_mixed_types_lose_no_bit(tmp_path):
         assert kinds[state[name].float().T.numpy().tobytes()] == kind
 
 
+def test_float64_weights_are_rounded_to_float32_and_that_is_said(tmp_path):
+    folder = make(tmp_path, "llama", torch.float64)
+    progress = Progress()
+    loaded = loading.load(checkpoints.find("target", str(folder), None), progress)
+    assert loaded.dtype == "float32"
+    assert progress.notes == ["target: its weights in float64 are rounded to float32"]
+
+
 def test_an_output_matrix_that_is_stored_twice_is_tied(tmp_path):
     folder = make(tmp_path, "llama", torch.bfloat16)
     state = load_file(folder / "model.safetensors")
