@@ -21,7 +21,7 @@ def run(*arguments, **variables):
 def test_export_prints_the_bundles_path_to_stdout_and_all_else_to_stderr(pairs, tmp_path):
     draft, target = pairs.checkpoint("gpt2")
     output = tmp_path / "bundle"
-    result = run("--draft", draft, "--target", target, "--output", output, "-k", 2)
+    result = run("--draft", draft, "--target", target, "--output", output, "-k", 2, "--ops", "gqa")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{output}\n"
     assert "float32 itself by up to" in result.stderr

@@ -155,6 +155,7 @@ def test_fp8_numbers_are_widened_to_their_products_with_the_scales(block, exact,
     assert "stored in fp8 and widened" in notes
 
 
+@pytest.mark.thorough
 def test_fp8_experts_are_widened_and_exported(tmp_path):
     folder, model = make(tmp_path, "deepseek_v3", hidden_size=160, moe_intermediate_size=40)
     wide = quantise_fp8(folder, model, BLOCK, exact=True)

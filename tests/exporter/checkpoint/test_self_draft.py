@@ -49,7 +49,11 @@ class Made:
         self.pipeline = specedge.load(self.bundle.folder)
 
 
-@pytest.fixture(scope="module", params=[("gpt2", 1), ("llama", 2)], ids=str)
+@pytest.fixture(
+    scope="module",
+    params=[("gpt2", 1), pytest.param(("llama", 2), marks=pytest.mark.thorough)],
+    ids=str,
+)
 def made(request, tmp_path_factory):
     return Made(tmp_path_factory.mktemp("self"), *request.param)
 

@@ -71,7 +71,9 @@ def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
     assert compared_again(model, player).differing == ["step"]
 
 
-@pytest.mark.parametrize(("kind", "ops"), [("gpt2", "gqa"), ("gemma2", "onnx")])
+@pytest.mark.parametrize(
+    ("kind", "ops"), [("gpt2", "gqa"), pytest.param("gemma2", "onnx", marks=pytest.mark.thorough)]
+)
 def test_of_like_layers_few_are_played_in_every_way(kind, ops, tmp_path, in_parts):
     player = traced(model_of(kind, layers=6), tmp_path, ops)
     assert 6 <= len(player.kept) <= 8

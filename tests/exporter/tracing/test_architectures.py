@@ -56,7 +56,7 @@ ROTARY = Table(
     KINDS,
 )
 TABLES = (AS_PUBLISHED, FAMILIES, REFUSALS, ROTARY)
-OWN_CODE = ("bloom", "gpt_oss")
+OWN_CODE = ("bloom", pytest.param("gpt_oss", marks=pytest.mark.architectures))
 PROMPT = list(range(40, 52))
 LENGTH = 200
 NEAR = 1e-4  # of the logits' spread: what float32 sums in another order may differ by

@@ -71,8 +71,8 @@ def constant_in_each_layer(model):
     [
         ("gpt2", "gqa", 3, {}),
         ("qwen2", "onnx", 3, {}),
-        ("gemma2", "onnx", 4, WINDOWS),
-        ("gemma2", "gqa", 4, WINDOWS),
+        pytest.param("gemma2", "onnx", 4, WINDOWS, marks=pytest.mark.thorough),
+        pytest.param("gemma2", "gqa", 4, WINDOWS, marks=pytest.mark.thorough),
     ],
 )
 def test_repeated_layers_give_the_graph_that_is_traced_whole(kind, ops, depth, options):
@@ -89,7 +89,7 @@ def test_repeated_layers_give_the_graph_that_is_traced_whole(kind, ops, depth, o
     [
         ("mixtral", "gqa"),
         *(
-            pytest.param(name, "onnx", marks=pytest.mark.architectures)
+            pytest.param(name, "onnx", marks=pytest.mark.thorough)
             for name in ("mixtral", "gpt_oss", "deepseek_v3")
         ),
     ],
