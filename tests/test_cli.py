@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from installed import COMMAND, run
 from manifests import make_bundle
 from specedge.bundle import SMALL
 
@@ -17,18 +18,6 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 PROMPT = "def read_config(path):"
 ROOT = Path(__file__).parents[1]
-COMMAND = [sys.executable, "-m", "specedge"]
-
-
-def run(*arguments, stdin=None, **variables):
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-        timeout=120,
-    )
 
 
 def test_generate_prints_text_to_stdout_and_one_line_to_stderr(pipeline):

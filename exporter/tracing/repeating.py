@@ -31,7 +31,7 @@ DEEP = 8  # layers; fewer are traced in seconds
 def trace(model: nn.Module, geometry: Geometry, ops: str, layers: list[Layer]) -> ir.Model:
     """The model as a graph with T symbolic, whose initializers share the model's memory."""
     if len(geometry.layers) > DEEP:
-        with contextlib.suppress(UnlikeError):
+        with contextlib.suppress(Exception):  # if it cannot be traced, tracing it whole says why
             return _repeated(model, geometry, ops, layers)
     return tracing.trace(model, geometry, ops, layers)
 
@@ -48,23 +48,13 @@ def _repeated(model: nn.Module, geometry: Geometry, ops: str, layers: list[Layer
         _order_initializers(graph, like.names)
 
     with _only(model, like):
-        try:
-            return tracing.trace(model, few, ops, [layers[i] for i in like.kept], whole)
-        except UnlikeError:
-            raise
-        except Exception as error:
-            raise UnlikeError(str(error)) from error
+        return tracing.trace(model, few, ops, [layers[i] for i in like.kept], whole)
 
 
 def _like_layers(model: nn.Module, geometry: Geometry, ops: str, layers: list[Layer]) -> LikeLayers:
     whole = tracing.Traceable(model, geometry.context_length, ops, layers)
     with quiet(), registered(model):
-        try:
-            return like_layers.find(model, geometry, whole)
-        except UnlikeError:
-            raise
-        except Exception as error:  # if the model cannot be traced, tracing it whole says why
-            raise UnlikeError(str(error)) from error
+        return like_layers.find(model, geometry, whole)
 
 
 class _Skipped(nn.Module):

@@ -1,21 +1,12 @@
 """`specedge export` as a user runs it."""
 
-import os
 import re
-import subprocess
-import sys
+from functools import partial
 
+import installed
 from specedge.bundle import Bundle
 
-
-def run(*arguments, **variables):
-    return subprocess.run(
-        [sys.executable, "-m", "specedge", "export", *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=os.environ | variables,
-        timeout=120,
-    )
+run = partial(installed.run, "export")
 
 
 def test_export_prints_the_bundles_path_to_stdout_and_all_else_to_stderr(pairs, tmp_path):

@@ -1,0 +1,56 @@
+"""What is refused without the hub: names, no network, and downloads that no disk here can hold."""
+
+from types import SimpleNamespace
+
+import pytest
+from formats import refusal
+
+from specedge.errors import CheckpointError
+from specedge.exporter.checkpoint import hub
+
+
+def test_a_hub_id_without_a_network_is_refused_at_once():
+    assert "hub cannot be reached" in refusal("someone/something")
+
+
+def test_an_unreachable_hub_is_refused_at_once(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", "http://127.0.0.1:9")
+    api = hub.huggingface_hub.HfApi
+    monkeypatch.setattr(hub.huggingface_hub, "HfApi", lambda: api(endpoint="http://127.0.0.1:9"))
+    assert "hub cannot be reached" in refusal("someone/something")
+
+
+def test_a_name_that_no_repository_can_have_is_refused():
+    assert "neither a folder nor a hub id" in refusal("what is this?")
+
+
+def test_a_download_that_does_not_fit_is_refused(tmp_path):
+    snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.safetensors": 1 << 60})
+    with pytest.raises(CheckpointError, match="GB free"):
+        hub.check_space([snapshot], tmp_path)
+
+
+def test_a_repository_that_is_draft_and_target_is_downloaded_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=35e9))
+    roles = [
+        hub.Snapshot(role, "a/b", "c", tmp_path, set(), {"model.safetensors": 10**10})
+        for role in ("target", "draft")
+    ]
+    hub.check_space(roles, tmp_path / "bundle")
+    roles[1].weights = {"another.gguf": 10**10}
+    with pytest.raises(CheckpointError, match=r"20\.0 GB are to be downloaded"):
+        hub.check_space(roles, tmp_path / "bundle")
+
+
+def test_a_bundle_that_grows_beyond_the_disk_is_refused_with_both_figures(tmp_path, monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(hub.shutil, "disk_usage", lambda place: SimpleNamespace(free=45e9))
+    snapshot = hub.Snapshot("target", "a/b", "c", tmp_path, set(), {"model.gguf": 10**10})
+    hub.check_space([snapshot], tmp_path / "bundle")
+    snapshot.growth = 4.0
+    with pytest.raises(CheckpointError) as caught:
+        hub.check_space([snapshot], tmp_path / "bundle")
+    assert "10.0 GB are to be downloaded and 40.0 GB written to the bundle" in str(caught.value)
+    assert "has 45.0 GB free" in str(caught.value)
