@@ -15,7 +15,7 @@ from specedge.manifest import OPS, File
 
 from .checkpoint import self_draft
 from .checkpoint.loading import Loaded
-from .graph import graphs
+from .graph import graphs, sigmoids
 from .graph.peephole import straighten
 from .graph.weights import Weights
 from .progress import Progress
@@ -131,6 +131,7 @@ def write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
         with swapped(part.model, part.shape.context_length):
             traced = repeating.trace(part.model, part.shape, ops, part.layers)
         straighten(traced.graph)
+        sigmoids.spell_out(traced)
         graphs.fill_without_shapes(traced)
         graphs.tidy(traced)
         graphs.widen_biases(traced.graph)

@@ -254,12 +254,13 @@ def _write_massive(c: Calibration, weight: Tensor, seen: float, wanted: float) -
 
 def expert_inputs(c: Calibration, module: Any, x: Tensor) -> None:
     """Scale what each expert reads with, as a matrix's; the massive neuron is every expert's."""
+    x = _by_token(c, x)
     ordinary = c.rows(x)
     for weight in _by_expert(module, module.gate_up_proj):
         damp_outliers(c, weight, ordinary)
         _scale(weight, slice(None), ordinary, 1.2)
         if c.massive_now(c.layer):
-            _read_start(c, weight, [0, 1] if _transposed(module) else [0, len(weight) // 2], x)
+            _read_start(c, weight, [0, 1 if _interleaved(module) else len(weight) // 2], x)
     if c.massive_now(c.layer):
         for name in ("gate_up_proj_bias", "down_proj_bias"):
             if hasattr(module, name):
@@ -270,11 +271,12 @@ def expert_inputs(c: Calibration, module: Any, x: Tensor) -> None:
 
 def expert_outputs(c: Calibration, module: Any, args: Any, output: Tensor) -> Tensor:
     """Scale what each expert writes with, and what it has written."""
+    written = _by_token(c, output)
     factor = torch.full((c.hidden,), c.branch * c.residual / c.multiplier)
-    factor /= c.rows(output)[:, c.ordinary].square().mean().sqrt()
+    factor /= c.rows(written)[:, c.ordinary].square().mean().sqrt()
     if wanted := c.massive_now(c.layer):
         for channel, part in zip(c.channels.massive, PARTS, strict=True):
-            factor[channel] = part * wanted / c.multiplier / c.starts(output, channel)
+            factor[channel] = part * wanted / c.multiplier / c.starts(written, channel)
     for weight in _by_expert(module, module.down_proj):
         weight.mul_(factor[:, None])
     if hasattr(module, "down_proj_bias"):
@@ -282,8 +284,18 @@ def expert_outputs(c: Calibration, module: Any, args: Any, output: Tensor) -> Te
     return output * factor
 
 
-def _transposed(module: Any) -> bool:
+def _by_token(c: Calibration, x: Tensor) -> Tensor:
+    """Rows by token, where Llama 4 sends each to every expert, times 0 but for one. -> [n, H]"""
+    return x.view(-1, len(c.special), c.hidden).sum(0)
+
+
+def _interleaved(module: Any) -> bool:
+    """Whether rows of gates and of what they multiply alternate, as gpt-oss's."""
     return bool(getattr(module, "is_transposed", False))
+
+
+def _transposed(module: Any) -> bool:
+    return _interleaved(module) or type(module).__name__ == "Llama4TextExperts"
 
 
 def _by_expert(module: Any, weight: Tensor) -> list[Tensor]:

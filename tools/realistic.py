@@ -51,6 +51,14 @@ FAMILIES: dict[str, Family] = {
     # Sun et al. 2024, table 1: 2,622 in LLaMA2-7B, 7,100 in Mixtral-8x7B.
     "llama": Family("Llama", Magnitudes(2622)),
     "llama3": Family("Llama", Magnitudes(300), {"rope_parameters": _LLAMA3}),
+    "llama4": Family(
+        "Llama4Text",
+        Magnitudes(1000),
+        {
+            "num_local_experts": 4, "num_experts_per_tok": 1, "attention_chunk_size": 24,
+            "intermediate_size_mlp": 128, "no_rope_layer_interval": 2, "rope_parameters": _LLAMA3,
+        },
+    ),
     "mistral": Family("Mistral", Magnitudes(300), {"sliding_window": 24}),
     "mixtral": Family("Mixtral", Magnitudes(7100), {"num_local_experts": 4}),
     "qwen2": Family("Qwen2", Magnitudes(8000, q_bias=69, k_bias=175), _ROPE),

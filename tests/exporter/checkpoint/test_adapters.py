@@ -5,6 +5,7 @@ import json
 import peft
 import pytest
 import torch
+from formats import adapted
 from transformers import AutoModelForCausalLM
 
 from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer, save
@@ -28,21 +29,6 @@ def base(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model = make_model(make_config(request.param)).to(torch.bfloat16)
     return save(model, make_tokenizer(folder / "tokenizer"), folder / "model")
-
-
-def make(base, folder, **options):
-    """An adapter in a folder, with random weights, and the model that peft merges with it."""
-    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, lora_alpha=6, **options))
-    torch.manual_seed(0)
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if parameter.requires_grad:
-                noise = 0.1 * torch.randn_like(parameter)
-                parameter.copy_(parameter + noise if "lora_" not in name else noise)
-    wrapped.save_pretrained(folder)
-    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
-    return folder, peft.PeftModel.from_pretrained(whole, folder).merge_and_unload().eval()
 
 
 def load(base, adapter):
@@ -82,7 +68,7 @@ def embedding(base):
     ],
 )
 def test_an_adapter_gives_the_numbers_that_peft_gives(base, options, tmp_path):
-    adapter, wanted = make(base, tmp_path / "adapter", target_modules=targets(base), **options)
+    adapter, wanted = adapted(base, tmp_path / "adapter", target_modules=targets(base), **options)
     _, loaded, notes = load(base, adapter)
     with torch.no_grad(), loaded.sources.reading(loaded.model, at_once=True):
         found = dict(loaded.model.named_parameters())
@@ -100,7 +86,7 @@ def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_pat
         options = {"target_modules": targets(base), "modules_to_save": [embedding(base)]}
     else:
         options = {"target_modules": targets(base, embedding(base))}
-    adapter, wanted = make(base, tmp_path / "adapter", **options)
+    adapter, wanted = adapted(base, tmp_path / "adapter", **options)
     whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     apart = peft.PeftModel.from_pretrained(whole, adapter).eval()  # merging in place alters a head
     _, loaded, _ = load(base, adapter)
@@ -111,7 +97,7 @@ def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_pat
 
 
 def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
-    adapter, _ = make(base, tmp_path / "adapter", target_modules=targets(base))
+    adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     options = {"max_length": 40, "ops": "onnx"}
     bundle = export(
         base, base, tmp_path / "bundle", adapter=adapter, draft_adapter=adapter, **options
@@ -124,7 +110,7 @@ def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
 
 
 def test_a_targets_own_layers_have_its_adapter_and_none_of_their_own(base, tmp_path):
-    adapter, _ = make(base, tmp_path / "adapter", target_modules=targets(base))
+    adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     bundle = export("self:1", base, tmp_path / "bundle", max_length=40, adapter=adapter)
     assert bundle.draft.source.id == "model + adapter self:1"
     with pytest.raises(CheckpointError, match="leave --draft-adapter out"):
@@ -132,7 +118,7 @@ def test_a_targets_own_layers_have_its_adapter_and_none_of_their_own(base, tmp_p
 
 
 def test_pickled_adapters_are_read(base, tmp_path):
-    adapter, wanted = make(base, tmp_path / "adapter", target_modules=targets(base))
+    adapter, wanted = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     weights = peft.load_peft_weights(str(adapter))
     (adapter / "adapter_model.safetensors").unlink()
     torch.save(weights, adapter / "adapter_model.bin")
@@ -143,7 +129,7 @@ def test_pickled_adapters_are_read(base, tmp_path):
 
 def test_what_is_no_lora_adapter_is_refused(base, tmp_path):
     assert "give a LoRA adapter" in refusal(base, base)
-    adapter, _ = make(base, tmp_path / "adapter", target_modules=targets(base))
+    adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     for changes, said in (
         ({"init_lora_weights": "pissa_niter_4"}, "started from pissa_niter_4"),
         ({"init_lora_weights": True, "lora_bias": True}, "has lora_bias"),
@@ -162,12 +148,12 @@ def test_another_models_adapter_is_refused(base, tmp_path):
     other = make_checkpoint(
         tmp_path / "other", "qwen2", make_tokenizer(tmp_path / "tokenizer"), hidden=32
     )
-    adapter, _ = make(other, tmp_path / "adapter", target_modules=["q_proj"])
+    adapter, _ = adapted(other, tmp_path / "adapter", target_modules=["q_proj"])
     assert "does not fit the model" in refusal(base, adapter)
     deeper = make_checkpoint(
         tmp_path / "deeper", "llama", make_tokenizer(tmp_path / "tokenizer"), layers=3
     )
-    adapter, _ = make(deeper, tmp_path / "adapter-2", target_modules=["q_proj"])
+    adapter, _ = adapted(deeper, tmp_path / "adapter-2", target_modules=["q_proj"])
     assert "does not fit the model" in refusal(base, adapter)
 
 
@@ -186,7 +172,7 @@ def test_an_adapter_of_another_repository_is_refused_before_any_weights(
 ):
     from specedge.exporter.checkpoint import adapters
 
-    adapter, _ = make(base, tmp_path / "adapter", target_modules=targets(base))
+    adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     edit(adapter, base_model_name_or_path=trained_on)
     if differ:
         with pytest.raises(CheckpointError, match=f"was trained on {trained_on}, not on {model}"):

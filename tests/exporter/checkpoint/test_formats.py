@@ -5,7 +5,7 @@ import os
 
 import pytest
 import torch
-from formats import load, make, refusal, same
+from formats import load, make, pickle_weights, refusal, same
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -28,12 +28,6 @@ def test_a_models_matrices_are_its_checkpoints_also_where_transformers_joins_the
     assert loaded.dtype == "bfloat16"
     for parameter in loaded.model.parameters():
         assert (parameter.ndim < 2) == (loaded.sources.behind(parameter) is None)
-
-
-def pickle_weights(folder, **options):
-    state = load_file(folder / "model.safetensors")
-    (folder / "model.safetensors").unlink()
-    torch.save(state, folder / "pytorch_model.bin", **options)
 
 
 @pytest.mark.parametrize("zipped", [True, False])

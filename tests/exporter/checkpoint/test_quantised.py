@@ -2,7 +2,16 @@
 
 import pytest
 import torch
-from formats import edit, load, make, refusal, same, stored_numbers
+from formats import (
+    edit,
+    load,
+    make,
+    quantise_fp8,
+    quantise_mxfp4,
+    refusal,
+    same,
+    stored_numbers,
+)
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
@@ -71,26 +80,6 @@ def test_every_mxfp4_number_is_what_transformers_makes_of_it():
     assert bits[1, 127, -2:].tolist() == [-12.0, -12.0]
 
 
-def quantise_mxfp4(folder, model):
-    """Give gpt-oss's experts random four-bit numbers, in its own layout, and the model what
-    transformers makes of them."""
-    torch.manual_seed(1)
-    state = load_file(folder / "model.safetensors")
-    for key in [k for k in state if k.endswith(("gate_up_proj", "down_proj"))]:
-        experts, columns, rows = state.pop(key).shape
-        blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8)
-        scales = torch.randint(122, 125, (experts, rows, columns // 32), dtype=torch.uint8)
-        state |= {f"{key}_blocks": blocks, f"{key}_scales": scales}
-        with torch.no_grad():
-            model.get_parameter(key).copy_(convert_moe_packed_tensors(blocks, scales))
-    save_file(state, folder / "model.safetensors")
-    skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
-    edit(
-        folder / "config.json",
-        quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": skipped},
-    )
-
-
 def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
     folder, model = make(tmp_path, "gpt_oss")
     quantise_mxfp4(folder, model)
@@ -114,31 +103,6 @@ def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
     key = next(key for key in state if key.endswith("_scales"))
     save_file({k: t for k, t in state.items() if k != key}, folder / "model.safetensors")
     assert "scales do not fit" in refusal(folder)
-
-
-def quantise_fp8(folder, model, block, exact):
-    """Store matrices as DeepSeek-V3 does, and give the model what that stands for."""
-    torch.manual_seed(1)
-    state = load_file(folder / "model.safetensors")
-    merged = {}
-    for key in [k for k in state if k.endswith("proj.weight")]:
-        rows, columns = state[key].shape
-        size = block or max(rows, columns)
-        shape = (-(-rows // size), -(-columns // size))
-        scales = torch.rand(shape) + 0.5
-        scales = 2.0 ** torch.randint(-4, 4, shape) if exact else scales
-        small = (state[key].float() * 100).to(torch.float8_e4m3fn)
-        wide = torch.empty(rows, columns)
-        for i in range(rows):
-            for j in range(columns):
-                wide[i, j] = float(small[i, j].float()) * float(scales[i // size, j // size])
-        state |= {key: small, f"{key}_scale_inv": scales if block else scales.reshape(())}
-        merged[key] = wide
-    save_file(state, folder / "model.safetensors")
-    quantised_as = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic"}
-    size = {"weight_block_size": [block, block]} if block else {}
-    edit(folder / "config.json", quantization_config=quantised_as | size)
-    return merged
 
 
 @pytest.mark.parametrize("exact", [True, False])

@@ -7,24 +7,21 @@ tables have every case.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 import published
-import specedge
 from architectures import ARCHITECTURES, CONTEXT
 from checkpoints import (
     VOCAB_SIZE,
     add_noise,
-    greedy_tokens,
     make_model,
     make_tokenizer,
     save,
 )
+from end_to_end import DOCUMENT, MEASURED, exported_and_run
 from published import PUBLISHED, REFUSED
 from rotary import KINDS, ORIGINAL, compared
 from specedge.errors import SpecEdgeError
@@ -33,19 +30,8 @@ from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
 from specedge.exporter.compare import parity, reference
 from specedge.exporter.compare.runner import Player
-from specedge.exporter.tracing.module_patches import fix_rotary
 from tables import Table
 
-DOCUMENT = Path(__file__).parents[3] / "docs" / "architectures.md"
-MEASURED = (
-    "what is special",
-    "op set",
-    "logits",
-    "caches",
-    "same bits for passes of",
-    "200 greedy tokens, speculative against plain (acceptance at K = 1, 4)",
-    "and against transformers",
-)
 FAMILIES = Table(DOCUMENT, "families", ("architecture", *MEASURED), tuple(ARCHITECTURES))
 AS_PUBLISHED = Table(DOCUMENT, "published", ("repository", *MEASURED), tuple(PUBLISHED))
 REFUSALS = Table(DOCUMENT, "refused", ("model type", "what is said"), tuple(REFUSED))
@@ -57,9 +43,6 @@ ROTARY = Table(
 )
 TABLES = (AS_PUBLISHED, FAMILIES, REFUSALS, ROTARY)
 OWN_CODE = ("bloom", pytest.param("gpt_oss", marks=pytest.mark.architectures))
-PROMPT = list(range(40, 52))
-LENGTH = 200
-NEAR = 1e-4  # of the logits' spread: what float32 sums in another order may differ by
 
 
 def model_of(name):
@@ -104,8 +87,8 @@ def test_a_family_is_exact_from_end_to_end(name, tmp_path):
     model = model_of(name)
     target = save(model, tokenizer, tmp_path / "target")
     draft = save(add_noise(model, 0.03), tokenizer, tmp_path / "draft")
-    loader = AutoModelForCausalLM
-    exported_and_run(FAMILIES, name, ARCHITECTURES[name][0], draft, target, tmp_path, loader)
+    special = ARCHITECTURES[name][0]
+    exported_and_run(FAMILIES, name, special, draft, target, tmp_path, in_float32(target))
 
 
 @pytest.mark.architectures
@@ -115,50 +98,12 @@ def test_a_published_checkpoint_is_exact_from_end_to_end(name, tmp_path):
     model = published.build(name, tmp_path / "target")
     target = published.save(name, model, tokenizer, tmp_path / "target")
     draft = published.save(name, add_noise(model, 0.03), tokenizer, tmp_path / "draft")
-    special, loader = PUBLISHED[name].special, published.loader(name)
-    exported_and_run(AS_PUBLISHED, name, special, draft, target, tmp_path, loader)
+    special, theirs = PUBLISHED[name].special, in_float32(target, published.loader(name))
+    exported_and_run(AS_PUBLISHED, name, special, draft, target, tmp_path, theirs)
 
 
-def exported_and_run(table, name, special, draft, target, tmp_path, loader):
-    """Export a pair, play it, compare it with transformers; the table's rows."""
-    table.begin(name)
-    progress = Progress()
-    bundle = export(draft, target, tmp_path / "bundle", max_length=CONTEXT, progress=progress)
-    for ops, found in bundle.target.parity.items():
-        pipeline = specedge.load(bundle.folder, ops=ops)
-        plain = pipeline.generate(PROMPT, LENGTH, num_draft_tokens=0, ignore_eos=True).tokens
-        rates = []
-        for k in (1, 4):
-            one = pipeline.generate(PROMPT, LENGTH, num_draft_tokens=k, ignore_eos=True)
-            assert one.tokens == plain, k
-            rates.append(f"{one.stats.accepted_over_tested:.2f}")
-        flips = compare_with_transformers(loader, target, plain)
-        held = ", ".join(map(str, found.row_independent_lengths))
-        errors = f"{found.logits_error:.1e}", f"{found.cache_error:.1e}"
-        table.add(name, special, ops, *errors, held, f"equal ({', '.join(rates)})", flips)
-    for note in notes_of(progress, "gqa"):
-        table.add(name, "", "gqa", note, "", "", "", "")
-
-
-def notes_of(progress, ops):
-    start = f"target: no {ops} graphs, because "
-    return [f"none: {n.removeprefix(start)}" for n in progress.notes if n.startswith(start)]
-
-
-def compare_with_transformers(loader, folder, tokens):
-    """Equal, or where the two part with the margin there, which must be as small as rounding."""
-    model = loader.from_pretrained(folder, dtype=torch.float32).eval()
-    fix_rotary(model, CONTEXT)
-    generated = greedy_tokens(model, PROMPT, LENGTH)
-    if generated == tokens:
-        return "equal"
-    first = next(i for i in range(LENGTH) if generated[i] != tokens[i])
-    with torch.no_grad():
-        logits = model(torch.tensor([[*PROMPT, *tokens[:first]]])).logits[0, -1].numpy()
-    best, ours = float(np.max(logits)), float(logits[tokens[first]])
-    margin = (best - ours) / float(logits.std())
-    assert abs(margin) < NEAR
-    return f"near-tie at token {first}, margin {margin:.0e}"
+def in_float32(folder, loader=AutoModelForCausalLM):
+    return loader.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @pytest.mark.architectures
