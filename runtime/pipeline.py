@@ -68,6 +68,7 @@ class Pipeline:
         "block", "random", "ngram:FILE", or an object of your own (`runtime.drafters.Drafter`); it
         changes the speed alone. `lookup_min` and `lookup_max` are the match lengths of lookup and
         chain. `exact` decides near-ties at temperature 0 as plain decoding does, on any device.
+        A prompt or a message that spells a special token is text, unless `special_tokens`.
 
         The other options are those of `specedge.request.Request`, which says what they mean.
         `lenience` below 1 gives up the target's law for speed. `logprobs` asks for the tokens'
@@ -93,7 +94,7 @@ class Pipeline:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
         request = Request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = sampling_of(request, self.bundle, self.tokenizer)
-        tokens = prompt_tokens(self.bundle, self.tokenizer, prompt)
+        tokens = prompt_tokens(self.bundle, self.tokenizer, prompt, request.special_tokens)
         return Stream(
             self,
             self.turns.take(wait),
@@ -141,7 +142,7 @@ class Pipeline:
         Takes the options of `generate` and raises what it raises; PromptError also where the
         bundle has no template or the template refuses the messages.
         """
-        tokens = chat_tokens(self.bundle, self.tokenizer, messages)
+        tokens = self._chat_tokens(messages, options)
         return self.generate(tokens, max_new_tokens, temperature, wait=wait, **options)
 
     def stream_chat(
@@ -154,5 +155,9 @@ class Pipeline:
         **options: Unpack[Options],
     ) -> Stream:
         """As `chat`, in pieces as `stream` gives them."""
-        tokens = chat_tokens(self.bundle, self.tokenizer, messages)
+        tokens = self._chat_tokens(messages, options)
         return self.stream(tokens, max_new_tokens, temperature, wait=wait, **options)
+
+    def _chat_tokens(self, messages: Sequence[Mapping[str, Any]], options: Options) -> list[int]:
+        allowed = bool(options.get("special_tokens"))
+        return chat_tokens(self.bundle, self.tokenizer, messages, allowed)

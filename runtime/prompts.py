@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 from tokenizers import Tokenizer
@@ -12,16 +13,28 @@ from tokenizers import Tokenizer
 from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, PromptError
 
+from .special import encode_chat, encode_text
 from .tokenizing import encode
 
 UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, tokens, or a chat
 _LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
 
 
-def prompt_tokens(bundle: Bundle, tokenizer: Tokenizer, prompt: str | Sequence[int]) -> list[int]:
-    """The tokens of a prompt; PromptError or ContextLengthError if no model can continue them."""
+def prompt_tokens(
+    bundle: Bundle,
+    tokenizer: Tokenizer,
+    prompt: str | Sequence[int],
+    special_tokens: bool = False,
+) -> list[int]:
+    """The tokens of a prompt; PromptError or ContextLengthError if no model can continue them.
+
+    With `special_tokens` a text that spells a special token has that token, else it is text.
+    """
     vocab_size, context = bundle.target.vocab_size, bundle.context_length
-    tokens = _encode(bundle, tokenizer, prompt) if isinstance(prompt, str) else _ids(prompt)
+    if isinstance(prompt, str):
+        tokens = _text_tokens(bundle, tokenizer, prompt, special_tokens)
+    else:
+        tokens = _ids(prompt)
     if not tokens:
         raise PromptError("the prompt is empty; give at least one token of text")
     if bad := [token for token in tokens if not 0 <= token < vocab_size]:
@@ -34,20 +47,35 @@ def prompt_tokens(bundle: Bundle, tokenizer: Tokenizer, prompt: str | Sequence[i
     return tokens
 
 
-def tokens_of(bundle: Bundle, tokenizer: Tokenizer, prompt: UserPrompt) -> list[int]:
-    """The tokens of a text, of token ids, or of a chat; errors as of `prompt_tokens`."""
+def tokens_of(
+    bundle: Bundle, tokenizer: Tokenizer, prompt: UserPrompt, special_tokens: bool = False
+) -> list[int]:
+    """The tokens of a text, of token ids, or of a chat; the rest as of `prompt_tokens`."""
     if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
-        prompt = chat_tokens(bundle, tokenizer, cast(Sequence[Mapping[str, Any]], prompt))
-    return prompt_tokens(bundle, tokenizer, cast(str | Sequence[int], prompt))
+        messages = cast(Sequence[Mapping[str, Any]], prompt)
+        prompt = chat_tokens(bundle, tokenizer, messages, special_tokens)
+    return prompt_tokens(bundle, tokenizer, cast(str | Sequence[int], prompt), special_tokens)
 
 
 def chat_tokens(
-    bundle: Bundle, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]
+    bundle: Bundle,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    special_tokens: bool = False,
 ) -> list[int]:
-    """The tokens of a chat; the template writes the special tokens itself, so none are added."""
+    """The tokens of a chat; the template writes the special tokens itself, so none are added.
+
+    With `special_tokens` the messages may write them too.
+    """
     from .chat import render  # plain prompts do without Jinja
 
-    return _encode(bundle, tokenizer, render(bundle, messages), add_special_tokens=False)
+    text = render(bundle, messages)
+    if not text:
+        return []
+    _check_text(bundle, text)
+    if special_tokens:
+        return encode(tokenizer, text, add_special_tokens=False)
+    return encode_chat(tokenizer, text, plain_messages(messages), partial(render, bundle))
 
 
 def chat_template(bundle: Bundle) -> str:
@@ -75,11 +103,16 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return plain
 
 
-def _encode(
-    bundle: Bundle, tokenizer: Tokenizer, text: str, add_special_tokens: bool = True
+def _text_tokens(
+    bundle: Bundle, tokenizer: Tokenizer, text: str, special_tokens: bool
 ) -> list[int]:
     if not text:  # some tokenizers begin even no text with a token
         return []
+    _check_text(bundle, text)
+    return encode(tokenizer, text) if special_tokens else encode_text(tokenizer, text)
+
+
+def _check_text(bundle: Bundle, text: str) -> None:
     context = bundle.context_length
     if len(text) > _LONGEST_TOKEN * context:
         raise ContextLengthError(
@@ -90,7 +123,6 @@ def _encode(
         text.encode()
     except UnicodeEncodeError as error:
         raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
-    return encode(tokenizer, text, add_special_tokens)
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import BundleError
@@ -37,8 +37,13 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer:
 
 def encode(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
     """The tokens of a text; BundleError where the tokenizer panics."""
+    return list(encoding(tokenizer, text, add_special_tokens).ids)
+
+
+def encoding(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> Encoding:
+    """As `encode`, with where in the text each token is."""
     with translated_panics():
-        return list(tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def decode(tokenizer: Tokenizer, tokens: Sequence[int]) -> str:

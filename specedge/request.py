@@ -22,7 +22,8 @@ class Request(Rules):
     """What a caller asks for beside the prompt, as `Pipeline.generate` explains it.
 
     `num_draft_tokens` is "auto" (as None is) or fixed; 0 is plain decoding. `replay` repeats the
-    drafter and K of each round of an earlier run, `Generation.plan`.
+    drafter and K of each round of an earlier run, `Generation.plan`. `special_tokens` lets a prompt
+    or a message that spells a special token have it; else that is text as any other.
 
     A value that cannot be is a ValueError that names it.
     """
@@ -38,6 +39,7 @@ class Request(Rules):
     lookup_max: int | None = None
     exact: bool = False
     replay: Sequence[Sequence[Any]] | None = None
+    special_tokens: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -61,7 +63,7 @@ class Request(Rules):
                 raise ValueError("a replay has its own num_draft_tokens; leave that out")
             self._set("replay", _planned(self.replay))
         self._set("stop", _stop_strings(self.stop))
-        for name in ("ignore_eos", "exact"):
+        for name in ("ignore_eos", "exact", "special_tokens"):
             if (value := getattr(self, name)) not in (True, False):
                 raise ValueError(f"{name} must be true or false, got {value!r}")
         if self.exact and self.temperature != 0:
@@ -120,6 +122,7 @@ class Options(TypedDict, total=False):
     lookup_max: int | None
     exact: bool
     replay: Sequence[Sequence[Any]] | None
+    special_tokens: bool
 
 
 def _planned(rounds: object) -> tuple[Planned, ...]:

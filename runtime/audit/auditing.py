@@ -65,11 +65,12 @@ def audit(
     prompts: Sequence[UserPrompt],
     budget: Budget,
     told: Told = lambda check: None,
+    special_tokens: bool = False,
 ) -> Report:
     """Run every check. A check that finds damage fails; the rest is then not run if it cannot be.
 
-    `prompts` are the user's, text or messages, beside the built-in ones. Raises PromptError for one
-    that cannot be continued.
+    `prompts` are the user's, text or messages, beside the built-in ones; `special_tokens` is as of
+    `Request`. Raises PromptError for one that cannot be continued.
     """
     findings: list[Finding] = []
 
@@ -80,7 +81,7 @@ def audit(
 
     names = ["files", "graphs", *LOOP]
     if step("files", lambda: graphs.files(bundle, budget)):
-        texts = _prompts(bundle, prompts)
+        texts = _prompts(bundle, prompts, special_tokens)
         share = budget.share(SHARES["graphs"])
         if step("graphs", lambda: graphs_of(bundle, machinery, share)):
             subject = make_subject(bundle, machinery, texts)
@@ -215,13 +216,15 @@ def _guarded(name: str, run: Callable[[], Finding]) -> Finding:
         return Finding(name, FAILED, str(error))
 
 
-def _prompts(bundle: Bundle, prompts: Sequence[UserPrompt]) -> list[Prompt]:
+def _prompts(
+    bundle: Bundle, prompts: Sequence[UserPrompt], special_tokens: bool = False
+) -> list[Prompt]:
     """The user's prompts, then the built-in ones; of these as much as the context leaves room."""
     encoder = load_tokenizer(bundle)
     made = []
     for i, prompt in enumerate(prompts, 1):
         try:
-            tokens = tokens_of(bundle, encoder, prompt)
+            tokens = tokens_of(bundle, encoder, prompt, special_tokens)
         except PromptError as error:
             raise PromptError(f"prompt {i}: {error}") from error
         made.append(Prompt(f"your prompt {i}", tuple(tokens)))

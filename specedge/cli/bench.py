@@ -86,6 +86,7 @@ def _range(part: str) -> Iterator[int]:
     "--repeats", type=click.IntRange(1), default=3, show_default=True,
     help="Time each setting this often on each prompt.",
 )  # fmt: skip
+@options.special_tokens
 @options.threads
 @options.ops
 @options.as_json
@@ -127,7 +128,7 @@ def bench(
     pipeline = load(bundle, device=device, threads=threads, ops=ops)
     for name in names:
         pipeline.drafters.check(name)
-    tokens = _prompts(pipeline, given)
+    tokens = _prompts(pipeline, given, request["special_tokens"])
     ks = lengths or range(1, min(_MOST, pipeline.max_planned_tokens) + 1)
     measured = _measure(pipeline, tokens, settings(names, ks), repeats, request)
     facts = _facts(pipeline, device, threads, repeats, request)
@@ -175,14 +176,16 @@ def _read(
     return found
 
 
-def _prompts(pipeline: Pipeline, given: Sequence[tuple[str, UserPrompt]]) -> list[Prompt]:
+def _prompts(
+    pipeline: Pipeline, given: Sequence[tuple[str, UserPrompt]], special_tokens: bool = False
+) -> list[Prompt]:
     """As tokens; PromptError before anything runs."""
     from specedge.runtime.bench import Prompt
     from specedge.runtime.prompts import tokens_of
 
     found = []
     for name, prompt in given:
-        tokens = tokens_of(pipeline.bundle, pipeline.tokenizer, prompt)
+        tokens = tokens_of(pipeline.bundle, pipeline.tokenizer, prompt, special_tokens)
         found.append(Prompt(name, _text(pipeline, prompt), tokens))
     return found
 

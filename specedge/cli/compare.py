@@ -51,7 +51,8 @@ def compare(
 
             text = text.removesuffix("\n") if prompt == "-" else text
             messages = options.messages(text, system)
-            tokens = chat_tokens(pipeline.bundle, pipeline.tokenizer, messages)
+            allowed = request["special_tokens"]
+            tokens = chat_tokens(pipeline.bundle, pipeline.tokenizer, messages, allowed)
             result = run(pipeline, tokens, repeats, **request)
         else:
             result = run(pipeline, text, repeats, **request)

@@ -26,9 +26,15 @@ def ngram() -> None:
     show_default=True,
     help="Count single tokens (1), pairs too (2), or triples too (3).",
 )
+@options.special_tokens
 @options.bundle
 def build(
-    texts: tuple[str, ...], output: str, overwrite: bool, order: int, bundle: str | None
+    texts: tuple[str, ...],
+    output: str,
+    overwrite: bool,
+    order: int,
+    special_tokens: bool,
+    bundle: str | None,
 ) -> None:
     """Count the n-grams of TEXT files in a bundle's tokens; `-` is standard input."""
     options.check_output(output, texts, overwrite)
@@ -36,11 +42,12 @@ def build(
     from specedge import store
     from specedge.bundle import Bundle
     from specedge.runtime import ngram_files, ngrams
+    from specedge.runtime.special import encode_text
     from specedge.runtime.tokenizing import encode, load_tokenizer
 
     found = Bundle.read(store.find(bundle))
-    tokenizer = load_tokenizer(found)
-    tokens = (encode(tokenizer, text, add_special_tokens=False) for text in read.values())
+    tokenizer, to_tokens = load_tokenizer(found), encode if special_tokens else encode_text
+    tokens = (to_tokens(tokenizer, text, add_special_tokens=False) for text in read.values())
     with options.usage_errors():
         tables = ngrams.count(tokens, found.target.vocab_size, order)
     ngram_files.write(tables, found, Path(output))

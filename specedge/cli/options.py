@@ -49,6 +49,10 @@ logprobs = click.option(
     "--logprobs", type=click.IntRange(0), metavar="N",
     help="With --json or --prompts, give the tokens' log-probabilities and the N likeliest.",
 )  # fmt: skip
+special_tokens = click.option(
+    "--special-tokens", is_flag=True,
+    help="Let text that spells a special token control the model; else it is text.",
+)  # fmt: skip
 
 
 class Number(click.FloatRange):
@@ -170,6 +174,7 @@ _REQUEST = (
         "--exact", is_flag=True,
         help="At temperature 0, decide near-ties as plain decoding does on this device.",
     ),
+    special_tokens,
 )  # fmt: skip
 
 

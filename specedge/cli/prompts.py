@@ -138,7 +138,7 @@ def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The options that a line has, of the right types."""
     given = {name: facts[name] for name in _OPTIONS if name in facts}
     for name, value in given.items():
-        if isinstance(value, bool) and name not in ("ignore_eos", "exact"):
+        if isinstance(value, bool) and name not in ("ignore_eos", "exact", "special_tokens"):
             raise ValueError(f"{name} must not be {json.dumps(value)}")
         if value is not None or name not in _NULLABLE:
             yield name, value

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 )
 @click.option("--prompts", metavar="FILE", help="Try these prompts too; `-` is stdin.")
 @options.form
+@options.special_tokens
 @click.option(
     "--self-test", is_flag=True, help="Plant five defects in turn; exit 2 if one is missed."
 )
@@ -47,6 +48,7 @@ def verify(
     minutes: float | None,
     prompts: str | None,
     form: str | None,
+    special_tokens: bool,
     self_test: bool,
     threads: int | None,
     ops: str,
@@ -66,13 +68,19 @@ def verify(
     if self_test:
         _test_self(Bundle.read(folder), machinery, minutes or 5.0, as_json)
         return
-    report = _audit(folder, machinery, minutes or 2.0, given)
+    report = _audit(folder, machinery, minutes or 2.0, given, special_tokens)
     click.echo(json.dumps(report.as_dict(), indent=1) if as_json else lines(report.text()))
     if report.result != "PASSED":
         raise click.exceptions.Exit(1)
 
 
-def _audit(folder: Path, machinery: Machinery, minutes: float, prompts: Sequence[Any]) -> Report:
+def _audit(
+    folder: Path,
+    machinery: Machinery,
+    minutes: float,
+    prompts: Sequence[Any],
+    special_tokens: bool,
+) -> Report:
     from specedge.runtime.audit.auditing import audit, unreadable
 
     with _timed(minutes) as (budget, told):
@@ -82,7 +90,7 @@ def _audit(folder: Path, machinery: Machinery, minutes: float, prompts: Sequence
             if not (folder / MANIFEST).is_file():
                 raise
             return unreadable(folder, error, budget)
-        return audit(bundle, machinery, prompts, budget, told)
+        return audit(bundle, machinery, prompts, budget, told, special_tokens)
 
 
 def _test_self(bundle: Bundle, machinery: Machinery, minutes: float, as_json: bool) -> None:

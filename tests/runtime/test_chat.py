@@ -148,7 +148,7 @@ def run(*arguments, stdin=None):
 
 def test_the_command_answers_a_chat(folder, pipeline):
     bundle = dataclasses.replace(pipeline.bundle, chat_template=GEMMA)
-    expected = pipeline.generate(render(bundle, HELLO), 20).text + "\n"
+    expected = pipeline.generate(render(bundle, HELLO), 20, special_tokens=True).text + "\n"
     assert run("Hi", "--chat", "-n", 20, "--bundle", folder).stdout == expected
     by_stdin = run("-", "--chat", "-n", 20, "--bundle", folder, stdin="Hi\n")
     assert by_stdin.stdout == expected

@@ -1,0 +1,199 @@
+"""Special tokens that users' texts spell: text as any other, while a chat template's own control.
+
+What may control are the added tokens that the tokenizer's file flags as special. Others, such as
+`<think>` in Qwen3, are found in any text, as the tokenizer says.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+from tokenizers import AddedToken, Encoding, Tokenizer
+
+from specedge.errors import PromptError
+
+from .tokenizing import encode, encoding, translated_panics
+
+Messages = list[dict[str, Any]]
+Span = tuple[int, int, int]  # where a special token begins and ends in a text, and its id
+
+# Of two planes of Unicode in which no character means anything but to its own program.
+_PRIVATE = range(0xF0000, 0xFFFFE)
+_MARK, _UNKNOWN = "\U00100000", "\U0010fffd"
+_STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
+
+
+def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+    """The tokens of a text, where nothing controls but what the tokenizer puts around it.
+
+    A text that spells no special token is encoded by the tokenizer itself. PromptError where the
+    tokenizer has no other tokens for the text of a special one.
+    """
+    special = _special(tokenizer)
+    encoded = encoding(tokenizer, text, add_special_tokens)
+    if special.spans(text, encoded):
+        return special.twin.encode(text, add_special_tokens)
+    return list(encoded.ids)
+
+
+def encode_chat(
+    tokenizer: Tokenizer, text: str, messages: Messages, render: Callable[[Messages], str]
+) -> list[int]:
+    """The tokens of a chat that renders to `text`, where nothing in a message controls.
+
+    Messages that spell a special token are rendered again with the characters of that text
+    replaced by private ones, one for one, so that lengths, slices and white space stay. Special
+    tokens that are then found are the template's. A template that looks for a special token in a
+    message finds none. Errors as of `encode_text`.
+    """
+    special = _special(tokenizer)
+    hidden, shown = _hide(special, messages, text)
+    if not shown:
+        return encode(tokenizer, text, add_special_tokens=False)
+    marked = render(hidden)
+    spans, twin = special.spans_of(marked), special.twin
+    named = _respelt(marked.translate(shown), spans, lambda _, token: twin.names[token])
+    return twin.encode(named, add_special_tokens=False, named=[token for _, _, token in spans])
+
+
+class Twin:
+    """A copy of a tokenizer, to which the text of a special token is text.
+
+    `names` are texts that stand for the special tokens there. A name is random, so that no user
+    spells it, and found under the same rules as its token (`lstrip` and the like). It is a copy
+    because the setting belongs to the tokenizer object, which threads share.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, tokens: Mapping[int, AddedToken], unknown: Collection[int]
+    ) -> None:
+        self._controls = {token: tokens[token].content for token in tokens if token not in unknown}
+        self._tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = True
+        secret = secrets.token_hex(8)
+        self.names = {token: f"{_MARK}{secret}-{token}{_MARK}" for token in tokens}
+        self._tokenizer.add_tokens([_renamed(tokens[t], name) for t, name in self.names.items()])
+        self._ids = {self._tokenizer.token_to_id(name): t for t, name in self.names.items()}
+
+    def encode(self, text: str, add_special_tokens: bool, named: Sequence[int] = ()) -> list[int]:
+        """The tokens of a text with the names of `named`, in this order."""
+        encoded = encoding(self._tokenizer, text, add_special_tokens)
+        rows = zip(encoded.ids, encoded.special_tokens_mask, strict=True)
+        own = [token for token, put in rows if not put]
+        spelt = next((repr(self._controls[t]) for t in own if t in self._controls), None)
+        if spelt or [self._ids[token] for token in own if token in self._ids] != list(named):
+            raise PromptError(
+                f"a text spells {spelt or 'a special token'}, which the tokenizer takes for no "
+                "other token; leave it out, or allow it with --special-tokens"
+            )
+        return [self._ids.get(token, token) for token in encoded.ids]
+
+
+class _Special:
+    """A tokenizer's special tokens, and where a text spells them."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._unknown = tokenizer, _unknown(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._tokens = {token: each for token, each in added.items() if each.special}
+
+    @cached_property
+    def twin(self) -> Twin:
+        return Twin(self._tokenizer, self._tokens, self._unknown)
+
+    def spans_of(self, text: str) -> list[Span]:
+        """Where a text spells special tokens, if nothing is put around it."""
+        return self.spans(text, encoding(self._tokenizer, text, add_special_tokens=False))
+
+    def spans(self, text: str, encoded: Encoding) -> list[Span]:
+        """Where a text spells special tokens, without white space that they swallow.
+
+        Unknown text, which becomes a special token too, spells none.
+        """
+        if self._tokens.keys().isdisjoint(encoded.ids):
+            return []
+        rows = zip(encoded.ids, encoded.offsets, encoded.special_tokens_mask, strict=True)
+        found = [_stripped(text, (*at, t)) for t, at, put in rows if not put and t in self._tokens]
+        return [
+            (a, b, t) for a, b, t in found if t not in self._unknown or self._spells(text[a:b], t)
+        ]
+
+    def _spells(self, text: str, token: int) -> bool:
+        return self._tokens[token].content.strip() == text
+
+
+@lru_cache(maxsize=2)
+def _special(tokenizer: Tokenizer) -> _Special:
+    """Kept, because a twin of a large tokenizer takes a second and 100 MB.
+
+    So nobody may change a tokenizer after its first text.
+    """
+    return _Special(tokenizer)
+
+
+def _renamed(token: AddedToken, name: str) -> AddedToken:
+    return AddedToken(
+        name,
+        single_word=token.single_word,
+        lstrip=token.lstrip,
+        rstrip=token.rstrip,
+        normalized=token.normalized,
+        special=False,  # or it would be text too
+    )
+
+
+def _unknown(tokenizer: Tokenizer) -> set[int]:
+    """What the model makes of unknown text. Not every kind of model tells otherwise."""
+    try:
+        with translated_panics():
+            return {token.id for token in tokenizer.model.tokenize(_UNKNOWN)}
+    except Exception:  # it takes no unknown text
+        return set()
+
+
+def _stripped(text: str, span: Span) -> Span:
+    start, stop, token = span
+    inner = text[start:stop]
+    start += len(inner) - len(inner.lstrip())
+    return start, start + len(inner.strip()), token
+
+
+def _hide(special: _Special, messages: Messages, text: str) -> tuple[Messages, dict[int, str]]:
+    """Messages with private characters where a string spells a special token; and their meaning."""
+    plain = json.dumps(messages)
+    strings = {json.loads(string) for string in _STRING.findall(plain)}
+    spelt = {string: spans for string in strings if (spans := special.spans_of(_valid(string)))}
+    secret = {c for string, spans in spelt.items() for a, b, _ in spans for c in string[a:b]}
+    used = set(text).union(*strings)
+    unused = (chr(code) for code in _PRIVATE if chr(code) not in used)
+    private = {ord(c): next(unused) for c in sorted(secret)}
+    hidden = {
+        string: _respelt(string, spans, lambda text, _: text.translate(private))
+        for string, spans in spelt.items()
+    }
+
+    def replaced(found: re.Match[str]) -> str:
+        string = json.loads(found[0])
+        return json.dumps(hidden.get(string, string))
+
+    shown = {ord(private[code]): chr(code) for code in private}
+    return json.loads(_STRING.sub(replaced, plain)), shown
+
+
+def _respelt(text: str, spans: Sequence[Span], new: Callable[[str, int], str]) -> str:
+    """A text with what `new` makes of each span's text and token in its place."""
+    parts, at = [], 0
+    for start, stop, token in spans:
+        parts += [text[at:start], new(text[start:stop], token)]
+        at = stop
+    return "".join([*parts, text[at:]])
+
+
+def _valid(string: str) -> str:
+    """A string without half surrogate pairs, which a template may leave out; as long as it was."""
+    return string.encode(errors="replace").decode()
