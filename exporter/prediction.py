@@ -127,7 +127,10 @@ class Prediction:
 def announce(
     checkpoint: Checkpoint, context_length: int, num_draft_tokens: int, ops: str, progress: Progress
 ) -> None:
-    """Say what a model with experts costs. Raises ExportError if this machine cannot hold it."""
+    """Say what a model with experts costs. Raises ExportError if it cannot be exported here.
+
+    What running takes is said and never refused: a bundle may be run on another machine.
+    """
     with tracing.refusal(checkpoint):
         found = predict(checkpoint.config, context_length, num_draft_tokens)
     if found is None:

@@ -212,13 +212,14 @@ def row(
 
 def _planted(family: str) -> tuple[str, bool]:
     """Plant a family's faults, say how each was refused, and sum up in a row; whether all were."""
-    found: dict[str, list[str]] = {"refused": [], "accepted": []}
+    num_refused, wrong = 0, []
     for name, ops, refusal in refusals(family):
         click.echo(f"{family}, {name}, {ops}: {refusal or 'accepted'}")
-        found["refused" if re.match(DIFFERS, refusal) else "accepted"].append(f"{name} ({ops})")
-    accepted = found["accepted"]
-    text = f"| {family} | {len(found['refused'])} | {', '.join(accepted) or 'none'} |"
-    return text, not accepted
+        if re.match(DIFFERS, refusal):
+            num_refused += 1
+        else:
+            wrong.append(f"{name} ({ops}{f': {refusal}' if refusal else ''})")
+    return f"| {family} | {num_refused} | {', '.join(wrong) or 'none'} |", not wrong
 
 
 def write(name: str, rows: list[str], document: Path) -> None:

@@ -30,7 +30,7 @@ WHOLE = 1024  # contexts up to this length are played whole
 SMALL = 50_000_000  # of models up to this many parameters
 PART, TAIL = 256, 48  # of longer ones: so many positions from the start, so many up to the end
 LARGE_PART, LARGE_TAIL = 32, 12  # and of large models: there every kind has one turn
-TRIES = 64  # tokens drawn anew until float32 chooses every expert by more than its rounding
+TRIES = 64  # times that tokens are drawn anew until float32 chooses every expert clearly
 WORTHLESS = 0.1  # of the logits' standard deviation: an error that leaves little of a distribution
 CHUNK = 256  # tokens a pass, and fewer for a vocabulary
 ROOM = 1 << 24  # of more than this many logits a pass
@@ -99,13 +99,18 @@ def references(
         tokens = random.integers(0, num_tokens, end - start)
         past = _rows_before(start, found, geometry)
         left_out = 0
-        while True:
+        for _ in range(TRIES):
             part, near = _reference(model, sources, tokens, start, past, geometry)
-            if not near.any() or left_out == TRIES:
+            if not near.any():
                 break
             # What comes before the first stays, so the rest becomes shorter each time.
-            tokens[near.argmax()] = random.integers(0, num_tokens)
-            left_out += 1
+            tokens[near] = random.integers(0, num_tokens, near.sum())
+            left_out += int(near.sum())
+        else:
+            raise ParityError(
+                f"{role}: its routers choose by less than float32's error for {near.sum()} of "
+                f"{len(tokens)} tokens, {TRIES} times; nothing can be compared with such a model"
+            )
         found.append(replace(part, left_out=left_out))
         advance(end - start)
     _check_float32(role, found)

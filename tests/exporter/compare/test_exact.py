@@ -9,6 +9,7 @@ from onnx.reference import ReferenceEvaluator
 from architectures import ARCHITECTURES
 from checkpoints import make_model
 from comparing import computed, traced
+from specedge.errors import ParityError
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import reference, structure
 from specedge.exporter.compare.exact_graph import grouped_query_attention, seen
@@ -154,5 +155,15 @@ def test_tokens_that_rounding_could_send_to_other_experts_are_drawn_anew():
         gate[0] = 0
     with_ties = plain.tokens.copy()
     (found,) = reference.references("target", model, Sources(), shape, 512)
-    assert 0 < found.left_out < reference.TRIES
+    assert found.left_out > 0
     assert (found.tokens != with_ties).any()
+
+
+def test_a_router_that_is_always_tied_is_refused_as_such(monkeypatch):
+    monkeypatch.setattr(reference, "TRIES", 2)
+    model = make_model(ARCHITECTURES["mixtral"][1]())
+    shape = geometry.measure(model, 32, 4)
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight.zero_()
+    with pytest.raises(ParityError, match="choose by less than float32's error for 32 of 32"):
+        reference.references("target", model, Sources(), shape, 512)
