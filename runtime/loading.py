@@ -7,11 +7,11 @@ import os
 from specedge import store
 from specedge.bundle import Bundle
 
-from .cost_files import key_of
-from .known_costs import KnownCosts
-from .ort import OrtModel
+from .backend.onnx_model import OrtModel
 from .pipeline import Pipeline
-from .tokenizing import load_tokenizer
+from .planning.cost_files import key_of
+from .planning.known_costs import KnownCosts
+from .text.tokenizing import load_tokenizer
 
 
 def load(

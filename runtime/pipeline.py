@@ -10,18 +10,23 @@ from typing import Any, Unpack
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
-from specedge.request import Options, Request
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
+from specedge.request import AUTO, Options, Request
 
 from .async_stream import AsyncStream
-from .choosing import Drafters
-from .known_costs import KnownCosts
-from .model import LanguageModel, TargetModel
-from .noise import Noise, holds
-from .prompts import chat_tokens, prompt_tokens
+from .drafters.registry import Drafters
+from .exactness.row_noise import Noise, holds
+from .loop.model import LanguageModel, TargetModel
+from .loop.timing import Stopwatch, Timed
+from .planning.known_costs import KnownCosts
+from .planning.plans import plan_of
+from .run import Run
+from .stats import Recorder
 from .stream import Generation, Stream
-from .turns import Turns
-from .words import sampling_of
+from .text.assembler import Assembler, FinishReason
+from .text.bad_words import sampling_of
+from .text.prompts import chat_tokens, prompt_tokens
+from .turns import Turn, Turns
 
 
 class Pipeline:
@@ -65,7 +70,7 @@ class Pipeline:
         round unless it is given; 0 is plain decoding. Without `seed` a fresh one is taken;
         `Generation.seed` tells it. `drafter` is "auto" (the model, lookup and both in a chain, as
         pays best; the model where `num_draft_tokens` is given), "model", "lookup", "chain",
-        "block", "random", "ngram:FILE", or an object of your own (`runtime.drafters.Drafter`); it
+        "block", "random", "ngram:FILE", or an object of your own (`runtime.loop.round.Drafter`); it
         changes the speed alone. `lookup_min` and `lookup_max` are the match lengths of lookup and
         chain. `exact` decides near-ties at temperature 0 as plain decoding does, on any device.
         A prompt or a message that spells a special token is text, unless `special_tokens`.
@@ -95,17 +100,40 @@ class Pipeline:
         request = Request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = sampling_of(request, self.bundle, self.tokenizer)
         tokens = prompt_tokens(self.bundle, self.tokenizer, prompt, request.special_tokens)
-        return Stream(
-            self,
-            self.turns.take(wait),
-            request,
-            prompt=tokens,
+        return self._begin(request, sampling, tokens, self.turns.take(wait))
+
+    def _begin(self, request: Request, sampling: Sampling, prompt: list[int], turn: Turn) -> Stream:
+        wanted, room = request.max_new_tokens, self.bundle.context_length - len(prompt)
+        limit = min(wanted, room)
+        watch = Stopwatch()
+        draft = Timed(self.draft, watch, "draft")
+        drafters = self.drafters.offered(request, draft)
+        k = request.num_draft_tokens
+        planned = request.drafter == AUTO and not isinstance(k, int)
+        run = Run(
+            request=request,
+            prompt=prompt,
             sampling=sampling,
             seed=secrets.randbits(32) if request.seed is None else request.seed,
-            max_new_tokens=request.max_new_tokens,
-            stops=tuple(request.stop),
-            ends=frozenset(sampling.end_tokens),
+            limit=limit,
+            plan=plan_of(request, drafters, self.costs, self.max_planned_tokens),
+            target=Timed(self.target, watch, "verify"),
+            again=Timed(self.target, watch, "exact"),
+            draft=draft,
+            watch=watch,
+            noise=self.noise,
+            recorder=Recorder(len(prompt), k if isinstance(k, int) else 0, watch),
+            drafter=AUTO if planned else next(iter(drafters.values())).name,
         )
+        text = Assembler(
+            self.tokenizer,
+            prompt,
+            stops=request.stop,
+            ends=frozenset(sampling.end_tokens),
+            limit=limit,
+            at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
+        )
+        return Stream(run, text, self.turns, turn, self.costs.learn)
 
     def astream(
         self,

@@ -2,88 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections import Counter
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .distribution import Floats
-from .model import LanguageModel
-
-if TYPE_CHECKING:
-    from .decoding import Round
-
-
-class Stopwatch:
-    """Adds up seconds by part; an inner part interrupts the outer one."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, float] = defaultdict(float)
-        self._part: str | None = None
-        self._since = 0.0
-
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time inside the block as `name`."""
-        outer = self._switch(name)
-        try:
-            yield
-        finally:
-            self._switch(outer)
-
-    def _switch(self, name: str | None) -> str | None:
-        now = time.perf_counter()
-        if self._part is not None:
-            self.seconds[self._part] += now - self._since
-        previous, self._part, self._since = self._part, name, now
-        return previous
-
-
-class Timed:
-    """A language model whose passes are counted and timed as one part of a run.
-
-    `firsts` are the seconds of rounds' first passes, by their tokens; `rounds` those of all passes
-    of a round, by the tokens of the first and how many there were.
-    """
-
-    def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
-        self._model = model
-        self._watch = watch
-        self._part = part
-        self.num_passes = 0
-        self.firsts: defaultdict[int, list[float]] = defaultdict(list)
-        self.rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-        self._round: list[float] = []
-        self._first_tokens = 0
-
-    @property
-    def length(self) -> int:
-        return self._model.length
-
-    def forward(self, tokens: Sequence[int]) -> Floats:
-        self.num_passes += 1
-        begin = time.perf_counter()
-        with self._watch.part(self._part):
-            logits = self._model.forward(tokens)
-        took = time.perf_counter() - begin
-        if not self._round:
-            self._first_tokens = len(tokens)
-            self.firsts[len(tokens)].append(took)
-        self._round.append(took)
-        return logits
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        """Before the first pass it reads the prompt; later it is a cost of the rounds."""
-        with self._watch.part(self._part if self.num_passes else "prefill"):
-            self._model.prefill(tokens)
-
-    def truncate(self, length: int) -> None:
-        self._model.truncate(length)
-        if self._round:
-            self.rounds[self._first_tokens, len(self._round)].append(sum(self._round))
-            self._round = []
+from .loop.round import Round
+from .loop.timing import Stopwatch
 
 
 @dataclass(frozen=True)
@@ -158,9 +82,9 @@ class Recorder:
     """Collects the rounds of a run; `stats` may be asked for at any time."""
 
     def __init__(self, num_prompt_tokens: int, num_draft_tokens: int, watch: Stopwatch) -> None:
+        self.rounds: list[Round] = []
         self.num_prompt_tokens = num_prompt_tokens
         self.num_new_tokens = 0
-        self.num_rounds = 0
         self.num_drafted = 0
         self.tested = [0] * num_draft_tokens
         self.accepted = [0] * num_draft_tokens
@@ -169,7 +93,7 @@ class Recorder:
 
     def record(self, round_: Round, num_kept: int) -> None:
         """Count a round of which `num_kept` tokens became output."""
-        self.num_rounds += 1
+        self.rounds.append(round_)
         self.num_new_tokens += num_kept
         self.num_drafted += round_.num_drafted
         missing = [0] * (round_.num_drafted - len(self.tested))
@@ -190,7 +114,7 @@ class Recorder:
         return Stats(
             num_prompt_tokens=self.num_prompt_tokens,
             num_new_tokens=self.num_new_tokens,
-            num_rounds=self.num_rounds,
+            num_rounds=len(self.rounds),
             num_drafted=self.num_drafted,
             num_tested=sum(self.tested),
             num_accepted=sum(self.accepted),

@@ -38,8 +38,9 @@ if TYPE_CHECKING:
     from .bundle import Bundle
     from .options import Sampling
     from .runtime.loading import load
+    from .runtime.loop.verify import Draft
     from .runtime.pipeline import Pipeline
-    from .runtime.sampling import Distribution, Draft
+    from .runtime.sampling.distribution import Distribution
     from .runtime.stream import Generation
 
 # ONNX Runtime's official packages collect telemetry unless this is set before it is imported.
@@ -48,8 +49,8 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 _HOMES = {
     "Bundle": "specedge.bundle",
     "Sampling": "specedge.options",
-    "Distribution": "specedge.runtime.sampling",
-    "Draft": "specedge.runtime.sampling",
+    "Distribution": "specedge.runtime.loop.verify",
+    "Draft": "specedge.runtime.loop.verify",
     "Generation": "specedge.runtime.stream",
     "Pipeline": "specedge.runtime.pipeline",
     "load": "specedge.runtime.loading",

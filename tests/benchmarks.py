@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specedge.runtime.bench import PLAIN_SETTING, Measured, Prompt, Run, Setting, Text
-from specedge.runtime.bench_summary import summarise
+from specedge.runtime.bench.measure import PLAIN_SETTING, Measured, Prompt, Run, Setting, Text
+from specedge.runtime.bench.summary import summarise
 from specedge.runtime.stats import Stats
 
 PROMPTS = [Prompt("code", "<script>alert('&')</script>", [1]), Prompt("code", "x", [1, 2])]

@@ -37,7 +37,7 @@ def pipeline():
 @pytest.fixture(scope="session")
 def self_draft(pipeline):
     """The embedded target drafting for itself."""
-    from specedge.runtime.ort import OrtModel
+    from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.pipeline import Pipeline
 
     bundle = pipeline.bundle

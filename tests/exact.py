@@ -7,7 +7,7 @@ from fractions import Fraction
 from itertools import product
 
 from specedge.options import Sampling
-from specedge.runtime import decoding
+from specedge.runtime.loop import decoding
 
 LENGTH = 3
 

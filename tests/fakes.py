@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from specedge.runtime.decoding import SpeculativeDecoder
-from specedge.runtime.drafters import Drafter
-from specedge.runtime.stats import Stopwatch
+from specedge.runtime.loop.decoding import SpeculativeDecoder
+from specedge.runtime.loop.round import Drafter
+from specedge.runtime.loop.timing import Stopwatch
+from specedge.runtime.planning.plans import Fixed
 
 Law = Callable[[tuple[int, ...]], Sequence[float]]
 
@@ -137,7 +138,7 @@ def near_ties_law(seed: int, vocab_size: int, gap: float, share: float) -> Law:
 
 def decoder(law: Law, drafter: Drafter, k: int) -> SpeculativeDecoder:
     """A decoder whose target is a table."""
-    return SpeculativeDecoder(TableModel(law), drafter, k, Stopwatch())
+    return SpeculativeDecoder(TableModel(law), Fixed(drafter, k), Stopwatch())
 
 
 def generate(law, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):

@@ -4,25 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SAMPLING = "runtime/sampling.py"
-LAWS = "runtime/laws.py"
-SELECTION = "runtime/selection.py"
-EDITS = "runtime/edits.py"
-DISTRIBUTION = "runtime/distribution.py"
-DECODING = "runtime/decoding.py"
-DRAFTERS = "runtime/drafters.py"
-LOOKUP = "runtime/lookup.py"
-STREAM = "runtime/stream.py"
-TEXT = "runtime/text.py"
-LOGPROBS = "runtime/logprobs.py"
-NEAR_TIES = "runtime/near_ties.py"
+SAMPLING = "runtime/loop/verify.py"
+LAWS = "runtime/sampling/probabilities.py"
+SELECTION = "runtime/sampling/top_k_p.py"
+EDITS = "runtime/sampling/logit_edits.py"
+DISTRIBUTION = "runtime/sampling/distribution.py"
+DECODING = "runtime/loop/decoding.py"
+DRAFTERS = "runtime/drafters/draft_model.py"
+LOOKUP = "runtime/drafters/prompt_lookup.py"
+ASSEMBLER = "runtime/text/assembler.py"
+TEXT = "runtime/text/detokenizer.py"
+LOGPROBS = "runtime/sampling/logprobs.py"
+NEAR_TIES = "runtime/exactness/near_ties.py"
 
-RULE = "tests/runtime/test_sampling.py::test_the_accept_rule_gives_the_targets_law_for_any_draft"
+RULE = "tests/runtime/loop/test_verify.py::test_the_accept_rule_gives_the_targets_law_for_any_draft"
 JOINT = (
-    "tests/runtime/test_decoding.py::test_every_string_has_exactly_the_targets_joint_probability"
+    "tests/runtime/loop/test_decoding.py"
+    "::test_every_string_has_exactly_the_targets_joint_probability"
 )
 
-GREEDY = "tests/runtime/test_decoding.py::test_greedy_output_equals_the_target_alone"
+GREEDY = "tests/runtime/loop/test_decoding.py::test_greedy_output_equals_the_target_alone"
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ MUTANTS = [
         SAMPLING,
         "if not sampling.lenience * tests[i] * drafted < target.of(token)",
         "if not sampling.lenience * tests[i] * drafted <= target.of(token)",
-        "tests/runtime/test_sampling.py"
+        "tests/runtime/loop/test_verify.py"
         "::test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero",
     ),
     Mutant(
@@ -69,7 +70,7 @@ MUTANTS = [
         SAMPLING,
         "if not sampling.lenience * tests[i] * drafted < target.of(token)",
         "if tests[i] >= min(1, np.float64(target.of(token)) / drafted)",
-        "tests/runtime/test_sampling.py"
+        "tests/runtime/loop/test_verify.py"
         "::test_a_token_without_probability_in_either_law_is_not_accepted",
     ),
     Mutant(
@@ -135,7 +136,7 @@ MUTANTS = [
         SAMPLING,
         "(residual if residual.total else target).pick(last)",
         "residual.pick(last)",
-        "tests/runtime/test_sampling.py"
+        "tests/runtime/loop/test_verify.py"
         "::test_a_residual_that_rounds_to_nothing_falls_back_to_the_target",
     ),
     Mutant(
@@ -145,7 +146,7 @@ MUTANTS = [
         SAMPLING,
         "weights[draft.tokens[i]] = 0",
         "weights[draft.tokens[i]] *= 1",
-        "tests/runtime/test_drafters.py::test_every_string_has_exactly_the_targets_joint_probability",
+        "tests/runtime/drafters/test_drafters.py::test_every_string_has_exactly_the_targets_joint_probability",
     ),
     Mutant(
         "argmax-draft-with-softmax-law",
@@ -172,7 +173,7 @@ MUTANTS = [
         SAMPLING,
         "return choice(logits, sampling, past), None",
         "return probabilities(logits, Sampling(1e-6), past).pick(uniform), None",
-        "tests/runtime/test_sampling.py::test_greedy_takes_the_lowest_id_on_ties",
+        "tests/runtime/loop/test_verify.py::test_greedy_takes_the_lowest_id_on_ties",
     ),
     Mutant(
         "lenient-by-default",
@@ -191,7 +192,7 @@ MUTANTS = [
         SELECTION,
         "return candidates[values >= _kth(values, k)]",
         "return np.sort(candidates[np.argsort(-values, kind='stable')[:k]])",
-        "tests/runtime/test_selection.py::test_the_top_k_are_those_of_a_sort_with_every_tie",
+        "tests/runtime/sampling/test_top_k_p.py::test_the_top_k_are_those_of_a_sort_with_every_tie",
     ),
     Mutant(
         "nucleus-without-its-last",
@@ -200,7 +201,7 @@ MUTANTS = [
         SELECTION,
         "    stay = values >= last\n",
         "    stay = values > last\n",
-        "tests/runtime/test_laws.py::test_top_p_keeps_the_smallest_set_that_reaches_it",
+        "tests/runtime/sampling/test_probabilities.py::test_top_p_keeps_the_smallest_set_that_reaches_it",
     ),
     Mutant(
         "temperature-after-top-p",
@@ -210,7 +211,7 @@ MUTANTS = [
         "    if sampling.top_p < 1:\n        weights = nucleus(weights, sampling.top_p)",
         "    if sampling.top_p < 1:\n        weights *= nucleus(_weights(scores if ids is None"
         " else scores[ids], largest, 1.0), sampling.top_p) > 0",
-        "tests/runtime/test_transformers_laws.py::test_random_combinations_do_what_transformers_does",
+        "tests/runtime/sampling/test_transformers_processors.py::test_random_combinations_do_what_transformers_does",
     ),
     Mutant(
         "penalty-of-later-drafts",
@@ -219,7 +220,7 @@ MUTANTS = [
         SAMPLING,
         "target = probabilities(target_logits[i], sampling, past.then(draft.tokens[:i]))",
         "target = probabilities(target_logits[i], sampling, past.then(draft.tokens))",
-        "tests/runtime/test_edits.py"
+        "tests/runtime/sampling/test_logit_edits.py"
         "::test_speculating_with_edits_is_speculating_with_laws_that_have_them",
     ),
     Mutant(
@@ -229,7 +230,7 @@ MUTANTS = [
         SAMPLING,
         "chosen = choice(target_logits[i], sampling, past.then(tokens[:i]))",
         "chosen = choice(target_logits[i], sampling, past)",
-        "tests/runtime/test_edits.py::test_speculative_text_equals_plain_text_under_every_edit",
+        "tests/runtime/sampling/test_logit_edits.py::test_speculative_text_equals_plain_text_under_every_edit",
     ),
     Mutant(
         "residual-without-what-the-draft-lacks",
@@ -239,7 +240,7 @@ MUTANTS = [
         "    scale = weights.dtype.type(target.total / drafted.total)\n",
         "    scale = weights.dtype.type(target.total / drafted.total)\n"
         "    weights[len(drafted.weights) :] = 0\n",
-        "tests/runtime/test_unlike_drafts.py"
+        "tests/runtime/loop/test_unlike_drafts.py"
         "::test_a_smaller_vocabulary_leaves_the_joint_law_as_it_is",
     ),
     Mutant(
@@ -249,7 +250,7 @@ MUTANTS = [
         DISTRIBUTION,
         'at = int(cdf.searchsorted(goal, "right"))',
         'at = int(cdf.searchsorted(goal, "left"))',
-        "tests/runtime/test_laws.py::test_pick_never_draws_a_token_without_weight",
+        "tests/runtime/sampling/test_probabilities.py::test_pick_never_draws_a_token_without_weight",
     ),
     # Near-ties.
     Mutant(
@@ -260,7 +261,7 @@ MUTANTS = [
         "        self.target.truncate(self._num_plain)\n",
         "        self._num_plain = len(tokens) - 1\n"
         "        self.target.truncate(len(tokens) - 1)\n",
-        "tests/runtime/test_near_ties.py"
+        "tests/runtime/exactness/test_near_ties.py"
         "::test_exact_tokens_are_plain_decodings_whatever_the_noise_turns",
     ),
     Mutant(
@@ -270,7 +271,7 @@ MUTANTS = [
         NEAR_TIES,
         "- 2 * self.noise *",
         "- 1 * self.noise *",
-        "tests/runtime/test_near_ties.py::test_where_noise_turns_a_choice_it_was_a_near_tie",
+        "tests/runtime/exactness/test_near_ties.py::test_where_noise_turns_a_choice_it_was_a_near_tie",
     ),
     # The loop and its caches.
     Mutant(
@@ -298,7 +299,7 @@ MUTANTS = [
         DRAFTERS,
         "        self.model.truncate(min(length - self._start, self.model.length))\n",
         "",
-        "tests/runtime/test_decoding.py::test_after_a_rejection_the_draft_feeds_one_token",
+        "tests/runtime/loop/test_decoding.py::test_after_a_rejection_the_draft_feeds_one_token",
     ),
     Mutant(
         "draft-misses-its-last-token",
@@ -307,7 +308,7 @@ MUTANTS = [
         DRAFTERS,
         "        if len(feed) > 2:\n            self.model.prefill(feed[:-1])\n",
         "        if len(feed) > 1:\n",
-        "tests/runtime/test_decoding.py"
+        "tests/runtime/loop/test_decoding.py"
         "::test_a_draft_that_equals_its_target_gives_k_plus_one_tokens_every_round",
     ),
     Mutant(
@@ -335,7 +336,7 @@ MUTANTS = [
         DECODING,
         "            consumed += count\n",
         "            consumed += 0 * count\n",
-        "tests/runtime/test_decoding.py::test_sampled_pairs_of_tokens_follow_the_targets_law",
+        "tests/runtime/loop/test_decoding.py::test_sampled_pairs_of_tokens_follow_the_targets_law",
     ),
     Mutant(
         "draws-and-tests-share-uniforms",
@@ -362,15 +363,15 @@ MUTANTS = [
         LOOKUP,
         "        self._index.truncate(length)\n",
         "        pass\n",
-        "tests/runtime/test_lookup.py::test_another_text_begins_with_nothing_known",
+        "tests/runtime/drafters/test_prompt_lookup.py::test_another_text_begins_with_nothing_known",
     ),
     # The text's end.
     Mutant(
         "more-tokens-than-asked",
         "the last round is not cut",
         "jaymody/speculative-sampling, toyllm, candle, Speculative-Sampling and others",
-        STREAM,
-        "elif len(self._tokens) == self._limit:",
+        ASSEMBLER,
+        "elif len(self.tokens) == self._limit:",
         "elif len(self._tokens) > self._limit:",
         "tests/runtime/test_pipeline.py::test_as_many_tokens_as_asked_for",
     ),
@@ -378,7 +379,7 @@ MUTANTS = [
         "tokens-after-the-end",
         "an end token inside a round does not end the text",
         "jaymody/speculative-sampling, toyllm, candle, Speculative-Sampling",
-        STREAM,
+        ASSEMBLER,
         "        if token in self._ends:\n",
         "        if token in self._ends and fate != 'accepted':\n",
         "tests/runtime/test_pipeline.py::test_an_end_token_inside_a_round_ends_the_text_there",
@@ -390,7 +391,7 @@ MUTANTS = [
         TEXT,
         "if (at := self._held.find(stop)) >= 0]",
         "if 0 <= (at := self._held.find(stop)) < len(self._held) - len(stop)]",
-        "tests/runtime/test_text.py::test_text_ends_before_the_stop_string_however_it_is_cut",
+        "tests/runtime/text/test_detokenizer.py::test_text_ends_before_the_stop_string_however_it_is_cut",
     ),
     Mutant(
         "logprobs-of-the-next-row",
@@ -399,6 +400,6 @@ MUTANTS = [
         LOGPROBS,
         "zip(logits, tokens, strict=False)",
         "zip(logits[1:], tokens, strict=False)",
-        "tests/runtime/test_logprobs.py::test_each_emitted_token_has_one_and_dropped_ones_none",
+        "tests/runtime/sampling/test_logprobs.py::test_each_emitted_token_has_one_and_dropped_ones_none",
     ),
 ]

@@ -19,7 +19,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 from benchmarks import LOSING, PROMPTS, figures, measured, runs
 from specedge.cli import bench_output, bench_page, cli, svg
 from specedge.cli.bench_output import Report
-from specedge.runtime.bench_summary import losing
+from specedge.runtime.bench.summary import losing
 
 FACTS = {"target": "big <b>", "draft": "small", "processor": "a processor", "threads": 2}
 FACTS |= {"ops": "gqa", "temperature": 0.0}

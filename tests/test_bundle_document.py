@@ -145,7 +145,7 @@ def test_a_host_written_from_the_document_fills_the_context(pipeline, models):
 def test_a_host_written_from_the_document_runs_a_smaller_draft(
     pipeline, models, context, k, sampling
 ):
-    from specedge.runtime.ort import OrtModel
+    from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.pipeline import Pipeline
 
     manifest, target, draft = models

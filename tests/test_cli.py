@@ -181,12 +181,12 @@ def test_compare_without_a_draft_has_no_prediction():
 
 def test_compare_exits_1_if_the_tokens_differ():
     code = (
-        "from specedge.runtime import sampling, decoding\n"
+        "from specedge.runtime.loop import verify, decoding\n"
         "from specedge.cli import main\n"
         "def wrong(draft, *rest):\n"
-        "    return sampling.Verdict(len(draft.tokens), 5)\n"
+        "    return verify.Verdict(len(draft.tokens), 5)\n"
         f"import sys; sys.argv = ['specedge', 'compare', {PROMPT!r}, '-n', '20']\n"
-        "judge = lambda d, *r: wrong(d) if d.tokens else sampling.verify(d, *r)\n"
+        "judge = lambda d, *r: wrong(d) if d.tokens else verify.verify(d, *r)\n"
         "decoding.SpeculativeDecoder.judge = staticmethod(judge)\n"
         "main()\n"
     )

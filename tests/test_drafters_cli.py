@@ -7,8 +7,8 @@ import pytest
 
 from specedge import Draft, DrafterError, store
 from specedge.request import DRAFTERS, Request
-from specedge.runtime import ngram_files
-from specedge.runtime.ngrams import count
+from specedge.runtime.drafters import ngram_files
+from specedge.runtime.drafters.ngrams import count
 from test_cli import run
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")

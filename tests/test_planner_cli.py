@@ -11,7 +11,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 from specedge import store
 from specedge.cli import cli
-from specedge.runtime import tuning
+from specedge.runtime.bench import tune as tuning
 
 PROMPT = "def read_config(path):"
 

@@ -113,7 +113,7 @@ def test_tune_says_before_it_measures_that_it_cannot_write(pipeline, monkeypatch
 
     from specedge import store
     from specedge.cli.tune import tune
-    from specedge.runtime import tuning
+    from specedge.runtime.bench import tune as tuning
 
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))

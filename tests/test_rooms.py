@@ -19,14 +19,18 @@ EXPORT = {
 def imports(folder):
     """Every module or name that a folder imports, by its full name, with its file."""
     for path in sorted((ROOT / folder).rglob("*.py")):
-        package = ["specedge", *path.relative_to(ROOT).parent.parts]
-        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
-            if isinstance(node, ast.Import):
-                yield from ((path.name, alias.name) for alias in node.names)
-            elif isinstance(node, ast.ImportFrom):
-                start = package[: len(package) + 1 - node.level] if node.level else []
-                module = ".".join([*start, *([node.module] if node.module else [])])
-                yield from ((path.name, f"{module}.{alias.name}") for alias in node.names)
+        yield from imports_of(path)
+
+
+def imports_of(path):
+    package = ["specedge", *path.relative_to(ROOT).parent.parts]
+    for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((path.name, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            start = package[: len(package) + 1 - node.level] if node.level else []
+            module = ".".join([*start, *([node.module] if node.module else [])])
+            yield from ((path.name, f"{module}.{alias.name}") for alias in node.names)
 
 
 def test_exporter_and_runtime_are_strangers():
@@ -39,9 +43,55 @@ def test_the_runtime_imports_no_package_of_the_export_extra():
     assert not [i for i in imports("runtime") if i[1].split(".")[0] in EXPORT]
 
 
-def test_only_devices_imports_onnxruntime_in_the_runtime():
+def test_only_sessions_import_onnxruntime_in_the_runtime():
     names = [file for file, module in imports("runtime") if module.startswith("onnxruntime")]
-    assert not names  # devices.py imports it by name, to turn its absence into our error
+    assert not names  # backend/sessions.py imports it by name, to turn its absence into our error
+
+
+# Each room of the runtime imports those before it, never one behind it; "" is what lies on top.
+ROOMS = (
+    "sampling", "loop", "backend", "drafters", "planning", "exactness", "text", "theory",
+    "", "bench", "audit",
+)  # fmt: skip
+
+
+def modules():
+    """Every module of specedge by its full name, and the modules that it imports anywhere."""
+    paths = {
+        ".".join(["specedge", *path.relative_to(ROOT).with_suffix("").parts]): path
+        for folder in ("*.py", "cli/*.py", "exporter/**/*.py", "runtime/**/*.py")
+        for path in sorted(ROOT.glob(folder))
+    }
+    found = {}
+    for name, path in paths.items():
+        imported = {module for _, module in imports_of(path)}
+        either = imported | {module.rpartition(".")[0] for module in imported}
+        found[name] = (either & paths.keys()) - {name}
+    return found
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    left = modules()
+    assert "specedge.runtime.loop.verify" in left["specedge.runtime.loop.decoding"]
+    while free := [name for name, imported in left.items() if not imported & left.keys()]:
+        left = {name: imported for name, imported in left.items() if name not in free}
+    assert not left
+
+
+def test_the_runtimes_rooms_import_in_one_direction():
+    start = "specedge.runtime."
+
+    def room(module):
+        return module.removeprefix(start).rpartition(".")[0]
+
+    wrong = [
+        (name, other)
+        for name, imported in modules().items()
+        if name.startswith(start)
+        for other in imported
+        if other.startswith(start) and ROOMS.index(room(other)) > ROOMS.index(room(name))
+    ]
+    assert not wrong
 
 
 def loaded_after(statement):

@@ -133,7 +133,7 @@ def test_a_signal_prints_what_there_is_and_the_summary(number, code):
 
 
 SLOW = """
-import os, signal, specedge.runtime.ort as ort
+import os, signal, specedge.runtime.backend.onnx_model as ort
 real, passes = ort.OrtModel._run, []
 def run(self, *arguments):
     passes.append(1)

@@ -13,9 +13,9 @@ from specedge.bundle import MANIFEST
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
-from specedge.runtime import ngram_files
 from specedge.runtime.audit import auditing
-from specedge.runtime.prompts import prompt_tokens
+from specedge.runtime.drafters import ngram_files
+from specedge.runtime.text.prompts import prompt_tokens
 
 bench = importlib.import_module("specedge.cli.bench")  # the name in the package is a command
 TEXT = f"import os\n{END}import json"

@@ -56,7 +56,7 @@ def test_an_id_that_the_model_lacks_is_an_error_of_its_line(jsonl):
 
 
 def test_bench_and_verify_take_token_ids(pipeline):
-    from specedge.runtime.prompts import tokens_of
+    from specedge.runtime.text.prompts import tokens_of
 
     (found,) = bench._prompts(pipeline, [("ids", [5, 6, 7])])
     assert (found.tokens, found.text) == ([5, 6, 7], pipeline.tokenizer.decode([5, 6, 7]))
@@ -82,7 +82,7 @@ def test_progress_is_told_now_and_then_where_there_is_no_bar(capsys):
 
 def test_bench_and_verify_tell_their_progress(monkeypatch, capsys):
     from specedge.cli import progress
-    from specedge.runtime import bench as runtime
+    from specedge.runtime.bench import measure as runtime
 
     monkeypatch.setattr(progress.Lines, "__init__", _impatient)
     monkeypatch.setattr(runtime, "measure", lambda p, t, s, r, show, **_: show(0.25))

@@ -21,7 +21,7 @@ import click
 from corpus import held_out, library_files
 from measure_pair import PROMPT_LENGTH, prompts
 from specedge import Pipeline, load
-from specedge.runtime import ngram_files, ngrams
+from specedge.runtime.drafters import ngram_files, ngrams
 
 DRAFTERS = ("model", "lookup", "chain", "ngram", "block")
 

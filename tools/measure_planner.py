@@ -20,9 +20,9 @@ import click
 
 from measure_pair import prompts
 from specedge import Pipeline, load
-from specedge.runtime.bench import PLAIN_SETTING, Setting
-from specedge.runtime.ort import OrtModel
-from specedge.runtime.tuning import measure as tune
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.bench.measure import PLAIN_SETTING, Setting
+from specedge.runtime.bench.tune import measure as tune
 
 PARTS = ("bad", "good", "code", "switching")
 KS = (1, 2, 3, 4, 6, 8)

@@ -20,8 +20,8 @@ import click
 import numpy as np
 
 from specedge import Sampling
-from specedge.runtime.past import Past
-from specedge.runtime.sampling import Draft, draw, verify
+from specedge.runtime.loop.verify import Draft, draw, verify
+from specedge.runtime.sampling.history import Past
 
 SETTINGS = {
     "greedy": Sampling(),

@@ -13,10 +13,10 @@ from specedge.bundle import MANIFEST, Bundle, sha256
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
 from specedge.manifest import Model
 
-from ..devices import check_device
-from ..ort import OrtModel, choose_ops
-from ..prompts import UserPrompt, tokens_of
-from ..tokenizing import encode, load_tokenizer
+from ..backend.onnx_model import OrtModel, choose_ops
+from ..backend.sessions import check_device
+from ..text.prompts import UserPrompt, tokens_of
+from ..text.tokenizing import encode, load_tokenizer
 from . import graphs, joint, loop, sampled
 from .budget import Budget
 from .defects import DEFECTS, Defect

@@ -11,11 +11,14 @@ import numpy as np
 
 from specedge.options import Sampling
 
-from ..decoding import SpeculativeDecoder
-from ..drafters import Drafter
-from ..past import Past
-from ..sampling import Draft, Floats, Verdict, probabilities, verify
-from .subject import Cached, Parts
+from ..loop.decoding import SpeculativeDecoder
+from ..loop.round import Drafter
+from ..loop.verify import Draft, Verdict, verify
+from ..sampling.distribution import Floats
+from ..sampling.history import Past
+from ..sampling.probabilities import probabilities
+from .cached import Cached
+from .subject import Parts
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from specedge.bundle import Bundle
 from specedge.errors import BundleError
 from specedge.manifest import Graph, Model
 
-from ..ort import OrtModel, choose_ops
+from ..backend.onnx_model import OrtModel, choose_ops
 from .budget import Budget
 from .noise import Difference, distance, row_differences, size
 from .report import FAILED, PASSED, SHORT, Finding

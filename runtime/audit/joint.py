@@ -17,10 +17,10 @@ import numpy as np
 
 from specedge.options import Sampling
 
-from ..decoding import Round
-from ..model import LanguageModel
-from ..past import Past
-from ..sampling import probabilities
+from ..loop.model import LanguageModel
+from ..loop.round import Round
+from ..sampling.history import Past
+from ..sampling.probabilities import probabilities
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding
 from .sampled import NAME, name_of

@@ -12,11 +12,13 @@ import numpy as np
 
 from specedge.options import MAX_DRAFT_TOKENS, Sampling
 
-from ..decoding import Round, SpeculativeDecoder
+from ..loop.decoding import SpeculativeDecoder
+from ..loop.round import Round
 from .budget import Budget
+from .cached import Cached
 from .noise import distance, size
 from .report import FAILED, PASSED, SHORT, Finding
-from .subject import ROWS, Cached, Subject, logits_after
+from .subject import ROWS, Subject, logits_after
 
 LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check says nothing
 NUM_PLAYS = 4

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from .budget import Budget
-
-if TYPE_CHECKING:
-    from .subject import Cached
+from .cached import Cached
 
 Array = NDArray[Any]
 

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..model import LanguageModel
-from ..sampling import Floats
+from ..loop.model import LanguageModel
+from ..sampling.distribution import Floats
 
 MOST_BYTES = 256 * 2**20
 

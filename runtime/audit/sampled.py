@@ -17,7 +17,7 @@ import numpy as np
 
 from specedge.options import Sampling
 
-from ..decoding import Round
+from ..loop.round import Round
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding
 from .statistics import Array, Fit, Frequency, fit, frequency, place

@@ -5,19 +5,23 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from numpy.typing import NDArray
 
 from specedge.options import Sampling
 
-from ..decoding import Round, SpeculativeDecoder
-from ..drafters import STAND_IN, Drafter, DraftModel
-from ..model import LanguageModel
-from ..past import Past
-from ..sampling import Floats, probabilities
-from ..stats import Stopwatch
+from ..drafters.draft_model import STAND_IN, DraftModel
+from ..loop.decoding import SpeculativeDecoder
+from ..loop.model import LanguageModel
+from ..loop.round import Drafter, Round
+from ..loop.timing import Stopwatch
+from ..planning.plans import Fixed
+from ..sampling.distribution import Floats
+from ..sampling.history import Past
+from ..sampling.probabilities import probabilities
 from .budget import Budget
+from .cached import Cached
 from .noise import row_differences
 from .remembering import Remembering
 
@@ -25,18 +29,6 @@ ROWS = 64  # tokens of the texts that are played and drawn
 PLANNED = 8  # the largest K that rounds are planned with, where the bundle says no more
 
 Array = NDArray[Any]
-
-
-class Cached(LanguageModel, Protocol):
-    """A model whose cache can be looked at."""
-
-    def cache_rows(self, start: int, end: int) -> Sequence[Array]:
-        """A copy of rows of every buffer."""
-        ...
-
-    def twin(self) -> Cached:
-        """The same model with a cache of its own."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -137,8 +129,7 @@ class Subject:
         )
         return self.parts.decoder(
             self.parts.target(target or self.target),
-            self.parts.drafter(drafter),
-            num_draft_tokens,
+            Fixed(self.parts.drafter(drafter), num_draft_tokens),
             Stopwatch(),
         )
 

@@ -26,7 +26,7 @@ def run(pipeline: Pipeline, items: list[Item], output: str, way: str) -> bool:
     A prompt that cannot be continued gets a line with its error, and the others still run.
     """
     if any(item.messages for item in items):
-        from specedge.runtime.chat import load_template
+        from specedge.runtime.text.chat import load_template
 
         load_template(pipeline.bundle)
     for item in items:

@@ -16,9 +16,9 @@ from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import AUTO, Request
 
 if TYPE_CHECKING:
-    from specedge.runtime.bench import Measured, Prompt, Setting
+    from specedge.runtime.bench.measure import Measured, Prompt, Setting
     from specedge.runtime.pipeline import Pipeline
-    from specedge.runtime.prompts import UserPrompt
+    from specedge.runtime.text.prompts import UserPrompt
 
 _SETS = ("code", "prose", "extraction")
 _DRAFTERS = ("model", "lookup", "chain", AUTO)
@@ -114,7 +114,7 @@ def bench(
 ) -> None:
     """Measure drafters and K against plain decoding, and the predictions against both."""
     from specedge.cli import bench_output, bench_page
-    from specedge.runtime.bench import settings
+    from specedge.runtime.bench.measure import settings
     from specedge.runtime.loading import load
 
     request = law | {"max_new_tokens": max_new_tokens, "seed": seed}
@@ -161,7 +161,7 @@ def _read(
     import dataclasses
 
     from specedge.cli.prompts import read
-    from specedge.runtime.bench_prompts import SETS
+    from specedge.runtime.bench.prompts import SETS
 
     if form and prompts is None:
         raise click.UsageError("--format needs --prompts")
@@ -180,8 +180,8 @@ def _prompts(
     pipeline: Pipeline, given: Sequence[tuple[str, UserPrompt]], special_tokens: bool = False
 ) -> list[Prompt]:
     """As tokens; PromptError before anything runs."""
-    from specedge.runtime.bench import Prompt
-    from specedge.runtime.prompts import tokens_of
+    from specedge.runtime.bench.measure import Prompt
+    from specedge.runtime.text.prompts import tokens_of
 
     found = []
     for name, prompt in given:
@@ -212,7 +212,7 @@ def _measure(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-    from specedge.runtime.bench import measure
+    from specedge.runtime.bench.measure import measure
 
     console = Console(stderr=True)
     columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
@@ -239,10 +239,10 @@ def _report(
     facts: dict[str, Any],
 ) -> Any:
     from specedge.cli.bench_output import Report
-    from specedge.runtime.bench import PLAIN_SETTING
-    from specedge.runtime.bench_acceptance import stands
-    from specedge.runtime.bench_summary import losing, summarise
-    from specedge.runtime.words import sampling_of
+    from specedge.runtime.bench.acceptance import stands
+    from specedge.runtime.bench.measure import PLAIN_SETTING
+    from specedge.runtime.bench.summary import losing, summarise
+    from specedge.runtime.text.bad_words import sampling_of
 
     law = Request(**request, ignore_eos=True)
     sampling = sampling_of(law, pipeline.bundle, pipeline.tokenizer)
@@ -263,8 +263,8 @@ def _facts(
     request: dict[str, Any],
 ) -> dict[str, Any]:
     """What was measured, and on what."""
-    from specedge.runtime.cost_files import processor
-    from specedge.runtime.devices import onnxruntime
+    from specedge.runtime.backend.sessions import onnxruntime
+    from specedge.runtime.planning.cost_files import processor
     from specedge.version import __version__
 
     bundle = pipeline.bundle

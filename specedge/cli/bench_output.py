@@ -9,8 +9,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
-from specedge.runtime.bench import Prompt, Run
-from specedge.runtime.bench_summary import Figures
+from specedge.runtime.bench.measure import Prompt, Run
+from specedge.runtime.bench.summary import Figures
 
 
 @dataclass(frozen=True)

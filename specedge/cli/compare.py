@@ -11,7 +11,7 @@ from specedge.cli import near_ties, options
 from specedge.cli.terminal import counted, lines
 
 if TYPE_CHECKING:
-    from specedge.runtime.comparison import Comparison
+    from specedge.runtime.bench.comparison import Comparison
 
 
 @click.command()
@@ -38,7 +38,7 @@ def compare(
     **request: Any,
 ) -> None:
     """Time plain and speculative decoding of PROMPT; at temperature 0, exit 1 if they differ."""
-    from specedge.runtime.comparison import compare as run
+    from specedge.runtime.bench.comparison import compare as run
     from specedge.runtime.loading import load
 
     if system is not None and not chat:
@@ -47,7 +47,7 @@ def compare(
     text = options.read_prompt(prompt)
     with options.usage_errors():
         if chat:
-            from specedge.runtime.prompts import chat_tokens
+            from specedge.runtime.text.prompts import chat_tokens
 
             text = text.removesuffix("\n") if prompt == "-" else text
             messages = options.messages(text, system)

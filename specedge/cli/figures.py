@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specedge.runtime.theory import (
+from specedge.runtime.theory.formulas import (
     best_k,
     expected_tokens,
     expected_tokens_limit,

@@ -136,7 +136,7 @@ def _one(
 
 def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
     """Say why stored costs were not used, and, if asked, why rounds were as they were."""
-    from specedge.runtime.explaining import explain as explained
+    from specedge.runtime.planning.explain import explain as explained
 
     if pipeline.costs.note:
         click.echo(one_line(f"note: {pipeline.costs.note}"), err=True)

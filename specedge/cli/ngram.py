@@ -41,9 +41,9 @@ def build(
     read = {name: options.read_text(name) for name in texts}
     from specedge import store
     from specedge.bundle import Bundle
-    from specedge.runtime import ngram_files, ngrams
-    from specedge.runtime.special import encode_text
-    from specedge.runtime.tokenizing import encode, load_tokenizer
+    from specedge.runtime.drafters import ngram_files, ngrams
+    from specedge.runtime.text.special import encode_text
+    from specedge.runtime.text.tokenizing import encode, load_tokenizer
 
     found = Bundle.read(store.find(bundle))
     tokenizer, to_tokens = load_tokenizer(found), encode if special_tokens else encode_text

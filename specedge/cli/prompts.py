@@ -106,7 +106,7 @@ def _facts(line: str) -> dict[str, Any]:
 def _item(
     index: int, facts: dict[str, Any], defaults: dict[str, Any], chat: bool, system: str | None
 ) -> Item:
-    from specedge.runtime.prompts import plain_messages
+    from specedge.runtime.text.messages import plain_messages
 
     id_, prompt, messages = facts.get("id"), facts.get("prompt"), facts.get("messages")
     if "id" in facts and type(id_) not in (str, int):

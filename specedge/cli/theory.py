@@ -13,7 +13,7 @@ from specedge.cli import options
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-    from specedge.runtime.theory import Costs
+    from specedge.runtime.theory.formulas import Costs
 
 _ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 _LENGTHS = (1, 2, 3, 4, 5, 7, 10)
@@ -106,8 +106,13 @@ def theory(
 
 def _tables() -> dict[str, Any]:
     """The papers' tables, by what is in them; costs are those of a draft pass."""
-    from specedge.runtime.theory import best_k, expected_tokens, expected_tokens_limit, speedup
-    from specedge.runtime.theory import operations_factor as operations
+    from specedge.runtime.theory.formulas import (
+        best_k,
+        expected_tokens,
+        expected_tokens_limit,
+        speedup,
+    )
+    from specedge.runtime.theory.formulas import operations_factor as operations
 
     best = {(a, c): best_k(a, c) for a in _ALPHAS for c in _DRAFT_COSTS}
     return {
@@ -140,7 +145,7 @@ def _prediction(
 ) -> dict[str, Any]:
     """What these costs give, at each K."""
     from specedge.options import MAX_DRAFT_TOKENS
-    from specedge.runtime.theory import best_k, expected_tokens_limit
+    from specedge.runtime.theory.formulas import best_k, expected_tokens_limit
 
     costs = (draft_cost, verify_cost, host_cost)
     best = best_k(alpha, *costs)
@@ -159,7 +164,7 @@ def _prediction(
 
 
 def _at(alpha: float, k: int, *costs: Any) -> dict[str, Any]:
-    from specedge.runtime.theory import (
+    from specedge.runtime.theory.formulas import (
         acceptance_rates,
         break_even_alpha,
         expected_tokens,

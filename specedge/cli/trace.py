@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 if TYPE_CHECKING:
-    from specedge.runtime.fates import Span
+    from specedge.runtime.text.spans import Span
 
 _COLOURS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
 _BRACKETS = {"accepted": ("«", "»"), "recovered": ("⟨", "⟩"), "bonus": ("⟦", "⟧")}

@@ -12,9 +12,9 @@ from specedge.cli import options
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from specedge.runtime.costs import CostTable, ModeCosts
+    from specedge.runtime.bench.tune import Tuning
     from specedge.runtime.pipeline import Pipeline
-    from specedge.runtime.tuning import Tuning
+    from specedge.runtime.planning.cost_table import CostTable, ModeCosts
 
 
 @click.command()
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 @options.as_json
 def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json: bool) -> None:
     """Measure what a bundle costs here, and remember it for `--num-draft-tokens auto`."""
-    from specedge.runtime import tuning
+    from specedge.runtime.bench import tune as tuning
     from specedge.runtime.loading import load
 
     pipeline = load(bundle, device=device, threads=threads, ops=ops)
@@ -71,7 +71,7 @@ def _lines(table: CostTable) -> list[str]:
 
 
 def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
-    from specedge.runtime.planner import predictions
+    from specedge.runtime.planning.planner import predictions
 
     heads = "".join(f"{length:>9}" for length in table.lengths)
     lines = [f"{name + ': milliseconds, by tokens in the cache':60}{heads}"]

@@ -67,7 +67,7 @@ def test_ids_beyond_the_tokenizer_have_no_logits(pairs):
 
 
 def test_self_draft_of_any_architecture_gives_k_plus_one_tokens(pipeline, prompt):
-    from specedge.runtime.ort import OrtModel
+    from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.pipeline import Pipeline
 
     bundle = pipeline.bundle

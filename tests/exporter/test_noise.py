@@ -15,8 +15,8 @@ from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export
 from specedge.exporter.compare import plays
 from specedge.runtime import loading
-from specedge.runtime.noise import Noise, measure
-from specedge.runtime.ort import OrtModel
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.exactness.row_noise import Noise, measure
 from specedge.runtime.pipeline import Pipeline
 
 LENGTH = 200
@@ -141,7 +141,7 @@ def test_where_no_near_tie_is_exact_runs_no_more_passes(noisy):
 
 
 def test_noise_is_measured_once_and_not_where_the_export_found_none(noisy, pairs, monkeypatch):
-    from specedge.runtime import noise
+    from specedge.runtime.exactness import row_noise as noise
 
     calls = []
 

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from specedge.options import Rules, Sampling
-from specedge.runtime.past import Past
 from specedge.runtime.pipeline import Pipeline
-from specedge.runtime.sampling import probabilities
+from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.probabilities import probabilities
 
 PROMPTS = ("def read_config(path):", "class Parser:\n    def __init__(self", "import ")
 

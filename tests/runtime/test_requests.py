@@ -152,7 +152,7 @@ def test_seconds_add_up_and_passes_are_counted(pipeline):
 
 
 def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
-    from specedge.runtime.ort import OrtModel
+    from specedge.runtime.backend.onnx_model import OrtModel
 
     bundle, model = pipeline.bundle, pipeline.bundle.draft
     wrong = (

@@ -23,7 +23,7 @@ from specedge.exporter import Progress, export, model_files
 from specedge.exporter.checkpoint import self_draft
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
-from specedge.runtime.costs import estimate
+from specedge.runtime.planning.cost_table import estimate
 
 CONTEXT, LAYERS = 96, 3
 KINDS = {

@@ -11,8 +11,8 @@ from byte_level import train_tokenizer
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.exporter.checkpoint import checkpoints
-from specedge.runtime.chat import render
-from specedge.runtime.prompts import chat_tokens
+from specedge.runtime.text.chat import render
+from specedge.runtime.text.prompts import chat_tokens
 from templates import QUESTION, SPECIAL, SYSTEM, TEMPLATES, TURNS
 
 

@@ -1,0 +1,1 @@
+"""What runs a model: ONNX Runtime's sessions and buffers."""

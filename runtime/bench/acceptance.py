@@ -1,0 +1,69 @@
+"""alpha the right way: what draft and target say along texts that the target wrote itself.
+
+Leviathan et al. 2023 define alpha as the mean over such positions of the chance that a draft token
+stands. Here both models read plain decoding's own tokens and both laws are compared at each place:
+no speculation is in it, so no K, no drafter and no luck of a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from specedge.errors import OptionError
+from specedge.options import Sampling
+
+from ..drafters.draft_model import DraftModel
+from ..loop.model import LanguageModel
+from ..pipeline import Pipeline
+from ..sampling.distribution import Floats
+from ..sampling.history import Past
+from ..sampling.probabilities import choice, probabilities
+from ..theory.overlap import acceptance_probability
+
+ROWS = 16  # of logits at a time: a row may have 150,000 columns
+
+
+def stands(
+    pipeline: Pipeline, prompt: Sequence[int], text: Sequence[int], sampling: Sampling
+) -> list[float]:
+    """The chance that a token of the draft model's stands at each place of a text. -> [n]
+
+    The sum over tokens of min(t, d); at temperature 0, 1 where both would take the same token and
+    else 0. Where the draft's context ends, so does the list. Both caches are overwritten.
+    """
+    bundle = pipeline.bundle
+    model = DraftModel(
+        pipeline.draft,
+        context_length=bundle.draft.context_length,
+        vocab_size=bundle.draft.vocab_size,
+    )
+    read = [*prompt, *text[:-1]]
+    room = bundle.draft.context_length
+    targets = _rows(pipeline.target, read, len(prompt))
+    drafts = _rows(model.model, model.known(read[:room]), len(prompt))
+    past = Past(prompt)
+    found = []
+    for token, target, draft in zip(text, targets, drafts, strict=False):
+        found.append(_stands(target, draft, sampling, past))
+        past.extend([token])
+    return found
+
+
+def _stands(target: Floats, draft: Floats, sampling: Sampling, past: Past) -> float:
+    size = len(target)
+    try:
+        if sampling.greedy:
+            return float(choice(draft, sampling, past) == choice(target, sampling, past))
+        drafted = probabilities(draft, sampling, past).row(size)
+    except OptionError:  # the draft knows none of the tokens that the options allow
+        return 0.0
+    return acceptance_probability(probabilities(target, sampling, past).row(size), drafted)
+
+
+def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> Iterator[Floats]:
+    """The logits after each token, from the prompt's last one on. -> [V] each"""
+    start = prompt_length - 1
+    model.truncate(0)
+    model.prefill(tokens[:start])
+    for at in range(start, len(tokens), ROWS):
+        yield from model.forward(tokens[at : at + ROWS]).copy()

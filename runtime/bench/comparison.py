@@ -1,0 +1,150 @@
+"""Plain against speculative decoding of one prompt: the same path, with and without a draft."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from specedge.request import AUTO
+
+from ..pipeline import Pipeline
+from ..planning.plans import PLANNED
+from ..stats import Stats, as_dict
+from ..stream import Generation
+from ..theory.formulas import speedup
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Medians over repeats; `speedup` is the median of the paired ratios of seconds a new token,
+    without the prefill, which both share.
+
+    Costs are in seconds of a plain pass of the target, `target_seconds`: of one draft pass, of one
+    verify pass, and of what the host does in a round. None where no draft model ran; without a
+    pass for each draft token there is no prediction.
+    """
+
+    plain: Generation
+    speculative: Generation
+    greedy: bool
+    exact: bool
+    repeats: int
+    num_draft_tokens: int | str
+    plain_seconds: float
+    speculative_seconds: float
+    speedup: float
+    speedup_range: tuple[float, float]
+    predicted_speedup: float | None
+    target_seconds: float
+    draft_cost: float | None
+    verify_cost: float
+    host_cost: float
+
+    @property
+    def same_tokens(self) -> bool:
+        """Whether both gave the same tokens; at temperature 0 they must."""
+        return self.plain.tokens == self.speculative.tokens
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first new token that differs; the length of the shorter text if none before does."""
+        pairs = enumerate(zip(self.plain.tokens, self.speculative.tokens, strict=False))
+        shorter = min(len(self.plain.tokens), len(self.speculative.tokens))
+        found = next((i for i, (one, other) in pairs if one != other), shorter)
+        return None if self.same_tokens else found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values by the API's names."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("plain", "speculative"):
+            one = fields[name]
+            fields[name] = {
+                "text": one.text,
+                "tokens": one.tokens,
+                "finish_reason": one.finish_reason,
+                "lossy": one.lossy,
+                "stats": as_dict(one.stats),
+                "near_ties": [vars(tie) for tie in one.near_ties],
+            }
+        return fields | {"same_tokens": self.same_tokens}
+
+
+def compare(
+    pipeline: Pipeline, prompt: str | Sequence[int], repeats: int, **request: Any
+) -> Comparison:
+    """Time both, warm, in alternating order, `repeats` times. Takes the options of `generate`."""
+    request["seed"] = 0 if request.get("seed") is None else request["seed"]
+    num_draft_tokens = request.pop("num_draft_tokens", None)
+
+    def run(plain: bool) -> Generation:
+        return pipeline.generate(
+            prompt, num_draft_tokens=0 if plain else num_draft_tokens, **request
+        )
+
+    plain, speculative = [run(True)], [run(False)]
+    for i in range(repeats):
+        for first in (True, False) if i % 2 else (False, True):
+            (plain if first else speculative).append(run(first))
+    return _summarise(plain[1:], speculative[1:], request)
+
+
+def _summarise(
+    plain: list[Generation], speculative: list[Generation], request: dict[str, Any]
+) -> Comparison:
+    ratios = [_pace(p) / _pace(s) for p, s in zip(plain, speculative, strict=True)]
+    target = median(one.stats.verify_seconds / one.stats.num_target_passes for one in plain)
+    plain_host = median(_host_seconds(one.stats) for one in plain) / target
+    host = median(_host_seconds(one.stats) for one in speculative) / target
+    exact = median(s.stats.exact_seconds / s.stats.num_rounds for s in speculative) / target
+    verify = median(s.stats.verify_seconds / s.stats.num_target_passes for s in speculative)
+    stats = speculative[0].stats
+    draft_cost = predicted = None
+    if stats.num_draft_passes:
+        draft = median(s.stats.draft_seconds / s.stats.num_draft_passes for s in speculative)
+        draft_cost = draft / target
+    k = speculative[0].num_draft_tokens
+    if not isinstance(k, int):
+        if speculative[0].drafter in (AUTO, *PLANNED):
+            predicted = speculative[0].expected_speedup
+    elif draft_cost is not None and stats.accepted_over_tested is not None and _is_model(stats):
+        alpha, extra = stats.accepted_over_tested, host + exact
+        predicted = speedup(alpha, k, draft_cost, verify / target, extra) * (1 + plain_host)
+    return Comparison(
+        plain=plain[0],
+        speculative=speculative[0],
+        greedy=not request.get("temperature"),
+        exact=bool(request.get("exact")),
+        repeats=len(ratios),
+        num_draft_tokens=speculative[0].num_draft_tokens,
+        plain_seconds=median(map(_seconds, plain)),
+        speculative_seconds=median(map(_seconds, speculative)),
+        speedup=median(ratios),
+        speedup_range=(min(ratios), max(ratios)),
+        predicted_speedup=predicted,
+        target_seconds=target,
+        draft_cost=draft_cost,
+        verify_cost=verify / target,
+        host_cost=host,
+    )
+
+
+def _is_model(stats: Stats) -> bool:
+    """Whether each draft token took a pass of its own, as the formula has it."""
+    return stats.num_draft_passes == stats.num_drafted
+
+
+def _seconds(generation: Generation) -> float:
+    return generation.stats.prefill_seconds + generation.stats.decode_seconds
+
+
+def _pace(generation: Generation) -> float:
+    """Seconds a new token, as sampled runs may end at different lengths."""
+    return generation.stats.decode_seconds / generation.stats.num_new_tokens
+
+
+def _host_seconds(stats: Stats) -> float:
+    """What a round spends outside the graphs."""
+    return (stats.sampling_seconds + stats.other_seconds) / stats.num_rounds

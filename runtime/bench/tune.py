@@ -1,0 +1,240 @@
+"""Measures what a loaded pair costs on this device, and how often its draft is right.
+
+A pass is timed amid the rounds of requests: alone it would find other things in the processor's
+caches, and threads that are awake.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate, chain, product
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
+
+from ..drafters.prompt_lookup import Lookup, agreeing
+from ..pipeline import Pipeline
+from ..planning.cost_table import READ_LENGTH, ROW, CostTable, ModeCosts, typical
+from ..planning.known_costs import Seen
+from ..sampling.distribution import Floats
+from ..sampling.history import Past
+from ..text.tokenizing import encode
+from .fitting import fitted
+
+DRAFT_TOKENS = (0, 1, 2, 4, 8, MAX_EXPORTED_DRAFT_TOKENS)
+SECONDS = 4.0  # slow models take longer
+LEAST_SWEEPS = 2
+BUSY = 1.5  # from so many times the least seconds of a pass on, others had the cores
+NEW_TOKENS = (24, 48)  # of a request; the fewer, the slower the target
+TEXT_TOKENS = 48  # of each text that tells the acceptance
+TEXTS = (
+    "def read_config(path):\n    ",
+    "The history of the city began when",
+    "import os\nimport sys\n\n\nclass Parser:\n    ",
+    "1. First, preheat the oven. 2. Then",
+)
+MODES = {"greedy": 0.0, "sampled": 1.0}
+
+Progress = Callable[[float], None]  # told which share of the work is done
+Place = tuple[str, int, int]  # mode, K, and the tokens before the first round
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """A full table; `busy` if so much else ran that it is better measured again."""
+
+    costs: CostTable
+    busy: bool
+
+
+def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuning:
+    """Time rounds of every kind. The pipeline's caches are overwritten."""
+    lengths, ks = _places(pipeline)
+    texts = _run_texts(pipeline, ks, lambda share: progress(share / 4))
+    seconds = typical(list(chain(*(s for x in texts["greedy"].seen for s in x.target.values()))))
+    seen, reading = _run_rounds(
+        pipeline, lengths, ks, seconds, lambda share: progress((1 + 3 * share) / 4)
+    )
+    passes = {place: _verified(some, place[1]) for place, some in seen.items()}
+    drafts = {place: _drafted(some, place[1]) for place, some in seen.items() if place[1]}
+    target, draft = _fit(passes, lengths, ks), _fit(drafts, lengths, ks[1:])
+    modes = {}
+    for i, mode in enumerate(MODES):
+        hosts = [median(one.host for at in lengths for one in seen[mode, k, at]) for k in ks]
+        modes[mode] = ModeCosts(
+            target=tuple(map(tuple, target[i].tolist())),
+            draft=tuple(map(tuple, draft[i].tolist())),
+            pending=tuple((_more_for_two(texts[mode].seen) * draft[i, :, 0]).tolist()),
+            reading=tuple(map(typical, reading)),
+            host=tuple(accumulate(hosts, max)),
+            acceptance=_acceptance(texts[mode]),
+        )
+    busy = fmean(median(some) / min(some) for some in passes.values()) > BUSY
+    return Tuning(CostTable("tune", lengths, tuple(k + 1 for k in ks), **modes), busy)
+
+
+def _fit(found: dict[Place, list[float]], lengths: Sequence[int], ks: Sequence[int]) -> Floats:
+    """What was timed at every place, all together. -> [modes, lengths, K]"""
+    return fitted(
+        np.array([[[typical(found[m, k, at]) for k in ks] for at in lengths] for m in MODES])
+    )
+
+
+def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
+    """The numbers of tokens in the caches, and the K, to time rounds with."""
+    context = min(model.context_length for model in pipeline.bundle.models.values())
+    most = min(pipeline.max_planned_tokens, max(1, context // 4))
+    last = max(1, context - READ_LENGTH)
+    lengths = tuple(sorted({min(32, last), -(-last // 2), last}))
+    return lengths, sorted({*(k for k in DRAFT_TOKENS if k <= most), most})
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """What requests on built-in texts measured, and which tokens of copies would have stood."""
+
+    seen: list[Seen] = field(default_factory=list)
+    copies: list[bool] = field(default_factory=list)
+
+
+def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[str, _Texts]:
+    """Speculative requests, by mode."""
+    found = {mode: _Texts() for mode in MODES}
+    runs = list(product(TEXTS, MODES))
+    unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
+    for i, (text, mode) in enumerate(runs):
+        prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
+        seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i)
+        found[mode].seen.append(seen)
+        found[mode].copies.extend(copies_that_stand([*prompt, *tokens], len(prompt), max(ks)))
+        progress((i + 1) / len(runs))
+    return found
+
+
+def copies_that_stand(text: Sequence[int], start: int, max_tokens: int) -> Iterator[bool]:
+    """Whether each token stands that lookup alone would have tested, had it drafted up to so many
+    a round from `start` on.
+    """
+    lookup, at = Lookup(), start
+    while at < len(text):
+        most = min(max_tokens, len(text) - at)
+        copy = lookup.propose(Past(text[:at]), most, Sampling(), np.zeros(0)).tokens
+        stood, tested = agreeing(copy, text[at:])
+        yield from [True] * stood + [False] * (tested - stood)
+        at += stood + 1
+
+
+def _run_rounds(
+    pipeline: Pipeline,
+    lengths: tuple[int, ...],
+    ks: list[int],
+    seconds: float,
+    progress: Progress,
+) -> tuple[dict[Place, list[Seen]], list[list[float]]]:
+    """Rounds at every place, all in turn, so that a busy moment slows none alone; and what a token
+    costs that the draft reads, by length. A pass of the target takes about `seconds`.
+    """
+    unread = Pipeline(
+        pipeline.bundle, pipeline.tokenizer, _Unread(pipeline.target), _Unread(pipeline.draft)
+    )
+    text = _tokens(pipeline, "".join(TEXTS))
+    places = list(product(MODES, ks, lengths))
+    least, most = NEW_TOKENS
+    new_tokens = max(least, min(most, int(SECONDS / LEAST_SWEEPS / len(places) / seconds)))
+    found: dict[Place, list[Seen]] = {place: [] for place in places}
+    reading: list[list[float]] = [[] for _ in lengths]
+    begin, sweeps, share = time.perf_counter(), 0, 0.0
+    while share < 1:
+        for i, (mode, k, length) in enumerate(places):
+            prompt = (text * (length // len(text) + 1))[:length]
+            found[mode, k, length].append(_run(unread, prompt, mode, k, new_tokens, i)[0])
+            done = sweeps + (i + 1) / len(places)
+            share = min(1.0, done / LEAST_SWEEPS, (time.perf_counter() - begin) / SECONDS)
+            progress(share)
+        sweeps += 1
+        for took, length in zip(reading, lengths, strict=True):
+            room = pipeline.bundle.draft.context_length - length
+            took.append(_read(pipeline.draft, length, min(READ_LENGTH, room)))
+    for model in (pipeline.target, pipeline.draft):
+        model.truncate(0)
+    return found, reading
+
+
+class _Unread:
+    """A model that takes a prompt for read: what is in its cache changes the cost of no pass."""
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._model.length += len(tokens)
+
+
+def _run(
+    pipeline: Pipeline, prompt: Sequence[int], mode: str, k: int, new_tokens: int, seed: int
+) -> tuple[Seen, list[int]]:
+    with pipeline.stream(
+        prompt,
+        new_tokens,
+        MODES[mode],
+        seed=seed,
+        num_draft_tokens=k,
+        drafter="model",
+        ignore_eos=True,
+    ) as stream:
+        for _ in stream:
+            pass
+    return stream.seen, stream.generation.tokens
+
+
+def _tokens(pipeline: Pipeline, text: str) -> list[int]:
+    """A text's tokens, or any where a tokenizer knows none of it: costs do not depend on them."""
+    ids = encode(pipeline.tokenizer, text)
+    return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]
+
+
+def _read(model: Any, length: int, num_tokens: int) -> float:
+    """Seconds of a token that is read after so many."""
+    model.length = length
+    begin = time.perf_counter()
+    model.prefill([0] * num_tokens)
+    return (time.perf_counter() - begin) / num_tokens
+
+
+def _verified(some: list[Seen], k: int) -> list[float]:
+    """Seconds of the target's passes of rounds of k draft tokens."""
+    return _all(seen.target[k + 1] for seen in some)
+
+
+def _drafted(some: list[Seen], k: int) -> list[float]:
+    """Seconds of the draft passes of a round of k tokens. Where the first is mostly over two
+    tokens, as with a draft that is always right, over two: a request's first round is a cold one.
+    """
+    one, two = (_all(seen.draft.get((first, k), ()) for seen in some) for first in (1, 2))
+    return max(one, two, key=len)
+
+
+def _more_for_two(some: list[Seen]) -> float:
+    """What a round's first draft pass takes more over two tokens than over one, of the latter."""
+    one, two = (_all(seen.firsts.get(tokens, ()) for seen in some) for tokens in (1, 2))
+    return max(0.0, typical(two) / typical(one) - 1) if one and two else ROW
+
+
+def _acceptance(texts: _Texts) -> dict[str, float]:
+    """The chance that a token of the draft model stands, and that one of a copy would have."""
+    accepted = sum(seen.num_accepted for seen in texts.seen)
+    found = {"model": accepted / max(1, sum(seen.num_tested for seen in texts.seen))}
+    return found | ({"lookup": fmean(texts.copies)} if texts.copies else {})
+
+
+def _all(found: Iterable[Sequence[float]]) -> list[float]:
+    """Of all requests together, without their beginnings, where the processor's caches are cold."""
+    return [seconds for one in found for seconds in one[-(-len(one) // 4) :] or one]

@@ -1,0 +1,67 @@
+"""Drafters to study and to learn from: one without knowledge, one without order."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import numpy as np
+
+from specedge.errors import OptionError
+from specedge.options import Sampling
+
+from ..loop.verify import Draft, draw
+from ..sampling.distribution import Distribution, Floats
+from ..sampling.history import Past
+from .draft_model import DraftModel
+from .prompt_lookup import MAX_MATCH, Lookup
+
+
+class Random:
+    """Drafts any token of the vocabulary alike: the least that a drafter can do."""
+
+    name = "random"
+
+    def __init__(self, vocab_size: int) -> None:
+        self._law = Distribution(np.full(vocab_size, 1 / vocab_size))
+
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        tokens = [self._law.pick(float(uniforms[i])) for i in range(max_tokens)]
+        return Draft(tokens, [self._law] * max_tokens)
+
+    def truncate(self, length: int) -> None:
+        """Nothing is remembered."""
+
+
+class Block:
+    """Drafts all tokens at once: one pass of the draft model, whatever their number.
+
+    The pass reads a guess of the text to come, a copy of what followed the longest earlier match
+    or else the last token again and again. Row i of it gives the law of draft token i, which so
+    depends on the guess before i and on no other draft token. A model trained to draft without
+    order would take the place of the guess.
+    """
+
+    name = "block"
+
+    def __init__(self, reader: DraftModel) -> None:
+        self._reader = reader
+        self._lookup = Lookup(1, MAX_MATCH)
+
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        if not max_tokens:
+            return Draft([])
+        feed, room = self._reader.catch_up(past)
+        num_guessed = min(max_tokens, room) - 1
+        guess = self._lookup.propose(past, num_guessed, sampling, uniforms).tokens
+        guess += past.tokens[-1:] * (num_guessed - len(guess))
+        logits = self._reader.model.forward([*feed, *self._reader.known(guess)])[len(feed) - 1 :]
+        drawn = []
+        with suppress(OptionError):  # the draft knows none that the options allow
+            for i, row in enumerate(logits):
+                drawn.append(draw(row, sampling, past.then(guess[:i]), float(uniforms[i])))
+        self._reader.truncate(len(past.tokens))  # what is read next is not what was guessed
+        return Draft([token for token, _ in drawn], [law for _, law in drawn])
+
+    def truncate(self, length: int) -> None:
+        self._lookup.truncate(length)
+        self._reader.truncate(length)

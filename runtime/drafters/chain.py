@@ -1,0 +1,46 @@
+"""Several drafters, one after another, for the same verify pass."""
+
+from __future__ import annotations
+
+from specedge.options import Sampling
+
+from ..loop.round import Drafter, sources
+from ..loop.verify import Draft
+from ..sampling.distribution import Distribution, Floats
+from ..sampling.history import Past
+
+
+class Chain:
+    """Asks each drafter in turn to go on where those before it stopped, for the same verify pass.
+
+    The last goes on by one token and then it is the first's turn again: a copy may follow where a
+    model has led to a match. One that is not asked in a round catches up when it next is.
+    """
+
+    name = "chain"
+
+    def __init__(self, *drafters: Drafter) -> None:
+        self.drafters = drafters
+
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        tokens: list[int] = []
+        probs: list[Distribution | None] = []
+        names: list[str] = []
+        going = True
+        while going and len(tokens) < max_tokens:
+            for drafter in self.drafters:
+                if len(tokens) == max_tokens:
+                    break
+                most = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
+                text = past.then(tokens) if tokens else past
+                rest = uniforms[len(tokens) : max_tokens]
+                part = drafter.propose(text, most, sampling, rest)
+                tokens += part.tokens
+                probs += part.probs or [None] * len(part.tokens)
+                names += sources(drafter, part)
+                going = bool(part.tokens)
+        return Draft(tokens, probs, names)
+
+    def truncate(self, length: int) -> None:
+        for drafter in self.drafters:
+            drafter.truncate(length)

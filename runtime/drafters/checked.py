@@ -1,0 +1,79 @@
+"""A drafter of somebody else, whose drafts are checked."""
+
+from __future__ import annotations
+
+import math
+import operator
+
+from specedge.errors import DrafterError
+from specedge.options import Sampling
+
+from ..loop.round import Drafter
+from ..loop.verify import Draft
+from ..sampling.distribution import Distribution, Floats, Ids
+from ..sampling.history import Past
+
+
+class Checked:
+    """A caller's drafter, whose drafts are checked: else a slip in it would change the law.
+
+    Raises DrafterError.
+    """
+
+    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
+        self.drafter = drafter
+        self.vocab_size = vocab_size
+
+    @property
+    def name(self) -> str:
+        return self.drafter.name
+
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        draft = self.drafter.propose(past, max_tokens, sampling, uniforms)
+        tokens = [self._token(token) for token in draft.tokens]
+        if len(tokens) > max_tokens:
+            raise self._error(f"proposed {len(tokens)} tokens, {max_tokens} were asked for")
+        for what, values in (("distributions", draft.probs), ("sources", draft.sources)):
+            if values and len(values) != len(tokens):
+                raise self._error(f"proposed {len(tokens)} tokens and {len(values)} {what}")
+        for i, token in enumerate(tokens):
+            law = draft.law(i)
+            if law is not None and not sampling.greedy:
+                self._check_law(law, token)
+        return Draft(tokens, draft.probs or None, draft.sources)
+
+    def truncate(self, length: int) -> None:
+        self.drafter.truncate(length)
+
+    def _token(self, token: object) -> int:
+        try:
+            number = operator.index(token)  # type: ignore[arg-type]
+        except TypeError:
+            raise self._error(f"proposed {token!r}, which is no token") from None
+        if not 0 <= number < self.vocab_size:
+            raise self._error(
+                f"proposed token {number}, which is not between 0 and {self.vocab_size - 1}"
+            )
+        return number
+
+    def _check_law(self, law: Distribution, token: int) -> None:
+        ids, size = law.ids, self.vocab_size
+        if len(law.weights) > size if ids is None else len(ids) != len(law.weights):
+            raise self._error(
+                f"gave a distribution over {len(law.weights)} tokens, not over {size}"
+            )
+        if ids is not None and not _ascending(ids, size):
+            raise self._error("gave a distribution whose ids do not ascend within the vocabulary")
+        total = float(law.weights.sum(dtype=float))
+        if not (0 < total < math.inf and (law.weights >= 0).all()):
+            raise self._error(f"gave weights that are below 0 or add up to {total:g}")
+        if not law.of(token) > 0:
+            raise self._error(f"proposed token {token}, to which its distribution gives nothing")
+
+    def _error(self, what: str) -> DrafterError:
+        return DrafterError(f"the drafter '{self.name}' {what}")
+
+
+def _ascending(ids: Ids, size: int) -> bool:
+    inside = ((ids >= 0) & (ids < size)).all()
+    return bool(inside and (ids[1:] > ids[:-1]).all())

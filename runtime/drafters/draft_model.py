@@ -1,0 +1,98 @@
+"""What proposes tokens for the target to judge: the protocol, the draft model, and chains."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from specedge.errors import OptionError
+from specedge.options import Sampling
+
+from ..loop.model import LanguageModel
+from ..loop.verify import Draft, draw
+from ..sampling.distribution import Distribution, Floats
+from ..sampling.history import Past
+
+STAND_IN = 0
+
+
+class DraftModel:
+    """Drafts with a smaller language model.
+
+    After a full acceptance its cache is two tokens behind, otherwise one: the first pass of the
+    next round feeds both, so a round of n tokens always costs n passes. Where others drafted
+    meanwhile it is further behind, and reads what it missed as it reads a prompt.
+
+    The model may know less than the target. A token that it lacks is fed as `STAND_IN`: with none
+    there, all that follow would have other positions. When its context is full, it reads a little
+    more than the last half of that again from position 0. That depends on the length of the text
+    alone, not on `max_tokens`, so a seed's text does not depend on where a request ends.
+    """
+
+    name = "model"
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        context_length: int = sys.maxsize,
+        vocab_size: int = sys.maxsize,
+    ) -> None:
+        self.model = model
+        self.context_length = context_length
+        self.vocab_size = vocab_size
+        self._start = 0  # the place in the text of the cache's first token
+
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        if not max_tokens:
+            return Draft([])
+        feed, room = self.catch_up(past)
+        drafted: list[int] = []
+        probs: list[Distribution] = []
+        for i in range(min(max_tokens, room)):
+            logits = self.model.forward(feed)[-1]
+            text = past.then(drafted)
+            try:
+                token, distribution = draw(logits, sampling, text, float(uniforms[i]))
+            except OptionError:  # what the options allow are tokens that the draft does not know
+                break
+            drafted.append(token)
+            if distribution is not None:
+                probs.append(distribution)
+            feed = [token]
+        return Draft(drafted, probs or None)
+
+    def standing(self, length: int, read: int) -> tuple[int, int]:
+        """Of a text of that length, how many tokens it has not read after it was asked at `read`
+        of them, and how many it may draft.
+        """
+        start = self._window(length)
+        held = read if self._window(read) == start else start
+        return length - held, start + self.context_length - length + 1
+
+    def truncate(self, length: int) -> None:
+        if length < self._start:
+            self._start = 0
+            self.model.truncate(0)
+        self.model.truncate(min(length - self._start, self.model.length))
+
+    def catch_up(self, past: Past) -> tuple[list[int], int]:
+        """Read a text up to its last token or two; these, to be fed, and how many may follow."""
+        start = self._window(past.length)
+        if start != self._start:
+            self._start = start
+            self.model.truncate(0)
+        feed = self.known(past.last(past.length - start - self.model.length))
+        if len(feed) > 2:
+            self.model.prefill(feed[:-1])
+            feed = feed[-1:]
+        return feed, start + self.context_length - past.length + 1
+
+    def _window(self, length: int) -> int:
+        """The place of the first token that is read of a text of that length."""
+        step = self.context_length - self.context_length // 2
+        return max(0, -(-(length - self.context_length) // step) * step)
+
+    def known(self, tokens: Sequence[int]) -> list[int]:
+        """The tokens as the model can read them."""
+        return [token if token < self.vocab_size else STAND_IN for token in tokens]

@@ -1,0 +1,164 @@
+"""N-gram tables: how often which token followed which one or two, and drafts drawn from that.
+
+Letters: V vocabulary entries; B different pairs of tokens; N different triples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from specedge.errors import OptionError
+from specedge.options import Sampling
+
+from ..loop.verify import Draft, draw
+from ..sampling.distribution import Distribution, Floats, Ids
+from ..sampling.history import Past
+
+Counts = NDArray[np.unsignedinteger[Any]]
+MAX_ORDER = 3
+MAX_VOCAB_SIZE = 2**21
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Counts of single tokens, pairs and triples, sorted, each row with its successors ascending.
+
+    `unigrams` [V] are counts. Token a's successors are the pairs `pair_starts[a]` to
+    `pair_starts[a + 1]` of `pair_tokens` [B] and `pair_counts` [B]; those of pair j the triples
+    `triple_starts[j]` to `triple_starts[j + 1]` of `triple_tokens` [N] and `triple_counts` [N].
+    Tables of lower order have no triples, or no pairs either.
+    """
+
+    unigrams: Counts
+    pair_starts: Counts
+    pair_tokens: Counts
+    pair_counts: Counts
+    triple_starts: Counts
+    triple_tokens: Counts
+    triple_counts: Counts
+
+    @property
+    def vocab_size(self) -> int:
+        """V."""
+        return len(self.unigrams)
+
+    def law(self, before: Sequence[int]) -> Distribution:
+        """What follows a text, in time proportional to the number of its last token's successors.
+
+        Triples and pairs are mixed by Witten and Bell's rule: a context of c tokens and d different
+        successors counts c / (c + d). A context that was never seen backs off to the shorter one,
+        at last to the tokens' frequencies. The probabilities of seen successors add up to 1.
+        """
+        row = self._successors(self.pair_starts, before[-1]) if before else slice(0, 0)
+        if row.start == row.stop:
+            return self._unigram_law
+        ids = self.pair_tokens[row].astype(np.intp)
+        probs = self.pair_counts[row] / self.pair_counts[row].sum(dtype=np.float64)
+        triples = self._triples(before)
+        if triples.start != triples.stop:
+            counts = self.triple_counts[triples]
+            total = counts.sum(dtype=np.float64)
+            probs *= len(counts) / (total + len(counts))
+            probs[ids.searchsorted(self.triple_tokens[triples])] += counts / (total + len(counts))
+        return Distribution(probs, ids)
+
+    @cached_property
+    def _unigram_law(self) -> Distribution:
+        ids: Ids = self.unigrams.nonzero()[0]
+        counts = self.unigrams[ids]
+        return Distribution(counts / counts.sum(dtype=np.float64), ids)
+
+    def _triples(self, before: Sequence[int]) -> slice:
+        """Where the successors of the last two tokens are."""
+        if len(before) < 2:
+            return slice(0, 0)
+        row = self._successors(self.pair_starts, before[-2])
+        at = row.start + int(self.pair_tokens[row].searchsorted(before[-1]))
+        if at == row.stop or self.pair_tokens[at] != before[-1]:
+            return slice(0, 0)
+        return self._successors(self.triple_starts, at)
+
+    @staticmethod
+    def _successors(starts: Counts, at: int) -> slice:
+        return slice(int(starts[at]), int(starts[at + 1]))
+
+
+def count(texts: Iterable[Sequence[int]], vocab_size: int, order: int = MAX_ORDER) -> Tables:
+    """Count the n-grams, n up to `order`, of token texts; none reaches from a text to the next.
+
+    It takes some 60 bytes of memory a token. Raises ValueError for texts without a token, and for
+    vocabularies of which three tokens do not fit into 64 bits.
+    """
+    if vocab_size > MAX_VOCAB_SIZE:
+        raise ValueError(f"n-grams are for at most {MAX_VOCAB_SIZE} tokens, not {vocab_size}")
+    unigrams = np.zeros(vocab_size, np.int64)
+    keys: list[list[NDArray[np.int64]]] = [[], []]
+    for text in texts:
+        tokens = np.asarray(text, np.int64)
+        unigrams += np.bincount(tokens, minlength=vocab_size)
+        for n in range(2, order + 1):
+            key = tokens[: len(tokens) - n + 1]
+            for i in range(1, n):
+                key = key * vocab_size + tokens[i : len(tokens) - n + 1 + i]
+            keys[n - 2].append(key)
+    if not unigrams.any():
+        raise ValueError("the texts hold no token")
+    pairs, pair_counts = _counted(keys[0])
+    triples, triple_counts = _counted(keys[1])
+    contexts = pairs.searchsorted(triples // vocab_size)
+    width = np.uint16 if vocab_size <= 2**16 else np.uint32
+    return Tables(
+        unigrams.astype(np.uint32),
+        _starts(pairs // vocab_size, vocab_size),
+        (pairs % vocab_size).astype(width),
+        pair_counts,
+        _starts(contexts, len(pairs)),
+        (triples % vocab_size).astype(width),
+        triple_counts,
+    )
+
+
+def _counted(keys: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], Counts]:
+    """Each key once, ascending, and how often it was there."""
+    found, counts = np.unique(np.concatenate([*keys, np.zeros(0, np.int64)]), return_counts=True)
+    return found.astype(np.int64), counts.astype(np.uint32)
+
+
+def _starts(rows: NDArray[np.signedinteger[Any]], num_rows: int) -> Counts:
+    """Where each row's entries begin, and where the last one's end. -> [num_rows + 1]"""
+    return np.searchsorted(rows, np.arange(num_rows + 1)).astype(np.uint32)
+
+
+class NGrams:
+    """Drafts from n-gram tables, drawn as the target draws: a row of log-probabilities is a row of
+    logits, so temperature and filters shape both alike.
+    """
+
+    name = "ngram"
+
+    def __init__(self, tables: Tables) -> None:
+        self._tables = tables
+
+    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+        tokens: list[int] = []
+        probs: list[Distribution | None] = []
+        for i in range(max_tokens):
+            law = self._tables.law([*past.last(2), *tokens])
+            with np.errstate(divide="ignore"):
+                logits = np.log(law.row(self._tables.vocab_size).astype(np.float32))
+            try:
+                token, drawn = draw(logits, sampling, past.then(tokens), float(uniforms[i]))
+            except OptionError:  # what the options allow has never followed
+                break
+            tokens.append(token)
+            probs.append(drawn)
+        return Draft(tokens, probs)
+
+    def truncate(self, length: int) -> None:
+        """Nothing is remembered."""

@@ -1,0 +1,1 @@
+"""Where rounding could turn a choice."""

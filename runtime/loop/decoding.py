@@ -1,0 +1,111 @@
+"""The speculative decoding loop: draft, verify, commit, again."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+from specedge.options import Sampling
+
+from ..sampling.distribution import Floats
+from ..sampling.history import Past
+from ..sampling.logprobs import of_tokens
+from .model import LanguageModel
+from .randomness import uniforms
+from .round import NearTie, Plan, Referee, Round, Step, sources
+from .timing import Stopwatch
+from .verify import Draft, verify
+
+
+class SpeculativeDecoder:
+    """Generates with the target's distribution at fewer target passes.
+
+    Between rounds the target's cache holds every committed token but the last: that one is
+    pending, and leads the next verify pass. The `plan` chooses drafter and K of each round. With
+    K = 0 a round is plain decoding. A `referee` reviews greedy verdicts where wider passes have
+    other last bits.
+    """
+
+    judge = staticmethod(verify)  # here, so that the audit's self-test can plant a wrong one
+
+    def __init__(
+        self,
+        target: LanguageModel,
+        plan: Plan,
+        watch: Stopwatch,
+        referee: Referee | None = None,
+    ) -> None:
+        self.target = target
+        self.plan = plan
+        self.watch = watch
+        self.referee = referee
+
+    def rounds(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        seed: int,
+        max_new_tokens: int,
+        num_logprobs: int | None = None,
+    ) -> Generator[Round]:
+        """Rounds until at least `max_new_tokens` are committed; the last may overshoot by one.
+
+        Each token has its log-probability and `num_logprobs` others', unless that is None.
+
+        A round consumes 2K + 1 uniforms, whatever it uses of them: K draws, K tests, one for the
+        recovered or bonus token. So what was committed never depends on where a request ends.
+        """
+        past = Past(prompt)
+        self._prefill(past.tokens)
+        end = len(prompt) + max_new_tokens
+        consumed = 0
+        while (left := end - len(past.tokens)) > 0:
+            step = self.plan.next(past, left)
+            count = 2 * step.num_draft_tokens + 1
+            us = uniforms(seed, consumed, count)
+            yield self._round(step, past, sampling, us, left, num_logprobs)
+            consumed += count
+
+    def _prefill(self, tokens: list[int]) -> None:
+        self.target.truncate(0)
+        self.plan.truncate(0)
+        self.target.prefill(tokens[:-1])
+        if self.referee:
+            self.referee.begin(self.target.length)
+
+    def _round(
+        self,
+        step: Step,
+        past: Past,
+        sampling: Sampling,
+        us: Floats,
+        limit: int,
+        num_logprobs: int | None,
+    ) -> Round:
+        """Commit 1 to K + 1 tokens to `past`, of which `limit` are wanted.
+
+        No more than these are drafted, of greedy ones the last not either: a pass gives it anyway.
+        A drawn one is, or what is drawn would depend on where the request ends.
+        """
+        k = step.num_draft_tokens
+        with self.watch.part("sampling"):
+            most = min(k, limit - sampling.greedy)
+            draft = step.drafter.propose(past, most, sampling, us[:k]) if most else Draft([])
+        logits = self.target.forward([past.tokens[-1], *draft.tokens])
+        with self.watch.part("sampling"):
+            verdict = self.judge(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
+            near_ties: tuple[NearTie, ...] = ()
+            if self.referee:
+                logits = logits if num_logprobs is None else logits.copy()  # it may run passes
+                verdict, near_ties = self.referee.review(
+                    verdict, draft.tokens, logits, sampling, past
+                )
+            committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
+            logprobs = of_tokens(logits, committed, num_logprobs)
+        past.extend(committed)
+        self.target.truncate(len(past.tokens) - 1)
+        self.plan.truncate(len(past.tokens) - 1)
+        origin = sources(step.drafter, draft)
+        n = verdict.num_accepted
+        ended = Round(committed, len(draft.tokens), n, logprobs, origin, near_ties, step.name, k)
+        self.plan.ended(ended)
+        return ended

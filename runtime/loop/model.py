@@ -1,0 +1,48 @@
+"""What the loop asks of a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Protocol
+
+from ..sampling.distribution import Floats
+
+
+class LanguageModel(Protocol):
+    """A model with a KV cache over V vocabulary entries."""
+
+    @property
+    def length(self) -> int:
+        """How many tokens are in the cache."""
+        ...
+
+    def forward(self, tokens: Sequence[int]) -> Floats:
+        """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]"""
+        ...
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Append any number of tokens to the cache without computing logits."""
+        ...
+
+    def truncate(self, length: int) -> None:
+        """Forget every cached token past `length`."""
+        ...
+
+
+class TargetModel(LanguageModel, Protocol):
+    """A model that knows what was measured of its passes."""
+
+    @property
+    def row_independent_lengths(self) -> Collection[int]:
+        """The T whose rows had the same bits as wider passes; none on devices not measured."""
+        ...
+
+    @property
+    def float32_error(self) -> float:
+        """How far logits were from exact at export, relative to the largest."""
+        ...
+
+    @property
+    def num_experts(self) -> int:
+        """Among how many experts a layer chooses; 0 where none does."""
+        ...

@@ -1,0 +1,81 @@
+"""Where the time of a round goes: a stopwatch by part, and a model whose passes it times."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from ..sampling.distribution import Floats
+from .model import LanguageModel
+
+
+class Stopwatch:
+    """Adds up seconds by part; an inner part interrupts the outer one."""
+
+    def __init__(self) -> None:
+        self.seconds: defaultdict[str, float] = defaultdict(float)
+        self._part: str | None = None
+        self._since = 0.0
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Count the time inside the block as `name`."""
+        outer = self._switch(name)
+        try:
+            yield
+        finally:
+            self._switch(outer)
+
+    def _switch(self, name: str | None) -> str | None:
+        now = time.perf_counter()
+        if self._part is not None:
+            self.seconds[self._part] += now - self._since
+        previous, self._part, self._since = self._part, name, now
+        return previous
+
+
+class Timed:
+    """A language model whose passes are counted and timed as one part of a run.
+
+    `firsts` are the seconds of rounds' first passes, by their tokens; `rounds` those of all passes
+    of a round, by the tokens of the first and how many there were.
+    """
+
+    def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
+        self._model = model
+        self._watch = watch
+        self._part = part
+        self.num_passes = 0
+        self.firsts: defaultdict[int, list[float]] = defaultdict(list)
+        self.rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        self._round: list[float] = []
+        self._first_tokens = 0
+
+    @property
+    def length(self) -> int:
+        return self._model.length
+
+    def forward(self, tokens: Sequence[int]) -> Floats:
+        self.num_passes += 1
+        begin = time.perf_counter()
+        with self._watch.part(self._part):
+            logits = self._model.forward(tokens)
+        took = time.perf_counter() - begin
+        if not self._round:
+            self._first_tokens = len(tokens)
+            self.firsts[len(tokens)].append(took)
+        self._round.append(took)
+        return logits
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Before the first pass it reads the prompt; later it is a cost of the rounds."""
+        with self._watch.part(self._part if self.num_passes else "prefill"):
+            self._model.prefill(tokens)
+
+    def truncate(self, length: int) -> None:
+        self._model.truncate(length)
+        if self._round:
+            self.rounds[self._first_tokens, len(self._round)].append(sum(self._round))
+            self._round = []

@@ -1,0 +1,1 @@
+"""Who drafts how many tokens, by what it costs and how often it is accepted."""

@@ -1,0 +1,106 @@
+"""Cost tables on disk: one file for each bundle, device and set of versions, in the data folder."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import platform
+from dataclasses import dataclass
+from pathlib import Path
+
+from specedge import store
+from specedge.bundle import MANIFEST, Bundle
+from specedge.strict_json import JsonError, build, parse, plain
+from specedge.version import __version__
+
+from ..backend.sessions import onnxruntime
+from .cost_table import CostTable
+
+FORMAT = 3
+LARGEST = 2**20
+
+
+@dataclass(frozen=True)
+class Key:
+    """What costs hang on: `bundle` is the SHA-256 of its manifest, `threads` 0 the default."""
+
+    bundle: str
+    device: str
+    provider: str
+    ops: str
+    threads: int
+    share_threads: bool
+    processor: str
+    specedge: str
+    onnxruntime: str
+
+    @property
+    def path(self) -> Path:
+        """Where the table for it lies."""
+        text = json.dumps(plain(self), sort_keys=True)
+        return store.costs_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
+
+
+@dataclass(frozen=True)
+class CostFile:
+    """What a file holds; the key again, so that it says what it is of."""
+
+    format: int
+    key: Key
+    costs: CostTable
+
+
+def key_of(bundle: Bundle, device: str, threads: int | None, share_threads: bool, ops: str) -> Key:
+    """The key of a loaded bundle; `ops` are those of both models."""
+    manifest = (bundle.folder / MANIFEST).read_bytes()
+    return Key(
+        bundle=hashlib.sha256(manifest).hexdigest(),
+        device=device,
+        provider="CPUExecutionProvider",
+        ops=ops,
+        threads=threads or 0,
+        share_threads=share_threads,
+        processor=processor(),
+        specedge=__version__,
+        onnxruntime=str(onnxruntime().__version__),
+    )
+
+
+def read(key: Key) -> tuple[CostTable | None, str | None]:
+    """The table, or None; and why a file that is there is not used."""
+    path = key.path
+    try:
+        if path.stat().st_size > LARGEST:
+            raise JsonError(f"has more than {LARGEST} bytes")
+        content = parse(path.read_text("utf-8"))
+        if isinstance(content, dict) and content.get("format") != FORMAT:
+            raise JsonError(f"is of format {content.get('format')}, not {FORMAT}")
+        found = build(CostFile, content)
+        if found.key != key:
+            raise JsonError("is of something else")
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        return None, f"{path} is not used ({reason}); run 'specedge tune' to measure again"
+    return found.costs, None
+
+
+def write(key: Key, table: CostTable) -> Path:
+    """Remember a table, whole or not at all; where. OSError where that cannot be."""
+    text = json.dumps(plain(CostFile(FORMAT, key, table)), indent=1)
+    store.replace_text(key.path, text + "\n")
+    return key.path
+
+
+def processor() -> str:
+    """The processor's name and its number of cores."""
+    name = platform.processor()
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # Linux says it here alone
+        for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
+            if line.startswith(("model name", "Hardware", "Model")):
+                name = line.partition(":")[2]
+                break
+    return f"{' '.join(name.split()) or platform.machine()}, {os.cpu_count() or 1} cores"

@@ -1,0 +1,237 @@
+"""Who drafts how many tokens in each round of a request: fixed, planned, or as recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from specedge.errors import ReplayError
+from specedge.options import MAX_DRAFT_TOKENS, Sampling
+from specedge.request import Planned, Request
+
+from ..drafters.chain import Chain
+from ..drafters.draft_model import DraftModel
+from ..drafters.prompt_lookup import agreeing
+from ..loop.round import Drafter, Plan, Round, Step
+from ..sampling.history import Past
+from .known_costs import KnownCosts
+from .planner import MODEL, PLAIN, Choice, Offer, Planner
+
+LOOKUP, CHAIN = "lookup", "chain"
+PLANNED = (MODEL, LOOKUP, CHAIN)  # whose costs are known
+_CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
+ATTENTIVE, LONGEST_REST = 2, 7  # planned rounds without a gain before a rest, and rounds of one
+
+
+def plan_of(
+    request: Request, drafters: Mapping[str, Drafter], costs: KnownCosts, max_draft_tokens: int
+) -> Plan:
+    """How the rounds of a request are decided; what it asks for and cannot be is an error."""
+    first = next(iter(drafters.values()))
+    if request.replay is not None:
+        return Replay(request.replay, drafters)
+    if isinstance(k := request.num_draft_tokens, int):
+        return Fixed(first, k)
+    greedy = request.temperature == 0
+    table = costs.table if greedy else costs.settled_table
+    return Auto(Planner(table, greedy, max_draft_tokens), drafters)
+
+
+class Fixed:
+    """One drafter and one K."""
+
+    def __init__(self, drafter: Drafter, num_draft_tokens: int) -> None:
+        self.drafter = drafter
+        self.max_draft_tokens = num_draft_tokens
+        name = drafter.name if num_draft_tokens else PLAIN
+        self._step = Step(name, drafter, num_draft_tokens)
+
+    def next(self, past: Past, left: int) -> Step:
+        return self._step
+
+    def ended(self, round_: Round) -> None:
+        """Nothing is learnt."""
+
+    def truncate(self, length: int) -> None:
+        self.drafter.truncate(length)
+
+
+class Auto:
+    """What a planner chooses among a draft model and copies of the text itself.
+
+    A copy is looked up in every round that is planned, which costs no pass, and judged by what the
+    target says even where it is not used; at any temperature that is the chance that it would have
+    stood. Where nothing pays, more and more plain rounds follow one that is planned; where the
+    model pays again, one like it does, if the request can afford that both fail.
+    `changes` are the choices that differ from those before them, with the round's number.
+    """
+
+    def __init__(self, planner: Planner, drafters: Mapping[str, Drafter]) -> None:
+        self.planner = planner
+        self.max_draft_tokens = planner.max_draft_tokens
+        self.changes: list[tuple[int, Choice]] = []
+        self._drafters = drafters
+        self._model = _model(drafters)
+        self._choice: Choice | None = None
+        self._copy: list[int] = []
+        self._length = 0  # of the text before the round
+        self._read = 0  # of the text, by the model when it drafted the last token that was tested
+        self._num_rounds = 0
+        self._quiet = 0  # planned rounds since something paid,
+        self._rest = 0  # and rounds to come that repeat the last without being planned
+
+    def next(self, past: Past, left: int) -> Step:
+        self._length = past.length
+        last = self._choice
+        if last is not None and self._rest and self._repeatable(last):
+            choice = last
+            self._copy = []
+            self._rest -= 1
+        else:
+            choice = self.planner.choose(self._offers(past), past.length - 1)
+            self._quiet = self._quiet + 1 if choice.kind == PLAIN else 0
+            self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
+            if last is not None and last.drafter == MODEL and _is_steady(choice):
+                self._rest = int(self.planner.affords_two(choice))
+        self._note(choice)
+        name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
+        return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
+
+    def ended(self, round_: Round) -> None:
+        assert self._choice is not None
+        if self._choice.kind == PLAIN and not self._copy:
+            self.planner.record(self._choice, (), 0)
+            return
+        names: Sequence[str] = round_.sources
+        if round_.drafter not in PLANNED:
+            names = [round_.drafter] * round_.num_drafted
+        self.planner.record(self._choice, names, round_.num_accepted)
+        for i in range(min(round_.num_accepted, len(names) - 1), -1, -1):
+            if names[i] == MODEL:
+                self._read = self._length + i
+                break
+        if self._copy and LOOKUP not in names:
+            run = agreeing(self._copy, round_.tokens)
+            self.planner.chances(LOOKUP).record(run)
+            if run[0]:
+                self._quiet = self._rest = 0
+
+    def truncate(self, length: int) -> None:
+        self._read = min(self._read, length)
+        for drafter in self._drafters.values():
+            drafter.truncate(length)
+
+    def _repeatable(self, choice: Choice) -> bool:
+        """Whether the model, if it is its choice, has read all and has room."""
+        if choice.drafter == PLAIN:
+            return True
+        assert self._model is not None
+        behind, room = self._model.standing(self._length, self._read)
+        return behind <= 2 and choice.num_draft_tokens <= room
+
+    def _offers(self, past: Past) -> list[Offer]:
+        most = self.planner.max_draft_tokens
+        behind = room = 0
+        if self._model is not None:
+            behind, room = self._model.standing(past.length, self._read)
+        if LOOKUP in self._drafters:
+            copy = self._drafters[LOOKUP].propose(past, most, _CERTAIN, _NO_CHANCE)
+            self._copy = copy.tokens
+        ready = len(self._copy)
+        return [self._offer(name, ready, room, behind) for name in self._useful(ready > 0)]
+
+    def _useful(self, copies: bool) -> Iterable[str]:
+        """Which drafters to offer. A chain that stops early is lookup; where there is no copy it is
+        the model, but for copies that it may make further on. If these stand as often as the
+        model's tokens, the model alone is no better.
+        """
+        if CHAIN not in self._drafters:
+            return self._drafters if copies or LOOKUP not in self._drafters else ()
+        if MODEL not in self._drafters:
+            return (CHAIN,)
+        copied, drafted = (self.planner.chances(name).shared for name in (LOOKUP, MODEL))
+        if copied >= drafted:
+            return (CHAIN,)
+        return (MODEL, CHAIN) if copies else (MODEL,)
+
+    def _offer(self, name: str, ready: int, room: int, behind: int) -> Offer:
+        if name == MODEL:
+            return Offer(MODEL, room=room, behind=behind)
+        if name == LOOKUP:
+            return Offer(LOOKUP, LOOKUP, ready, watched=True)
+        if name == CHAIN:
+            rest = max(0, room - ready)
+            return Offer(CHAIN, LOOKUP, ready, MODEL, rest, behind, watched=ready > 0)
+        # Of others no cost is known; a drafter without a model is nearly free.
+        return Offer(name, name, self.planner.max_draft_tokens)
+
+    def _note(self, choice: Choice) -> None:
+        self._num_rounds += 1
+        last, self._choice = self._choice, choice
+        if last is None or (last.drafter, last.num_draft_tokens, last.kind) != (
+            choice.drafter,
+            choice.num_draft_tokens,
+            choice.kind,
+        ):
+            self.changes.append((self._num_rounds, choice))
+
+
+class Replay:
+    """The rounds of an earlier run."""
+
+    def __init__(self, rounds: Sequence[Sequence[Any]], drafters: Mapping[str, Drafter]) -> None:
+        for name, _, _ in rounds:
+            if name != PLAIN and name not in drafters:
+                raise ReplayError(
+                    f"the replay has rounds of '{name}', here are {', '.join(drafters)}; "
+                    "replay with the bundle and options of the run"
+                )
+        self.max_draft_tokens = max(k for _, k, _ in rounds)
+        self._drafters = drafters
+        self._rounds = [(name, k) for name, k, times in rounds for _ in range(times)]
+        self._done = 0
+
+    def next(self, past: Past, left: int) -> Step:
+        if self._done == len(self._rounds):
+            raise ReplayError(
+                f"the replay ends after {self._done} rounds, {left} tokens early; "
+                "replay with the prompt, seed and options of the run"
+            )
+        name, k = self._rounds[self._done]
+        self._done += 1
+        drafter = self._drafters.get(name) or next(iter(self._drafters.values()))
+        return Step(name, drafter, k)
+
+    def ended(self, round_: Round) -> None:
+        """Nothing is learnt."""
+
+    def truncate(self, length: int) -> None:
+        for drafter in self._drafters.values():
+            drafter.truncate(length)
+
+
+def _is_steady(choice: Choice) -> bool:
+    """Whether it is the model's, and another round like it would cost the same."""
+    return choice.drafter == MODEL and choice.kind == "gain" and not choice.reading
+
+
+def _model(drafters: Mapping[str, Drafter]) -> DraftModel | None:
+    """The draft model, alone or at a chain's end."""
+    found = drafters.get(MODEL)
+    if found is None and isinstance(chain := drafters.get(CHAIN), Chain):
+        found = chain.drafters[-1]
+    return found if isinstance(found, DraftModel) else None
+
+
+def recorded(rounds: Sequence[Round]) -> list[Planned]:
+    """Drafter and K of every round, equal ones in a row together: what a replay takes."""
+    found: list[Planned] = []
+    for round_ in rounds:
+        name, k = round_.drafter, round_.num_draft_tokens
+        if found and found[-1][:2] == (name, k):
+            found[-1] = (name, k, found[-1][2] + 1)
+        else:
+            found.append((name, k, 1))
+    return found

@@ -1,0 +1,108 @@
+"""One request's rounds: what runs them, what they cost, and what they gave."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass, field
+
+from specedge.errors import SpecEdgeError
+from specedge.options import Sampling
+from specedge.request import AUTO, Request
+
+from .exactness.near_ties import Referee
+from .exactness.row_noise import ANY, Noise
+from .loop.decoding import SpeculativeDecoder
+from .loop.round import NearTie, Plan, Round
+from .loop.timing import Stopwatch, Timed
+from .planning.known_costs import Seen
+from .planning.planner import MODEL
+from .planning.plans import Auto
+from .stats import Recorder, Stats
+
+
+@dataclass
+class Run:
+    """The rounds of a request of which `prompt`, `sampling` and `seed` are what was made of it.
+
+    `again` is the target where it decides near-ties. `noise` measures what `logit_noise` then is:
+    by how much a logit may differ from plain decoding's, 0 if by no bit. `drafter` is the
+    name of what drafts, AUTO where rounds choose.
+    """
+
+    request: Request
+    prompt: list[int]
+    sampling: Sampling
+    seed: int
+    limit: int
+    plan: Plan
+    target: Timed
+    again: Timed
+    draft: Timed
+    watch: Stopwatch
+    noise: Noise
+    recorder: Recorder
+    drafter: str
+    logit_noise: float = field(default=0.0, init=False)
+
+    def rounds(self) -> Generator[Round]:
+        """Run them; where wider passes have other last bits, greedy ones have a referee."""
+        decoder = SpeculativeDecoder(self.target, self.plan, self.watch, self._referee())
+        yield from decoder.rounds(
+            self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs
+        )
+
+    def _referee(self) -> Referee | None:
+        if not self.sampling.greedy:
+            return None
+        exact, k = self.request.exact, self.plan.max_draft_tokens
+        with self.watch.part("noise"):
+            self.logit_noise = self.noise.bound(self.prompt, k, trusting=not exact)
+        if exact and self.logit_noise == ANY:
+            raise SpecEdgeError(
+                "this target chooses among experts, and on this device its passes of several "
+                "tokens have other last bits than those of one, which may turn a choice; take "
+                "0 draft tokens to be exact"
+            )
+        return Referee(self.again, self.logit_noise, exact) if self.logit_noise else None
+
+    @property
+    def num_draft_tokens(self) -> int | str:
+        """K, or AUTO where rounds are planned or replayed."""
+        k = self.request.num_draft_tokens
+        return k if isinstance(k, int) else AUTO
+
+    @property
+    def lossy(self) -> str | None:
+        """What makes the text follow another distribution than the target's."""
+        return self.sampling.lossy if self.num_draft_tokens else None
+
+    @property
+    def stats(self) -> Stats:
+        """What the rounds so far did."""
+        return self.recorder.stats(
+            self.draft.num_passes, self.target.num_passes, self.again.num_passes
+        )
+
+    @property
+    def expected_speedup(self) -> float | None:
+        """What planned rounds gained over the target alone, by the table of costs."""
+        return self.plan.planner.expected_speedup if isinstance(self.plan, Auto) else None
+
+    @property
+    def near_ties(self) -> list[NearTie]:
+        """Those of all rounds."""
+        return [tie for round_ in self.recorder.rounds for tie in round_.near_ties]
+
+    @property
+    def seen(self) -> Seen:
+        """What the rounds so far cost, for a table of costs."""
+        stats = self.stats
+        return Seen(
+            greedy=self.sampling.greedy,
+            target=self.target.firsts,
+            draft=self.draft.rounds,
+            firsts=self.draft.firsts,
+            host=(stats.sampling_seconds + stats.other_seconds) / max(1, stats.num_rounds),
+            num_tested=stats.tested_by_source.get(MODEL, 0),
+            num_accepted=stats.accepted_by_source.get(MODEL, 0),
+        )

@@ -1,0 +1,35 @@
+"""The messages of a chat, checked, and whether a bundle has a template for them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specedge.bundle import Bundle
+from specedge.errors import PromptError
+
+
+def chat_template(bundle: Bundle) -> str:
+    """The bundle's chat template; PromptError where it has none."""
+    if bundle.chat_template is None:
+        raise PromptError(
+            f"{bundle.target.source.id} has no chat template; give the prompt without --chat"
+        )
+    return bundle.chat_template
+
+
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """A copy of messages in plain values, each with a role and a content; else PromptError."""
+    if not isinstance(messages, list | tuple) or not messages:
+        raise PromptError("messages must be a list of at least one {'role': ..., 'content': ...}")
+    for i, message in enumerate(messages):
+        given = message if isinstance(message, Mapping) else {}
+        for key in ("role", "content"):
+            if not isinstance(given.get(key), str):
+                raise PromptError(f"messages[{i}] must have '{key}' as text")
+    try:
+        plain: list[dict[str, Any]] = json.loads(json.dumps([dict(m) for m in messages]))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise PromptError(f"messages must hold plain values alone ({error})") from error
+    return plain

@@ -1,0 +1,1 @@
+"""What papers say of the speed, as functions."""

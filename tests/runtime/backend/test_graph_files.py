@@ -1,0 +1,148 @@
+"""A graph is looked at before ONNX Runtime opens it: what it names is listed, and it must end."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from specedge import store
+from specedge.bundle import MANIFEST, Bundle, describe
+from specedge.errors import BundleError
+from specedge.graph_file import WireError, external_files
+
+GRAPH, FUNCTION, TRAINING = 7, 25, 20  # fields of a model
+NODE, INITIALIZER, SPARSE = 1, 5, 15  # of a graph
+GRAPH_FILE = "target/decoder-gqa.onnx"
+
+
+def field(number, content):
+    """One field of a protobuf message: its number, its length and its bytes."""
+    return varint(number << 3 | 2) + varint(len(content)) + content
+
+
+def varint(value):
+    low, rest = value & 127, value >> 7
+    return bytes([low | 128]) + varint(rest) if rest else bytes([low])
+
+
+def tensor(location, dims=b"\x08\x01"):
+    """A tensor of one float whose data lie in another file."""
+    entry = field(1, b"location") + field(2, location)
+    return dims + b"\x10\x01" + field(8, b"stray") + field(13, entry) + b"\x70\x01"
+
+
+def node(op, attribute=b""):
+    return field(NODE, field(1, b"logits") + field(2, b"stray") + field(4, op) + attribute)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the embedded pair."""
+    return shutil.copytree(store.embedded(), tmp_path / "bundle")
+
+
+def append(folder, piece, file=GRAPH_FILE):
+    """Put a piece behind a graph file, which protobuf takes as a part of it, and list that."""
+    with (folder / file).open("ab") as graph:
+        graph.write(piece)
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    manifest["files"][file] = dataclasses.asdict(describe(folder / file))
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    return Bundle.read(folder)
+
+
+def refusal(bundle):
+    from specedge.runtime.backend.onnx_model import OrtModel
+
+    pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+    with pytest.raises(BundleError) as caught:
+        OrtModel(bundle, bundle.target, "cpu", None, True, "gqa")
+    assert GRAPH_FILE in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["stray.bin", "./weights.bin", "../draft/weights.bin", "a\nb"])
+def test_a_graph_that_names_a_file_not_listed_is_refused(folder, name):
+    (folder / "target/stray.bin").write_bytes(bytes(4096))
+    bundle = append(folder, field(GRAPH, field(INITIALIZER, tensor(name.encode()))))
+    message = refusal(bundle)
+    assert f"names the file {name!r}, not listed" in message
+    assert message.isprintable()
+
+
+def test_a_graph_may_name_any_file_that_is_listed(folder):
+    from specedge.graph_file import check_graph
+
+    bundle = append(folder, field(GRAPH, field(INITIALIZER, tensor(b"decoder.onnx"))))
+    check_graph(bundle, GRAPH_FILE)
+
+
+@pytest.mark.parametrize("op", ["If", "Loop", "Scan", "SequenceMap"])
+def test_a_graph_that_may_run_for_ever_is_refused_before_a_session_opens_it(folder, op):
+    bundle = append(folder, field(GRAPH, node(op.encode())))
+    assert f"a node {op}, which may run for ever" in refusal(bundle)
+
+
+@pytest.mark.parametrize("number", [6, 11])
+def test_a_node_with_a_graph_inside_is_refused_whatever_its_name(folder, number):
+    bundle = append(folder, field(GRAPH, node(b"BeamSearch", field(5, field(number, b"")))))
+    assert "a node with a graph inside" in refusal(bundle)
+
+
+def test_a_graph_of_another_file_format_is_refused(folder):
+    from specedge.graph_file import check_graph
+
+    bundle = append(folder, b"")
+    with pytest.raises(BundleError, match=r"ends in \.onnx"):
+        check_graph(bundle, "tokenizer.json")
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        field(GRAPH, field(INITIALIZER, tensor(b"x"))),
+        field(GRAPH, field(SPARSE, field(1, tensor(b"x")))),
+        field(GRAPH, field(SPARSE, field(2, tensor(b"x")))),
+        field(GRAPH, node(b"Constant", field(5, field(5, tensor(b"x"))))),
+        field(GRAPH, node(b"Constant", field(5, field(10, tensor(b"x"))))),
+        field(GRAPH, node(b"Constant", field(5, field(22, field(1, tensor(b"x")))))),
+        field(GRAPH, node(b"Constant", field(5, field(23, field(1, tensor(b"x")))))),
+        field(FUNCTION, field(7, field(5, field(5, tensor(b"x"))))),
+    ],
+)
+def test_a_tensor_is_found_wherever_it_may_be(piece):
+    assert external_files(piece) == {"x"}
+    assert external_files(field(GRAPH, b"") + piece) == {"x"}
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        field(TRAINING, b""),
+        field(FUNCTION, field(7, field(4, b"Loop"))),
+        field(GRAPH, b"")[:-1],
+        field(GRAPH, b"abc")[:-1],
+        b"\x38\x01",  # the graph as a number
+        b"\x3b\x3c",  # the graph as a group
+        b"\x00",
+        b"\xff" * 11,
+        field(GRAPH, field(INITIALIZER, field(13, field(1, b"location") + field(1, b"offset")))),
+    ],
+)
+def test_what_is_no_plain_graph_is_refused(piece):
+    with pytest.raises(WireError):
+        external_files(piece)
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_the_reader_agrees_with_onnx_on_every_embedded_graph(role):
+    onnx = pytest.importorskip("onnx")
+    bundle = Bundle.read(store.embedded())
+    for graph in bundle.models[role].graphs:
+        path = bundle.path(graph.file)
+        model = onnx.load(path, load_external_data=False)
+        entries = [e for t in model.graph.initializer for e in t.external_data]
+        assert external_files(path.read_bytes()) == {
+            e.value for e in entries if e.key == "location"
+        }

@@ -1,0 +1,137 @@
+"""What goes wrong in ONNX Runtime, and what only seems to."""
+
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+
+from specedge import store
+from specedge.bundle import Bundle
+from specedge.errors import BundleError, SpecEdgeError
+from specedge.runtime.backend import onnx_model as ort
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+
+@pytest.fixture
+def model():
+    bundle = Bundle.read(store.embedded())
+    return ort.OrtModel(bundle, bundle.target, "cpu", None, True)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_caches_of_a_type_that_the_runtime_lacks_are_refused_at_load(role, dtype):
+    bundle = Bundle.read(store.embedded())
+    whole = bundle.models[role]
+    changed = dataclasses.replace(whole, cache=dataclasses.replace(whole.cache, dtype=dtype))
+    with pytest.raises(BundleError, match=f"is {dtype}, this specedge runs float32; ") as caught:
+        ort.OrtModel(bundle, changed, "cpu", None, True)
+    assert whole.source.id in str(caught.value)
+
+
+class AlarmError(Exception):
+    """What an app's own handler raises."""
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+@pytest.mark.parametrize("step", ["forward", "prefill"])
+def test_what_an_apps_signal_handler_raises_inside_a_pass_stays_as_it_is(model, step):
+    def handler(*_):
+        raise AlarmError
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(AlarmError):
+            _run_for_ever(getattr(model, step), model)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _run_for_ever(step, model):
+    end = time.monotonic() + 30
+    while time.monotonic() < end:
+        model.truncate(0)
+        step(list(range(1, 65)))
+
+
+class HandledError(ValueError):
+    """What is raised while a session runs, by no code of ONNX Runtime."""
+
+
+class StubbornSession:
+    """A session whose calls end in an exception."""
+
+    def __init__(self, session, method, error):
+        self._session, self._method, self._error = session, method, error
+
+    def __getattr__(self, name):
+        if name == self._method:
+            raise self._error
+        return getattr(self._session, name)
+
+
+@pytest.mark.parametrize("method", ["run_with_iobinding", "io_binding"])
+def test_only_exceptions_of_onnx_runtime_are_translated(model, method):
+    from onnxruntime.capi.onnxruntime_pybind11_state import Fail
+
+    session = model._session
+    model._session = StubbornSession(session, method, HandledError("ours"))
+    with pytest.raises(HandledError, match="ours"):
+        model.forward([1])
+    model._session = StubbornSession(session, method, Fail("theirs"))
+    with pytest.raises(SpecEdgeError, match=r"a pass of .* failed in ONNX Runtime: theirs"):
+        model.forward([1])
+    with pytest.raises(SpecEdgeError, match=r"a pass of .* failed in ONNX Runtime: theirs"):
+        model.prefill([1])
+
+
+def test_what_binding_raises_in_a_built_in_type_is_translated_too(model):
+    name = next(iter(model._caches))
+    model._caches["no such layer"] = model._caches.pop(name)
+    with pytest.raises(SpecEdgeError, match=r"a pass of .* failed in ONNX Runtime: .*no such"):
+        model.forward([1])
+
+
+@pytest.mark.parametrize("message", ["std::bad_alloc", "Failed to allocate memory for 8 bytes"])
+def test_a_pass_without_memory_says_what_was_needed_and_what_there_was(model, message):
+    from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
+
+    model._session = StubbornSession(None, "run_with_iobinding", RuntimeException(message))
+    model._passes[1] = ort._Pass(None, np.zeros((1, 1), np.int64))
+    with pytest.raises(SpecEdgeError) as caught:
+        model.forward([1])
+    _check_memory_message(str(caught.value))
+
+
+def _check_memory_message(message):
+    assert "not enough memory for " in message
+    assert "it needs about " in message
+    assert "(weights " in message
+    assert "free" in message
+    assert "export" not in message
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
+@pytest.mark.parametrize("megabytes", [20, 40])
+def test_loading_without_memory_says_what_was_needed_and_what_there_was(megabytes):
+    code = f"""if True:
+        import resource, specedge, specedge.runtime.loading, onnxruntime
+        from specedge import store
+        used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + {megabytes}_000_000,) * 2)
+        try:
+            specedge.load(store.embedded(), threads=1)
+        except specedge.SpecEdgeError as error:
+            print(type(error).__name__, error)
+        """
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.startswith("DeviceError "), result.stderr
+    _check_memory_message(result.stdout)

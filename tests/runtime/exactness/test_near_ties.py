@@ -1,0 +1,157 @@
+"""Greedy decoding over models whose last bits depend on how many rows share a pass."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from fakes import NoisyModel, TableModel, hashed_law, near_ties_law
+from specedge.errors import SpecEdgeError
+from specedge.options import Sampling
+from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.exactness.near_ties import Referee
+from specedge.runtime.exactness.row_noise import measure
+from specedge.runtime.loop.decoding import SpeculativeDecoder
+from specedge.runtime.loop.timing import Stopwatch
+from specedge.runtime.planning.plans import Fixed
+
+NOISE = 1e-3
+LENGTH = 200
+BOUND = 2 * NOISE  # plain decoding's logits move too
+GREEDY = Sampling()
+PENALISED = Sampling(repetition_penalty=1.3, presence_penalty=0.4, frequency_penalty=0.1)
+PROMPTS = [(seed % 7, seed % 5) for seed in range(50)]
+
+
+@functools.cache
+def laws(seed, share):
+    """A target's and a draft's that often agree."""
+    target = near_ties_law(seed, 7, 2 * BOUND, share)
+    other = near_ties_law(seed + 1000, 7, 0, 0)
+    return target, functools.cache(lambda text: 0.7 * target(text) + 0.3 * other(text))
+
+
+def generate(seed, k, exact=False, share=0.1, bound=BOUND, sampling=GREEDY, drafter=DraftModel):
+    """The tokens, the near-ties, and the target with the widths of its passes."""
+    law, draft_law = laws(seed, share)
+    target = NoisyModel(law, NOISE)
+    referee = Referee(target, bound, exact)
+    plan = Fixed(drafter(TableModel(draft_law)), k)
+    decoder = SpeculativeDecoder(target, plan, Stopwatch(), referee)
+    rounds = list(decoder.rounds(PROMPTS[seed], sampling, 0, LENGTH))
+    ties = [tie for one in rounds for tie in one.near_ties if tie.position < LENGTH]
+    return [t for one in rounds for t in one.tokens][:LENGTH], ties, target
+
+
+class Silent(DraftModel):
+    """Drafts nothing after every third token, so that passes of one row follow wide ones."""
+
+    def propose(self, past, max_tokens, sampling, uniforms):
+        return super().propose(past, max_tokens * (len(past.tokens) % 3 > 0), sampling, uniforms)
+
+
+def first_difference(one, other):
+    pairs = zip(one, other, strict=True)
+    return next((i for i, (mine, its) in enumerate(pairs) if mine != its), None)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    found = [generate(seed, 0) for seed in range(50)]
+    assert not any(ties for _, ties, _ in found)
+    return [tokens for tokens, _, _ in found]
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_where_noise_turns_a_choice_it_was_a_near_tie(plain, k):
+    turned = 0
+    for seed, expected in enumerate(plain):
+        tokens, ties, _ = generate(seed, k)
+        first = first_difference(tokens, expected)
+        assert first is None or first in [tie.position for tie in ties]
+        turned += first is not None
+        for tie in ties:
+            assert tokens[tie.position] == tie.token != tie.runner_up
+            assert 0 <= tie.margin <= 2 * BOUND
+    assert turned > 25
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_exact_tokens_are_plain_decodings_whatever_the_noise_turns(plain, k):
+    for seed, expected in enumerate(plain):
+        tokens, ties, target = generate(seed, k, exact=True)
+        assert tokens == expected
+        assert ties
+        assert {1, k + 1} <= {*target.passes}
+
+
+@pytest.mark.parametrize(("sampling", "drafter"), [(PENALISED, DraftModel), (GREEDY, Silent)])
+def test_near_ties_are_those_of_the_choice_whatever_was_drafted(sampling, drafter):
+    turned = 0
+    for seed in range(20):
+        options = {"sampling": sampling, "drafter": drafter}
+        expected = generate(seed, 0, **options)[0]
+        tokens, ties, _ = generate(seed, 3, **options)
+        first = first_difference(tokens, expected)
+        assert first is None or first in [tie.position for tie in ties]
+        assert generate(seed, 3, exact=True, **options)[0] == expected
+        turned += first is not None
+    assert turned > 2
+
+
+def test_exact_ties_are_listed_with_the_choice_of_plain_decoding(plain):
+    tokens, ties, _ = generate(3, 4, exact=True)
+    assert [tokens[tie.position] for tie in ties] == [tie.token for tie in ties]
+    positions = [tie.position for tie in ties]
+    assert positions == sorted({*positions})
+
+
+def test_exact_reads_no_token_more_than_twice_and_keeps_rounds_wide():
+    _, _, target = generate(3, 4, exact=True, share=0.02)
+    assert target.passes.count(1) <= LENGTH
+    without = generate(3, 4, share=0.02)[2]
+    assert sum(t > 1 for t in target.passes) <= 1.2 * len(without.passes)
+
+
+def test_exact_costs_nothing_where_no_near_tie_is():
+    law = hashed_law(3, 7, 2.0)
+
+    def passes(exact):
+        target = NoisyModel(law, 1e-9)
+        drafter = DraftModel(TableModel(law))
+        referee = Referee(target, 2e-9, exact)
+        decoder = SpeculativeDecoder(target, Fixed(drafter, 4), Stopwatch(), referee)
+        assert not [r for r in decoder.rounds((0, 1), Sampling(), 0, 100) if r.near_ties]
+        return target.passes
+
+    assert passes(True) == passes(False) == [5] * 20
+
+
+def test_noise_above_what_was_measured_is_an_error_and_not_another_text():
+    with pytest.raises(SpecEdgeError, match=r"not plain decoding's.*noise"):
+        [generate(seed, 4, exact=True, bound=BOUND / 20) for seed in range(50)]
+
+
+def test_noise_is_measured_over_passes_that_build_on_each_other():
+    law = hashed_law(1, 6)
+    text = np.random.default_rng(0).integers(0, 6, 40).tolist()
+    found = measure(NoisyModel(law, NOISE), text, (2, 5), 16)
+    assert all(NOISE < x <= BOUND for x in found.by_length.values())
+    assert measure(TableModel(law), text, (2, 5), 16).by_length == {2: 0.0, 5: 0.0}
+
+
+def test_a_row_that_only_its_cache_makes_noisy_is_measured():
+    class NoisyCache(NoisyModel):
+        """Its first wide pass is as plain decoding; what it leaves in the cache is not."""
+
+        def forward(self, tokens):
+            start = self.length
+            logits = TableModel.forward(self, tokens)
+            self.widths[start:] = [len(tokens)] * len(tokens)
+            logits[:, 0] += self.noise * any(width > 1 for width in self.widths[:start])
+            return logits
+
+    text = np.random.default_rng(0).integers(0, 6, 40).tolist()
+    found = measure(NoisyCache(hashed_law(1, 6), NOISE), text, (2, 16), 16)
+    assert found.by_length[2] == pytest.approx(NOISE)
+    assert found.by_length[16] == 0.0

@@ -1,0 +1,146 @@
+"""Cost tables in memory and on disk."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+
+import pytest
+
+from specedge import store
+from specedge.bundle import Bundle
+from specedge.runtime.planning import cost_files
+from specedge.runtime.planning.cost_table import CostTable, ModeCosts, estimate
+from specedge.strict_json import plain
+from virtual import table
+
+
+@pytest.fixture
+def key():
+    bundle = Bundle.read(store.embedded())
+    return cost_files.key_of(bundle, "cpu", None, True, "gqa")
+
+
+def test_a_table_is_read_as_it_was_written(key):
+    costs = table(prior={"model": 0.7})
+    assert cost_files.read(key) == (None, None)
+    path = cost_files.write(key, costs)
+    assert cost_files.read(key) == (costs, None)
+    assert path.parent == store.data_folder() / "costs"
+    assert os.listdir(path.parent) == [path.name]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"threads": 1}, {"ops": "onnx"}, {"onnxruntime": "9"}, {"specedge": "9"}, {"processor": "x"}],
+)
+def test_another_setting_has_a_table_of_its_own(key, change):
+    cost_files.write(key, table())
+    assert cost_files.read(dataclasses.replace(key, **change)) == (None, None)
+
+
+def _damage():
+    yield "cut", lambda text: text[: len(text) // 2]
+    yield "empty", lambda text: ""
+    yield "no object", lambda text: "[]"
+    yield "of an older format", lambda text: text.replace('"format": 3', '"format": 2')
+    yield "without a format", lambda text: text.replace('"format": 3,', "")
+    yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
+    yield "free passes", lambda text: text.replace("0.09", "0.0")
+    yield "negative", lambda text: text.replace("0.09", "-1.0")
+    yield "NaN", lambda text: text.replace("0.09", "NaN")
+    yield "of another bundle", lambda text: text.replace('"bundle": "', '"bundle": "0')
+
+
+@pytest.mark.parametrize("damage", [d for _, d in _damage()], ids=[name for name, _ in _damage()])
+def test_a_damaged_file_is_not_used_and_one_line_says_so(key, damage):
+    path = cost_files.write(key, table(0.09))
+    path.write_text(damage(path.read_text("utf-8")), "utf-8")
+    found, note = cost_files.read(key)
+    assert found is None
+    assert str(path) in note
+    assert "specedge tune" in note
+    assert "\n" not in note
+
+
+def test_a_folder_or_bytes_in_its_place_are_no_crash(key):
+    key.path.mkdir(parents=True)
+    assert cost_files.read(key)[0] is None
+    key.path.rmdir()
+    key.path.write_bytes(b"\xff\xfe")
+    assert "is not used" in cost_files.read(key)[1]
+
+
+def test_a_write_that_fails_leaves_the_old_table(key, monkeypatch):
+    cost_files.write(key, table(0.1))
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="space"):
+        cost_files.write(key, table(0.2))
+    assert cost_files.read(key) == (table(0.1), None)
+    assert os.listdir(key.path.parent) == [key.path.name]
+
+
+def test_costs_between_the_measured_ones_lie_between_them():
+    greedy = ModeCosts(
+        target=((1.0, 1.25, 2.0), (3.0, 3.75, 6.0)),
+        draft=((0.1, 0.25), (0.3, 0.75)),
+        pending=(0.05, 0.15),
+        reading=(0.01, 0.03),
+        host=(0.5, 0.75, 1.5),
+        acceptance={},
+    )
+    sampled = dataclasses.replace(greedy, host=(0.0, 0.0, 0.0))
+    costs = CostTable("tune", (0, 100), (1, 2, 5), greedy, sampled)
+    middle = costs.at(50, greedy=True)
+    assert middle.rounds == pytest.approx([2.5, 2.5 + 0.75, 3.0 + 1, 3.5 + 1.25, 4 + 1.5])
+    assert (middle.pending, middle.reading) == pytest.approx((0.1, 0.02))
+    assert middle.drafting() == pytest.approx([0.0, 0.2, 0.3, 0.4, 0.5])
+    assert middle.drafting(behind=2) == pytest.approx([0.0, 0.3, 0.4, 0.5, 0.6])
+    assert costs.at(200, greedy=False).plain == pytest.approx(5.0)
+    assert costs.at(0, greedy=False).plain == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    "change", [{"origin": "guess"}, {"lengths": (5, 5)}, {"lengths": ()}, {"rows": (2, 3)}]
+)
+def test_a_table_that_contradicts_itself_cannot_be(change):
+    with pytest.raises(ValueError, match=r"."):
+        CostTable(**vars(table(rows=2)) | change)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"target": ((1.0,),)},
+        {"draft": ((0.1, 0.1),)},
+        {"draft": ((float("inf"),),)},
+        {"reading": ()},
+        {"pending": ()},
+        {"pending": (-0.1,)},
+        {"host": (0.0,)},
+        {"host": (-1.0, 0.0)},
+        {"acceptance": {"model": 1.5}},
+    ],
+)
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_a_mode_that_contradicts_itself_cannot_be(mode, change):
+    costs = table(rows=2)
+    with pytest.raises(ValueError, match=r"."):
+        dataclasses.replace(costs, **{mode: dataclasses.replace(costs.greedy, **change)})
+
+
+def test_an_estimate_goes_by_bytes_and_has_every_pass():
+    bundle = Bundle.read(store.embedded())
+    found = estimate(bundle, 16)
+    costs = found.at(100, greedy=True)
+    sizes = [bundle.files[m.weights].size for m in (bundle.draft, bundle.target)]
+    assert found.max_draft_tokens == 16
+    ratio = found.greedy.draft[0][0] / found.greedy.target[0][0]
+    assert ratio == pytest.approx(sizes[0] / sizes[1])
+    assert costs.rounds == sorted(costs.rounds)
+    json.dumps(plain(found))

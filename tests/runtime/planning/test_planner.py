@@ -1,0 +1,260 @@
+"""The planner against fixed settings, in virtual time: arithmetic, no clock."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from specedge.runtime.planning.acceptance import Acceptance
+from specedge.runtime.planning.planner import LEAST_STAKE, PROBING, STAKES, Offer, Planner
+from virtual import VirtualRequest, constant, seconds, table, untuned
+
+FIXED = (1, 2, 3, 4, 6, 8, 12, 16)
+PLAIN = ("plain", 0)
+SOURCES = ("model", "random")
+
+
+@pytest.mark.parametrize("draft", [0.05, 0.09, 0.2, 0.5])
+@pytest.mark.parametrize("prior", [None, {"model": 0.0}])
+def test_a_draft_of_which_nothing_is_expected_costs_less_than_two_percent(draft, prior):
+    costs = table(draft, prior=prior)
+    auto = seconds(costs, constant(0.0))
+    assert auto <= 1.02 * seconds(costs, constant(0.0), fixed=PLAIN)
+
+
+@pytest.mark.parametrize("tokens", [32, 128, 600, 2000])
+@pytest.mark.parametrize("draft", [0.05, 0.09, 0.2, 0.5])
+def test_a_promise_that_does_not_hold_costs_its_stake_and_little_more(draft, tokens):
+    for costs in (table(draft, prior={"model": 0.9}), untuned(draft)):
+        request = VirtualRequest(costs, constant(0.0), tokens=tokens)
+        assert request.seconds <= 1.012 * tokens + STAKES[costs.origin] + 2
+
+
+def test_a_good_draft_that_begins_with_bad_luck_is_not_given_up():
+    _, choice = lost(2, prior=0.65, draft=0.22, row=0.2)
+    assert choice.num_draft_tokens > 0
+
+
+@pytest.mark.parametrize("costs", [table(1.0, prior={"model": 1.0}), table(1.0), untuned(1.0)])
+def test_a_draft_as_large_as_the_target_is_never_tried(costs):
+    request = VirtualRequest(costs, constant(1.0), tokens=600)
+    assert set(request.choices) == {("plain", 0)}
+
+
+@pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
+@pytest.mark.parametrize("alpha", [0.7, 0.8, 0.9, 0.97])
+def test_a_tuned_pair_is_near_the_best_fixed_setting(draft, alpha):
+    costs = table(draft, prior={"model": alpha})
+    auto = seconds(costs, constant(alpha), tokens=400)
+    best = min(seconds(costs, constant(alpha), tokens=400, fixed=("model", k)) for k in FIXED)
+    assert auto <= 1.03 * best
+
+
+@pytest.mark.parametrize("alpha", [0.6, 0.7, 0.8, 0.9])
+def test_a_pair_that_was_never_tuned_soon_does_well(alpha):
+    costs = untuned()
+    auto = seconds(costs, constant(alpha), tokens=400)
+    best = min(seconds(costs, constant(alpha), tokens=400, fixed=("model", k)) for k in FIXED)
+    assert auto <= 1.05 * best
+
+
+def test_text_that_switches_beats_every_fixed_setting():
+    def stands(drafter, place, rng):
+        repeats = place // 100 % 2 == 0
+        chance = {"lookup": 0.97 if repeats else 0.05, "model": 0.7 if repeats else 0.1}
+        return rng.random() < chance[drafter]
+
+    costs = table(prior={"model": 0.5, "lookup": 0.3})
+    rounds = {"copies": lambda place: 16, "tokens": 800}
+    auto = seconds(costs, stands, seeds=6, **rounds)
+    for drafter in ("model", "lookup"):
+        for k in (0, *FIXED):
+            assert auto < seconds(costs, stands, seeds=6, fixed=(drafter, k), **rounds), (
+                drafter,
+                k,
+            )
+
+
+def test_prompts_that_switch_beat_every_fixed_setting():
+    costs = table(prior={"model": 0.6})
+    kinds = [constant(0.95), constant(0.02)]
+    auto = sum(seconds(costs, kind, tokens=200) for kind in kinds)
+    for k in (0, *FIXED):
+        assert auto < sum(seconds(costs, kind, tokens=200, fixed=("model", k)) for kind in kinds)
+
+
+def test_a_draft_that_gets_good_again_is_found_by_probes():
+    def stands(drafter, place, rng):
+        return place < 300 or place >= 600
+
+    request = VirtualRequest(table(reading=0.002), stands, tokens=1500, prompt=0)
+    assert request.planner.kinds["probe"] > 0
+    assert ("model", 16) in request.choices[-20:]
+
+
+def test_probes_never_lose_more_than_their_share():
+    request = VirtualRequest(table(reading=0.001), constant(0.0), tokens=3000)
+    planner = request.planner
+    assert planner.kinds["probe"] > 3
+    assert planner.lost <= PROBING * planner.seconds
+
+
+def test_a_short_answer_to_a_long_prompt_never_waits_for_the_draft():
+    costs = table(reading=0.02, prior={"model": 0.9})
+    request = VirtualRequest(costs, constant(0.9), tokens=10, prompt=2000)
+    assert set(request.choices) == {("plain", 0)}
+
+
+def test_a_long_answer_to_a_long_prompt_is_worth_the_drafts_reading():
+    costs = table(reading=0.02, prior={"model": 0.9})
+    request = VirtualRequest(costs, constant(0.9), tokens=800, prompt=2000)
+    plain = VirtualRequest(costs, constant(0.9), tokens=800, prompt=2000, fixed=PLAIN)
+    assert request.seconds < 0.6 * plain.seconds
+
+
+def test_the_same_table_and_rounds_give_the_same_choices():
+    first, second = (VirtualRequest(table(), constant(0.6), seed=3) for _ in range(2))
+    assert first.choices == second.choices
+
+
+def test_a_draft_whose_context_is_full_is_not_asked_for_more():
+    planner = Planner(table(prior={"model": 1.0}), greedy=True)
+    assert planner.choose([Offer("model", room=3)], 50).num_draft_tokens == 3
+    assert planner.choose([Offer("model", room=0)], 50).num_draft_tokens == 0
+
+
+def test_a_chain_goes_on_where_the_copy_ends():
+    planner = Planner(table(prior={"model": 0.9, "lookup": 0.95}), greedy=True)
+    offers = [
+        Offer("model", room=99),
+        Offer("lookup", "lookup", ready=3),
+        Offer("chain", "lookup", ready=3, room=99),
+    ]
+    choice = planner.choose(offers, 50)
+    assert choice.drafter == "chain"
+    assert choice.num_draft_tokens > 3
+
+
+def probed(told):
+    """A planner after 40 rounds of copies, which are better than what is probed; `told` of that
+    by a chain's rounds or not."""
+    planner = Planner(table(prior={"model": 0.5, "lookup": 0.9}), greedy=True)
+    copies = {"source": "lookup", "watched": True}
+    offers = [Offer("model", room=99), Offer("lookup", ready=4, **copies)]
+    chain = planner.choose([Offer("chain", ready=2, room=99, **copies)], 50)
+    for _ in range(40):
+        choice = planner.choose(offers, 50)
+        planner.record(choice, [choice.drafter] * choice.num_draft_tokens, choice.num_draft_tokens)
+        if told:
+            planner.record(chain, ["lookup", "lookup", "model"], 3)
+    return planner
+
+
+def test_a_probe_in_place_of_something_better_is_a_loss_though_it_stood():
+    planner = probed(told=False)
+    assert 1 <= planner.kinds["probe"] <= 5
+    assert planner.lost > 0
+
+
+def test_a_drafter_that_a_chain_has_told_of_is_not_probed():
+    assert probed(told=True).kinds["probe"] == 0
+
+
+def test_a_chain_that_copies_after_its_models_first_token_is_worth_more_tokens():
+    planner = Planner(table(prior={"model": 0.8, "lookup": 0.8}), greedy=True)
+    chain, model = Offer("chain", "lookup", room=99), Offer("model", room=99)
+    first = planner.choose([chain], 50)
+    for _ in range(3):
+        planner.record(first, ["model"] + ["lookup"] * 4, 3)
+    alike = Planner(table(prior={"model": 0.8, "lookup": 0.8}), greedy=True)
+    for _ in range(3):
+        alike.record(first, ["model"] * 5, 3)
+    assert planner.choose([chain], 50).num_draft_tokens > first.num_draft_tokens
+    assert alike.choose([chain], 50).seconds == alike.choose([model], 50).seconds
+
+
+def lost(rounds, prior, **cost):
+    """A planner after so many rounds of its choice of which nothing stood, and that choice."""
+    planner = Planner(table(prior={"model": prior}, **cost), greedy=True)
+    for _ in range(rounds):
+        choice = planner.choose([Offer("model", room=99)], 50)
+        planner.record(choice, ["model"] * choice.num_draft_tokens, 0)
+    return planner, planner.choose([Offer("model", room=99)], 50)
+
+
+def test_no_round_may_lose_more_than_is_left_of_the_stake():
+    planner, choice = lost(1, prior=0.8, draft=0.1, row=0.1)
+    assert planner.gained < 0
+    assert choice.num_draft_tokens > 1
+    assert choice.seconds - choice.plain_seconds <= STAKES["tune"] + planner.gained + 0.1
+
+
+def test_once_the_stake_is_lost_the_prior_counts_for_little():
+    planner, choice = lost(30, prior=0.95, draft=0.1, row=0.1)
+    assert planner.gained < -STAKES["tune"] + 1
+    assert choice.drafter == "plain"
+
+
+def test_what_something_is_expected_of_has_a_larger_stake_and_what_tune_measured_more_weight():
+    tuned = table(prior={"model": 0.9})
+    learnt = dataclasses.replace(tuned, origin="use")
+    spares, chances = [], []
+    for costs in (tuned, learnt):
+        planner = Planner(costs, greedy=True)
+        planner.chances("model").record((0, 1))
+        chances.append(planner.chances("model").shared)
+        spares += [planner._spare(name, planner.costs(50).plain) for name in SOURCES]
+    assert spares == [STAKES["tune"], LEAST_STAKE, STAKES["use"], LEAST_STAKE]
+    assert chances[0] > 0.85 > 0.65 > chances[1]
+
+
+def test_a_bold_guess_is_above_and_a_timid_one_near_what_was_seen():
+    known = Acceptance(0.8, tuned=True)
+    known.record((0, 1), (0, 1))
+    timid, bold = known.chances(9)[8], known.chances(9, bold=True)[8]
+    assert timid < 0.45 < 0.7 < known.shared < bold < 0.85
+
+
+@pytest.mark.parametrize(("draft", "drafts"), [(0.8, True), (0.95, False)])
+def test_a_gain_that_slightly_dearer_draft_passes_would_undo_is_none(draft, drafts):
+    planner = Planner(table(draft=draft, row=0.0, prior={"model": 1.0}), greedy=True)
+    assert (planner.choose([Offer("model", room=99)], 50).num_draft_tokens > 0) == drafts
+
+
+def test_a_drafter_without_a_model_is_probed_too_unless_it_is_watched():
+    tables = Offer("ngram", "ngram", ready=16)
+    watched = Offer("lookup", "lookup", ready=16, watched=True)
+    for offer, probes in ((tables, True), (watched, False)):
+        planner = Planner(table(prior={"ngram": 0.0, "lookup": 0.0}), greedy=True)
+        kinds = set()
+        for _ in range(200):
+            choice = planner.choose([offer], 50)
+            planner.record(choice, [offer.source] * choice.num_draft_tokens, 0)
+            kinds.add(choice.kind)
+        assert kinds == ({"plain", "probe"} if probes else {"plain"})
+
+
+def test_a_drafter_that_is_never_right_is_given_up_however_little_a_row_costs():
+    tables = Offer("ngram", "ngram", ready=16)
+    planner = Planner(table(row=0.02), greedy=True)
+    drafted = []
+    for _ in range(300):
+        choice = planner.choose([tables], 50)
+        planner.record(choice, ["ngram"] * choice.num_draft_tokens, 0)
+        drafted.append(choice.num_draft_tokens)
+    assert sum(drafted[-200:]) <= 10
+
+
+def test_a_verify_pass_that_costs_as_much_as_its_rows_stops_speculation():
+    planner = Planner(table(row=1.0, prior={"model": 1.0}), greedy=True)
+    assert planner.choose([Offer("model", room=99)], 50).drafter == "plain"
+
+
+def test_a_probe_that_drafts_nothing_is_not_repeated_at_once():
+    planner = Planner(table(prior={"model": 0.0}, reading=1e-6), greedy=True)
+    offers = [Offer("model", room=99)]
+    while (choice := planner.choose(offers, 50)).kind != "probe":
+        planner.record(choice, [], 0)
+    planner.record(choice, [], 0)
+    assert planner.choose(offers, 50).kind == "plain"

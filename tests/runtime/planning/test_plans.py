@@ -1,0 +1,275 @@
+"""Planned rounds: what they record, that a replay repeats them, and what a table decides."""
+
+from __future__ import annotations
+
+import dataclasses
+from functools import cache
+
+import pytest
+
+from fakes import TableModel, hashed_law
+from specedge.errors import ReplayError
+from specedge.options import Sampling
+from specedge.request import Request
+from specedge.runtime.drafters.chain import Chain
+from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.prompt_lookup import Lookup
+from specedge.runtime.loop.decoding import SpeculativeDecoder
+from specedge.runtime.loop.timing import Stopwatch
+from specedge.runtime.loop.verify import Draft
+from specedge.runtime.planning.explain import explain
+from specedge.runtime.planning.planner import STAKES, Planner
+from specedge.runtime.planning.plans import Auto, Replay, recorded
+from virtual import table
+
+GREEDY = Sampling()
+
+
+class Copies:
+    """Proposes what always follows in the text of a model, right or wrong."""
+
+    name = "lookup"
+
+    def __init__(self, token):
+        self.token = token
+
+    def propose(self, past, max_tokens, sampling, uniforms):
+        return Draft([self.token] * min(max_tokens, 5))
+
+    def truncate(self, length):
+        pass
+
+
+def run(plan, target, sampling=GREEDY, tokens=60, seed=1):
+    decoder = SpeculativeDecoder(target, plan, Stopwatch())
+    return list(decoder.rounds([1, 2], sampling, seed, tokens))
+
+
+def auto(costs, **drafters):
+    return Auto(Planner(costs, greedy=True), drafters)
+
+
+def test_rounds_record_what_was_chosen_for_them():
+    law = hashed_law(1, 8)
+    plan = auto(table(prior={"model": 0.98}), model=DraftModel(TableModel(law)))
+    rounds = run(plan, TableModel(law))
+    assert {one.drafter for one in rounds[:-1]} == {"model"}
+    assert max(one.num_draft_tokens for one in rounds) == 16
+    assert all(one.num_drafted == one.num_draft_tokens for one in rounds[:-1])
+    assert sum(len(one.tokens) for one in rounds) >= 60
+
+
+def test_an_unlike_draft_is_given_up_and_the_text_is_the_targets():
+    plan = auto(table(), model=DraftModel(TableModel(hashed_law(2, 50))))
+    rounds = run(plan, TableModel(hashed_law(1, 50)), tokens=100)
+    plain = run(
+        Replay([("plain", 0, 100)], {"model": Copies(0)}), TableModel(hashed_law(1, 50)), tokens=100
+    )
+    assert [t for one in rounds for t in one.tokens][:100] == [
+        t for one in plain for t in one.tokens
+    ]
+    assert {one.drafter for one in rounds[-30:]} == {"plain"}
+    assert plan.planner.gained > -3
+
+
+def test_a_plain_round_runs_no_draft_pass():
+    model = TableModel(hashed_law(1, 8))
+    run(auto(table(draft=1.0), model=DraftModel(model)), TableModel(hashed_law(1, 8)))
+    assert model.passes == []
+
+
+class Counted(Copies):
+    """Counts how often it was asked."""
+
+    asked = 0
+
+    def propose(self, past, max_tokens, sampling, uniforms):
+        self.asked += 1
+        return super().propose(past, max_tokens, sampling, uniforms)
+
+
+def test_where_nothing_pays_most_rounds_are_not_planned_anew():
+    copies = Counted(7)
+    plan = auto(table(prior={"lookup": 0.0}), lookup=copies)
+    rounds = run(plan, TableModel(lambda text: [1, 0, 0, 0, 0, 0, 0, 0]), tokens=200)
+    assert {one.drafter for one in rounds} == {"plain"}
+    assert 25 <= copies.asked <= 40
+    assert plan.planner.kinds == {"plain": 200}
+
+
+def test_where_the_model_pays_again_every_other_round_is_not_planned():
+    law = hashed_law(1, 8)
+    plan = auto(table(prior={"model": 0.9}, rows=3), model=DraftModel(TableModel(law)))
+    planned, choose = [], plan.planner.choose
+    plan.planner.choose = lambda *given: planned.append(given) or choose(*given)
+    rounds = run(plan, TableModel(law))
+    assert {one.drafter for one in rounds} == {"model"}
+    assert len(rounds) / 2 <= len(planned) <= len(rounds) / 2 + 2
+
+
+def test_a_round_is_not_repeated_where_the_model_must_read_again():
+    law = hashed_law(1, 8)
+    model = DraftModel(TableModel(law), context_length=12)
+    plan = auto(table(prior={"model": 0.9}, rows=3), model=model)
+    next_, read = plan.next, []
+
+    def behind(past, left):
+        missing = model.standing(past.length, plan._read)[0]
+        step = next_(past, left)
+        read.append((missing > 2, plan._choice.reading > 0, step.name))
+        return step
+
+    plan.next = behind
+    run(plan, TableModel(law), tokens=100)
+    assert sum(must for must, _, _ in read) > 5
+    assert all(knew for must, knew, name in read if must and name == "model")
+
+
+@pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
+def test_a_repeated_round_may_lose_no_more_than_is_left(draft):
+    law, wrong = hashed_law(1, 50), hashed_law(2, 50)
+    plan = auto(table(draft, prior={"model": 0.9}), model=DraftModel(TableModel(wrong)))
+    planner, next_, over = plan.planner, plan.next, []
+
+    def checked(past, left):
+        spare = planner._spare("model", 1.0)
+        step = next_(past, left)
+        k, costs = step.num_draft_tokens, planner.last_costs
+        over.append(k > 1 and costs.rounds[k] + costs.drafting(2)[k] - costs.plain > spare + 1e-9)
+        return step
+
+    plan.next = checked
+    run(plan, TableModel(law), tokens=60)
+    assert over.count(True) == 0
+
+
+def test_copies_that_were_only_watched_are_used_once_they_prove_right():
+    target = TableModel(lambda text: [0, 0, 0, 1])
+    plan = auto(table(row=0.2, prior={"lookup": 0.0}), lookup=Copies(3))
+    rounds = run(plan, target)
+    assert rounds[0].drafter == "plain"
+    assert rounds[-2].drafter == "lookup"
+
+
+def test_copies_that_are_wrong_lose_no_more_than_the_stake_and_are_hardly_used_after_it():
+    target = TableModel(lambda text: [0, 0, 0, 1])
+    plan = auto(table(prior={"lookup": 0.5}), lookup=Copies(2))
+    rounds = run(plan, target, tokens=100)
+    assert plan.planner.gained > -STAKES["tune"] - 1
+    assert [one.drafter for one in rounds[40:]].count("plain") >= 50
+
+
+@pytest.mark.parametrize(("lookup", "name"), [(0.95, "chain"), (0.3, "model")])
+def test_without_a_copy_the_model_may_lead_to_one_where_copies_stand(lookup, name):
+    law = hashed_law(1, 8)
+    none = Copies(0)
+    none.propose = lambda *_: Draft([])
+    model = DraftModel(TableModel(law))
+    drafters = {"model": model, "lookup": none, "chain": Chain(none, model)}
+    plan = auto(table(prior={"model": 0.9, "lookup": lookup}), **drafters)
+    assert run(plan, TableModel(law))[0].drafter == name
+
+
+def test_a_shorter_planned_request_gives_the_beginning_of_a_longer_one():
+    laws = [cache(hashed_law(seed, 3)) for seed in (1, 2)]
+    costs = table(draft=0.12, row=0.04, reading=0.05, prior={"model": 0.8, "lookup": 0.9})
+
+    def run_for(count, seed):
+        lookup = Lookup(2, 3)
+        model = DraftModel(TableModel(laws[1], context_length=40), context_length=40)
+        drafters = {"model": model, "lookup": lookup, "chain": Chain(lookup, model)}
+        plan = Auto(Planner(costs, greedy=False), drafters)
+        rounds = run(plan, TableModel(laws[0]), Sampling(1.0), count, seed)
+        return [token for one in rounds for token in one.tokens][:count]
+
+    for seed in range(4):
+        longest = run_for(50, seed)
+        assert all(run_for(count, seed) == longest[:count] for count in range(1, 50))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_replay_repeats_rounds_and_tokens_whatever_the_table(temperature):
+    sampling = Sampling(temperature)
+    drafters = {"model": DraftModel(TableModel(hashed_law(2, 8)))}
+    first = run(auto(table(), **drafters), TableModel(hashed_law(1, 8)), sampling)
+    again = run(Replay(recorded(first), drafters), TableModel(hashed_law(1, 8)), sampling)
+    assert again == first
+
+
+def test_a_replay_that_is_too_short_or_names_another_drafter_is_an_error():
+    target = TableModel(hashed_law(1, 8))
+    drafters = {"model": DraftModel(TableModel(hashed_law(1, 8)))}
+    with pytest.raises(ReplayError, match="ends after 3 rounds"):
+        run(Replay([("model", 1, 2), ("plain", 0, 1)], drafters), target)
+    with pytest.raises(ReplayError, match="rounds of 'tables'"):
+        Replay([("tables", 1, 2)], drafters)
+
+
+@pytest.mark.parametrize(
+    "replay",
+    [[], "model", [["model", 1]], [["model", -1, 1]], [["model", 65, 1]], [["model", 1, 0]],
+     [[1, 1, 1]], [["model", 1.5, 1]], [["model", 1, 2**20], ["model", 1, 1]], {"model": 1}],
+)  # fmt: skip
+def test_a_replay_that_is_no_list_of_rounds_is_refused(replay):
+    with pytest.raises(ValueError, match="replay"):
+        Request(replay=replay)
+
+
+def test_a_replay_and_a_fixed_k_contradict_each_other():
+    with pytest.raises(ValueError, match="leave that out"):
+        Request(replay=[["model", 1, 1]], num_draft_tokens=2)
+    assert Request(replay=[["model", 1, 1]], num_draft_tokens="auto").replay == (("model", 1, 1),)
+    with pytest.raises(ValueError, match="'auto' or a whole number"):
+        Request(num_draft_tokens="many")
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_the_same_seed_and_table_give_the_same_text_and_rounds(pipeline, temperature):
+    first, _, again = (
+        pipeline.generate(prompt, 60, temperature, seed=3) for prompt in ("def f(", "x", "def f(")
+    )
+    assert first.num_draft_tokens == "auto"
+    assert (first.tokens, first.plan) == (again.tokens, again.plan)
+    assert len({k for _, k, _ in first.plan}) > 1
+
+
+def test_auto_gives_the_targets_own_text(pipeline):
+    one = pipeline.generate("class Parser:", 150, ignore_eos=True)
+    assert (
+        one.tokens
+        == pipeline.generate("class Parser:", 150, num_draft_tokens=0, ignore_eos=True).tokens
+    )
+    assert one.expected_speedup > 1
+
+
+def test_a_generations_plan_replays_it(pipeline):
+    first = pipeline.generate("import ", 60, 0.9, seed=5)
+    costs = pipeline.costs.table
+    try:
+        pipeline.costs.table = table(draft=1.0)
+        assert pipeline.generate("import ", 60, 0.9, seed=5).tokens != first.tokens
+        again = pipeline.generate("import ", 60, 0.9, seed=5, replay=first.plan)
+    finally:
+        pipeline.costs.table = costs
+    assert (again.tokens, again.rounds) == (first.tokens, first.rounds)
+
+
+def test_an_explanation_names_costs_acceptance_choices_and_gain():
+    law = hashed_law(1, 8)
+    plan = auto(table(prior={"model": 0.9}), model=DraftModel(TableModel(law)))
+    rounds = run(plan, TableModel(law))
+    text = "\n".join(explain(plan, rounds))
+    for part in (
+        "specedge tune", "draft pass", "acceptance of model: 0.9", "round 1: model, K = 8:",
+        "tokens expected", "times the target alone", "times as fast", "0 probes",
+    ):  # fmt: skip
+        assert part in text
+    assert explain(Replay([("model", 1, 9)], {"model": Copies(0)}), []) == [
+        "the rounds were given: "
+    ]
+
+
+def test_a_sampled_text_is_planned_with_sampled_costs():
+    costs = dataclasses.replace(table(), sampled=table(host=9.0).sampled)
+    assert Planner(costs, greedy=False).costs(50).rounds[1] > 9
+    assert Planner(costs, greedy=True).costs(50).rounds[1] < 2

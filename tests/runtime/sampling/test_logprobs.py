@@ -1,0 +1,51 @@
+"""Log-probabilities of emitted tokens: the softmax of the target's own logits."""
+
+import math
+
+import numpy as np
+import pytest
+
+from specedge.runtime.sampling.logprobs import TokenLogprobs, of_tokens
+
+PROMPT = "def read_config(path):"
+
+
+def test_they_are_the_logarithms_of_a_softmax():
+    logits = np.random.default_rng(0).normal(0, 3, (2, 500)).astype(np.float32)
+    exact = logits.astype(float) - np.log(np.exp(logits.astype(float)).sum(1, keepdims=True))
+    for row, token, found in zip(exact, (7, 499), of_tokens(logits, [7, 499], 5), strict=True):
+        assert found.token == token
+        assert found.logprob == pytest.approx(row[token], abs=1e-6)
+        order = np.argsort(-row, kind="stable")[:5].tolist()
+        assert [token for token, _ in found.top] == order
+        assert [p for _, p in found.top] == pytest.approx(row[order].tolist(), abs=1e-6)
+
+
+def test_ties_come_by_id_and_tokens_without_probability_not_at_all():
+    row = np.log(np.array([[1, 1, 2, 1, 1, 2]]) / 8)
+    assert [t for t, _ in of_tokens(row, [0], 4)[0].top] == [2, 5, 0, 1]
+    one = np.array([[-np.inf, 3.0, -np.inf]])
+    assert of_tokens(one, [1], 9) == [TokenLogprobs(1, 0.0, [(1, 0.0)])]
+    assert of_tokens(row, [2], 0) == [TokenLogprobs(2, math.log(2 / 8), [])]
+    assert of_tokens(row, [2], None) is None
+
+
+@pytest.mark.parametrize("k", [1, 4, 8])
+def test_they_equal_plain_decodings_to_the_bit(pipeline, k):
+    options = {"logprobs": 3, "repetition_penalty": 1.1, "ignore_eos": True}
+    plain = pipeline.generate(PROMPT, 60, num_draft_tokens=0, **options)
+    found = pipeline.generate(PROMPT, 60, num_draft_tokens=k, **options)
+    assert found.logprobs == plain.logprobs
+    assert [one.token for one in found.logprobs] == found.tokens
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.2])
+def test_each_emitted_token_has_one_and_dropped_ones_none(pipeline, temperature):
+    made = pipeline.generate(PROMPT, 61, temperature, seed=2, stop="\n\n", logprobs=0)
+    assert [one.token for one in made.logprobs] == made.tokens
+    prompt = pipeline.tokenizer.encode(PROMPT).ids
+    pipeline.target.truncate(0)
+    pipeline.target.prefill(prompt[:-1])
+    for before, one in zip([prompt[-1], *made.tokens], made.logprobs, strict=False):
+        assert of_tokens(pipeline.target.forward([before]), [one.token], 0) == [one]
+    assert pipeline.generate(PROMPT, 5).logprobs is None

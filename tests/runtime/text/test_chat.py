@@ -1,0 +1,176 @@
+"""Chats by the target's own template: what is rendered, what is refused, what is run."""
+
+import dataclasses
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import specedge
+from specedge import BundleError, PromptError, store
+from specedge.bundle import MANIFEST, Bundle
+from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.text.chat import render
+from templates import CHATML, GEMMA, LLAMA_2, QUESTION, SPECIAL, SYSTEM, TOOLS, ZEPHYR
+
+HELLO = [{"role": "user", "content": "Hi"}]
+
+
+def with_template(template, **special):
+    bundle = Bundle.read(store.embedded())
+    return dataclasses.replace(bundle, chat_template=template, special_tokens=SPECIAL | special)
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "text"),
+    [
+        (CHATML, HELLO, "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"),
+        (ZEPHYR, HELLO, "<|user|>\nHi</s>\n<|assistant|>\n"),
+        (GEMMA, HELLO, "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n"),
+        (
+            "{{ messages[0].content | tojson }}",
+            QUESTION,
+            json.dumps(QUESTION[0]["content"], ensure_ascii=False),
+        ),
+    ],
+)
+def test_a_template_gives_the_targets_own_prompt(template, messages, text):
+    assert render(with_template(template), messages) == text
+
+
+def test_special_tokens_that_a_tokenizer_lacks_are_empty():
+    bundle = dataclasses.replace(with_template("[{{ bos_token }}]"), special_tokens={})
+    assert render(bundle, HELLO) == "[]"
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "error", "said"),
+    [
+        (None, HELLO, PromptError, "has no chat template; give the prompt without --chat"),
+        (GEMMA, SYSTEM, PromptError, "refuses these messages: System role not supported"),
+        (LLAMA_2, HELLO * 2, PromptError, "roles must alternate"),
+        ("a\n{% if %}", HELLO, BundleError, r"template is broken: .*\(line 2\)"),
+        ("{% break %}", HELLO, BundleError, "template is broken"),
+        ("{{ " + "(" * 400 + "1" + ")" * 400 + " }}", HELLO, BundleError, "template is broken"),
+        ("{{ " + "9" * 6000 + " }}", HELLO, BundleError, "template is broken"),
+        ("{{ x | nothing }}", HELLO, BundleError, "No filter named 'nothing'"),
+        ("{{ raise_exception('one\n\ntwo') }}", HELLO, PromptError, "messages: one two$"),
+        ("{{ messages + 1 }}", HELLO, PromptError, "fails on these messages"),
+        ("{{ nothing.at.all }}", HELLO, PromptError, "fails on these messages: 'nothing'"),
+        ("{{ messages.append(1) }}", HELLO, PromptError, "not safely|unsafe"),
+        ("{{ ''.__class__.__mro__ }}", HELLO, PromptError, "unsafe"),
+        ("{% set n = namespace() %}{% set n._x = 1 %}", HELLO, PromptError, "cannot hold '_x'"),
+        ("{{ namespace(__class__=1) }}", HELLO, PromptError, "cannot hold '__class__'"),
+        ("{{ dict.__globals__.os }}", HELLO, PromptError, "unsafe"),
+        ("{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}", HELLO, PromptError, "recursion"),
+        ("{% for i in range(10**9) %}{% endfor %}", HELLO, PromptError, "[Rr]ange too big"),
+        (CHATML, [], PromptError, "at least one"),
+        (CHATML, "Hi", PromptError, "must be a list"),
+        (CHATML, ["Hi"], PromptError, r"messages\[0\] must have 'role'"),
+        (CHATML, [*HELLO, {"role": "user"}], PromptError, r"messages\[1\] must have 'content'"),
+        (CHATML, [{"role": "user", "content": ["a"]}], PromptError, "'content' as text"),
+        (CHATML, [HELLO[0] | {"name": object()}], PromptError, "plain values"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_rendered_is_one_clear_line(template, messages, error, said):
+    with pytest.raises(error, match=said) as caught:
+        render(with_template(template), messages)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_template_cannot_change_the_callers_messages():
+    given = [HELLO[0] | {"extra": {"a": 1}}]
+    text = render(
+        with_template("{% set messages = messages + [1] %}{{ messages[0].extra }}"), given
+    )
+    assert (text, given) == ("{'a': 1}", [HELLO[0] | {"extra": {"a": 1}}])
+
+
+def test_the_environment_has_what_large_templates_use():
+    text = render(with_template(TOOLS), SYSTEM)
+    assert re.match(r"<s>Year: \d{4}\nplain 1 <pad>\n", text)
+    assert text.endswith("<|assistant|>\n")
+
+
+@pytest.fixture(scope="module")
+def chatty(pipeline):
+    """The embedded pair as if it had a template."""
+    bundle = dataclasses.replace(pipeline.bundle, chat_template=CHATML)
+    return Pipeline(bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
+
+
+def test_a_chat_is_the_generation_of_its_rendered_prompt(chatty):
+    options = {"max_new_tokens": 30, "temperature": 0.7, "seed": 3}
+    answer = chatty.chat(QUESTION, **options)
+    prompt = render(chatty.bundle, QUESTION)
+    assert answer.tokens == chatty.generate(prompt, **options).tokens
+    assert "".join(chatty.stream_chat(QUESTION, **options)) == answer.text
+    with pytest.raises(TypeError, match="temprature"):
+        chatty.chat(QUESTION, temprature=1)
+
+
+def test_a_chat_too_long_for_the_context_is_refused(chatty):
+    with pytest.raises(specedge.ContextLengthError, match="shorten it"):
+        chatty.chat([{"role": "user", "content": "word " * 600}])
+
+
+def test_a_plain_prompt_does_without_jinja():
+    code = "import sys; sys.modules['jinja2'] = None; import specedge\n"
+    code += "print(specedge.load().generate('x', 2).finish_reason)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "length\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the embedded pair with a template."""
+    copy = shutil.copytree(store.embedded(), tmp_path / "bundle")
+    manifest = json.loads((copy / MANIFEST).read_text("utf-8"))
+    manifest["chat_template"] = GEMMA
+    (copy / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    return copy
+
+
+def run(*arguments, stdin=None):
+    return subprocess.run(
+        [sys.executable, "-m", "specedge", "generate", *map(str, arguments)],
+        input=stdin,
+        capture_output=True,
+        text=True,
+        env=os.environ,
+        timeout=120,
+    )
+
+
+def test_the_command_answers_a_chat(folder, pipeline):
+    bundle = dataclasses.replace(pipeline.bundle, chat_template=GEMMA)
+    expected = pipeline.generate(render(bundle, HELLO), 20, special_tokens=True).text + "\n"
+    assert run("Hi", "--chat", "-n", 20, "--bundle", folder).stdout == expected
+    by_stdin = run("-", "--chat", "-n", 20, "--bundle", folder, stdin="Hi\n")
+    assert by_stdin.stdout == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["Hi", "--chat", "--system", "Be brief."], "System role not supported"),
+        (["Hi", "--system", "Be brief."], "--system needs --chat"),
+    ],
+)
+def test_the_command_refuses_in_one_line(folder, arguments, said):
+    result = run(*arguments, "--bundle", folder)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert said in result.stderr.splitlines()[-1]
+    assert "Traceback" not in result.stderr
+
+
+def test_the_command_says_that_a_bundle_has_no_template():
+    result = run("Hi", "--chat")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == (
+        "specedge: python-9m has no chat template; give the prompt without --chat\n"
+    )

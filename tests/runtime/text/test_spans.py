@@ -1,0 +1,121 @@
+"""Each piece of text is marked with what became of its token, however late it is passed on."""
+
+import dataclasses
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import TableModel
+from specedge.runtime.loop.round import Round
+from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.text.spans import Fate, Marks, Span, fates
+
+A, R, B, P = Fate.ACCEPTED, Fate.RECOVERED, Fate.BONUS, Fate.PLAIN
+
+
+@pytest.mark.parametrize(
+    ("num_drafted", "num_accepted", "expected"),
+    [(0, 0, [P]), (1, 0, [R]), (1, 1, [A, B]), (3, 0, [R]), (3, 2, [A, A, R]), (2, 2, [A, A, B])],
+)
+def test_a_rounds_last_token_is_recovered_bonus_or_plain(num_drafted, num_accepted, expected):
+    round_ = Round([7] * (num_accepted + 1), num_drafted, num_accepted)
+    assert fates(round_) == expected
+
+
+@given(st.lists(st.tuples(st.text("ab", max_size=3), st.sampled_from(Fate))), st.data())
+def test_marked_text_is_the_text_in_whatever_lengths_it_is_taken(tokens, data):
+    marks, taken = Marks(), []
+    whole = [fate for text, fate in tokens for _ in text]
+    text, waiting = "".join(text for text, _ in tokens), 0
+    for piece, fate in tokens:
+        marks.add(piece, fate)
+        waiting += len(piece)
+        length = data.draw(st.integers(0, waiting))
+        taken += marks.take(length)
+        waiting -= length
+    joined = "".join(span.text for span in taken)
+    assert text.startswith(joined)
+    assert [span.fate for span in taken for _ in span.text] == whole[: len(joined)]
+    assert all(span.text for span in taken)
+
+
+def scripted(pipeline, target, draft):
+    """A pipeline whose models are sure of their tokens, after a prompt of one token."""
+
+    def model(script):
+        def law(text):
+            row = np.zeros(pipeline.bundle.target.vocab_size)
+            row[script[min(len(text), len(script)) - 1]] = 1
+            return row
+
+        return TableModel(law)
+
+    bundle = dataclasses.replace(pipeline.bundle, end_tokens=(0,))
+    return Pipeline(bundle, pipeline.tokenizer, model(target), model(draft))
+
+
+def spelled(pipeline, text, *wrong):
+    """Byte tokens of a text, and the same with other tokens at some places."""
+    alphabet = pipeline.tokenizer.get_vocab()
+    tokens = [t for c in text for t in pipeline.tokenizer.encode(c).ids]
+    draft = [alphabet["!"] if i in wrong else token for i, token in enumerate(tokens)]
+    return tokens, draft
+
+
+def test_a_character_belongs_to_the_token_that_completes_it(pipeline):
+    tokens, draft = spelled(pipeline, "x😀yz", 3)
+    assert len(tokens) == 7  # x, four bytes, y, z
+    made = scripted(pipeline, tokens, draft).generate([5], 7, num_draft_tokens=2)
+    # rounds: x + two bytes (A, A, B); one byte (R); the last byte, y, z (A, A, B)
+    assert [len(round_.tokens) for round_ in made.rounds] == [3, 1, 3]
+    assert made.spans == [Span("x", A), Span("😀", A), Span("y", A), Span("z", B)]
+
+
+def test_an_incomplete_character_at_the_end_belongs_to_its_last_token(pipeline):
+    tokens, draft = spelled(pipeline, "x😀", 2)
+    made = scripted(pipeline, tokens, draft).generate([5], 3, num_draft_tokens=1)
+    assert made.spans == [Span("x", A), Span("\ufffd", R)]
+    ended = scripted(pipeline, [*tokens[:3], 0], [*draft[:3], 0])
+    assert ended.generate([5], 9, num_draft_tokens=1).spans == made.spans
+
+
+def test_held_back_text_keeps_the_fate_of_its_own_token(pipeline):
+    tokens, draft = spelled(pipeline, "a##b##c", 1)
+    made = scripted(pipeline, tokens, draft).stream([5], 7, num_draft_tokens=3, stop="##c")
+    pieces = list(made.traced())
+    assert pieces == [
+        [Span("a", A)],
+        [Span("#", R), Span("#", A), Span("b", A)],
+    ]
+    assert made.generation.text == "a##b"
+    assert made.generation.finish_reason == "stop"
+
+
+def test_a_stop_string_inside_a_token_cuts_its_mark(pipeline):
+    token = pipeline.tokenizer.encode("return").ids
+    assert len(token) == 1
+    made = scripted(pipeline, token, token).generate([5], 5, num_draft_tokens=1, stop="turn")
+    assert made.spans == [Span("re", A)]
+
+
+@pytest.mark.parametrize(("k", "temperature"), list(product((0, 1, 4), (0.0, 1.0))))
+def test_spans_join_to_the_text_and_agree_with_the_counts(pipeline, k, temperature):
+    options = {"temperature": temperature, "seed": 3, "num_draft_tokens": k, "ignore_eos": True}
+    stream = pipeline.stream("def read_config(path):", 80, **options)
+    pieces = ["".join(span.text for span in piece) for piece in stream.traced()]
+    made = stream.generation
+    assert pieces == list(pipeline.stream("def read_config(path):", 80, **options))
+    assert [span for span in made.spans if not span.text] == []
+    assert "".join(span.text for span in made.spans) == made.text == "".join(pieces)
+    assert len(made.spans) == 80  # this text is ASCII: each token has its own
+    counts = {fate: sum(span.fate == fate for span in made.spans) for fate in Fate}
+    if k == 0:
+        assert counts == {A: 0, R: 0, B: 0, P: 80}
+    else:
+        kept = made.stats.num_accepted - counts[A]
+        assert 0 <= kept <= 1  # the last round may overshoot by one
+        assert min(counts[A], counts[R], counts[B]) > 0
+        assert counts[P] == 0
