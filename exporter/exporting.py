@@ -9,9 +9,10 @@ from pathlib import Path
 
 from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle, describe
+from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import OPS, File, Model
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, whole
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.version import __version__
 
 from . import prediction, resident, writing

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
-from specedge.request import AUTO, Options, Request
+from specedge.request import AUTO, Options, Request, request_of
 
 from .async_stream import AsyncStream
 from .drafters.registry import Drafters
@@ -26,7 +26,7 @@ from .stream import Generation, Stream
 from .text.assembler import Assembler, FinishReason
 from .text.bad_words import sampling_of
 from .text.prompts import chat_tokens, prompt_tokens
-from .turns import Turn, Turns
+from .turns import Turns
 
 
 class Pipeline:
@@ -97,12 +97,12 @@ class Pipeline:
         **options: Unpack[Options],
     ) -> Stream:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
-        request = Request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        request = request_of(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = sampling_of(request, self.bundle, self.tokenizer)
         tokens = prompt_tokens(self.bundle, self.tokenizer, prompt, request.special_tokens)
-        return self._begin(request, sampling, tokens, self.turns.take(wait))
+        return self._begin(request, sampling, tokens, wait)
 
-    def _begin(self, request: Request, sampling: Sampling, prompt: list[int], turn: Turn) -> Stream:
+    def _begin(self, request: Request, sampling: Sampling, prompt: list[int], wait: bool) -> Stream:
         wanted, room = request.max_new_tokens, self.bundle.context_length - len(prompt)
         limit = min(wanted, room)
         watch = Stopwatch()
@@ -133,7 +133,8 @@ class Pipeline:
             limit=limit,
             at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
         )
-        return Stream(run, text, self.turns, turn, self.costs.learn)
+        # Last, so that nothing that is refused before has the turn.
+        return Stream(run, text, self.turns, self.turns.take(wait), self.costs.learn)
 
     def astream(
         self,

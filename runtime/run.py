@@ -22,10 +22,10 @@ from .stats import Recorder, Stats
 
 @dataclass
 class Run:
-    """The rounds of a request of which `prompt`, `sampling` and `seed` are what was made of it.
+    """The rounds of a request; `prompt`, `sampling` and `seed` are derived from it.
 
-    `again` is the target where it decides near-ties. `noise` measures what `logit_noise` then is:
-    by how much a logit may differ from plain decoding's, 0 if by no bit. `drafter` is the
+    `again` is the target where it decides near-ties. `logit_noise`, which `noise` measures, is by
+    how much a logit may differ from plain decoding's, 0 if by no bit. `drafter` is the
     name of what drafts, AUTO where rounds choose.
     """
 

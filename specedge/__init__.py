@@ -49,7 +49,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 _HOMES = {
     "Bundle": "specedge.bundle",
     "Sampling": "specedge.options",
-    "Distribution": "specedge.runtime.loop.verify",
+    "Distribution": "specedge.runtime.sampling.distribution",
     "Draft": "specedge.runtime.loop.verify",
     "Generation": "specedge.runtime.stream",
     "Pipeline": "specedge.runtime.pipeline",

@@ -15,9 +15,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from .declared import whole
 from .errors import BundleError
 from .manifest import CURE, File, Model, check_line
-from .options import MAX_DRAFT_TOKENS, Filters, whole
+from .options import MAX_DRAFT_TOKENS, Filters
 from .strict_json import LARGEST, JsonError, build, parse, plain
 
 FORMAT = 3

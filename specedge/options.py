@@ -2,54 +2,17 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from numbers import Real
 from typing import Any
+
+from .declared import Declared, number, other, settle, whole, whole_number
 
 MAX_DRAFT_TOKENS = 64
 MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
 
 Biases = tuple[tuple[int, float], ...]
-
-
-def whole(name: str, value: object, least: int, most: int | None = None) -> int:
-    """`value` as an integer within limits; anything else is a ValueError that names it."""
-    limits = f"at least {least}" if most is None else f"between {least} and {most}"
-    try:
-        number = operator.index(value)  # type: ignore[arg-type]
-    except TypeError as error:
-        raise ValueError(f"{name} must be a whole number {limits}, got {value!r}") from error
-    if number < least or (most is not None and number > most):
-        raise ValueError(f"{name} must be {limits}, got {number}")
-    return number
-
-
-def _check_number(name: str, value: object) -> None:
-    try:
-        if not isinstance(value, Real):
-            raise TypeError
-        float(value)
-    except (TypeError, OverflowError) as error:
-        raise ValueError(f"{name} must be a number, got {_quoted(value)}") from error
-
-
-def _quoted(value: object) -> str:
-    return repr(value[:20]) if isinstance(value, str) else repr(value)[:20]
-
-
-def _check_between(name: str, value: float, least: float, most: float) -> None:
-    _check_number(name, value)
-    if not least <= value <= most:
-        raise ValueError(f"{name} must be between {least:g} and {most:g}, got {value}")
-
-
-def _check_share(name: str, value: float) -> None:
-    _check_number(name, value)
-    if not 0 < value <= 1:
-        raise ValueError(f"{name} must be above 0 and at most 1, got {value}")
 
 
 @dataclass(frozen=True)
@@ -60,18 +23,22 @@ class Filters:
     `min_p` 0 are off. `min_p` drops tokens less likely than `min_p` times the likeliest one.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+    temperature: float = number(
+        0.0, "Divide the logits by this; 0 takes the likeliest token.", least=0
+    )
+    top_k: int = whole_number(0, "Draw from the k likeliest tokens only; 0 is off.")
+    top_p: float = number(
+        1.0,
+        "Draw from the fewest likeliest tokens whose probability reaches p; 1 is off.",
+        above=0,
+        most=1,
+    )
+    min_p: float = number(
+        0.0, "Drop tokens less likely than this share of the likeliest; 0 is off.", least=0, most=1
+    )
 
     def __post_init__(self) -> None:
-        _check_number("temperature", self.temperature)
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be at least 0 and finite, got {self.temperature}")
-        whole("top_k", self.top_k, 0)
-        _check_share("top_p", self.top_p)
-        _check_between("min_p", self.min_p, 0, 1)
+        settle(self)
 
     @property
     def greedy(self) -> bool:
@@ -96,27 +63,41 @@ class Rules(Filters):
     law than the target's. At temperature 0 it changes nothing.
     """
 
-    typical_p: float = 1.0
-    repetition_penalty: float = 1.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    logit_bias: Mapping[int, float] | Biases = ()
-    bad_words: str | Sequence[str | Sequence[int]] = ()
-    min_new_tokens: int = 0
-    lenience: float = 1.0
+    typical_p: float = number(
+        1.0,
+        "Draw from the tokens of the most expected surprise whose probability reaches this; "
+        "1 is off.",
+        above=0,
+        most=1,
+    )
+    repetition_penalty: float = number(
+        1.0, "Make tokens of the prompt and the output less likely, by division.", above=0
+    )
+    presence_penalty: float = number(
+        0.0, "Take this from the logits of tokens that are in the output.", least=-2, most=2
+    )
+    frequency_penalty: float = number(
+        0.0,
+        "Take this from a token's logit for each time it is in the output.",
+        least=-2,
+        most=2,
+    )
+    logit_bias: Mapping[int, float] | Biases = other(
+        (), "Add a number to a token's logit.", "numbers from -100 to 100 by token id"
+    )
+    bad_words: str | Sequence[str | Sequence[int]] = other(
+        (), "Never write this text, nor after a space.", "texts, or lists of token ids"
+    )
+    min_new_tokens: int = whole_number(0, "Let no end token come before so many tokens.")
+    lenience: float = number(
+        1.0,
+        "Below 1, accept more draft tokens, and give up the target's distribution: lossy.",
+        above=0,
+        most=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        _check_share("typical_p", self.typical_p)
-        _check_number("repetition_penalty", self.repetition_penalty)
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(
-                f"repetition_penalty must be above 0 and finite, got {self.repetition_penalty}"
-            )
-        _check_between("presence_penalty", self.presence_penalty, -2, 2)
-        _check_between("frequency_penalty", self.frequency_penalty, -2, 2)
-        _check_share("lenience", self.lenience)
-        self._set("min_new_tokens", whole("min_new_tokens", self.min_new_tokens, 0))
         self._set("logit_bias", _biases(self.logit_bias))
         self._set("bad_words", _bad_words(self.bad_words))
 
@@ -169,6 +150,9 @@ class Sampling(Rules):
         return found
 
 
+_BIAS = Declared("", "number", least=-100, most=100)
+
+
 def _biases(bias: Any) -> Biases:
     try:
         pairs = bias.items() if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
@@ -180,7 +164,7 @@ def _biases(bias: Any) -> Biases:
     if len(dict(found)) < len(found):
         raise ValueError("logit_bias names a token twice")
     for token, value in found:
-        _check_between(f"logit_bias of token {token}", value, -100, 100)
+        _BIAS.checked(f"logit_bias of token {token}", value)
     return tuple(sorted((token, float(value)) for token, value in found))
 
 

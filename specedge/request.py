@@ -6,7 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from .options import MAX_DRAFT_TOKENS, Rules, Sampling, whole
+from .declared import declarations, flag, nearest, other, whole, whole_number
+from .options import MAX_DRAFT_TOKENS, Rules, Sampling
 
 MAX_MATCH = 64
 AUTO = "auto"
@@ -25,57 +26,68 @@ class Request(Rules):
     drafter and K of each round of an earlier run, `Generation.plan`. `special_tokens` lets a prompt
     or a message that spells a special token have it; else that is text as any other.
 
-    A value that cannot be is a ValueError that names it.
+    None is an option's default. A value that cannot be is a ValueError that names it.
     """
 
-    max_new_tokens: int = 128
-    seed: int | None = None
-    num_draft_tokens: int | str | None = None
-    stop: str | Sequence[str] = ()
-    ignore_eos: bool = False
-    logprobs: int | None = None
-    drafter: Any = "auto"
-    lookup_min: int | None = None
-    lookup_max: int | None = None
-    exact: bool = False
-    replay: Sequence[Sequence[Any]] | None = None
-    special_tokens: bool = False
+    max_new_tokens: int = whole_number(128, "Generate at most this many tokens.", 1)
+    seed: int | None = whole_number(
+        None, "Repeat an earlier run; else a fresh one is drawn.", -(2**64), 2**64
+    )
+    num_draft_tokens: int | str | None = other(
+        AUTO,
+        "Draft this many tokens a round, or as many as pay; 0 is plain decoding.",
+        f"auto, or 0 to {MAX_DRAFT_TOKENS}",
+    )
+    stop: str | Sequence[str] = other((), "End before this text.", "texts")
+    ignore_eos: bool = flag("Do not stop at end tokens.")
+    logprobs: int | None = whole_number(
+        None, "Give the tokens' log-probabilities, and those of the N likeliest."
+    )
+    drafter: Any = other(
+        AUTO, "What drafts.", f"{', '.join(DRAFTERS)} or {NGRAM}FILE; in the API also an object"
+    )
+    lookup_min: int | None = whole_number(
+        None, "Copy after matches of at least this many tokens; else 2.", 1, MAX_MATCH
+    )
+    lookup_max: int | None = whole_number(
+        None, "Tell matches apart up to this many tokens; else 5.", 1, MAX_MATCH
+    )
+    exact: bool = flag("At temperature 0, decide near-ties as plain decoding does on this device.")
+    replay: Sequence[Sequence[Any]] | None = other(
+        None, "Repeat the drafter and K of each round of an earlier run.", "Generation.plan"
+    )
+    special_tokens: bool = flag(
+        "Let text that spells a special token control the model; else it is text."
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._set("max_new_tokens", whole("max_new_tokens", self.max_new_tokens, 1))
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
                 f"{self.max_new_tokens}"
             )
-        if self.seed is not None:
-            self._set("seed", whole("seed", self.seed, -(2**64), 2**64))
         if isinstance(k := self.num_draft_tokens, str) and k != AUTO:
             raise ValueError(
                 f"num_draft_tokens must be 'auto' or a whole number between 0 and "
                 f"{MAX_DRAFT_TOKENS}, got {k!r}"
             )
-        if k not in (None, AUTO):
+        if k != AUTO:
             self._set("num_draft_tokens", whole("num_draft_tokens", k, 0, MAX_DRAFT_TOKENS))
         if self.replay is not None:
-            if self.num_draft_tokens not in (None, AUTO):
+            if self.num_draft_tokens != AUTO:
                 raise ValueError("a replay has its own num_draft_tokens; leave that out")
             self._set("replay", _planned(self.replay))
         self._set("stop", _stop_strings(self.stop))
-        for name in ("ignore_eos", "exact", "special_tokens"):
-            if (value := getattr(self, name)) not in (True, False):
-                raise ValueError(f"{name} must be true or false, got {value!r}")
         if self.exact and self.temperature != 0:
             raise ValueError(
                 "exact is for temperature 0, where a last bit can turn a choice; a drawn text "
                 "follows the target's distribution as it is"
             )
-        if self.logprobs is not None:
-            self._set("logprobs", whole("logprobs", self.logprobs, 0))
         _check_drafter(self.drafter)
         for name in ("lookup_min", "lookup_max"):
-            self._set_match(name)
+            if getattr(self, name) and self.drafter not in (AUTO, "lookup", "chain"):
+                raise ValueError(f"{name} is for the drafters lookup and chain")
         if self.lookup_min and self.lookup_max and self.lookup_min > self.lookup_max:
             raise ValueError(
                 f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
@@ -90,12 +102,14 @@ class Request(Rules):
         given = {"bad_words": tuple(bad_words), "end_tokens": tuple(end_tokens)}
         return Sampling(**rules | given)
 
-    def _set_match(self, name: str) -> None:
-        """Check a match length, which only drafters that look matches up can have."""
-        if (length := getattr(self, name)) is not None:
-            self._set(name, whole(name, length, 1, MAX_MATCH))
-            if self.drafter not in (AUTO, "lookup", "chain"):
-                raise ValueError(f"{name} is for the drafters lookup and chain")
+
+def request_of(**options: Any) -> Request:
+    """A request; TypeError for an option that there is not."""
+    known = declarations(Request)
+    for name in options:
+        if name not in known:
+            raise TypeError(f"there is no option '{name}'{nearest(name, known)}")
+    return Request(**options)
 
 
 class Options(TypedDict, total=False):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 
 import pytest
 from hypothesis import settings
@@ -13,6 +15,9 @@ settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+# A shell's background jobs ignore SIGINT, and so would every process that a test starts.
+if threading.current_thread() is threading.main_thread():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

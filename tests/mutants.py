@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-SAMPLING = "runtime/loop/verify.py"
-LAWS = "runtime/sampling/probabilities.py"
-SELECTION = "runtime/sampling/top_k_p.py"
-EDITS = "runtime/sampling/logit_edits.py"
+VERIFY = "runtime/loop/verify.py"
+PROBABILITIES = "runtime/sampling/probabilities.py"
+TOP_K_P = "runtime/sampling/top_k_p.py"
+LOGIT_EDITS = "runtime/sampling/logit_edits.py"
 DISTRIBUTION = "runtime/sampling/distribution.py"
 DECODING = "runtime/loop/decoding.py"
 DRAFTERS = "runtime/drafters/draft_model.py"
@@ -48,7 +48,7 @@ MUTANTS = [
         "resample-from-target",
         "the recovered token is drawn from t, not from max(0, t - d)",
         "",
-        SAMPLING,
+        VERIFY,
         "(residual if residual.total else target).pick(last)",
         "target.pick(last)",
         RULE,
@@ -57,7 +57,7 @@ MUTANTS = [
         "accept-by-zero",
         "u d ≤ t instead of u d < t: a token that the target never gives passes at u = 0",
         "",
-        SAMPLING,
+        VERIFY,
         "if not sampling.lenience * tests[i] * drafted < target.of(token)",
         "if not sampling.lenience * tests[i] * drafted <= target.of(token)",
         "tests/runtime/loop/test_verify.py"
@@ -67,7 +67,7 @@ MUTANTS = [
         "accept-on-nan",
         "min(1, t / d) with d = 0: 0 / 0 passes",
         "jaymody/speculative-sampling, toyllm",
-        SAMPLING,
+        VERIFY,
         "if not sampling.lenience * tests[i] * drafted < target.of(token)",
         "if tests[i] >= min(1, np.float64(target.of(token)) / drafted)",
         "tests/runtime/loop/test_verify.py"
@@ -77,7 +77,7 @@ MUTANTS = [
         "shared-uniform",
         "one random number for all positions of a round",
         "a blog's note; feifeibear/LLMSpeculativeSampling seeds inside its loop",
-        SAMPLING,
+        VERIFY,
         "sampling.lenience * tests[i] * drafted",
         "sampling.lenience * tests[0] * drafted",
         JOINT,
@@ -86,7 +86,7 @@ MUTANTS = [
         "draft-law-of-another-row",
         "the ratio takes d of the draft position before",
         "",
-        SAMPLING,
+        VERIFY,
         "law = draft.law(i)\n        drafted",
         "law = draft.law(i - 1)\n        drafted",
         JOINT,
@@ -95,7 +95,7 @@ MUTANTS = [
         "residual-of-another-row",
         "the residual takes d from another draft position's row",
         "",
-        SAMPLING,
+        VERIFY,
         "draft.law(i)\n    if drafted is None",
         "draft.law(0)\n    if drafted is None",
         JOINT,
@@ -104,7 +104,7 @@ MUTANTS = [
         "bonus-from-row-k",
         "the bonus token is drawn from the target's row K, not K + 1",
         "",
-        SAMPLING,
+        VERIFY,
         "target = probabilities(target_logits[num_drafted], sampling",
         "target = probabilities(target_logits[num_drafted - 1], sampling",
         JOINT,
@@ -113,7 +113,7 @@ MUTANTS = [
         "bonus-from-residual",
         "the formula of the residual is used after a full acceptance, too",
         "a blog's figure",
-        SAMPLING,
+        VERIFY,
         "return Verdict(num_drafted, target.pick(last))",
         "return Verdict(num_drafted, _residual(target, draft, -1, target_logits.shape[1])"
         ".pick(last) if num_drafted else target.pick(last))",
@@ -123,7 +123,7 @@ MUTANTS = [
         "continue-after-rejection",
         "positions after a rejection are judged, too",
         "Chen et al.'s algorithm as printed leaves the stop out",
-        SAMPLING,
+        VERIFY,
         "            return Verdict(i, (residual",
         "            if i + 1 < len(draft.tokens):\n                continue\n"
         "            return Verdict(i, (residual",
@@ -133,7 +133,7 @@ MUTANTS = [
         "residual-of-nothing",
         "where t and d agree to rounding the residual has no mass, and 0 / 0 follows",
         "all that were looked at",
-        SAMPLING,
+        VERIFY,
         "(residual if residual.total else target).pick(last)",
         "residual.pick(last)",
         "tests/runtime/loop/test_verify.py"
@@ -143,7 +143,7 @@ MUTANTS = [
         "certain-residual-keeps-token",
         "a certain draft token that was rejected may be drawn again",
         "",
-        SAMPLING,
+        VERIFY,
         "weights[draft.tokens[i]] = 0",
         "weights[draft.tokens[i]] *= 1",
         "tests/runtime/drafters/test_drafters.py::test_every_string_has_exactly_the_targets_joint_probability",
@@ -152,7 +152,7 @@ MUTANTS = [
         "argmax-draft-with-softmax-law",
         "the draft's token is its likeliest, the ratio takes its softmax",
         "jaymody/speculative-sampling until 2023, toyllm's first version",
-        SAMPLING,
+        VERIFY,
         "return law.pick(uniform), law",
         "return int(law.row(len(logits)).argmax()), law",
         JOINT,
@@ -161,7 +161,7 @@ MUTANTS = [
         "draft-law-before-filters",
         "d is the draft's law before top-k and top-p",
         "",
-        SAMPLING,
+        VERIFY,
         "return law.pick(uniform), law",
         "return law.pick(uniform), probabilities(logits, Sampling(sampling.temperature), past)",
         "tests/runtime/test_pipeline.py::test_the_first_tokens_follow_the_targets_own_law",
@@ -170,7 +170,7 @@ MUTANTS = [
         "greedy-by-epsilon",
         "temperature 0 as a small temperature: ties become chances",
         "jaymody/speculative-sampling, toyllm, candle, Speculative-Sampling",
-        SAMPLING,
+        VERIFY,
         "return choice(logits, sampling, past), None",
         "return probabilities(logits, Sampling(1e-6), past).pick(uniform), None",
         "tests/runtime/loop/test_verify.py::test_greedy_takes_the_lowest_id_on_ties",
@@ -189,7 +189,7 @@ MUTANTS = [
         "top-k-drops-ties",
         "top-k keeps k tokens, whichever of those that tie",
         "",
-        SELECTION,
+        TOP_K_P,
         "return candidates[values >= _kth(values, k)]",
         "return np.sort(candidates[np.argsort(-values, kind='stable')[:k]])",
         "tests/runtime/sampling/test_top_k_p.py::test_the_top_k_are_those_of_a_sort_with_every_tie",
@@ -198,7 +198,7 @@ MUTANTS = [
         "nucleus-without-its-last",
         "top-p leaves out the token that reaches p",
         "candle",
-        SELECTION,
+        TOP_K_P,
         "    stay = values >= last\n",
         "    stay = values > last\n",
         "tests/runtime/sampling/test_probabilities.py::test_top_p_keeps_the_smallest_set_that_reaches_it",
@@ -207,7 +207,7 @@ MUTANTS = [
         "temperature-after-top-p",
         "the nucleus is taken before the temperature",
         "several: the order differs from code to code",
-        LAWS,
+        PROBABILITIES,
         "    if sampling.top_p < 1:\n        weights = nucleus(weights, sampling.top_p)",
         "    if sampling.top_p < 1:\n        weights *= nucleus(_weights(scores if ids is None"
         " else scores[ids], largest, 1.0), sampling.top_p) > 0",
@@ -217,7 +217,7 @@ MUTANTS = [
         "penalty-of-later-drafts",
         "penalties at a draft position count all drafted tokens",
         "",
-        SAMPLING,
+        VERIFY,
         "target = probabilities(target_logits[i], sampling, past.then(draft.tokens[:i]))",
         "target = probabilities(target_logits[i], sampling, past.then(draft.tokens))",
         "tests/runtime/sampling/test_logit_edits.py"
@@ -227,7 +227,7 @@ MUTANTS = [
         "penalty-of-committed-only",
         "penalties at a draft position count no drafted token",
         "",
-        SAMPLING,
+        VERIFY,
         "chosen = choice(target_logits[i], sampling, past.then(tokens[:i]))",
         "chosen = choice(target_logits[i], sampling, past)",
         "tests/runtime/sampling/test_logit_edits.py::test_speculative_text_equals_plain_text_under_every_edit",
@@ -236,7 +236,7 @@ MUTANTS = [
         "residual-without-what-the-draft-lacks",
         "tokens that the draft does not know have no part in the residual",
         "vLLM, pull request 2607",
-        SAMPLING,
+        VERIFY,
         "    scale = weights.dtype.type(target.total / drafted.total)\n",
         "    scale = weights.dtype.type(target.total / drafted.total)\n"
         "    weights[len(drafted.weights) :] = 0\n",
@@ -372,7 +372,7 @@ MUTANTS = [
         "jaymody/speculative-sampling, toyllm, candle, Speculative-Sampling and others",
         ASSEMBLER,
         "elif len(self.tokens) == self._limit:",
-        "elif len(self._tokens) > self._limit:",
+        "elif len(self.tokens) > self._limit:",
         "tests/runtime/test_pipeline.py::test_as_many_tokens_as_asked_for",
     ),
     Mutant(

@@ -227,12 +227,12 @@ def test_version():
     assert re.fullmatch(r"specedge, version \d+\.\d+\.\d+\n", run("--version").stdout)
 
 
-def test_every_command_and_option_is_in_the_readme():
+def test_every_command_and_option_is_in_the_readme_or_the_options_page():
     import click
 
     from specedge.cli import cli
 
-    readme = (ROOT / "README.md").read_text("utf-8")
+    readme = "".join((ROOT / x).read_text("utf-8") for x in ("README.md", "docs/options.md"))
     commands = dict(cli.commands)
     for name, command in cli.commands.items():
         commands |= {f"{name} {part}": c for part, c in getattr(command, "commands", {}).items()}

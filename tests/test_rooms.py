@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,17 @@ def modules():
         either = imported | {module.rpartition(".")[0] for module in imported}
         found[name] = (either & paths.keys()) - {name}
     return found
+
+
+def test_a_wheel_has_every_folder_of_python():
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))
+    found = {
+        ".".join(["specedge", *path.relative_to(ROOT).parent.parts])
+        for folder in ("*", "cli/*", "models/*", "exporter/**/*", "runtime/**/*")
+        for path in ROOT.glob(folder)
+        if path.name == "__init__.py"
+    }
+    assert found == {*project["tool"]["setuptools"]["packages"]}
 
 
 def test_no_module_imports_itself_by_way_of_others():

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import select
 import shutil
 import signal
 import subprocess
@@ -155,6 +156,14 @@ def test_an_empty_file_of_prompts_and_one_too_long_are_named(tmp_path):
     assert "prompt 2: the prompt has" in result.stderr
 
 
+def read_until(text, terminal):
+    seen = b""
+    while text not in seen:
+        assert select.select([terminal], [], [], 60)[0], seen
+        seen += os.read(terminal, 1000)
+    return seen
+
+
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_a_terminal_sees_which_check_runs_and_ctrl_c_ends_it_in_one_line():
     master, slave = os.openpty()
@@ -165,14 +174,11 @@ def test_a_terminal_sees_which_check_runs_and_ctrl_c_ends_it_in_one_line():
         env=os.environ | {"TERM": "xterm"},
     )
     os.close(slave)
-    seen = b""
-    while b"caches" not in seen:
-        seen += os.read(master, 1000)
+    seen = read_until(b"caches", master)
     process.send_signal(signal.SIGINT)
-    assert process.stdout.read() == b""
-    while b"interrupted" not in seen:
-        seen += os.read(master, 1000)
-    assert process.wait(60) == 130
+    assert process.communicate(timeout=60)[0] == b""
+    seen += read_until(b"interrupted", master)
+    assert process.returncode == 130
     assert b"graphs" in seen
     assert b"Traceback" not in seen
     os.close(master)

@@ -50,7 +50,7 @@ def runs(
             yield replace(run, prompt=start + run.prompt), (new, costs)
 
 
-def compared(found: list[tuple[Run, Text]]) -> Iterator[tuple[int, float, float]]:
+def compared(found: list[tuple[Run, Text]], greedy: bool) -> Iterator[tuple[int, float, float]]:
     """For each K the speed-up on the second places: measured, and predicted."""
     for k in KS:
         here = [(run, text) for run, text in found if run.setting == Setting("model", k)]
@@ -61,7 +61,7 @@ def compared(found: list[tuple[Run, Text]]) -> Iterator[tuple[int, float, float]
         yield (
             k,
             overall_speedup([run for run, _ in rest]),
-            predicted_speedup(chances, texts.values()),
+            predicted_speedup(chances, texts.values(), greedy),
         )
 
 
@@ -91,7 +91,7 @@ def main(
     for i in range(num_runs):
         found = list(runs(pipeline, prompts, 1000 * i, temperature, length))
         click.echo(f"run {i + 1}, {len(prompts)} prompts: K, measured, predicted, error")
-        for k, measured, expected in compared(found):
+        for k, measured, expected in compared(found, temperature == 0):
             errors[k].append(expected / measured - 1)
             click.echo(f"{k} {measured:.3f} {expected:.3f} {errors[k][-1]:+.1%}")
     click.echo("K, median error")

@@ -71,11 +71,11 @@ class Nudged(TorchFunctionMode):
     """Float32 results move by as much as other kernels' rounding moves them.
 
     Sums of n terms move by up to sqrt(n) roundings, what a plain loop makes of them (Higham,
-    Accuracy and Stability, 4.2); a sigmoid moves by a unit in the last place of 1, as fast kernels
-    do (ONNX Runtime's is off by 1e-7 where it should be 1e-6); other results by a unit in their
-    last place. Of a batch the first sequence stays as it is. PyTorch's own error
-    of one row may be small by luck, where it hangs on the rounding of a single large channel;
-    several that are drawn show what float32 does there.
+    Accuracy and Stability, 4.2); a sigmoid moves by a unit in the last place of 1, as in fast
+    kernels, of which ONNX Runtime's MoE node has one; other results by a unit in their last place.
+    Of a batch the first sequence stays as it is. PyTorch's own error of one row may be small by
+    luck, where it hangs on the rounding of a single large channel; several that are drawn show
+    what float32 does there.
     """
 
     def __init__(self) -> None:

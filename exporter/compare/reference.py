@@ -103,13 +103,13 @@ def references(
             part, near = _reference(model, sources, tokens, start, past, geometry)
             if not near.any():
                 break
-            # What comes before the first stays, so the rest becomes shorter each time.
+            # What comes before the first stays clear, so others are near less often each time.
             tokens[near] = random.integers(0, num_tokens, near.sum())
             left_out += int(near.sum())
         else:
             raise ParityError(
                 f"{role}: its routers choose by less than float32's error for {near.sum()} of "
-                f"{len(tokens)} tokens, {TRIES} times; nothing can be compared with such a model"
+                f"{len(tokens)} tokens, {TRIES} times; such choices cannot be compared"
             )
         found.append(replace(part, left_out=left_out))
         advance(end - start)

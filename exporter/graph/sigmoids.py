@@ -1,8 +1,8 @@
 """Sigmoids as 1 / (1 + exp(-x)), which ONNX Runtime computes as exactly as PyTorch does.
 
-Its Sigmoid on a CPU is within 1e-7 of the right number wherever that is, so that x * sigmoid(x) is
-off by 2% at -10 and by six times its value at -17; of Exp all digits but the last are right. A gate
-that is nearly shut in front of a massive activation's large weight lets such an error through.
+Its Sigmoid on a CPU is within 2e-7 of the right number wherever that is, so that x * sigmoid(x) is
+off by 2% at -12 and by several times its value at -17; of Exp all digits but the last are right. A
+gate that is nearly shut in front of a massive activation's large weight lets such an error through.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 
 
 def spell_out(model: ir.Model) -> None:
-    """Replace every Sigmoid in place; x * sigmoid(y) becomes x / (1 + exp(-y))."""
+    """Replace every Sigmoid node in place; x * sigmoid(y) becomes x / (1 + exp(-y))."""
     rules = [RewriteRule(_gated, _divided), RewriteRule(_alone, _reciprocal)]
     RewriteRuleSet(rules, commute=True).apply_to_model(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
-from specedge.options import whole
 
 from .memory import is_out_of_memory
 

@@ -9,17 +9,19 @@ from operator import mul
 from ..planning.cost_table import Costs
 
 
-def text_rounds(chances: Sequence[float], rounds: Sequence[float], num_tokens: int) -> float:
+def text_rounds(
+    chances: Sequence[float], rounds: Sequence[float], num_tokens: int, greedy: bool
+) -> float:
     """What a text costs on average; `rounds[k]` is what a round of k draft tokens does, k = 0 to K.
 
-    The i-th draft token of a round stands with `chances[i]` if those before it do. A round drafts
-    no more than is still wanted, and what the last one yields beyond that is lost: with short texts
-    it counts. [K], [K + 1]
+    The i-th draft token of a round is accepted with `chances[i]` if those before it are. A round
+    drafts no more than is still wanted, of greedy tokens one fewer; what the last one yields beyond
+    that is lost: with short texts it counts. [K], [K + 1]
     """
     stand = [1.0, *accumulate(chances, mul), 0.0]
     cost = [0.0]
     for wanted in range(1, num_tokens + 1):
-        k = min(len(rounds) - 1, wanted)
+        k = min(len(rounds) - 1, wanted - 1 if greedy else wanted)
         rest = sum(
             (stand[n] - (stand[n + 1] if n < k else 0.0)) * cost[max(0, wanted - n - 1)]
             for n in range(k + 1)
@@ -42,12 +44,14 @@ def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
     ]
 
 
-def predicted_speedup(chances: Sequence[float], texts: Iterable[tuple[int, Costs]]) -> float:
+def predicted_speedup(
+    chances: Sequence[float], texts: Iterable[tuple[int, Costs]], greedy: bool
+) -> float:
     """A draft model's over all texts together: of each how many tokens it has, and its costs."""
     plain = seconds = 0.0
     for num_tokens, costs in texts:
         plain += num_tokens * costs.plain
-        seconds += text_rounds(chances, model_rounds(costs, chances), num_tokens)
+        seconds += text_rounds(chances, model_rounds(costs, chances), num_tokens, greedy)
     return plain / seconds
 
 

@@ -232,7 +232,7 @@ def _held_out(
         for length, new in (lengths[prompt] for prompt in held[1::2])
     )
     rest = overall_speedup([run for run in runs if run.prompt not in first])
-    return predicted_speedup(chances, texts), rest
+    return predicted_speedup(chances, texts, greedy), rest
 
 
 def _run_costs(known: Total, base: Total, k: int) -> Costs:

@@ -1,4 +1,4 @@
-"""A drafter of somebody else, whose drafts are checked."""
+"""A caller's own drafter, with its drafts checked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What proposes tokens for the target to judge: the protocol, the draft model, and chains."""
+"""Drafting with a smaller language model."""
 
 from __future__ import annotations
 

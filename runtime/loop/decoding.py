@@ -47,7 +47,7 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         num_logprobs: int | None = None,
     ) -> Generator[Round]:
-        """Rounds until at least `max_new_tokens` are committed; the last may overshoot by one.
+        """Rounds until `max_new_tokens` are committed; a drawn round may overshoot by one.
 
         Each token has its log-probability and `num_logprobs` others', unless that is None.
 
@@ -78,17 +78,17 @@ class SpeculativeDecoder:
         past: Past,
         sampling: Sampling,
         us: Floats,
-        limit: int,
+        wanted: int,
         num_logprobs: int | None,
     ) -> Round:
-        """Commit 1 to K + 1 tokens to `past`, of which `limit` are wanted.
+        """Commit 1 to K + 1 tokens to `past`, of which `wanted` are still wanted.
 
-        No more than these are drafted, of greedy ones the last not either: a pass gives it anyway.
-        A drawn one is, or what is drawn would depend on where the request ends.
+        No more than these are drafted; at temperature 0 one fewer, since the target's pass yields
+        one anyway. Drawn text must not do so: its tokens would depend on where the request ends.
         """
         k = step.num_draft_tokens
         with self.watch.part("sampling"):
-            most = min(k, limit - sampling.greedy)
+            most = min(k, wanted - 1 if sampling.greedy else wanted)
             draft = step.drafter.propose(past, most, sampling, us[:k]) if most else Draft([])
         logits = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):

@@ -14,11 +14,9 @@ import numpy as np
 
 from specedge.options import Sampling
 
-from ..sampling.distribution import Distribution, Floats, pick
+from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import Past
 from ..sampling.probabilities import choice, probabilities
-
-__all__ = ["Distribution", "Draft", "Floats", "Verdict", "draw", "pick", "probabilities", "verify"]
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ ATTENTIVE, LONGEST_REST = 2, 7  # planned rounds without a gain before a rest, a
 def plan_of(
     request: Request, drafters: Mapping[str, Drafter], costs: KnownCosts, max_draft_tokens: int
 ) -> Plan:
-    """How the rounds of a request are decided; what it asks for and cannot be is an error."""
+    """How a request's rounds are decided. ReplayError for a replay of drafters that lack here."""
     first = next(iter(drafters.values()))
     if request.replay is not None:
         return Replay(request.replay, drafters)

@@ -22,7 +22,7 @@ from .tokenizing import encode, encoding, translated_panics
 Messages = list[dict[str, Any]]
 Span = tuple[int, int, int]  # where a special token begins and ends in a text, and its id
 
-# Of two planes of Unicode in which no character means anything but to its own program.
+# Private-use characters, of two planes of Unicode.
 _PRIVATE = range(0xF0000, 0xFFFFE)
 _MARK, _UNKNOWN = "\U00100000", "\U0010fffd"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -49,7 +49,8 @@ def encode_chat(
     Messages that spell a special token are rendered again with the characters of that text
     replaced by private ones, one for one, so that lengths, slices and white space stay. Special
     tokens that are then found are the template's. A template that looks for a special token in a
-    message finds none. Errors as of `encode_text`.
+    message finds none. Text that becomes one only where the template joins two strings, or takes
+    a part out of one, is the template's. Errors as of `encode_text`.
     """
     special = _special(tokenizer)
     hidden, shown = _hide(special, messages, text)
@@ -118,13 +119,17 @@ class _Special:
         if self._tokens.keys().isdisjoint(encoded.ids):
             return []
         rows = zip(encoded.ids, encoded.offsets, encoded.special_tokens_mask, strict=True)
-        found = [_stripped(text, (*at, t)) for t, at, put in rows if not put and t in self._tokens]
+        found = [
+            _stripped(text, (*at, t), self._tokens[t].content)
+            for t, at, put in rows
+            if not put and t in self._tokens
+        ]
         return [
             (a, b, t) for a, b, t in found if t not in self._unknown or self._spells(text[a:b], t)
         ]
 
     def _spells(self, text: str, token: int) -> bool:
-        return self._tokens[token].content.strip() == text
+        return self._tokens[token].content == text
 
 
 @lru_cache(maxsize=2)
@@ -156,8 +161,11 @@ def _unknown(tokenizer: Tokenizer) -> set[int]:
         return set()
 
 
-def _stripped(text: str, span: Span) -> Span:
+def _stripped(text: str, span: Span, content: str) -> Span:
+    """A span without white space beside its token, unless white space is the token's own."""
     start, stop, token = span
+    if content != content.strip():
+        return span
     inner = text[start:stop]
     start += len(inner) - len(inner.lstrip())
     return start, start + len(inner.strip()), token

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.options import MAX_DRAFT_TOKENS, whole
+from specedge.declared import whole
+from specedge.options import MAX_DRAFT_TOKENS
 
 Costs = float | Sequence[float] | NDArray[np.float64]  # one number, or one for each K from 0
 

@@ -77,7 +77,7 @@ def _range(part: str) -> Iterator[int]:
     "-n", "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True,
     help="Generate this many tokens for each prompt, fewer where the text falls into a loop.",
 )  # fmt: skip
-@options.law
+@options.sampling
 @click.option(
     "--seed", type=click.IntRange(0, 2**63), default=0, show_default=True,
     help="Draw the prompts' texts with this seed, the next, and so on.",
@@ -86,7 +86,7 @@ def _range(part: str) -> Iterator[int]:
     "--repeats", type=click.IntRange(1), default=3, show_default=True,
     help="Time each setting this often on each prompt.",
 )  # fmt: skip
-@options.special_tokens
+@options.option("special_tokens")
 @options.threads
 @options.ops
 @options.as_json

@@ -26,7 +26,7 @@ def ngram() -> None:
     show_default=True,
     help="Count single tokens (1), pairs too (2), or triples too (3).",
 )
-@options.special_tokens
+@options.option("special_tokens")
 @options.bundle
 def build(
     texts: tuple[str, ...],

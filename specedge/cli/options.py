@@ -12,9 +12,10 @@ from typing import IO, Any, TypeVar
 
 import click
 
+from specedge.declared import declarations, shown_default
 from specedge.manifest import OPS
-from specedge.options import MAX_DRAFT_TOKENS
-from specedge.request import AUTO, DRAFTERS, MAX_MATCH, NGRAM
+from specedge.options import MAX_DRAFT_TOKENS, Rules
+from specedge.request import AUTO, Request
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -44,15 +45,6 @@ form = click.option(
     help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with the API's names.")
-
-logprobs = click.option(
-    "--logprobs", type=click.IntRange(0), metavar="N",
-    help="With --json or --prompts, give the tokens' log-probabilities and the N likeliest.",
-)  # fmt: skip
-special_tokens = click.option(
-    "--special-tokens", is_flag=True,
-    help="Let text that spells a special token control the model; else it is text.",
-)  # fmt: skip
 
 
 class Number(click.FloatRange):
@@ -96,99 +88,58 @@ class NumDraftTokens(click.ParamType):  # type: ignore[type-arg]
         return int(click.IntRange(0, MAX_DRAFT_TOKENS).convert(value, param, ctx))
 
 
-_LAW = (
-    click.option(
-        "--temperature", type=Number(0), default=0.0, show_default=True,
-        help="Divide the logits by this; 0 takes the likeliest token.",
-    ),
-    click.option(
-        "--top-k", type=click.IntRange(0), default=0, help="Draw from the k likeliest tokens only."
-    ),
-    click.option(
-        "--top-p", type=Number(0, 1, min_open=True), default=1.0,
-        help="Draw from the fewest likeliest tokens whose probability reaches p.",
-    ),
-    click.option(
-        "--min-p", type=Number(0, 1), default=0.0,
-        help="Drop tokens less likely than this share of the likeliest.",
-    ),
-    click.option(
-        "--typical-p", type=Number(0, 1, min_open=True), default=1.0,
-        help="Draw from the tokens of the most expected surprise whose probability reaches this.",
-    ),
-    click.option(
-        "--repetition-penalty", type=Number(0, min_open=True), default=1.0,
-        help="Make tokens of the prompt and the output less likely, by division.",
-    ),
-    click.option(
-        "--presence-penalty", type=Number(-2, 2), default=0.0,
-        help="Take this from the logits of tokens that are in the output.",
-    ),
-    click.option(
-        "--frequency-penalty", type=Number(-2, 2), default=0.0,
-        help="Take this from a token's logit for each time it is in the output.",
-    ),
-    click.option(
-        "--logit-bias", multiple=True, metavar="ID=BIAS", callback=_biases,
-        help="Add this to a token's logit; may be given repeatedly.",
-    ),
-    click.option(
-        "--bad-word", "bad_words", multiple=True, metavar="TEXT",
-        help="Never write this, nor after a space; may be given repeatedly.",
-    ),
-)  # fmt: skip
-_REQUEST = (
-    click.option(
-        "-n", "--max-new-tokens", type=click.IntRange(1), default=128, show_default=True,
-        help="Generate at most this many tokens.",
-    ),
-    *_LAW,
-    click.option(
-        "--min-new-tokens", type=click.IntRange(0), default=0,
-        help="Let no end token come before so many tokens.",
-    ),
-    click.option(
-        "--lenience", type=Number(0, 1, min_open=True), default=1.0,
-        help="Below 1, accept more draft tokens, and give up the target's law: lossy.",
-    ),
-    click.option("--seed", type=int, help="Repeat an earlier run. [default: a fresh seed]"),
-    click.option(
-        "-k", "--num-draft-tokens", type=NumDraftTokens(), default=AUTO, show_default=True,
-        help="Draft this many tokens a round, or as many as pay; 0 is plain decoding.",
-    ),
-    click.option("--stop", multiple=True, help="End before this text; may be given repeatedly."),
-    click.option("--ignore-eos", is_flag=True, help="Do not stop at end tokens."),
-    click.option(
-        "--drafter", metavar="NAME", default=AUTO, show_default=True,
-        help=f"Draft with {', '.join(DRAFTERS)} or {NGRAM}FILE.",
-    ),
-    click.option(
-        "--lookup-min", type=click.IntRange(1, MAX_MATCH),
-        help="Copy after matches of at least this many tokens. [default: 2]",
-    ),
-    click.option(
-        "--lookup-max", type=click.IntRange(1, MAX_MATCH),
-        help="Tell matches apart up to this many tokens. [default: 5]",
-    ),
-    click.option(
-        "--exact", is_flag=True,
-        help="At temperature 0, decide near-ties as plain decoding does on this device.",
-    ),
-    special_tokens,
-)  # fmt: skip
+# What click cannot know of an option from its declaration.
+_ON_THE_COMMAND_LINE: dict[str, dict[str, Any]] = {
+    "logit_bias": {"multiple": True, "metavar": "ID=BIAS", "callback": _biases},
+    "bad_words": {"multiple": True, "metavar": "TEXT"},
+    "num_draft_tokens": {"type": NumDraftTokens()},
+    "stop": {"multiple": True},
+    "drafter": {"metavar": "NAME"},
+    "logprobs": {"metavar": "N"},
+}
+_FLAGS = {
+    "max_new_tokens": ("-n", "--max-new-tokens"),
+    "num_draft_tokens": ("-k", "--num-draft-tokens"),
+    "bad_words": ("--bad-word",),
+}
+_SAMPLING = tuple(
+    name for name in declarations(Rules) if name not in ("min_new_tokens", "lenience")
+)
+_REQUEST = [name for name in declarations(Request) if name not in ("logprobs", "replay")]
+
+
+def option(name: str) -> Callable[[F], F]:
+    """The command line's form of an option of a request."""
+    field, declared = declarations(Request)[name]
+    own: dict[str, Any] = {"help": declared.help}
+    if declared.kind == "number":
+        low = declared.least if declared.above is None else declared.above
+        own["type"] = Number(low, declared.most, min_open=declared.above is not None)
+    elif declared.kind == "whole":
+        most = None if declared.most is None else int(declared.most)
+        own["type"] = click.IntRange(int(declared.least or 0), most)
+    elif declared.kind == "flag":
+        own["is_flag"] = True
+    if shown_default(field):
+        own |= {"default": field.default, "show_default": True}
+    own |= _ON_THE_COMMAND_LINE.get(name, {})
+    if own.get("multiple"):
+        own["help"] = own["help"].removesuffix(".") + "; may be given repeatedly."
+    flags = _FLAGS.get(name, (f"--{name.replace('_', '-')}",))
+    return click.option(*flags, name, **own)
 
 
 def request(function: F) -> F:
     """Add the options of a generation request, passed on as keyword arguments of the API."""
-    for option in reversed(_REQUEST):
-        function = option(function)
+    for name in reversed(_REQUEST):
+        function = option(name)(function)
     return function
 
 
-def law(function: F) -> F:
-    """Add the options that shape the target's law, as `request` does."""
-    for option in reversed(_LAW):
-        function = option(function)
+def sampling(function: F) -> F:
+    """Add the options that shape the target's distribution, as `request` does."""
+    for name in reversed(_SAMPLING):
+        function = option(name)(function)
     return function
 
 

@@ -13,19 +13,10 @@ import click
 
 from specedge.cli import options
 from specedge.cli.terminal import one_line
+from specedge.declared import declarations, nearest
 from specedge.errors import PromptError
 from specedge.request import Request
 from specedge.strict_json import JsonError, parse
-
-_OPTIONS = [field.name for field in dataclasses.fields(Request)]
-_NULLABLE = (
-    "seed",
-    "num_draft_tokens",
-    "logprobs",
-    "lookup_min",
-    "lookup_max",
-    "replay",
-)  # null is their default
 
 
 @dataclass(frozen=True)
@@ -90,10 +81,11 @@ def _facts(line: str) -> dict[str, Any]:
     facts = parse(line)
     if not isinstance(facts, dict):
         raise ValueError("a line must be a JSON object")
-    known = ["id", "prompt", "messages", *_OPTIONS]
+    known = ["id", "prompt", "messages", *declarations(Request)]
     if unknown := [key for key in facts if key not in known]:
         shown = one_line(unknown[0], 100)
-        raise ValueError(f"key '{shown}' is unknown; known are {', '.join(known)}")
+        hint = nearest(shown, known) or f"; known are {', '.join(known)}"
+        raise ValueError(f"key '{shown}' is unknown{hint}")
     if ("prompt" in facts) == ("messages" in facts):
         raise ValueError("a line must have either 'prompt' or 'messages'")
     try:
@@ -135,13 +127,13 @@ def _check_ids_alone(prompt: list[Any], chat: bool) -> None:
 
 
 def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The options that a line has, of the right types."""
-    given = {name: facts[name] for name in _OPTIONS if name in facts}
-    for name, value in given.items():
-        if isinstance(value, bool) and name not in ("ignore_eos", "exact", "special_tokens"):
+    """The options that a line gives, of the right types; null gives none."""
+    for name, (_, declared) in declarations(Request).items():
+        if (value := facts.get(name)) is None:
+            continue
+        if isinstance(value, bool) and declared.kind != "flag":
             raise ValueError(f"{name} must not be {json.dumps(value)}")
-        if value is not None or name not in _NULLABLE:
-            yield name, value
+        yield name, value
 
 
 def _check_ids(name: str, items: list[Item], numbers: list[int]) -> None:

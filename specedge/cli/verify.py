@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 )
 @click.option("--prompts", metavar="FILE", help="Try these prompts too; `-` is stdin.")
 @options.form
-@options.special_tokens
+@options.option("special_tokens")
 @click.option(
     "--self-test", is_flag=True, help="Plant five defects in turn; exit 2 if one is missed."
 )

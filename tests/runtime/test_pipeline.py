@@ -54,8 +54,10 @@ def test_self_draft_gives_k_plus_one_tokens_every_round(self_draft, k, temperatu
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("count", [1, 2, 3, 7, 30])
-def test_as_many_tokens_as_asked_for(pipeline, k, count):
-    one = pipeline.generate(PROMPTS[0], count, num_draft_tokens=k, ignore_eos=True)
+@pytest.mark.parametrize("temperature", [0, 1])  # a greedy round never overshoots
+def test_as_many_tokens_as_asked_for(pipeline, k, count, temperature):
+    options = {"num_draft_tokens": k, "ignore_eos": True, "seed": 1}
+    one = pipeline.generate(PROMPTS[0], count, temperature, **options)
     assert (len(one.tokens), one.finish_reason) == (count, "length")
     assert one.stats.num_new_tokens == count
 

@@ -8,7 +8,7 @@ import pytest
 
 import specedge
 from specedge import store
-from specedge.errors import PromptError, SpecEdgeError
+from specedge.errors import DrafterError, PromptError, SpecEdgeError
 
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]
 OPTIONS = {"num_draft_tokens": 4, "ignore_eos": True}
@@ -77,6 +77,14 @@ def test_a_bad_prompt_is_refused_without_waiting(pipeline):
     assert isinstance(in_thread(pipeline.generate, [10**9]), PromptError)
     assert next(stream)
     stream.close()
+
+
+def test_a_refused_request_has_no_turn_though_its_error_is_kept(pipeline):
+    expected = text_of(pipeline, PROMPTS[1])
+    with pytest.raises(DrafterError) as kept:
+        pipeline.generate(PROMPTS[0], drafter="ngram:/missing")
+    assert in_thread(lambda: text_of(pipeline, PROMPTS[1], wait=False)) == expected
+    assert kept.traceback
 
 
 @pytest.mark.parametrize("end", ["close", "drop", "cancel", "take over"])

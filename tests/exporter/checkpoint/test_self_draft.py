@@ -108,7 +108,7 @@ def test_greedy_tokens_equal_plain_decoding_to_the_last_position(made, k):
     one = made.pipeline.generate(PROMPT, CONTEXT, num_draft_tokens=k, ignore_eos=True)
     assert one.tokens == plain.tokens
     assert len(one.tokens) == CONTEXT - len(PROMPT)
-    assert one.stats.num_drafted >= len(one.rounds)
+    assert one.stats.num_drafted >= len(one.rounds) - 1  # the last may need no draft
 
 
 def test_a_drafted_token_follows_the_targets_law(made):

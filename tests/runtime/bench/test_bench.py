@@ -201,12 +201,15 @@ def test_alpha_ends_where_the_drafts_context_does(context_length, places):
 
 
 def test_a_text_of_one_token_takes_a_round_and_longer_ones_what_acceptance_says():
-    assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1) == 1.5
-    assert text_rounds([0.25], [1.0, 1.5], 2) == pytest.approx(1.5 + 0.75 * 1.5)
-    assert text_rounds([], [2.0], 7) == 14
+    assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1, greedy=False) == 1.5
+    assert text_rounds([0.5, 0.5], [1.0, 1.5, 2.0], 1, greedy=True) == 1.0
+    assert text_rounds([0.25], [1.0, 1.5], 2, greedy=False) == pytest.approx(1.5 + 0.75 * 1.5)
+    assert text_rounds([0.25], [1.0, 1.5], 2, greedy=True) == pytest.approx(1.5 + 0.75 * 1.0)
+    assert text_rounds([], [2.0], 7, greedy=True) == 14
     rounds, n = [1.0, 1.2, 1.4, 1.6], 4000
     expected = n / speedup(0.7, 3, 0.0, rounds)
-    assert text_rounds([0.7] * 3, [1.0, 1.6, 1.6, 1.6], n) == pytest.approx(expected, rel=1e-3)
+    found = text_rounds([0.7] * 3, [1.0, 1.6, 1.6, 1.6], n, greedy=False)
+    assert found == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_rounds_cost_has_a_first_pass_over_two_tokens_after_full_acceptances():

@@ -77,9 +77,9 @@ def test_a_character_belongs_to_the_token_that_completes_it(pipeline):
 def test_an_incomplete_character_at_the_end_belongs_to_its_last_token(pipeline):
     tokens, draft = spelled(pipeline, "x😀", 2)
     made = scripted(pipeline, tokens, draft).generate([5], 3, num_draft_tokens=1)
-    assert made.spans == [Span("x", A), Span("\ufffd", R)]
+    assert made.spans == [Span("x", A), Span("\ufffd", P)]  # one token was wanted
     ended = scripted(pipeline, [*tokens[:3], 0], [*draft[:3], 0])
-    assert ended.generate([5], 9, num_draft_tokens=1).spans == made.spans
+    assert ended.generate([5], 9, num_draft_tokens=1).spans == [Span("x", A), Span("\ufffd", R)]
 
 
 def test_held_back_text_keeps_the_fate_of_its_own_token(pipeline):
@@ -118,4 +118,4 @@ def test_spans_join_to_the_text_and_agree_with_the_counts(pipeline, k, temperatu
         kept = made.stats.num_accepted - counts[A]
         assert 0 <= kept <= 1  # the last round may overshoot by one
         assert min(counts[A], counts[R], counts[B]) > 0
-        assert counts[P] == 0
+        assert counts[P] <= 1  # nothing is drafted for a last token

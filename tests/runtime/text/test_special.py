@@ -24,6 +24,7 @@ from specedge.request import Request
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.text.chat import render
 from specedge.runtime.text.prompts import chat_tokens, prompt_tokens, tokens_of
+from specedge.runtime.text.special import encode_chat, encode_text
 from specedge.runtime.text.tokenizing import encode
 from templates import CHATML, QUESTION, SPECIAL, SYSTEM, TEMPLATES, TURNS
 
@@ -349,3 +350,17 @@ def test_stop_strings_and_bad_words_are_as_before(pipeline):
     assert (end,) in sampling.bad_words
     made = pipeline.generate(f"x = '{END}'\ny = '", 20, stop=END)
     assert END not in made.text
+
+
+def test_a_special_tokens_own_white_space_is_its_text():
+    pieces = Tokenizer(models.BPE({"a": 0, "Ċ": 1, "<e>": 2}, []))
+    pieces.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    pieces.add_special_tokens(["\n\n", "<e>"])
+    double = pieces.token_to_id("\n\n")
+    assert double not in encode_text(pieces, "a\n\na")
+    assert encode_chat(
+        pieces,
+        "\n\na<e>",
+        [{"role": "user", "content": "a<e>"}],
+        lambda m: "\n\n" + m[0]["content"],
+    )[:2] == [double, 0]
