@@ -20,6 +20,16 @@ if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+def pytest_collection_modifyitems(items):
+    """Of a test marked `many` the first case is run with the quick ones, the others are slow."""
+    seen = set()
+    for item in items:
+        if item.get_closest_marker("many"):
+            if item.function in seen:
+                item.add_marker(pytest.mark.slow)
+            seen.add(item.function)
+
+
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path_factory, monkeypatch):
     home = tmp_path_factory.mktemp("home")

@@ -60,6 +60,7 @@ def test_the_reader_written_from_the_document_shares_no_code():
     assert not [name for name in names if name.startswith("specedge") or name == "manifests"]
 
 
+@pytest.mark.slow
 def test_the_document_and_the_code_refuse_the_same_keys_and_types():
     text = (store.embedded() / MANIFEST).read_text("utf-8")
 
@@ -114,6 +115,7 @@ def models(pipeline):
     return manifest, *(reader.Model(folder, manifest[r], "onnx", options, 1e4) for r in roles)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4, 6])
 @pytest.mark.parametrize(
     "sampling",
@@ -140,6 +142,7 @@ def test_a_host_written_from_the_document_fills_the_context(pipeline, models):
     assert found == (one.tokens, one.stats.num_rounds)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("context", "k"), [(16, 4), (33, 1), (33, 7)])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95}])
 def test_a_host_written_from_the_document_runs_a_smaller_draft(

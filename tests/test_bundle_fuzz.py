@@ -82,6 +82,7 @@ def places(value, before=()):
             yield from places(inner, (*before, key))
 
 
+@pytest.mark.slow
 @settings(max_examples=1000)
 @given(data=st.data())
 def test_a_changed_manifest_gives_a_bundle_or_one_line(whole, data):

@@ -46,6 +46,7 @@ def test_resume_does_what_is_missing_and_no_more(finished):
     assert output.read_bytes() == whole
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("line", "said"),
     [

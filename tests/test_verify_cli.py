@@ -47,6 +47,7 @@ def relist(folder, **changes):
     (folder / MANIFEST).write_text(json.dumps(text | changes), "utf-8")
 
 
+@pytest.mark.slow
 def test_the_embedded_pair_passes_every_check():
     ticks = Ticks(20000)
 
@@ -115,6 +116,7 @@ def test_a_graph_of_another_model_fails_though_its_hash_is_listed(copy):
     assert "sampled    not run" in result.stdout
 
 
+@pytest.mark.slow
 def test_a_fixed_shape_of_another_model_fails(copy):
     """Found though nothing of ours runs it: step has the shape of catchup."""
     shutil.copy(copy / "target/catchup.onnx", copy / "target/step.onnx")
@@ -125,6 +127,7 @@ def test_a_fixed_shape_of_another_model_fails(copy):
     assert found.status == FAILED
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

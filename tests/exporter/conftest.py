@@ -88,7 +88,13 @@ def pairs(tmp_path_factory):
     return Pairs(folder)
 
 
-@pytest.fixture(params=[*PAIRS, "embedded"])
+QUICK = ("gpt2", "llama", "bfloat16")  # the others are slow, so that these alone are exported first
+
+
+@pytest.fixture(
+    params=[*QUICK, "embedded"]
+    + [pytest.param(x, marks=pytest.mark.slow) for x in PAIRS if x not in QUICK]
+)
 def exported(request, pairs):
     """Each exported pair in turn."""
     return pairs.bundle(request.param)

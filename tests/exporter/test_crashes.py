@@ -101,6 +101,7 @@ def context(place):
     return bundle.context_length
 
 
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_at_its_destination(options, tmp_path):
     exporting = subprocess.Popen([*COMMAND, *options, "--output", tmp_path / "bundle"])
     wait_for(tmp_path / ".bundle.specedge-export/new/target/weights.bin")
@@ -150,6 +151,7 @@ def test_an_interrupted_replacement_keeps_the_bundle_that_was_there(place, numbe
     assert context(place) == 256
 
 
+@pytest.mark.slow
 def test_a_terminated_command_says_nothing_and_keeps_the_bundle_that_was_there(options, place):
     command = [*COMMAND, *options, "--output", place / "bundle"]
     exporting = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
@@ -224,6 +226,7 @@ def mounted(script, *arguments):
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_on_a_full_disk_the_bundle_that_was_there_stays(options, place, tmp_path):
     old = place / "bundle"
     used = sum(p.stat().st_size + 4096 for p in old.rglob("*"))

@@ -3,12 +3,15 @@
 import re
 from functools import partial
 
+import pytest
+
 import installed
 from specedge.bundle import Bundle
 
 run = partial(installed.run, "export")
 
 
+@pytest.mark.slow
 def test_export_prints_the_bundles_path_to_stdout_and_all_else_to_stderr(pairs, tmp_path):
     draft, target = pairs.checkpoint("gpt2")
     output = tmp_path / "bundle"
@@ -29,6 +32,7 @@ def test_an_error_is_one_line(pairs, tmp_path):
     assert result.stderr.startswith("specedge: target ")
 
 
+@pytest.mark.slow
 def test_a_hub_id_without_a_network_is_one_line(tmp_path):
     result = run("--draft", "a/b", "--target", "a/c", "--output", tmp_path / "out")
     assert result.returncode == 1

@@ -13,7 +13,10 @@ LENGTH = 200
 NEAR = 1e-4  # of the logits' spread: what float32 sums in another order may differ by
 
 
-@pytest.fixture(params=["embedded", "gpt2", "llama", "qwen2", "mistral", "padded", "bfloat16"])
+SLOW = [pytest.param(x, marks=pytest.mark.slow) for x in ("gpt2", "qwen2", "mistral", "padded")]
+
+
+@pytest.fixture(params=["embedded", "llama", "bfloat16", *SLOW])
 def name(request):
     return request.param
 

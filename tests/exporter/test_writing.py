@@ -49,6 +49,7 @@ def test_an_interrupted_export_leaves_nothing(tmp_path, number):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_an_interrupted_command_leaves_nothing(pairs, tmp_path):
     draft, target = pairs.checkpoint("llama")
     command = [sys.executable, "-m", "specedge", "export", "--draft", draft, "--target", target]
@@ -142,6 +143,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_without_output_the_bundle_becomes_the_default(pairs):
     bundle = export(*pairs.checkpoint("gpt2"), max_length=32, ops="onnx")
     assert store.find() == bundle.folder

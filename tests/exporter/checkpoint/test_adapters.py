@@ -23,7 +23,7 @@ def _all_are_large(monkeypatch):
     monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
 
 
-@pytest.fixture(scope="session", params=["llama", "gpt2"])
+@pytest.fixture(scope="session", params=["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
 def base(request, tmp_path_factory):
     """A checkpoint in bfloat16; gpt2's matrices are transposed, and its head is its embedding."""
     folder = tmp_path_factory.mktemp(request.param)
@@ -96,6 +96,7 @@ def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_pat
         assert torch.allclose(loaded.model(TOKENS).logits, apart(TOKENS).logits, atol=1e-5)
 
 
+@pytest.mark.many
 def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     options = {"max_length": 40, "ops": "onnx"}
@@ -109,6 +110,7 @@ def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
     assert bundle.path(weights).read_bytes() != plain.path(weights).read_bytes()
 
 
+@pytest.mark.many
 def test_a_targets_own_layers_have_its_adapter_and_none_of_their_own(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     bundle = export("self:1", base, tmp_path / "bundle", max_length=40, adapter=adapter)

@@ -169,10 +169,12 @@ def test_a_sharded_checkpoint_is_read_and_a_broken_index_refused(checkpoint):
         assert "index.json" in refusal(checkpoint)
 
 
+@pytest.mark.slow
 def test_a_bundle_is_no_checkpoint(pairs):
     assert "already" in refusal(pairs.bundle("gpt2").folder)
 
 
+@pytest.mark.slow
 def test_source_licence_and_type_are_recorded(pairs, checkpoint):
     (checkpoint / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Model\n", "utf-8")
     source = find(checkpoint).source
@@ -192,6 +194,7 @@ def test_a_recurrent_model_is_refused_with_the_reason(pairs, tmp_path, limit):
         export(draft, tmp_path / "mamba", tmp_path / "bundle", max_length=limit)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("length", [2, 20])
 def test_contexts_shorter_than_a_pass_and_as_long_as_the_buffers_are_compared(
     pairs, tmp_path, length

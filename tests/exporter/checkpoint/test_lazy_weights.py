@@ -150,7 +150,7 @@ def test_a_part_of_a_stand_in_is_that_part_of_its_matrix(shape):
             known.find(cut)
 
 
-@pytest.fixture(scope="module", params=["gpt2", "llama"])
+@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
 def exported(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     target = make(folder, request.param, torch.bfloat16)
@@ -191,6 +191,7 @@ def test_an_export_says_where_its_time_went(exported):
     assert all(took >= 0 for took in progress.seconds.values())
 
 
+@pytest.mark.slow
 def test_mixed_types_lose_no_bit(tmp_path):
     folder = make(tmp_path, "llama", torch.bfloat16)
     state = load_file(folder / "model.safetensors")

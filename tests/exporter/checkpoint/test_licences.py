@@ -19,6 +19,7 @@ def carried(source, folder, licence=None):
     return sorted(p.name for p in folder.iterdir()), progress.notes
 
 
+@pytest.mark.slow
 def test_licence_files_are_copied_listed_and_shown(pairs, tmp_path):
     draft, target = (shutil.copytree(c, tmp_path / c.name) for c in pairs.checkpoint("gpt2"))
     (target / "LICENSE").write_text("Terms", "utf-8")
@@ -124,6 +125,7 @@ def test_the_licence_is_what_the_readme_states(checkpoint, text, licence):
     assert checkpoints.find("target", str(checkpoint), None).source.licence == licence
 
 
+@pytest.mark.slow
 def test_a_folders_strange_name_gives_a_bundle_all_the_same(pairs, tmp_path):
     draft, target = pairs.checkpoint("gpt2")
     try:

@@ -80,6 +80,7 @@ def test_every_mxfp4_number_is_what_transformers_makes_of_it():
     assert bits[1, 127, -2:].tolist() == [-12.0, -12.0]
 
 
+@pytest.mark.slow
 def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
     folder, model = make(tmp_path, "gpt_oss")
     quantise_mxfp4(folder, model)
@@ -105,6 +106,7 @@ def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
     assert "scales do not fit" in refusal(folder)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("block", [BLOCK, None])
 def test_fp8_numbers_are_widened_to_their_products_with_the_scales(block, exact, tmp_path):
@@ -151,6 +153,7 @@ def test_fp8_numbers_without_their_scales_are_refused(tmp_path):
     assert f"lacks {key}; download it again" in message
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("shape", [(7, 9), (64, 1), (1, 1, 1), (3, 1, 1)])
 def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
     folder, model = make(tmp_path, "qwen3")

@@ -23,6 +23,7 @@ def tokenizer(tmp_path_factory):
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_names_are_read_as_the_model_they_are_of(name, tokenizer, tmp_path):
     """Of a multimodal one, its own logits for text alone: so M-RoPE is plain RoPE there."""
@@ -59,6 +60,7 @@ def test_a_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, mo
         loading.load(checkpoints.find("target", str(folder), None), Progress())
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_is_refused_by_what_it_is_before_its_weights_are_read(
     kind, tokenizer, tmp_path

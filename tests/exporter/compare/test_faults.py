@@ -37,6 +37,7 @@ def deep_gemma():
     return traced_gemma(layers=6)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize(
     "fault",
@@ -86,6 +87,7 @@ def test_a_planted_fault_in_a_model_in_parts_is_found(
     test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypatch)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("fault", [window_off_by_one, stale_row])
 def test_a_planted_fault_is_found_where_like_layers_are_played_once(

@@ -21,6 +21,7 @@ def compared_again(model, player):
     return parity.measure("target", references, player)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, in_parts):
@@ -57,6 +58,7 @@ def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts
     assert all(map(np.array_equal, found[5], wanted[5]))
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(("num_layers", "layer"), [(2, 0), (6, 3)])
 def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
     num_layers, layer, tmp_path, in_parts

@@ -110,6 +110,7 @@ def test_the_models_have_each_mechanism_of_trained_ones(mechanism, family, measu
     assert measured(cases(family).model) >= least > measured(spared)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", OFTEN_AND_SELDOM)
 def test_a_model_with_real_magnitudes_is_the_model_in_float64_and_as_good_as_float32(
@@ -121,6 +122,7 @@ def test_a_model_with_real_magnitudes_is_the_model_in_float64_and_as_good_as_flo
     assert found.tolerance is None
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize(("family", "name"), [(f, n) for f in PLANTED for n in PLANTED[f]])
 def test_a_fault_planted_among_real_magnitudes_is_refused_with_its_place(

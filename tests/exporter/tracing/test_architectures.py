@@ -50,6 +50,7 @@ def model_of(name):
     return make_model(ARCHITECTURES[name][1]())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OWN_CODE)
 def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path):
     model = model_of(name)

@@ -66,6 +66,7 @@ def constant_in_each_layer(model):
     return model
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("kind", "ops", "depth", "options"),
     [
@@ -84,6 +85,7 @@ def test_repeated_layers_give_the_graph_that_is_traced_whole(kind, ops, depth, o
     assert described(repeated.graph) == described(whole.graph)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ops"),
     [
@@ -199,6 +201,7 @@ def test_layers_that_are_no_chain_are_not_repeated(change):
         alike(model)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     ("depth", "options", "traced"),
     [(4, {}, [1]), (3, {}, [3]), (4, {"scale_attn_by_inverse_layer_idx": True}, [4])],

@@ -86,6 +86,7 @@ class Sometimes:
 EVERY_DRAFTER = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
 
+@pytest.mark.many
 @EVERY_DRAFTER
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_every_string_has_exactly_the_targets_joint_probability(make, k, monkeypatch):
@@ -136,6 +137,7 @@ def test_a_second_request_is_as_the_first(make):
     assert run((0, 1, 0, 1)) == first
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("name", ["chain", "ngram of order 3", "block", "sure, then model"])
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8)])
 def test_sampled_strings_of_many_rounds_follow_the_targets_law(name, sampling):

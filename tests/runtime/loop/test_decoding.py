@@ -39,6 +39,7 @@ def test_greedy_output_equals_the_target_alone(k, draft_seed):
     assert generate(law, hashed_law(draft_seed, 6), k, Sampling(), 0, 40)[0] == list(text[2:])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 @pytest.mark.parametrize(("target_seed", "draft_seed"), [(1, 2), (5, 6), (9, 10), (11, 12)])
 def test_every_string_has_exactly_the_targets_joint_probability(
@@ -52,6 +53,7 @@ def test_every_string_has_exactly_the_targets_joint_probability(
     assert joint_law(make, monkeypatch) == law_of_strings(target_law)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "sampling",
     [

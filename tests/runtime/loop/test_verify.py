@@ -57,6 +57,7 @@ def test_the_accept_rule_gives_the_targets_law_for_any_draft(draft):
     np.testing.assert_allclose(output_law(TARGET, draft, Sampling(1.0)), TARGET, atol=4e-4)
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "sampling",
     [
