@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections import Counter
 
 import pytest
 from hypothesis import settings
 
 from virtual import table
+
+NUM_SLOW = 6  # cases of one promise that each run of CI tries beside the first
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -21,13 +24,14 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_collection_modifyitems(items):
-    """Of a test marked `many` the first case is run with the quick ones, the others are slow."""
-    seen = set()
+    """Of a test marked `many` the first case is quick, some are slow, and the rest thorough."""
+    seen = Counter()
     for item in items:
         if item.get_closest_marker("many"):
-            if item.function in seen:
-                item.add_marker(pytest.mark.slow)
-            seen.add(item.function)
+            if seen[item.function]:
+                thorough = seen[item.function] > NUM_SLOW
+                item.add_marker(pytest.mark.thorough if thorough else pytest.mark.slow)
+            seen[item.function] += 1
 
 
 @pytest.fixture(autouse=True)

@@ -180,8 +180,8 @@ MUTANTS = [
         "U[0, b] with b below 1 unless asked otherwise",
         "",
         "specedge/options.py",
-        "    lenience: float = 1.0",
-        "    lenience: float = 0.8",
+        "    lenience: float = number(\n        1.0,",
+        "    lenience: float = number(\n        0.8,",
         RULE,
     ),
     # Laws.

@@ -129,11 +129,11 @@ def test_one_token_is_in_the_singular():
 
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
-def test_none_is_quoted_as_itself(name):
+def test_a_value_of_another_type_is_quoted_and_cut_short(name):
     from specedge.request import Request
 
-    with pytest.raises(ValueError, match=f"{name} must be a number, got None"):
-        Request(**{name: None})
+    with pytest.raises(ValueError, match=rf"{name} must be a number, got \[None\]"):
+        Request(**{name: [None]})
     with pytest.raises(ValueError, match=f"{name} must be a number, got 'x+'"):
         Request(**{name: "x" * 100})
 

@@ -129,11 +129,15 @@ class Planner:
         return best
 
     def record(self, choice: Choice, sources: Sequence[str], num_accepted: int) -> None:
-        """A round ended: where its drafted tokens came from, and how many stood."""
+        """A round ended: where its drafted tokens came from, and how many were accepted.
+
+        Where a draft was chosen and none was made, as at a request's end, the round was plain.
+        """
+        seconds = choice.seconds if sources or choice.kind == PLAIN else choice.plain_seconds
         self._rounds += 1
         self._num_tokens += num_accepted + 1
         self.kinds[choice.kind] += 1
-        self.seconds += choice.seconds
+        self.seconds += seconds
         self._reading = max(self._reading, choice.reading)
         self.plain_seconds += choice.plain_seconds * (num_accepted + 1)
         if choice.kind == PLAIN:
@@ -145,7 +149,7 @@ class Planner:
             if choice.kind != "probe":
                 self._probes[source].used(self._rounds, found[0][0] > 0)
         if choice.kind == "probe":
-            self.lost = max(0.0, self.lost + choice.seconds - choice.pace * (num_accepted + 1))
+            self.lost = max(0.0, self.lost + seconds - choice.pace * (num_accepted + 1))
             at_once = num_accepted > 0 and choice.pace == choice.plain_seconds
             self._probes[choice.learns].end(self._rounds, num_accepted > 0, at_once)
         if MODEL in tested and choice.drafter != MODEL:

@@ -86,7 +86,7 @@ def test_the_noise_of_a_device_is_found(noisy):
     assert 0 < found.by_length[5] < 2 * noisy.target.float32_error * found.largest
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
     def none(player, tokens, held):
         return [], lambda results: held.update(dict.fromkeys(LENGTHS, False))

@@ -117,7 +117,7 @@ def test_two_pipelines_run_in_two_threads(pipeline):
         ({"stop": b"x"}, "stop must be text"),
         ({"temperature": "1"}, "temperature must be a number"),
         ({"temperature": 10**400}, "temperature must be a number"),
-        ({"top_p": None}, "top_p must be a number"),
+        ({"top_p": "x"}, "top_p must be a number"),
         ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
         ({"num_draft_tokens": 2.0}, "num_draft_tokens must be a whole number"),
         ({"top_k": 2.0}, "top_k must be a whole number"),

@@ -110,7 +110,7 @@ def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
     assert bundle.path(weights).read_bytes() != plain.path(weights).read_bytes()
 
 
-@pytest.mark.many
+@pytest.mark.thorough
 def test_a_targets_own_layers_have_its_adapter_and_none_of_their_own(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     bundle = export("self:1", base, tmp_path / "bundle", max_length=40, adapter=adapter)

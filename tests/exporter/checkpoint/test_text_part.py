@@ -60,7 +60,7 @@ def test_a_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, mo
         loading.load(checkpoints.find("target", str(folder), None), Progress())
 
 
-@pytest.mark.many
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_is_refused_by_what_it_is_before_its_weights_are_read(
     kind, tokenizer, tmp_path

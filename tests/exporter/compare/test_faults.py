@@ -37,7 +37,7 @@ def deep_gemma():
     return traced_gemma(layers=6)
 
 
-@pytest.mark.many
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize(
     "fault",

@@ -85,7 +85,7 @@ def test_repeated_layers_give_the_graph_that_is_traced_whole(kind, ops, depth, o
     assert described(repeated.graph) == described(whole.graph)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "ops"),
     [

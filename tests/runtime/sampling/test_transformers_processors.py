@@ -105,7 +105,7 @@ def check(options, random, count):
     assert np.array_equal(rows, before)
 
 
-@pytest.mark.many
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_option_does_what_transformers_does(name):
     random = np.random.default_rng(list(OPTIONS).index(name))
