@@ -14,8 +14,8 @@ from .exactness.row_noise import ANY, Noise
 from .loop.decoding import SpeculativeDecoder
 from .loop.round import NearTie, Plan, Round
 from .loop.timing import Stopwatch, Timed
+from .planning.choices import MODEL
 from .planning.known_costs import Seen
-from .planning.planner import MODEL
 from .planning.plans import Auto
 from .stats import Recorder, Stats
 

@@ -44,7 +44,9 @@ class Request(Rules):
         None, "Give the tokens' log-probabilities, and those of the N likeliest."
     )
     drafter: Any = other(
-        AUTO, "What drafts.", f"{', '.join(DRAFTERS)} or {NGRAM}FILE; in the API also an object"
+        AUTO,
+        f"Draft with {', '.join(DRAFTERS)} or {NGRAM}FILE.",
+        "a name; in the API also an object",
     )
     lookup_min: int | None = whole_number(
         None, "Copy after matches of at least this many tokens; else 2.", 1, MAX_MATCH

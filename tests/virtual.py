@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
+from specedge.runtime.planning.choices import Offer
 from specedge.runtime.planning.cost_table import EXPECTED, Costs, CostTable, ModeCosts
-from specedge.runtime.planning.planner import Offer, Planner
+from specedge.runtime.planning.planner import Planner
 
 Stands = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
 

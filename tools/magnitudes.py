@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from expert_magnitudes import expert_inputs, expert_outputs
 from mechanisms import (
     EMBEDDING,
     embeddings,
-    expert_inputs,
-    expert_outputs,
     gain,
     matrix_scale,
     norm_gain,

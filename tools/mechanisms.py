@@ -150,15 +150,15 @@ def matrix_scale(c: Calibration, name: str, module: Any, x: Tensor) -> None:
     if (rows := attention_rows(c.model, c.layers[c.layer], last, len(weight))) is not None:
         for part, wanted in zip(rows, (1.25, 1.25, 1.0), strict=True):
             if part is not None:
-                _scale(weight, part.flatten(), ordinary, wanted)
+                rescale(weight, part.flatten(), ordinary, wanted)
         sink_attention(c, weight, rows, x)
         attention_biases(c, module, rows)
     elif writes(last):
-        _scale(weight, slice(None), ordinary, c.branch * c.residual / c.multiplier)
+        rescale(weight, slice(None), ordinary, c.branch * c.residual / c.multiplier)
         if module.bias is not None:
             module.bias.mul_(c.branch * c.residual)
     else:
-        _scale(weight, slice(None), ordinary, 1.2)
+        rescale(weight, slice(None), ordinary, 1.2)
     massive_channel(c, name, module, weight, x)
 
 
@@ -169,7 +169,7 @@ def damp_outliers(c: Calibration, weight: Tensor, x: Tensor) -> None:
     weight[:, [c.channels.start, *c.channels.massive]] *= 0.1
 
 
-def _scale(weight: Tensor, rows: Any, x: Tensor, wanted: float) -> None:
+def rescale(weight: Tensor, rows: Any, x: Tensor, wanted: float) -> None:
     found = (x @ weight[rows].T).square().mean().sqrt()
     weight[rows] *= wanted / found
 
@@ -229,14 +229,14 @@ def massive_channel(c: Calibration, name: str, module: Any, weight: Tensor, x: T
     if not places:
         if hasattr(c.layers[c.layer], "post_feedforward_layernorm"):
             wanted = math.copysign(50 * c.residual, wanted)  # the norm behind it does the rest
-        _write_massive(c, weight, c.starts(x, 0), wanted)
+        write_massive(c, weight, c.starts(x, 0), wanted)
     else:
-        _read_start(c, weight, places, x)
+        read_start(c, weight, places, x)
         if getattr(module, "bias", None) is not None:
             module.bias[places] = 0
 
 
-def _read_start(c: Calibration, weight: Tensor, places: list[int], x: Tensor) -> None:
+def read_start(c: Calibration, weight: Tensor, places: list[int], x: Tensor) -> None:
     """A neuron that is silent but at the first token: the constant channel is its threshold."""
     read = c.channels.start if c.layer == c.early else c.channels.massive[0]
     constant = c.channels.constant
@@ -245,58 +245,8 @@ def _read_start(c: Calibration, weight: Tensor, places: list[int], x: Tensor) ->
     weight[places, constant] = -12 / float(c.rows(x)[:, constant].mean())
 
 
-def _write_massive(c: Calibration, weight: Tensor, seen: float, wanted: float) -> None:
+def write_massive(c: Calibration, weight: Tensor, seen: float, wanted: float) -> None:
     weight[:, 0] = 0
     for channel, part in zip(c.channels.massive, PARTS, strict=True):
         weight[channel] = 0
         weight[channel, 0] = part * wanted / c.multiplier / seen
-
-
-def expert_inputs(c: Calibration, module: Any, x: Tensor) -> None:
-    """Scale what each expert reads with, as a matrix's; the massive neuron is every expert's."""
-    x = _by_token(c, x)
-    ordinary = c.rows(x)
-    for weight in _by_expert(module, module.gate_up_proj):
-        damp_outliers(c, weight, ordinary)
-        _scale(weight, slice(None), ordinary, 1.2)
-        if c.massive_now(c.layer):
-            _read_start(c, weight, [0, 1 if _interleaved(module) else len(weight) // 2], x)
-    if c.massive_now(c.layer):
-        for name in ("gate_up_proj_bias", "down_proj_bias"):
-            if hasattr(module, name):
-                getattr(module, name).zero_()
-        for weight in _by_expert(module, module.down_proj):
-            _write_massive(c, weight, 1.0, 1.0)
-
-
-def expert_outputs(c: Calibration, module: Any, args: Any, output: Tensor) -> Tensor:
-    """Scale what each expert writes with, and what it has written."""
-    written = _by_token(c, output)
-    factor = torch.full((c.hidden,), c.branch * c.residual / c.multiplier)
-    factor /= c.rows(written)[:, c.ordinary].square().mean().sqrt()
-    if wanted := c.massive_now(c.layer):
-        for channel, part in zip(c.channels.massive, PARTS, strict=True):
-            factor[channel] = part * wanted / c.multiplier / c.starts(written, channel)
-    for weight in _by_expert(module, module.down_proj):
-        weight.mul_(factor[:, None])
-    if hasattr(module, "down_proj_bias"):
-        module.down_proj_bias.mul_(factor)
-    return output * factor
-
-
-def _by_token(c: Calibration, x: Tensor) -> Tensor:
-    """Rows by token, where Llama 4 sends each to every expert, times 0 but for one. -> [n, H]"""
-    return x.view(-1, len(c.special), c.hidden).sum(0)
-
-
-def _interleaved(module: Any) -> bool:
-    """Whether rows of gates and of what they multiply alternate, as gpt-oss's."""
-    return bool(getattr(module, "is_transposed", False))
-
-
-def _transposed(module: Any) -> bool:
-    return _interleaved(module) or type(module).__name__ == "Llama4TextExperts"
-
-
-def _by_expert(module: Any, weight: Tensor) -> list[Tensor]:
-    return [expert.T if _transposed(module) else expert for expert in weight]

@@ -15,7 +15,7 @@ from typing import Any
 from specedge.request import AUTO
 
 from ..pipeline import Pipeline
-from ..planning.planner import PLAIN
+from ..planning.choices import PLAIN
 from ..stats import Stats
 from ..stream import Generation
 from .loops import length_before_loop

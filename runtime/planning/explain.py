@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from ..loop.round import Plan, Round
-from .planner import PLAIN, Choice, Planner
+from .choices import PLAIN, Choice
+from .planner import Planner
 from .plans import Auto, recorded
 
 ORIGINS = {

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from .acceptance import MEMORY, Acceptance
+from .choices import MODEL, PLAIN, Choice, Offer
 from .cost_table import PLACES, Costs, CostTable
 
-PLAIN, MODEL = "plain", "model"
 MARGIN = 1.02  # a gain below this is within what costs were measured to
 DOUBT = 0.05  # so much more a draft pass may cost beside the target's
 STAKES = {"tune": 4.0, "use": 1.5, "bytes": 1.5}  # plain rounds that a request may lose, by what
@@ -28,48 +27,6 @@ PROBING = 0.005  # the share of a request's seconds that probes may lose,
 REINVESTED = 0.1  # and the share of what it has gained
 FIRST_GAP, LAST_GAP = 8, 256  # rounds from one probe to the next; doubled by each that fails
 PASSES_WEIGHT = 4.0  # tokens of a chain that are expected to cost a pass, before it shows
-
-
-@dataclass(frozen=True)
-class Offer:
-    """What a drafter could propose in the next round.
-
-    First come `ready` tokens that cost nothing, known by the name `source`; then, if a model drafts
-    on, up to `room` tokens at a pass each, known by the name `model`, once it has read the `behind`
-    tokens that it lacks. What is `watched` is judged in every round, so it needs no probes.
-    """
-
-    drafter: str
-    source: str = ""
-    ready: int = 0
-    model: str = MODEL
-    room: int = 0
-    behind: int = 1
-    watched: bool = False
-
-    def learns(self, num_draft_tokens: int) -> str:
-        """Whose acceptance a round of so many tokens tells of, its last ones'."""
-        return self.model if num_draft_tokens > self.ready else self.source
-
-
-@dataclass(frozen=True)
-class Choice:
-    """A drafter and K for one round, with what is expected of it.
-
-    `kind` is "plain", "gain" or "probe"; `seconds` are the round's, by the table, `plain_seconds`
-    those of the target for one token. Of the former, a model spends `reading` on what it missed. A
-    probe of the drafter `learns` stands in for what would take `pace` seconds a token.
-    """
-
-    drafter: str
-    num_draft_tokens: int
-    kind: str
-    expected_tokens: float
-    seconds: float
-    plain_seconds: float
-    reading: float = 0.0
-    learns: str = ""
-    pace: float = 0.0
 
 
 class Planner:

@@ -16,8 +16,9 @@ from ..drafters.draft_model import DraftModel
 from ..drafters.prompt_lookup import agreeing
 from ..loop.round import Drafter, Plan, Round, Step
 from ..sampling.history import Past
+from .choices import MODEL, PLAIN, Choice, Offer
 from .known_costs import KnownCosts
-from .planner import MODEL, PLAIN, Choice, Offer, Planner
+from .planner import Planner
 
 LOOKUP, CHAIN = "lookup", "chain"
 PLANNED = (MODEL, LOOKUP, CHAIN)  # whose costs are known

@@ -93,6 +93,7 @@ _ON_THE_COMMAND_LINE: dict[str, dict[str, Any]] = {
     "logit_bias": {"multiple": True, "metavar": "ID=BIAS", "callback": _biases},
     "bad_words": {"multiple": True, "metavar": "TEXT"},
     "num_draft_tokens": {"type": NumDraftTokens()},
+    "seed": {"type": int},
     "stop": {"multiple": True},
     "drafter": {"metavar": "NAME"},
     "logprobs": {"metavar": "N"},

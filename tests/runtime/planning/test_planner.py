@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 
 from specedge.runtime.planning.acceptance import Acceptance
-from specedge.runtime.planning.planner import LEAST_STAKE, PROBING, STAKES, Offer, Planner
+from specedge.runtime.planning.choices import Offer
+from specedge.runtime.planning.planner import LEAST_STAKE, PROBING, STAKES, Planner
 from virtual import VirtualRequest, constant, seconds, table, untuned
 
 FIXED = (1, 2, 3, 4, 6, 8, 12, 16)
