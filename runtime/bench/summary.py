@@ -107,7 +107,6 @@ def summarise(
             if run.prompt in held:
                 by_setting[run.setting].append(run)
         plain = by_setting[PLAIN_SETTING]
-        lengths = {i: (len(prompts[i].tokens), measured.texts[PLAIN_SETTING, i].kept) for i in held}
         for setting, runs in by_setting.items():
             texts = [measured.texts[setting, i] for i in held]
             share = 1 - sum(t.kept for t in texts) / sum(len(t.tokens) for t in texts)
