@@ -149,6 +149,7 @@ def _write(
         default_sampling=pair.default_sampling(target),
         target=models[0],
         draft=models[1],
+        id_map=None,
         files=_files(work, hashed, progress),
     )
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from specedge.manifest import OPS, Cache, File, Model, Parity, Source
+from specedge.manifest import OPS, Cache, File, Model, Parity, Source, signatures
+from specedge.precision import FLOAT32
 
 from . import model_files
 from .checkpoint import licences, loading, self_draft
@@ -90,6 +91,7 @@ def _described(
     reports: dict[str, Parity],
 ) -> Model:
     place = part.folder.name
+    cache = Cache(FLOAT32.cache, part.shape.capacity, part.shape.layers)
     return Model(
         source=source,
         architecture=kind,
@@ -98,10 +100,11 @@ def _described(
         vocab_size=part.num_tokens,
         padded_vocab_size=part.shape.padded_vocab_size,
         context_length=part.shape.context_length,
-        dtype="float32",
+        dtype=FLOAT32.compute,
         weights_dtype=part.loaded.dtype,
-        cache=Cache("float32", part.shape.capacity, part.shape.layers),
+        cache=cache,
         weights=f"{place}/{weights.FILE}",
+        signatures=signatures(cache, part.shape.padded_vocab_size),
         graphs=tuple(length.entry(place, one) for one in reports for length in part.lengths),
         parity=reports,
     )

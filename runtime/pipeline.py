@@ -150,6 +150,11 @@ class Pipeline:
             lambda: self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
         )
 
+    def forget(self) -> None:
+        """Empty the caches, so that the next request reads all of its prompt: for measurements."""
+        self.target.truncate(0)
+        self.draft.truncate(0)
+
     @property
     def max_planned_tokens(self) -> int:
         """The largest K that is chosen without being asked for: as far as rows keep their bits."""

@@ -45,7 +45,12 @@ class Run:
     logit_noise: float = field(default=0.0, init=False)
 
     def rounds(self) -> Generator[Round]:
-        """Run them; where wider passes have other last bits, greedy ones have a referee."""
+        """Run them; where wider passes have other last bits, greedy ones have a referee.
+
+        An exact request reads its prompt anew: what is cached may be of wider passes.
+        """
+        if self.request.exact:
+            self.target.truncate(0)
         decoder = SpeculativeDecoder(self.target, self.plan, self.watch, self._referee())
         yield from decoder.rounds(
             self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs
@@ -80,7 +85,10 @@ class Run:
     def stats(self) -> Stats:
         """What the rounds so far did."""
         return self.recorder.stats(
-            self.draft.num_passes, self.target.num_passes, self.again.num_passes
+            num_reused_tokens=self.target.num_reused,
+            num_draft_passes=self.draft.num_passes,
+            num_target_passes=self.target.num_passes,
+            num_exact_passes=self.again.num_passes,
         )
 
     @property

@@ -19,11 +19,13 @@ class Stats:
     Ratios are None where nothing was drafted. Passes are those of the loop, not of the prefill.
     Sources are the drafters by name, of which a chain has several; what they do without a model
     counts as sampling.
+    `num_reused_tokens` are those of the prompt that the cache held from an earlier request.
     `num_exact_passes` and `exact_seconds` are what deciding near-ties cost; `noise_seconds` is for
     measuring the noise, once a pipeline, and counts neither as decoding nor as prefill.
     """
 
     num_prompt_tokens: int = 0
+    num_reused_tokens: int = 0
     num_new_tokens: int = 0
     num_rounds: int = 0
     num_drafted: int = 0
@@ -106,10 +108,8 @@ class Recorder:
         self.by_source["tested"].update(round_.sources[: round_.num_accepted + 1])
         self.by_source["accepted"].update(round_.sources[: round_.num_accepted])
 
-    def stats(
-        self, num_draft_passes: int, num_target_passes: int, num_exact_passes: int = 0
-    ) -> Stats:
-        """The counts so far."""
+    def stats(self, **of_models: int) -> Stats:
+        """The counts so far, with those that the models keep."""
         seconds = self.watch.seconds
         return Stats(
             num_prompt_tokens=self.num_prompt_tokens,
@@ -118,9 +118,6 @@ class Recorder:
             num_drafted=self.num_drafted,
             num_tested=sum(self.tested),
             num_accepted=sum(self.accepted),
-            num_draft_passes=num_draft_passes,
-            num_target_passes=num_target_passes,
-            num_exact_passes=num_exact_passes,
             tested_by_position=list(self.tested),
             accepted_by_position=list(self.accepted),
             drafted_by_source=self._by_source("drafted"),
@@ -133,6 +130,7 @@ class Recorder:
             exact_seconds=seconds["exact"],
             other_seconds=seconds["other"],
             noise_seconds=seconds["noise"],
+            **of_models,
         )
 
     def _by_source(self, what: str) -> dict[str, int]:

@@ -7,7 +7,6 @@ outside the folder, every file of the stated size, and models that agree with ea
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import re
 import stat
@@ -19,9 +18,9 @@ from .declared import whole
 from .errors import BundleError
 from .manifest import CURE, File, Model, check_line
 from .options import MAX_DRAFT_TOKENS, Filters
-from .strict_json import LARGEST, JsonError, build, parse, plain
+from .strict_json import LARGEST, JsonError, build, parse, plain, text_of
 
-FORMAT = 3
+FORMAT = 4
 MANIFEST = "bundle.json"
 LARGEST_MANIFEST = 16 * 2**20
 LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
@@ -32,7 +31,8 @@ SMALL = 8 * 2**20  # files up to this size are hashed at every load
 class Bundle:
     """A draft, a target and what both need, as `bundle.json` states it. `folder` is where.
 
-    `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`.
+    `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`. `id_map` is
+    None: later formats may map the draft's ids to the target's.
     """
 
     format: int
@@ -45,6 +45,7 @@ class Bundle:
     default_sampling: Filters
     target: Model
     draft: Model
+    id_map: str | None
     files: dict[str, File]
     folder: Path = field(default=Path(), init=False, compare=False)
 
@@ -55,6 +56,8 @@ class Bundle:
             _check_inside(name)
         for key, model in self.models.items():
             self._check_model(key, model)
+        if self.id_map is not None:
+            raise ValueError("id_map is null in this format")
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
         if self.draft.vocab_size > self.target.vocab_size:
@@ -73,7 +76,9 @@ class Bundle:
         for graph in model.graphs:
             if lengths.get(graph.name, graph.length) != graph.length:
                 raise ValueError(f"{key}: {graph.name} must have length {lengths[graph.name]}")
-        need = model.context_length + self.num_draft_tokens + 1 + ("gqa" in model.parity)
+        longest = max(g.length or 0 for g in model.graphs if g.name != "prefill")
+        longest = max(longest, self.num_draft_tokens + 1)
+        need = model.context_length + longest + ("gqa" in model.parity)
         if model.cache.capacity < need:
             raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
 
@@ -134,7 +139,7 @@ class Bundle:
 
     def to_json(self) -> str:
         """The manifest's text."""
-        return json.dumps(plain(self), indent=1, ensure_ascii=False) + "\n"
+        return text_of(plain(self)) + "\n"
 
     def at(self, folder: Path) -> Bundle:
         """The same bundle in a folder."""

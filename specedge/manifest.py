@@ -7,11 +7,12 @@ import re
 from dataclasses import dataclass
 
 from .errors import BundleError
+from .precision import DTYPES, PRECISIONS, Precision, precision_of
+from .signature import Signature, standard
 
 CURE = "export the pair again, or copy the bundle again"
 OPS = ("onnx", "gqa")
-FLOAT32_MULTIPLE = 8.0  # a graph's error may be so many times float32's own
-FLOAT32_FLOOR = 16 * 2.0**-24  # of the largest value: sums in another order differ by some ulps
+GRAPHS = ("decoder", "step", "catchup", "verify", "prefill")  # what this format knows by name
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,13 @@ class Cache:
 
 @dataclass(frozen=True)
 class Graph:
-    """One ONNX file: `length` new tokens a pass (null: any), with or without logits."""
+    """One ONNX file: `length` new tokens a pass (null: any), and which signature it has."""
 
     name: str
     ops: str
     batch: int
     length: int | None
-    logits: bool
+    signature: str
     file: str
 
     def __post_init__(self) -> None:
@@ -84,12 +85,8 @@ class Graph:
             raise ValueError(f"name is up to 40 of a-z, 0-9, - and _, got '{self.name}'")
         if self.batch < 1 or (self.length is not None and self.length < 1):
             raise ValueError("batch and length are at least 1")
-        if self.name == "decoder" and (self.length is not None or not self.logits):
-            raise ValueError("decoder takes any length and has logits")
-        if self.name in ("step", "catchup", "verify") and not self.logits:
-            raise ValueError(f"{self.name} has logits")
-        if self.name == "prefill" and (self.length is None or self.logits):
-            raise ValueError("prefill has a length and no logits")
+        if self.name in GRAPHS and (self.length is None) is not (self.name == "decoder"):
+            raise ValueError("decoder takes any length, and step, catchup, verify, prefill one")
 
 
 @dataclass(frozen=True)
@@ -124,17 +121,14 @@ class Parity:
         numbers = {n: v for n, v in vars(self).items() if isinstance(v, int | float)}
         if low := [name for name, value in numbers.items() if not 0 <= value < math.inf]:
             raise ValueError(f"{low[0]} is at least 0 and finite")
-        if self.tolerance is None and self.error_ratio > FLOAT32_MULTIPLE:
-            raise ValueError(f"error_ratio is at most {FLOAT32_MULTIPLE:g} without a tolerance")
         if min(self.row_independent_lengths, default=1) < 1:
             raise ValueError("row_independent_lengths are at least 1")
         for text in (*self.versions, *self.versions.values()):
             check_line("versions", text)
 
-    @property
-    def summary(self) -> str:
+    def summary(self, precision: Precision) -> str:
         """Both questions and their answers in one line."""
-        allowed = f"allowed {FLOAT32_MULTIPLE:g} times"
+        allowed = f"allowed {precision.multiple:g} times"
         if self.tolerance is not None:
             allowed = f"--tolerance {self.tolerance:g}"
         return (
@@ -144,13 +138,12 @@ class Parity:
             f"{self.error_ratio:.1f} times as far ({allowed}); {self.num_positions} positions"
         )
 
-    @property
-    def bound(self) -> float:
+    def bound(self, precision: Precision) -> float:
         """How far from exact a right graph may be, relative to the largest value."""
         if self.tolerance is not None:
             return self.tolerance
         own = max(self.float32_logits_error, self.float32_cache_error)
-        return FLOAT32_MULTIPLE * own + FLOAT32_FLOOR
+        return precision.multiple * own + precision.floor
 
 
 @dataclass(frozen=True)
@@ -159,7 +152,7 @@ class Model:
     are tokens: of the target's tokenizer, as many as the model has an embedding for.
 
     `num_experts` are those of a layer, 0 where no layer chooses among any. `graphs` come in one or
-    two op sets, each with a report in `parity`.
+    two op sets, each with a report in `parity`; `signatures` are what they take and give.
     """
 
     source: Source
@@ -173,6 +166,7 @@ class Model:
     weights_dtype: str
     cache: Cache
     weights: str
+    signatures: dict[str, Signature]
     graphs: tuple[Graph, ...]
     parity: dict[str, Parity]
 
@@ -192,6 +186,36 @@ class Model:
             raise ValueError("each op set in graphs has a decoder and an entry in parity")
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts are at least 0")
+        for graph in self.graphs:
+            self._check_signature(graph)
+        if precision := PRECISIONS.get(self.dtype):
+            for report in self.parity.values():
+                if report.tolerance is None and report.error_ratio > precision.multiple:
+                    raise ValueError(
+                        f"error_ratio is at most {precision.multiple:g} without a tolerance"
+                    )
+
+    def _check_signature(self, graph: Graph) -> None:
+        found = self.signatures.get(graph.signature)
+        if found is None:
+            raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
+        kind = "caches_alone" if graph.name == "prefill" else "with_logits"
+        wanted = signatures(self.cache, self.padded_vocab_size)[kind]
+        if graph.name in GRAPHS and not found.has(wanted):
+            raise ValueError(f"{graph.name}'s signature is not that of cache and logits")
+
+    def parity_line(self, ops: str) -> str:
+        """What the export found of an op set's graphs, in one line."""
+        return self.parity[ops].summary(self.precision)
+
+    def bound(self, ops: str) -> float:
+        """How far from exact a right graph of an op set may be, relative to the largest value."""
+        return self.parity[ops].bound(self.precision)
+
+    @property
+    def precision(self) -> Precision:
+        """What the model computes in; BundleError where this specedge does not know it."""
+        return precision_of(self.source.id, self.dtype, self.cache.dtype)
 
     def graph(self, name: str, ops: str) -> Graph:
         """The graph of a name in an op set: `decoder` takes any length, others have one."""
@@ -202,6 +226,16 @@ class Model:
         raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {CURE}")
 
 
+def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:
+    """What the graphs take and give that this format knows by name: prefill the caches alone."""
+    layers = [(layer.heads, layer.key_size, layer.value_size) for layer in cache.layers]
+    both = {"with_logits": num_columns, "caches_alone": None}
+    return {
+        name: standard(layers, cache.capacity, cache.dtype, columns)
+        for name, columns in both.items()
+    }
+
+
 def check_line(name: str, text: str | None) -> None:
     """Refuse text that could write over a terminal or pass for two lines."""
     if text is not None and (len(text) > 500 or re.search(r"[\x00-\x1f\x7f-\x9f]", text)):
@@ -209,5 +243,5 @@ def check_line(name: str, text: str | None) -> None:
 
 
 def _check_dtype(name: str) -> None:
-    if name not in ("float32", "float16", "bfloat16"):
+    if name not in DTYPES:
         raise ValueError(f"a dtype is float32, float16 or bfloat16, got '{name}'")

@@ -51,11 +51,31 @@ def plain(value: Any) -> Any:
     return value
 
 
+def text_of(value: Any, indent: int = 0, before: int = 0) -> str:
+    """JSON text for people, too: what fits on a line of 120 characters is on one.
+
+    It begins `indent` levels deep, after `before` characters of its line.
+    """
+    line = json.dumps(value, ensure_ascii=False)
+    if indent + before + len(line) < 120 or not isinstance(value, list | dict) or not value:
+        return line
+    if isinstance(value, list):
+        items, (begin, end) = [text_of(item, indent + 1) for item in value], "[]"
+    else:
+        pairs = ((json.dumps(name, ensure_ascii=False), item) for name, item in value.items())
+        items = [f"{name}: {text_of(item, indent + 1, len(name) + 2)}" for name, item in pairs]
+        begin, end = "{}"
+    between = ",\n" + " " * (indent + 1)
+    return f"{begin}\n{' ' * (indent + 1)}{between.join(items)}\n{' ' * indent}{end}"
+
+
 def _build(kind: Any, value: Any, key: str) -> Any:
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
-        inner = next(a for a in arguments if a is not types.NoneType)
-        return None if value is None else _build(inner, value, key)
+        if value is None and types.NoneType in arguments:
+            return None
+        kinds = [a for a in arguments if a is not types.NoneType]
+        return _build(type(value) if type(value) in kinds else kinds[0], value, key)
     if origin is tuple:
         items = _expect(list, value, key)
         return tuple(_build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items))

@@ -58,6 +58,8 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
         wanted(type(value) is dict, key)
         for name, item in value.items():
             check(kind.removeprefix("map to "), item, known, f"{key}.{name}")
+    elif " or " in kind:
+        wanted(type(value) in [PLAIN[one] for one in kind.split(" or ")], key)
     else:
         wanted(type(value) is dict and value.keys() == known[kind].keys(), f"keys of {key}")
         for name, item in value.items():
@@ -67,7 +69,7 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
 def parse(text: str) -> dict:
     """The manifest as plain values, of the types that the tables say."""
     manifest = json.loads(text)
-    wanted(isinstance(manifest, dict) and manifest.get("format") == 3, "format")
+    wanted(isinstance(manifest, dict) and manifest.get("format") == 4, "format")
     check("bundle", manifest, tables())
     return manifest
 
@@ -98,7 +100,7 @@ class Model:
         self.sessions = {
             g["length"]: onnxruntime.InferenceSession(folder / g["file"], options)
             for g in graphs
-            if g["logits"]
+            if any(t["role"] == "logits" for t in entry["signatures"][g["signature"]]["outputs"])
         }
         (prefill,) = (g for g in graphs if g["name"] == "prefill")
         self.prefill_length = prefill["length"]

@@ -9,9 +9,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specedge.runtime.loop.decoding import SpeculativeDecoder
+from specedge.runtime.loop.model import shared_beginning
 from specedge.runtime.loop.round import Drafter
 from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.sampling.scores import HostScores
 
 Law = Callable[[tuple[int, ...]], Sequence[float]]
 
@@ -38,18 +40,22 @@ class TableModel:
         self.length = 0
         self.passes: list[int] = []
 
-    def forward(self, tokens: Sequence[int]) -> np.ndarray:
+    def forward(self, tokens: Sequence[int]) -> HostScores:
         self.passes.append(len(tokens))
         logits = []
         for token in tokens:
             self._write(token)
             with np.errstate(divide="ignore"):
                 logits.append(np.log(np.array(self.law(tuple(self.rows[: self.length])), float)))
-        return np.stack(logits)
+        return HostScores(np.stack(logits))
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._write(token)
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        self.truncate(shared_beginning(self.rows[: self.length], tokens))
+        return self.length
 
     def truncate(self, length: int) -> None:
         assert length <= self.length
@@ -107,14 +113,14 @@ class NoisyModel(TableModel):
         self.noise = noise
         self.widths: list[int] = []
 
-    def forward(self, tokens: Sequence[int]) -> np.ndarray:
+    def forward(self, tokens: Sequence[int]) -> HostScores:
         start = self.length
-        logits = super().forward(tokens)
+        logits = super().forward(tokens).array()
         self.widths[start:] = [len(tokens)] * len(tokens)
         for i, row in enumerate(logits):
             seen = hash((self.rows[start + i], *self.widths[: start + i + 1]))
             row += self.noise * _TREMBLE[seen % len(_TREMBLE)][: len(row)]
-        return logits
+        return HostScores(logits)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         super().prefill(tokens)

@@ -23,6 +23,7 @@ PARITY = m.Parity(
     versions={"torch": "2.13.0"},
 )
 SHAPE = m.CacheLayer(heads=2, key_size=4, value_size=4)
+CACHE = m.Cache("float32", 40, (SHAPE, SHAPE))
 
 
 def make_model(role: str) -> m.Model:
@@ -36,11 +37,12 @@ def make_model(role: str) -> m.Model:
         context_length=32,
         dtype="float32",
         weights_dtype="float16",
-        cache=m.Cache("float32", 40, (SHAPE, SHAPE)),
+        cache=CACHE,
         weights=f"{role}/weights.bin",
+        signatures=m.signatures(CACHE, 64),
         graphs=(
-            m.Graph("decoder", "onnx", 1, None, True, f"{role}/decoder.onnx"),
-            m.Graph("verify", "onnx", 1, 5, True, f"{role}/decoder.onnx"),
+            m.Graph("decoder", "onnx", 1, None, "with_logits", f"{role}/decoder.onnx"),
+            m.Graph("verify", "onnx", 1, 5, "with_logits", f"{role}/decoder.onnx"),
         ),
         parity={"onnx": PARITY},
     )
@@ -68,6 +70,7 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         default_sampling=Filters(),
         target=make_model("target"),
         draft=make_model("draft"),
+        id_map=None,
         files={name: b.describe(folder / name) for name in files},
     )
     (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")

@@ -105,8 +105,8 @@ MUTANTS = [
         "the bonus token is drawn from the target's row K, not K + 1",
         "",
         VERIFY,
-        "target = probabilities(target_logits[num_drafted], sampling",
-        "target = probabilities(target_logits[num_drafted - 1], sampling",
+        "target = probabilities(scores[num_drafted].array(), sampling",
+        "target = probabilities(scores[num_drafted - 1].array(), sampling",
         JOINT,
     ),
     Mutant(
@@ -154,7 +154,7 @@ MUTANTS = [
         "jaymody/speculative-sampling until 2023, toyllm's first version",
         VERIFY,
         "return law.pick(uniform), law",
-        "return int(law.row(len(logits)).argmax()), law",
+        "return int(law.row(len(row.array())).argmax()), law",
         JOINT,
     ),
     Mutant(
@@ -163,7 +163,8 @@ MUTANTS = [
         "",
         VERIFY,
         "return law.pick(uniform), law",
-        "return law.pick(uniform), probabilities(logits, Sampling(sampling.temperature), past)",
+        "return law.pick(uniform), "
+        "probabilities(row.array(), Sampling(sampling.temperature), past)",
         "tests/runtime/test_pipeline.py::test_the_first_tokens_follow_the_targets_own_law",
     ),
     Mutant(
@@ -171,8 +172,8 @@ MUTANTS = [
         "temperature 0 as a small temperature: ties become chances",
         "jaymody/speculative-sampling, toyllm, candle, Speculative-Sampling",
         VERIFY,
-        "return choice(logits, sampling, past), None",
-        "return probabilities(logits, Sampling(1e-6), past).pick(uniform), None",
+        "return choice(row, sampling, past), None",
+        "return probabilities(row.array(), Sampling(1e-6), past).pick(uniform), None",
         "tests/runtime/loop/test_verify.py::test_greedy_takes_the_lowest_id_on_ties",
     ),
     Mutant(
@@ -218,8 +219,8 @@ MUTANTS = [
         "penalties at a draft position count all drafted tokens",
         "",
         VERIFY,
-        "target = probabilities(target_logits[i], sampling, past.then(draft.tokens[:i]))",
-        "target = probabilities(target_logits[i], sampling, past.then(draft.tokens))",
+        "target = probabilities(logits, sampling, past.then(draft.tokens[:i]))",
+        "target = probabilities(logits, sampling, past.then(draft.tokens))",
         "tests/runtime/sampling/test_logit_edits.py"
         "::test_speculating_with_edits_is_speculating_with_laws_that_have_them",
     ),
@@ -228,8 +229,8 @@ MUTANTS = [
         "penalties at a draft position count no drafted token",
         "",
         VERIFY,
-        "chosen = choice(target_logits[i], sampling, past.then(tokens[:i]))",
-        "chosen = choice(target_logits[i], sampling, past)",
+        "chosen = choice(scores[i], sampling, past.then(tokens[:i]))",
+        "chosen = choice(scores[i], sampling, past)",
         "tests/runtime/sampling/test_logit_edits.py::test_speculative_text_equals_plain_text_under_every_edit",
     ),
     Mutant(
@@ -297,8 +298,8 @@ MUTANTS = [
         "rows of rejected tokens stay in the draft's cache",
         "candle keeps a rejected token's row",
         DRAFTERS,
-        "        self.model.truncate(min(length - self._start, self.model.length))\n",
-        "",
+        "            self.model.truncate(min(length - self._start, self.model.length))\n",
+        "            pass\n",
         "tests/runtime/loop/test_decoding.py::test_after_a_rejection_the_draft_feeds_one_token",
     ),
     Mutant(
@@ -316,8 +317,8 @@ MUTANTS = [
         "the prompt's last token is in the cache before it leads the first pass",
         "",
         DECODING,
-        "self.target.prefill(tokens[:-1])",
-        "self.target.prefill(tokens)",
+        "self.target.prefill(tokens[kept:-1])",
+        "self.target.prefill(tokens[kept:])",
         JOINT,
     ),
     Mutant(
@@ -325,8 +326,8 @@ MUTANTS = [
         "the cache is not emptied between two requests",
         "toyllm",
         DECODING,
-        "        self.target.truncate(0)\n        self.plan.truncate(0)\n",
-        "",
+        "kept = self.target.reuse(tokens[:-1])",
+        "kept = 0",
         "tests/runtime/test_requests.py::test_a_stream_may_be_left_and_the_pipeline_used_again",
     ),
     Mutant(
@@ -398,8 +399,8 @@ MUTANTS = [
         "log-probabilities are those of the row after a token's own",
         "",
         LOGPROBS,
-        "zip(logits, tokens, strict=False)",
-        "zip(logits[1:], tokens, strict=False)",
+        "_of_token(scores[i], token, count)",
+        "_of_token(scores[min(i + 1, len(tokens) - 1)], token, count)",
         "tests/runtime/sampling/test_logprobs.py::test_each_emitted_token_has_one_and_dropped_ones_none",
     ),
 ]

@@ -11,13 +11,13 @@ def dependent_lengths(model, lengths, num_tokens=140):
 
     def play(length):
         model.truncate(0)
-        for cache in model._caches.values():
+        for cache in model.cache.arrays.values():
             cache[:] = 1.0  # stale rows that are read would show
         starts = range(0, num_tokens, length)
-        logits = [model.forward(tokens[at : at + length]).copy() for at in starts]
+        logits = [model.forward(tokens[at : at + length]).array().copy() for at in starts]
         return [
             np.concatenate(logits),
-            *(c[:, :, :num_tokens].copy() for c in model._caches.values()),
+            *(c[:, :, :num_tokens].copy() for c in model.cache.arrays.values()),
         ]
 
     wide = play(num_tokens)

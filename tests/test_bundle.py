@@ -49,6 +49,10 @@ def test_writing_is_repeatable(folder):
     assert Bundle.from_json(text).to_json() == text
 
 
+MAPS = ("files", "versions", "special_tokens", "signatures")
+OUTPUT = ("target", "signatures", "with_logits", "outputs", 0)
+
+
 @pytest.mark.parametrize(
     ("keys", "value", "message"),
     [
@@ -70,10 +74,19 @@ def test_writing_is_repeatable(folder):
         (("target", "graphs", 0, "ops"), "tensorrt", "ops is one of onnx, gqa"),
         (("target", "graphs"), [], "has a decoder"),
         (("target", "graphs", 0, "length"), 5, "decoder takes any length"),
-        (("target", "graphs", 1, "logits"), False, "verify has logits"),
+        (("target", "graphs", 1, "signature"), "gone", "verify has no 'gone' among signatures"),
         (("target", "graphs", 1, "name"), "Verify", "name is up to 40 of"),
-        (("target", "graphs", 1, "name"), "prefill", "prefill has a length and no logits"),
-        (("target", "graphs", 0, "logits"), False, "decoder takes any length and has logits"),
+        (("target", "graphs", 1, "name"), "prefill", "prefill's signature is not that of cache"),
+        (("target", "graphs", 0, "signature"), "caches_alone", "decoder's signature is not"),
+        ((*OUTPUT, "dtype"), "float16", "decoder's signature is not that of cache and logits"),
+        ((*OUTPUT, "shape"), ["B", "X", 64], "a dimension is at least 1, B or T, got 'X'"),
+        ((*OUTPUT, "shape"), ["B", 0, 64], "a dimension is at least 1, B or T, got 0"),
+        ((*OUTPUT, "shape"), ["B", "T", 6.5], "must be a whole number, got 6.5"),
+        ((*OUTPUT, "role"), "cache", "the cache's tensors name a buffer, and no others"),
+        ((*OUTPUT, "role"), "Logits", "a role is up to 40 of"),
+        ((*OUTPUT, "name"), "present.0.key", "no name appears twice"),
+        ((*OUTPUT, "name"), "a\nb", "1 to 100 printable characters"),
+        (("id_map",), "ids.bin", "id_map is null in this format"),
         (("draft", "weights_dtype"), "float8", "got 'float8'"),
         (("num_draft_tokens",), 3, "verify must have length 4"),
         (("target", "parity", "onnx", "logits_error"), -1.0, "logits_error is at least 0"),
@@ -93,13 +106,13 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
 
 
 @pytest.mark.parametrize(
-    ("found", "cure"), [(2, "export the pair again"), (4, "use the specedge that wrote it")]
+    ("found", "cure"), [(3, "export the pair again"), (5, "use the specedge that wrote it")]
 )
 def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
-    said = f"format is {found}, this specedge reads format 3; {cure}"
+    said = f"format is {found}, this specedge reads format 4; {cure}"
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 
@@ -109,7 +122,7 @@ def test_every_missing_key_is_named(folder):
     def paths(value, before=()):
         for key in value:
             yield (*before, key)
-            if isinstance(value[key], dict) and key not in ("files", "versions", "special_tokens"):
+            if isinstance(value[key], dict) and key not in MAPS:
                 yield from paths(value[key], (*before, key))
 
     for keys in list(paths(json.loads(whole))):

@@ -15,7 +15,7 @@ from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle
 from specedge.strict_json import JsonError
 
-NAMES = {int: "integer", float: "number", str: "text", bool: "boolean"}
+NAMES = {type(None): "null", int: "integer", float: "number", str: "text", bool: "boolean"}
 PROMPT = "import json\n\n\ndef read_config(path):\n    "
 PLAIN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
@@ -24,7 +24,7 @@ def rendered(kind):
     """A type of the code in the document's words."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is types.UnionType:
-        return f"{rendered(arguments[0])} or null"
+        return " or ".join(map(rendered, arguments))
     if origin is tuple:
         return f"list of {rendered(arguments[0])}"
     if origin is dict:

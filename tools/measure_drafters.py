@@ -67,6 +67,7 @@ def measure(
 
 def run(pipeline: Pipeline, text: list[int], **options: Any) -> tuple[float, Counter[str]]:
     """Seconds of a request, and its counts."""
+    pipeline.forget()
     stats = pipeline.generate(text, **options).stats
     counts = Counter(
         tokens=stats.num_new_tokens,

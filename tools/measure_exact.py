@@ -45,6 +45,7 @@ def measure(pipeline: Pipeline, texts: list[list[int]], k: int, length: int) -> 
     for i, text in enumerate(texts):
         one = {}
         for name in list(ways) if i % 2 else list(ways)[::-1]:
+            pipeline.forget()
             one[name] = pipeline.generate(text, length, ignore_eos=True, **ways[name])
         plain, found, exact = one["plain"], one["speculative"], one["exact"]
         pairs = enumerate(zip(plain.tokens, found.tokens, strict=True))

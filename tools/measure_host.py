@@ -32,6 +32,7 @@ def measure(pipeline: Pipeline, k: int, length: int, repeats: int) -> dict[str, 
     rounds: dict[str, list[dict[str, float]]] = {name: [] for name in SETTINGS}
     for i in range(repeats + 1):
         for name, options in SETTINGS.items():
+            pipeline.forget()
             one = pipeline.generate(
                 PROMPT, length, num_draft_tokens=k, seed=i, ignore_eos=True, **options
             )

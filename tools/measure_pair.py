@@ -46,6 +46,7 @@ def measure(
     for i, text in enumerate(texts):
         seconds = {}
         for plain in (True, False) if i % 2 else (False, True):
+            pipeline.forget()
             one = pipeline.generate(text, seed=i, num_draft_tokens=0 if plain else k, **options)
             seconds[plain] = one.stats.prefill_seconds + one.stats.decode_seconds
             if not plain:

@@ -47,6 +47,7 @@ def repeating(pipeline: Pipeline, count: int) -> list[list[int]]:
 
 def seconds(pipeline: Pipeline, prompt: list[int], length: int, **options: Any) -> float:
     """Of one request, a new token."""
+    pipeline.forget()
     one = pipeline.generate(prompt, length, ignore_eos=True, **options)
     return (one.stats.prefill_seconds + one.stats.decode_seconds) / one.stats.num_new_tokens
 

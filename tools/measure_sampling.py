@@ -22,6 +22,7 @@ import numpy as np
 from specedge import Sampling
 from specedge.runtime.loop.verify import Draft, draw, verify
 from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.scores import HostRow, HostScores
 
 SETTINGS = {
     "greedy": Sampling(),
@@ -51,7 +52,7 @@ def drawn(rows: np.ndarray, sampling: Sampling) -> Draft:
     tokens: list[int] = []
     laws = []
     for row, uniform in zip(rows, UNIFORMS, strict=False):
-        token, law = draw(row, sampling, PAST.then(tokens), float(uniform))
+        token, law = draw(HostRow(row), sampling, PAST.then(tokens), float(uniform))
         tokens.append(token)
         if law is not None:
             laws.append(law)
@@ -67,10 +68,11 @@ def round_of(rows: np.ndarray, sampling: Sampling, accepted: bool) -> Callable[[
     if not accepted:
         for row, token in zip(targets, drawn(rows, sampling).tokens, strict=False):
             row[token] -= 20
+    scores = HostScores(targets)
     tests = np.full(len(rows), 0.0 if accepted else 1 - 2**-53)
 
     def run() -> int:
-        return verify(drawn(rows, sampling), targets, sampling, PAST, tests, 0.7).num_accepted
+        return verify(drawn(rows, sampling), scores, sampling, PAST, tests, 0.7).num_accepted
 
     return run
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specedge.errors import ParityError
-from specedge.manifest import FLOAT32_FLOOR, FLOAT32_MULTIPLE
+from specedge.precision import FLOAT32
 
 TINY = 1e-6  # of the largest value of an output: what a row of zeros is relative to
 # Exact arithmetic leaves a right graph a ten-millionth of float32's error. A constant that is wrong
@@ -37,7 +37,7 @@ def float32_errors(error: np.ndarray, exact: np.ndarray) -> np.ndarray:
     """What float32's `error` is of each row; none counts as less than most. [..., n] -> [..., n]"""
     found = error / scales(exact)
     usual = np.median(found, axis=-1, keepdims=True)
-    return np.maximum(found, usual) + FLOAT32_FLOOR / FLOAT32_MULTIPLE
+    return np.maximum(found, usual) + FLOAT32.floor / FLOAT32.multiple
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Judge:
     role: str
     wanted: str
     tolerance: float | None = None
-    multiple: float = FLOAT32_MULTIPLE
+    multiple: float = FLOAT32.multiple
     worst: dict[str, float] = field(default_factory=dict)  # relative to the output's largest value
     row: float = 0.0  # the worst of all relative to its row's largest value
     ratio: float = 0.0  # the largest multiple of float32's own error

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch.overrides import TorchFunctionMode
 
-from specedge.manifest import FLOAT32_MULTIPLE
+from specedge.precision import FLOAT32
 
 
 class Choices(TorchFunctionMode):
@@ -54,5 +54,5 @@ def close(exact: Choices, rounded: Choices, num_positions: int) -> np.ndarray:
                 ordered = -np.sort(-wanted, axis=1)
                 margin = np.nan_to_num(ordered[:, k - 1] - ordered[:, k], nan=np.inf)
             part = near[positions]
-            part |= (margin < 2 * FLOAT32_MULTIPLE * noise).reshape(len(part), -1).any(1)
+            part |= (margin < 2 * FLOAT32.multiple * noise).reshape(len(part), -1).any(1)
     return near

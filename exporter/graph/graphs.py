@@ -36,7 +36,8 @@ class Length:
     def entry(self, folder: str, ops: str) -> Graph:
         """Its line in the manifest."""
         file = f"{folder}/{self.file(ops)}"
-        return Graph(self.name, ops, 1, self.length, self.logits, file)
+        signature = "with_logits" if self.logits else "caches_alone"
+        return Graph(self.name, ops, 1, self.length, signature, file)
 
 
 def lengths(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[Length]:

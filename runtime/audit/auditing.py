@@ -13,7 +13,8 @@ from specedge.bundle import MANIFEST, Bundle, sha256
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
 from specedge.manifest import Model
 
-from ..backend.onnx_model import OrtModel, choose_ops
+from ..backend.model_session import choose_ops
+from ..backend.onnx_model import OrtModel
 from ..backend.sessions import check_device
 from ..text.prompts import UserPrompt, tokens_of
 from ..text.tokenizing import encode, load_tokenizer

@@ -17,6 +17,7 @@ from ..loop.verify import Draft, Verdict, verify
 from ..sampling.distribution import Floats
 from ..sampling.history import Past
 from ..sampling.probabilities import probabilities
+from ..sampling.scores import Scores
 from .cached import Cached
 from .subject import Parts
 
@@ -36,9 +37,9 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
     class Decoder(SpeculativeDecoder):
         @staticmethod
         def judge(
-            draft: Draft, logits: Floats, sampling: Sampling, past: Past, tests: Floats, last: float
+            draft: Draft, scores: Scores, sampling: Sampling, past: Past, tests: Floats, last: float
         ) -> Verdict:
-            return verify(draft, logits, sampling, past, change(tests), last)
+            return verify(draft, scores, sampling, past, change(tests), last)
 
     return Decoder
 
@@ -46,13 +47,13 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 class _NoResidual(SpeculativeDecoder):
     @staticmethod
     def judge(
-        draft: Draft, logits: Floats, sampling: Sampling, past: Past, tests: Floats, last: float
+        draft: Draft, scores: Scores, sampling: Sampling, past: Past, tests: Floats, last: float
     ) -> Verdict:
-        verdict = verify(draft, logits, sampling, past, tests, last)
+        verdict = verify(draft, scores, sampling, past, tests, last)
         i = verdict.num_accepted
         if sampling.greedy or i == len(draft.tokens):
             return verdict
-        law = probabilities(logits[i], sampling, past.then(draft.tokens[:i]))
+        law = probabilities(scores[i].array(), sampling, past.then(draft.tokens[:i]))
         return Verdict(i, law.pick(last))
 
 
@@ -91,7 +92,7 @@ class _OneRowTooMany:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, tokens: Sequence[int]) -> Floats:
+    def forward(self, tokens: Sequence[int]) -> Scores:
         return self._model.forward(tokens)
 
     def truncate(self, length: int) -> None:

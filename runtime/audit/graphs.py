@@ -19,7 +19,8 @@ from specedge.bundle import Bundle
 from specedge.errors import BundleError
 from specedge.manifest import Graph, Model
 
-from ..backend.onnx_model import OrtModel, choose_ops
+from ..backend.model_session import choose_ops
+from ..backend.onnx_model import OrtModel
 from .budget import Budget
 from .noise import Difference, distance, row_differences, size
 from .report import FAILED, PASSED, SHORT, Finding
@@ -101,7 +102,7 @@ def graphs(bundle: Bundle, ops: str, open_: Open, budget: Budget) -> Finding:
 def allowed(model: Model, *ops: str) -> float:
     """How far two graphs that are each as good as float32 can be are apart at most, relative to
     the largest value."""
-    return sum(model.parity[name].bound for name in (ops * 2)[:2])
+    return sum(model.bound(name) for name in (ops * 2)[:2])
 
 
 def _tokens(model: Model) -> list[int]:
@@ -137,7 +138,9 @@ def _rows(
         f"{role} ({ops}): the same bits for passes of {_list(same)} rows ({passes} passes; "
         f"recorded {_list(recorded)}){_differing(found)}"
     )
-    notes.lines.append(f"{role} ({ops}): recorded at export, not measured here: {parity.summary}")
+    notes.lines.append(
+        f"{role} ({ops}): recorded at export, not measured here: {model.parity_line(ops)}"
+    )
     worst = max((d.relative for d in found.values()), default=0.0)
     if not worst <= allowed(model, ops):
         notes.problems.append(
@@ -194,7 +197,7 @@ def _fixed(
         if budget.over:
             notes.missing.append(f"{role}'s {entry.name} ({ops})")
             continue
-        outputs = _passes(open_(model, ops, entry.name), entry, _tokens(model))
+        outputs = _passes(open_(model, ops, entry.name), model, entry, _tokens(model))
         found[entry.name] = _relative(outputs, played[entry.name])
         gc.collect()  # a session holds its weights
     if not found:
@@ -219,14 +222,14 @@ def _play(graph: OrtModel, model: Model, ops: str) -> dict[str, Outputs]:
     tokens = _tokens(model)
     graph.truncate(0)
     outputs: dict[str, Outputs] = {
-        "decoder": (graph.forward(tokens).copy(), graph.cache_rows(0, len(tokens)))
+        "decoder": (graph.forward(tokens).array().copy(), graph.cache_rows(0, len(tokens)))
     }
     for entry in _fixed_shapes(model, ops):
-        outputs[entry.name] = _passes(graph, entry, tokens)
+        outputs[entry.name] = _passes(graph, model, entry, tokens)
     return outputs
 
 
-def _passes(graph: OrtModel, entry: Graph, tokens: list[int]) -> Outputs:
+def _passes(graph: OrtModel, model: Model, entry: Graph, tokens: list[int]) -> Outputs:
     """Two passes of a fixed length, one after the other."""
     assert entry.length is not None
     count = max(1, min(2, len(tokens) // entry.length)) * entry.length
@@ -235,8 +238,8 @@ def _passes(graph: OrtModel, entry: Graph, tokens: list[int]) -> Outputs:
     graph.truncate(0)
     for start in range(0, count, entry.length):
         part = fed[start : start + entry.length]
-        if entry.logits:
-            logits.append(graph.forward(part).copy())
+        if model.signatures[entry.signature].logits:
+            logits.append(graph.forward(part).array().copy())
         else:
             graph.prefill(part)
     return np.concatenate(logits) if logits else None, graph.cache_rows(0, count)

@@ -150,7 +150,9 @@ class _Setting:
         fed = [known(token, sizes) for token in (*prompt, *string)]
         model.truncate(0)
         model.prefill(fed[:-1])
-        law = probabilities(model.forward(fed[-1:])[-1], self._sampling, Past(prompt, string))
+        law = probabilities(
+            model.forward(fed[-1:])[-1].array(), self._sampling, Past(prompt, string)
+        )
         return law.row(self._subject.target_sizes.vocab_size)
 
     def _law(self, prompt: Sequence[int], budget: Budget) -> Law:

@@ -61,7 +61,7 @@ def _played(model: Cached, text: list[int], most: int, seed: int) -> float:
     text, then others that are rolled back."""
     random = np.random.default_rng(seed)
     model.truncate(0)
-    straight = model.forward(text).copy()
+    straight = model.forward(text).array().copy()
     straight_rows = model.cache_rows(0, len(text))
     model.truncate(0)
     at, worst = 0, 0.0
@@ -69,7 +69,7 @@ def _played(model: Cached, text: list[int], most: int, seed: int) -> float:
         total = min(int(random.integers(1, most + 1)), len(text) - at)
         kept = int(random.integers(1, total + 1))
         others = [text[int(i)] for i in random.integers(len(text), size=total - kept)]
-        logits = model.forward([*text[at : at + kept], *others])[:kept]
+        logits = model.forward([*text[at : at + kept], *others]).array()[:kept]
         worst = max(worst, distance(logits, straight[at : at + kept]) / size(straight))
         at += kept
         model.truncate(at)
@@ -185,7 +185,7 @@ def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budge
     model.prefill(prompt[:-1])
     tokens = [prompt[-1]]
     for _ in range(count):
-        tokens.append(int(model.forward([tokens[-1]])[-1].argmax()))
+        tokens.append(int(model.forward([tokens[-1]])[-1].largest(1)[0][0]))
         if budget.over and len(tokens) > 8:
             break
     return tokens[1:]

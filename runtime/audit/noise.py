@@ -37,7 +37,7 @@ def row_differences(
     and cache rows.
     """
     model.truncate(0)
-    wide = model.forward(tokens).copy()
+    wide = model.forward(tokens).array().copy()
     wide_rows = model.cache_rows(0, len(tokens))
     found: dict[int, Difference] = {}
     for i, length in enumerate(lengths):
@@ -49,7 +49,7 @@ def row_differences(
             if num_passes and share.over:
                 break
             model.truncate(start)
-            logits = model.forward(tokens[start : start + length])
+            logits = model.forward(tokens[start : start + length]).array()
             rows = model.cache_rows(start, start + length)
             wanted = [part[:, start : start + length] for part in wide_rows]
             largest = max(largest, distance(logits, wide[start : start + length]))

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ..loop.model import LanguageModel
+from ..loop.model import LanguageModel, shared_beginning
 from ..sampling.distribution import Floats
+from ..sampling.scores import HostScores
 
 MOST_BYTES = 256 * 2**20
 
@@ -26,7 +27,6 @@ class Remembering:
         self.horizon = sys.maxsize
         self._inner = inner
         self._tokens: list[int] = []
-        self._fed: list[int] = []  # what the inner model's cache holds
         self._rows: dict[Text, Floats] = {}
         self._bytes = 0
         self._vocab_size = 0
@@ -35,7 +35,7 @@ class Remembering:
     def length(self) -> int:
         return len(self._tokens)
 
-    def forward(self, tokens: Sequence[int]) -> Floats:
+    def forward(self, tokens: Sequence[int]) -> HostScores:
         start = len(self._tokens)
         self._tokens += tokens
         keys = [tuple(self._tokens[: i + 1]) for i in range(start, len(self._tokens))]
@@ -45,28 +45,28 @@ class Remembering:
         if len(kept) < len(needed):
             rows += self._computed(needed[len(kept) :])
         rows += [np.zeros(self._vocab_size, np.float32)] * (len(keys) - len(needed))
-        return np.stack(rows)
+        return HostScores(np.stack(rows))
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        self.truncate(shared_beginning(self._tokens, tokens))
+        return self.length
 
     def truncate(self, length: int) -> None:
         del self._tokens[length:]
 
     def refresh(self) -> None:
-        """Others have used the inner model; what is remembered stays."""
-        self._fed = []
+        """Let the inner model read all anew; what is remembered stays."""
         self._inner.truncate(0)
 
     def _computed(self, keys: list[Text]) -> list[Floats]:
         """The rows after texts that grow by a token each, in one pass."""
         text, start = keys[-1], len(keys[0]) - 1
-        pairs = zip(self._fed, text[:start], strict=False)
-        shared = sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
-        self._inner.truncate(shared)
-        self._inner.prefill(text[shared:start])
-        rows = [row.copy() for row in self._inner.forward(text[start:])]
-        self._fed = list(text)
+        kept = self._inner.reuse(text[:start])
+        self._inner.prefill(text[kept:start])
+        rows = [row.copy() for row in self._inner.forward(text[start:]).array()]
         self._vocab_size = len(rows[0])
         for key, row in zip(keys, rows, strict=True):
             if self._bytes + row.nbytes <= MOST_BYTES:

@@ -157,7 +157,7 @@ def logits_after(
     fed = [known(token, sizes) for token in (*prompt, *new[:-1])]
     model.truncate(0)
     model.prefill(fed[: len(prompt) - 1])
-    return model.forward(fed[len(prompt) - 1 :])
+    return model.forward(fed[len(prompt) - 1 :]).array()
 
 
 def laws(

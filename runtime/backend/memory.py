@@ -8,6 +8,7 @@ from pathlib import Path
 
 from specedge.errors import DeviceError
 from specedge.manifest import Model
+from specedge.precision import DTYPES
 
 _SIGNS = ("bad_alloc", "bad allocation", "failed to allocate", "cannot allocate", "out of memory")
 
@@ -56,12 +57,12 @@ def left_bytes() -> int | None:
 
 
 def _weights(model: Model) -> int:
-    return 4 * model.num_parameters  # ONNX Runtime's CPU kernels hold them in float32
+    return DTYPES[model.dtype] * model.num_parameters  # kernels hold them in what they compute in
 
 
 def _caches(model: Model) -> int:
     sizes = (layer.heads * (layer.key_size + layer.value_size) for layer in model.cache.layers)
-    return 4 * model.cache.capacity * sum(sizes)
+    return DTYPES[model.cache.dtype] * model.cache.capacity * sum(sizes)
 
 
 def _shown(size: int) -> str:

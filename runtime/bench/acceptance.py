@@ -18,6 +18,7 @@ from ..pipeline import Pipeline
 from ..sampling.distribution import Floats
 from ..sampling.history import Past
 from ..sampling.probabilities import choice, probabilities
+from ..sampling.scores import HostRow
 from ..theory.overlap import acceptance_probability
 
 ROWS = 16  # of logits at a time: a row may have 150,000 columns
@@ -53,7 +54,8 @@ def _stands(target: Floats, draft: Floats, sampling: Sampling, past: Past) -> fl
     size = len(target)
     try:
         if sampling.greedy:
-            return float(choice(draft, sampling, past) == choice(target, sampling, past))
+            chosen = [choice(HostRow(row), sampling, past) for row in (draft, target)]
+            return float(chosen[0] == chosen[1])
         drafted = probabilities(draft, sampling, past).row(size)
     except OptionError:  # the draft knows none of the tokens that the options allow
         return 0.0
@@ -66,4 +68,4 @@ def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> It
     model.truncate(0)
     model.prefill(tokens[:start])
     for at in range(start, len(tokens), ROWS):
-        yield from model.forward(tokens[at : at + ROWS]).copy()
+        yield from model.forward(tokens[at : at + ROWS]).array().copy()

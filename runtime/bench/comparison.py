@@ -80,6 +80,7 @@ def compare(
     num_draft_tokens = request.pop("num_draft_tokens", None)
 
     def run(plain: bool) -> Generation:
+        pipeline.forget()
         return pipeline.generate(
             prompt, num_draft_tokens=0 if plain else num_draft_tokens, **request
         )

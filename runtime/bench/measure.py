@@ -165,8 +165,7 @@ def _run(
     pipeline: Pipeline, prompt: Prompt, setting: Setting, request: dict[str, Any]
 ) -> Generation:
     """One request, from empty caches: what an earlier one left in them would be time saved."""
-    pipeline.target.truncate(0)
-    pipeline.draft.truncate(0)
+    pipeline.forget()
     return pipeline.generate(prompt.tokens, **request | setting.options)
 
 

@@ -148,20 +148,21 @@ def _run_rounds(
     new_tokens = max(least, min(most, int(SECONDS / LEAST_SWEEPS / len(places) / seconds)))
     found: dict[Place, list[Seen]] = {place: [] for place in places}
     reading: list[list[float]] = [[] for _ in lengths]
-    begin, sweeps, share = time.perf_counter(), 0, 0.0
-    while share < 1:
-        for i, (mode, k, length) in enumerate(places):
-            prompt = (text * (length // len(text) + 1))[:length]
-            found[mode, k, length].append(_run(unread, prompt, mode, k, new_tokens, i)[0])
-            done = sweeps + (i + 1) / len(places)
-            share = min(1.0, done / LEAST_SWEEPS, (time.perf_counter() - begin) / SECONDS)
-            progress(share)
-        sweeps += 1
-        for took, length in zip(reading, lengths, strict=True):
-            room = pipeline.bundle.draft.context_length - length
-            took.append(_read(pipeline.draft, length, min(READ_LENGTH, room)))
-    for model in (pipeline.target, pipeline.draft):
-        model.truncate(0)
+    try:
+        begin, sweeps, share = time.perf_counter(), 0, 0.0
+        while share < 1:
+            for i, (mode, k, length) in enumerate(places):
+                prompt = (text * (length // len(text) + 1))[:length]
+                found[mode, k, length].append(_run(unread, prompt, mode, k, new_tokens, i)[0])
+                done = sweeps + (i + 1) / len(places)
+                share = min(1.0, done / LEAST_SWEEPS, (time.perf_counter() - begin) / SECONDS)
+                progress(share)
+            sweeps += 1
+            for took, length in zip(reading, lengths, strict=True):
+                room = pipeline.bundle.draft.context_length - length
+                took.append(_read(pipeline.draft, length, min(READ_LENGTH, room)))
+    finally:
+        pipeline.forget()  # no row is what its token says
     return found, reading
 
 
@@ -175,7 +176,7 @@ class _Unread:
         return getattr(self._model, name)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        self._model.length += len(tokens)
+        self._model.cache.extend(tokens)
 
 
 def _run(
@@ -203,7 +204,8 @@ def _tokens(pipeline: Pipeline, text: str) -> list[int]:
 
 def _read(model: Any, length: int, num_tokens: int) -> float:
     """Seconds of a token that is read after so many."""
-    model.length = length
+    model.truncate(0)
+    model.cache.extend([0] * length)
     begin = time.perf_counter()
     model.prefill([0] * num_tokens)
     return (time.perf_counter() - begin) / num_tokens

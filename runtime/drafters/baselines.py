@@ -54,10 +54,11 @@ class Block:
         num_guessed = min(max_tokens, room) - 1
         guess = self._lookup.propose(past, num_guessed, sampling, uniforms).tokens
         guess += past.tokens[-1:] * (num_guessed - len(guess))
-        logits = self._reader.model.forward([*feed, *self._reader.known(guess)])[len(feed) - 1 :]
+        scores = self._reader.model.forward([*feed, *self._reader.known(guess)])
         drawn = []
         with suppress(OptionError):  # the draft knows none that the options allow
-            for i, row in enumerate(logits):
+            for i in range(len(guess) + 1):
+                row = scores[len(feed) - 1 + i]
                 drawn.append(draw(row, sampling, past.then(guess[:i]), float(uniforms[i])))
         self._reader.truncate(len(past.tokens))  # what is read next is not what was guessed
         return Draft([token for token, _ in drawn], [law for _, law in drawn])

@@ -42,6 +42,7 @@ class DraftModel:
         self.context_length = context_length
         self.vocab_size = vocab_size
         self._start = 0  # the place in the text of the cache's first token
+        self._begins = True  # what the cache holds may be of another text
 
     def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
         if not max_tokens:
@@ -50,10 +51,10 @@ class DraftModel:
         drafted: list[int] = []
         probs: list[Distribution] = []
         for i in range(min(max_tokens, room)):
-            logits = self.model.forward(feed)[-1]
+            row = self.model.forward(feed)[-1]
             text = past.then(drafted)
             try:
-                token, distribution = draw(logits, sampling, text, float(uniforms[i]))
+                token, distribution = draw(row, sampling, text, float(uniforms[i]))
             except OptionError:  # what the options allow are tokens that the draft does not know
                 break
             drafted.append(token)
@@ -71,17 +72,16 @@ class DraftModel:
         return length - held, start + self.context_length - length + 1
 
     def truncate(self, length: int) -> None:
-        if length < self._start:
-            self._start = 0
-            self.model.truncate(0)
-        self.model.truncate(min(length - self._start, self.model.length))
+        self._begins = self._begins or length <= self._start
+        if not self._begins:
+            self.model.truncate(min(length - self._start, self.model.length))
 
     def catch_up(self, past: Past) -> tuple[list[int], int]:
         """Read a text up to its last token or two; these, to be fed, and how many may follow."""
         start = self._window(past.length)
-        if start != self._start:
-            self._start = start
-            self.model.truncate(0)
+        if self._begins or start != self._start:
+            self._start, self._begins = start, False
+            self.model.reuse(self.known(past.tokens[start:-1]))
         feed = self.known(past.last(past.length - start - self.model.length))
         if len(feed) > 2:
             self.model.prefill(feed[:-1])

@@ -19,6 +19,7 @@ from specedge.options import Sampling
 from ..loop.verify import Draft, draw
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import Past
+from ..sampling.scores import HostRow
 
 Counts = NDArray[np.unsignedinteger[Any]]
 MAX_ORDER = 3
@@ -151,9 +152,9 @@ class NGrams:
         for i in range(max_tokens):
             law = self._tables.law([*past.last(2), *tokens])
             with np.errstate(divide="ignore"):
-                logits = np.log(law.row(self._tables.vocab_size).astype(np.float32))
+                row = HostRow(np.log(law.row(self._tables.vocab_size).astype(np.float32)))
             try:
-                token, drawn = draw(logits, sampling, past.then(tokens), float(uniforms[i]))
+                token, drawn = draw(row, sampling, past.then(tokens), float(uniforms[i]))
             except OptionError:  # what the options allow has never followed
                 break
             tokens.append(token)

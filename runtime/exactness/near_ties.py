@@ -14,12 +14,13 @@ from specedge.options import Sampling
 from ..loop.model import LanguageModel
 from ..loop.round import NearTie
 from ..loop.verify import Draft, Verdict, verify
-from ..sampling.distribution import Floats
 from ..sampling.history import Past
-from ..sampling.logit_edits import edited
-from ..sampling.probabilities import choice
+from ..sampling.probabilities import choice, likeliest
+from ..sampling.scores import Row, Scores
 
 _NO_UNIFORMS = np.zeros(0)
+
+Scored = tuple[int, float]  # a token and its logit
 
 
 class Referee:
@@ -42,31 +43,32 @@ class Referee:
         self._num_plain = num_rows
 
     def review(
-        self, verdict: Verdict, tokens: list[int], logits: Floats, sampling: Sampling, past: Past
+        self, verdict: Verdict, tokens: list[int], scores: Scores, sampling: Sampling, past: Past
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
         """The verdict on drafted tokens [n], perhaps another one, and the near-ties in it.
 
-        logits [n + 1, V] of the target's last pass, over the end of `past` and the tokens
+        scores [n + 1 rows] of the target's last pass, over the end of `past` and the tokens
         """
         self._ties = []
-        verdict = self._verdict(verdict, tokens, logits, sampling, past)
+        verdict = self._verdict(verdict, tokens, scores, sampling, past)
         return verdict, tuple(self._ties)
 
     def _verdict(
-        self, verdict: Verdict, tokens: list[int], logits: Floats, sampling: Sampling, past: Past
+        self, verdict: Verdict, tokens: list[int], scores: Scores, sampling: Sampling, past: Past
     ) -> Verdict:
         if not tokens and self._num_plain == len(past.tokens) - 1:
             self._num_plain += 1  # one row after rows of plain decoding
             return verdict
         for i in range(verdict.num_accepted + 1):
             text = past.then(tokens[:i])
-            scores = edited(logits[i], sampling, text)
-            if not self._is_near(scores, sampling):
+            first, second = _two_likeliest(scores[i], sampling, text)
+            if not self._is_near(first, second, sampling):
                 continue
             if not self.exact:
-                self._note(scores, text)
+                self._note(first, second, text)
                 continue
-            chosen = self._note(edited(self._read_again(text, sampling), sampling, text), text)
+            first, second = _two_likeliest(self._read_again(text, sampling), sampling, text)
+            chosen = self._note(first, second, text)
             if i == len(tokens) or chosen != tokens[i]:
                 return Verdict(i, chosen)
             return self._go_on(i, tokens, sampling, text.then([chosen]))
@@ -74,32 +76,27 @@ class Referee:
 
     def _go_on(self, i: int, tokens: list[int], sampling: Sampling, text: Past) -> Verdict:
         """The verdict where token i stands after all; the rows after it are computed anew."""
-        logits, rest = self.target.forward(tokens[i:]), tokens[i + 1 :]
-        verdict = verify(Draft(rest), logits, sampling, text, _NO_UNIFORMS, 0.0)
-        verdict = self._verdict(verdict, rest, logits, sampling, text)
+        scores, rest = self.target.forward(tokens[i:]), tokens[i + 1 :]
+        verdict = verify(Draft(rest), scores, sampling, text, _NO_UNIFORMS, 0.0)
+        verdict = self._verdict(verdict, rest, scores, sampling, text)
         return Verdict(i + 1 + verdict.num_accepted, verdict.next_token)
 
-    def _is_near(self, scores: Floats, sampling: Sampling) -> bool:
+    def _is_near(self, first: Scored, second: Scored, sampling: Sampling) -> bool:
         penalty = sampling.repetition_penalty  # it multiplies logits, and their noise
-        least = float(scores.max()) - 2 * self.noise * max(1.0, penalty, 1 / penalty)
-        return int(np.count_nonzero(scores >= least)) > 1
+        return second[1] >= first[1] - 2 * self.noise * max(1.0, penalty, 1 / penalty)
 
-    def _note(self, scores: Floats, text: Past) -> int:
+    def _note(self, first: Scored, second: Scored, text: Past) -> int:
         """List a near-tie; the token chosen."""
-        best = int(scores.argmax())
-        others = scores.copy()
-        others[best] = -np.inf
-        second = int(others.argmax())
-        margin = float(scores[best]) - float(scores[second])
-        self._ties.append(NearTie(text.num_new_tokens, best, second, margin))
-        return best
+        margin = first[1] - second[1]
+        self._ties.append(NearTie(text.num_new_tokens, first[0], second[0], margin))
+        return first[0]
 
-    def _read_again(self, text: Past, sampling: Sampling) -> Floats:
-        """The row that plain decoding has at the end of a text. -> [V]"""
+    def _read_again(self, text: Past, sampling: Sampling) -> Row:
+        """The row that plain decoding has at the end of a text."""
         tokens, prompt = text.tokens, text.num_prompt_tokens
         self.target.truncate(self._num_plain)
         for at in range(self._num_plain, len(tokens)):
-            row: Floats = self.target.forward([tokens[at]])[0]
+            row = self.target.forward([tokens[at]])[0]
             before = Past(tokens[:prompt], tokens[prompt : at + 1])
             if at + 1 < len(tokens) and choice(row, sampling, before) != tokens[at + 1]:
                 raise SpecEdgeError(
@@ -108,3 +105,9 @@ class Referee:
                 )
         self._num_plain = len(tokens)
         return row
+
+
+def _two_likeliest(row: Row, sampling: Sampling, text: Past) -> tuple[Scored, Scored]:
+    ids, values = likeliest(row, 2, sampling, text)
+    found = [(int(i), float(value)) for i, value in zip(ids, values, strict=True)]
+    return found[0], found[1] if len(found) > 1 else (found[0][0], -np.inf)

@@ -46,7 +46,7 @@ def _read(model: LanguageModel, tokens: Sequence[int], num_rows: int, length: in
     start = max(0, len(tokens) - num_rows)
     model.prefill(tokens[:start])
     starts = range(start, len(tokens), length)
-    return np.concatenate([model.forward(tokens[at : at + length]).copy() for at in starts])
+    return np.concatenate([model.forward(tokens[at : at + length]).array().copy() for at in starts])
 
 
 def _largest(found: Floats, wanted: Floats) -> float:

@@ -9,6 +9,7 @@ from specedge.options import Sampling
 from ..sampling.distribution import Floats
 from ..sampling.history import Past
 from ..sampling.logprobs import of_tokens
+from ..sampling.scores import HostScores
 from .model import LanguageModel
 from .randomness import uniforms
 from .round import NearTie, Plan, Referee, Round, Step, sources
@@ -66,9 +67,9 @@ class SpeculativeDecoder:
             consumed += count
 
     def _prefill(self, tokens: list[int]) -> None:
-        self.target.truncate(0)
         self.plan.truncate(0)
-        self.target.prefill(tokens[:-1])
+        kept = self.target.reuse(tokens[:-1])
+        self.target.prefill(tokens[kept:-1])
         if self.referee:
             self.referee.begin(self.target.length)
 
@@ -90,17 +91,18 @@ class SpeculativeDecoder:
         with self.watch.part("sampling"):
             most = min(k, wanted - 1 if sampling.greedy else wanted)
             draft = step.drafter.propose(past, most, sampling, us[:k]) if most else Draft([])
-        logits = self.target.forward([past.tokens[-1], *draft.tokens])
+        scores = self.target.forward([past.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
-            verdict = self.judge(draft, logits, sampling, past, us[k : 2 * k], float(us[-1]))
+            verdict = self.judge(draft, scores, sampling, past, us[k : 2 * k], float(us[-1]))
             near_ties: tuple[NearTie, ...] = ()
             if self.referee:
-                logits = logits if num_logprobs is None else logits.copy()  # it may run passes
+                if num_logprobs is not None:
+                    scores = HostScores(scores.array().copy())  # it may run passes
                 verdict, near_ties = self.referee.review(
-                    verdict, draft.tokens, logits, sampling, past
+                    verdict, draft.tokens, scores, sampling, past
                 )
             committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
-            logprobs = of_tokens(logits, committed, num_logprobs)
+            logprobs = of_tokens(scores, committed, num_logprobs)
         past.extend(committed)
         self.target.truncate(len(past.tokens) - 1)
         self.plan.truncate(len(past.tokens) - 1)

@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from ..sampling.distribution import Floats
+from ..sampling.scores import Scores
+
+
+def shared_beginning(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens two texts have in common before they differ."""
+    for i, (one, other) in enumerate(zip(first, second, strict=False)):
+        if one != other:
+            return i
+    return min(len(first), len(second))
 
 
 class LanguageModel(Protocol):
@@ -16,12 +24,16 @@ class LanguageModel(Protocol):
         """How many tokens are in the cache."""
         ...
 
-    def forward(self, tokens: Sequence[int]) -> Floats:
+    def forward(self, tokens: Sequence[int]) -> Scores:
         """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]"""
         ...
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append any number of tokens to the cache without computing logits."""
+        ...
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        """Forget all but the longest beginning of the cache that is one of `tokens`; its length."""
         ...
 
     def truncate(self, length: int) -> None:

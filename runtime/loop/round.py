@@ -13,6 +13,7 @@ from specedge.options import Sampling
 from ..sampling.distribution import Floats
 from ..sampling.history import Past
 from ..sampling.logprobs import TokenLogprobs
+from ..sampling.scores import Scores
 from .verify import Draft, Verdict
 
 
@@ -116,10 +117,10 @@ class Referee(Protocol):
         ...
 
     def review(
-        self, verdict: Verdict, tokens: list[int], logits: Floats, sampling: Sampling, past: Past
+        self, verdict: Verdict, tokens: list[int], scores: Scores, sampling: Sampling, past: Past
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
         """The verdict on drafted tokens [n], perhaps another one, and the near-ties in it.
 
-        logits [n + 1, V] of the target's last pass, over the end of `past` and the tokens
+        scores [n + 1 rows] of the target's last pass, over the end of `past` and the tokens
         """
         ...

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from ..sampling.distribution import Floats
+from ..sampling.scores import Scores
 from .model import LanguageModel
 
 
@@ -40,7 +40,8 @@ class Timed:
     """A language model whose passes are counted and timed as one part of a run.
 
     `firsts` are the seconds of rounds' first passes, by their tokens; `rounds` those of all passes
-    of a round, by the tokens of the first and how many there were.
+    of a round, by the tokens of the first and how many there were. `num_reused` tokens needed no
+    reading, since the cache held them.
     """
 
     def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
@@ -48,6 +49,7 @@ class Timed:
         self._watch = watch
         self._part = part
         self.num_passes = 0
+        self.num_reused = 0
         self.firsts: defaultdict[int, list[float]] = defaultdict(list)
         self.rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._round: list[float] = []
@@ -57,7 +59,7 @@ class Timed:
     def length(self) -> int:
         return self._model.length
 
-    def forward(self, tokens: Sequence[int]) -> Floats:
+    def forward(self, tokens: Sequence[int]) -> Scores:
         self.num_passes += 1
         begin = time.perf_counter()
         with self._watch.part(self._part):
@@ -73,6 +75,10 @@ class Timed:
         """Before the first pass it reads the prompt; later it is a cost of the rounds."""
         with self._watch.part(self._part if self.num_passes else "prefill"):
             self._model.prefill(tokens)
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        self.num_reused = self._model.reuse(tokens)
+        return self.num_reused
 
     def truncate(self, length: int) -> None:
         self._model.truncate(length)

@@ -17,6 +17,7 @@ from specedge.options import Sampling
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import Past
 from ..sampling.probabilities import choice, probabilities
+from ..sampling.scores import Row, Scores
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class Verdict:
 
 def verify(
     draft: Draft,
-    target_logits: Floats,
+    scores: Scores,
     sampling: Sampling,
     past: Past,
     tests: Floats,
@@ -59,28 +60,27 @@ def verify(
     max(0, t - d); after none, the bonus token follows the target's last row. With a lenience b it
     stands if b u d(x) < t(x) (appendix A.5), and the output follows another law.
 
-    target_logits [n + 1, V], tests [n or more] and last: uniforms
+    scores [n + 1 rows] of the target, tests [n or more] and last: uniforms
     """
     if sampling.greedy:
-        return _verify_greedy(draft.tokens, target_logits, sampling, past)
+        return _verify_greedy(draft.tokens, scores, sampling, past)
     for i, token in enumerate(draft.tokens):
-        target = probabilities(target_logits[i], sampling, past.then(draft.tokens[:i]))
+        logits = scores[i].array()
+        target = probabilities(logits, sampling, past.then(draft.tokens[:i]))
         law = draft.law(i)
         drafted = 1.0 if law is None else law.of(token)
         if not sampling.lenience * tests[i] * drafted < target.of(token):
-            residual = _residual(target, draft, i, len(target_logits[i]))
+            residual = _residual(target, draft, i, len(logits))
             return Verdict(i, (residual if residual.total else target).pick(last))
     num_drafted = len(draft.tokens)
-    target = probabilities(target_logits[num_drafted], sampling, past.then(draft.tokens))
+    target = probabilities(scores[num_drafted].array(), sampling, past.then(draft.tokens))
     return Verdict(num_drafted, target.pick(last))
 
 
-def _verify_greedy(
-    tokens: list[int], target_logits: Floats, sampling: Sampling, past: Past
-) -> Verdict:
+def _verify_greedy(tokens: list[int], scores: Scores, sampling: Sampling, past: Past) -> Verdict:
     """The same rule with one-hot rows: a token stands if it is the target's own choice."""
     for i in range(len(tokens) + 1):
-        chosen = choice(target_logits[i], sampling, past.then(tokens[:i]))
+        chosen = choice(scores[i], sampling, past.then(tokens[:i]))
         if i == len(tokens) or tokens[i] != chosen:
             break
     return Verdict(i, chosen)
@@ -101,10 +101,10 @@ def _residual(target: Distribution, draft: Draft, i: int, vocab_size: int) -> Di
 
 
 def draw(
-    logits: Floats, sampling: Sampling, past: Past, uniform: float
+    row: Row, sampling: Sampling, past: Past, uniform: float
 ) -> tuple[int, Distribution | None]:
-    """Draw a token from logits, with the distribution it came from, None if certain. [V]"""
+    """Draw a token from a row, with the distribution it came from, None if certain."""
     if sampling.greedy:
-        return choice(logits, sampling, past), None
-    law = probabilities(logits, sampling, past)
+        return choice(row, sampling, past), None
+    law = probabilities(row.array(), sampling, past)
     return law.pick(uniform), law

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .distribution import Floats
-from .top_k_p import top
+from .scores import Row, Scores
 
 
 @dataclass(frozen=True)
@@ -27,21 +26,21 @@ class TokenLogprobs:
 
 
 def of_tokens(
-    logits: Floats, tokens: Sequence[int], count: int | None
+    scores: Scores, tokens: Sequence[int], count: int | None
 ) -> list[TokenLogprobs] | None:
-    """The log-probabilities of emitted tokens [n], by the rows that they followed [n or more, V],
+    """The log-probabilities of emitted tokens [n], by the rows that they followed [n or more],
     with the `count` likeliest of each row; None if count is None.
     """
     if count is None:
         return None
-    return [_of_token(row, token, count) for row, token in zip(logits, tokens, strict=False)]
+    return [_of_token(scores[i], token, count) for i, token in enumerate(tokens)]
 
 
-def _of_token(logits: Floats, token: int, count: int) -> TokenLogprobs:
+def _of_token(row: Row, token: int, count: int) -> TokenLogprobs:
+    logits = row.array()
     largest = logits.max()
     total = np.exp(logits - largest).sum(dtype=np.float64)
     offset = float(largest) + math.log(total)
-    ids = top(logits, min(count, len(logits))) if count else np.zeros(0, np.intp)
-    ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
-    likeliest = [(int(i), float(logits[i]) - offset) for i in ids if logits[i] > -np.inf]
+    top = zip(*row.largest(count), strict=True) if count else ()
+    likeliest = [(int(i), float(logit) - offset) for i, logit in top if logit > -np.inf]
     return TokenLogprobs(token, float(logits[token]) - offset, likeliest)

@@ -16,9 +16,10 @@ import numpy as np
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.options import Sampling
 
-from .distribution import Distribution, Floats
+from .distribution import Distribution, Floats, Ids
 from .history import Past
 from .logit_edits import edited
+from .scores import HostRow, Row
 from .top_k_p import nearest, nucleus, top
 
 
@@ -57,13 +58,23 @@ def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
     return np.exp(weights, out=weights)
 
 
-def choice(logits: Floats, sampling: Sampling, past: Past) -> int:
-    """The token that temperature 0 takes: the largest logit after the edits. [V] -> token"""
-    scores = edited(logits, sampling, past)
-    token = int(scores.argmax())
-    if not math.isfinite(scores[token]):
-        _largest(scores, logits)
-    return token
+def likeliest(row: Row, count: int, sampling: Sampling, past: Past) -> tuple[Ids, Floats]:
+    """The `count` largest logits after the edits, as `Row.largest` gives them. Without edits no
+    more than these is asked for.
+    """
+    if sampling.edits:
+        scores = edited(row.array(), sampling, past)
+        ids, values = HostRow(scores).largest(count)
+    else:
+        ids, values = row.largest(count)
+    if not math.isfinite(values[0]):
+        _largest(values, row.array())
+    return ids, values
+
+
+def choice(row: Row, sampling: Sampling, past: Past) -> int:
+    """The token that temperature 0 takes: the largest logit after the edits."""
+    return int(likeliest(row, 1, sampling, past)[0][0])
 
 
 def _largest(scores: Floats, logits: Floats) -> Any:

@@ -100,7 +100,7 @@ def _summary(bundle: Bundle, role: str, model: Model) -> str:
     size = f"{bundle.files[model.weights].size / 1e6:.1f} MB"
     if role == "draft" and bundle.shares_weights:
         size = f"in the target's {size}"
-    found = (f"{role} ({ops}): {parity.summary}" for ops, parity in model.parity.items())
+    found = (f"{role} ({ops}): {model.parity_line(ops)}" for ops in model.parity)
     what = f"{model.architecture}, {model.num_parameters / 1e6:.1f} M parameters"
     return "\n".join((f"{role}: {what}, {size} as {model.weights_dtype}", *found))
 

@@ -9,6 +9,7 @@ from specedge.cli import options
 from specedge.cli.terminal import one_line
 from specedge.manifest import Model, Parity
 from specedge.options import Filters
+from specedge.precision import DTYPES
 
 
 @click.command()
@@ -77,7 +78,7 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
     layers = cache.layers
     shared = " (the target's)" if role == "draft" and bundle.shares_weights else ""
     row = sum(layer.heads * (layer.key_size + layer.value_size) for layer in layers)
-    item = {"float32": 4, "float16": 2, "bfloat16": 2}[cache.dtype]
+    item = DTYPES[cache.dtype]
     return [
         f"{role:16} {source.id}" + (f" at {source.revision}" if source.revision else ""),
         f"  licence        {licence(bundle, role, model)}",
@@ -100,6 +101,7 @@ def _graph_lines(model: Model, ops: str, parity: Parity) -> list[str]:
     lengths = ", ".join(map(str, parity.row_independent_lengths)) or "none"
     return [
         f"  {ops:14} {', '.join(graph.name for graph in model.graphs if graph.ops == ops)}",
-        f"    parity       {parity.summary}; logits' standard deviation {parity.logits_std:.1f}",
+        f"    parity       {model.parity_line(ops)}; "
+        f"logits' standard deviation {parity.logits_std:.1f}",
         f"    same bits    for passes of {lengths} tokens",
     ]

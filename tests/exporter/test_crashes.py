@@ -249,6 +249,7 @@ def test_on_a_full_disk_the_bundle_that_was_there_stays(options, place, tmp_path
     )
 
 
+@pytest.mark.slow
 def test_a_read_only_place_is_refused_before_any_work(options, tmp_path):
     script = 'place=$1; shift; mount -t tmpfs -o ro none "$place"; "$@"'
     result = mounted(script, tmp_path, *COMMAND, *options, "--output", tmp_path / "bundle")

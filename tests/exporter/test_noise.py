@@ -18,6 +18,7 @@ from specedge.runtime import loading
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.exactness.row_noise import Noise, measure
 from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.sampling.scores import HostScores
 
 LENGTH = 200
 PROMPTS = (range(40, 52), range(300, 303), [7, 8, 9] * 20)
@@ -37,10 +38,10 @@ class Trembling:
         return getattr(self.model, name)
 
     def forward(self, tokens):
-        logits = self.model.forward(tokens).copy()
+        logits = self.model.forward(tokens).array().copy()
         if len(tokens) > 1:
             logits += 1e-6 * np.sin(1e6 * logits)
-        return logits
+        return HostScores(logits)
 
 
 class Twins(Trembling):
@@ -50,9 +51,9 @@ class Twins(Trembling):
     """
 
     def forward(self, tokens):
-        logits = super().forward(tokens)
+        logits = super().forward(tokens).array()
         logits[:, 1:128:2] = logits[:, :128:2] + 1e-5 * np.sin(1e7 * logits[:, 200:264])
-        return logits
+        return HostScores(logits)
 
 
 @pytest.fixture(scope="module")

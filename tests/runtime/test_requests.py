@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 
 import specedge
-from specedge import ContextLengthError, DeviceError, PromptError, SpecEdgeError, store
+from specedge import (
+    BundleError,
+    ContextLengthError,
+    DeviceError,
+    PromptError,
+    SpecEdgeError,
+    store,
+)
+from specedge.manifest import signatures
+from specedge.signature import Tensor
 
 PROMPTS = ("def read_config(path):", "class Parser:\n    def __init__(self")
 
@@ -152,18 +161,30 @@ def test_seconds_add_up_and_passes_are_counted(pipeline):
 
 
 def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
+    model = pipeline.bundle.draft
+    fewer = dataclasses.replace(model.cache, layers=model.cache.layers[:1])
+    for cache, columns in ((model.cache, model.padded_vocab_size + 1), (fewer, 4096)):
+        wrong = dataclasses.replace(
+            model, cache=cache, padded_vocab_size=columns, signatures=signatures(cache, columns)
+        )
+        with pytest.raises(BundleError, match=r"bundle.json wants .*export the pair again"):
+            _opened(pipeline.bundle, wrong)
+
+
+def test_a_graph_with_an_input_that_nobody_knows_is_refused_when_it_is_opened(pipeline):
+    model = pipeline.bundle.draft
+    signature = model.signatures["with_logits"]
+    new = Tensor("logit_rows", "rows", None, "int64", ("T",))
+    later = dataclasses.replace(signature, inputs=(*signature.inputs, new))
+    model = dataclasses.replace(model, signatures=model.signatures | {"with_logits": later})
+    with pytest.raises(BundleError, match=r"not know what its input logit_rows is for; use the"):
+        _opened(pipeline.bundle, model)
+
+
+def _opened(bundle, model):
     from specedge.runtime.backend.onnx_model import OrtModel
 
-    bundle, model = pipeline.bundle, pipeline.bundle.draft
-    wrong = (
-        dataclasses.replace(model, padded_vocab_size=model.padded_vocab_size + 1),
-        dataclasses.replace(
-            model, cache=dataclasses.replace(model.cache, layers=model.cache.layers[:1])
-        ),
-    )
-    for one in wrong:
-        with pytest.raises(specedge.BundleError, match=r"decoder.*\.onnx: .* wants"):
-            OrtModel(bundle, one, "cpu", None, True)
+    return OrtModel(bundle, model, "cpu", None, True)
 
 
 def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeline):

@@ -96,6 +96,7 @@ def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_pat
         assert torch.allclose(loaded.model(TOKENS).logits, apart(TOKENS).logits, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.many
 def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))

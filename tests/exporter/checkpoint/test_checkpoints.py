@@ -194,6 +194,7 @@ def test_a_recurrent_model_is_refused_with_the_reason(pairs, tmp_path, limit):
         export(draft, tmp_path / "mamba", tmp_path / "bundle", max_length=limit)
 
 
+@pytest.mark.slow
 @pytest.mark.many
 @pytest.mark.parametrize("length", [2, 20])
 def test_contexts_shorter_than_a_pass_and_as_long_as_the_buffers_are_compared(
@@ -249,6 +250,7 @@ def test_a_heading_of_an_error_is_told_with_what_follows():
     assert one_line(ValueError("nothing follows:")) == "nothing follows:"
 
 
+@pytest.mark.slow
 def test_both_models_may_be_one_folder(pairs, tmp_path):
     target = pairs.checkpoint("gpt2")[1]
     options = {"num_draft_tokens": 2, "max_length": 40, "ops": "onnx"}

@@ -48,6 +48,7 @@ def test_a_gguf_file_gives_the_numbers_that_it_stands_for(kind, dtype, tmp_path)
     assert any(said in note for note in progress.notes) == (dtype == "float32")
 
 
+@pytest.mark.slow
 def test_a_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     path = tmp_path / "models" / "model-Q8_0.gguf"
     path.parent.mkdir()

@@ -22,6 +22,7 @@ from specedge.exporter.checkpoint import checkpoints, downloads, hub, loading
 GGUF = "model-Q8_0.gguf"
 
 
+@pytest.mark.slow
 def test_the_command_line_exports_from_a_hub_and_again_without_one(original, tmp_path):
     folder = tmp_path / "hub"
     (folder / "org").mkdir(parents=True)

@@ -87,6 +87,7 @@ def test_a_planted_fault_in_a_model_in_parts_is_found(
     test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.many
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("fault", [window_off_by_one, stale_row])
@@ -96,6 +97,7 @@ def test_a_planted_fault_is_found_where_like_layers_are_played_once(
     test_a_planted_fault_is_a_parity_error(fault, ops, deep_gemma, tmp_path, monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 def test_a_fault_of_one_layer_among_like_ones_is_found(
     ops, deep_gemma, tmp_path, in_parts, monkeypatch

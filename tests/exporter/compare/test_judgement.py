@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from comparing import measure, model_of, traced
+from specedge import precision
 from specedge.errors import ParityError
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import reference
@@ -112,7 +113,7 @@ def test_a_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
     model = model_of(layers=1)
     player = traced(model, tmp_path)
     found = measure(model, player, tolerance=0.01)
-    assert found.tolerance == found.bound == 0.01
+    assert found.tolerance == found.bound(precision.FLOAT32) == 0.01
     model.model.norm.weight.data *= 1.001
     for tolerance in (None, 0.01):
         with pytest.raises(ParityError, match="both in float64"):

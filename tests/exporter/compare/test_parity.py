@@ -53,6 +53,7 @@ def test_caches_are_updated_in_place(pairs):
     assert not rows[:, 10:].any()
 
 
+@pytest.mark.slow
 def test_late_positions_of_a_long_context_are_compared(tmp_path):
     model = make_model(make_config("llama", kv_heads=2, context=1400, layers=1))
     player = traced(model, tmp_path, context=1400)

@@ -11,7 +11,7 @@ from specedge.exporter.compare import parity, reference, runner
 from specedge.exporter.compare.runner import Fill, Pass, Player, Rows
 from specedge.exporter.graph import graphs
 from specedge.exporter.tracing import geometry
-from specedge.manifest import FLOAT32_MULTIPLE
+from specedge.precision import FLOAT32
 
 
 def compared_again(model, player):
@@ -29,9 +29,9 @@ def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, i
     player = traced(model, tmp_path, ops)
     assert player.num_stages > 3
     found = measure(model, player)
-    assert 0 < found.logits_error <= found.bound
-    assert 0 < found.cache_error <= found.bound
-    assert found.error_ratio <= FLOAT32_MULTIPLE
+    assert 0 < found.logits_error <= found.bound(FLOAT32)
+    assert 0 < found.cache_error <= found.bound(FLOAT32)
+    assert found.error_ratio <= FLOAT32.multiple
     assert found.row_independent_lengths == (1, 2, 3, 5, 9, 64)
 
 
@@ -73,6 +73,7 @@ def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
     assert compared_again(model, player).differing == ["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ops"), [("gpt2", "gqa"), pytest.param("gemma2", "onnx", marks=pytest.mark.thorough)]
 )
@@ -82,6 +83,7 @@ def test_of_like_layers_few_are_played_in_every_way(kind, ops, tmp_path, in_part
     assert player.left_out.start - player.left_out.end >= 3
 
 
+@pytest.mark.slow
 def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
     model = model_of("llama", layers=6)
     player = traced(model, tmp_path)

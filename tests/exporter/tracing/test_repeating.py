@@ -70,7 +70,7 @@ def constant_in_each_layer(model):
 @pytest.mark.parametrize(
     ("kind", "ops", "depth", "options"),
     [
-        ("gpt2", "gqa", 3, {}),
+        pytest.param("gpt2", "gqa", 3, {}, marks=pytest.mark.slow),
         ("qwen2", "onnx", 3, {}),
         pytest.param("gemma2", "onnx", 4, WINDOWS, marks=pytest.mark.thorough),
         pytest.param("gemma2", "gqa", 4, WINDOWS, marks=pytest.mark.thorough),

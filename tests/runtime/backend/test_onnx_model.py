@@ -7,12 +7,12 @@ import subprocess
 import sys
 import time
 
-import numpy as np
 import pytest
 
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, SpecEdgeError
+from specedge.manifest import signatures
 from specedge.runtime.backend import onnx_model as ort
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
@@ -29,8 +29,11 @@ def model():
 def test_caches_of_a_type_that_the_runtime_lacks_are_refused_at_load(role, dtype):
     bundle = Bundle.read(store.embedded())
     whole = bundle.models[role]
-    changed = dataclasses.replace(whole, cache=dataclasses.replace(whole.cache, dtype=dtype))
-    with pytest.raises(BundleError, match=f"is {dtype}, this specedge runs float32; ") as caught:
+    cache = dataclasses.replace(whole.cache, dtype=dtype)
+    given = signatures(cache, whole.padded_vocab_size)
+    changed = dataclasses.replace(whole, cache=cache, signatures=given)
+    said = f"with caches in {dtype}, this specedge runs float32 with caches in float32; "
+    with pytest.raises(BundleError, match=said) as caught:
         ort.OrtModel(bundle, changed, "cpu", None, True)
     assert whole.source.id in str(caught.value)
 
@@ -82,11 +85,11 @@ class StubbornSession:
 def test_only_exceptions_of_onnx_runtime_are_translated(model, method):
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
-    session = model._session
-    model._session = StubbornSession(session, method, HandledError("ours"))
+    session = model._session._session
+    model._session._session = StubbornSession(session, method, HandledError("ours"))
     with pytest.raises(HandledError, match="ours"):
         model.forward([1])
-    model._session = StubbornSession(session, method, Fail("theirs"))
+    model._session._session = StubbornSession(session, method, Fail("theirs"))
     with pytest.raises(SpecEdgeError, match=r"a pass of .* failed in ONNX Runtime: theirs"):
         model.forward([1])
     with pytest.raises(SpecEdgeError, match=r"a pass of .* failed in ONNX Runtime: theirs"):
@@ -94,8 +97,10 @@ def test_only_exceptions_of_onnx_runtime_are_translated(model, method):
 
 
 def test_what_binding_raises_in_a_built_in_type_is_translated_too(model):
-    name = next(iter(model._caches))
-    model._caches["no such layer"] = model._caches.pop(name)
+    loaded = model._session
+    first, *others = loaded._signature.inputs
+    wrong = (dataclasses.replace(first, name="no such input"), *others)
+    loaded._signature = dataclasses.replace(loaded._signature, inputs=wrong)
     with pytest.raises(SpecEdgeError, match=r"a pass of .* failed in ONNX Runtime: .*no such"):
         model.forward([1])
 
@@ -104,8 +109,10 @@ def test_what_binding_raises_in_a_built_in_type_is_translated_too(model):
 def test_a_pass_without_memory_says_what_was_needed_and_what_there_was(model, message):
     from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 
-    model._session = StubbornSession(None, "run_with_iobinding", RuntimeException(message))
-    model._passes[1] = ort._Pass(None, np.zeros((1, 1), np.int64))
+    loaded = model._session
+    loaded._session = StubbornSession(
+        loaded._session, "run_with_iobinding", RuntimeException(message)
+    )
     with pytest.raises(SpecEdgeError) as caught:
         model.forward([1])
     _check_memory_message(str(caught.value))

@@ -227,7 +227,7 @@ def test_rounds_and_counts_tell_the_drafter_of_each_token():
         places = range(start, start + one.num_drafted)
         assert one.sources == tuple("model" if at % 3 else "sure" for at in places)
         start += len(one.tokens)
-    stats = recorder.stats(0, 0)
+    stats = recorder.stats(num_draft_passes=0, num_target_passes=0)
     for name in ("drafted", "tested", "accepted"):
         whole = getattr(stats, f"num_{name}")
         assert sum(getattr(stats, f"{name}_by_source").values()) == whole

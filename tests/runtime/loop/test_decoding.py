@@ -138,7 +138,7 @@ def test_recorder_counts_tested_and_accepted_by_position():
     recorder = Recorder(2, 3, Stopwatch())
     for accepted, kept in ((3, 4), (1, 2), (0, 1)):
         recorder.record(decoding.Round([0] * (accepted + 1), 3, accepted), kept)
-    stats = recorder.stats(9, 3)
+    stats = recorder.stats(num_draft_passes=9, num_target_passes=3)
     assert (stats.num_new_tokens, stats.num_drafted) == (7, 9)
     assert stats.tested_by_position == [3, 2, 1]
     assert stats.accepted_by_position == [2, 1, 1]

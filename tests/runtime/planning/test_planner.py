@@ -61,6 +61,7 @@ def test_a_pair_that_was_never_tuned_soon_does_well(alpha):
     assert auto <= 1.05 * best
 
 
+@pytest.mark.slow
 def test_text_that_switches_beats_every_fixed_setting():
     def stands(drafter, place, rng):
         repeats = place // 100 % 2 == 0

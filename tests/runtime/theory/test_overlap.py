@@ -10,6 +10,7 @@ from specedge.options import Sampling
 from specedge.runtime.loop.verify import Draft, verify
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.scores import HostScores
 from specedge.runtime.theory.overlap import (
     acceptance_probability,
     acceptance_rate,
@@ -73,14 +74,14 @@ def test_the_lenient_law_is_what_the_accept_rule_gives_with_lenient_uniforms():
     size = 60
     grid = (np.arange(size) + 0.5) / size
     with np.errstate(divide="ignore"):
-        logits = np.log(np.array([TARGET, TARGET]))
+        scores = HostScores(np.log(np.array([TARGET, TARGET])))
     for lenience in (0.5, 1, 2):
         out = np.zeros(3)
         for token, drafted in enumerate(DRAFT):
             draft = Draft([token], [Distribution(np.array(DRAFT))])
             for test in lenience * grid:
                 for last in grid[::5]:
-                    verdict = verify(draft, logits, Sampling(1.0), Past([0]), [test], last)
+                    verdict = verify(draft, scores, Sampling(1.0), Past([0]), [test], last)
                     first = token if verdict.num_accepted else verdict.next_token
                     out[first] += drafted / (size * len(grid[::5]))
         assert out == pytest.approx(lenient_law(TARGET, DRAFT, lenience), abs=0.02)

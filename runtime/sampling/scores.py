@@ -1,0 +1,78 @@
+"""The logits of a pass, asked for by what is needed of them, so that the rest may stay on a device.
+
+T rows, V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import numpy as np
+
+from .distribution import Floats, Ids
+from .top_k_p import top
+
+
+class Row(Protocol):
+    """One row of logits."""
+
+    def largest(self, count: int) -> tuple[Ids, Floats]:
+        """The `count` largest logits, fewer if V is smaller: their tokens and values, the largest
+        first, the lower token first among equals. One that is not a number counts as the largest.
+        -> [count], [count]
+        """
+        ...
+
+    def array(self) -> Floats:
+        """All logits of the row. -> [V]"""
+        ...
+
+
+class Scores(Protocol):
+    """The logits of a pass, valid until the next pass of its model."""
+
+    def __len__(self) -> int:
+        """How many rows there are, T."""
+        ...
+
+    def __getitem__(self, row: int) -> Row: ...
+
+    def array(self) -> Floats:
+        """All of them. -> [T, V]"""
+        ...
+
+
+class HostRow:
+    """A row in the host's memory. [V]"""
+
+    def __init__(self, logits: Floats) -> None:
+        self._logits = logits
+
+    def largest(self, count: int) -> tuple[Ids, Floats]:
+        logits = self._logits
+        best = int(logits.argmax())
+        if count == 1 or np.isnan(logits[best]):
+            ids = np.array([best], np.intp)
+        else:
+            ids = top(logits, min(count, len(logits)))
+            ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
+        return ids, logits[ids]
+
+    def array(self) -> Floats:
+        return self._logits
+
+
+class HostScores:
+    """A pass's logits in the host's memory. [T, V]"""
+
+    def __init__(self, logits: Floats) -> None:
+        self._logits = logits
+
+    def __len__(self) -> int:
+        return len(self._logits)
+
+    def __getitem__(self, row: int) -> HostRow:
+        return HostRow(self._logits[row])
+
+    def array(self) -> Floats:
+        return self._logits

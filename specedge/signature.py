@@ -1,0 +1,95 @@
+"""What a graph takes and gives, as the manifest declares it: a host binds by it, whatever comes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+ROLES = ("tokens", "past_length", "cache", "logits")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output: its name in the graph, what it is for, its type and its shape.
+
+    `buffer` says which buffer of the cache it is; input and output of one buffer may share memory.
+    A dimension is a number, or "B" or "T", the graph's batch and length.
+    """
+
+    name: str
+    role: str
+    buffer: str | None
+    dtype: str
+    shape: tuple[int | str, ...]
+
+    def __post_init__(self) -> None:
+        if not 1 <= len(self.name) <= 100 or not self.name.isprintable():
+            raise ValueError("a tensor's name is 1 to 100 printable characters")
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", self.role):
+            raise ValueError(f"a role is up to 40 of a-z, 0-9 and _, got '{self.role}'")
+        if (self.buffer is None) is (self.role == "cache"):
+            raise ValueError(f"{self.name}: the cache's tensors name a buffer, and no others")
+        for size in self.shape:
+            if size not in ("B", "T") and (isinstance(size, str) or size < 1):
+                raise ValueError(f"{self.name}: a dimension is at least 1, B or T, got {size!r}")
+
+    def at(self, batch: int, length: int) -> list[int]:
+        """The shape in a pass of that length."""
+        sizes = {"B": batch, "T": length}
+        return [sizes[size] if isinstance(size, str) else size for size in self.shape]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The inputs and outputs of a graph."""
+
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        for tensors in (self.inputs, self.outputs):
+            for what in ("name", "buffer"):
+                found = [x for x in (getattr(t, what) for t in tensors) if x is not None]
+                if len(set(found)) < len(found):
+                    raise ValueError(f"no {what} appears twice among inputs, nor among outputs")
+
+    @property
+    def logits(self) -> Tensor | None:
+        """The output that has the logits."""
+        return next((t for t in self.outputs if t.role == "logits"), None)
+
+    def has(self, other: Signature) -> bool:
+        """Whether it is the other one, with nothing more than tensors of roles unknown here."""
+        pairs = ((self.inputs, other.inputs), (self.outputs, other.outputs))
+        return all({t for t in mine if t.role in ROLES} == {*its} for mine, its in pairs)
+
+    @property
+    def unknown(self) -> list[str]:
+        """The names of inputs whose role says nothing here."""
+        return [tensor.name for tensor in self.inputs if tensor.role not in ROLES]
+
+
+def standard(
+    layers: Iterable[tuple[int, int, int]],
+    capacity: int,
+    cache_dtype: str,
+    num_columns: int | None,
+) -> Signature:
+    """The signature of decoder, step, catchup and verify, and of prefill, which has no logits.
+
+    layers: heads, size of keys and of values; num_columns: of the logits
+    """
+    inputs = [
+        Tensor("input_ids", "tokens", None, "int64", ("B", "T")),
+        Tensor("past_length", "past_length", None, "int64", ("B",)),
+    ]
+    outputs = []
+    if num_columns:
+        outputs.append(Tensor("logits", "logits", None, "float32", ("B", "T", num_columns)))
+    for i, (heads, key_size, value_size) in enumerate(layers):
+        for part, size in (("key", key_size), ("value", value_size)):
+            buffer, shape = f"{i}.{part}", ("B", heads, capacity, size)
+            inputs.append(Tensor(f"past_key_values.{buffer}", "cache", buffer, cache_dtype, shape))
+            outputs.append(Tensor(f"present.{buffer}", "cache", buffer, cache_dtype, shape))
+    return Signature(tuple(inputs), tuple(outputs))
