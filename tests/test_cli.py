@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from installed import COMMAND, run
+from installed import COMMAND, run, run_process
 from manifests import make_bundle
 from specedge.bundle import SMALL
 
@@ -21,14 +21,14 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_generate_prints_text_to_stdout_and_one_line_to_stderr(pipeline):
-    result = run("generate", PROMPT, "-n", 40)
+    result = run_process("generate", PROMPT, "-n", 40)
     assert result.returncode == 0
     assert result.stdout == pipeline.generate(PROMPT, 40).text + "\n"
     assert re.fullmatch(r"40 tokens in [\d.]+ s .*tokens a round.*accepted\n", result.stderr)
 
 
 def test_generate_reads_standard_input():
-    by_stdin = run("generate", "-", "-n", 10, stdin=PROMPT)
+    by_stdin = run_process("generate", "-", "-n", 10, stdin=PROMPT)
     assert by_stdin.stdout == run("generate", PROMPT, "-n", 10).stdout
 
 
@@ -55,7 +55,9 @@ def test_every_sampling_option_reaches_the_sampler(pipeline):
 
 
 def test_stop_and_threads_are_options():
-    result = run("generate", PROMPT, "--stop", "zzz", "--stop", "\n", "-n", 40, "--threads", 1)
+    result = run_process(
+        "generate", PROMPT, "--stop", "zzz", "--stop", "\n", "-n", 40, "--threads", 1
+    )
     assert result.returncode == 0
     assert "\n" not in result.stdout.rstrip("\n")
 

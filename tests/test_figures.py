@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 
 import papers
-from installed import run
+from installed import run, run_process
 from specedge.cli.drawing import _COLOURS, _LINES, draw, drawn_bytes
 from specedge.cli.figures import NAMES, all_figures
 from specedge.errors import MissingExtraError
@@ -133,7 +133,7 @@ def test_no_figure_is_replaced_unless_told(tmp_path):
 
 @pytest.mark.usefixtures("matplotlib")
 def test_a_variable_that_matplotlib_refuses_is_one_line(tmp_path):
-    result = run("theory", "--figures", tmp_path / "new", MPLBACKEND="nonsense")
+    result = run_process("theory", "--figures", tmp_path / "new", MPLBACKEND="nonsense")
     assert result.returncode == 1
     [line] = result.stderr.splitlines()
     assert line.startswith("specedge: matplotlib does not start: ")

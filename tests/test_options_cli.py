@@ -1,10 +1,10 @@
 """The options that shape the law, as a user gives them, and what the output says of them."""
 
 import json
-import subprocess
-import sys
 
 import pytest
+
+from installed import run
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -24,11 +24,6 @@ OPTIONS = {
     "min_new_tokens": 5,
     "lenience": 0.5,
 }
-
-
-def run(*arguments, stdin=None):
-    command = [sys.executable, "-m", "specedge", *map(str, arguments)]
-    return subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=120)
 
 
 def test_every_option_reaches_the_sampler_by_flag_and_by_line(pipeline):

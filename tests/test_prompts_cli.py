@@ -10,6 +10,7 @@ import time
 
 import pytest
 
+import installed
 from specedge import store
 from specedge.bundle import MANIFEST
 from templates import CHATML
@@ -19,10 +20,8 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 COMMAND = [sys.executable, "-m", "specedge", "generate"]
 
 
-def run(*arguments, stdin=None):
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], input=stdin, capture_output=True, text=True, timeout=120
-    )
+def run(*arguments, stdin=""):
+    return installed.run("generate", *arguments, stdin=stdin)
 
 
 def lines_of(text):

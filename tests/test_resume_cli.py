@@ -8,17 +8,13 @@ import sys
 
 import pytest
 
+from installed import run
+
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 COMMAND = [sys.executable, "-m", "specedge"]
 PROMPTS = '{"prompt": "import"}\n{"prompt": "def", "id": "b"}\n{"prompt": "class"}\n'
 OPTIONS = ["-n", "4", "--temperature", "0.8", "--seed", "5", "-k", "2"]
-
-
-def run(*arguments, **options):
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120, **options
-    )
 
 
 @pytest.fixture

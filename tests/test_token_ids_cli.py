@@ -2,13 +2,12 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 
 import click
 import pytest
 
+from installed import run
 from specedge.cli import prompts
 from specedge.cli.progress import Lines
 from specedge.request import Request
@@ -18,13 +17,6 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 bench = importlib.import_module("specedge.cli.bench")  # the names in the package are commands
 verify = importlib.import_module("specedge.cli.verify")
 COMMAND = [sys.executable, "-m", "specedge"]
-
-
-def run(*arguments):
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=120,
-        env=os.environ,
-    )  # fmt: skip
 
 
 def test_token_ids_in_jsonl_are_a_prompt(pipeline, jsonl):

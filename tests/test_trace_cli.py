@@ -1,13 +1,12 @@
 """`specedge generate --trace`: the marks are readable, and without them the text is exact."""
 
 import json
-import os
 import re
-import subprocess
 import sys
 
 import pytest
 
+import installed
 from specedge.cli import trace
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
@@ -17,11 +16,7 @@ COLOURS = {"": "plain", "32": "accepted", "31": "recovered", "36": "bonus"}
 
 
 def run(*arguments, **variables):
-    command = [sys.executable, "-m", "specedge", "generate", PROMPT, "-n", "40", *arguments]
-    clean = {k: v for k, v in os.environ.items() if k not in ("NO_COLOR", "FORCE_COLOR")}
-    return subprocess.run(
-        command, capture_output=True, text=True, env=clean | variables, timeout=120
-    )
+    return installed.run("generate", PROMPT, "-n", 40, *arguments, **variables)
 
 
 def runs_of(spans):

@@ -16,7 +16,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 pytest.importorskip("scipy", reason="the audit needs SciPy")
 
 from auditing import Ticks
-from installed import COMMAND, run
+from installed import COMMAND, run, run_process
 from manifests import make_bundle
 from specedge import store
 from specedge.bundle import MANIFEST, Bundle, describe
@@ -83,7 +83,7 @@ def test_too_little_time_is_incomplete_and_exits_1():
 
 
 def test_json_has_the_facts_of_the_report():
-    result = run(*SHORT_RUN, "--json", "--threads", 1, "--ops", "onnx")
+    result = run_process(*SHORT_RUN, "--json", "--threads", 1, "--ops", "onnx")
     report = json.loads(result.stdout)
     assert report["result"] == "INCOMPLETE"
     assert list(statuses(report)) == CHECKS
@@ -167,6 +167,7 @@ def read_until(text, terminal):
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 def test_a_terminal_sees_which_check_runs_and_ctrl_c_ends_it_in_one_line():
     master, slave = os.openpty()

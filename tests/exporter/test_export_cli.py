@@ -9,13 +9,15 @@ import installed
 from specedge.bundle import Bundle
 
 run = partial(installed.run, "export")
+run_process = partial(installed.run_process, "export")
 
 
 @pytest.mark.slow
 def test_export_prints_the_bundles_path_to_stdout_and_all_else_to_stderr(pairs, tmp_path):
     draft, target = pairs.checkpoint("gpt2")
     output = tmp_path / "bundle"
-    result = run("--draft", draft, "--target", target, "--output", output, "-k", 2, "--ops", "gqa")
+    pair = ("--draft", draft, "--target", target, "--output", output)
+    result = run_process(*pair, "-k", 2, "--ops", "gqa")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{output}\n"
     assert "float32 itself by up to" in result.stderr
@@ -42,7 +44,7 @@ def test_a_hub_id_without_a_network_is_one_line(tmp_path):
 
 def test_a_missing_extra_is_one_line_with_its_command(tmp_path):
     (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(name='torch')", "utf-8")
-    result = run("--draft", "a/b", "--target", "a/c", PYTHONPATH=str(tmp_path))
+    result = run_process("--draft", "a/b", "--target", "a/c", PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
     assert 'pip install "specedge[cpu,export]"' in result.stderr
     assert result.stderr.count("\n") == 1
