@@ -157,11 +157,6 @@ def _figures(
     plain_round = 1 + base.host / unit
     drafting = 0.0 if c is None else c * counts["draft_passes"] / counts["rounds"]
     by_position = tokens / counts["rounds"] * plain_round / (drafting + v + o)
-    simple = with_costs = run_level = None
-    if setting.drafter == "model" and isinstance(k, int) and alpha is not None and c is not None:
-        simple = theory_speedup(alpha, k, c)
-        with_costs = theory_speedup(alpha, k, c, v, o) * plain_round
-        run_level = run_speedup(tokens / counts["rounds"] / (k + 1), k, c, 1.0)
     predicted, out_measured = held_out or (None, None)
     overall = overall_speedup(runs)
     rows = (k + 1) if isinstance(k, int) else None
@@ -192,12 +187,7 @@ def _figures(
         draft_cost=c,
         verify_cost=v,
         host_cost=o,
-        theorem_3_8=simple,
-        theorem_3_8_error=_error(simple, overall),
-        run_level=run_level,
-        run_level_error=_error(run_level, overall),
-        with_costs=with_costs,
-        with_costs_error=_error(with_costs, overall),
+        **_by_theory(setting, alpha, (c, v, o), plain_round, tokens / counts["rounds"], overall),
         by_position=by_position,
         by_position_error=by_position / overall - 1,
         held_out=predicted,
@@ -205,6 +195,26 @@ def _figures(
         held_out_error=_error(predicted, out_measured),
         loop_share=loop_share,
     )
+
+
+def _by_theory(
+    setting: Setting,
+    alpha: float | None,
+    costs: tuple[float | None, float, float],
+    plain_round: float,
+    tokens_per_round: float,
+    overall: float,
+) -> dict[str, float | None]:
+    """What the formulas make of one acceptance rate and the costs c, v and o, and by how much they
+    miss the speed-up; nothing where no draft model drafts a fixed K.
+    """
+    k, (c, v, o) = setting.num_draft_tokens, costs
+    found: dict[str, float | None] = {"theorem_3_8": None, "run_level": None, "with_costs": None}
+    if setting.drafter == "model" and isinstance(k, int) and alpha is not None and c is not None:
+        found["theorem_3_8"] = theory_speedup(alpha, k, c)
+        found["run_level"] = run_speedup(tokens_per_round / (k + 1), k, c, 1.0)
+        found["with_costs"] = theory_speedup(alpha, k, c, v, o) * plain_round
+    return found | {f"{name}_error": _error(value, overall) for name, value in found.items()}
 
 
 def _held_out(

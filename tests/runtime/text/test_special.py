@@ -3,20 +3,16 @@
 import dataclasses
 import json
 import threading
-from functools import partial
 
 import pytest
 from tokenizers import (
-    AddedToken,
     Tokenizer,
     models,
     normalizers,
     pre_tokenizers,
-    processors,
-    trainers,
 )
 
-from byte_level import END, train_tokenizer
+from byte_level import END
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import PromptError
@@ -26,75 +22,8 @@ from specedge.runtime.text.chat import render
 from specedge.runtime.text.prompts import chat_tokens, prompt_tokens, tokens_of
 from specedge.runtime.text.special import encode_chat, encode_text
 from specedge.runtime.text.tokenizing import encode
+from special_tokenizers import CHOOSY, CONTROLS, FLAGS, TOKENIZERS, harmless, spelling, trained
 from templates import CHATML, QUESTION, SPECIAL, SYSTEM, TEMPLATES, TURNS
-
-CONTROLS = {
-    "ChatML": ["<|im_start|>", "<|im_end|>"],
-    "Llama 2": ["<s>", "</s>"],
-    "Llama 3": ["<s>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
-    "Zephyr": ["</s>", "<|user|>", "<|system|>", "<|assistant|>"],
-    "Gemma": ["<s>", "<start_of_turn>", "<end_of_turn>"],
-    "tools": ["<s>", "<pad>", "<|user|>", "<|system|>", "<|assistant|>"],
-}
-FLAGS = {
-    "plain": {},
-    "stripping": {"lstrip": True, "rstrip": True},
-    "normalized": {"normalized": True},
-    "single word": {"single_word": True},
-}
-SPELT = " {0}a {1}\n{0}{1} <think> {2}b {0} "
-
-
-def trained(*controls, **flags):
-    """A small tokenizer with control tokens, `<think>`, and a token before a plain text."""
-    made = train_tokenizer(["What is the question? <|user|> start_of_turn im_end"] * 3, 300)
-    made.add_special_tokens([AddedToken(control, **flags) for control in controls])
-    made.add_special_tokens(["[BOS]"])
-    made.add_tokens(["<think>"])
-    bos = [("[BOS]", made.token_to_id("[BOS]"))]
-    made.post_processor = processors.Sequence(
-        [processors.ByteLevel(), processors.TemplateProcessing("[BOS] $A", None, bos)]
-    )
-    return made
-
-
-def llama_2(*controls):
-    """With SentencePiece's space, as it was first published: control tokens are normalized too."""
-    space = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
-    return characters(controls, normalizers.Sequence(space), None, normalized=True)
-
-
-def llama(*controls):
-    """As it was published later, where a text has one space before it and its parts none."""
-    return characters(controls, None, pre_tokenizers.Metaspace(prepend_scheme="first"))
-
-
-def gemma(*controls):
-    return characters(controls, normalizers.Replace(" ", "▁"), None)
-
-
-def characters(controls, normalizer, pre_tokenizer, **flags):
-    made = Tokenizer(models.BPE(unk_token="<unk>"))
-    made.normalizer = normalizer or made.normalizer
-    made.pre_tokenizer = pre_tokenizer or made.pre_tokenizer
-    texts = ["<|im_start|> user <|im_end|> end_of_turn </s> <s> question "] * 9
-    alphabet = ["\n", *map(chr, range(33, 127))]
-    special = [AddedToken(control, **flags) for control in ["<unk>", *controls]]
-    trainer = trainers.BpeTrainer(
-        vocab_size=200, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    made.train_from_iterator(texts, trainer)
-    return made
-
-
-TOKENIZERS = {
-    **{f"byte-level, {name}": partial(trained, **flags) for name, flags in FLAGS.items()},
-    "Llama 2, first": llama_2,
-    "Llama": llama,
-    "Gemma": gemma,
-}
-# To these, a template's control tokens are text where they follow a letter, say.
-CHOOSY = ("byte-level, single word", "Llama 2, first")
 
 
 def with_template(name):
@@ -109,25 +38,6 @@ def controls_in(tokenizer, tokens):
 
 def text_of(tokenizer, tokens):
     return tokenizer.decode(tokens, skip_special_tokens=False)
-
-
-def spelling(name):
-    """A chat whose every turn spells its template's control tokens."""
-    first, *others = CONTROLS[name]
-    text = SPELT.format(first, others[-1], others[0])
-    roles = ("user", "assistant", "user")
-    return [{"role": role, "content": f"{i}{text}{i}"} for i, role in enumerate(roles)]
-
-
-def harmless(messages, name):
-    """The same chat without a special token's text."""
-    made = []
-    for message in messages:
-        content = message["content"]
-        for control in CONTROLS[name]:
-            content = content.replace(control, "x")
-        made.append(message | {"content": content})
-    return made
 
 
 def test_a_special_token_in_a_prompt_is_text_unless_it_is_allowed(pipeline):

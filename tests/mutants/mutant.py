@@ -1,0 +1,45 @@
+"""A mutant, and the files and tests that several name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERIFY = "runtime/loop/verify.py"
+PROBABILITIES = "runtime/sampling/probabilities.py"
+TOP_K_P = "runtime/sampling/top_k_p.py"
+LOGIT_EDITS = "runtime/sampling/logit_edits.py"
+DISTRIBUTION = "runtime/sampling/distribution.py"
+MODEL = "runtime/loop/model.py"
+RUN = "runtime/run.py"
+DECODING = "runtime/loop/decoding.py"
+DRAFTERS = "runtime/drafters/draft_model.py"
+LOOKUP = "runtime/drafters/prompt_lookup.py"
+ASSEMBLER = "runtime/text/assembler.py"
+TEXT = "runtime/text/detokenizer.py"
+LOGPROBS = "runtime/sampling/logprobs.py"
+NEAR_TIES = "runtime/exactness/near_ties.py"
+
+RULE = "tests/runtime/loop/test_verify.py::test_the_accept_rule_gives_the_targets_law_for_any_draft"
+JOINT = (
+    "tests/runtime/loop/test_decoding.py"
+    "::test_every_string_has_exactly_the_targets_joint_probability"
+)
+
+
+GREEDY = "tests/runtime/loop/test_decoding.py::test_greedy_output_equals_the_target_alone"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """In `file`, `old`, which is there once, becomes `new`; the test `killer` must fail then.
+
+    `seen` says where the mistake was made, if it is known from a paper, a post or other code.
+    """
+
+    name: str
+    mistake: str
+    seen: str
+    file: str
+    old: str
+    new: str
+    killer: str
