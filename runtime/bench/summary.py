@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
+from typing import Any
 
 import numpy as np
 
@@ -204,7 +205,7 @@ def _by_theory(
     plain_round: float,
     tokens_per_round: float,
     overall: float,
-) -> dict[str, float | None]:
+) -> dict[str, Any]:
     """What the formulas make of one acceptance rate and the costs c, v and o, and by how much they
     miss the speed-up; nothing where no draft model drafts a fixed K.
     """
