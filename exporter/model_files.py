@@ -43,7 +43,7 @@ class ModelExport:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The PyTorch model, whose large matrices may be stand-ins."""
+        """The PyTorch model, whose large matrices may be placeholders."""
         return self.loaded.model
 
 

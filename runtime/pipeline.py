@@ -76,8 +76,8 @@ class Pipeline:
         A prompt or a message that spells a special token is text, unless `special_tokens`.
 
         The other options are those of `specedge.request.Request`, which says what they mean.
-        `lenience` below 1 gives up the target's law for speed. `logprobs` asks for the tokens'
-        log-probabilities, and for those of that many likeliest ones.
+        `lenience` below 1 gives up the target's distribution for speed. `logprobs` asks for the
+        tokens' log-probabilities, and for those of that many likeliest ones.
 
         Raises PromptError, ContextLengthError, DrafterError or ValueError before anything runs, and
         OptionError if the options leave no token to go on with.

@@ -29,11 +29,11 @@ class Generation:
     "length" (`max_new_tokens`), "end" (an end token), "stop" (a stop string), "context" (no room
     left), or "unfinished". `seed` repeats the request. `spans` are `text` by token, with what
     became of each: accepted, recovered, bonus, or plain. `logprobs` has an entry for each of
-    `tokens` if they were asked for. `lossy` names what made the text follow another law than the
-    target's, None where nothing did. `drafter` is the drafter's name. `plan` is the drafter and K
-    of every round, equal ones in a row counted together, as the option `replay` takes it. If rounds
-    were planned, `expected_speedup` is what they gained over the target alone, by the table of
-    costs.
+    `tokens` if they were asked for. `lossy` names what made the text follow another distribution
+    than the target's, None where nothing did. `drafter` is the drafter's name. `plan` is the
+    drafter and K of every round, equal ones in a row counted together, as the option `replay` takes
+    it. If rounds were planned, `expected_speedup` is what they gained over the target alone, by the
+    table of costs.
 
     `near_ties` are greedy choices that the device's noise may have turned. `noise` is what was
     reckoned with: by how much a logit may differ from plain decoding's, 0 if by no bit.

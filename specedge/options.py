@@ -1,4 +1,6 @@
-"""What shapes the law of the next token. Standard library only, so that every room can name it."""
+"""What shapes the distribution of the next token. Standard library only, so that every room can
+name it.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ class Filters:
 
 @dataclass(frozen=True)
 class Rules(Filters):
-    """Everything that shapes the law of the next token.
+    """Everything that shapes the distribution of the next token.
 
     `typical_p` (1 is off) keeps the tokens whose surprise is nearest to the expected one, until
     their probability reaches it.
@@ -60,7 +62,7 @@ class Rules(Filters):
     request), are never completed. No end token comes before `min_new_tokens` tokens.
 
     `lenience` b below 1 accepts a draft token if b u d(x) < t(x): more tokens a round, of another
-    law than the target's. At temperature 0 it changes nothing.
+    distribution than the target's. At temperature 0 it changes nothing.
     """
 
     typical_p: float = number(
@@ -103,7 +105,7 @@ class Rules(Filters):
 
     @property
     def lossy(self) -> str | None:
-        """What makes drafting change the law of the text, None if nothing does."""
+        """What makes drafting change the distribution of the text, None if nothing does."""
         return f"lenience {self.lenience:g}" if self.lenience < 1 and not self.greedy else None
 
     def _set(self, name: str, value: object) -> None:
@@ -134,7 +136,7 @@ class Sampling(Rules):
 
     @property
     def counts(self) -> bool:
-        """Whether the law depends on which tokens are in the text, and how often."""
+        """Whether the distribution depends on which tokens are in the text, and how often."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0)
 

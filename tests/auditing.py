@@ -6,7 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fakes import TableModel, hashed_law
+from fakes import TableModel, hashed_distribution
 from specedge.runtime.audit.budget import Budget, Clock
 from specedge.runtime.audit.subject import Parts, Prompt, Sizes, Subject
 
@@ -21,14 +21,18 @@ class CachedTable(TableModel):
         return [np.array(self.rows[start:end], float)[None, :, None]]
 
     def twin(self):
-        return CachedTable(self.law, self.vocab_size, self.context_length)
+        return CachedTable(self.distribution, self.vocab_size, self.context_length)
 
 
-LAWS = [lru_cache(maxsize=None)(hashed_law(seed, VOCAB_SIZE, 0.7)) for seed in (1, 2)]
+DISTRIBUTIONS = [
+    lru_cache(maxsize=None)(hashed_distribution(seed, VOCAB_SIZE, 0.7)) for seed in (1, 2)
+]
 
 
 def make_subject(parts=None, num_prompts=3):
-    target, draft = (CachedTable(law, VOCAB_SIZE, CONTEXT + 8) for law in LAWS)
+    target, draft = (
+        CachedTable(distribution, VOCAB_SIZE, CONTEXT + 8) for distribution in DISTRIBUTIONS
+    )
     sizes = Sizes(VOCAB_SIZE, CONTEXT)
     prompts = [Prompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
     return Subject(target, draft, sizes, sizes, 3, 1e-6, prompts, parts or Parts())

@@ -13,7 +13,8 @@ ROUNDS = 100
 def runs(draft, verify, accepted, sampling=0.0, rest=0.0, plain_host=0.0):
     """Of each prompt two plain runs, a second a pass, and one of rounds with a draft token each.
 
-    A draft pass, a verify pass and the host's parts take so many seconds; `accepted` of 100 stand.
+    A draft pass, a verify pass and the host's parts take so many seconds; `accepted` of 100 are
+    accepted.
     """
     plain = Stats(
         num_new_tokens=ROUNDS,

@@ -210,9 +210,9 @@ def generate(
         for i in range(min(k, missing, most)):
             lacking = [*tokens, *x][start + draft.past_length :]
             logits = draft.feed([token if token < known else 0 for token in lacking])
-            law = distribution(logits[-1], sampling)
-            x.append(draw(law, u[i]))
-            d.append(np.concatenate([law, np.zeros(size - known, np.float32)]))
+            drawn_from = distribution(logits[-1], sampling)
+            x.append(draw(drawn_from, u[i]))
+            d.append(np.concatenate([drawn_from, np.zeros(size - known, np.float32)]))
         t = [distribution(row, sampling) for row in target.feed([tokens[-1], *x])]
         i = 0
         while i < len(x) and u[k + i] * float(d[i][x[i]]) < float(t[i][x[i]]):

@@ -1,4 +1,6 @@
-"""The exact law of what the loop writes: every outcome of uniforms on a grid, in fractions."""
+"""The exact distribution of what the loop writes: every outcome of uniforms on a grid, in
+fractions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from specedge.runtime.loop import decoding
 LENGTH = 3
 
 
-def joint_law(make, monkeypatch, prompt=(0,)):
+def joint_distribution(make, monkeypatch, prompt=(0,)):
     """The probability of each prompt and 3 tokens that the decoder of `make()` writes after it."""
     end = len(prompt) + LENGTH
 
@@ -28,29 +30,31 @@ def joint_law(make, monkeypatch, prompt=(0,)):
 
         return explore(run)
 
-    law = {prompt: Fraction(1)}
-    while any(len(text) < end for text in law):
+    distribution = {prompt: Fraction(1)}
+    while any(len(text) < end for text in distribution):
         longer = Counter()
-        for text, probability in law.items():
+        for text, probability in distribution.items():
             if len(text) == end:
                 longer[text] += probability
             else:
                 for tokens, share in one_round(text).items():
                     longer[text + tokens] += probability * share
-        law = longer
-    return dict(law)
+        distribution = longer
+    return dict(distribution)
 
 
-def law_of_strings(target_law, prompt=(0,)):
-    """What `joint_law` must be: the target's own law of all strings that it can write."""
-    law = {}
+def distribution_of_strings(target_distribution, prompt=(0,)):
+    """What `joint_distribution` must be: the target's own distribution of all strings that it can
+    write.
+    """
+    distribution = {}
     for string in product(range(3), repeat=LENGTH):
         probability = Fraction(1)
         for i in range(LENGTH):
-            probability *= Fraction(target_law((*prompt, *string[:i]))[string[i]])
+            probability *= Fraction(target_distribution((*prompt, *string[:i]))[string[i]])
         if probability:
-            law[*prompt, *string] = probability
-    return law
+            distribution[*prompt, *string] = probability
+    return distribution
 
 
 class GridUniforms:

@@ -1,4 +1,4 @@
-"""Language models that are tables: small laws, known exactly."""
+"""Language models that are tables: small distributions, known exactly."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.scores import HostScores
 
-Law = Callable[[tuple[int, ...]], Sequence[float]]
+NextToken = Callable[[tuple[int, ...]], Sequence[float]]
 
 
 class TableModel:
-    """A language model whose law of the next token is any function of all earlier tokens.
+    """A language model whose distribution of the next token is any function of all earlier tokens.
 
     It keeps the tokens it was fed, as a cache does, so a loop that rolls back wrongly, feeds a
-    token twice or leaves one out gets the law of another text. Rows past `length` are stale.
-    Feeding it a token or a position that it does not have is an error.
+    token twice or leaves one out gets the distribution of another text. Rows past `length` are
+    stale. Feeding it a token or a position that it does not have is an error.
     """
 
     row_independent_lengths = tuple(range(1, 66))
@@ -31,9 +31,12 @@ class TableModel:
     num_experts = 0
 
     def __init__(
-        self, law: Law, vocab_size: int = sys.maxsize, context_length: int = sys.maxsize
+        self,
+        distribution: NextToken,
+        vocab_size: int = sys.maxsize,
+        context_length: int = sys.maxsize,
     ) -> None:
-        self.law = law
+        self.distribution = distribution
         self.vocab_size = vocab_size
         self.context_length = context_length
         self.rows: list[int] = []
@@ -46,7 +49,9 @@ class TableModel:
         for token in tokens:
             self._write(token)
             with np.errstate(divide="ignore"):
-                logits.append(np.log(np.array(self.law(tuple(self.rows[: self.length])), float)))
+                logits.append(
+                    np.log(np.array(self.distribution(tuple(self.rows[: self.length])), float))
+                )
         return HostScores(np.stack(logits))
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -74,30 +79,31 @@ def logits_of(*probs: float) -> np.ndarray:
         return np.log(np.array(probs, float))
 
 
-def hashed_law(seed: int, vocab_size: int, peak: float = 1.0) -> Law:
-    """A law that differs for every text."""
+def hashed_distribution(seed: int, vocab_size: int, peak: float = 1.0) -> NextToken:
+    """A distribution that differs for every text."""
 
-    def law(text: tuple[int, ...]) -> np.ndarray:
+    def distribution(text: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng([seed, len(text), *text])
         weights = np.exp(peak * rng.normal(size=vocab_size))
         return weights / weights.sum()
 
-    return law
+    return distribution
 
 
-def quarters(seed: int, certain: bool) -> Law:
-    """A law over 3 tokens in quarters, chosen so that every threshold of a round is one too.
+def quarters(seed: int, certain: bool) -> NextToken:
+    """A distribution over 3 tokens in quarters, chosen so that every threshold of a round is one
+    too.
 
     `certain` adds rows that are sure of a token; a draft must do without (a residual in thirds).
     """
     rows = [(2, 1, 1), (1, 2, 1), (1, 1, 2), (0, 2, 2), (2, 0, 2), (2, 2, 0)]
     rows += [(4, 0, 0), (0, 0, 4)] if certain else []
 
-    def law(text: tuple[int, ...]) -> np.ndarray:
+    def distribution(text: tuple[int, ...]) -> np.ndarray:
         index = np.random.default_rng([seed, len(text), *text]).integers(len(rows))
         return np.array(rows[index]) / 4
 
-    return law
+    return distribution
 
 
 _TREMBLE = np.random.default_rng(0).uniform(-1, 1, (997, 8))
@@ -108,8 +114,8 @@ class NoisyModel(TableModel):
     the cache, and in the one that reads it. What a prefill writes is the same for everyone.
     """
 
-    def __init__(self, law: Law, noise: float) -> None:
-        super().__init__(law)
+    def __init__(self, distribution: NextToken, noise: float) -> None:
+        super().__init__(distribution)
         self.noise = noise
         self.widths: list[int] = []
 
@@ -127,11 +133,11 @@ class NoisyModel(TableModel):
         self.widths[self.length - len(tokens) :] = [0] * len(tokens)
 
 
-def near_ties_law(seed: int, vocab_size: int, gap: float, share: float) -> Law:
-    """A law whose two likeliest tokens are up to `gap` apart in a share of all texts."""
+def near_ties_distribution(seed: int, vocab_size: int, gap: float, share: float) -> NextToken:
+    """A distribution whose two likeliest tokens are up to `gap` apart in a share of all texts."""
 
     @functools.cache
-    def law(text: tuple[int, ...]) -> np.ndarray:
+    def distribution(text: tuple[int, ...]) -> np.ndarray:
         rng = np.random.default_rng(hash((seed, *text)) % 2**32)
         weights = np.exp(2 * rng.normal(size=vocab_size))
         if rng.random() < share:
@@ -139,15 +145,15 @@ def near_ties_law(seed: int, vocab_size: int, gap: float, share: float) -> Law:
             weights[second] = weights[best] * np.exp(-gap * rng.random())
         return weights / weights.sum()
 
-    return law
+    return distribution
 
 
-def decoder(law: Law, drafter: Drafter, k: int) -> SpeculativeDecoder:
+def decoder(distribution: NextToken, drafter: Drafter, k: int) -> SpeculativeDecoder:
     """A decoder whose target is a table."""
-    return SpeculativeDecoder(TableModel(law), Fixed(drafter, k), Stopwatch())
+    return SpeculativeDecoder(TableModel(distribution), Fixed(drafter, k), Stopwatch())
 
 
-def generate(law, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):
+def generate(distribution, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):
     """The first `count` tokens, and the rounds that wrote them."""
-    rounds = list(decoder(law, drafter, k).rounds(prompt, sampling, seed, count))
+    rounds = list(decoder(distribution, drafter, k).rounds(prompt, sampling, seed, count))
     return [token for one in rounds for token in one.tokens][:count], rounds

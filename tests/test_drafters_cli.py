@@ -78,7 +78,7 @@ def test_a_drafter_of_ones_own(pipeline):
         def __init__(self):
             self.lengths = []
 
-        def propose(self, past, max_tokens, sampling, uniforms):
+        def propose(self, history, max_tokens, sampling, uniforms):
             return Draft([commonest] * max_tokens)
 
         def truncate(self, length):
@@ -97,7 +97,7 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
     class Wrong:
         name = "wrong"
 
-        def propose(self, past, max_tokens, sampling, uniforms):
+        def propose(self, history, max_tokens, sampling, uniforms):
             return Draft([5000])
 
         def truncate(self, length):

@@ -1,4 +1,4 @@
-"""The options that shape the law, as a user gives them, and what the output says of them."""
+"""Options that shape the distribution, as a user gives them, and what is said of them."""
 
 import json
 

@@ -41,5 +41,5 @@ def test_greedy_tokens_with_every_option_on_equal_plain_decodings(pipeline, plai
         assert (one.text, one.finish_reason) == (alone.text, alone.finish_reason)
         drafted, accepted = drafted + one.stats.num_drafted, accepted + one.stats.num_accepted
     length = sum(len(alone.tokens) for _, alone in plain)
-    report(f"every option, K = {k}: {length} tokens equal, {accepted} of {drafted} drafts stood")
+    report(f"every option, K = {k}: {length} tokens equal, {accepted} of {drafted} drafts accepted")
     assert accepted

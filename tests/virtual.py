@@ -41,7 +41,7 @@ def untuned(draft: float = 0.09) -> CostTable:
 
 
 def constant(chance: float) -> Stands:
-    """Every token stands with the same chance."""
+    """Every token is accepted with the same chance."""
     return lambda drafter, place, rng: rng.random() < chance
 
 
@@ -92,8 +92,8 @@ class VirtualRequest:
         if self.fixed is None:
             self.planner.record(choice, [drafter] * k, accepted)
             if ready and drafter != "lookup":
-                stood = self.stands("lookup", self.place, self.rng)
-                self.planner.chances("lookup").record((int(stood), 1))
+                accepted = self.stands("lookup", self.place, self.rng)
+                self.planner.chances("lookup").record((int(accepted), 1))
         self.place += accepted + 1
 
     def _pay(self, drafter: str, k: int, accepted: int, costs: Costs) -> None:

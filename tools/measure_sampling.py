@@ -21,7 +21,7 @@ import numpy as np
 
 from specedge import Sampling
 from specedge.runtime.loop.verify import Draft, draw, verify
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.scores import HostRow, HostScores
 
 SETTINGS = {
@@ -35,7 +35,7 @@ SETTINGS = {
     ),
 }
 UNIFORMS = np.random.default_rng(3).random(64)
-PAST = Past(range(0, 1000, 2), range(0, 1000, 3))
+PAST = History(range(0, 1000, 2), range(0, 1000, 3))
 
 
 def rows_of(kind: str, count: int, vocab_size: int) -> np.ndarray:
@@ -48,19 +48,19 @@ def rows_of(kind: str, count: int, vocab_size: int) -> np.ndarray:
 
 
 def drawn(rows: np.ndarray, sampling: Sampling) -> Draft:
-    """A token of each row, and the law it came from."""
+    """A token of each row, and the distribution it came from."""
     tokens: list[int] = []
-    laws = []
+    distributions = []
     for row, uniform in zip(rows, UNIFORMS, strict=False):
-        token, law = draw(HostRow(row), sampling, PAST.then(tokens), float(uniform))
+        token, distribution = draw(HostRow(row), sampling, PAST.then(tokens), float(uniform))
         tokens.append(token)
-        if law is not None:
-            laws.append(law)
-    return Draft(tokens, laws or None)
+        if distribution is not None:
+            distributions.append(distribution)
+    return Draft(tokens, distributions or None)
 
 
 def round_of(rows: np.ndarray, sampling: Sampling, accepted: bool) -> Callable[[], int]:
-    """One round's work on the host; it returns how many drafted tokens stood.
+    """One round's work on the host; it returns how many drafted tokens were accepted.
 
     The target's rows are the draft's; for a rejection the drafted tokens are less likely there.
     """

@@ -1,6 +1,6 @@
-"""Large matrices stay in the checkpoint's files: the model holds stand-ins that take no memory.
+"""Large matrices stay in the checkpoint's files: the model holds placeholders that take no memory.
 
-A stand-in [R, C] is a few times R + C NaNs that it sees again and again, so a computation that
+A placeholder [R, C] is a few times R + C NaNs that it sees again and again, so a computation that
 reads it by mistake shows. Its address says which matrix it stands for, and the strides of a view of
 it which axes that sees: so it is known with its axes split, reordered and one of them cut.
 """
@@ -32,13 +32,13 @@ _WIDTHS: dict[type, str] = {nn.Linear: "out_features", nn.Embedding: "embedding_
 
 
 class Sources:
-    """The stored matrices, by the addresses of their stand-ins."""
+    """The stored matrices, by the addresses of their placeholders."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []  # sorted
         self._behind: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
-    def stand_in(self, matrix: torch.Tensor) -> torch.Tensor:
+    def placeholder(self, matrix: torch.Tensor) -> torch.Tensor:
         """What a float32 model holds in a stored matrix's place; of a small one a copy. [R, C]"""
         if matrix.ndim < 2 or matrix.dtype not in FLOATS or 4 * matrix.numel() < SMALLEST:
             return numbers(matrix).to(torch.float32, copy=True)
@@ -57,17 +57,17 @@ class Sources:
         self._behind.clear()
 
     def find(self, array: np.ndarray) -> torch.Tensor | None:
-        """What is behind a stand-in, or a view of one; None for other arrays.
+        """What is behind a placeholder, or a view of one; None for other arrays.
 
         Raises ExportError for one that was made otherwise.
         """
         place = bisect.bisect_right(self._addresses, array.ctypes.data) - 1
         start = self._addresses[place] if place >= 0 else 0
-        stand_in, matrix = self._behind.get(start, (None, None))
+        placeholder, matrix = self._behind.get(start, (None, None))
         offset = (array.ctypes.data - start) // 4
-        if stand_in is None or matrix is None or offset >= _span(stand_in):
+        if placeholder is None or matrix is None or offset >= _span(placeholder):
             return None
-        return _like(array, offset, stand_in, matrix)
+        return _like(array, offset, placeholder, matrix)
 
     def behind(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
         """The stored matrix behind a model's parameter."""
@@ -76,7 +76,7 @@ class Sources:
         return self.find(parameter.detach().numpy())
 
     def _held(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """What is behind a module's stand-ins."""
+        """What is behind a module's placeholders."""
         held = {}
         for name, parameter in module._parameters.items():
             if (stored := self.behind(parameter)) is not None:
@@ -119,7 +119,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _strides(shape: torch.Size) -> list[int]:
-    """Strides of a stand-in, by whose multiples its axes can be told; the largest axis has 1.
+    """Strides of a placeholder, by whose multiples its axes can be told; the largest axis has 1.
 
     Of an axis of n that is split the strides are its own times divisors of n. No stride has a
     divisor in common with those of the larger axes and their sizes.
@@ -133,10 +133,10 @@ def _strides(shape: torch.Size) -> list[int]:
 
 
 def _like(
-    array: np.ndarray, offset: int, stand_in: torch.Tensor, matrix: torch.Tensor
+    array: np.ndarray, offset: int, placeholder: torch.Tensor, matrix: torch.Tensor
 ) -> torch.Tensor:
-    """What of a matrix an array shows that begins so many numbers into its stand-in."""
-    strides = stand_in.stride()
+    """What of a matrix an array shows that begins so many numbers into its placeholder."""
+    strides = placeholder.stride()
     smallest_first = sorted(range(matrix.ndim), key=lambda axis: -strides[axis])
     seen: list[list[int]] = [[] for _ in strides]  # the array's axes, of each of the matrix's
     for i in sorted(range(array.ndim), key=lambda i: -array.strides[i]):

@@ -1,4 +1,4 @@
-"""A checkpoint's model, with stand-ins for large matrices and what is said of its weights."""
+"""A checkpoint's model, with placeholders for large matrices and what is said of its weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _NEEDLESS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq", "positi
 
 @dataclass
 class Loaded:
-    """A model in float32 whose large matrices are stand-ins, and where their numbers are."""
+    """A model in float32 whose large matrices are placeholders, and where their numbers are."""
 
     model: torch.nn.Module
     dtype: str
@@ -51,7 +51,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
         dtype = weight_files.stored_dtype(where, dict(model.named_parameters()))
     model.eval().requires_grad_(False)
     sources = Sources()
-    _put_stand_ins(model, sources)
+    _put_placeholders(model, sources)
     _tie(model, sources)
     return Loaded(model, dtype, sources)
 
@@ -113,14 +113,14 @@ def _lazy(tensor: torch.Tensor) -> torch.Tensor:
     return lazy(tensor) if tensor.ndim > 1 or not tensor.is_floating_point() else tensor.clone()
 
 
-def _put_stand_ins(model: torch.nn.Module, sources: Sources) -> None:
-    """Large matrices get stand-ins, smaller ones their numbers; what is tied stays so."""
+def _put_placeholders(model: torch.nn.Module, sources: Sources) -> None:
+    """Large matrices get placeholders, smaller ones their numbers; what is tied stays so."""
     known: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, LazyTensor):
                 if id(parameter) not in known:
-                    tensor = sources.stand_in(stored(parameter))
+                    tensor = sources.placeholder(stored(parameter))
                     known[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
                 module._parameters[name] = known[id(parameter)]
         for name, buffer in module._buffers.items():

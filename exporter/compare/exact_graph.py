@@ -263,7 +263,7 @@ def grouped_query_attention(
         torch.from_numpy(x).reshape(length, n, -1).transpose(0, 1)
         for x, n in ((query, heads), (key, groups), (value, groups))
     )
-    caches = [torch.from_numpy(past.copy()) for past in (past_key, past_value)]
+    caches = [torch.from_numpy(history.copy()) for history in (past_key, past_value)]
     for cache, rows in zip(caches, (k, v), strict=True):
         cache[0, :, start:end] = rows
     seen, read = (cache[0, :, :end].repeat_interleave(heads // groups, 0) for cache in caches)

@@ -66,7 +66,7 @@ def through(player: Player, part: Reference, judge: Judge) -> Check:
         _compare_caches(player.geometry.cache_names(), part, judge, rows)
 
     actions: list[Action] = [
-        Fill(part.past),
+        Fill(part.history),
         Spoil(part.start, player.geometry.capacity),
         Pass("decoder", part.tokens, part.start),
         Rows(part.start, part.end),
@@ -78,12 +78,12 @@ def own(player: Player, part: Reference) -> tuple[Reference, Check]:
     """What the kept layers compute for a stretch in one pass; it is known when that was played."""
     own = replace(
         part,
-        past=lambda i: part.past(player.kept[i]),
+        history=lambda i: part.history(player.kept[i]),
         caches=[],
         caches_float32=[part.caches_float32[i] for i in player.kept],
     )
     actions: list[Action] = [
-        Fill(own.past),
+        Fill(own.history),
         Spoil(own.start, player.geometry.capacity),
         Pass("decoder", own.tokens, own.start, then=functools.partial(setattr, own, "logits")),
         Rows(own.start, own.end, own.caches),
@@ -103,7 +103,7 @@ def stretch(
         _compare_logits(part, judge, found[:length], start)
         return found if keep else None
 
-    actions: list[Action] = [Fill(part.past), Spoil(part.start, player.geometry.capacity)]
+    actions: list[Action] = [Fill(part.history), Spoil(part.start, player.geometry.capacity)]
     twins: list[tuple[str, int]] = []
     for name, start, length, kept in schedule(player, part.start, part.end):
         tokens = _padded(player, name, part.tokens[start - part.start :][:length])
@@ -186,13 +186,13 @@ def file(player: Player, length: Length, part: Reference, differing: list[str]) 
     start = max(0, min(8, len(part.tokens) - size))  # after a few rows, if there is room
     given = part.tokens[start:][:size]
     tokens = np.pad(given, (0, size - len(given)))
-    past = Fill(lambda i: part.caches[i][:, :start])
+    history = Fill(lambda i: part.caches[i][:, :start])
 
     def decide(results: list[Any]) -> None:
         if not _same(results[2:]):
             differing.append(length.name)
 
-    return [past, Spoil(start, start + size), *_twice(length.name, tokens, start)], decide
+    return [history, Spoil(start, start + size), *_twice(length.name, tokens, start)], decide
 
 
 def _twice(

@@ -35,7 +35,7 @@ WORTHLESS = 0.1  # of the logits' standard deviation: an error that leaves littl
 CHUNK = 256  # tokens a pass, and fewer for a vocabulary
 ROOM = 1 << 24  # of more than this many logits a pass
 HELD = 1 << 27  # logits that are kept at once, in float64
-Past = Callable[[int], np.ndarray]
+History = Callable[[int], np.ndarray]
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Reference:
 
     tokens: np.ndarray
     start: int
-    past: Past
+    history: History
     logits: np.ndarray
     caches: list[np.ndarray]
     logits_float32: np.ndarray
@@ -97,10 +97,10 @@ def references(
     found: list[Reference] = []
     for start, end in positions_played(geometry, num_parameters(model)):
         tokens = random.integers(0, num_tokens, end - start)
-        past = _rows_before(start, found, geometry)
+        history = _rows_before(start, found, geometry)
         left_out = 0
         for _ in range(TRIES):
-            part, near = _reference(model, sources, tokens, start, past, geometry)
+            part, near = _reference(model, sources, tokens, start, history, geometry)
             if not near.any():
                 break
             # What comes before the first stays clear, so others are near less often each time.
@@ -148,7 +148,7 @@ def _reference(
     sources: Sources,
     tokens: np.ndarray,
     start: int,
-    past: Past,
+    history: History,
     geometry: Geometry,
 ) -> tuple[Reference, np.ndarray]:
     """One stretch, and which of its positions rounding could send to other experts."""
@@ -156,7 +156,7 @@ def _reference(
     near_logits: list[np.ndarray] = []
     own: list[np.ndarray] = []
     with _computing(model, sources, exact=True) as choices:
-        caches = _passes(model, tokens, start, past, geometry, choices, logits.append)
+        caches = _passes(model, tokens, start, history, geometry, choices, logits.append)
     exact = np.concatenate([part[0] for part in logits])
 
     def compare(found: np.ndarray) -> None:
@@ -166,11 +166,11 @@ def _reference(
         own.append(off[0])
 
     with _computing(model, sources, exact=False) as rounded:
-        found = _passes(model, tokens, start, past, geometry, rounded, compare, ROUNDINGS)
+        found = _passes(model, tokens, start, history, geometry, rounded, compare, ROUNDINGS)
     reference = Reference(
         tokens.copy(),
         start,
-        past,
+        history,
         exact,
         [cache[0] for cache in caches],
         float32_errors(np.concatenate(near_logits), exact),
@@ -195,7 +195,7 @@ def _passes(
     model: torch.nn.Module,
     tokens: np.ndarray,
     start: int,
-    past: Past,
+    history: History,
     geometry: Geometry,
     choices: Choices,
     told: Callable[[np.ndarray], None],
@@ -208,7 +208,7 @@ def _passes(
     """
     cache = DynamicCache()
     cache.layers = [
-        _LaterLayer(*(torch.from_numpy(past(2 * layer + i)) for i in (0, 1)))
+        _LaterLayer(*(torch.from_numpy(history(2 * layer + i)) for i in (0, 1)))
         for layer in range(len(geometry.layers) if start else 0)
     ]
     for ids in torch.from_numpy(tokens).expand(batch, -1).split(chunk_length(geometry), 1):
@@ -247,7 +247,7 @@ class _LaterLayer(DynamicLayer):
         return self.before[0].shape[1] + super().get_seq_length()
 
 
-def _rows_before(start: int, parts: list[Reference], geometry: Geometry) -> Past:
+def _rows_before(start: int, parts: list[Reference], geometry: Geometry) -> History:
     """Rows [H, start, D] to begin at a late position: real ones, repeated, cost no pass."""
     shapes = geometry.cache_shapes()
 

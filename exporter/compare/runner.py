@@ -47,7 +47,7 @@ class Pass:
 class Fill:
     """Put `past(i)`, [H, n, D], into the first rows of cache i."""
 
-    past: Callable[[int], np.ndarray]
+    history: Callable[[int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class Player:
                     else:
                         at = {name: index[name] for name in stage.caches}
                         places = {n: kept[i] for n, i in at.items()} if shorter else at
-                        stage.fill({name: action.past(place) for name, place in places.items()})
+                        stage.fill({name: action.history(place) for name, place in places.items()})
                 advance(1)
         return results
 

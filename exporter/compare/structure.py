@@ -73,7 +73,7 @@ def _pass(
             return np.array([part.start + at], np.int64)
         i = names.index(name)
         buffer = noise[: math.prod(shapes[i])].reshape(shapes[i]).copy()
-        buffer[0, :, : part.start] = part.past(i)
+        buffer[0, :, : part.start] = part.history(i)
         buffer[0, :, part.start : part.start + at] = part.caches[i][:, :at]
         return buffer
 

@@ -248,7 +248,7 @@ def _owned(array: np.ndarray) -> torch.Tensor:
 
 
 def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
-    """Whether two matrices are one; stand-ins have their address in common and are else NaN."""
+    """Whether two matrices are one; placeholders have their address in common and are else NaN."""
     if other.ndim != 2 or other.shape != table.shape[::-1]:
         return False
     same = (other.ctypes.data, other.strides) == (table.ctypes.data, table.strides[::-1])

@@ -261,14 +261,14 @@ def _sureness() -> tuple[str, ...]:
         "files, graphs, caches, self-draft and greedy are comparisons: no chance is in them, and "
         "they say nothing of texts that were not tried",
         f"sampled and joint are {NUM_TESTS} tests; each fails an honest bundle with probability "
-        f"about {ALPHA:.1e}, all together {FALSE_ALARM:.0e}: chi-square is a limit law",
+        f"about {ALPHA:.1e}, all together {FALSE_ALARM:.0e}: chi-square is a limit distribution",
         f"'would catch' is the smallest total variation over the cells that the test finds with "
         f"probability {POWER:.0%}, whatever its shape; smaller ones may go unseen",
         f"'at most off' is what the total variation over the cells cannot exceed, with "
         f"{CONFIDENCE:.0%} confidence for each setting",
         "'would catch' of sampled is of the places by rank; the facts of --json have that of each "
         "test",
-        "the laws are those of the target's graph on this machine; how far that is from PyTorch's "
-        "was measured at export alone",
+        "the distributions are those of the target's graph on this machine; how far that is from "
+        "PyTorch's was measured at export alone",
         "the random numbers are the same in every audit; how many are used depends on the time",
     )

@@ -15,7 +15,7 @@ from ..loop.decoding import SpeculativeDecoder
 from ..loop.round import Drafter
 from ..loop.verify import Draft, Verdict, verify
 from ..sampling.distribution import Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..sampling.probabilities import probabilities
 from ..sampling.scores import Scores
 from .cached import Cached
@@ -37,9 +37,14 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
     class Decoder(SpeculativeDecoder):
         @staticmethod
         def judge(
-            draft: Draft, scores: Scores, sampling: Sampling, past: Past, tests: Floats, last: float
+            draft: Draft,
+            scores: Scores,
+            sampling: Sampling,
+            history: History,
+            tests: Floats,
+            last: float,
         ) -> Verdict:
-            return verify(draft, scores, sampling, past, change(tests), last)
+            return verify(draft, scores, sampling, history, change(tests), last)
 
     return Decoder
 
@@ -47,14 +52,19 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 class _NoResidual(SpeculativeDecoder):
     @staticmethod
     def judge(
-        draft: Draft, scores: Scores, sampling: Sampling, past: Past, tests: Floats, last: float
+        draft: Draft,
+        scores: Scores,
+        sampling: Sampling,
+        history: History,
+        tests: Floats,
+        last: float,
     ) -> Verdict:
-        verdict = verify(draft, scores, sampling, past, tests, last)
+        verdict = verify(draft, scores, sampling, history, tests, last)
         i = verdict.num_accepted
         if sampling.greedy or i == len(draft.tokens):
             return verdict
-        law = probabilities(scores[i].array(), sampling, past.then(draft.tokens[:i]))
-        return Verdict(i, law.pick(last))
+        distribution = probabilities(scores[i].array(), sampling, history.then(draft.tokens[:i]))
+        return Verdict(i, distribution.pick(last))
 
 
 def _halved(tests: Floats) -> Floats:
@@ -73,8 +83,10 @@ class _StaleDrafter:
     def __init__(self, drafter: Drafter) -> None:
         self._drafter = drafter
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
-        draft = self._drafter.propose(past, max_tokens, sampling, uniforms)
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        draft = self._drafter.propose(history, max_tokens, sampling, uniforms)
         if not draft.probs:
             return draft
         return Draft(draft.tokens, [draft.probs[0], *draft.probs[:-1]])
@@ -102,7 +114,7 @@ class _OneRowTooMany:
 DEFECTS = (
     Defect(
         "accept rule",
-        "a draft token stands if u d(x) / 2 < t(x), not u d(x) < t(x)",
+        "a draft token is accepted if u d(x) / 2 < t(x), not u d(x) < t(x)",
         Parts(decoder=_with_tests(_halved)),
     ),
     Defect(

@@ -1,4 +1,5 @@
-"""Whether the first tokens after one prompt follow the target's joint law, over many seeds.
+"""Whether the first tokens after one prompt follow the target's joint distribution, over many
+seeds.
 
 The loop, the accept rule and the draws are the real ones; the models' rows are remembered by the
 text before them, so that thousands of texts cost few passes. The caches play no part here: texts of
@@ -19,7 +20,7 @@ from specedge.options import Sampling
 
 from ..loop.model import LanguageModel
 from ..loop.round import Round
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..sampling.probabilities import probabilities
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding
@@ -34,21 +35,22 @@ CANDIDATES = 6  # prompts from which a setting takes the one where draft and tar
 
 TESTS = 3  # of each setting; all together have the last two
 
-Law = dict[tuple[int, ...], float]
+NextToken = dict[tuple[int, ...], float]
 
 
 @dataclass
 class Judged:
-    """Draft tokens: whether each stood, and the probability with which it was to."""
+    """Draft tokens: whether each was accepted, and the probability with which it was to."""
 
-    stood: list[bool] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Tested:
-    """The tests of one setting: the strings of the first tokens, and how often draft tokens stood,
-    the first of a round and those after one that stood."""
+    """The tests of one setting: the strings of the first tokens, and how often draft tokens
+    were accepted, the first of a round and those after one that was accepted.
+    """
 
     prompt: str
     strings: Fit
@@ -61,8 +63,9 @@ class Tested:
 
 
 def joint(subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha: float) -> Finding:
-    """Compare the counts of the first tokens' strings with the target's exact law, by setting.
-    `alpha` is the probability of a false alarm of one test."""
+    """Compare the counts of the first tokens' strings with the target's exact distribution, by
+    setting. `alpha` is the probability of a false alarm of one test.
+    """
     tested: dict[str, Tested] = {}
     together = Judged(), Judged()
     for i, sampling in enumerate(settings):
@@ -73,9 +76,9 @@ def joint(subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha:
         if found is not None:
             tested[name_of(sampling)] = found
             for whole, part in zip(together, (setting.first, setting.later), strict=True):
-                whole.stood += part.stood
+                whole.accepted += part.accepted
                 whole.betas += part.betas
-    frequencies = [frequency(judged.stood, judged.betas, alpha) for judged in together]
+    frequencies = [frequency(judged.accepted, judged.betas, alpha) for judged in together]
     return _finding(tested, frequencies, len(settings), alpha)
 
 
@@ -97,11 +100,11 @@ class _Setting:
         subject = self._subject
         chosen = self._choose(budget)
         prompt = self._begin(chosen)
-        law = self._law(prompt, budget)
+        distribution = self._distribution(prompt, budget)
         if budget.over:
             return None
         decoders = [subject.decoder(k, self._target, self._draft) for k in subject.ks]
-        counts = dict.fromkeys(law, 0)
+        counts = dict.fromkeys(distribution, 0)
         for seed, decoder in zip(seeds, itertools.cycle(decoders), strict=False):
             rounds = list(decoder.rounds(prompt, self._sampling, seed, self._length))
             string = tuple(cut(rounds, self._length))
@@ -113,9 +116,9 @@ class _Setting:
                 break
         return Tested(
             subject.prompts[chosen].name,
-            fit(list(counts.values()), list(law.values()), alpha),
-            frequency(self.first.stood, self.first.betas, alpha),
-            frequency(self.later.stood, self.later.betas, alpha),
+            fit(list(counts.values()), list(distribution.values()), alpha),
+            frequency(self.first.accepted, self.first.betas, alpha),
+            frequency(self.later.accepted, self.later.betas, alpha),
         )
 
     def _begin(self, index: int) -> list[int]:
@@ -124,8 +127,9 @@ class _Setting:
         return prompt
 
     def _choose(self, budget: Budget) -> int:
-        """The prompt whose next token's laws differ most in the likelier tokens, which have cells
-        of their own: there a wrong rule shows most."""
+        """The prompt whose next token's distributions differ most in the likelier tokens, which
+        have cells of their own: there a wrong rule shows most.
+        """
         best = (-1.0, 0)
         for i in range(min(CANDIDATES, len(self._subject.prompts))):
             if i and budget.over:
@@ -137,7 +141,7 @@ class _Setting:
         return -best[1]
 
     def _rows(self, prompt: Sequence[int], string: tuple[int, ...]) -> list[Array]:
-        """The target's and the draft's laws of the token after a text. [V] each"""
+        """The target's and the draft's distributions of the token after a text. [V] each"""
         models = (
             (self._target, self._subject.target_sizes),
             (self._draft, self._subject.draft_sizes),
@@ -150,15 +154,15 @@ class _Setting:
         fed = [known(token, sizes) for token in (*prompt, *string)]
         model.truncate(0)
         model.prefill(fed[:-1])
-        law = probabilities(
-            model.forward(fed[-1:])[-1].array(), self._sampling, Past(prompt, string)
+        distribution = probabilities(
+            model.forward(fed[-1:])[-1].array(), self._sampling, History(prompt, string)
         )
-        return law.row(self._subject.target_sizes.vocab_size)
+        return distribution.row(self._subject.target_sizes.vocab_size)
 
-    def _law(self, prompt: Sequence[int], budget: Budget) -> Law:
+    def _distribution(self, prompt: Sequence[int], budget: Budget) -> NextToken:
         """Probabilities of strings: a key stands for all that begin with it and with no longer key.
         The likeliest are told apart first."""
-        law: Law = {(): 1.0}
+        distribution: NextToken = {(): 1.0}
         queue: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
         while queue and not budget.over:
             falling, string = heapq.heappop(queue)
@@ -166,21 +170,21 @@ class _Setting:
             row = row.astype(np.float64) / row.sum(dtype=np.float64)
             for token in np.flatnonzero(-falling * row >= LEAST_MASS):
                 longer, mass = (*string, int(token)), -falling * float(row[token])
-                law[longer] = mass
-                law[string] = max(0.0, law[string] - mass)
+                distribution[longer] = mass
+                distribution[string] = max(0.0, distribution[string] - mass)
                 if len(longer) < self._length:
                     heapq.heappush(queue, (-mass, longer))
-        return law
+        return distribution
 
     def _note(
         self, prompt: Sequence[int], string: tuple[int, ...], rounds: Sequence[Round]
     ) -> None:
-        """Which draft tokens stood, and with which probability each was to."""
+        """Which draft tokens were accepted, and with which probability each was to."""
         start = 0
         for round_ in rounds:
             for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
                 judged = self.later if i else self.first
-                judged.stood.append(i < round_.num_accepted)
+                judged.accepted.append(i < round_.num_accepted)
                 judged.betas.append(self._beta(prompt, string[: start + i]))
             start += len(round_.tokens)
 
@@ -201,11 +205,11 @@ def _finding(
         for name, found in tested.items()
     }
     lines = [
-        f"{'':{NAME}}  texts cells  p of: strings  first stood  later stood  "
+        f"{'':{NAME}}  texts cells  p of: strings  first accepted  later accepted  "
         "would catch  at most off  after"
     ]
     lines += [_line(name, found) for name, found in tested.items()]
-    lines.append(f"{'all together':{NAME}} {first.p_value:40.2g} {later.p_value:12.2g}")
+    lines.append(f"{'all together':{NAME}} {first.p_value:43.2g} {later.p_value:15.2g}")
     p_values = {name: found.p_values() for name, found in tested.items()}
     p_values["all together"] = {"first": first.p_value, "later": later.p_value}
     problems = [
@@ -215,7 +219,7 @@ def _finding(
         if p < alpha
     ]
     if problems:
-        summary = f"first tokens do not follow the target's joint law: {problems[0]}"
+        summary = f"first tokens do not follow the target's joint distribution: {problems[0]}"
         return Finding("joint", FAILED, summary, tuple(problems[1:] + lines), facts)
     least = min((found.strings.num_samples for found in tested.values()), default=0)
     if len(tested) < num_settings or least < LEAST_TEXTS:
@@ -223,14 +227,15 @@ def _finding(
         summary = f"only {least} texts of a setting, {LEAST_TEXTS} are needed"
         return Finding("joint", SHORT, summary, tuple(lines), facts)
     total = sum(found.strings.num_samples for found in tested.values())
-    summary = f"the first {LENGTH} tokens of {total} texts follow the target's joint law"
+    summary = f"the first {LENGTH} tokens of {total} texts follow the target's joint distribution"
     return Finding("joint", PASSED, summary, tuple(lines), facts)
 
 
 _NAMES = {
     "strings": "strings are not as likely as the target says",
-    "first": "the first draft token of a round does not stand as often as the laws say",
-    "later": "draft tokens after one that stood do not stand as often as the laws say",
+    "first": "the first draft token of a round is not accepted as often as the distributions say",
+    "later": "draft tokens after an accepted one are not accepted as often as the distributions "
+    "say",
 }
 
 
@@ -238,6 +243,6 @@ def _line(name: str, found: Tested) -> str:
     strings = found.strings
     return (
         f"{name:{NAME}} {strings.num_samples:6} {strings.num_cells:5} {strings.p_value:14.2g} "
-        f"{found.first.p_value:12.2g} {found.later.p_value:12.2g} {strings.would_catch:12.3f} "
+        f"{found.first.p_value:15.2g} {found.later.p_value:15.2g} {strings.would_catch:12.3f} "
         f"{strings.bound:12.3f}  {found.prompt}"
     )

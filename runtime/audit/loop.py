@@ -102,7 +102,7 @@ def self_draft(subject: Subject, budget: Budget) -> Finding:
             "num_rounds": len(rounds), "num_drafted": drafted, "num_accepted": accepted,
         }  # fmt: skip
         lines.append(
-            f"temperature {temperature:g}: {accepted} of {drafted} draft tokens stand, "
+            f"temperature {temperature:g}: {accepted} of {drafted} draft tokens are accepted, "
             f"{num_tokens} tokens in {len(rounds)} rounds"
         )
     # Where logits depend on how many rows share a pass, a near-tie may fall otherwise.

@@ -1,8 +1,10 @@
-"""Whether drawn text follows the target's law: text of the real loop, judged by the target alone.
+"""Whether drawn text follows the target's distribution: text of the real loop, judged by the target
+alone.
 
-Each token of a text has an exact law given the tokens before it, which one pass of the target over
-the finished text gives. A token's place in that law, made continuous with a random number, is
-uniform and independent of the places before it, if and only if the token follows the law.
+Each token of a text has an exact distribution given the tokens before it, which one pass of the
+target over the finished text gives. A token's place in that distribution, made continuous with a
+random number, is uniform and independent of the places before it, if and only if the token follows
+the distribution.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from ..loop.round import Round
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding
 from .statistics import Array, Fit, Frequency, fit, frequency, place
-from .subject import ROWS, Subject, cut, laws, logits_after
+from .subject import ROWS, Subject, cut, distributions, logits_after
 
 SETTINGS = (
     Sampling(1.0),
@@ -42,12 +44,13 @@ LEAST_TEXT = 8
 @dataclass
 class Sample:
     """Texts of one setting: places by falling probability and by falling d / t, where the draft
-    leans to; draft tokens that were judged, and the probability with which each was to stand."""
+    leans to; draft tokens that were judged, and the probability with which each was to be accepted.
+    """
 
     by_rank: list[float] = field(default_factory=list)
     by_lean: list[float] = field(default_factory=list)
     pairs: list[tuple[float, float]] = field(default_factory=list)
-    stood: list[bool] = field(default_factory=list)
+    accepted: list[bool] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
     num_impossible: int = 0
 
@@ -120,15 +123,15 @@ def _text_length(subject: Subject, budget: Budget, num_settings: int) -> int:
 def _draw(
     subject: Subject, sampling: Sampling, prompt: list[int], seed: int, k: int, length: int
 ) -> Sample:
-    """One text from the decoder, and its places in the laws."""
+    """One text from the decoder, and its places in the distributions."""
     rounds = list(subject.decoder(k).rounds(prompt, sampling, seed, length))
     text = cut(rounds, length)
     sizes = (subject.target_sizes, subject.draft_sizes)
     vocab_size = sizes[0].vocab_size
     target_logits = logits_after(subject.target, sizes[0], prompt, text)
     draft_logits = logits_after(subject.draft, sizes[1], prompt, text)
-    targets = laws(target_logits, sampling, prompt, text, vocab_size)
-    drafts = laws(draft_logits, sampling, prompt, text, vocab_size)
+    targets = distributions(target_logits, sampling, prompt, text, vocab_size)
+    drafts = distributions(draft_logits, sampling, prompt, text, vocab_size)
     spread = np.random.default_rng(seed)
     sample, betas = Sample(), []
     for token, target, draft in zip(text, targets, drafts, strict=True):
@@ -150,12 +153,13 @@ def _lean(target: Array, draft: Array) -> Array:
 
 
 def _judged(sample: Sample, rounds: Sequence[Round], betas: list[float]) -> None:
-    """A draft token is judged if those before it in its round stand; it does with probability
-    beta, the sum of min(t, d)."""
+    """A draft token is judged if those before it in its round are accepted; it does with
+    probability beta, the sum of min(t, d).
+    """
     start = 0
     for round_ in rounds:
         for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
-            sample.stood.append(i < round_.num_accepted)
+            sample.accepted.append(i < round_.num_accepted)
             sample.betas.append(betas[start + i])
         start += len(round_.tokens)
 
@@ -166,7 +170,7 @@ def _verdicts(sample: Sample, alpha: float) -> Verdicts:
         _uniform([int(NUM_CELLS * x) for x in sample.by_rank], alpha),
         _uniform([int(NUM_CELLS * x) for x in sample.by_lean], alpha),
         _uniform(square, alpha),
-        frequency(sample.stood, sample.betas, alpha),
+        frequency(sample.accepted, sample.betas, alpha),
     )
 
 
@@ -178,8 +182,8 @@ def _uniform(cells: list[int], alpha: float) -> Fit:
 def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Finding:
     problems, facts = [], {}
     lines = [
-        f"{'':{NAME}} tokens  p of: rank  lean to draft  neighbours  stood  "
-        "how often (by the laws)  would catch"
+        f"{'':{NAME}} tokens  p of: rank  lean to draft  neighbours  accepted  "
+        "how often (expected)  would catch"
     ]
     for name, sample in samples.items():
         verdicts = _verdicts(sample, alpha)
@@ -192,28 +196,30 @@ def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Find
         ]
         # With noise the edge of a filter may be elsewhere in the pass that judges.
         if sample.num_impossible and not subject.noise.get("target"):
-            problems.append(f"{name}: {sample.num_impossible} tokens that the law does not allow")
+            problems.append(
+                f"{name}: {sample.num_impossible} tokens that the distribution does not allow"
+            )
     count = len(samples["all together"].by_rank)
     catch = facts["all together"]["by_rank"]["would_catch"]
     least = min(len(sample.by_rank) for sample in samples.values())
     if problems:
-        summary = f"{count} drawn tokens do not follow the target's law: {problems[0]}"
+        summary = f"{count} drawn tokens do not follow the target's distribution: {problems[0]}"
         return Finding("sampled", FAILED, summary, tuple(problems[1:] + lines), facts)
     if least < LEAST_TOKENS:
         summary = f"only {least} tokens of a setting, {LEAST_TOKENS} are needed"
         return Finding("sampled", SHORT, summary, tuple(lines), facts)
     summary = (
-        f"{count} drawn tokens follow the target's law; a total variation of {catch:.3f} of their "
-        "places would have been caught"
+        f"{count} drawn tokens follow the target's distribution; a total variation of {catch:.3f} "
+        "of their places would have been caught"
     )
     return Finding("sampled", PASSED, summary, tuple(lines), facts)
 
 
 _NAMES = {
     "by_rank": "tokens are not as likely as the target says",
-    "by_lean": "tokens lean to the draft's law",
+    "by_lean": "tokens lean to the draft's distribution",
     "neighbours": "neighbouring tokens depend on each other",
-    "acceptance": "draft tokens do not stand as often as the laws say",
+    "acceptance": "draft tokens are not accepted as often as the distributions say",
 }
 
 
@@ -224,9 +230,9 @@ def _facts(sample: Sample, verdicts: Verdicts) -> dict[str, Any]:
 
 def _line(name: str, sample: Sample, verdicts: Verdicts) -> str:
     rank, lean, neighbours, acceptance = verdicts.p_values().values()
-    stood = verdicts.acceptance
+    accepted = verdicts.acceptance
     return (
         f"{name:{NAME}} {len(sample.by_rank):6} {rank:11.2g} {lean:14.2g} {neighbours:11.2g} "
-        f"{acceptance:6.2g} {stood.measured:16.3f} ({stood.expected:.3f}) "
-        f"{verdicts.by_rank.would_catch:12.3f}"
+        f"{acceptance:9.2g} {accepted.measured:11.3f} ({accepted.expected:.3f}) "
+        f"{verdicts.by_rank.would_catch:13.3f}"
     )

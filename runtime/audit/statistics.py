@@ -1,7 +1,9 @@
-"""Whether samples follow a law, how far from it they can be, and what a test would have caught.
+"""Whether samples follow a distribution, how far from it they can be, and what a test would have
+caught.
 
-Pure functions. A law is over cells; `alpha` is the probability of a false alarm. Deviations are
-total variations: half the sum of the differences, the most by which any event's probability is off.
+Pure functions. A distribution is over cells; `alpha` is the probability of a false alarm.
+Deviations are total variations: half the sum of the differences, the most by which any event's
+probability is off.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ Array = NDArray[Any]
 
 @dataclass(frozen=True)
 class Fit:
-    """Pearson's chi-square test of samples against a law over cells.
+    """Pearson's chi-square test of samples against a distribution over cells.
 
-    `deviation` is the total variation between the samples and the law, of which chance makes most;
-    `bound` is what the total variation between the laws is at most, with `CONFIDENCE`;
-    `would_catch` is the smallest one that this test catches with probability `POWER`.
+    `deviation` is the total variation between the samples and the distribution, of which chance
+    makes most; `bound` is what the total variation between the distributions is at most, with
+    `CONFIDENCE`; `would_catch` is the smallest one that this test catches with probability `POWER`.
     """
 
     num_samples: int
@@ -51,11 +53,13 @@ class Frequency:
     would_catch: float
 
 
-def fit(counts: Sequence[float] | Array, law: Sequence[float] | Array, alpha: float) -> Fit:
+def fit(
+    counts: Sequence[float] | Array, distribution: Sequence[float] | Array, alpha: float
+) -> Fit:
     """Test counts [n] against the probabilities [n] of their cells; small cells are pooled."""
-    groups = pooled(np.asarray(law, float) * np.sum(counts))
+    groups = pooled(np.asarray(distribution, float) * np.sum(counts))
     observed = np.array([np.sum(np.asarray(counts)[group]) for group in groups], float)
-    probs = np.array([np.sum(np.asarray(law)[group]) for group in groups], float)
+    probs = np.array([np.sum(np.asarray(distribution)[group]) for group in groups], float)
     probs /= probs.sum()
     num_samples, num_cells = int(observed.sum()), len(groups)
     expected = num_samples * probs
@@ -94,8 +98,8 @@ def smallest_caught(num_samples: int, num_cells: int, alpha: float) -> float:
     """The total variation over the cells that is caught with probability `POWER`, whatever its
     shape.
 
-    A law that is e away is at least 4 e^2 away in chi-square (Cauchy and Schwarz), so that the
-    statistic is noncentral by at least 4 e^2 n.
+    A distribution that is e away is at least 4 e^2 away in chi-square (Cauchy and Schwarz), so that
+    the statistic is noncentral by at least 4 e^2 n.
     """
     if num_cells < 2 or not num_samples:
         return 1.0
@@ -105,7 +109,7 @@ def smallest_caught(num_samples: int, num_cells: int, alpha: float) -> float:
 
 
 def sampling_error(num_samples: int, num_cells: int) -> float:
-    """What the total variation between samples and their law exceeds with probability
+    """What the total variation between samples and their distribution exceeds with probability
     1 - `CONFIDENCE` at most: Bretagnolle-Huber-Carol, P(|| ||_1 >= e) <= 2^k exp(-n e^2 / 2).
     """
     if not num_samples:
@@ -147,16 +151,18 @@ def _tail(off: float, variance: float) -> float:
     return min(1.0, 2 * math.exp(-variance * ((1 + u) * math.log1p(u) - u)))
 
 
-def place(law: Array, key: Array, token: int, uniform: float) -> float:
+def place(distribution: Array, key: Array, token: int, uniform: float) -> float:
     """A token's place in [0, 1) when all are laid out by falling key, each as wide as its
     probability: the randomised probability integral transform.
 
-    If the token follows `law` [V], the place is uniform whatever the keys [V], and independent of
-    the places of the tokens before it.
+    If the token follows `distribution` [V], the place is uniform whatever the keys [V], and
+    independent of the places of the tokens before it.
     """
     mine = key[token]
     ahead = key > mine
     tied = key[:token] == mine
-    before = law[ahead].sum(dtype=np.float64) + law[:token][tied].sum(dtype=np.float64)
-    total = law.sum(dtype=np.float64)
-    return min(float((before + uniform * law[token]) / total), math.nextafter(1.0, 0.0))
+    before = distribution[ahead].sum(dtype=np.float64) + distribution[:token][tied].sum(
+        dtype=np.float64
+    )
+    total = distribution.sum(dtype=np.float64)
+    return min(float((before + uniform * distribution[token]) / total), math.nextafter(1.0, 0.0))

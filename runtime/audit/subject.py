@@ -11,14 +11,14 @@ from numpy.typing import NDArray
 
 from specedge.options import Sampling
 
-from ..drafters.draft_model import STAND_IN, DraftModel
+from ..drafters.draft_model import PLACEHOLDER, DraftModel
 from ..loop.decoding import SpeculativeDecoder
 from ..loop.model import LanguageModel
 from ..loop.round import Drafter, Round
 from ..loop.timing import Stopwatch
 from ..planning.plans import Fixed
 from ..sampling.distribution import Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..sampling.probabilities import probabilities
 from .budget import Budget
 from .cached import Cached
@@ -147,7 +147,7 @@ class Subject:
 
 def known(token: int, sizes: Sizes) -> int:
     """What a model is fed for a token."""
-    return token if token < sizes.vocab_size else STAND_IN
+    return token if token < sizes.vocab_size else PLACEHOLDER
 
 
 def logits_after(
@@ -160,12 +160,12 @@ def logits_after(
     return model.forward(fed[len(prompt) - 1 :]).array()
 
 
-def laws(
+def distributions(
     logits: Floats, sampling: Sampling, prompt: Sequence[int], new: Sequence[int], vocab_size: int
 ) -> Iterator[Array]:
-    """The law of each new token given the text before it. [V] each"""
+    """The distribution of each new token given the text before it. [V] each"""
     for i, row in enumerate(logits):
-        yield probabilities(row, sampling, Past(prompt, new[:i])).row(vocab_size)
+        yield probabilities(row, sampling, History(prompt, new[:i])).row(vocab_size)
 
 
 def cut(rounds: Sequence[Round], num_new: int) -> list[int]:

@@ -1,8 +1,8 @@
 """alpha the right way: what draft and target say along texts that the target wrote itself.
 
 Leviathan et al. 2023 define alpha as the mean over such positions of the chance that a draft token
-stands. Here both models read plain decoding's own tokens and both laws are compared at each place:
-no speculation is in it, so no K, no drafter and no luck of a test.
+is accepted. Here both models read plain decoding's own tokens and both distributions are compared
+at each place: no speculation is in it, so no K, no drafter and no luck of a test.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..drafters.draft_model import DraftModel
 from ..loop.model import LanguageModel
 from ..pipeline import Pipeline
 from ..sampling.distribution import Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..sampling.probabilities import choice, probabilities
 from ..sampling.scores import HostRow
 from ..theory.overlap import acceptance_probability
@@ -27,7 +27,7 @@ ROWS = 16  # of logits at a time: a row may have 150,000 columns
 def stands(
     pipeline: Pipeline, prompt: Sequence[int], text: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """The chance that a token of the draft model's stands at each place of a text. -> [n]
+    """The chance that a token of the draft model's is accepted at each place of a text. -> [n]
 
     The sum over tokens of min(t, d); at temperature 0, 1 where both would take the same token and
     else 0. Where the draft's context ends, so does the list. Both caches are overwritten.
@@ -42,24 +42,24 @@ def stands(
     room = bundle.draft.context_length
     targets = _rows(pipeline.target, read, len(prompt))
     drafts = _rows(model.model, model.known(read[:room]), len(prompt))
-    past = Past(prompt)
+    history = History(prompt)
     found = []
     for token, target, draft in zip(text, targets, drafts, strict=False):
-        found.append(_stands(target, draft, sampling, past))
-        past.extend([token])
+        found.append(_stands(target, draft, sampling, history))
+        history.extend([token])
     return found
 
 
-def _stands(target: Floats, draft: Floats, sampling: Sampling, past: Past) -> float:
+def _stands(target: Floats, draft: Floats, sampling: Sampling, history: History) -> float:
     size = len(target)
     try:
         if sampling.greedy:
-            chosen = [choice(HostRow(row), sampling, past) for row in (draft, target)]
+            chosen = [choice(HostRow(row), sampling, history) for row in (draft, target)]
             return float(chosen[0] == chosen[1])
-        drafted = probabilities(draft, sampling, past).row(size)
+        drafted = probabilities(draft, sampling, history).row(size)
     except OptionError:  # the draft knows none of the tokens that the options allow
         return 0.0
-    return acceptance_probability(probabilities(target, sampling, past).row(size), drafted)
+    return acceptance_probability(probabilities(target, sampling, history).row(size), drafted)
 
 
 def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> Iterator[Floats]:

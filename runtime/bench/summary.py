@@ -96,7 +96,7 @@ def summarise(
     """The figures of every set and setting, plain decoding first.
 
     `alphas` has, by prompt, the chance at each place of the target's text that a draft token
-    stands; `table` is what `specedge tune` measured, if it did.
+    is accepted; `table` is what `specedge tune` measured, if it did.
     """
     found: list[Figures] = []
     for name in dict.fromkeys(prompt.set_name for prompt in prompts):

@@ -22,7 +22,7 @@ from ..pipeline import Pipeline
 from ..planning.cost_table import READ_LENGTH, ROW, CostTable, ModeCosts, typical
 from ..planning.known_costs import Seen
 from ..sampling.distribution import Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..text.tokenizing import encode
 from .fitting import fitted
 
@@ -96,7 +96,9 @@ def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
 
 @dataclass(frozen=True)
 class _Texts:
-    """What requests on built-in texts measured, and which tokens of copies would have stood."""
+    """What requests on built-in texts measured, and which tokens of copies would have been
+    accepted.
+    """
 
     seen: list[Seen] = field(default_factory=list)
     copies: list[bool] = field(default_factory=list)
@@ -117,16 +119,16 @@ def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[st
 
 
 def copies_that_stand(text: Sequence[int], start: int, max_tokens: int) -> Iterator[bool]:
-    """Whether each token stands that lookup alone would have tested, had it drafted up to so many
-    a round from `start` on.
+    """Whether each token is accepted that lookup alone would have tested, had it drafted up to so
+    many a round from `start` on.
     """
     lookup, at = Lookup(), start
     while at < len(text):
         most = min(max_tokens, len(text) - at)
-        copy = lookup.propose(Past(text[:at]), most, Sampling(), np.zeros(0)).tokens
-        stood, tested = agreeing(copy, text[at:])
-        yield from [True] * stood + [False] * (tested - stood)
-        at += stood + 1
+        copy = lookup.propose(History(text[:at]), most, Sampling(), np.zeros(0)).tokens
+        accepted, tested = agreeing(copy, text[at:])
+        yield from [True] * accepted + [False] * (tested - accepted)
+        at += accepted + 1
 
 
 def _run_rounds(
@@ -231,7 +233,7 @@ def _more_for_two(some: list[Seen]) -> float:
 
 
 def _acceptance(texts: _Texts) -> dict[str, float]:
-    """The chance that a token of the draft model stands, and that one of a copy would have."""
+    """The chance that a token of the draft model is accepted, and that one of a copy would have."""
     accepted = sum(seen.num_accepted for seen in texts.seen)
     found = {"model": accepted / max(1, sum(seen.num_tested for seen in texts.seen))}
     return found | ({"lookup": fmean(texts.copies)} if texts.copies else {})

@@ -11,7 +11,7 @@ from specedge.options import Sampling
 
 from ..loop.verify import Draft, draw
 from ..sampling.distribution import Distribution, Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 from .draft_model import DraftModel
 from .prompt_lookup import MAX_MATCH, Lookup
 
@@ -22,11 +22,13 @@ class Random:
     name = "random"
 
     def __init__(self, vocab_size: int) -> None:
-        self._law = Distribution(np.full(vocab_size, 1 / vocab_size))
+        self._distribution = Distribution(np.full(vocab_size, 1 / vocab_size))
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
-        tokens = [self._law.pick(float(uniforms[i])) for i in range(max_tokens)]
-        return Draft(tokens, [self._law] * max_tokens)
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        tokens = [self._distribution.pick(float(uniforms[i])) for i in range(max_tokens)]
+        return Draft(tokens, [self._distribution] * max_tokens)
 
     def truncate(self, length: int) -> None:
         """Nothing is remembered."""
@@ -36,9 +38,9 @@ class Block:
     """Drafts all tokens at once: one pass of the draft model, whatever their number.
 
     The pass reads a guess of the text to come, a copy of what followed the longest earlier match
-    or else the last token again and again. Row i of it gives the law of draft token i, which so
-    depends on the guess before i and on no other draft token. A model trained to draft without
-    order would take the place of the guess.
+    or else the last token again and again. Row i of it gives the distribution of draft token i,
+    which so depends on the guess before i and on no other draft token. A model trained to draft
+    without order would take the place of the guess.
     """
 
     name = "block"
@@ -47,21 +49,23 @@ class Block:
         self._reader = reader
         self._lookup = Lookup(1, MAX_MATCH)
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
         if not max_tokens:
             return Draft([])
-        feed, room = self._reader.catch_up(past)
+        feed, room = self._reader.catch_up(history)
         num_guessed = min(max_tokens, room) - 1
-        guess = self._lookup.propose(past, num_guessed, sampling, uniforms).tokens
-        guess += past.tokens[-1:] * (num_guessed - len(guess))
+        guess = self._lookup.propose(history, num_guessed, sampling, uniforms).tokens
+        guess += history.tokens[-1:] * (num_guessed - len(guess))
         scores = self._reader.model.forward([*feed, *self._reader.known(guess)])
         drawn = []
         with suppress(OptionError):  # the draft knows none that the options allow
             for i in range(len(guess) + 1):
                 row = scores[len(feed) - 1 + i]
-                drawn.append(draw(row, sampling, past.then(guess[:i]), float(uniforms[i])))
-        self._reader.truncate(len(past.tokens))  # what is read next is not what was guessed
-        return Draft([token for token, _ in drawn], [law for _, law in drawn])
+                drawn.append(draw(row, sampling, history.then(guess[:i]), float(uniforms[i])))
+        self._reader.truncate(len(history.tokens))  # what is read next is not what was guessed
+        return Draft([token for token, _ in drawn], [distribution for _, distribution in drawn])
 
     def truncate(self, length: int) -> None:
         self._lookup.truncate(length)

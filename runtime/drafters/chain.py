@@ -7,7 +7,7 @@ from specedge.options import Sampling
 from ..loop.round import Drafter, sources
 from ..loop.verify import Draft
 from ..sampling.distribution import Distribution, Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 
 
 class Chain:
@@ -22,7 +22,9 @@ class Chain:
     def __init__(self, *drafters: Drafter) -> None:
         self.drafters = drafters
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         names: list[str] = []
@@ -32,7 +34,7 @@ class Chain:
                 if len(tokens) == max_tokens:
                     break
                 most = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
-                text = past.then(tokens) if tokens else past
+                text = history.then(tokens) if tokens else history
                 rest = uniforms[len(tokens) : max_tokens]
                 part = drafter.propose(text, most, sampling, rest)
                 tokens += part.tokens

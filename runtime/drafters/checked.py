@@ -11,11 +11,12 @@ from specedge.options import Sampling
 from ..loop.round import Drafter
 from ..loop.verify import Draft
 from ..sampling.distribution import Distribution, Floats, Ids
-from ..sampling.history import Past
+from ..sampling.history import History
 
 
 class Checked:
-    """A caller's drafter, whose drafts are checked: else a slip in it would change the law.
+    """A caller's drafter, whose drafts are checked: else a slip in it would change the
+    distribution.
 
     Raises DrafterError.
     """
@@ -28,8 +29,10 @@ class Checked:
     def name(self) -> str:
         return self.drafter.name
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
-        draft = self.drafter.propose(past, max_tokens, sampling, uniforms)
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        draft = self.drafter.propose(history, max_tokens, sampling, uniforms)
         tokens = [self._token(token) for token in draft.tokens]
         if len(tokens) > max_tokens:
             raise self._error(f"proposed {len(tokens)} tokens, {max_tokens} were asked for")
@@ -37,9 +40,9 @@ class Checked:
             if values and len(values) != len(tokens):
                 raise self._error(f"proposed {len(tokens)} tokens and {len(values)} {what}")
         for i, token in enumerate(tokens):
-            law = draft.law(i)
-            if law is not None and not sampling.greedy:
-                self._check_law(law, token)
+            distribution = draft.distribution(i)
+            if distribution is not None and not sampling.greedy:
+                self._check_distribution(distribution, token)
         return Draft(tokens, draft.probs or None, draft.sources)
 
     def truncate(self, length: int) -> None:
@@ -56,18 +59,22 @@ class Checked:
             )
         return number
 
-    def _check_law(self, law: Distribution, token: int) -> None:
-        ids, size = law.ids, self.vocab_size
-        if len(law.weights) > size if ids is None else len(ids) != len(law.weights):
+    def _check_distribution(self, distribution: Distribution, token: int) -> None:
+        ids, size = distribution.ids, self.vocab_size
+        if (
+            len(distribution.weights) > size
+            if ids is None
+            else len(ids) != len(distribution.weights)
+        ):
             raise self._error(
-                f"gave a distribution over {len(law.weights)} tokens, not over {size}"
+                f"gave a distribution over {len(distribution.weights)} tokens, not over {size}"
             )
         if ids is not None and not _ascending(ids, size):
             raise self._error("gave a distribution whose ids do not ascend within the vocabulary")
-        total = float(law.weights.sum(dtype=float))
-        if not (0 < total < math.inf and (law.weights >= 0).all()):
+        total = float(distribution.weights.sum(dtype=float))
+        if not (0 < total < math.inf and (distribution.weights >= 0).all()):
             raise self._error(f"gave weights that are below 0 or add up to {total:g}")
-        if not law.of(token) > 0:
+        if not distribution.of(token) > 0:
             raise self._error(f"proposed token {token}, to which its distribution gives nothing")
 
     def _error(self, what: str) -> DrafterError:

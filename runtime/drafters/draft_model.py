@@ -11,9 +11,9 @@ from specedge.options import Sampling
 from ..loop.model import LanguageModel
 from ..loop.verify import Draft, draw
 from ..sampling.distribution import Distribution, Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 
-STAND_IN = 0
+PLACEHOLDER = 0
 
 
 class DraftModel:
@@ -23,10 +23,10 @@ class DraftModel:
     next round feeds both, so a round of n tokens always costs n passes. Where others drafted
     meanwhile it is further behind, and reads what it missed as it reads a prompt.
 
-    The model may know less than the target. A token that it lacks is fed as `STAND_IN`: with none
-    there, all that follow would have other positions. When its context is full, it reads a little
-    more than the last half of that again from position 0. That depends on the length of the text
-    alone, not on `max_tokens`, so a seed's text does not depend on where a request ends.
+    The model may know less than the target. A token that it lacks is fed as `PLACEHOLDER`: with
+    none there, all that follow would have other positions. When its context is full, it reads a
+    little more than the last half of that again from position 0. That depends on the length of the
+    text alone, not on `max_tokens`, so a seed's text does not depend on where a request ends.
     """
 
     name = "model"
@@ -44,15 +44,17 @@ class DraftModel:
         self._start = 0  # the place in the text of the cache's first token
         self._begins = True  # what the cache holds may be of another text
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
         if not max_tokens:
             return Draft([])
-        feed, room = self.catch_up(past)
+        feed, room = self.catch_up(history)
         drafted: list[int] = []
         probs: list[Distribution] = []
         for i in range(min(max_tokens, room)):
             row = self.model.forward(feed)[-1]
-            text = past.then(drafted)
+            text = history.then(drafted)
             try:
                 token, distribution = draw(row, sampling, text, float(uniforms[i]))
             except OptionError:  # what the options allow are tokens that the draft does not know
@@ -76,17 +78,17 @@ class DraftModel:
         if not self._begins:
             self.model.truncate(min(length - self._start, self.model.length))
 
-    def catch_up(self, past: Past) -> tuple[list[int], int]:
+    def catch_up(self, history: History) -> tuple[list[int], int]:
         """Read a text up to its last token or two; these, to be fed, and how many may follow."""
-        start = self._window(past.length)
+        start = self._window(history.length)
         if self._begins or start != self._start:
             self._start, self._begins = start, False
-            self.model.reuse(self.known(past.tokens[start:-1]))
-        feed = self.known(past.last(past.length - start - self.model.length))
+            self.model.reuse(self.known(history.tokens[start:-1]))
+        feed = self.known(history.last(history.length - start - self.model.length))
         if len(feed) > 2:
             self.model.prefill(feed[:-1])
             feed = feed[-1:]
-        return feed, start + self.context_length - past.length + 1
+        return feed, start + self.context_length - history.length + 1
 
     def _window(self, length: int) -> int:
         """The place of the first token that is read of a text of that length."""
@@ -95,4 +97,4 @@ class DraftModel:
 
     def known(self, tokens: Sequence[int]) -> list[int]:
         """The tokens as the model can read them."""
-        return [token if token < self.vocab_size else STAND_IN for token in tokens]
+        return [token if token < self.vocab_size else PLACEHOLDER for token in tokens]

@@ -84,7 +84,7 @@ def _checked(arrays: dict[str, NDArray[np.generic]], bundle: Bundle) -> Tables:
 
 def _holds(tables: Tables) -> bool:
     """Whether every row is one: tokens ascend within the vocabulary, counts are above 0, and what
-    followed two tokens has followed the second. Then all laws add up to 1.
+    followed two tokens has followed the second. Then all distributions add up to 1.
     """
     size, pairs = tables.vocab_size, (tables.pair_starts, tables.pair_tokens, tables.pair_counts)
     triples = (tables.triple_starts, tables.triple_tokens, tables.triple_counts)

@@ -18,7 +18,7 @@ from specedge.options import Sampling
 
 from ..loop.verify import Draft, draw
 from ..sampling.distribution import Distribution, Floats, Ids
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..sampling.scores import HostRow
 
 Counts = NDArray[np.unsignedinteger[Any]]
@@ -49,7 +49,7 @@ class Tables:
         """V."""
         return len(self.unigrams)
 
-    def law(self, before: Sequence[int]) -> Distribution:
+    def distribution(self, before: Sequence[int]) -> Distribution:
         """What follows a text, in time proportional to the number of its last token's successors.
 
         Triples and pairs are mixed by Witten and Bell's rule: a context of c tokens and d different
@@ -58,7 +58,7 @@ class Tables:
         """
         row = self._successors(self.pair_starts, before[-1]) if before else slice(0, 0)
         if row.start == row.stop:
-            return self._unigram_law
+            return self._unigram_distribution
         ids = self.pair_tokens[row].astype(np.intp)
         probs = self.pair_counts[row] / self.pair_counts[row].sum(dtype=np.float64)
         triples = self._triples(before)
@@ -70,7 +70,7 @@ class Tables:
         return Distribution(probs, ids)
 
     @cached_property
-    def _unigram_law(self) -> Distribution:
+    def _unigram_distribution(self) -> Distribution:
         ids: Ids = self.unigrams.nonzero()[0]
         counts = self.unigrams[ids]
         return Distribution(counts / counts.sum(dtype=np.float64), ids)
@@ -146,15 +146,17 @@ class NGrams:
     def __init__(self, tables: Tables) -> None:
         self._tables = tables
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
         tokens: list[int] = []
         probs: list[Distribution | None] = []
         for i in range(max_tokens):
-            law = self._tables.law([*past.last(2), *tokens])
+            distribution = self._tables.distribution([*history.last(2), *tokens])
             with np.errstate(divide="ignore"):
-                row = HostRow(np.log(law.row(self._tables.vocab_size).astype(np.float32)))
+                row = HostRow(np.log(distribution.row(self._tables.vocab_size).astype(np.float32)))
             try:
-                token, drawn = draw(row, sampling, past.then(tokens), float(uniforms[i]))
+                token, drawn = draw(row, sampling, history.then(tokens), float(uniforms[i]))
             except OptionError:  # what the options allow has never followed
                 break
             tokens.append(token)

@@ -8,7 +8,7 @@ from specedge.options import Sampling
 
 from ..loop.verify import Draft
 from ..sampling.distribution import Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 
 MIN_MATCH = 2
 MAX_MATCH = 5  # longer matches chose no better among earlier copies, and each length costs memory
@@ -32,9 +32,11 @@ class Lookup:
             )
         self._index = Index(min_match, max_match)
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
         index = self._index
-        index.extend(past.last(past.length - index.length))
+        index.extend(history.last(history.length - index.length))
         start = index.find() if max_tokens else None
         return Draft([] if start is None else _copy(index.tokens, start, max_tokens))
 
@@ -43,7 +45,7 @@ class Lookup:
 
 
 def agreeing(copy: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
-    """How many tokens of a copy stand if these follow, and how many of it were tested."""
+    """How many tokens of a copy are accepted if these follow, and how many of it were tested."""
     reached = min(len(copy), len(tokens))
     for i in range(reached):
         if copy[i] != tokens[i]:

@@ -14,7 +14,7 @@ from specedge.options import Sampling
 from ..loop.model import LanguageModel
 from ..loop.round import NearTie
 from ..loop.verify import Draft, Verdict, verify
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..sampling.probabilities import choice, likeliest
 from ..sampling.scores import Row, Scores
 
@@ -43,24 +43,34 @@ class Referee:
         self._num_plain = num_rows
 
     def review(
-        self, verdict: Verdict, tokens: list[int], scores: Scores, sampling: Sampling, past: Past
+        self,
+        verdict: Verdict,
+        tokens: list[int],
+        scores: Scores,
+        sampling: Sampling,
+        history: History,
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
         """The verdict on drafted tokens [n], perhaps another one, and the near-ties in it.
 
-        scores [n + 1 rows] of the target's last pass, over the end of `past` and the tokens
+        scores [n + 1 rows] of the target's last pass, over the end of `history` and the tokens
         """
         self._ties = []
-        verdict = self._verdict(verdict, tokens, scores, sampling, past)
+        verdict = self._verdict(verdict, tokens, scores, sampling, history)
         return verdict, tuple(self._ties)
 
     def _verdict(
-        self, verdict: Verdict, tokens: list[int], scores: Scores, sampling: Sampling, past: Past
+        self,
+        verdict: Verdict,
+        tokens: list[int],
+        scores: Scores,
+        sampling: Sampling,
+        history: History,
     ) -> Verdict:
-        if not tokens and self._num_plain == len(past.tokens) - 1:
+        if not tokens and self._num_plain == len(history.tokens) - 1:
             self._num_plain += 1  # one row after rows of plain decoding
             return verdict
         for i in range(verdict.num_accepted + 1):
-            text = past.then(tokens[:i])
+            text = history.then(tokens[:i])
             first, second = _two_likeliest(scores[i], sampling, text)
             if not self._is_near(first, second, sampling):
                 continue
@@ -74,8 +84,8 @@ class Referee:
             return self._go_on(i, tokens, sampling, text.then([chosen]))
         return verdict
 
-    def _go_on(self, i: int, tokens: list[int], sampling: Sampling, text: Past) -> Verdict:
-        """The verdict where token i stands after all; the rows after it are computed anew."""
+    def _go_on(self, i: int, tokens: list[int], sampling: Sampling, text: History) -> Verdict:
+        """The verdict where token i is accepted after all; the rows after it are computed anew."""
         scores, rest = self.target.forward(tokens[i:]), tokens[i + 1 :]
         verdict = verify(Draft(rest), scores, sampling, text, _NO_UNIFORMS, 0.0)
         verdict = self._verdict(verdict, rest, scores, sampling, text)
@@ -85,19 +95,19 @@ class Referee:
         penalty = sampling.repetition_penalty  # it multiplies logits, and their noise
         return second[1] >= first[1] - 2 * self.noise * max(1.0, penalty, 1 / penalty)
 
-    def _note(self, first: Scored, second: Scored, text: Past) -> int:
+    def _note(self, first: Scored, second: Scored, text: History) -> int:
         """List a near-tie; the token chosen."""
         margin = first[1] - second[1]
         self._ties.append(NearTie(text.num_new_tokens, first[0], second[0], margin))
         return first[0]
 
-    def _read_again(self, text: Past, sampling: Sampling) -> Row:
+    def _read_again(self, text: History, sampling: Sampling) -> Row:
         """The row that plain decoding has at the end of a text."""
         tokens, prompt = text.tokens, text.num_prompt_tokens
         self.target.truncate(self._num_plain)
         for at in range(self._num_plain, len(tokens)):
             row = self.target.forward([tokens[at]])[0]
-            before = Past(tokens[:prompt], tokens[prompt : at + 1])
+            before = History(tokens[:prompt], tokens[prompt : at + 1])
             if at + 1 < len(tokens) and choice(row, sampling, before) != tokens[at + 1]:
                 raise SpecEdgeError(
                     f"new token {at + 1 - prompt} is not plain decoding's: this device's noise is "
@@ -107,7 +117,7 @@ class Referee:
         return row
 
 
-def _two_likeliest(row: Row, sampling: Sampling, text: Past) -> tuple[Scored, Scored]:
+def _two_likeliest(row: Row, sampling: Sampling, text: History) -> tuple[Scored, Scored]:
     ids, values = likeliest(row, 2, sampling, text)
     found = [(int(i), float(value)) for i, value in zip(ids, values, strict=True)]
     return found[0], found[1] if len(found) > 1 else (found[0][0], -np.inf)

@@ -7,7 +7,7 @@ from collections.abc import Generator, Sequence
 from specedge.options import Sampling
 
 from ..sampling.distribution import Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..sampling.logprobs import of_tokens
 from ..sampling.scores import HostScores
 from .model import LanguageModel
@@ -55,15 +55,15 @@ class SpeculativeDecoder:
         A round consumes 2K + 1 uniforms, whatever it uses of them: K draws, K tests, one for the
         recovered or bonus token. So what was committed never depends on where a request ends.
         """
-        past = Past(prompt)
-        self._prefill(past.tokens)
+        history = History(prompt)
+        self._prefill(history.tokens)
         end = len(prompt) + max_new_tokens
         consumed = 0
-        while (left := end - len(past.tokens)) > 0:
-            step = self.plan.next(past, left)
+        while (left := end - len(history.tokens)) > 0:
+            step = self.plan.next(history, left)
             count = 2 * step.num_draft_tokens + 1
             us = uniforms(seed, consumed, count)
-            yield self._round(step, past, sampling, us, left, num_logprobs)
+            yield self._round(step, history, sampling, us, left, num_logprobs)
             consumed += count
 
     def _prefill(self, tokens: list[int]) -> None:
@@ -76,13 +76,13 @@ class SpeculativeDecoder:
     def _round(
         self,
         step: Step,
-        past: Past,
+        history: History,
         sampling: Sampling,
         us: Floats,
         wanted: int,
         num_logprobs: int | None,
     ) -> Round:
-        """Commit 1 to K + 1 tokens to `past`, of which `wanted` are still wanted.
+        """Commit 1 to K + 1 tokens to `history`, of which `wanted` are still wanted.
 
         No more than these are drafted; at temperature 0 one fewer, since the target's pass yields
         one anyway. Drawn text must not do so: its tokens would depend on where the request ends.
@@ -90,22 +90,22 @@ class SpeculativeDecoder:
         k = step.num_draft_tokens
         with self.watch.part("sampling"):
             most = min(k, wanted - 1 if sampling.greedy else wanted)
-            draft = step.drafter.propose(past, most, sampling, us[:k]) if most else Draft([])
-        scores = self.target.forward([past.tokens[-1], *draft.tokens])
+            draft = step.drafter.propose(history, most, sampling, us[:k]) if most else Draft([])
+        scores = self.target.forward([history.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
-            verdict = self.judge(draft, scores, sampling, past, us[k : 2 * k], float(us[-1]))
+            verdict = self.judge(draft, scores, sampling, history, us[k : 2 * k], float(us[-1]))
             near_ties: tuple[NearTie, ...] = ()
             if self.referee:
                 if num_logprobs is not None:
                     scores = HostScores(scores.array().copy())  # it may run passes
                 verdict, near_ties = self.referee.review(
-                    verdict, draft.tokens, scores, sampling, past
+                    verdict, draft.tokens, scores, sampling, history
                 )
             committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
             logprobs = of_tokens(scores, committed, num_logprobs)
-        past.extend(committed)
-        self.target.truncate(len(past.tokens) - 1)
-        self.plan.truncate(len(past.tokens) - 1)
+        history.extend(committed)
+        self.target.truncate(len(history.tokens) - 1)
+        self.plan.truncate(len(history.tokens) - 1)
         origin = sources(step.drafter, draft)
         n = verdict.num_accepted
         ended = Round(committed, len(draft.tokens), n, logprobs, origin, near_ties, step.name, k)

@@ -11,7 +11,7 @@ from typing import Protocol
 from specedge.options import Sampling
 
 from ..sampling.distribution import Floats
-from ..sampling.history import Past
+from ..sampling.history import History
 from ..sampling.logprobs import TokenLogprobs
 from ..sampling.scores import Scores
 from .verify import Draft, Verdict
@@ -20,9 +20,9 @@ from .verify import Draft, Verdict
 class Drafter(Protocol):
     """Proposes tokens that may follow a text.
 
-    Whatever it proposes, the text keeps the target's law, as long as each token comes with the
-    distribution that it was drawn from, given all that came before it. A token that follows from
-    what came before without chance is certain.
+    Whatever it proposes, the text keeps the target's distribution, as long as each token comes with
+    the distribution that it was drawn from, given all that came before it. A token that follows
+    from what came before without chance is certain.
     """
 
     @property
@@ -30,8 +30,10 @@ class Drafter(Protocol):
         """What statistics call its tokens."""
         ...
 
-    def propose(self, past: Past, max_tokens: int, sampling: Sampling, uniforms: Floats) -> Draft:
-        """Guess 0 to `max_tokens` tokens that follow `past`; uniforms [max_tokens or more].
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        """Guess 0 to `max_tokens` tokens that follow `history`; uniforms [max_tokens or more].
 
         With a smaller `max_tokens` it must be the beginning of the same guess, so that a seed's
         text does not depend on where a request ends. Token i is drawn with uniform i.
@@ -96,8 +98,8 @@ class Plan(Protocol):
         """The largest K that it may decide on."""
         ...
 
-    def next(self, past: Past, left: int) -> Step:
-        """The round after `past`, of which at most `left` tokens are still wanted."""
+    def next(self, history: History, left: int) -> Step:
+        """The round after `history`, of which at most `left` tokens are still wanted."""
         ...
 
     def ended(self, round_: Round) -> None:
@@ -117,10 +119,15 @@ class Referee(Protocol):
         ...
 
     def review(
-        self, verdict: Verdict, tokens: list[int], scores: Scores, sampling: Sampling, past: Past
+        self,
+        verdict: Verdict,
+        tokens: list[int],
+        scores: Scores,
+        sampling: Sampling,
+        history: History,
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
         """The verdict on drafted tokens [n], perhaps another one, and the near-ties in it.
 
-        scores [n + 1 rows] of the target's last pass, over the end of `past` and the tokens
+        scores [n + 1 rows] of the target's last pass, over the end of `history` and the tokens
         """
         ...

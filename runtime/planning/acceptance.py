@@ -1,4 +1,4 @@
-"""How likely a drafter's next tokens are to stand: counts, a prior, and forgetting."""
+"""How likely a drafter's next tokens are to be accepted: counts, a prior, and forgetting."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ BOLD = 0.5  # standard errors that a bold guess is above the chance of all posit
 class Acceptance:
     """One drafter's, by position in the draft.
 
-    The chance at a position is that of a token whose earlier ones stood. Positions that were rarely
-    reached lean on all of them together, and these on the prior.
+    The chance at a position is that of a token whose earlier ones accepted. Positions that were
+    rarely reached lean on all of them together, and these on the prior.
     """
 
     def __init__(self, prior: float | None = None, tuned: bool = False) -> None:
@@ -28,7 +28,7 @@ class Acceptance:
         self._chances: dict[bool, list[float]] = {}
 
     def record(self, *runs: tuple[int, int]) -> None:
-        """A round's runs of tokens: of each the first so many stood, and how many were tested."""
+        """A round's runs of tokens: of each how many were accepted and tested."""
         self._prior_weight *= PRIOR_MEMORY
         self._accepted = [MEMORY * count for count in self._accepted]
         self._tested = [MEMORY * count for count in self._tested]
@@ -43,7 +43,7 @@ class Acceptance:
         self._chances.clear()
 
     def chances(self, count: int, bold: bool = False) -> list[float]:
-        """The chance at each of the first `count` positions, given that those before it stood.
+        """The chance at each of the first `count` positions, given that those before it accepted.
 
         A bold guess trusts the prior and errs upwards: what was little tried may be better than it
         seems, and not trying it would leave it so.

@@ -35,7 +35,7 @@ class Choice:
 
     `kind` is "plain", "gain" or "probe"; `seconds` are the round's, by the table, `plain_seconds`
     those of the target for one token. Of the former, a model spends `reading` on what it missed. A
-    probe of the drafter `learns` stands in for what would take `pace` seconds a token.
+    probe of the drafter `learns` is accepted in for what would take `pace` seconds a token.
     """
 
     drafter: str

@@ -35,7 +35,7 @@ class ModeCosts:
     pending: what the first takes more over two tokens, after a full acceptance. [lengths]
     reading: a token of the draft's prefill. [lengths]
     host: a round's work outside the graphs. [rows]
-    acceptance: the chance that a draft token stands, by drafter; may be empty
+    acceptance: the chance that a draft token is accepted, by drafter; may be empty
     """
 
     target: tuple[tuple[float, ...], ...]

@@ -65,7 +65,8 @@ class KnownCosts:
     def settled_table(self) -> CostTable:
         """The costs to plan drawn text with: no request changes them, so that a seed repeats.
 
-        Where K differs a seed gives another text of the same law; at temperature 0 it does not.
+        Where K differs a seed gives another text of the same distribution; at temperature 0 it does
+        not.
         """
         return self.table if self.table.origin != "use" else self._estimate
 

@@ -3,9 +3,9 @@
 Arithmetic on costs and counts alone: no clock, no chance. The same table and the same rounds before
 give the same choice, so a seed repeats a text to the byte.
 
-A round of K draft tokens yields E = 1 + sum over i of the chance that the first i stand, and costs
-its draft passes, a verify pass over K + 1 rows and the host. K = 0 is the target alone. What a
-draft model must read before it can draft is spread over the tokens that may still come.
+A round of K draft tokens yields E = 1 + sum over i of the chance that the first i are accepted, and
+costs its draft passes, a verify pass over K + 1 rows and the host. K = 0 is the target alone. What
+a draft model must read before it can draft is spread over the tokens that may still come.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Planner:
                 drafting = seconds - rounds[k]
                 best_seconds = seconds + reading
             if seconds >= (expected + stands * (most - k)) * best_pace:
-                break  # not even if every token more stood, for nothing
+                break  # not even if every token more accepted, for nothing
         dearest = best_pace + DOUBT * drafting / best_expected
         if not best or dearest * MARGIN >= costs.plain:
             return None, costs.plain
@@ -220,7 +220,7 @@ class Planner:
 
 
 def _runs(tested: Sequence[str], num_accepted: int) -> dict[str, list[tuple[int, int]]]:
-    """By drafter, each run of its tokens: how many stood, and how many were tested."""
+    """By drafter, each run of its tokens: how many accepted, and how many were tested."""
     runs: dict[str, list[tuple[int, int]]] = {}
     start = 0
     for end in range(1, len(tested) + 1):
@@ -238,20 +238,20 @@ class _Probes:
         self.next = 0
         self._gap = FIRST_GAP
 
-    def used(self, now: int, stood: bool) -> None:
+    def used(self, now: int, accepted: bool) -> None:
         """A round has told of the drafter without a probe."""
-        if stood:
+        if accepted:
             self._gap = FIRST_GAP
         self.next = max(self.next, now + FIRST_GAP)
 
-    def end(self, now: int, stood: bool, at_once: bool) -> None:
+    def end(self, now: int, accepted: bool, at_once: bool) -> None:
         """A probe has; the next may follow `at_once`."""
-        self._gap = FIRST_GAP if stood else min(2 * self._gap, LAST_GAP)
+        self._gap = FIRST_GAP if accepted else min(2 * self._gap, LAST_GAP)
         self.next = now if at_once else now + self._gap
 
 
 def predictions(costs: Costs, alpha: float) -> list[float]:
-    """The speed-up of a draft model at K = 0, 1, ... if each of its tokens stands with alpha."""
+    """A draft model's speed-up at K = 0, 1, ... if each token is accepted with alpha."""
     found, expected = [1.0], 1.0
     for k in range(1, len(costs.rounds)):
         expected += alpha**k

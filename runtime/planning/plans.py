@@ -15,7 +15,7 @@ from ..drafters.chain import Chain
 from ..drafters.draft_model import DraftModel
 from ..drafters.prompt_lookup import agreeing
 from ..loop.round import Drafter, Plan, Round, Step
-from ..sampling.history import Past
+from ..sampling.history import History
 from .choices import MODEL, PLAIN, Choice, Offer
 from .known_costs import KnownCosts
 from .planner import Planner
@@ -49,7 +49,7 @@ class Fixed:
         name = drafter.name if num_draft_tokens else PLAIN
         self._step = Step(name, drafter, num_draft_tokens)
 
-    def next(self, past: Past, left: int) -> Step:
+    def next(self, history: History, left: int) -> Step:
         return self._step
 
     def ended(self, round_: Round) -> None:
@@ -64,7 +64,7 @@ class Auto:
 
     A copy is looked up in every round that is planned, which costs no pass, and judged by what the
     target says even where it is not used; at any temperature that is the chance that it would have
-    stood. Where nothing pays, more and more plain rounds follow one that is planned; where the
+    accepted. Where nothing pays, more and more plain rounds follow one that is planned; where the
     model pays again, one like it does, if the request can afford that both fail.
     `changes` are the choices that differ from those before them, with the round's number.
     """
@@ -83,15 +83,15 @@ class Auto:
         self._quiet = 0  # planned rounds since something paid,
         self._rest = 0  # and rounds to come that repeat the last without being planned
 
-    def next(self, past: Past, left: int) -> Step:
-        self._length = past.length
+    def next(self, history: History, left: int) -> Step:
+        self._length = history.length
         last = self._choice
         if last is not None and self._rest and self._repeatable(last):
             choice = last
             self._copy = []
             self._rest -= 1
         else:
-            choice = self.planner.choose(self._offers(past), past.length - 1)
+            choice = self.planner.choose(self._offers(history), history.length - 1)
             self._quiet = self._quiet + 1 if choice.kind == PLAIN else 0
             self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
             if last is not None and last.drafter == MODEL and _is_steady(choice):
@@ -132,20 +132,20 @@ class Auto:
         behind, room = self._model.standing(self._length, self._read)
         return behind <= 2 and choice.num_draft_tokens <= room
 
-    def _offers(self, past: Past) -> list[Offer]:
+    def _offers(self, history: History) -> list[Offer]:
         most = self.planner.max_draft_tokens
         behind = room = 0
         if self._model is not None:
-            behind, room = self._model.standing(past.length, self._read)
+            behind, room = self._model.standing(history.length, self._read)
         if LOOKUP in self._drafters:
-            copy = self._drafters[LOOKUP].propose(past, most, _CERTAIN, _NO_CHANCE)
+            copy = self._drafters[LOOKUP].propose(history, most, _CERTAIN, _NO_CHANCE)
             self._copy = copy.tokens
         ready = len(self._copy)
         return [self._offer(name, ready, room, behind) for name in self._useful(ready > 0)]
 
     def _useful(self, copies: bool) -> Iterable[str]:
         """Which drafters to offer. A chain that stops early is lookup; where there is no copy it is
-        the model, but for copies that it may make further on. If these stand as often as the
+        the model, but for copies that it may make further on. If these are accepted as often as the
         model's tokens, the model alone is no better.
         """
         if CHAIN not in self._drafters:
@@ -194,7 +194,7 @@ class Replay:
         self._rounds = [(name, k) for name, k, times in rounds for _ in range(times)]
         self._done = 0
 
-    def next(self, past: Past, left: int) -> Step:
+    def next(self, history: History, left: int) -> Step:
         if self._done == len(self._rounds):
             raise ReplayError(
                 f"the replay ends after {self._done} rounds, {left} tokens early; "

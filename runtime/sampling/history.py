@@ -1,4 +1,4 @@
-"""The text before a position, which a law may depend on beside the model's logits."""
+"""The text before a position, which a distribution may depend on beside the model's logits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 Ids = NDArray[np.intp]
 
 
-class Past:
+class History:
     """A prompt's tokens and those that follow it: generated ones, then perhaps drafted ones."""
 
     def __init__(self, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
@@ -41,11 +41,11 @@ class Past:
         self._kept += tokens
         self._length = len(self._kept)
 
-    def then(self, tokens: Sequence[int]) -> Past:
+    def then(self, tokens: Sequence[int]) -> History:
         """The text that goes on with these. It shares this one's tokens, and may be asked until
         this one is extended.
         """
-        further = object.__new__(Past)
+        further = object.__new__(History)
         further.__dict__ |= self.__dict__
         further._drafted = [*self._drafted, *tokens]
         return further

@@ -1,9 +1,9 @@
-"""From logits to the law of the next token: the one function that draft, target and plain
+"""From logits to the distribution of the next token: the one function that draft, target and plain
 decoding share. V vocabulary entries.
 
-A round has up to 2K + 1 rows of 50,000 tokens or more. So a law is weights that were never divided
-by their sum, filters write zeros over what they leave out, and only top-k, which leaves few, makes
-a list of them.
+A round has up to 2K + 1 rows of 50,000 tokens or more. So a distribution is weights that were never
+divided by their sum, filters write zeros over what they leave out, and only top-k, which leaves
+few, makes a list of them.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from specedge.errors import OptionError, SpecEdgeError
 from specedge.options import Sampling
 
 from .distribution import Distribution, Floats, Ids
-from .history import Past
+from .history import History
 from .logit_edits import edited
 from .scores import HostRow, Row
 from .top_k_p import nearest, nucleus, top
 
 
-def probabilities(logits: Floats, sampling: Sampling, past: Past) -> Distribution:
+def probabilities(logits: Floats, sampling: Sampling, history: History) -> Distribution:
     """Turn one row of logits into the distribution to draw from, above temperature 0. [V]
 
     Penalties, biases and bans, then temperature, top-k, top-p, min-p and typical-p, in the order of
@@ -31,7 +31,7 @@ def probabilities(logits: Floats, sampling: Sampling, past: Past) -> Distributio
     logits. OptionError if the options leave no token.
     """
     assert not sampling.greedy
-    scores = edited(logits, sampling, past)
+    scores = edited(logits, sampling, history)
     largest = _largest(scores, logits)
     ids = top(scores, sampling.top_k) if 0 < sampling.top_k < len(scores) else None
     weights = _weights(scores if ids is None else scores[ids], largest, sampling.temperature)
@@ -58,12 +58,12 @@ def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
     return np.exp(weights, out=weights)
 
 
-def likeliest(row: Row, count: int, sampling: Sampling, past: Past) -> tuple[Ids, Floats]:
+def likeliest(row: Row, count: int, sampling: Sampling, history: History) -> tuple[Ids, Floats]:
     """The `count` largest logits after the edits, as `Row.largest` gives them. Without edits no
     more than these is asked for.
     """
     if sampling.edits:
-        scores = edited(row.array(), sampling, past)
+        scores = edited(row.array(), sampling, history)
         ids, values = HostRow(scores).largest(count)
     else:
         ids, values = row.largest(count)
@@ -72,9 +72,9 @@ def likeliest(row: Row, count: int, sampling: Sampling, past: Past) -> tuple[Ids
     return ids, values
 
 
-def choice(row: Row, sampling: Sampling, past: Past) -> int:
+def choice(row: Row, sampling: Sampling, history: History) -> int:
     """The token that temperature 0 takes: the largest logit after the edits."""
-    return int(likeliest(row, 1, sampling, past)[0][0])
+    return int(likeliest(row, 1, sampling, history)[0][0])
 
 
 def _largest(scores: Floats, logits: Floats) -> Any:

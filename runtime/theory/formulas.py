@@ -1,6 +1,6 @@
 """What speculative decoding should gain: the papers' formulas, and ours for real machines.
 
-alpha is the mean acceptance rate, the chance that a tested draft token stands; K the number of
+alpha is the mean acceptance rate, the chance that a tested draft token is accepted; K the number of
 draft tokens a round, which yields 1 to K + 1 tokens. Costs are in passes of the target over one
 token: c is that of a draft pass, v of a verify pass over K + 1 rows, o what the host adds to a
 round.
@@ -48,17 +48,17 @@ def expected_tokens_without_bonus(alpha: float, num_draft_tokens: int) -> float:
 
 
 def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
-    """Tokens a round yields if its i-th draft token, once tested, stands with the i-th chance.
+    """Tokens a round yields if its i-th draft token, once tested, is accepted with the i-th chance.
 
-    1 + sum over i of the chance that the first i stand: no assumption that positions are alike or
-    independent. `Stats.acceptance_by_position` measures the chances.
+    1 + sum over i of the chance that the first i are accepted: no assumption that positions are
+    alike or independent. `Stats.acceptance_by_position` measures the chances.
     """
     for acceptance in acceptances:
         _check_rate("acceptance", acceptance)
     return 1 + float(np.cumprod(np.asarray(acceptances, np.float64)).sum())
 
 
-def tokens_law(alpha: float, num_draft_tokens: int) -> list[float]:
+def tokens_distribution(alpha: float, num_draft_tokens: int) -> list[float]:
     """The chance that a round yields 1, 2, ... K + 1 tokens: geometric, cut off at K + 1."""
     _check_rate("alpha", alpha)
     k = whole("num_draft_tokens", num_draft_tokens, 0)
@@ -88,7 +88,7 @@ def alpha_from_tokens(tokens_per_round: float, num_draft_tokens: int) -> float:
 class AcceptanceRates:
     """Four numbers that are all called acceptance rate. Only the first two are the same.
 
-    alpha: the chance that a tested draft token stands, sum min(t, d) on average
+    alpha: the chance that a tested draft token is accepted, sum min(t, d) on average
     accepted_over_tested: its estimate from a run; tokens after a rejection are not tested
     accepted_over_drafted: of all draft tokens, as vLLM reports it
     tokens_over_rows: tokens a round over K + 1, Chen et al.'s r, vLLM's system efficiency

@@ -1,4 +1,5 @@
-"""What two distributions say: how often a draft token stands, and what lenience makes of the law.
+"""What two distributions say: how often a draft token is accepted, and what lenience makes of the
+distribution.
 
 t is the target's distribution, d the draft's, V the size of the vocabulary. Sources: Leviathan et
 al. 2023 (arXiv 2211.17192), and the post on toyllm where named.
@@ -12,17 +13,17 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-Law = NDArray[np.float64]
+NextToken = NDArray[np.float64]
 
 
 def acceptance_probability(
     target_probs: ArrayLike, draft_probs: ArrayLike, lenience: float = 1.0
 ) -> float:
-    """The chance that a token drawn from the draft stands, beta = sum min(t, d). [V], [V]
+    """The chance that a token drawn from the draft is accepted, beta = sum min(t, d). [V], [V]
 
-    Lemma 3.3 and theorem 3.5. `lenience` as in `lenient_law`.
+    Lemma 3.3 and theorem 3.5. `lenience` as in `lenient_distribution`.
     """
-    return float(_accepted(*_laws(target_probs, draft_probs), lenience).sum())
+    return float(_accepted(*_distributions(target_probs, draft_probs), lenience).sum())
 
 
 def acceptance_rate(target_rows: Sequence[ArrayLike], draft_rows: Sequence[ArrayLike]) -> float:
@@ -37,20 +38,22 @@ def acceptance_rate(target_rows: Sequence[ArrayLike], draft_rows: Sequence[Array
 
 
 def total_variation(target_probs: ArrayLike, draft_probs: ArrayLike) -> float:
-    """How far two laws are apart, 0 to 1; what is left to 1 is beta. [V], [V]"""
-    target, draft = _laws(target_probs, draft_probs)
+    """How far two distributions are apart, 0 to 1; what is left to 1 is beta. [V], [V]"""
+    target, draft = _distributions(target_probs, draft_probs)
     return float(np.abs(target - draft).sum() / 2)
 
 
-def lenient_law(target_probs: ArrayLike, draft_probs: ArrayLike, lenience: float) -> Law:
+def lenient_distribution(
+    target_probs: ArrayLike, draft_probs: ArrayLike, lenience: float
+) -> NextToken:
     """What is drawn if a draft token x stands for a uniform u in [0, b] with u d(x) < t(x). [V]
 
     b is `lenience`: appendix A.5's l, and the upper end of r that the post on toyllm suggests. At 1
-    it is the target's law, and at temperature 0 always. Below 1 no token gets more than t / b;
-    above 1 acceptance is stricter, and the law no more the target's than below. After a rejection
-    the recovered token follows max(0, t - d), as without lenience.
+    it is the target's distribution, and at temperature 0 always. Below 1 no token gets more than t
+    / b; above 1 acceptance is stricter, and the distribution no more the target's than below. After
+    a rejection the recovered token follows max(0, t - d), as without lenience.
     """
-    target, draft = _laws(target_probs, draft_probs)
+    target, draft = _distributions(target_probs, draft_probs)
     accepted = _accepted(target, draft, lenience)
     residual = np.maximum(target - draft, 0)
     recovered = residual / residual.sum() if residual.any() else target
@@ -62,13 +65,13 @@ def rejection_sampling_acceptance(target_probs: ArrayLike, draft_probs: ArrayLik
 
     Never more than beta: appendix A.2. 0 where the draft lacks a token of the target's.
     """
-    target, draft = _laws(target_probs, draft_probs)
+    target, draft = _distributions(target_probs, draft_probs)
     possible = target > 0
     return float((draft[possible] / target[possible]).min())
 
 
-def _accepted(target: Law, draft: Law, lenience: float) -> Law:
-    """The chance that each token is drafted and stands. [V], [V] -> [V]"""
+def _accepted(target: NextToken, draft: NextToken, lenience: float) -> NextToken:
+    """The chance that each token is drafted and is accepted. [V], [V] -> [V]"""
     if not (math.isfinite(lenience) and lenience > 0):
         raise ValueError(f"lenience must be above 0 and finite, got {lenience}")
     if lenience > 1:
@@ -77,16 +80,18 @@ def _accepted(target: Law, draft: Law, lenience: float) -> Law:
         return np.minimum(target / lenience, draft)
 
 
-def _laws(target_probs: ArrayLike, draft_probs: ArrayLike) -> tuple[Law, Law]:
-    laws = []
+def _distributions(target_probs: ArrayLike, draft_probs: ArrayLike) -> tuple[NextToken, NextToken]:
+    distributions = []
     for name, probs in (("target_probs", target_probs), ("draft_probs", draft_probs)):
-        law = np.asarray(probs, np.float64)
-        if law.ndim != 1 or not (law >= 0).all():
-            raise ValueError(f"{name} must be probabilities of shape [V], got {law}")
-        if not abs(law.sum() - 1) < 1e-4:  # float32 rows of large vocabularies are that near
-            raise ValueError(f"{name} must sum to 1, got {law.sum()}")
-        laws.append(law)
-    target, draft = laws
+        distribution = np.asarray(probs, np.float64)
+        if distribution.ndim != 1 or not (distribution >= 0).all():
+            raise ValueError(f"{name} must be probabilities of shape [V], got {distribution}")
+        if (
+            not abs(distribution.sum() - 1) < 1e-4
+        ):  # float32 rows of large vocabularies are that near
+            raise ValueError(f"{name} must sum to 1, got {distribution.sum()}")
+        distributions.append(distribution)
+    target, draft = distributions
     if len(target) != len(draft):
         raise ValueError(
             f"draft_probs has {len(draft)} tokens, target_probs {len(target)}; pad with zeros"

@@ -110,14 +110,14 @@ def bench(
     csv: str | None,
     html: str | None,
     overwrite: bool,
-    **law: Any,
+    **distribution: Any,
 ) -> None:
     """Measure drafters and K against plain decoding, and the predictions against both."""
     from specedge.cli import bench_output, bench_page
     from specedge.runtime.bench.measure import settings
     from specedge.runtime.loading import load
 
-    request = law | {"max_new_tokens": max_new_tokens, "seed": seed}
+    request = distribution | {"max_new_tokens": max_new_tokens, "seed": seed}
     names = drafters or _DRAFTERS
     with options.usage_errors():
         for name in names:
@@ -244,8 +244,8 @@ def _report(
     from specedge.runtime.bench.summary import losing, summarise
     from specedge.runtime.text.bad_words import sampling_of
 
-    law = Request(**request, ignore_eos=True)
-    sampling = sampling_of(law, pipeline.bundle, pipeline.tokenizer)
+    distribution = Request(**request, ignore_eos=True)
+    sampling = sampling_of(distribution, pipeline.bundle, pipeline.tokenizer)
     alphas = {}
     for i, prompt in enumerate(prompts):
         text = measured.texts[PLAIN_SETTING, i]

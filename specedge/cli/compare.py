@@ -112,7 +112,11 @@ def _figures(result: Comparison) -> list[str]:
     if result.greedy:
         found.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
     elif lossy := result.speculative.lossy:
-        found.append(f"lossy ({lossy}): speculative decoding follows another law than plain")
+        found.append(
+            f"lossy ({lossy}): speculative decoding follows another distribution than plain"
+        )
     else:
-        found.append("above temperature 0 both follow one law, but need not draw the same tokens")
+        found.append(
+            "above temperature 0 both follow one distribution, but need not draw the same tokens"
+        )
     return found

@@ -32,7 +32,7 @@ ACCEPT_RULE = [
         "if not sampling.lenience * tests[i] * drafted < target.of(token)",
         "if tests[i] >= min(1, np.float64(target.of(token)) / drafted)",
         "tests/runtime/loop/test_verify.py"
-        "::test_a_token_without_probability_in_either_law_is_not_accepted",
+        "::test_a_token_without_probability_in_either_distribution_is_not_accepted",
     ),
     Mutant(
         "shared-uniform",
@@ -48,8 +48,8 @@ ACCEPT_RULE = [
         "the ratio takes d of the draft position before",
         "",
         VERIFY,
-        "law = draft.law(i)\n        drafted",
-        "law = draft.law(i - 1)\n        drafted",
+        "distribution = draft.distribution(i)\n        drafted",
+        "distribution = draft.distribution(i - 1)\n        drafted",
         JOINT,
     ),
     Mutant(
@@ -57,8 +57,8 @@ ACCEPT_RULE = [
         "the residual takes d from another draft position's row",
         "",
         VERIFY,
-        "draft.law(i)\n    if drafted is None",
-        "draft.law(0)\n    if drafted is None",
+        "draft.distribution(i)\n    if drafted is None",
+        "draft.distribution(0)\n    if drafted is None",
         JOINT,
     ),
     Mutant(
@@ -114,27 +114,27 @@ ACCEPT_RULE = [
         "the draft's token is its likeliest, the ratio takes its softmax",
         "jaymody/speculative-sampling until 2023, toyllm's first version",
         VERIFY,
-        "return law.pick(uniform), law",
-        "return int(law.row(len(row.array())).argmax()), law",
+        "return distribution.pick(uniform), distribution",
+        "return int(distribution.row(len(row.array())).argmax()), distribution",
         JOINT,
     ),
     Mutant(
         "draft-law-before-filters",
-        "d is the draft's law before top-k and top-p",
+        "d is the draft's distribution before top-k and top-p",
         "",
         VERIFY,
-        "return law.pick(uniform), law",
-        "return law.pick(uniform), "
-        "probabilities(row.array(), Sampling(sampling.temperature), past)",
-        "tests/runtime/test_pipeline.py::test_the_first_tokens_follow_the_targets_own_law",
+        "return distribution.pick(uniform), distribution",
+        "return distribution.pick(uniform), "
+        "probabilities(row.array(), Sampling(sampling.temperature), history)",
+        "tests/runtime/test_pipeline.py::test_the_first_tokens_follow_the_targets_own_distribution",
     ),
     Mutant(
         "greedy-by-epsilon",
         "temperature 0 as a small temperature: ties become chances",
         "jaymody/speculative-sampling, toyllm, candle, Speculative-Sampling",
         VERIFY,
-        "return choice(row, sampling, past), None",
-        "return probabilities(row.array(), Sampling(1e-6), past).pick(uniform), None",
+        "return choice(row, sampling, history), None",
+        "return probabilities(row.array(), Sampling(1e-6), history).pick(uniform), None",
         "tests/runtime/loop/test_verify.py::test_greedy_takes_the_lowest_id_on_ties",
     ),
     Mutant(

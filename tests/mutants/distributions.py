@@ -38,18 +38,18 @@ DISTRIBUTIONS = [
         "penalties at a draft position count all drafted tokens",
         "",
         VERIFY,
-        "target = probabilities(logits, sampling, past.then(draft.tokens[:i]))",
-        "target = probabilities(logits, sampling, past.then(draft.tokens))",
+        "target = probabilities(logits, sampling, history.then(draft.tokens[:i]))",
+        "target = probabilities(logits, sampling, history.then(draft.tokens))",
         "tests/runtime/sampling/test_logit_edits.py"
-        "::test_speculating_with_edits_is_speculating_with_laws_that_have_them",
+        "::test_speculating_with_edits_is_speculating_with_distributions_that_have_them",
     ),
     Mutant(
         "penalty-of-committed-only",
         "penalties at a draft position count no drafted token",
         "",
         VERIFY,
-        "chosen = choice(scores[i], sampling, past.then(tokens[:i]))",
-        "chosen = choice(scores[i], sampling, past)",
+        "chosen = choice(scores[i], sampling, history.then(tokens[:i]))",
+        "chosen = choice(scores[i], sampling, history)",
         "tests/runtime/sampling/test_logit_edits.py::test_speculative_text_equals_plain_text_under_every_edit",
     ),
     Mutant(
@@ -61,7 +61,7 @@ DISTRIBUTIONS = [
         "    scale = weights.dtype.type(target.total / drafted.total)\n"
         "    weights[len(drafted.weights) :] = 0\n",
         "tests/runtime/loop/test_unlike_drafts.py"
-        "::test_a_smaller_vocabulary_leaves_the_joint_law_as_it_is",
+        "::test_a_smaller_vocabulary_leaves_the_joint_distribution_as_it_is",
     ),
     Mutant(
         "draw-at-a-boundary",

@@ -22,7 +22,7 @@ LOOP = [
         "rows of rejected tokens stay in the target's cache",
         "",
         DECODING,
-        "        self.target.truncate(len(past.tokens) - 1)\n",
+        "        self.target.truncate(len(history.tokens) - 1)\n",
         "",
         GREEDY,
     ),
@@ -31,8 +31,8 @@ LOOP = [
         "the last committed token but one is fed again",
         "",
         DECODING,
-        "        self.target.truncate(len(past.tokens) - 1)\n",
-        "        self.target.truncate(len(past.tokens) - 2)\n",
+        "        self.target.truncate(len(history.tokens) - 1)\n",
+        "        self.target.truncate(len(history.tokens) - 2)\n",
         GREEDY,
     ),
     Mutant(
@@ -79,7 +79,7 @@ LOOP = [
         DECODING,
         "            consumed += count\n",
         "            consumed += 0 * count\n",
-        "tests/runtime/loop/test_decoding.py::test_sampled_pairs_of_tokens_follow_the_targets_law",
+        "tests/runtime/loop/test_decoding.py::test_sampled_pairs_of_tokens_follow_the_targets_distribution",
     ),
     Mutant(
         "draws-and-tests-share-uniforms",

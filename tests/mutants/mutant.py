@@ -19,7 +19,10 @@ TEXT = "runtime/text/detokenizer.py"
 LOGPROBS = "runtime/sampling/logprobs.py"
 NEAR_TIES = "runtime/exactness/near_ties.py"
 
-RULE = "tests/runtime/loop/test_verify.py::test_the_accept_rule_gives_the_targets_law_for_any_draft"
+RULE = (
+    "tests/runtime/loop/test_verify.py"
+    "::test_the_accept_rule_gives_the_targets_distribution_for_any_draft"
+)
 JOINT = (
     "tests/runtime/loop/test_decoding.py"
     "::test_every_string_has_exactly_the_targets_joint_probability"

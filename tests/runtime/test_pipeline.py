@@ -1,4 +1,4 @@
-"""What the embedded pair generates: exactness, ends, counts, laws."""
+"""What the embedded pair generates: exactness, ends, counts, distributions."""
 
 import dataclasses
 from itertools import product
@@ -8,7 +8,7 @@ import pytest
 
 from specedge.options import Rules, Sampling
 from specedge.runtime.pipeline import Pipeline
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 
 PROMPTS = ("def read_config(path):", "class Parser:\n    def __init__(self", "import ")
@@ -122,8 +122,10 @@ def test_the_context_fills_to_its_last_position(pipeline, k, left):
         Sampling(1.2, top_k=8, repetition_penalty=1.5, presence_penalty=2.0, frequency_penalty=1.0),
     ],
 )
-def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
-    """Chi-square of the joint law of two tokens against the target's rows, rare cells pooled."""
+def test_the_first_tokens_follow_the_targets_own_distribution(pipeline, sampling):
+    """Chi-square of the joint distribution of two tokens against the target's rows, rare cells
+    pooled.
+    """
     scipy_stats = pytest.importorskip("scipy.stats")
     prompt, runs = pipeline.tokenizer.encode(PROMPTS[2]).ids, 400
     options = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(Rules)}
@@ -137,7 +139,7 @@ def test_the_first_tokens_follow_the_targets_own_law(pipeline, sampling):
     def row(*tokens):
         pipeline.target.truncate(0)
         logits = pipeline.target.forward([*prompt, *tokens])[-1].array()
-        return probabilities(logits, sampling, Past(prompt, tokens)).row(len(logits))
+        return probabilities(logits, sampling, History(prompt, tokens)).row(len(logits))
 
     expected = {}
     for first, p in ((int(t), float(row()[t])) for t in np.flatnonzero(row())):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fakes import TableModel, hashed_law
+from fakes import TableModel, hashed_distribution
 from specedge.options import Sampling
 from specedge.runtime.drafters.baselines import Block
 from specedge.runtime.drafters.chain import Chain
@@ -28,7 +28,9 @@ def test_a_shared_beginning_ends_where_two_texts_differ():
 @pytest.mark.parametrize("drafter", ["model", "chain", "block"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_after_others_are_those_of_fresh_models(drafter, context_length, temperature):
-    """A table's law is of all tokens that its cache holds, so a wrong row would be another text."""
+    """A table's distribution is of all tokens that its cache holds, so a wrong row would be another
+    text.
+    """
     random = np.random.default_rng(context_length)
     target, draft = _models(context_length)
     guesses = _drafter(drafter, draft, context_length)
@@ -46,8 +48,8 @@ def test_texts_after_others_are_those_of_fresh_models(drafter, context_length, t
 
 
 def _models(context_length):
-    target = TableModel(hashed_law(1, 5, peak=2))
-    return target, TableModel(hashed_law(2, 4, peak=2), 4, context_length)
+    target = TableModel(hashed_distribution(1, 5, peak=2))
+    return target, TableModel(hashed_distribution(2, 4, peak=2), 4, context_length)
 
 
 def _drafter(name, model, context_length):

@@ -48,7 +48,7 @@ def make(folder, name, **changes):
 
 
 def stored_numbers(loaded):
-    """Every parameter with what is behind its stand-in, in float32."""
+    """Every parameter with what is behind its placeholder, in float32."""
     found = {}
     for name, parameter in loaded.model.named_parameters():
         behind = loaded.sources.behind(parameter)

@@ -15,7 +15,7 @@ from specedge.exporter.checkpoint import lazy_weights
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch):
-    """Matrices of small models get stand-ins, too."""
+    """Matrices of small models get placeholders, too."""
     monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
 
 

@@ -91,7 +91,7 @@ def test_a_huge_vocabulary_is_widened_some_rows_at_a_time(kind, tmp_path, monkey
     assert "forward" not in vars(loaded.model.get_output_embeddings())
 
 
-def test_a_stand_in_that_is_computed_with_shows(tmp_path):
+def test_a_placeholder_that_is_computed_with_shows(tmp_path):
     loaded = load(make(tmp_path, "llama", torch.bfloat16))
     with torch.no_grad():
         assert torch.isnan(loaded.model(TOKENS).logits).all()
@@ -101,23 +101,23 @@ def test_a_stand_in_that_is_computed_with_shows(tmp_path):
     assert torch.isnan(loaded.model.lm_head.weight).all()
 
 
-def test_stand_ins_take_no_memory_and_know_their_orientation():
+def test_placeholders_take_no_memory_and_know_their_orientation():
     known = lazy_weights.Sources()
     stored = torch.randn(600, 600)
-    tensor = known.stand_in(stored)
+    tensor = known.placeholder(stored)
     array = tensor.numpy()
     assert tensor.untyped_storage().nbytes() < stored.nbytes / 50
     assert torch.equal(known.find(array), stored)
     assert torch.equal(known.find(array.T), stored.T)
     small = torch.randn(4, 4)
-    assert torch.equal(known.stand_in(small), small)
+    assert torch.equal(known.placeholder(small), small)
 
 
 @pytest.mark.parametrize("shape", [(4, 512, 600), (8, 768, 768), (96, 64, 96), (2, 2, 99328)])
-def test_a_stand_in_is_known_with_its_axes_split_and_reordered(shape):
+def test_a_placeholder_is_known_with_its_axes_split_and_reordered(shape):
     known = lazy_weights.Sources()
     stored = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
-    tensor = known.stand_in(stored)
+    tensor = known.placeholder(stored)
     views = (
         lambda t: t.unflatten(1, (2, -1)),
         lambda t: t.unflatten(1, (-1, 2)).transpose(1, 2),
@@ -133,12 +133,12 @@ def test_a_stand_in_is_known_with_its_axes_split_and_reordered(shape):
 
 
 @pytest.mark.parametrize("shape", [(600, 700), (700, 600), (4, 300, 400)])
-def test_a_part_of_a_stand_in_is_that_part_of_its_matrix(shape):
+def test_a_part_of_a_placeholder_is_that_part_of_its_matrix(shape):
     known = lazy_weights.Sources()
-    known.stand_in(torch.randn(600, 600))
+    known.placeholder(torch.randn(600, 600))
     stored = torch.randn(shape)
-    array = known.stand_in(stored).numpy()
-    known.stand_in(torch.randn(600, 600))
+    array = known.placeholder(stored).numpy()
+    known.placeholder(torch.randn(600, 600))
     for part in (np.s_[:300], np.s_[2:3], np.s_[..., 128:], np.s_[..., 7:9]):
         assert torch.equal(known.find(array[part]), stored[part])
         turned = stored[part].permute(*range(stored.ndim)[::-1])

@@ -25,7 +25,7 @@ BLOCK = 128
 
 @pytest.fixture(autouse=True)
 def _all_are_large(monkeypatch):
-    """Matrices of small models get stand-ins, too."""
+    """Matrices of small models get placeholders, too."""
     monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
 
 

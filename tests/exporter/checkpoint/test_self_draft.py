@@ -115,20 +115,20 @@ def test_greedy_tokens_equal_plain_decoding_to_the_last_position(made, k):
     assert one.stats.num_drafted >= len(one.rounds) - 1  # the last may need no draft
 
 
-def test_a_drafted_token_follows_the_targets_law(made):
+def test_a_drafted_token_follows_the_targets_distribution(made):
     """Counts of the six likeliest tokens and of all others, over 200 seeds."""
     made.pipeline.target.truncate(0)
     row = np.array(made.pipeline.target.forward(PROMPT)[-1].array(), np.float64)
-    law = np.exp((row - row.max()) / 2)
-    law /= law.sum()
-    draws, top = 200, np.argsort(-law)[:6]
+    distribution = np.exp((row - row.max()) / 2)
+    distribution /= distribution.sum()
+    draws, top = 200, np.argsort(-distribution)[:6]
     runs = [
         made.pipeline.generate(PROMPT, 1, 2.0, seed=seed, num_draft_tokens=2, ignore_eos=True)
         for seed in range(draws)
     ]
-    counts = np.bincount([one.tokens[0] for one in runs], minlength=len(law))[top]
+    counts = np.bincount([one.tokens[0] for one in runs], minlength=len(distribution))[top]
     found = np.array([*counts, draws - counts.sum()])
-    chances = np.array([*law[top], 1 - law[top].sum()])
+    chances = np.array([*distribution[top], 1 - distribution[top].sum()])
     assert all(one.stats.num_drafted == 1 for one in runs)
     assert 0 < sum(one.stats.num_accepted for one in runs) < draws
     spread = np.sqrt(draws * chances * (1 - chances))

@@ -58,7 +58,7 @@ def test_texts_of_several_settings_are_independent():
 
 @pytest.mark.thorough  # the self-test below plants each once
 @pytest.mark.parametrize("name", sorted(MOVED - {"shared uniform"}))
-def test_sampled_text_shows_a_wrong_law(name):
+def test_sampled_text_shows_a_wrong_distribution(name):
     found = run_sampled(BY_NAME[name].parts, texts=150)
     assert found.status == FAILED
     assert "p = " in found.summary
@@ -66,7 +66,7 @@ def test_sampled_text_shows_a_wrong_law(name):
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", sorted(MOVED))
-def test_joint_counts_show_a_wrong_law(name):
+def test_joint_counts_show_a_wrong_distribution(name):
     assert run_joint(BY_NAME[name].parts, texts=5000).status == FAILED
 
 
@@ -79,7 +79,9 @@ def test_a_cache_row_off_by_one_shows_without_chance(check):
 
 
 def test_a_draft_that_falls_behind_itself_shows_in_the_self_draft():
-    """A draft that loses a row after full acceptances changes no law: only this check sees it."""
+    """A draft that loses a row after full acceptances changes no distribution: only this check sees
+    it.
+    """
 
     class Behind:
         name = "behind"
@@ -87,11 +89,11 @@ def test_a_draft_that_falls_behind_itself_shows_in_the_self_draft():
         def __init__(self, drafter):
             self.drafter = drafter
 
-        def propose(self, past, *rest):
+        def propose(self, history, *rest):
             model = self.drafter.model
-            if model.length == len(past.tokens) - 2:  # after a full acceptance
+            if model.length == len(history.tokens) - 2:  # after a full acceptance
                 model.prefill([0])
-            return self.drafter.propose(past, *rest)
+            return self.drafter.propose(history, *rest)
 
         def truncate(self, length):
             self.drafter.truncate(length)
@@ -132,11 +134,11 @@ def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, st
     assert bool(found.facts["differences"]) == (noise == 0)
 
 
-def test_tokens_that_the_law_does_not_allow_fail():
+def test_tokens_that_the_distribution_does_not_allow_fail():
     class Stubborn(Parts().decoder):
         @staticmethod
-        def judge(draft, scores, sampling, past, tests, last):
-            verdict = verify(draft, scores, sampling, past, tests, last)
+        def judge(draft, scores, sampling, history, tests, last):
+            verdict = verify(draft, scores, sampling, history, tests, last)
             wrong = int(scores[verdict.num_accepted].array().argmin())
             return dataclasses.replace(verdict, next_token=wrong) if last > 0.99 else verdict
 
@@ -186,7 +188,7 @@ def test_too_little_time_is_not_a_pass():
 
 def test_a_model_that_remembers_gives_the_rows_of_the_model():
     table = make_subject().target
-    model, other = Remembering(table), CachedTable(table.law, VOCAB_SIZE, CONTEXT)
+    model, other = Remembering(table), CachedTable(table.distribution, VOCAB_SIZE, CONTEXT)
     random = np.random.default_rng(0)
     for _ in range(60):
         text = [0, *random.integers(3, size=4)]

@@ -1,4 +1,6 @@
-"""The audit's tests of laws: what they pass, what they catch, and that the stated power is true."""
+"""The audit's tests of distributions: what they pass, what they catch, and that the stated power is
+true.
+"""
 
 import numpy as np
 import pytest
@@ -10,42 +12,46 @@ from specedge.runtime.audit.statistics import fit, frequency, place, pooled  # n
 
 ALPHA = 1e-4
 NUM_SAMPLES = 4000
-LAWS = {
+DISTRIBUTIONS = {
     "even": np.full(16, 1 / 16),
     "falling": np.arange(1, 17)[::-1] / np.arange(1, 17).sum(),
     "peaked": np.array([0.7, *[0.02] * 15]),
 }
 
 
-def off_by(law, total_variation, shape):
-    """A law at a total variation from another: in proportion everywhere, or in two cells."""
-    sign = np.zeros(len(law))
+def off_by(distribution, total_variation, shape):
+    """A distribution at a total variation from another: by proportion, or in two cells."""
+    sign = np.zeros(len(distribution))
     if shape == "everywhere":  # half of the mass up, half down: the least chi-square for it
-        up = law.cumsum() <= 0.5
+        up = distribution.cumsum() <= 0.5
         up[0] = True
-        sign[up] = law[up] / law[up].sum()
-        sign[~up] = -law[~up] / law[~up].sum()
+        sign[up] = distribution[up] / distribution[up].sum()
+        sign[~up] = -distribution[~up] / distribution[~up].sum()
     else:
-        sign[0], sign[int(law[1:].argmax()) + 1] = -1, 1
-    return law + total_variation * sign
+        sign[0], sign[int(distribution[1:].argmax()) + 1] = -1, 1
+    return distribution + total_variation * sign
 
 
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-def test_counts_in_proportion_fit(law):
-    found = fit(NUM_SAMPLES * law, law, ALPHA)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+def test_counts_in_proportion_fit(distribution):
+    found = fit(NUM_SAMPLES * distribution, distribution, ALPHA)
     assert found.chi_square == pytest.approx(0)
     assert found.p_value == pytest.approx(1)
     assert found.deviation == pytest.approx(0)
 
 
 @pytest.mark.parametrize("shape", ["everywhere", "two cells"])
-@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS)
-def test_a_law_off_by_the_stated_deviation_is_at_least_as_far_as_the_power_needs(law, shape):
-    """The noncentrality of any law so far away; so its mean statistic is above the critical one."""
-    stated = fit(NUM_SAMPLES * law, law, ALPHA).would_catch
-    wrong = off_by(law, stated, shape)
-    assert 0.5 * np.abs(wrong - law).sum() == pytest.approx(stated)
-    found = fit(NUM_SAMPLES * wrong, law, ALPHA)
+@pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
+def test_a_distribution_off_by_the_stated_deviation_is_at_least_as_far_as_the_power_needs(
+    distribution, shape
+):
+    """The noncentrality of any distribution so far away; so its mean statistic is above the
+    critical one.
+    """
+    stated = fit(NUM_SAMPLES * distribution, distribution, ALPHA).would_catch
+    wrong = off_by(distribution, stated, shape)
+    assert 0.5 * np.abs(wrong - distribution).sum() == pytest.approx(stated)
+    found = fit(NUM_SAMPLES * wrong, distribution, ALPHA)
     critical = special.chdtri(15, ALPHA)
     needed = 4 * stated**2 * NUM_SAMPLES
     assert special.chndtr(critical, 15, needed) == pytest.approx(1 - statistics.POWER)
@@ -53,34 +59,39 @@ def test_a_law_off_by_the_stated_deviation_is_at_least_as_far_as_the_power_needs
     assert found.p_value < ALPHA
 
 
-@pytest.mark.parametrize("law", [LAWS["even"], LAWS["falling"]], ids=["even", "falling"])
-def test_the_power_is_what_samples_show(law):
+@pytest.mark.parametrize(
+    "distribution", [DISTRIBUTIONS["even"], DISTRIBUTIONS["falling"]], ids=["even", "falling"]
+)
+def test_the_power_is_what_samples_show(distribution):
     random = np.random.default_rng(0)
-    stated = fit(NUM_SAMPLES * law, law, ALPHA).would_catch
+    stated = fit(NUM_SAMPLES * distribution, distribution, ALPHA).would_catch
 
     def caught(deviation):
-        draws = random.multinomial(NUM_SAMPLES, off_by(law, deviation, "everywhere"), 1000)
-        return np.mean([fit(counts, law, ALPHA).p_value < ALPHA for counts in draws])
+        draws = random.multinomial(NUM_SAMPLES, off_by(distribution, deviation, "everywhere"), 1000)
+        return np.mean([fit(counts, distribution, ALPHA).p_value < ALPHA for counts in draws])
 
     assert caught(stated) >= 0.98
     assert caught(stated / 2) <= 0.5
     assert caught(0) <= 0.003
 
 
-def test_an_honest_law_is_failed_as_rarely_as_stated():
+def test_an_honest_distribution_is_failed_as_rarely_as_stated():
     random = np.random.default_rng(1)
-    law = LAWS["peaked"]
-    draws = random.multinomial(NUM_SAMPLES, law, 4000)
-    share = np.mean([fit(counts, law, 0.01).p_value < 0.01 for counts in draws])
+    distribution = DISTRIBUTIONS["peaked"]
+    draws = random.multinomial(NUM_SAMPLES, distribution, 4000)
+    share = np.mean([fit(counts, distribution, 0.01).p_value < 0.01 for counts in draws])
     assert 0.005 < share < 0.017
 
 
 def test_the_bound_holds_as_often_as_its_confidence_says():
     random = np.random.default_rng(2)
-    law, wrong = LAWS["falling"], off_by(LAWS["falling"], 0.05, "everywhere")
+    distribution, wrong = (
+        DISTRIBUTIONS["falling"],
+        off_by(DISTRIBUTIONS["falling"], 0.05, "everywhere"),
+    )
     draws = random.multinomial(1000, wrong, 2000)
-    assert np.mean([fit(counts, law, ALPHA).bound >= 0.05 for counts in draws]) >= 0.99
-    assert fit(1e6 * wrong, law, ALPHA).bound < 0.06
+    assert np.mean([fit(counts, distribution, ALPHA).bound >= 0.05 for counts in draws]) >= 0.99
+    assert fit(1e6 * wrong, distribution, ALPHA).bound < 0.06
 
 
 def test_pooled_cells_each_expect_enough_and_none_is_left_out():
@@ -99,9 +110,12 @@ def test_a_test_without_samples_or_with_one_cell_catches_nothing():
 
 
 def test_places_tile_the_unit_interval_by_falling_key():
-    law = np.array([0.125, 0.5, 0.125, 0.25])
-    for key in (law, np.array([3.0, 1.0, 3.0, 2.0]), np.zeros(4)):
-        spans = sorted((place(law, key, x, 0.0), place(law, key, x, 1.0), x) for x in range(4))
+    distribution = np.array([0.125, 0.5, 0.125, 0.25])
+    for key in (distribution, np.array([3.0, 1.0, 3.0, 2.0]), np.zeros(4)):
+        spans = sorted(
+            (place(distribution, key, x, 0.0), place(distribution, key, x, 1.0), x)
+            for x in range(4)
+        )
         assert [start for start, _, _ in spans] == pytest.approx(
             [0, *[end for _, end, _ in spans[:-1]]]
         )
@@ -111,8 +125,8 @@ def test_places_tile_the_unit_interval_by_falling_key():
 
 
 def test_a_place_stays_below_1():
-    law = np.array([0.9, 0.1], np.float32)
-    assert place(law, law, 1, 1 - 2**-53) < 1
+    distribution = np.array([0.9, 0.1], np.float32)
+    assert place(distribution, distribution, 1, 1 - 2**-53) < 1
 
 
 def test_a_frequency_is_judged_by_the_deviation_of_its_own_events():
@@ -128,7 +142,7 @@ def test_a_frequency_is_judged_by_the_deviation_of_its_own_events():
 
 
 def test_an_event_that_was_nearly_certain_may_fail_once():
-    """Its chance is 1%; a normal law would call it 1e-22."""
+    """Its chance is 1%; a normal distribution would call it 1e-22."""
     assert frequency([True] * 999 + [False], [1 - 1e-5] * 1000, ALPHA).p_value > 0.01
 
 

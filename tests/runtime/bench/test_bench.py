@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import LOSING, PROMPTS, figures, measured, runs
-from fakes import TableModel, hashed_law
+from fakes import TableModel, hashed_distribution
 from specedge.options import Sampling
 from specedge.runtime.bench import acceptance as bench_acceptance
 from specedge.runtime.bench import measure as bench
@@ -20,7 +20,7 @@ from specedge.runtime.bench.prompts import SETS
 from specedge.runtime.bench.summary import losing, summarise
 from specedge.runtime.bench.totals import overall_speedup
 from specedge.runtime.planning.cost_table import Costs
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.runtime.stats import Stats
 from specedge.runtime.theory.formulas import speedup
@@ -169,7 +169,7 @@ def test_a_draft_that_is_the_target_stands_everywhere(self_draft):
         assert found == pytest.approx([1.0] * 40, abs=1e-6)
 
 
-def test_alpha_compares_both_laws_at_each_place_of_the_text(pipeline):
+def test_alpha_compares_both_distributions_at_each_place_of_the_text(pipeline):
     prompt = pipeline.tokenizer.encode("class Parser:").ids
     sampling = Sampling(temperature=0.9, top_p=0.95)
     text = pipeline.generate(prompt, 20, 0.9, seed=1, num_draft_tokens=0, ignore_eos=True).tokens
@@ -177,24 +177,24 @@ def test_alpha_compares_both_laws_at_each_place_of_the_text(pipeline):
     greedy = bench_acceptance.stands(pipeline, prompt, text, Sampling())
     for place in (0, 7, 17, 19):
         read = [*prompt, *text[:place]]
-        laws, choices = [], []
+        distributions, choices = [], []
         for model in (pipeline.target, pipeline.draft):
             model.truncate(0)
             logits = model.forward(read)[-1].array()
             choices.append(logits.argmax())
-            laws.append(probabilities(logits, sampling, Past(read)).row(len(logits)))
-        assert found[place] == pytest.approx(float(np.minimum(*laws).sum()), abs=1e-5)
+            distributions.append(probabilities(logits, sampling, History(read)).row(len(logits)))
+        assert found[place] == pytest.approx(float(np.minimum(*distributions).sum()), abs=1e-5)
         assert greedy[place] == (choices[0] == choices[1])
     assert len(found) == 20
 
 
 @pytest.mark.parametrize(("context_length", "places"), [(99, 20), (15, 6), (10, 1), (9, 0), (4, 0)])
 def test_alpha_ends_where_the_drafts_context_does(context_length, places):
-    law = hashed_law(1, 5)
-    draft = TableModel(law, 5, context_length)
+    distribution = hashed_distribution(1, 5)
+    draft = TableModel(distribution, 5, context_length)
     facts = SimpleNamespace(context_length=context_length, vocab_size=5)
     pair = SimpleNamespace(
-        bundle=SimpleNamespace(draft=facts), target=TableModel(law, 5), draft=draft
+        bundle=SimpleNamespace(draft=facts), target=TableModel(distribution, 5), draft=draft
     )
     text = [i % 5 for i in range(20)]
     for sampling in (Sampling(), Sampling(temperature=1.0)):

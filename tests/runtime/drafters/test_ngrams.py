@@ -1,4 +1,6 @@
-"""N-gram tables: counts and laws by hand, true distributions, files that are what they say."""
+"""N-gram tables: counts and distributions by hand, true distributions, files that are what they
+say.
+"""
 
 import contextlib
 import io
@@ -15,16 +17,16 @@ from specedge.errors import DrafterError
 from specedge.options import Sampling
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.drafters.ngrams import NGrams, Tables, count
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 
 TEXTS = [[0, 1, 2, 0, 1, 3, 0, 1, 2], [4], []]
 
 
 def row(tables, *before):
-    return tables.law(before).row(tables.vocab_size).tolist()
+    return tables.distribution(before).row(tables.vocab_size).tolist()
 
 
-def test_laws_are_the_counts_by_hand():
+def test_distributions_are_the_counts_by_hand():
     tables = count(TEXTS, 6)
     assert tables.unigrams.tolist() == [3, 3, 2, 1, 1, 0]
     assert row(tables) == row(tables, 5) == row(tables, 4) == [0.3, 0.3, 0.2, 0.1, 0.1, 0]
@@ -51,30 +53,30 @@ def test_tables_of_an_order_know_no_longer_n_grams(order):
 
 
 @given(st.lists(st.lists(st.integers(0, 4), max_size=12), min_size=1, max_size=4))
-def test_every_law_is_a_distribution_over_what_followed(texts):
+def test_every_distribution_is_a_distribution_over_what_followed(texts):
     if not any(texts):
         return
     tables = count(texts, 6)
     pairs = Counter(pair for text in texts for pair in pairwise(text))
     for a in range(6):
         for b in range(6):
-            law = row(tables, a, b)
-            assert abs(sum(law) - 1) < 1e-12
+            distribution = row(tables, a, b)
+            assert abs(sum(distribution) - 1) < 1e-12
             seen = {y for x, y in pairs if x == b} or {t for text in texts for t in text}
-            assert {token for token, p in enumerate(law) if p > 0} == seen
+            assert {token for token, p in enumerate(distribution) if p > 0} == seen
 
 
-def test_a_law_costs_no_more_than_the_last_tokens_successors():
+def test_a_distribution_costs_no_more_than_the_last_tokens_successors():
     rng = np.random.default_rng(0)
     tables = count([rng.integers(0, 5000, 20000), [7, 1, 7, 2]], 5000)
-    assert len(tables.law([3, 7]).probs) == len(set(tables.law([3, 7]).ids)) < 20
+    assert len(tables.distribution([3, 7]).probs) == len(set(tables.distribution([3, 7]).ids)) < 20
 
 
 def test_a_vocabulary_whose_triples_do_not_fit_a_key_is_refused():
     with pytest.raises(ValueError, match="at most 2097152 tokens"):
         count([[1]], 2**21 + 1)
     tables = count([[2**21 - 1] * 3], 2**21)
-    assert tables.law([2**21 - 1] * 2).of(2**21 - 1) == 1
+    assert tables.distribution([2**21 - 1] * 2).of(2**21 - 1) == 1
 
 
 def test_texts_without_a_token_are_refused():
@@ -83,24 +85,24 @@ def test_texts_without_a_token_are_refused():
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5, top_k=1), Sampling(2.0)])
-def test_drafts_come_with_the_law_they_were_drawn_from_shaped_as_the_targets(sampling):
+def test_drafts_come_with_the_distribution_they_were_drawn_from_shaped_as_the_targets(sampling):
     drafter = NGrams(count([[0, 1, 2], [0, 1, 2], [0, 1, 3]], 4))
     found = Counter()
     uniforms = (np.arange(400) + 0.5) / 400
     for uniform in uniforms:
-        draft = drafter.propose(Past([0, 1]), 1, sampling, [uniform])
+        draft = drafter.propose(History([0, 1]), 1, sampling, [uniform])
         found[draft.tokens[0]] += 1
     weights = np.array([2, 1]) ** (1 / sampling.temperature)
     expected = [1, 0] if sampling.top_k else weights / weights.sum()
-    assert np.allclose([draft.law(0).of(2), draft.law(0).of(3)], expected)
+    assert np.allclose([draft.distribution(0).of(2), draft.distribution(0).of(3)], expected)
     assert abs(found[2] / 400 - expected[0]) < 0.005
 
 
 def test_greedy_drafts_take_the_likeliest_and_are_certain():
     drafter = NGrams(count([[0, 1, 2, 0, 1, 3, 0, 1, 2]], 4))
-    draft = drafter.propose(Past([3, 0]), 3, Sampling(), np.zeros(3))
+    draft = drafter.propose(History([3, 0]), 3, Sampling(), np.zeros(3))
     assert draft.tokens == [1, 2, 0]
-    assert [draft.law(i) for i in range(3)] == [None] * 3
+    assert [draft.distribution(i) for i in range(3)] == [None] * 3
 
 
 @pytest.fixture
@@ -116,7 +118,7 @@ def test_what_is_read_is_what_was_written(file, pipeline, tmp_path):
     again = tmp_path / "again.npz"
     ngram_files.write(read, pipeline.bundle, again)
     assert again.read_bytes() == file.read_bytes()
-    assert read.law([0, 1]).of(2) == 0.5
+    assert read.distribution([0, 1]).of(2) == 0.5
     assert [path.name for path in sorted(tmp_path.iterdir())] == ["again.npz", "tables.npz"]
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from specedge.options import Sampling
 from specedge.runtime.drafters.prompt_lookup import Index, Lookup
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 
 
 def copied(text, max_tokens=4, **lengths):
@@ -15,7 +15,7 @@ def copied(text, max_tokens=4, **lengths):
 
 
 def propose(lookup, text, max_tokens=4):
-    draft = lookup.propose(Past(text), max_tokens, Sampling(), np.zeros(0))
+    draft = lookup.propose(History(text), max_tokens, Sampling(), np.zeros(0))
     assert draft.probs is None
     return draft.tokens
 
@@ -109,25 +109,25 @@ class CountedText(list):
 @pytest.mark.parametrize("repeats", [False, True])
 def test_a_round_reads_as_much_of_a_long_text_as_of_a_short_one(repeats):
     """Its own new tokens once, for each match length, and the copy."""
-    k, lookup, past = 4, Lookup(2, 5), Past([])
+    k, lookup, history = 4, Lookup(2, 5), History([])
     rng = np.random.default_rng(0)
-    past._kept = CountedText()
+    history._kept = CountedText()
     lookup._index.tokens = CountedText()
     reads = []
     for _ in range(600):
         new = [1, 2, 3] if repeats else rng.integers(0, 50, 3).tolist()
-        past.extend(new)
-        before = past.tokens.read + lookup._index.tokens.read
-        propose_past(lookup, past, k)
-        reads.append(past.tokens.read + lookup._index.tokens.read - before)
-    assert len(past.tokens) == 1800
+        history.extend(new)
+        before = history.tokens.read + lookup._index.tokens.read
+        propose_past(lookup, history, k)
+        reads.append(history.tokens.read + lookup._index.tokens.read - before)
+    assert len(history.tokens) == 1800
     runs = 2 + 3 + 4 + 5
     assert min(reads) > 0
     assert max(reads) <= 3 + (3 + 1) * runs + 4 * k
 
 
-def propose_past(lookup, past, k):
-    return lookup.propose(past, k, Sampling(), np.zeros(0)).tokens
+def propose_past(lookup, history, k):
+    return lookup.propose(history, k, Sampling(), np.zeros(0)).tokens
 
 
 def test_another_text_begins_with_nothing_known():

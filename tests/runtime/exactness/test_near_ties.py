@@ -5,7 +5,7 @@ import functools
 import numpy as np
 import pytest
 
-from fakes import NoisyModel, TableModel, hashed_law, near_ties_law
+from fakes import NoisyModel, TableModel, hashed_distribution, near_ties_distribution
 from specedge.errors import SpecEdgeError
 from specedge.options import Sampling
 from specedge.runtime.drafters.draft_model import DraftModel
@@ -25,19 +25,19 @@ PROMPTS = [(seed % 7, seed % 5) for seed in range(50)]
 
 
 @functools.cache
-def laws(seed, share):
+def distributions(seed, share):
     """A target's and a draft's that often agree."""
-    target = near_ties_law(seed, 7, 2 * BOUND, share)
-    other = near_ties_law(seed + 1000, 7, 0, 0)
+    target = near_ties_distribution(seed, 7, 2 * BOUND, share)
+    other = near_ties_distribution(seed + 1000, 7, 0, 0)
     return target, functools.cache(lambda text: 0.7 * target(text) + 0.3 * other(text))
 
 
 def generate(seed, k, exact=False, share=0.1, bound=BOUND, sampling=GREEDY, drafter=DraftModel):
     """The tokens, the near-ties, and the target with the widths of its passes."""
-    law, draft_law = laws(seed, share)
-    target = NoisyModel(law, NOISE)
+    distribution, draft_distribution = distributions(seed, share)
+    target = NoisyModel(distribution, NOISE)
     referee = Referee(target, bound, exact)
-    plan = Fixed(drafter(TableModel(draft_law)), k)
+    plan = Fixed(drafter(TableModel(draft_distribution)), k)
     decoder = SpeculativeDecoder(target, plan, Stopwatch(), referee)
     rounds = list(decoder.rounds(PROMPTS[seed], sampling, 0, LENGTH))
     ties = [tie for one in rounds for tie in one.near_ties if tie.position < LENGTH]
@@ -47,8 +47,10 @@ def generate(seed, k, exact=False, share=0.1, bound=BOUND, sampling=GREEDY, draf
 class Silent(DraftModel):
     """Drafts nothing after every third token, so that passes of one row follow wide ones."""
 
-    def propose(self, past, max_tokens, sampling, uniforms):
-        return super().propose(past, max_tokens * (len(past.tokens) % 3 > 0), sampling, uniforms)
+    def propose(self, history, max_tokens, sampling, uniforms):
+        return super().propose(
+            history, max_tokens * (len(history.tokens) % 3 > 0), sampling, uniforms
+        )
 
 
 def first_difference(one, other):
@@ -117,11 +119,11 @@ def test_exact_reads_no_token_more_than_twice_and_keeps_rounds_wide():
 
 
 def test_exact_costs_nothing_where_no_near_tie_is():
-    law = hashed_law(3, 7, 2.0)
+    distribution = hashed_distribution(3, 7, 2.0)
 
     def passes(exact):
-        target = NoisyModel(law, 1e-9)
-        drafter = DraftModel(TableModel(law))
+        target = NoisyModel(distribution, 1e-9)
+        drafter = DraftModel(TableModel(distribution))
         referee = Referee(target, 2e-9, exact)
         decoder = SpeculativeDecoder(target, Fixed(drafter, 4), Stopwatch(), referee)
         assert not [r for r in decoder.rounds((0, 1), Sampling(), 0, 100) if r.near_ties]
@@ -136,11 +138,11 @@ def test_noise_above_what_was_measured_is_an_error_and_not_another_text():
 
 
 def test_noise_is_measured_over_passes_that_build_on_each_other():
-    law = hashed_law(1, 6)
+    distribution = hashed_distribution(1, 6)
     text = np.random.default_rng(0).integers(0, 6, 40).tolist()
-    found = measure(NoisyModel(law, NOISE), text, (2, 5), 16)
+    found = measure(NoisyModel(distribution, NOISE), text, (2, 5), 16)
     assert all(NOISE < x <= BOUND for x in found.by_length.values())
-    assert measure(TableModel(law), text, (2, 5), 16).by_length == {2: 0.0, 5: 0.0}
+    assert measure(TableModel(distribution), text, (2, 5), 16).by_length == {2: 0.0, 5: 0.0}
 
 
 def test_a_row_that_only_its_cache_makes_noisy_is_measured():
@@ -155,6 +157,6 @@ def test_a_row_that_only_its_cache_makes_noisy_is_measured():
             return HostScores(logits)
 
     text = np.random.default_rng(0).integers(0, 6, 40).tolist()
-    found = measure(NoisyCache(hashed_law(1, 6), NOISE), text, (2, 16), 16)
+    found = measure(NoisyCache(hashed_distribution(1, 6), NOISE), text, (2, 16), 16)
     assert found.by_length[2] == pytest.approx(NOISE)
     assert found.by_length[16] == 0.0

@@ -1,4 +1,4 @@
-"""The loop over models that are tables: laws, rollback, catch-up, counts."""
+"""The loop over models that are tables: distributions, rollback, catch-up, counts."""
 
 from collections import Counter
 from itertools import product
@@ -6,15 +6,15 @@ from itertools import product
 import numpy as np
 import pytest
 
-from exact import joint_law, law_of_strings
-from fakes import TableModel, hashed_law, quarters
+from exact import distribution_of_strings, joint_distribution
+from fakes import TableModel, hashed_distribution, quarters
 from specedge.options import Sampling
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.loop import decoding
 from specedge.runtime.loop.decoding import SpeculativeDecoder
 from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 from specedge.runtime.stats import Recorder
 
 
@@ -22,9 +22,9 @@ def decoder(target, draft, k):
     return SpeculativeDecoder(target, Fixed(DraftModel(draft), k), Stopwatch())
 
 
-def generate(target_law, draft_law, k, sampling, seed, count, prompt=(0, 1)):
+def generate(target_distribution, draft_distribution, k, sampling, seed, count, prompt=(0, 1)):
     """The first `count` tokens and the rounds, and both models."""
-    target, draft = TableModel(target_law), TableModel(draft_law)
+    target, draft = TableModel(target_distribution), TableModel(draft_distribution)
     rounds = list(decoder(target, draft, k).rounds(prompt, sampling, seed, count))
     return [t for one in rounds for t in one.tokens][:count], rounds, target, draft
 
@@ -32,11 +32,13 @@ def generate(target_law, draft_law, k, sampling, seed, count, prompt=(0, 1)):
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("draft_seed", [1, 2])
 def test_greedy_output_equals_the_target_alone(k, draft_seed):
-    law = hashed_law(1, 6)
+    distribution = hashed_distribution(1, 6)
     text = (0, 1)
     for _ in range(40):
-        text += (int(np.argmax(law(text))),)
-    assert generate(law, hashed_law(draft_seed, 6), k, Sampling(), 0, 40)[0] == list(text[2:])
+        text += (int(np.argmax(distribution(text))),)
+    assert generate(distribution, hashed_distribution(draft_seed, 6), k, Sampling(), 0, 40)[
+        0
+    ] == list(text[2:])
 
 
 @pytest.mark.many
@@ -45,12 +47,15 @@ def test_greedy_output_equals_the_target_alone(k, draft_seed):
 def test_every_string_has_exactly_the_targets_joint_probability(
     k, target_seed, draft_seed, monkeypatch
 ):
-    target_law, draft_law = quarters(target_seed, True), quarters(draft_seed, False)
+    target_distribution, draft_distribution = (
+        quarters(target_seed, True),
+        quarters(draft_seed, False),
+    )
 
     def make():
-        return decoder(TableModel(target_law), TableModel(draft_law), k)
+        return decoder(TableModel(target_distribution), TableModel(draft_distribution), k)
 
-    assert joint_law(make, monkeypatch) == law_of_strings(target_law)
+    assert joint_distribution(make, monkeypatch) == distribution_of_strings(target_distribution)
 
 
 @pytest.mark.many
@@ -67,18 +72,23 @@ def test_every_string_has_exactly_the_targets_joint_probability(
         Sampling(1.0, frequency_penalty=1.0),
     ],
 )
-def test_sampled_pairs_of_tokens_follow_the_targets_law(sampling):
-    """Chi-square over the joint law of tokens 2 and 3, which a wrong rollback would change."""
+def test_sampled_pairs_of_tokens_follow_the_targets_distribution(sampling):
+    """Chi-square over the joint distribution of tokens 2 and 3, which a wrong rollback would
+    change.
+    """
     from specedge.runtime.sampling.probabilities import probabilities
 
-    law = hashed_law(5, 4)
+    distribution = hashed_distribution(5, 4)
     runs, k = 3000, 2
     counts = Counter(
-        tuple(generate(law, hashed_law(6, 4), k, sampling, seed, 3)[0]) for seed in range(runs)
+        tuple(generate(distribution, hashed_distribution(6, 4), k, sampling, seed, 3)[0])
+        for seed in range(runs)
     )
 
     def row(text):
-        return probabilities(np.log(law(text)), sampling, Past(text[:2], text[2:])).row(4)
+        return probabilities(np.log(distribution(text)), sampling, History(text[:2], text[2:])).row(
+            4
+        )
 
     statistic, cells = 0.0, 0
     for string in product(range(4), repeat=3):
@@ -95,8 +105,10 @@ def test_sampled_pairs_of_tokens_follow_the_targets_law(sampling):
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_draft_that_equals_its_target_gives_k_plus_one_tokens_every_round(k, temperature):
-    law = hashed_law(3, 5)
-    _, rounds, target, draft = generate(law, law, k, Sampling(temperature), 0, 20 * (k + 1))
+    distribution = hashed_distribution(3, 5)
+    _, rounds, target, draft = generate(
+        distribution, distribution, k, Sampling(temperature), 0, 20 * (k + 1)
+    )
     assert [len(one.tokens) for one in rounds] == [k + 1] * 20
     assert target.passes == [k + 1] * 20
     # K passes a round, the first of two tokens: the prompt's at first, then the catch-up.
@@ -105,14 +117,16 @@ def test_a_draft_that_equals_its_target_gives_k_plus_one_tokens_every_round(k, t
 
 def test_plain_decoding_runs_no_draft_and_one_row_a_pass():
     prompt = range(4)
-    laws = hashed_law(1, 5), hashed_law(2, 5)
-    _, _, target, draft = generate(*laws, 0, Sampling(1.0), 0, 10, prompt)
+    distributions = hashed_distribution(1, 5), hashed_distribution(2, 5)
+    _, _, target, draft = generate(*distributions, 0, Sampling(1.0), 0, 10, prompt)
     assert (target.passes, draft.passes) == ([1] * 10, [])
     assert draft.rows == []
 
 
 def test_a_prompt_of_one_token_needs_no_prefill():
-    tokens, _, target, _ = generate(hashed_law(1, 5), hashed_law(2, 5), 2, Sampling(), 0, 6, (3,))
+    tokens, _, target, _ = generate(
+        hashed_distribution(1, 5), hashed_distribution(2, 5), 2, Sampling(), 0, 6, (3,)
+    )
     assert len(tokens) == 6
     assert target.rows[0] == 3
 
@@ -121,8 +135,8 @@ def test_a_prompt_of_one_token_needs_no_prefill():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_shorter_request_gives_the_beginning_of_a_longer_one(k, temperature):
     def run(count):
-        laws = hashed_law(1, 6), hashed_law(2, 6)
-        return generate(*laws, k, Sampling(temperature), 9, count)[0]
+        distributions = hashed_distribution(1, 6), hashed_distribution(2, 6)
+        return generate(*distributions, k, Sampling(temperature), 9, count)[0]
 
     longest = run(20)
     assert all(run(count) == longest[:count] for count in range(1, 20))
@@ -130,7 +144,9 @@ def test_a_shorter_request_gives_the_beginning_of_a_longer_one(k, temperature):
 
 def test_no_pass_reaches_past_the_last_token_asked_for():
     for count in range(1, 12):
-        _, _, target, draft = generate(hashed_law(1, 3), hashed_law(1, 3), 4, Sampling(), 0, count)
+        _, _, target, draft = generate(
+            hashed_distribution(1, 3), hashed_distribution(1, 3), 4, Sampling(), 0, count
+        )
         assert max(len(target.rows), len(draft.rows)) <= 2 + count
 
 
@@ -159,7 +175,7 @@ def test_after_a_rejection_the_draft_feeds_one_token(k):
 
 @pytest.mark.parametrize("wanted", [1, 2, 3, 5])
 def test_greedily_no_token_is_drafted_that_cannot_be_used(wanted):
-    law = hashed_law(1, 6)  # of both, so every draft token is accepted
-    _, rounds, _, draft = generate(law, law, 4, Sampling(), 0, wanted)
+    distribution = hashed_distribution(1, 6)  # of both, so every draft token is accepted
+    _, rounds, _, draft = generate(distribution, distribution, 4, Sampling(), 0, wanted)
     assert [len(one.tokens) for one in rounds] == [wanted]
     assert rounds[0].num_drafted == len(draft.passes) == wanted - 1

@@ -1,4 +1,4 @@
-"""The accept rule: the target's law for any draft, in every corner."""
+"""The accept rule: the target's distribution for any draft, in every corner."""
 
 import numpy as np
 import pytest
@@ -10,11 +10,11 @@ from specedge.errors import SpecEdgeError
 from specedge.options import Sampling
 from specedge.runtime.loop.verify import Draft, draw, verify
 from specedge.runtime.sampling.distribution import Distribution
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.runtime.sampling.scores import HostRow, HostScores
 
-NOTHING = Past([0])
+NOTHING = History([0])
 
 
 def drafted(*probs):
@@ -28,8 +28,8 @@ def test_greedy_takes_the_lowest_id_on_ties():
 TARGET, DRAFT = (0.1, 0.6, 0.3), (0.5, 0.3, 0.2)
 
 
-def output_law(target, draft, sampling):
-    """The law of a round's first token, integrated exactly over its uniforms on a grid.
+def output_distribution(target, draft, sampling):
+    """The distribution of a round's first token, integrated exactly over its uniforms on a grid.
 
     Accepting x has probability min(1, t/d); what remains is spread as the residual picks.
     """
@@ -54,8 +54,8 @@ def output_law(target, draft, sampling):
 
 
 @pytest.mark.parametrize("draft", [DRAFT, TARGET, (1, 0, 0), (0, 0, 1), (0.9, 0.05, 0.05)])
-def test_the_accept_rule_gives_the_targets_law_for_any_draft(draft):
-    np.testing.assert_allclose(output_law(TARGET, draft, Sampling(1.0)), TARGET, atol=4e-4)
+def test_the_accept_rule_gives_the_targets_distribution_for_any_draft(draft):
+    np.testing.assert_allclose(output_distribution(TARGET, draft, Sampling(1.0)), TARGET, atol=4e-4)
 
 
 @pytest.mark.many
@@ -72,9 +72,9 @@ def test_the_accept_rule_gives_the_targets_law_for_any_draft(draft):
 )
 @pytest.mark.parametrize("draft", [(0.6, 0.3, 0.1), (0.05, 0.05, 0.9), (1,)])
 @pytest.mark.parametrize("target", [(0.1, 0.25, 0.15, 0.2, 0.3), (0.4, 0.3, 0.1, 0.15, 0.05)])
-def test_a_draft_that_knows_fewer_tokens_leaves_the_targets_law(target, draft, sampling):
+def test_a_draft_that_knows_fewer_tokens_leaves_the_targets_distribution(target, draft, sampling):
     expected = probabilities(logits_of(*target), sampling, NOTHING).row(len(target))
-    np.testing.assert_allclose(output_law(target, draft, sampling), expected, atol=6e-4)
+    np.testing.assert_allclose(output_distribution(target, draft, sampling), expected, atol=6e-4)
 
 
 @pytest.mark.parametrize(
@@ -86,9 +86,9 @@ def test_a_draft_that_knows_fewer_tokens_leaves_the_targets_law(target, draft, s
         (0.1, DRAFT),
     ],
 )
-def test_lenience_has_exactly_the_law_of_the_papers_appendix(lenience, expected):
+def test_lenience_has_exactly_the_distribution_of_the_papers_appendix(lenience, expected):
     """min(d, t/b) + (1 - sum min(d, t/b)) / (1 - sum min(d, t)) max(0, t - d)."""
-    found = output_law(TARGET, DRAFT, Sampling(1.0, lenience=lenience))
+    found = output_distribution(TARGET, DRAFT, Sampling(1.0, lenience=lenience))
     np.testing.assert_allclose(found, expected, atol=4e-4)
 
 
@@ -103,7 +103,7 @@ def test_lenience_1_changes_no_bit_and_at_temperature_0_none_does():
         assert lenient == verify(Draft([token]), rows, Sampling(), NOTHING, [0.0], 0.0)
 
 
-def test_acceptance_rate_is_the_overlap_of_the_two_laws():
+def test_acceptance_rate_is_the_overlap_of_the_two_distributions():
     grid = (np.arange(3000) + 0.5) / 3000
     rows = HostScores(np.stack([logits_of(*TARGET)] * 2))
     rate = sum(
@@ -125,7 +125,7 @@ def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
         assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
 
-def test_a_token_without_probability_in_either_law_is_not_accepted():
+def test_a_token_without_probability_in_either_distribution_is_not_accepted():
     """0 / 0 is no number, and min(1, nan) is 1."""
     rows = HostScores(np.stack([logits_of(0, 1)] * 2))
     verdict = verify(Draft([0], [drafted(0, 1)]), rows, Sampling(1.0), NOTHING, [0.5], 0.5)
@@ -133,7 +133,7 @@ def test_a_token_without_probability_in_either_law_is_not_accepted():
 
 
 def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
-    """The draft's law is the target's times a number, and u as large as can be."""
+    """The draft's distribution is the target's times a number, and u as large as can be."""
     largest, found = float(np.nextafter(1, 0)), 0
     for seed in range(50):
         random = np.random.default_rng(seed)

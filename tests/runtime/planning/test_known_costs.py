@@ -155,7 +155,7 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
         assert all(list(costs) == sorted(costs) for costs in mode.target)
 
 
-@pytest.mark.parametrize(("max_tokens", "stood"), [(8, [1, 1, 1, 1]), (2, [1, 1, 1, 0])])
-def test_copies_are_judged_as_rounds_of_lookup_alone_would_test_them(max_tokens, stood):
+@pytest.mark.parametrize(("max_tokens", "accepted"), [(8, [1, 1, 1, 1]), (2, [1, 1, 1, 0])])
+def test_copies_are_judged_as_rounds_of_lookup_alone_would_test_them(max_tokens, accepted):
     text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
-    assert list(copies_that_stand(text, 6, max_tokens)) == stood
+    assert list(copies_that_stand(text, 6, max_tokens)) == accepted

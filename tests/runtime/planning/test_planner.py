@@ -178,7 +178,7 @@ def test_a_chain_that_copies_after_its_models_first_token_is_worth_more_tokens()
 
 
 def lost(rounds, prior, **cost):
-    """A planner after so many rounds of its choice of which nothing stood, and that choice."""
+    """A planner after so many rounds of its choice of which nothing accepted, and that choice."""
     planner = Planner(table(prior={"model": prior}, **cost), greedy=True)
     for _ in range(rounds):
         choice = planner.choose([Offer("model", room=99)], 50)

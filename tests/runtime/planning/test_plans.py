@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from fakes import TableModel, hashed_law
+from fakes import TableModel, hashed_distribution
 from specedge.errors import ReplayError
 from specedge.options import Sampling
 from specedge.request import Request
@@ -33,7 +33,7 @@ class Copies:
     def __init__(self, token):
         self.token = token
 
-    def propose(self, past, max_tokens, sampling, uniforms):
+    def propose(self, history, max_tokens, sampling, uniforms):
         return Draft([self.token] * min(max_tokens, 5))
 
     def truncate(self, length):
@@ -50,9 +50,9 @@ def auto(costs, **drafters):
 
 
 def test_rounds_record_what_was_chosen_for_them():
-    law = hashed_law(1, 8)
-    plan = auto(table(prior={"model": 0.98}), model=DraftModel(TableModel(law)))
-    rounds = run(plan, TableModel(law))
+    distribution = hashed_distribution(1, 8)
+    plan = auto(table(prior={"model": 0.98}), model=DraftModel(TableModel(distribution)))
+    rounds = run(plan, TableModel(distribution))
     assert {one.drafter for one in rounds[:-1]} == {"model"}
     assert max(one.num_draft_tokens for one in rounds) == 16
     assert all(one.num_drafted == one.num_draft_tokens for one in rounds[:-1])
@@ -60,10 +60,12 @@ def test_rounds_record_what_was_chosen_for_them():
 
 
 def test_an_unlike_draft_is_given_up_and_the_text_is_the_targets():
-    plan = auto(table(), model=DraftModel(TableModel(hashed_law(2, 50))))
-    rounds = run(plan, TableModel(hashed_law(1, 50)), tokens=100)
+    plan = auto(table(), model=DraftModel(TableModel(hashed_distribution(2, 50))))
+    rounds = run(plan, TableModel(hashed_distribution(1, 50)), tokens=100)
     plain = run(
-        Replay([("plain", 0, 100)], {"model": Copies(0)}), TableModel(hashed_law(1, 50)), tokens=100
+        Replay([("plain", 0, 100)], {"model": Copies(0)}),
+        TableModel(hashed_distribution(1, 50)),
+        tokens=100,
     )
     assert [t for one in rounds for t in one.tokens][:100] == [
         t for one in plain for t in one.tokens
@@ -73,8 +75,8 @@ def test_an_unlike_draft_is_given_up_and_the_text_is_the_targets():
 
 
 def test_a_plain_round_runs_no_draft_pass():
-    model = TableModel(hashed_law(1, 8))
-    run(auto(table(draft=1.0), model=DraftModel(model)), TableModel(hashed_law(1, 8)))
+    model = TableModel(hashed_distribution(1, 8))
+    run(auto(table(draft=1.0), model=DraftModel(model)), TableModel(hashed_distribution(1, 8)))
     assert model.passes == []
 
 
@@ -83,9 +85,9 @@ class Counted(Copies):
 
     asked = 0
 
-    def propose(self, past, max_tokens, sampling, uniforms):
+    def propose(self, history, max_tokens, sampling, uniforms):
         self.asked += 1
-        return super().propose(past, max_tokens, sampling, uniforms)
+        return super().propose(history, max_tokens, sampling, uniforms)
 
 
 def test_where_nothing_pays_most_rounds_are_not_planned_anew():
@@ -98,48 +100,48 @@ def test_where_nothing_pays_most_rounds_are_not_planned_anew():
 
 
 def test_where_the_model_pays_again_every_other_round_is_not_planned():
-    law = hashed_law(1, 8)
-    plan = auto(table(prior={"model": 0.9}, rows=3), model=DraftModel(TableModel(law)))
+    distribution = hashed_distribution(1, 8)
+    plan = auto(table(prior={"model": 0.9}, rows=3), model=DraftModel(TableModel(distribution)))
     planned, choose = [], plan.planner.choose
     plan.planner.choose = lambda *given: planned.append(given) or choose(*given)
-    rounds = run(plan, TableModel(law))
+    rounds = run(plan, TableModel(distribution))
     assert {one.drafter for one in rounds} == {"model"}
     assert len(rounds) / 2 <= len(planned) <= len(rounds) / 2 + 2
 
 
 def test_a_round_is_not_repeated_where_the_model_must_read_again():
-    law = hashed_law(1, 8)
-    model = DraftModel(TableModel(law), context_length=12)
+    distribution = hashed_distribution(1, 8)
+    model = DraftModel(TableModel(distribution), context_length=12)
     plan = auto(table(prior={"model": 0.9}, rows=3), model=model)
     next_, read = plan.next, []
 
-    def behind(past, left):
-        missing = model.standing(past.length, plan._read)[0]
-        step = next_(past, left)
+    def behind(history, left):
+        missing = model.standing(history.length, plan._read)[0]
+        step = next_(history, left)
         read.append((missing > 2, plan._choice.reading > 0, step.name))
         return step
 
     plan.next = behind
-    run(plan, TableModel(law), tokens=100)
+    run(plan, TableModel(distribution), tokens=100)
     assert sum(must for must, _, _ in read) > 5
     assert all(knew for must, knew, name in read if must and name == "model")
 
 
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
 def test_a_repeated_round_may_lose_no_more_than_is_left(draft):
-    law, wrong = hashed_law(1, 50), hashed_law(2, 50)
+    distribution, wrong = hashed_distribution(1, 50), hashed_distribution(2, 50)
     plan = auto(table(draft, prior={"model": 0.9}), model=DraftModel(TableModel(wrong)))
     planner, next_, over = plan.planner, plan.next, []
 
-    def checked(past, left):
+    def checked(history, left):
         spare = planner._spare("model", 1.0)
-        step = next_(past, left)
+        step = next_(history, left)
         k, costs = step.num_draft_tokens, planner.last_costs
         over.append(k > 1 and costs.rounds[k] + costs.drafting(2)[k] - costs.plain > spare + 1e-9)
         return step
 
     plan.next = checked
-    run(plan, TableModel(law), tokens=60)
+    run(plan, TableModel(distribution), tokens=60)
     assert over.count(True) == 0
 
 
@@ -161,25 +163,25 @@ def test_copies_that_are_wrong_lose_no_more_than_the_stake_and_are_hardly_used_a
 
 @pytest.mark.parametrize(("lookup", "name"), [(0.95, "chain"), (0.3, "model")])
 def test_without_a_copy_the_model_may_lead_to_one_where_copies_stand(lookup, name):
-    law = hashed_law(1, 8)
+    distribution = hashed_distribution(1, 8)
     none = Copies(0)
     none.propose = lambda *_: Draft([])
-    model = DraftModel(TableModel(law))
+    model = DraftModel(TableModel(distribution))
     drafters = {"model": model, "lookup": none, "chain": Chain(none, model)}
     plan = auto(table(prior={"model": 0.9, "lookup": lookup}), **drafters)
-    assert run(plan, TableModel(law))[0].drafter == name
+    assert run(plan, TableModel(distribution))[0].drafter == name
 
 
 def test_a_shorter_planned_request_gives_the_beginning_of_a_longer_one():
-    laws = [cache(hashed_law(seed, 3)) for seed in (1, 2)]
+    distributions = [cache(hashed_distribution(seed, 3)) for seed in (1, 2)]
     costs = table(draft=0.12, row=0.04, reading=0.05, prior={"model": 0.8, "lookup": 0.9})
 
     def run_for(count, seed):
         lookup = Lookup(2, 3)
-        model = DraftModel(TableModel(laws[1], context_length=40), context_length=40)
+        model = DraftModel(TableModel(distributions[1], context_length=40), context_length=40)
         drafters = {"model": model, "lookup": lookup, "chain": Chain(lookup, model)}
         plan = Auto(Planner(costs, greedy=False), drafters)
-        rounds = run(plan, TableModel(laws[0]), Sampling(1.0), count, seed)
+        rounds = run(plan, TableModel(distributions[0]), Sampling(1.0), count, seed)
         return [token for one in rounds for token in one.tokens][:count]
 
     for seed in range(4):
@@ -190,15 +192,15 @@ def test_a_shorter_planned_request_gives_the_beginning_of_a_longer_one():
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_replay_repeats_rounds_and_tokens_whatever_the_table(temperature):
     sampling = Sampling(temperature)
-    drafters = {"model": DraftModel(TableModel(hashed_law(2, 8)))}
-    first = run(auto(table(), **drafters), TableModel(hashed_law(1, 8)), sampling)
-    again = run(Replay(recorded(first), drafters), TableModel(hashed_law(1, 8)), sampling)
+    drafters = {"model": DraftModel(TableModel(hashed_distribution(2, 8)))}
+    first = run(auto(table(), **drafters), TableModel(hashed_distribution(1, 8)), sampling)
+    again = run(Replay(recorded(first), drafters), TableModel(hashed_distribution(1, 8)), sampling)
     assert again == first
 
 
 def test_a_replay_that_is_too_short_or_names_another_drafter_is_an_error():
-    target = TableModel(hashed_law(1, 8))
-    drafters = {"model": DraftModel(TableModel(hashed_law(1, 8)))}
+    target = TableModel(hashed_distribution(1, 8))
+    drafters = {"model": DraftModel(TableModel(hashed_distribution(1, 8)))}
     with pytest.raises(ReplayError, match="ends after 3 rounds"):
         run(Replay([("model", 1, 2), ("plain", 0, 1)], drafters), target)
     with pytest.raises(ReplayError, match="rounds of 'tables'"):
@@ -255,9 +257,9 @@ def test_a_generations_plan_replays_it(pipeline):
 
 
 def test_an_explanation_names_costs_acceptance_choices_and_gain():
-    law = hashed_law(1, 8)
-    plan = auto(table(prior={"model": 0.9}), model=DraftModel(TableModel(law)))
-    rounds = run(plan, TableModel(law))
+    distribution = hashed_distribution(1, 8)
+    plan = auto(table(prior={"model": 0.9}), model=DraftModel(TableModel(distribution)))
+    rounds = run(plan, TableModel(distribution))
     text = "\n".join(explain(plan, rounds))
     for part in (
         "specedge tune", "draft pass", "acceptance of model: 0.9", "round 1: model, K = 8:",

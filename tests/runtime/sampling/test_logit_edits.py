@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from fakes import TableModel, hashed_law
+from fakes import TableModel, hashed_distribution
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.options import Sampling
 from specedge.runtime.drafters.draft_model import DraftModel
@@ -13,7 +13,7 @@ from specedge.runtime.loop.decoding import SpeculativeDecoder
 from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.loop.verify import draw
 from specedge.runtime.planning.plans import Fixed
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logit_edits import edited
 from specedge.runtime.sampling.probabilities import choice, probabilities
 from specedge.runtime.sampling.scores import HostRow
@@ -30,63 +30,67 @@ EDITS = Sampling(
 
 
 def test_penalties_count_exactly_the_tokens_before_a_position():
-    past = Past([1, 2], [3, 3])
+    history = History([1, 2], [3, 3])
     for drafted, expected in (
         ([], {1: 0, 2: 0, 3: 2}),
         ([4], {1: 0, 2: 0, 3: 2, 4: 1}),
         ([4, 4, 1], {1: 1, 2: 0, 3: 2, 4: 2}),
     ):
-        ids, counts = past.then(drafted).counts()
+        ids, counts = history.then(drafted).counts()
         assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == expected
-    past.extend([4])
-    ids, counts = past.counts()
+    history.extend([4])
+    ids, counts = history.counts()
     assert dict(zip(ids.tolist(), counts.tolist(), strict=True)) == {1: 0, 2: 0, 3: 2, 4: 1}
 
 
 def test_a_text_that_grows_counts_as_one_read_at_once():
     tokens = np.random.default_rng(0).integers(0, 300, 2000).tolist()
-    past = Past(tokens[:50])
+    history = History(tokens[:50])
     for i in range(50, 2000, 7):
-        past.counts()
-        past.then([1, 2, 1]).counts()
-        past.extend(tokens[i : i + 7])
-        whole = Past(tokens[:50], tokens[50 : i + 7])
-        assert all(np.array_equal(a, b) for a, b in zip(past.counts(), whole.counts(), strict=True))
+        history.counts()
+        history.then([1, 2, 1]).counts()
+        history.extend(tokens[i : i + 7])
+        whole = History(tokens[:50], tokens[50 : i + 7])
+        assert all(
+            np.array_equal(a, b) for a, b in zip(history.counts(), whole.counts(), strict=True)
+        )
 
 
 @pytest.mark.parametrize("count", range(6))
 def test_the_last_tokens_are_those_of_the_whole_text(count):
-    past = Past([1, 2], [3])
+    history = History([1, 2], [3])
     for drafted in ([], [4], [4, 5]):
         whole = [1, 2, 3, *drafted]
-        assert past.then(drafted).last(count) == whole[max(0, len(whole) - count) :]
+        assert history.then(drafted).last(count) == whole[max(0, len(whole) - count) :]
 
 
 def test_the_models_own_row_is_left_alone():
     logits = np.random.default_rng(0).normal(size=6).astype(np.float32)
     logits.flags.writeable = False
     for sampling in (EDITS, Sampling(), Sampling(1.0, top_p=0.5), Sampling(1.0, min_p=0.1)):
-        assert edited(logits, sampling, Past([1, 0])).dtype == np.float32
-        draw(HostRow(logits), sampling, Past([1, 0]), 0.5)
+        assert edited(logits, sampling, History([1, 0])).dtype == np.float32
+        draw(HostRow(logits), sampling, History([1, 0]), 0.5)
 
 
 def test_temperature_0_takes_the_likeliest_of_what_is_left_the_lowest_id_on_ties():
     row = HostRow(np.array([0.0, 3.0, 3.0, 2.0]))
-    assert choice(row, Sampling(bad_words=[[1]]), Past([0])) == 2
-    assert choice(row, Sampling(logit_bias={3: 1}), Past([0])) == 1
-    assert choice(row, Sampling(repetition_penalty=2.0), Past([1])) == 2
-    assert choice(row, Sampling(presence_penalty=2.0), Past([1, 2], [1])) == 2
-    assert choice(row, Sampling(min_new_tokens=1, end_tokens=(1, 2)), Past([0])) == 3
-    assert choice(row, Sampling(min_new_tokens=1, end_tokens=(1, 2)), Past([0], [0])) == 1
+    assert choice(row, Sampling(bad_words=[[1]]), History([0])) == 2
+    assert choice(row, Sampling(logit_bias={3: 1}), History([0])) == 1
+    assert choice(row, Sampling(repetition_penalty=2.0), History([1])) == 2
+    assert choice(row, Sampling(presence_penalty=2.0), History([1, 2], [1])) == 2
+    assert choice(row, Sampling(min_new_tokens=1, end_tokens=(1, 2)), History([0])) == 3
+    assert choice(row, Sampling(min_new_tokens=1, end_tokens=(1, 2)), History([0], [0])) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_options_that_leave_no_token_are_an_error_that_names_them(temperature):
     for edits in ({"bad_words": [[0], [1]]}, {"min_new_tokens": 1, "end_tokens": (0, 1)}):
         with pytest.raises(OptionError, match=r"bad_words.*min_new_tokens.*leave no token"):
-            draw(HostRow(np.zeros(2)), Sampling(temperature, **edits), Past([0]), 0.5)
+            draw(HostRow(np.zeros(2)), Sampling(temperature, **edits), History([0]), 0.5)
     with pytest.raises(SpecEdgeError, match="not numbers"):
-        draw(HostRow(np.full(2, -np.inf)), Sampling(temperature, bad_words=[[0]]), Past([0]), 0.5)
+        draw(
+            HostRow(np.full(2, -np.inf)), Sampling(temperature, bad_words=[[0]]), History([0]), 0.5
+        )
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-50, 1e39, 1e300])
@@ -96,26 +100,35 @@ def test_an_extreme_penalty_is_a_penalty_and_no_error(penalty, temperature):
     logits = np.array([1.0, -2.0, 0.5, 3.0], np.float32)
     sampling = Sampling(temperature, repetition_penalty=penalty)
     if temperature:
-        row = probabilities(logits, sampling, Past([0, 1])).row(4)
+        row = probabilities(logits, sampling, History([0, 1])).row(4)
         assert np.isfinite(row).all()
         assert row.sum() == pytest.approx(1)
     else:
-        assert choice(HostRow(logits), sampling, Past([0, 1])) == (0 if penalty < 1 else 3)
+        assert choice(HostRow(logits), sampling, History([0, 1])) == (0 if penalty < 1 else 3)
 
 
 def test_a_model_that_lacks_the_tokens_of_the_options_ignores_them():
     few = np.random.default_rng(0).normal(size=3)
-    past, many = Past([1, 2, 4], [5, 2, 0]), np.append(few, [1.0, 2.0, 3.0])
-    assert np.array_equal(edited(few, EDITS, past), edited(many, EDITS, past)[:3])
+    history, many = History([1, 2, 4], [5, 2, 0]), np.append(few, [1.0, 2.0, 3.0])
+    assert np.array_equal(edited(few, EDITS, history), edited(many, EDITS, history)[:3])
 
 
 def generate(sampling, k, seed, draft_vocab=6):
-    return generate_of(hashed_law(1, 6), hashed_law(2, draft_vocab), sampling, k, seed, draft_vocab)
+    return generate_of(
+        hashed_distribution(1, 6),
+        hashed_distribution(2, draft_vocab),
+        sampling,
+        k,
+        seed,
+        draft_vocab,
+    )
 
 
-def generate_of(target_law, draft_law, sampling, k, seed, draft_vocab=6, count=30):
-    drafter = DraftModel(TableModel(draft_law, draft_vocab), vocab_size=draft_vocab)
-    one = SpeculativeDecoder(TableModel(target_law), Fixed(drafter, k), Stopwatch())
+def generate_of(
+    target_distribution, draft_distribution, sampling, k, seed, draft_vocab=6, count=30
+):
+    drafter = DraftModel(TableModel(draft_distribution, draft_vocab), vocab_size=draft_vocab)
+    one = SpeculativeDecoder(TableModel(target_distribution), Fixed(drafter, k), Stopwatch())
     rounds = list(one.rounds((0, 1), sampling, seed, count))
     return [token for round_ in rounds for token in round_.tokens][:count]
 
@@ -135,11 +148,11 @@ def test_a_draft_that_knows_no_allowed_token_drafts_nothing():
     assert generate(forbidden, 4, 0, draft_vocab=2) == generate(forbidden, 0, 0)
 
 
-def by_hand(law, prompt_length=2):
-    """A law with EDITS put into it, spelled out over whole texts."""
+def by_hand(distribution, prompt_length=2):
+    """A distribution with EDITS put into it, spelled out over whole texts."""
 
-    def edited_law(text):
-        logits, new = np.log(law(text)), text[prompt_length:]
+    def edited_distribution(text):
+        logits, new = np.log(distribution(text)), text[prompt_length:]
         for token in range(6):
             if token in text:
                 logits[token] *= 1.7 if logits[token] < 0 else 1 / 1.7
@@ -153,14 +166,14 @@ def by_hand(law, prompt_length=2):
             logits[5] = -np.inf
         return np.exp(logits) / np.exp(logits).sum()
 
-    return edited_law
+    return edited_distribution
 
 
 @pytest.mark.parametrize("k", [0, 1, 4])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_speculating_with_edits_is_speculating_with_laws_that_have_them(k, temperature):
-    laws = hashed_law(1, 6), hashed_law(2, 6)
-    models = [laws, tuple(map(by_hand, laws))]
+def test_speculating_with_edits_is_speculating_with_distributions_that_have_them(k, temperature):
+    distributions = hashed_distribution(1, 6), hashed_distribution(2, 6)
+    models = [distributions, tuple(map(by_hand, distributions))]
     samplings = [dataclasses.replace(EDITS, temperature=temperature), Sampling(temperature)]
     for seed in range(20):
         found, expected = (

@@ -1,4 +1,4 @@
-"""From logits to laws, and draws from them."""
+"""From logits to distributions, and draws from them."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,13 @@ from hypothesis import strategies as st
 from fakes import logits_of
 from specedge.options import Sampling
 from specedge.runtime.sampling.distribution import pick
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 
-NOTHING = Past([0])
+NOTHING = History([0])
 
 
-def law(logits, sampling):
+def distribution(logits, sampling):
     """The whole row of probabilities."""
     return probabilities(logits, sampling, NOTHING).row(len(logits))
 
@@ -22,17 +22,17 @@ def law(logits, sampling):
 def test_temperature_divides_the_logits():
     logits = np.array([0.0, 1.0, 2.0])
     expected = np.exp(logits / 0.5) / np.exp(logits / 0.5).sum()
-    np.testing.assert_allclose(law(logits, Sampling(0.5)), expected, rtol=1e-12)
+    np.testing.assert_allclose(distribution(logits, Sampling(0.5)), expected, rtol=1e-12)
 
 
 def test_a_tiny_temperature_is_one_hot_not_a_number_error():
     for temperature in (1e-30, 1e-44, 1e-300):
-        probs = law(np.array([1.0, 5.0, 3.0], np.float32), Sampling(temperature))
+        probs = distribution(np.array([1.0, 5.0, 3.0], np.float32), Sampling(temperature))
         assert probs.tolist() == [0, 1, 0]
 
 
 def test_top_k_keeps_every_tie_with_the_kth():
-    probs = law(logits_of(0.1, 0.4, 0.25, 0.25), Sampling(1.0, top_k=2))
+    probs = distribution(logits_of(0.1, 0.4, 0.25, 0.25), Sampling(1.0, top_k=2))
     np.testing.assert_allclose(probs, np.array([0, 0.4, 0.25, 0.25]) / 0.9)
 
 
@@ -41,13 +41,13 @@ def test_top_k_keeps_every_tie_with_the_kth():
 )
 def test_top_p_keeps_the_smallest_set_that_reaches_it(top_p, kept):
     whole = np.array([0.2, 0.4, 0.3, 0.1])
-    probs = law(logits_of(*whole), Sampling(1.0, top_p=top_p))
+    probs = distribution(logits_of(*whole), Sampling(1.0, top_p=top_p))
     assert np.flatnonzero(probs).tolist() == ([0, 1, 2, 3] if kept is None else kept)
     np.testing.assert_allclose(probs[probs > 0], (whole / whole[probs > 0].sum())[probs > 0])
 
 
 def test_min_p_is_a_share_of_the_likeliest():
-    probs = law(logits_of(0.5, 0.3, 0.15, 0.05), Sampling(1.0, min_p=0.4))
+    probs = distribution(logits_of(0.5, 0.3, 0.15, 0.05), Sampling(1.0, min_p=0.4))
     np.testing.assert_allclose(probs, [0.625, 0.375, 0, 0])
 
 
@@ -69,7 +69,7 @@ def test_filters_agree_with_transformers(seed, temperature, top_k, top_p, min_p)
     warpers += [process.MinPLogitsWarper(min_p)] if min_p else []
     for warper in warpers:
         scores = warper(None, scores)
-    ours = law(logits, Sampling(temperature, top_k, top_p, min_p))
+    ours = distribution(logits, Sampling(temperature, top_k, top_p, min_p))
     np.testing.assert_allclose(ours, scores.softmax(-1)[0].numpy(), rtol=1e-9, atol=1e-12)
 
 
@@ -107,7 +107,7 @@ def test_looking_at_blocks_first_changes_nothing(size, kind, sampling):
         logits = np.round(logits)
     if kind == "infinities":
         logits[random.permutation(size)[: size - 2]] = -np.inf
-    found, expected = law(logits, sampling), by_sorting(logits, sampling)
+    found, expected = distribution(logits, sampling), by_sorting(logits, sampling)
     assert np.array_equal(np.flatnonzero(found), np.flatnonzero(expected))
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     cdf = np.cumsum(found, dtype=np.float64)

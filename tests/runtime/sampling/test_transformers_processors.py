@@ -1,10 +1,12 @@
-"""Our law of the next token against transformers' processors, in its own order, row by row."""
+"""Our distribution of the next token against transformers' processors, in its own order, row by
+row.
+"""
 
 import numpy as np
 import pytest
 
 from specedge.options import Sampling
-from specedge.runtime.sampling.history import Past
+from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logit_edits import edited
 from specedge.runtime.sampling.probabilities import choice, probabilities
 from specedge.runtime.sampling.scores import HostRow
@@ -68,7 +70,7 @@ def processors(options):
 
 
 def by_transformers(rows, texts, options):
-    """The laws, with OpenAI's two penalties and the bias put after the repetition penalty."""
+    """Distributions, with OpenAI's two penalties and the bias after the repetition penalty."""
     scores, texts_ = torch.tensor(rows), torch.tensor(texts)
     waiting = [*processors(options)]
     if "repetition_penalty" in options:
@@ -90,19 +92,19 @@ def by_transformers(rows, texts, options):
 def check(options, random, count):
     rows, texts = rows_of(random, count), random.integers(0, 6, (count, LENGTH))
     texts[::2] = random.integers(0, VOCAB, texts[::2].shape)
-    edits, laws = by_transformers(rows, texts, options)
+    edits, distributions = by_transformers(rows, texts, options)
     sampling = Sampling(**{"temperature": 1.0, **options}, end_tokens=ENDS)
     before = rows.copy()
-    for row, text, edit, expected in zip(rows, texts.tolist(), edits, laws, strict=True):
-        past = Past(text[:PROMPT], text[PROMPT:9]).then(text[9:])
-        np.testing.assert_allclose(edited(row, sampling, past), edit, rtol=1e-12)
+    for row, text, edit, expected in zip(rows, texts.tolist(), edits, distributions, strict=True):
+        history = History(text[:PROMPT], text[PROMPT:9]).then(text[9:])
+        np.testing.assert_allclose(edited(row, sampling, history), edit, rtol=1e-12)
         if not np.isfinite(edit.max()):  # the options leave nothing
             continue
-        found = probabilities(row, sampling, past).row(VOCAB)
+        found = probabilities(row, sampling, history).row(VOCAB)
         np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-7, atol=1e-13)
         other = np.abs(found - expected) > 1e-7  # which of equals top-p keeps, torch leaves open
         assert len(set(edit[other])) <= 1
-        assert choice(HostRow(row), sampling, past) == int(np.argmax(edit))
+        assert choice(HostRow(row), sampling, history) == int(np.argmax(edit))
     assert np.array_equal(rows, before)
 
 
@@ -128,6 +130,6 @@ def test_a_sum_that_is_exactly_top_p_is_enough(top_p):
     row[0, 4:20] = 2.0
     text = np.zeros((1, LENGTH), int)
     expected = by_transformers(row, text, {"top_p": top_p})[1][0]
-    found = probabilities(row[0], Sampling(1.0, top_p=top_p), Past([0])).row(VOCAB)
+    found = probabilities(row[0], Sampling(1.0, top_p=top_p), History([0])).row(VOCAB)
     assert np.array_equal(np.sort(found), np.sort(expected))
     assert np.count_nonzero(found) == 16 * top_p

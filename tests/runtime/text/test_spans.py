@@ -46,12 +46,12 @@ def scripted(pipeline, target, draft):
     """A pipeline whose models are sure of their tokens, after a prompt of one token."""
 
     def model(script):
-        def law(text):
+        def distribution(text):
             row = np.zeros(pipeline.bundle.target.vocab_size)
             row[script[min(len(text), len(script)) - 1]] = 1
             return row
 
-        return TableModel(law)
+        return TableModel(distribution)
 
     bundle = dataclasses.replace(pipeline.bundle, end_tokens=(0,))
     return Pipeline(bundle, pipeline.tokenizer, model(target), model(draft))

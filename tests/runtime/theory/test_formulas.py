@@ -20,7 +20,7 @@ from specedge.runtime.theory.formulas import (
     round_cost,
     speedup,
     time_per_token,
-    tokens_law,
+    tokens_distribution,
 )
 
 RATES = st.floats(0, 1)
@@ -39,12 +39,14 @@ def test_without_a_limit_on_k_the_tokens_of_a_round_have_one_below_alpha_1():
 
 
 @given(RATES, LENGTHS)
-def test_the_law_of_a_rounds_tokens_has_their_mean(alpha, k):
-    law = tokens_law(alpha, k)
-    assert len(law) == k + 1
-    assert min(law) >= 0
-    assert sum(law) == pytest.approx(1)
-    assert sum(n * p for n, p in enumerate(law, 1)) == pytest.approx(expected_tokens(alpha, k))
+def test_the_distribution_of_a_rounds_tokens_has_their_mean(alpha, k):
+    distribution = tokens_distribution(alpha, k)
+    assert len(distribution) == k + 1
+    assert min(distribution) >= 0
+    assert sum(distribution) == pytest.approx(1)
+    assert sum(n * p for n, p in enumerate(distribution, 1)) == pytest.approx(
+        expected_tokens(alpha, k)
+    )
 
 
 @given(RATES, LENGTHS)
@@ -88,7 +90,7 @@ def test_four_numbers_are_called_acceptance_rate():
     assert rates.accepted_over_tested == pytest.approx(0.8, abs=1e-12)
     assert rates.accepted_over_drafted == pytest.approx(0.5904)
     assert rates.tokens_over_rows == pytest.approx(0.67232)
-    assert tokens_law(0.8, 4) == pytest.approx([0.2, 0.16, 0.128, 0.1024, 0.4096])
+    assert tokens_distribution(0.8, 4) == pytest.approx([0.2, 0.16, 0.128, 0.1024, 0.4096])
 
 
 @given(RATES, LENGTHS)
