@@ -229,22 +229,22 @@ def test_version():
     assert re.fullmatch(r"specedge, version \d+\.\d+\.\d+\n", run("--version").stdout)
 
 
-def test_every_command_and_option_is_in_the_readme_or_the_options_page():
+def test_every_command_and_option_is_in_the_pages_of_commands_and_options():
     import click
 
     from specedge.cli import cli
 
-    readme = "".join((ROOT / x).read_text("utf-8") for x in ("README.md", "docs/options.md"))
+    pages = "".join((ROOT / x).read_text("utf-8") for x in ("docs/commands.md", "docs/options.md"))
     commands = dict(cli.commands)
     for name, command in cli.commands.items():
         commands |= {f"{name} {part}": c for part, c in getattr(command, "commands", {}).items()}
     for name, command in commands.items():
-        assert f"specedge {name}" in readme
+        assert f"specedge {name}" in pages
         assert command.help
         for option in command.params:
             if isinstance(option, click.Option):
                 assert option.help, option.opts
-                assert all(f"`{flag}`" in readme for flag in option.opts), (name, option.opts)
+                assert all(f"`{flag}`" in pages for flag in option.opts), (name, option.opts)
 
 
 def test_help_starts_fast_because_it_imports_no_room():
