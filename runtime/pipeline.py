@@ -108,8 +108,7 @@ class Pipeline:
         watch = Stopwatch()
         draft = Timed(self.draft, watch, "draft")
         drafters = self.drafters.offered(request, draft)
-        k = request.num_draft_tokens
-        planned = request.drafter == AUTO and not isinstance(k, int)
+        planned = request.drafter == AUTO and request.fixed_k is None
         run = Run(
             request=request,
             prompt=prompt,
@@ -122,7 +121,7 @@ class Pipeline:
             draft=draft,
             watch=watch,
             noise=self.noise,
-            recorder=Recorder(len(prompt), k if isinstance(k, int) else 0, watch),
+            recorder=Recorder(len(prompt), request.fixed_k or 0, watch),
             drafter=AUTO if planned else next(iter(drafters.values())).name,
         )
         text = Assembler(

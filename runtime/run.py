@@ -73,8 +73,8 @@ class Run:
     @property
     def num_draft_tokens(self) -> int | str:
         """K, or AUTO where rounds are planned or replayed."""
-        k = self.request.num_draft_tokens
-        return k if isinstance(k, int) else AUTO
+        k = self.request.fixed_k
+        return AUTO if k is None else k
 
     @property
     def lossy(self) -> str | None:

@@ -11,8 +11,15 @@ import operator
 import sys
 from collections.abc import Iterable
 from dataclasses import Field, dataclass, field, fields
+from enum import StrEnum
 from numbers import Real
 from typing import Any
+
+
+class Name(StrEnum):
+    """A name out of a fixed set; it is the text that it prints as."""
+
+    __repr__ = str.__repr__
 
 
 @dataclass(frozen=True)

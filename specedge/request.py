@@ -6,14 +6,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from .declared import declarations, flag, nearest, other, whole, whole_number
+from .declared import Name, declarations, flag, nearest, other, whole, whole_number
 from .options import MAX_DRAFT_TOKENS, Rules, Sampling
 
 MAX_MATCH = 64
-AUTO = "auto"
-DRAFTERS = (AUTO, "model", "lookup", "chain", "block", "random")
 NGRAM = "ngram:"  # and a file's name
 MAX_REPLAYED_ROUNDS = 2**20
+
+
+class DrafterName(Name):
+    """What drafts, or who chooses it; NGRAM and a file's name is one more."""
+
+    AUTO = "auto"
+    MODEL = "model"
+    LOOKUP = "lookup"
+    CHAIN = "chain"
+    BLOCK = "block"
+    RANDOM = "random"
+
+
+AUTO = DrafterName.AUTO
+COPYING = (AUTO, DrafterName.LOOKUP, DrafterName.CHAIN)
+PLAIN = "plain"  # what rounds that draft nothing have in a drafter's place
 
 Planned = tuple[str, int, int]  # a drafter, K, and how many rounds in a row
 
@@ -45,7 +59,7 @@ class Request(Rules):
     )
     drafter: Any = other(
         AUTO,
-        f"Draft with {', '.join(DRAFTERS)} or {NGRAM}FILE.",
+        f"Draft with {', '.join(DrafterName)} or {NGRAM}FILE.",
         "a name; in the API also an object",
     )
     lookup_min: int | None = whole_number(
@@ -88,13 +102,19 @@ class Request(Rules):
             )
         _check_drafter(self.drafter)
         for name in ("lookup_min", "lookup_max"):
-            if getattr(self, name) and self.drafter not in (AUTO, "lookup", "chain"):
+            if getattr(self, name) and self.drafter not in COPYING:
                 raise ValueError(f"{name} is for the drafters lookup and chain")
         if self.lookup_min and self.lookup_max and self.lookup_min > self.lookup_max:
             raise ValueError(
                 f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
                 f"{self.lookup_max}"
             )
+
+    @property
+    def fixed_k(self) -> int | None:
+        """K, or None where rounds are planned or replayed."""
+        k = self.num_draft_tokens
+        return k if isinstance(k, int) else None
 
     def sampling(
         self, bad_words: Iterable[Sequence[int]] = (), end_tokens: Iterable[int] = ()
@@ -165,8 +185,9 @@ def _check_drafter(drafter: object) -> None:
                 f"drafter must be a name or an object with name, propose and truncate, "
                 f"got {str(drafter)[:40]}"
             )
-    elif drafter not in DRAFTERS and drafter.removeprefix(NGRAM) in ("", drafter):
-        raise ValueError(f"drafter must be {', '.join(DRAFTERS)} or {NGRAM}FILE, got {drafter!r}")
+    elif drafter not in [*DrafterName] and drafter.removeprefix(NGRAM) in ("", drafter):
+        names = ", ".join(DrafterName)
+        raise ValueError(f"drafter must be {names} or {NGRAM}FILE, got {drafter!r}")
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:

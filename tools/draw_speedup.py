@@ -1,6 +1,6 @@
 """Draw docs/speedup.svg from the table of the embedded pair in docs/measurements.md.
 
-    python tools/draw_speedup.py
+python tools/draw_speedup.py
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specedge.request import AUTO
+from specedge.request import AUTO, PLAIN, DrafterName
 
 from ..planning.cost_table import Costs, CostTable
 from ..theory.formulas import run_speedup
@@ -127,7 +127,7 @@ def losing(figures: Sequence[Figures]) -> list[str]:
         by_drafter: dict[str, list[str]] = defaultdict(list)
         for one in lost:
             by_drafter[one.drafter].append(str(one.num_draft_tokens))
-        tries = [one for one in figures if one.set_name == name and one.drafter != "plain"]
+        tries = [one for one in figures if one.set_name == name and one.drafter != PLAIN]
         if tries and len(lost) == len(tries):
             lines.append(f"{name}: speculation LOSES with every setting; use plain decoding")
         elif lost:
@@ -211,7 +211,12 @@ def _by_theory(
     """
     k, (c, v, o) = setting.num_draft_tokens, costs
     found: dict[str, float | None] = {"theorem_3_8": None, "run_level": None, "with_costs": None}
-    if setting.drafter == "model" and isinstance(k, int) and alpha is not None and c is not None:
+    if (
+        setting.drafter == DrafterName.MODEL
+        and isinstance(k, int)
+        and alpha is not None
+        and c is not None
+    ):
         found["theorem_3_8"] = theory_speedup(alpha, k, c)
         found["run_level"] = run_speedup(tokens_per_round / (k + 1), k, c, 1.0)
         found["with_costs"] = theory_speedup(alpha, k, c, v, o) * plain_round
@@ -229,7 +234,7 @@ def _held_out(
 ) -> tuple[float, float] | None:
     """What every other prompt's acceptance says of the rest; and what was measured there."""
     k = setting.num_draft_tokens
-    if setting.drafter != "model" or not isinstance(k, int) or len(held) < 2:
+    if setting.drafter != DrafterName.MODEL or not isinstance(k, int) or len(held) < 2:
         return None
     if table is not None and k > table.max_draft_tokens:
         return None

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
+from specedge.request import DrafterName
 
 from ..drafters.prompt_lookup import Lookup, agreeing
 from ..pipeline import Pipeline
@@ -190,7 +191,7 @@ def _run(
         MODES[mode],
         seed=seed,
         num_draft_tokens=k,
-        drafter="model",
+        drafter=DrafterName.MODEL,
         ignore_eos=True,
     ) as stream:
         for _ in stream:
@@ -235,8 +236,9 @@ def _more_for_two(some: list[Seen]) -> float:
 def _acceptance(texts: _Texts) -> dict[str, float]:
     """The chance that a token of the draft model is accepted, and that one of a copy would have."""
     accepted = sum(seen.num_accepted for seen in texts.seen)
-    found = {"model": accepted / max(1, sum(seen.num_tested for seen in texts.seen))}
-    return found | ({"lookup": fmean(texts.copies)} if texts.copies else {})
+    tested = sum(seen.num_tested for seen in texts.seen)
+    found: dict[str, float] = {DrafterName.MODEL: accepted / max(1, tested)}
+    return found | ({DrafterName.LOOKUP: fmean(texts.copies)} if texts.copies else {})
 
 
 def _all(found: Iterable[Sequence[float]]) -> list[float]:

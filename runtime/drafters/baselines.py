@@ -8,6 +8,7 @@ import numpy as np
 
 from specedge.errors import OptionError
 from specedge.options import Sampling
+from specedge.request import DrafterName
 
 from ..loop.verify import Draft, draw
 from ..sampling.distribution import Distribution, Floats
@@ -19,7 +20,7 @@ from .prompt_lookup import MAX_MATCH, Lookup
 class Random:
     """Drafts any token of the vocabulary alike: the least that a drafter can do."""
 
-    name = "random"
+    name = DrafterName.RANDOM
 
     def __init__(self, vocab_size: int) -> None:
         self._distribution = Distribution(np.full(vocab_size, 1 / vocab_size))
@@ -43,7 +44,7 @@ class Block:
     without order would take the place of the guess.
     """
 
-    name = "block"
+    name = DrafterName.BLOCK
 
     def __init__(self, reader: DraftModel) -> None:
         self._reader = reader

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from specedge.options import Sampling
+from specedge.request import DrafterName
 
 from ..loop.round import Drafter, sources
 from ..loop.verify import Draft
@@ -17,7 +18,7 @@ class Chain:
     model has led to a match. One that is not asked in a round catches up when it next is.
     """
 
-    name = "chain"
+    name = DrafterName.CHAIN
 
     def __init__(self, *drafters: Drafter) -> None:
         self.drafters = drafters

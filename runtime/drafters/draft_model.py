@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from specedge.errors import OptionError
 from specedge.options import Sampling
+from specedge.request import DrafterName
 
 from ..loop.model import LanguageModel
 from ..loop.verify import Draft, draw
@@ -29,7 +30,7 @@ class DraftModel:
     text alone, not on `max_tokens`, so a seed's text does not depend on where a request ends.
     """
 
-    name = "model"
+    name = DrafterName.MODEL
 
     def __init__(
         self,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from specedge.options import Sampling
+from specedge.request import DrafterName
 
 from ..loop.verify import Draft
 from ..sampling.distribution import Floats
@@ -21,7 +22,7 @@ class Lookup:
     already repeats itself does it go on into the copy, as the period wants it. Tokens are certain.
     """
 
-    name = "lookup"
+    name = DrafterName.LOOKUP
 
     def __init__(self, min_match: int = MIN_MATCH, max_match: int | None = None) -> None:
         if max_match is None:

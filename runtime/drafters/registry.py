@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specedge.bundle import Bundle
 from specedge.errors import DrafterError
-from specedge.request import NGRAM, Request
+from specedge.request import NGRAM, DrafterName, Request
 
 from ..loop.model import LanguageModel
 from ..loop.round import Drafter
@@ -43,9 +43,9 @@ class Drafters:
             # A caller's own may have a name of ours.
             return {f"own {chosen.name}" if isinstance(chosen, Checked) else chosen.name: chosen}
         lookup, draft = chosen.drafters
-        if request.drafter == "chain":
-            return {"chain": chosen, "lookup": lookup}
-        return {"model": draft, "lookup": lookup, "chain": chosen}
+        if request.drafter == DrafterName.CHAIN:
+            return {chosen.name: chosen, lookup.name: lookup}
+        return {one.name: one for one in (draft, lookup, chosen)}
 
     def _choose(self, request: Request, model: LanguageModel) -> Drafter:
         name, vocab_size = request.drafter, self._bundle.target.vocab_size
@@ -57,15 +57,15 @@ class Drafters:
             vocab_size=self._bundle.draft.vocab_size,
         )
         match name:
-            case "model":
+            case DrafterName.MODEL:
                 return draft
-            case "lookup":
+            case DrafterName.LOOKUP:
                 return _lookup(request)
-            case "auto" | "chain":
+            case DrafterName.AUTO | DrafterName.CHAIN:
                 return Chain(_lookup(request), draft)
-            case "block":
+            case DrafterName.BLOCK:
                 return Block(draft)
-            case "random":
+            case DrafterName.RANDOM:
                 return Random(vocab_size)
         return NGrams(self._read(name.removeprefix(NGRAM)))
 

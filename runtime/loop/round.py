@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from specedge.options import Sampling
+from specedge.request import PLAIN
 
 from ..sampling.distribution import Floats
 from ..sampling.history import History
@@ -77,7 +78,7 @@ class Round:
     logprobs: list[TokenLogprobs] | None = None
     sources: tuple[str, ...] = ()
     near_ties: tuple[NearTie, ...] = ()
-    drafter: str = "plain"
+    drafter: str = PLAIN
     num_draft_tokens: int = 0
 
 

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from enum import StrEnum
 
 from tokenizers import Tokenizer
+
+from specedge.declared import Name
 
 from .detokenizer import Detokenizer, StopStrings
 from .spans import Fate, Marks, Span
 
 
-class FinishReason(StrEnum):
+class FinishReason(Name):
     """Why a text ends where it does."""
 
     LENGTH = "length"  # as many tokens as were asked for

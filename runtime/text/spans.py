@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass
-from enum import StrEnum
+
+from specedge.declared import Name
 
 from ..loop.round import Round
 
 
-class Fate(StrEnum):
+class Fate(Name):
     """Where a token came from."""
 
     ACCEPTED = "accepted"  # drafted, and the target kept it

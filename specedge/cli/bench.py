@@ -13,7 +13,7 @@ from specedge.cli import options
 from specedge.cli.progress import Lines
 from specedge.cli.terminal import lines, one_line
 from specedge.options import MAX_DRAFT_TOKENS
-from specedge.request import AUTO, Request
+from specedge.request import AUTO, DrafterName, Request
 
 if TYPE_CHECKING:
     from specedge.runtime.bench.measure import Measured, Prompt, Setting
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from specedge.runtime.text.prompts import UserPrompt
 
 _SETS = ("code", "prose", "extraction")
-_DRAFTERS = ("model", "lookup", "chain", AUTO)
+_DRAFTERS = (DrafterName.MODEL, DrafterName.LOOKUP, DrafterName.CHAIN, AUTO)
 _MOST = 8  # K, if none is asked for
 
 

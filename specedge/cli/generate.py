@@ -10,7 +10,7 @@ import click
 from specedge.cli import near_ties, options, replaying, trace
 from specedge.cli.terminal import counted, lines, one_line
 from specedge.errors import SpecEdgeError
-from specedge.request import AUTO
+from specedge.request import AUTO, DrafterName
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline
@@ -187,7 +187,7 @@ def _summary(generation: Generation, request: dict[str, Any]) -> str:
         f"{counted(stats.num_new_tokens, 'token')} in {seconds:.2f} s ({generation.finish_reason})",
         f"K = {generation.num_draft_tokens}",
     ]
-    if generation.drafter not in ("model", AUTO):
+    if generation.drafter not in (DrafterName.MODEL, AUTO):
         parts.append(f"drafter {generation.drafter}")
     if stats.tokens_per_round is not None:
         parts.append(f"{stats.tokens_per_round:.2f} tokens a round")
