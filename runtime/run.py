@@ -108,7 +108,7 @@ class Run:
         return Seen(
             greedy=self.sampling.greedy,
             target=self.target.firsts,
-            draft=self.draft.rounds,
+            draft=self.draft.whole_rounds,
             firsts=self.draft.firsts,
             host=(stats.sampling_seconds + stats.other_seconds) / max(1, stats.num_rounds),
             num_tested=stats.tested_by_source.get(MODEL, 0),

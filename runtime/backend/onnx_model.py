@@ -64,7 +64,7 @@ class OrtModel:
             self._session.run(self._session.bind(self.cache, len(chunk), logits=False), chunk)
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        """Forget all but the longest beginning of the cache that is one of `tokens`; its length."""
+        """Keep only the longest prefix that the cache and `tokens` share; its length."""
         return self.cache.reuse(tokens)
 
     def truncate(self, length: int) -> None:

@@ -65,6 +65,7 @@ def open_session(path: Path, device: str, threads: int | None, share_threads: bo
         options.use_per_session_threads = False
     else:
         options.intra_op_num_threads = threads or 0
+        options.add_session_config_entry("session.force_spinning_stop", "1")
     try:
         return ort.InferenceSession(
             os.fspath(path), options, providers=["CPUExecutionProvider"], enable_fallback=False

@@ -21,12 +21,13 @@ class SpeculativeDecoder:
     """Generates with the target's distribution at fewer target passes.
 
     Between rounds the target's cache holds every committed token but the last: that one is
-    pending, and leads the next verify pass. The `plan` chooses drafter and K of each round. With
-    K = 0 a round is plain decoding. A `referee` reviews greedy verdicts where wider passes have
-    other last bits.
+    pending, and leads the next verify pass. Of N committed tokens a round that drafts n and accepts
+    a takes the cache from N - 1 to N + n rows, and back to N + a. The `plan` chooses drafter and K
+    of each round; with K = 0 it is plain decoding. A `referee` reviews verdicts at temperature 0 on
+    a device where a token's logits differ in their last bits with the number of tokens in the pass.
     """
 
-    judge = staticmethod(verify)  # here, so that the audit's self-test can plant a wrong one
+    judge = staticmethod(verify)  # replaceable: the audit's self-test puts in a wrong accept rule
 
     def __init__(
         self,
@@ -48,12 +49,13 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         num_logprobs: int | None = None,
     ) -> Generator[Round]:
-        """Rounds until `max_new_tokens` are committed; a drawn round may overshoot by one.
+        """Rounds until `max_new_tokens` are committed.
 
+        Above temperature 0 the last round may commit one token too many, which the caller drops.
         Each token has its log-probability and `num_logprobs` others', unless that is None.
 
-        A round consumes 2K + 1 uniforms, whatever it uses of them: K draws, K tests, one for the
-        recovered or bonus token. So what was committed never depends on where a request ends.
+        A round consumes 2K + 1 uniforms, however few it uses: K draws, K tests, and one for the
+        recovered or bonus token. So each round's numbers are known beforehand.
         """
         history = History(prompt)
         self._prefill(history.tokens)
@@ -62,8 +64,8 @@ class SpeculativeDecoder:
         while (left := end - len(history.tokens)) > 0:
             step = self.plan.next(history, left)
             count = 2 * step.num_draft_tokens + 1
-            us = uniforms(seed, consumed, count)
-            yield self._round(step, history, sampling, us, left, num_logprobs)
+            numbers = uniforms(seed, consumed, count)
+            yield self._round(step, history, sampling, numbers, left, num_logprobs)
             consumed += count
 
     def _prefill(self, tokens: list[int]) -> None:
@@ -78,26 +80,29 @@ class SpeculativeDecoder:
         step: Step,
         history: History,
         sampling: Sampling,
-        us: Floats,
-        wanted: int,
+        numbers: Floats,
+        left: int,
         num_logprobs: int | None,
     ) -> Round:
-        """Commit 1 to K + 1 tokens to `history`, of which `wanted` are still wanted.
+        """Commit 1 to K + 1 tokens to `history`, of which `left` are still wanted.
 
-        No more than these are drafted; at temperature 0 one fewer, since the target's pass yields
-        one anyway. Drawn text must not do so: its tokens would depend on where the request ends.
+        At most `left` are drafted. At temperature 0 one fewer suffices: the target's pass gives the
+        last one, the same token. Drawn text needs all: a last token from the bonus row would use
+        another random number than in a longer request.
         """
-        k = step.num_draft_tokens
+        k = step.num_draft_tokens  # asked for; `draft` may have fewer
+        draws, tests, last = numbers[:k], numbers[k : 2 * k], float(numbers[-1])
         with self.watch.part("sampling"):
-            most = min(k, wanted - 1 if sampling.greedy else wanted)
-            draft = step.drafter.propose(history, most, sampling, us[:k]) if most else Draft([])
+            most = min(k, left - 1 if sampling.greedy else left)
+            draft = step.drafter.propose(history, most, sampling, draws) if most else Draft([])
         scores = self.target.forward([history.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
-            verdict = self.judge(draft, scores, sampling, history, us[k : 2 * k], float(us[-1]))
+            verdict = self.judge(draft, scores, sampling, history, tests, last)
             near_ties: tuple[NearTie, ...] = ()
             if self.referee:
                 if num_logprobs is not None:
-                    scores = HostScores(scores.array().copy())  # it may run passes
+                    # The referee may run passes, which overwrite them.
+                    scores = HostScores(scores.array().copy())
                 verdict, near_ties = self.referee.review(
                     verdict, draft.tokens, scores, sampling, history
                 )
@@ -106,8 +111,15 @@ class SpeculativeDecoder:
         history.extend(committed)
         self.target.truncate(len(history.tokens) - 1)
         self.plan.truncate(len(history.tokens) - 1)
-        origin = sources(step.drafter, draft)
-        n = verdict.num_accepted
-        ended = Round(committed, len(draft.tokens), n, logprobs, origin, near_ties, step.name, k)
+        ended = Round(
+            committed,
+            num_drafted=len(draft.tokens),
+            num_accepted=verdict.num_accepted,
+            logprobs=logprobs,
+            sources=sources(step.drafter, draft),
+            near_ties=near_ties,
+            drafter=step.name,
+            num_draft_tokens=k,
+        )
         self.plan.ended(ended)
         return ended

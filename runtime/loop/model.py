@@ -25,7 +25,10 @@ class LanguageModel(Protocol):
         ...
 
     def forward(self, tokens: Sequence[int]) -> Scores:
-        """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]"""
+        """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]
+
+        Row i predicts the token after tokens[i].
+        """
         ...
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -33,7 +36,7 @@ class LanguageModel(Protocol):
         ...
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        """Forget all but the longest beginning of the cache that is one of `tokens`; its length."""
+        """Keep only the longest prefix that the cache and `tokens` share; its length."""
         ...
 
     def truncate(self, length: int) -> None:
@@ -46,12 +49,14 @@ class TargetModel(LanguageModel, Protocol):
 
     @property
     def row_independent_lengths(self) -> Collection[int]:
-        """The T whose rows had the same bits as wider passes; none on devices not measured."""
+        """Pass lengths T at which a row's logits had the bits of longer passes, as measured at
+        export; none on other devices.
+        """
         ...
 
     @property
     def float32_error(self) -> float:
-        """How far logits were from exact at export, relative to the largest."""
+        """How far logits were from float64 at export, relative to the largest."""
         ...
 
     @property

@@ -1,7 +1,7 @@
 """The stream of uniform random numbers of a request, replayable in any language.
 
-splitmix64 (Steele, Lea and Flood 2014) is a pure function of the seed and the index, so a number
-is skipped by not asking for it. 53 bits, not fewer: a token of probability p is drawn with an
+splitmix64 (Steele, Lea and Flood 2014) is a pure function of the seed and the index, so any
+number is had without those before it. 53 bits, not fewer: a token of probability p is drawn with an
 error of at most 2^-53, which keeps the tail of a large vocabulary right.
 """
 
@@ -16,7 +16,7 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
-    """Numbers `start` to `start + count` of a seed's stream, each in [0, 1). -> [count]"""
+    """Numbers `start` to `start + count - 1` of a seed's stream, each in [0, 1). -> [count]"""
     index = np.arange(start + 1, start + count + 1, dtype=np.uint64)
     z = np.uint64(seed % 2**64) + index * _STEP
     z = (z ^ (z >> np.uint64(30))) * _MIX_1

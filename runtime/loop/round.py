@@ -1,6 +1,6 @@
-"""A round, and who has a part in it: the drafter that proposes, the plan that decides beforehand.
+"""A round, and the interfaces of those who have a part in it.
 
-What is written here are the seams: drafters, plans and referees are of other rooms.
+Drafters are in `drafters/`, plans in `planning/`, the referee in `exactness/`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ class Drafter(Protocol):
     """Proposes tokens that may follow a text.
 
     Whatever it proposes, the text keeps the target's distribution, as long as each token comes with
-    the distribution that it was drawn from, given all that came before it. A token that follows
-    from what came before without chance is certain.
+    the distribution that it was drawn from, given all that came before it, or with None if it was
+    chosen without randomness.
     """
 
     @property
@@ -36,13 +36,13 @@ class Drafter(Protocol):
     ) -> Draft:
         """Guess 0 to `max_tokens` tokens that follow `history`; uniforms [max_tokens or more].
 
-        With a smaller `max_tokens` it must be the beginning of the same guess, so that a seed's
-        text does not depend on where a request ends. Token i is drawn with uniform i.
+        A smaller `max_tokens` must only shorten the guess, so that a seed's text does not depend on
+        where a request ends. Token i is drawn with uniform i.
         """
         ...
 
     def truncate(self, length: int) -> None:
-        """Forget every token past `length`: the target rejected them. 0 begins another text."""
+        """Keep at most the first `length` tokens of the text; 0 begins another text."""
         ...
 
 
@@ -53,14 +53,14 @@ def sources(drafter: Drafter, draft: Draft) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class NearTie:
-    """A choice by less than the noise: which new token it is, counted from 0, the token chosen, the
-    next likeliest, and by how much the first led in the pass that decided.
+    """A greedy choice whose lead is below the device's noise: by how much logits differ with the
+    number of tokens in a pass.
     """
 
-    position: int
-    token: int
-    runner_up: int
-    margin: float
+    position: int  # among the new tokens, from 0
+    token: int  # the one chosen
+    runner_up: int  # the next likeliest
+    margin: float  # the lead, in the pass that decided
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,9 @@ class Round:
 
 @dataclass(frozen=True)
 class Step:
-    """What the next round does: K uniforms are drawn with, whatever the drafter makes of them."""
+    """What the next round does. `num_draft_tokens` is K: the drafter may propose fewer, the round
+    takes 2K + 1 uniforms all the same. `name` is the drafter's in statistics, PLAIN if K = 0.
+    """
 
     name: str
     drafter: Drafter
@@ -100,23 +102,26 @@ class Plan(Protocol):
         ...
 
     def next(self, history: History, left: int) -> Step:
-        """The round after `history`, of which at most `left` tokens are still wanted."""
+        """The round after `history`, of which at most `left` tokens are still wanted.
+
+        K must not depend on `left`, else a seed's text would depend on where a request ends.
+        """
         ...
 
     def ended(self, round_: Round) -> None:
-        """Learn what became of it."""
+        """Learn what became of a round."""
         ...
 
     def truncate(self, length: int) -> None:
-        """Let every drafter forget all past `length`."""
+        """As of every drafter."""
         ...
 
 
 class Referee(Protocol):
-    """Reviews greedy verdicts on a device whose wider passes have other last bits."""
+    """Reviews verdicts at temperature 0 where logits differ with the number of tokens in a pass."""
 
     def begin(self, num_rows: int) -> None:
-        """A request's prompt is in the cache."""
+        """The cache holds a request's prompt but its last token: `num_rows` rows."""
         ...
 
     def review(
@@ -128,6 +133,8 @@ class Referee(Protocol):
         history: History,
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
         """The verdict on drafted tokens [n], perhaps another one, and the near-ties in it.
+
+        Leaves at least all committed tokens but the last in the target's cache.
 
         scores [n + 1 rows] of the target's last pass, over the end of `history` and the tokens
         """

@@ -39,9 +39,9 @@ class Stopwatch:
 class Timed:
     """A language model whose passes are counted and timed as one part of a run.
 
-    `firsts` are the seconds of rounds' first passes, by their tokens; `rounds` those of all passes
-    of a round, by the tokens of the first and how many there were. `num_reused` tokens needed no
-    reading, since the cache held them.
+    `firsts` are the seconds of each round's first pass, by how many tokens it read; `whole_rounds`
+    those of all its passes, by the tokens of the first and how many there were. `num_reused` tokens
+    needed no reading, since the cache held them.
     """
 
     def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
@@ -51,7 +51,7 @@ class Timed:
         self.num_passes = 0
         self.num_reused = 0
         self.firsts: defaultdict[int, list[float]] = defaultdict(list)
-        self.rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
+        self.whole_rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._round: list[float] = []
         self._first_tokens = 0
 
@@ -72,7 +72,7 @@ class Timed:
         return logits
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Before the first pass it reads the prompt; later it is a cost of the rounds."""
+        """Counted as "prefill" before the first pass, as this model's part afterwards."""
         with self._watch.part(self._part if self.num_passes else "prefill"):
             self._model.prefill(tokens)
 
@@ -81,7 +81,8 @@ class Timed:
         return self.num_reused
 
     def truncate(self, length: int) -> None:
+        """The loop truncates once a round, at its end."""
         self._model.truncate(length)
         if self._round:
-            self.rounds[self._first_tokens, len(self._round)].append(sum(self._round))
+            self.whole_rounds[self._first_tokens, len(self._round)].append(sum(self._round))
             self._round = []

@@ -1,9 +1,10 @@
-"""The accept rule of speculative sampling: pure functions over NumPy arrays.
+"""The accept rule of speculative sampling: pure functions.
 
-Letters: V vocabulary entries, n draft tokens. Row i of a model's logits predicts the token that
-follows the i-th token it was fed, so judging n draft tokens takes n + 1 target rows. Random
-numbers in [0, 1) arrive as arguments. `probabilities` makes every distribution: draft's, target's,
-plain.
+Letters: V vocabulary entries, n draft tokens; t is the target's distribution of a token (p in the
+paper), d the draft's (q), u a uniform random number in [0, 1), which arrives as an argument. Row i
+of a model's logits predicts the token that follows the i-th token it was fed, so judging n draft
+tokens takes n + 1 target rows. `probabilities` makes every distribution: the draft's, the target's,
+and plain decoding's.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from ..sampling.scores import Row, Scores
 
 @dataclass(frozen=True)
 class Draft:
-    """Proposed tokens [n] and the distributions they were drawn from [n], None if certain.
+    """Proposed tokens [n] and the distributions they were drawn from [n].
 
-    One token may be certain and the next not. `sources` [n] names the drafter of each; left empty,
-    it is the one that was asked. A draft may know fewer tokens than its target, never more.
+    None in a distribution's place says that the token was chosen without randomness: d(x) = 1. One
+    token may be chosen and the next drawn. `sources` [n] names the drafter of each; left empty, it
+    is the one that was asked. Its vocabulary may be a beginning of the target's, never larger.
     """
 
     tokens: list[int]
@@ -34,7 +36,7 @@ class Draft:
     sources: Sequence[str] = ()
 
     def distribution(self, i: int) -> Distribution | None:
-        """The distribution of one token, None if it is certain."""
+        """The distribution of one token, None if it was chosen without randomness."""
         return None if self.probs is None else self.probs[i]
 
 
@@ -56,10 +58,11 @@ def verify(
 ) -> Verdict:
     """Accept or reject draft tokens so the output follows the target's distribution exactly.
 
-    Leviathan et al. 2023, algorithm 1: token x is accepted if u d(x) < t(x), without a division, so
-    that t(x) = 0 never passes. After the first rejection the recovered token follows
-    max(0, t - d); after none, the bonus token follows the target's last row. With a lenience b it
-    is accepted if b u d(x) < t(x) (appendix A.5), and the output follows another distribution.
+    Leviathan et al. 2023, algorithm 1: token x is accepted if u d(x) < t(x): strictly, so that
+    t(x) = 0 never passes, and without a division, so that d(x) = 0 needs no case. After the first
+    rejection the recovered token follows max(0, t - d); after none, the bonus token follows the
+    target's last row. With a lenience b it is accepted if b u d(x) < t(x) (appendix A.5), with the
+    same recovered token, and the output follows another distribution.
 
     scores [n + 1 rows] of the target, tests [n or more] and last: uniforms
     """
@@ -68,9 +71,10 @@ def verify(
     for i, token in enumerate(draft.tokens):
         logits = scores[i].array()
         target = probabilities(logits, sampling, history.then(draft.tokens[:i]))
-        distribution = draft.distribution(i)
-        drafted = 1.0 if distribution is None else distribution.of(token)
-        if not sampling.lenience * tests[i] * drafted < target.of(token):
+        drawn_from = draft.distribution(i)
+        draft_prob = 1.0 if drawn_from is None else drawn_from.of(token)
+        accepted = sampling.lenience * tests[i] * draft_prob < target.of(token)
+        if not accepted:
             residual = _residual(target, draft, i, len(logits))
             return Verdict(i, (residual if residual.total else target).pick(last))
     num_drafted = len(draft.tokens)
@@ -82,31 +86,31 @@ def _verify_greedy(
     tokens: list[int], scores: Scores, sampling: Sampling, history: History
 ) -> Verdict:
     """The same rule with one-hot rows: a token is accepted if it is the target's own choice."""
-    for i in range(len(tokens) + 1):
+    for i, token in enumerate(tokens):
         chosen = choice(scores[i], sampling, history.then(tokens[:i]))
-        if i == len(tokens) or tokens[i] != chosen:
-            break
-    return Verdict(i, chosen)
+        if chosen != token:
+            return Verdict(i, chosen)
+    return Verdict(len(tokens), choice(scores[len(tokens)], sampling, history.then(tokens)))
 
 
 def _residual(target: Distribution, draft: Draft, i: int, vocab_size: int) -> Distribution:
     """The distribution of the recovered token, in proportion to max(0, t - d).
 
-    Where t and d agree to rounding nothing is left; a rejection was then a rounding error too.
+    If t and d differ only by rounding it may be empty; the caller then draws from t.
     """
-    weights, drafted = target.weights_of_all(vocab_size), draft.distribution(i)
-    if drafted is None:
+    weights, drawn_from = target.weights_of_all(vocab_size), draft.distribution(i)
+    if drawn_from is None:
         weights[draft.tokens[i]] = 0
         return Distribution(weights)
-    scale = weights.dtype.type(target.total / drafted.total)
-    weights[drafted.where] -= scale * drafted.weights
+    scale = weights.dtype.type(target.total / drawn_from.total)  # weights need not add up to 1
+    weights[drawn_from.where] -= scale * drawn_from.weights
     return Distribution(np.maximum(weights, 0, out=weights))
 
 
 def draw(
     row: Row, sampling: Sampling, history: History, uniform: float
 ) -> tuple[int, Distribution | None]:
-    """Draw a token from a row, with the distribution it came from, None if certain."""
+    """For drafters: a token drawn from a row and the distribution it came from, None if chosen."""
     if sampling.greedy:
         return choice(row, sampling, history), None
     distribution = probabilities(row.array(), sampling, history)

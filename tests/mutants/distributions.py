@@ -57,9 +57,9 @@ DISTRIBUTIONS = [
         "tokens that the draft does not know have no part in the residual",
         "vLLM, pull request 2607",
         VERIFY,
-        "    scale = weights.dtype.type(target.total / drafted.total)\n",
-        "    scale = weights.dtype.type(target.total / drafted.total)\n"
-        "    weights[len(drafted.weights) :] = 0\n",
+        "    weights[drawn_from.where] -= scale * drawn_from.weights\n",
+        "    weights[drawn_from.where] -= scale * drawn_from.weights\n"
+        "    weights[len(drawn_from.weights) :] = 0\n",
         "tests/runtime/loop/test_unlike_drafts.py"
         "::test_a_smaller_vocabulary_leaves_the_joint_distribution_as_it_is",
     ),

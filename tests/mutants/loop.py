@@ -86,8 +86,8 @@ LOOP = [
         "a token is tested with the number that it was drawn with",
         "",
         DECODING,
-        "us[k : 2 * k]",
-        "us[:k]",
+        "numbers[k : 2 * k]",
+        "numbers[:k]",
         JOINT,
     ),
     Mutant(
@@ -95,8 +95,8 @@ LOOP = [
         "the recovered token is drawn with the number of a test",
         "",
         DECODING,
-        "float(us[-1])",
-        "float(us[-2])",
+        "float(numbers[-1])",
+        "float(numbers[-2])",
         JOINT,
     ),
     Mutant(
