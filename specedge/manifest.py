@@ -1,4 +1,6 @@
-"""What a bundle's manifest says of a file and of a model; each refuses what contradicts itself."""
+"""The parts of a bundle's manifest; each refuses what contradicts itself. The whole, and the format's
+number, are in `bundle.py`.
+"""
 
 from __future__ import annotations
 

@@ -80,10 +80,10 @@ def run(which: str, constraints: Path | None, tests: list[str]) -> Run:
         installed = {canonical(x["name"]): x["version"] for x in json.loads(listed.stdout)}
         names = [requirement.name for requirement in requirements()]
         result = subprocess.run(
-            [python, "-m", "pytest", "-q", "-n", "auto", "--tb=line", *tests],
+            [python, "-m", "pytest", "-q", "-n", "auto", "--tb=line", "-rfE", *tests],
             cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
-    print(result.stdout[-4000:], file=sys.stderr)
+    print(result.stdout[-20000:], file=sys.stderr)
     summary = result.stdout.strip().splitlines()[-1].strip("= ")
     versions = {name: installed[canonical(name)] for name in names}
     return Run(which, versions, summary, result.returncode == 0)

@@ -67,6 +67,7 @@ class Drafters:
                 return Block(draft)
             case DrafterName.RANDOM:
                 return Random(vocab_size)
+        assert name.startswith(NGRAM), name  # a Request has no other names
         return NGrams(self._read(name.removeprefix(NGRAM)))
 
     def _read(self, name: str) -> Tables:

@@ -45,9 +45,7 @@ def _range(part: str) -> Iterator[int]:
 
 @click.command()
 @options.bundle
-@click.option(
-    "--device", type=click.Choice(["cpu"]), default="cpu", show_default=True, help="Measure there."
-)
+@options.device
 @click.option(
     "--set",
     "sets",

@@ -28,6 +28,7 @@ bundle = click.option(
     help="Use this bundle. [default: $SPECEDGE_BUNDLE, else the pair exported last without"
     " --output, else the embedded pair]",
 )
+device = click.option("--device", default="cpu", show_default=True, help="Run the models there.")
 threads = click.option(
     "--threads", type=click.IntRange(1), help="Use this many CPU threads. [default: one a core]"
 )

@@ -19,9 +19,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @options.bundle
-@click.option(
-    "--device", type=click.Choice(["cpu"]), default="cpu", show_default=True, help="Measure there."
-)
+@options.device
 @options.threads
 @options.ops
 @options.as_json

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @click.command()
 @options.bundle
-@click.option("--device", default="cpu", show_default=True, help="Run the models there.")
+@options.device
 @click.option(
     "--minutes",
     type=options.Number(0, 24 * 60, min_open=True),
