@@ -1,5 +1,6 @@
-"""The parts of a bundle's manifest; each refuses what contradicts itself. The whole, and the format's
-number, are in `bundle.py`.
+"""The parts of a bundle's manifest; each refuses what contradicts itself.
+
+The whole, and the format's number, are in `bundle.py`.
 """
 
 from __future__ import annotations
