@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from specedge.errors import ExportError
-from specedge.manifest import OPS
+from specedge.manifest import OPS, PREFILL_LENGTH
 
 from . import private
 from .checkpoint.checkpoints import Checkpoint
-from .graph.graphs import PREFILL_LENGTH, Length, lengths
+from .graph.graphs import Length, lengths
 from .progress import Progress
 from .quiet import quiet
 from .resident import memory

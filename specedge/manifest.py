@@ -15,6 +15,7 @@ from .signature import Signature, standard
 
 CURE = "export the pair again, or copy the bundle again"
 OPS = ("onnx", "gqa")
+PREFILL_LENGTH = 64  # tokens a pass of a prompt
 GRAPHS = ("decoder", "step", "catchup", "verify", "prefill")  # what this format knows by name
 
 

@@ -11,11 +11,10 @@ import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
 from specedge.errors import ExportError
-from specedge.manifest import Graph
+from specedge.manifest import PREFILL_LENGTH, Graph
 
 from ..private import versions
 
-PREFILL_LENGTH = 64
 # Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
 

@@ -6,13 +6,11 @@ import copy
 from collections.abc import Sequence
 
 from specedge.bundle import Bundle
-from specedge.manifest import Model
+from specedge.manifest import PREFILL_LENGTH, Model
 
 from ..sampling.scores import HostScores
 from .buffers import Array
 from .model_session import ModelSession, Pass
-
-PREFILL_LENGTH = 64
 
 
 class OrtModel:
