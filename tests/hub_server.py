@@ -125,7 +125,8 @@ class Handler(BaseHTTPRequestHandler):
             return self._send_file(path, headers)
         place = quote(str(path.relative_to(self.hub.folder)))
         headers |= {
-            "Location": f"http://127.0.0.1:{self.hub.cdn}/cdn/{place}",
+            # Of another host, as the hub's are: huggingface_hub 1.33 tells hosts apart without ports.
+            "Location": f"http://localhost:{self.hub.cdn}/cdn/{place}",
             "X-Linked-Size": str(path.stat().st_size),
             "X-Linked-ETag": f'"{etag(path)}"',
         }

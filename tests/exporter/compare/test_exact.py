@@ -12,7 +12,7 @@ from comparing import computed, traced
 from specedge.errors import ParityError
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import reference, structure
-from specedge.exporter.compare.exact_graph import grouped_query_attention, seen
+from specedge.exporter.compare.exact_graph import ExactGraph, grouped_query_attention, seen
 from specedge.exporter.compare.exact_model import ROUNDINGS, Exact, Nudged
 from specedge.exporter.compare.routing import Choices, close
 from specedge.exporter.tracing import geometry
@@ -87,6 +87,24 @@ def test_the_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(option
     wanted = grouped_query_attention(options, *wide)[0]
     assert wanted.dtype == np.float64
     assert np.abs(found - wanted).max() < 1e-6
+
+
+def test_what_float32_makes_of_attention_is_computed_in_float32(tmp_path):
+    """In onnx 1.20 a root of a Python float had all that follows in double, which made it exact."""
+    random = np.random.default_rng(0)
+    inputs = [random.standard_normal((1, 4, 64, 16)).astype(np.float32) for _ in "qkv"]
+    names = ["query", "keys", "values"]
+    node = onnx.helper.make_node("Attention", names, ["y"], scale=0.3)
+    values = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, None) for n in names]
+    result = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
+    made = onnx.helper.make_graph([node], "one", values, result)
+    opsets = [onnx.helper.make_opsetid("", 24)]
+    onnx.save(onnx.helper.make_model(made, opset_imports=opsets), tmp_path / "one.onnx")
+    graph = ExactGraph(tmp_path / "one.onnx")
+    exact = graph.node(node, [x.astype(np.float64) for x in inputs])[0]
+    rounded = graph.node(node, inputs)[0]
+    assert exact.dtype == np.float64
+    assert np.abs(rounded - exact).max() > 1e-7 * np.abs(exact).max()
 
 
 CAUSAL = np.arange(10) <= np.arange(4, 7)[:, None]
