@@ -125,7 +125,7 @@ class Handler(BaseHTTPRequestHandler):
             return self._send_file(path, headers)
         place = quote(str(path.relative_to(self.hub.folder)))
         headers |= {
-            # Of another host, as the hub's are: huggingface_hub 1.33 tells hosts apart without ports.
+            # Of another host, as the hub does: huggingface_hub 1.33 looks at no port.
             "Location": f"http://localhost:{self.hub.cdn}/cdn/{place}",
             "X-Linked-Size": str(path.stat().st_size),
             "X-Linked-ETag": f'"{etag(path)}"',
