@@ -20,11 +20,13 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
 
 
 def graphs_of(model):
-    """What a model's layers do, and its graph in both op sets."""
+    """What a model's layers do, and its graph in each op set that it can have."""
     shape = geometry.measure(model, CONTEXT, 4)
     layers = tracing.observe(model, shape)
+    fused = not any(layer.obstacle() for layer in layers)
     with swapped(model, CONTEXT):
-        return layers, {ops: tracing.trace(model, shape, ops, layers) for ops in ("onnx", "gqa")}
+        op_sets = ("onnx", "gqa") if fused else ("onnx",)
+        return layers, {ops: tracing.trace(model, shape, ops, layers) for ops in op_sets}
 
 
 def computed(model, player):

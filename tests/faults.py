@@ -127,7 +127,8 @@ def wrong_epsilon(graph: ir.Graph) -> None:
 
 def wrong_epsilon_of_one_norm(graph: ir.Graph) -> None:
     norms = _norms(graph)
-    set_attribute(norms[len(norms) // 2], "epsilon", lambda epsilon: 10 * epsilon)
+    for node in norms[len(norms) // 2 :][:1]:
+        set_attribute(node, "epsilon", lambda epsilon: 10 * epsilon)
 
 
 def _norms(graph: ir.Graph) -> list[ir.Node]:

@@ -35,7 +35,7 @@ PROMPT = list(range(40, 52))
 
 class Made:
     def __init__(self, folder, kind, num_layers):
-        self.num_layers = num_layers
+        self.kind, self.num_layers = kind, num_layers
         tokenizer = make_tokenizer(folder / "tokenizer")
         self.target = make_checkpoint(folder / "target", kind, tokenizer, **KINDS[kind])
         (self.target / "LICENSE").write_text("Do as you like.", "utf-8")
@@ -48,7 +48,7 @@ class Made:
             self.target,
             folder / "bundle",
             progress=self.progress,
-            ops="auto" if kind == "gpt2" else "gqa",
+            ops="auto" if kind == "gpt2" else "onnx",
         )
         self.pipeline = specedge.load(self.bundle.folder)
 
@@ -86,11 +86,11 @@ def test_the_draft_is_a_part_of_the_targets_weights_file_and_adds_nothing_to_it(
     )
 
 
-def test_both_models_agree_with_pytorch_in_both_op_sets(made):
+def test_both_models_agree_with_pytorch_in_every_op_set(made):
     """The export refuses to write what does not; here that nothing was left out or noted."""
     for model, layers in ((made.bundle.target, LAYERS), (made.bundle.draft, made.num_layers)):
         assert len(model.cache.layers) == layers
-        assert list(model.parity) == ["onnx", "gqa"]
+        assert list(model.parity) == (["onnx", "gqa"] if made.kind == "gpt2" else ["onnx"])
         assert all(found.num_positions == CONTEXT for found in model.parity.values())
     assert not [n for n in made.progress.notes if "licence" in n or "no gqa" in n]
 
