@@ -13,8 +13,10 @@ from specedge.bundle import MANIFEST
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
+from specedge.errors import PromptError
 from specedge.runtime.audit import auditing
 from specedge.runtime.drafters import ngram_files
+from specedge.runtime.text import special
 from specedge.runtime.text.prompts import prompt_tokens
 
 bench = importlib.import_module("specedge.cli.bench")  # the name in the package is a command
@@ -82,3 +84,14 @@ def test_texts_of_ngram_tables_are_read_the_same_way(pipeline, tmp_path, text):
         assert run("ngram", "build", text, "--output", out, *option).returncode == 0
         tables = ngram_files.read(out, pipeline.bundle)
         assert tables.unigrams[pipeline.tokenizer.token_to_id(END)] == wanted
+
+
+def test_a_text_that_cannot_be_encoded_is_named_by_its_file(tmp_path, text, monkeypatch):
+    def refused(*_, **__):
+        raise PromptError("a text spells </s>")
+
+    monkeypatch.setattr(special, "encode_text", refused)
+    text.write_text(TEXT, "utf-8")
+    result = run("ngram", "build", text, "--output", tmp_path / "out.npz")
+    assert (result.returncode, result.stderr) == (1, f"specedge: {text}: a text spells </s>\n")
+    assert not (tmp_path / "out.npz").exists()

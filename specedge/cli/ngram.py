@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from specedge.cli import options
+from specedge.errors import PromptError
 
 
 @click.group()
@@ -47,9 +48,15 @@ def build(
 
     found = Bundle.read(store.find(bundle))
     tokenizer, to_tokens = load_tokenizer(found), encode if special_tokens else encode_text
-    tokens = (to_tokens(tokenizer, text, add_special_tokens=False) for text in read.values())
+
+    def tokens_of(name: str) -> list[int]:
+        try:
+            return to_tokens(tokenizer, read[name], add_special_tokens=False)
+        except PromptError as error:
+            raise PromptError(f"{name}: {error}") from error
+
     with options.usage_errors():
-        tables = ngrams.count(tokens, found.target.vocab_size, order)
+        tables = ngrams.count(map(tokens_of, read), found.target.vocab_size, order)
     ngram_files.write(tables, found, Path(output))
     sizes = (tables.unigrams, tables.pair_counts, tables.triple_counts)
     click.echo(
