@@ -132,14 +132,16 @@ class Parity:
 
     def summary(self, precision: Precision) -> str:
         """Both questions and their answers in one line."""
-        allowed = f"allowed {precision.multiple:g} times"
+        allowed = f"limit {precision.multiple:g}"
         if self.tolerance is not None:
             allowed = f"--tolerance {self.tolerance:g}"
         return (
-            f"the model to {self.structure_error:.0e} in float64; in float32 logits are off by "
-            f"{self.logits_error:.1e} (float32 itself by up to {self.float32_logits_error:.1e}), "
-            f"caches by {self.cache_error:.1e} ({self.float32_cache_error:.1e}), a row at most "
-            f"{self.error_ratio:.1f} times as far ({allowed}); {self.num_positions} positions"
+            f"matches the model to {self.structure_error:.0e} in float64; in float32 logits are "
+            f"off by {self.logits_error:.1e} "
+            f"(float32 itself by up to {self.float32_logits_error:.1e}), "
+            f"caches by {self.cache_error:.1e} ({self.float32_cache_error:.1e}), the worst row by "
+            f"{self.error_ratio:.1f} times float32's own ({allowed}); "
+            f"{self.num_positions} positions"
         )
 
     def bound(self, precision: Precision) -> float:

@@ -78,6 +78,11 @@ def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
         config.inference_mode = True
         try:
             weights = peft.load_peft_weights(str(adapter.folder), device="cpu")
+        except Exception as error:
+            raise CheckpointError(
+                f"{where} cannot be read: {one_line(error)}; download it again"
+            ) from error
+        try:
             _read_saved(model, weights)
             wrapped = peft.get_peft_model(model, config)  # type: ignore[arg-type]
             result: Any = peft.set_peft_model_state_dict(wrapped, weights)
@@ -97,7 +102,10 @@ def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
         base = layer.get_base_layer()
         base.weight = nn.Parameter(_merged(layer, base.weight, lock), requires_grad=False)
     licence = folders.line(licences.stated(adapter.folder)) or "none stated"
-    progress.note(f"{where} is merged into its model, in float32; its licence: {licence}")
+    base = folders.line(str(config.base_model_name_or_path or "a model it does not name"))
+    progress.note(
+        f"{where}, trained on {base}, is merged into its model, in float32; its licence: {licence}"
+    )
     return _untied(wrapped.unload())
 
 

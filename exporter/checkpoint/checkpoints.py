@@ -8,14 +8,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 
 from specedge.errors import CheckpointError
 from specedge.manifest import Source
 
+from .. import private
 from ..quiet import one_line, quiet
 from . import adapters, folders, gguf_files, hub, licences, quantised, text_part, weight_files
 from .adapters import Adapter
+
+# Without one of these transformers makes an empty tokenizer of the config's class.
+_VOCABULARIES = {
+    "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
+    "sentencepiece.bpe.model", "tekken.json", "tiktoken.model", "qwen.tiktoken",
+}  # fmt: skip
 
 
 @dataclass
@@ -77,8 +84,7 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     folders.check(role, name, folder, {gguf} if gguf else files)
     weights = choose(folder, files)
     shown = name if remote else (path / gguf if gguf else path).resolve().name
-    published, tokenizer, raw = _read(role, name, folder, remote, weights, files)
-    config = text_part.of(where, published)
+    published, config, tokenizer, raw = _read(role, name, folder, remote, weights, files)
     found = adapters.find(f"{role} adapter", adapter, name) if adapter is not None else None
     shown = f"{shown} + {found.source}" if found else shown
     commit = remote.revision if remote else None
@@ -105,15 +111,20 @@ def _read(
     remote: hub.Snapshot | None,
     weights: list[str],
     files: set[str],
-) -> tuple[Any, Any, dict[str, Any]]:
-    """Config and tokenizer, and the config as it is in its file. Raises CheckpointError."""
+) -> tuple[Any, Any, Any, dict[str, Any]]:
+    """The config, that of its text part, the tokenizer, and the config as it is in its file.
+
+    Raises CheckpointError.
+    """
+    where = f"{role} {name}"
     if not weights[0].endswith(".gguf"):
         raw = folders.json_object(role, name, folder / "config.json")
         config = _load_config(role, name, folder, raw, files)
         if remote is not None:
             remote.growth = quantised.growth(raw)
-        return config, _load_tokenizer(role, name, folder), raw
-    where, path = f"{role} {name}", folder / weights[0]
+        text = text_part.of(where, config)
+        return config, text, _load_tokenizer(where, folder, files), raw
+    path = folder / weights[0]
     weight_files.check_gguf(where, path.name)
     with tempfile.TemporaryDirectory() as made:
         alone = Path(made)  # what is beside the file is no concern of it
@@ -126,15 +137,23 @@ def _read(
         whole, what = str(path.absolute()), f"{where}: {path.name}"
         config = _pretrained(AutoConfig.from_pretrained, what, alone, gguf_file=whole)
         gguf_files.scale_positions(where, path, config)
-        return config, _load_tokenizer(role, name, alone, gguf_file=whole), {}
+        text = text_part.of(where, config)
+        return config, text, _load_tokenizer(where, alone, None, gguf_file=whole), {}
 
 
 def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files: set[str]) -> Any:
     if "transformers_weights" in raw:
         raise CheckpointError(f"{role} {name} names its own weights file, which is not supported")
     quantised.check(f"{role} {name}", raw, files, folders.original(role, name, folder))
-    if "auto_map" in raw and not raw.get("model_type"):
+    kind = raw.get("model_type")
+    unknown = isinstance(kind, str) and kind and kind not in CONFIG_MAPPING
+    if "auto_map" in raw and (unknown or not kind):
         raise CheckpointError(f"{role} {name} needs its own code to run, which specedge never runs")
+    if unknown:
+        raise CheckpointError(
+            f"{role} {name}: its config.json has the model type '{folders.line(str(kind)[:40])}', "
+            f"which transformers does not know ({private.versions()}); give another model"
+        )
     config = _pretrained(AutoConfig.from_pretrained, f"{role} {name}: config.json", folder)
     parts = [part for part in vars(config).values() if isinstance(part, PreTrainedConfig)]
     for part in (config, *parts):
@@ -142,11 +161,16 @@ def _load_config(role: str, name: str, folder: Path, raw: dict[str, Any], files:
     return config
 
 
-def _load_tokenizer(role: str, name: str, folder: Path, **options: str) -> Any:
-    what = f"{role} {name}: its tokenizer"
+def _load_tokenizer(where: str, folder: Path, files: set[str] | None, **options: str) -> Any:
+    """The tokenizer of a folder with these files; None where it is in the weights' own."""
+    if files is not None and not files & _VOCABULARIES:
+        raise CheckpointError(
+            f"{where} has no tokenizer; put its tokenizer.json beside config.json"
+        )
+    what = f"{where}: its tokenizer"
     tokenizer = _pretrained(AutoTokenizer.from_pretrained, what, folder, **options)
     if not getattr(tokenizer, "is_fast", False):
-        raise CheckpointError(f"{role} {name} has no tokenizer that the tokenizers library can run")
+        raise CheckpointError(f"{where} has no tokenizer that the tokenizers library can run")
     return tokenizer
 
 

@@ -61,11 +61,14 @@ def check(role: str, name: str, folder: Path, files: set[str]) -> None:
 
 def original(role: str, name: str, folder: Path) -> str | None:
     """The checkpoint that this one says it was made from."""
-    origin = json_object(role, name, folder / "config.json").get("_name_or_path")
-    if not isinstance(origin, str) or not origin:
-        origin = licences.front_matter(folder).get("base_model")
-        origin = origin[0] if isinstance(origin, list) and origin else origin
-    return line(origin) if isinstance(origin, str) and origin else None
+    base = licences.front_matter(folder).get("base_model")
+    config = json_object(role, name, folder / "config.json")
+    base = base[0] if isinstance(base, list) and base else base
+    for origin in (base, config.get("_name_or_path")):
+        own = isinstance(origin, str) and Path(origin).absolute() == folder.absolute()
+        if isinstance(origin, str) and origin not in ("", name) and not own:
+            return line(origin)
+    return None
 
 
 def json_object(role: str, name: str, path: Path) -> dict[str, Any]:

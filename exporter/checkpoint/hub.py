@@ -123,7 +123,13 @@ def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snaps
         )
     if folder.name not in (info.sha, revision):  # pushed to between the two questions
         return _online(role, name, folder.name, choose)
-    weights = {f: sizes.get(f, 0) for f in choose(folder, set(sizes))}
+    chosen = choose(folder, set(sizes))
+    if lacking := [file for file in chosen if file not in sizes]:
+        raise CheckpointError(
+            f"{role} {name}: its index names {lacking[0]}, which the repository lacks; "
+            "give another revision"
+        )
+    weights = {file: sizes[file] for file in chosen}
     return Snapshot(role, name, folder.name, folder, names, weights)
 
 

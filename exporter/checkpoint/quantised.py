@@ -57,7 +57,7 @@ def check(where: str, raw: Mapping[str, Any], names: set[str], original: str | N
         return
     name = _NAMES.get(how, f"the method '{how[:40]}'")
     cure = f"{original}, which it was made from" if original else "the checkpoint it was made from"
-    raise CheckpointError(f"{where} is quantised with {name}, which is not widened; give {cure}")
+    raise CheckpointError(f"{where} is quantised with {name}, which is not supported; give {cure}")
 
 
 def growth(raw: Mapping[str, Any]) -> float:

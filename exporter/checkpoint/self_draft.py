@@ -52,7 +52,8 @@ def check(num_layers: int, target: Checkpoint) -> None:
             "give another --draft"
         )
     if num_layers >= whole:
-        cure = f"give self:1 to self:{whole - 1}" if whole > 1 else "give another --draft"
+        cures = {1: "give another --draft", 2: "give self:1"}
+        cure = cures.get(whole, f"give self:1 to self:{whole - 1}")
         raise CheckpointError(
             f"draft {PREFIX}{num_layers}: target {target.name} has {whole} "
             f"layer{'s' if whole > 1 else ''}, and its draft must have fewer; {cure}"

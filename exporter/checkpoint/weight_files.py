@@ -119,7 +119,7 @@ def check_forms(where: str, state: dict[str, torch.Tensor], own: Iterable[str]) 
         if any(form in f"{key}$" for form in forms):
             raise CheckpointError(
                 f"{where}: {key} is a part of a weight that is stored in another form, which is "
-                "not widened; give the checkpoint it was made from"
+                "not supported; give the checkpoint it was made from"
             )
         if tensor.is_floating_point() and tensor.dtype not in FLOATS:
             raise _refused(where, key, tensor.dtype)
@@ -136,7 +136,7 @@ def check_types(where: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 def _refused(where: str, name: str, kind: torch.dtype) -> CheckpointError:
     return CheckpointError(
         f"{where}: {name} is stored in {str(kind).removeprefix('torch.')}, and its config.json "
-        "says of no way to widen that; give the checkpoint it was made from"
+        "does not say how to dequantise it; give the checkpoint it was made from"
     )
 
 

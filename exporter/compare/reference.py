@@ -131,7 +131,7 @@ def _check_float32(role: str, parts: list[Reference]) -> None:
     """A model of which float32 leaves nothing cannot be run in it, by whatever graph."""
     for part in parts:
         if not np.isfinite(part.logits).all():
-            raise ParityError(f"{role}: its logits are no numbers; are there any in its weights?")
+            raise ParityError(f"{role}: its logits are NaN or infinite; check its weights")
         if not part.logits.std(1).all():
             raise ParityError(f"{role}: its logits are the same for all tokens; is its head zero?")
         off = part.logits_pytorch / part.logits.std(1)

@@ -14,6 +14,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
+from specedge.errors import ExportError
 from specedge.manifest import File
 
 from ..checkpoint.lazy_tensors import numbers
@@ -86,7 +87,7 @@ class Weights:
         share_tied(graph)
         known: dict[Place, ir.Value] = {}
         for value in list(_large(graph)):
-            place = self._put(_array(value))
+            place = self._put(_array(value), value.name or "")
             if place in known:
                 value.replace_all_uses_with(known[place])
             else:
@@ -94,7 +95,7 @@ class Weights:
         fold_reshapes(graph)
         drop_unused(graph)
 
-    def _put(self, array: np.ndarray) -> Place:
+    def _put(self, array: np.ndarray, name: str) -> Place:
         """Have a tensor written, unless the file has it."""
         source = self._sources.find(array)
         tensor = _owned(array) if source is None else source
@@ -111,12 +112,16 @@ class Weights:
             offset = -(-self.size // ALIGNMENT) * ALIGNMENT
             self._places[key] = Place(offset, tensor.numel() * dtype.itemsize, kind)
             self.size = offset + self._places[key].size
-            self._writing.append(self._thread.submit(self._write, tensor, dtype))
+            self._writing.append(self._thread.submit(self._write, tensor, dtype, name))
         return self._places[key]
 
-    def _write(self, tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    def _write(self, tensor: torch.Tensor, dtype: torch.dtype, name: str) -> int:
         start = self._file.align(ALIGNMENT)
         for piece in pieces(tensor, dtype):
+            if torch.isnan(piece).any():
+                raise ExportError(
+                    f"{name} has values that are NaN; the checkpoint is damaged: download it again"
+                )
             self._file.write(_bytes(piece))
         return self._file.size - start
 

@@ -78,7 +78,8 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
         found = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
     values = [] if found is None else found if isinstance(found, list) else [found]
     if bad := [value for value in values if type(value) is not int]:
-        raise ExportError(f"{checkpoint.name}: eos_token_id has {bad[0]!r}, which is no token id")
+        where = f"{checkpoint.role} {checkpoint.name}"
+        raise ExportError(f"{where}: eos_token_id has {bad[0]!r}, which is no token id")
     return tuple(dict.fromkeys(values))
 
 
@@ -136,7 +137,8 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
     found = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
     if not found and limit is None:
         raise ExportError(
-            f"{checkpoint.name} does not say how long its context is; give --max-length"
+            f"{checkpoint.role} {checkpoint.name} does not say how long its context is; "
+            "give --max-length"
         )
     own = found[0] if found else limit
     assert own is not None

@@ -19,6 +19,9 @@ def check(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> 
     One that does not run without numbers goes on; it is seen again when its weights are there. But
     experts that do not go through transformers' interface, and take rows by their numbers, are not.
     """
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers < 1:
+        raise ExportError(f"its config.json says {num_layers} layers")
     model = _without_numbers(config)
     try:
         layers = _observed(model, context_length, num_draft_tokens)

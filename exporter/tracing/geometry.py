@@ -81,8 +81,7 @@ def _one_pass(model: torch.nn.Module) -> Any:
         if private.keeps_a_state(model):
             raise ExportError(f"{kind_of(model)} models are hybrid: they keep {_STATE}") from error
         raise ExportError(
-            f"{kind_of(model)} models do not run as they have to for a trace "
-            f"({private.trouble(error)})"
+            f"{kind_of(model)} models cannot be run for tracing ({private.trouble(error)})"
         ) from error
 
 

@@ -64,8 +64,7 @@ def observe(model: torch.nn.Module, geometry: Geometry) -> list[Layer]:
         raise
     except Exception as error:
         raise ExportError(
-            f"{model.config.model_type} models do not run as they have to for a trace "
-            f"({private.trouble(error)})"
+            f"{model.config.model_type} models cannot be run for tracing ({private.trouble(error)})"
         ) from error
     if len(whole.layers) < len(geometry.layers):
         raise ExportError(

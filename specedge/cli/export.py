@@ -44,7 +44,7 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 )
 @click.option(
     "--tolerance",
-    type=options.Number(0, min_open=True),
+    type=options.Number(0, 1, min_open=True),
     help="Allow float32 errors up to this share of the largest value, whatever PyTorch's are.",
 )
 @click.option("--draft-revision", help="Branch, tag or commit of the draft on the hub.")

@@ -66,7 +66,7 @@ def test_pickled_weights_of_an_unknown_layout_are_refused(checkpoint):
     [
         ({}, None, "give the checkpoint it was made from, with config.json"),
         ({"_name_or_path": "gpt2"}, None, "it was made from gpt2: give that"),
-        ({"_name_or_path": "/a/b"}, "---\nbase_model: c/d\n---\n", "made from /a/b: give that"),
+        ({"_name_or_path": "/a/b"}, "---\nbase_model: c/d\n---\n", "made from c/d: give that"),
         ({}, "---\nbase_model:\n- c/d\n---\n", "it was made from c/d: give that"),
         ({"_name_or_path": 7}, "---\nbase_model: []\n---\n", "give the checkpoint it was made"),
     ],

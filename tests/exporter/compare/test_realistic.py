@@ -43,6 +43,15 @@ PLANTED = {
 }
 
 
+def planted():
+    """Each fault: the first is quick, the others slow in one op set and thorough in the other."""
+    pairs = [(family, name) for family in PLANTED for name in PLANTED[family]]
+    for i, (family, name) in enumerate(pairs):
+        for ops in OPS:
+            mark = pytest.mark.slow if ops == OPS[i % 2] else pytest.mark.thorough
+            yield pytest.param(family, name, ops, marks=[mark] if i or ops != OPS[0] else [])
+
+
 class Case:
     """A family's model, its graphs and what PyTorch computes, each made once."""
 
@@ -122,9 +131,7 @@ def test_a_model_with_real_magnitudes_is_the_model_in_float64_and_as_good_as_flo
     assert found.tolerance is None
 
 
-@pytest.mark.many
-@pytest.mark.parametrize("ops", OPS)
-@pytest.mark.parametrize(("family", "name"), [(f, n) for f in PLANTED for n in PLANTED[f]])
+@pytest.mark.parametrize(("family", "name", "ops"), planted())
 def test_a_fault_planted_among_real_magnitudes_is_refused_with_its_place(
     family, name, ops, cases, tmp_path, monkeypatch
 ):

@@ -54,7 +54,7 @@ def test_what_does_not_run_without_numbers_is_left_to_the_weights(monkeypatch):
         return hidden_states * float(hidden_states.sum()), None
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
-    with pytest.raises(ExportError, match="do not run as they have to"):
+    with pytest.raises(ExportError, match="cannot be run for tracing"):
         dry_run.observe(make_config("llama"), 64, 4)
     dry_run.check(make_config("llama"), 64, 4, "auto")
 

@@ -1,0 +1,84 @@
+"""What a first user meets: each is one line that says what is wrong and what to do."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from checkpoints import make_checkpoint, make_tokenizer
+from specedge.errors import CheckpointError, ExportError
+from specedge.exporter import export
+from specedge.exporter.checkpoint import checkpoints, folders
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("whole")
+    return make_checkpoint(folder / "model", "llama", make_tokenizer(folder / "t"), layers=1)
+
+
+@pytest.fixture
+def checkpoint(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "model")
+
+
+def edit(folder, **values):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
+
+
+def test_a_checkpoint_without_any_vocabulary_is_refused(checkpoint):
+    for path in checkpoint.glob("tokenizer*"):
+        path.unlink()
+    edit(checkpoint, model_type="qwen2")  # for which transformers makes an empty tokenizer
+    with pytest.raises(CheckpointError, match=r"has no tokenizer; put its tokenizer.json beside"):
+        checkpoints.find("target", str(checkpoint), None)
+
+
+def test_an_encoder_without_a_tokenizer_is_refused_as_an_encoder(checkpoint):
+    for path in checkpoint.glob("tokenizer*"):
+        path.unlink()
+    (checkpoint / "config.json").write_text('{"model_type": "vit"}', "utf-8")
+    with pytest.raises(CheckpointError, match=r"\(vit\) is an encoder"):
+        checkpoints.find("target", str(checkpoint), None)
+
+
+def test_an_unknown_model_type_is_named_with_the_versions(checkpoint):
+    edit(checkpoint, model_type="frobnicate")
+    with pytest.raises(CheckpointError, match=r"'frobnicate', which transformers does not know \("):
+        checkpoints.find("target", str(checkpoint), None)
+
+
+def test_a_model_without_layers_is_refused_for_that(checkpoint, tmp_path):
+    edit(checkpoint, num_hidden_layers=0)
+    with pytest.raises(ExportError, match=r"config\.json says 0 layers"):
+        export(checkpoint, checkpoint, tmp_path / "bundle")
+
+
+def test_values_that_are_nan_are_refused_by_the_tensors_name(checkpoint, tmp_path):
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.embed_tokens.weight"][-1] = torch.nan
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(ExportError, match=r"embed_tokens.* has values that are NaN"):
+        export("self:1", _deeper(checkpoint), tmp_path / "bundle", ops="onnx")
+    assert not (tmp_path / "bundle").exists()
+
+
+def _deeper(checkpoint):
+    """The same layer twice."""
+    path = checkpoint / "model.safetensors"
+    tensors = load_file(path)
+    tensors |= {k.replace("layers.0", "layers.1"): v.clone() for k, v in tensors.items()}
+    save_file(tensors, path, {"format": "pt"})
+    edit(checkpoint, num_hidden_layers=2)
+    return checkpoint
+
+
+def test_a_checkpoint_is_not_said_to_be_made_from_itself(checkpoint):
+    edit(checkpoint, _name_or_path=str(checkpoint))
+    assert folders.original("target", str(checkpoint), checkpoint) is None
+    (checkpoint / "README.md").write_text("---\nbase_model: org/base\n---\n", "utf-8")
+    assert folders.original("target", str(checkpoint), checkpoint) == "org/base"
