@@ -98,21 +98,19 @@ class ExactGraph:
         if own := _OWN.get(node.op_type):
             return own(attributes(node), *inputs)
         if index is None or index not in self._evaluators:
-            exact = any(x is not None and x.dtype == np.float64 for x in inputs)
-            evaluator = self._evaluator(node, exact)
+            evaluator = self._evaluator(node)
             if index is None:
                 return evaluator.run(None, _named(node, inputs))
             self._evaluators[index] = evaluator
         return self._evaluators[index].run(None, _named(node, inputs))
 
-    def _evaluator(self, node: onnx.NodeProto, exact: bool) -> ReferenceEvaluator:
+    def _evaluator(self, node: onnx.NodeProto) -> ReferenceEvaluator:
         values = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input) if name]
         results = [onnx.ValueInfoProto(name=name) for name in node.output if name]
         graph = onnx.helper.make_graph([node], node.op_type, values, results)
         evaluator = ReferenceEvaluator(graph, opsets=self._opset)
-        for operator in evaluator.rt_nodes_ if exact else ():
+        for operator in evaluator.rt_nodes_:
             # It keeps attributes as float32, and would compute with them so: sqrt(scale), for one.
-            # For float32 they stay: onnx 1.20 takes roots of Python's own floats in double.
             for name, value in vars(operator).items():
                 if isinstance(value, np.float32):
                     setattr(operator, name, float(value))
@@ -283,6 +281,26 @@ def grouped_query_attention(
     return [output.numpy(), *(cache.numpy() for cache in caches)]
 
 
+def attention(
+    options: dict[str, Any], query: Array, key: Array, value: Array, mask: Array | None = None
+) -> list[Array]:
+    """Attention of opset 24, without caches: softcaps come before the mask.
+
+    Not onnx's own reference, which in onnx 1.20 has them after it and takes roots in double.
+    [1, H, T, D], 2 * [1, G, S, D], [..., T, S] -> [1, H, T, D]
+    """
+    q, k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (options.get("scale") or q.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == bool:
+        scores = scores.masked_fill(~torch.from_numpy(mask), -torch.inf)
+    elif mask is not None:
+        scores = scores + torch.from_numpy(mask)
+    return [(torch.softmax(scores, -1) @ v).numpy()]
+
+
 def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
     """Which keys each query sees: none after it, and of a window its last rows. [T, end]"""
     ahead = torch.arange(start, end)[:, None] - torch.arange(end)
@@ -291,6 +309,7 @@ def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
 
 
 _OWN: dict[str, Callable[..., list[Array]]] = {
+    "Attention": attention,
     "Cast": _cast,
     "Gelu": _gelu,
     "Erf": _erf,

@@ -12,7 +12,12 @@ from comparing import computed, traced
 from specedge.errors import ParityError
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import reference, structure
-from specedge.exporter.compare.exact_graph import ExactGraph, grouped_query_attention, seen
+from specedge.exporter.compare.exact_graph import (
+    ExactGraph,
+    attention,
+    grouped_query_attention,
+    seen,
+)
 from specedge.exporter.compare.exact_model import ROUNDINGS, Exact, Nudged
 from specedge.exporter.compare.routing import Choices, close
 from specedge.exporter.tracing import geometry
@@ -186,3 +191,22 @@ def test_a_router_that_is_always_tied_is_refused_as_such(monkeypatch):
         model.model.layers[0].mlp.gate.weight.zero_()
     with pytest.raises(ParityError, match="choose by less than float32's error for 32 of 32"):
         reference.references("target", model, Sources(), shape, 512)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"softcap": 2.0}])
+@pytest.mark.parametrize("mask", [None, CAUSAL[None, None], np.where(CAUSAL, 0.5, -np.inf)])
+def test_the_spelled_out_form_of_attention_is_onnx_runtimes(options, mask):
+    random = np.random.default_rng(0)
+    shapes = ((1, 4, 3, 8), (1, 2, 10, 8), (1, 2, 10, 8))
+    inputs = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+    names = ["q", "k", "v"]
+    given = [*inputs]
+    if mask is not None:
+        names.append("mask")
+        given.append(mask if mask.dtype == bool else mask.astype(np.float32))
+    node = onnx.helper.make_node("Attention", names, ["y"], **options)
+    found = structure._run(node, given)
+    wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in given]
+    wanted = attention(options, *wide)[0]
+    assert wanted.dtype == np.float64
+    assert np.abs(found - wanted).max() < 1e-6

@@ -99,7 +99,7 @@ def changed(model, value, layer=None):
 @pytest.mark.parametrize(
     ("model", "said"),
     [
-        (changed(model_of(layers=2), float("nan"), 1), "its logits are no numbers"),
+        (changed(model_of(layers=2), float("nan"), 1), "its logits are NaN or infinite"),
         (changed(model_of(layers=1), 0.0), "its logits are the same for all tokens"),
     ],
 )
