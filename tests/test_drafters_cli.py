@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from specedge import Draft, DrafterError, store
-from specedge.request import DRAFTERS, Request
+from specedge.request import DrafterName, Request
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.drafters.ngrams import count
 from test_cli import run
@@ -27,7 +27,7 @@ def tables(tmp_path_factory, pipeline):
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("name", [*DRAFTERS, "ngram"])
+@pytest.mark.parametrize("name", [*DrafterName, "ngram"])
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_greedy_tokens_equal_plain_decoding(pipeline, tables, name, k):
     drafter = f"ngram:{tables}" if name == "ngram" else name
@@ -36,10 +36,10 @@ def test_greedy_tokens_equal_plain_decoding(pipeline, tables, name, k):
         made = pipeline.generate(prompt, 50, num_draft_tokens=k, ignore_eos=True, drafter=drafter)
         assert (made.tokens, made.text) == (plain.tokens, plain.text)
         assert made.drafter == ("model" if name == "auto" else name)
-        assert {source for one in made.rounds for source in one.sources} <= {*DRAFTERS, "ngram"}
+        assert {source for one in made.rounds for source in one.sources} <= {*DrafterName, "ngram"}
 
 
-@pytest.mark.parametrize("name", [*DRAFTERS, "ngram"])
+@pytest.mark.parametrize("name", [*DrafterName, "ngram"])
 def test_the_same_seed_gives_the_same_text_streamed_or_not(pipeline, tables, name):
     options = {
         "temperature": 0.9, "seed": 3, "drafter": f"ngram:{tables}" if name == "ngram" else name,

@@ -38,6 +38,7 @@ def test_tune_prints_costs_and_what_the_draft_would_gain_and_remembers_them():
     assert "measured by 'specedge tune'" in explained.stderr
 
 
+@pytest.mark.slow
 def test_tune_prints_json():
     found = json.loads(run("tune", "--json").stdout)
     assert found["origin"] == "tune"
@@ -114,6 +115,7 @@ def test_a_bad_number_of_draft_tokens_is_refused(arguments, message):
     assert message in result.stderr
 
 
+@pytest.mark.slow
 def test_a_damaged_table_is_one_note_and_no_error():
     run("tune")
     (path,) = store.costs_folder().iterdir()

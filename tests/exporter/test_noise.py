@@ -143,6 +143,7 @@ def test_where_no_near_tie_is_exact_runs_no_more_passes(noisy):
     assert exact.stats.num_target_passes == one.stats.num_target_passes
 
 
+@pytest.mark.slow
 def test_noise_is_measured_once_and_not_where_the_export_found_none(noisy, pairs, monkeypatch):
     from specedge.runtime.exactness import row_noise as noise
 

@@ -57,6 +57,7 @@ def test_a_model_without_layers_is_refused_for_that(checkpoint, tmp_path):
         export(checkpoint, checkpoint, tmp_path / "bundle")
 
 
+@pytest.mark.slow
 def test_values_that_are_nan_are_refused_by_the_tensors_name(checkpoint, tmp_path):
     path = checkpoint / "model.safetensors"
     tensors = load_file(path)

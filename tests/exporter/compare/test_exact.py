@@ -53,6 +53,7 @@ def test_nudged_runs_are_near_the_first_which_is_pytorchs_own():
     assert 0 < off.max() <= 2.1 * 2.0**-23
 
 
+@pytest.mark.slow
 @pytest.mark.many
 @pytest.mark.parametrize("name", ["falcon", "falcon, ALiBi", "codegen"])
 def test_scales_that_float32_rounds_are_the_models_own(name, tmp_path):

@@ -38,6 +38,7 @@ def test_every_file_gives_the_same_bits_and_nothing_is_noted(pairs, exported):
     assert [note for note in notes if "last bits" in note or "no onnx" in note] == []
 
 
+@pytest.mark.slow
 def test_caches_are_updated_in_place(pairs):
     model = pairs.bundle("llama").target
     folder = pairs.bundle("llama").folder / "target"
@@ -75,6 +76,7 @@ def test_what_attention_cannot_express_is_refused(tmp_path, monkeypatch):
         traced(model, tmp_path)
 
 
+@pytest.mark.slow
 def test_weights_in_half_precision_give_the_bits_of_float32(pairs, tmp_path):
     bundle = pairs.bundle("bfloat16")
     model = tracing_source(pairs)
@@ -100,6 +102,7 @@ def tracing_source(pairs):
     return model.eval()
 
 
+@pytest.mark.slow
 def test_onnx_runtime_folds_the_casts_of_the_weights(pairs, tmp_path):
     options = ort.SessionOptions()
     options.log_severity_level = 4

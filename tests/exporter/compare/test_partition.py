@@ -35,6 +35,7 @@ def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, i
     assert found.row_independent_lengths == (1, 2, 3, 5, 9, 64)
 
 
+@pytest.mark.slow
 def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts, monkeypatch):
     bundle = pairs.bundle("bfloat16")
     model = bundle.target

@@ -115,6 +115,7 @@ def test_graph_files_are_small_and_refer_to_the_weights_beside_them(exported):
         assert not any(int(p["offset"]) % 64 for p in places if p)
 
 
+@pytest.mark.slow
 def test_one_layer_takes_few_nodes(pairs):
     def num_nodes(name):
         bundle = pairs.bundle(name)
@@ -137,6 +138,7 @@ def test_the_same_input_gives_the_same_bytes(pairs, tmp_path, monkeypatch):
     assert Bundle.read(tmp_path / "other").files == found[0].files
 
 
+@pytest.mark.slow
 def test_a_forbidden_node_is_refused(pairs):
     import onnx_ir as ir
 
@@ -147,6 +149,7 @@ def test_a_forbidden_node_is_refused(pairs):
         graphs.check(model)
 
 
+@pytest.mark.slow
 def test_the_weights_file_holds_the_checkpoints_numbers(pairs):
     bundle = pairs.bundle("llama")
     data = np.fromfile(bundle.path("target/weights.bin"), np.float32)

@@ -49,6 +49,7 @@ def test_text_and_tokens_are_those_of_transformers(reference, bundle, name, mess
     assert chat_tokens(ours, reference.backend_tokenizer, messages) == ids
 
 
+@pytest.mark.slow
 def test_the_special_tokens_of_the_target_are_shipped(pairs, tmp_path):
     bundle = pairs.bundle("gpt2")
     target = checkpoints.find("target", str(pairs.checkpoint("gpt2")[1]), None)

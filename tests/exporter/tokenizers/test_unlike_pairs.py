@@ -105,6 +105,7 @@ def test_the_targets_tokenizer_and_template_are_shipped(instruct):
     assert all(word in note for word, note in zip(said, instruct.notes, strict=True))
 
 
+@pytest.mark.slow
 def test_the_draft_goes_on_past_its_own_context(instruct):
     """It is worse there, as it reads less, but it still guesses."""
     one = instruct.pipeline.generate(prompt(instruct), CONTEXT, num_draft_tokens=4, ignore_eos=True)
@@ -118,6 +119,7 @@ def test_the_draft_goes_on_past_its_own_context(instruct):
     assert sum(round_.num_drafted for round_ in late) > 2 * len(late)
 
 
+@pytest.mark.slow
 def test_a_prompt_longer_than_the_drafts_context_is_taken(instruct):
     text = [40 + i % 50 for i in range(100)]
     plain = instruct.pipeline.generate(text, 20, num_draft_tokens=0, ignore_eos=True)

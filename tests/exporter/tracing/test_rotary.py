@@ -10,6 +10,7 @@ from rotary import CONTEXT, ORIGINAL, compared, config_of
 from specedge.exporter.tracing.module_patches import fix_rotary
 
 
+@pytest.mark.slow
 @pytest.mark.many
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])  # the table has all
 def test_late_positions_of_long_contexts_are_transformers_own(kind, tmp_path):

@@ -132,6 +132,7 @@ def test_a_loaded_pipeline_learns_from_its_first_request_whatever_it_asks_for():
     assert pipeline.costs.table is learnt
 
 
+@pytest.mark.slow
 def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
     from specedge.runtime.bench import tune as tuning
 
