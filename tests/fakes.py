@@ -73,6 +73,24 @@ class TableModel:
         self.length += 1
 
 
+class Counting:
+    """A model that counts the tokens that it reads."""
+
+    def __init__(self, model):
+        self.model, self.num_read = model, 0
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def forward(self, tokens):
+        self.num_read += len(tokens)
+        return self.model.forward(tokens)
+
+    def prefill(self, tokens):
+        self.num_read += len(tokens)
+        self.model.prefill(tokens)
+
+
 def logits_of(*probs: float) -> np.ndarray:
     """A row of logits whose softmax these are."""
     with np.errstate(divide="ignore"):

@@ -17,7 +17,8 @@ from specedge.errors import ExportError
 
 from ..quiet import one_line
 from ..tracing.geometry import Geometry
-from .exact_graph import Array, ExactGraph, attributes, seen
+from .exact_graph import ExactGraph, attributes, seen
+from .exact_nodes import Array
 from .judgement import STRUCTURE, Judge, errors, float32_errors
 from .reference import Reference, chunk_length
 from .stage import NOISE, open_session

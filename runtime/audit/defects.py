@@ -36,14 +36,8 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 
     class Decoder(SpeculativeDecoder):
         @staticmethod
-        def judge(
-            draft: Draft,
-            scores: Scores,
-            sampling: Sampling,
-            history: History,
-            tests: Floats,
-            last: float,
-        ) -> Verdict:
+        def judge(*given: Any) -> Verdict:
+            draft, scores, sampling, history, tests, last = given
             return verify(draft, scores, sampling, history, change(tests), last)
 
     return Decoder

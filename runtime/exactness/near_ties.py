@@ -36,7 +36,6 @@ class Referee:
         self.noise = noise
         self.exact = exact
         self._num_plain = 0  # rows of the cache that plain decoding would have written
-        self._ties: list[NearTie] = []
 
     def begin(self, num_rows: int) -> None:
         """A request's prompt is in the cache, by passes that plain decoding shares."""
@@ -54,52 +53,39 @@ class Referee:
 
         scores [n + 1 rows] of the target's last pass, over the end of `history` and the tokens
         """
-        self._ties = []
-        verdict = self._verdict(verdict, tokens, scores, sampling, history)
-        return verdict, tuple(self._ties)
-
-    def _verdict(
-        self,
-        verdict: Verdict,
-        tokens: list[int],
-        scores: Scores,
-        sampling: Sampling,
-        history: History,
-    ) -> Verdict:
         if not tokens and self._num_plain == len(history.tokens) - 1:
             self._num_plain += 1  # one row after rows of plain decoding
-            return verdict
+            return verdict, ()
+        ties: list[NearTie] = []
         for i in range(verdict.num_accepted + 1):
             text = history.then(tokens[:i])
             first, second = _two_likeliest(scores[i], sampling, text)
             if not self._is_near(first, second, sampling):
                 continue
+            if self.exact:
+                first, second = _two_likeliest(self._read_again(text, sampling), sampling, text)
+            chosen = first[0]
+            ties.append(NearTie(text.num_new_tokens, chosen, second[0], first[1] - second[1]))
             if not self.exact:
-                self._note(first, second, text)
                 continue
-            first, second = _two_likeliest(self._read_again(text, sampling), sampling, text)
-            chosen = self._note(first, second, text)
             if i == len(tokens) or chosen != tokens[i]:
-                return Verdict(i, chosen)
-            return self._go_on(i, tokens, sampling, text.then([chosen]))
-        return verdict
+                return Verdict(i, chosen), tuple(ties)
+            verdict, later = self._go_on(i, tokens, sampling, text.then([chosen]))
+            return verdict, (*ties, *later)
+        return verdict, tuple(ties)
 
-    def _go_on(self, i: int, tokens: list[int], sampling: Sampling, text: History) -> Verdict:
-        """The verdict where token i is accepted after all; the rows after it are computed anew."""
+    def _go_on(
+        self, i: int, tokens: list[int], sampling: Sampling, text: History
+    ) -> tuple[Verdict, tuple[NearTie, ...]]:
+        """The review where token i is accepted after all; the rows after it are computed anew."""
         scores, rest = self.target.forward(tokens[i:]), tokens[i + 1 :]
         verdict = verify(Draft(rest), scores, sampling, text, _NO_UNIFORMS, 0.0)
-        verdict = self._verdict(verdict, rest, scores, sampling, text)
-        return Verdict(i + 1 + verdict.num_accepted, verdict.next_token)
+        verdict, ties = self.review(verdict, rest, scores, sampling, text)
+        return Verdict(i + 1 + verdict.num_accepted, verdict.next_token), ties
 
     def _is_near(self, first: Scored, second: Scored, sampling: Sampling) -> bool:
         penalty = sampling.repetition_penalty  # it multiplies logits, and their noise
         return second[1] >= first[1] - 2 * self.noise * max(1.0, penalty, 1 / penalty)
-
-    def _note(self, first: Scored, second: Scored, text: History) -> int:
-        """List a near-tie; the token chosen."""
-        margin = first[1] - second[1]
-        self._ties.append(NearTie(text.num_new_tokens, first[0], second[0], margin))
-        return first[0]
 
     def _read_again(self, text: History, sampling: Sampling) -> Row:
         """The row that plain decoding has at the end of a text."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fakes import TableModel, hashed_distribution
+from fakes import Counting, TableModel, hashed_distribution
 from specedge.options import Sampling
 from specedge.runtime.drafters.baselines import Block
 from specedge.runtime.drafters.chain import Chain
@@ -60,24 +60,6 @@ def _drafter(name, model, context_length):
 def _text(drafter, target, k, run):
     decoder = SpeculativeDecoder(target, Fixed(drafter, k), Stopwatch())
     return [token for round_ in decoder.rounds(*run) for token in round_.tokens]
-
-
-class Counting:
-    """A model that counts the tokens it reads."""
-
-    def __init__(self, model):
-        self.model, self.num_read = model, 0
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def forward(self, tokens):
-        self.num_read += len(tokens)
-        return self.model.forward(tokens)
-
-    def prefill(self, tokens):
-        self.num_read += len(tokens)
-        self.model.prefill(tokens)
 
 
 @pytest.fixture

@@ -12,13 +12,9 @@ from comparing import computed, traced
 from specedge.errors import ParityError
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import reference, structure
-from specedge.exporter.compare.exact_graph import (
-    ExactGraph,
-    attention,
-    grouped_query_attention,
-    seen,
-)
+from specedge.exporter.compare.exact_graph import ExactGraph, seen
 from specedge.exporter.compare.exact_model import ROUNDINGS, Exact, Nudged
+from specedge.exporter.compare.exact_nodes import attention, grouped_query_attention
 from specedge.exporter.compare.routing import Choices, close
 from specedge.exporter.tracing import geometry
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks import LOSING, PROMPTS, figures, measured, runs
-from fakes import TableModel, hashed_distribution
+from fakes import Counting, TableModel, hashed_distribution
 from specedge.options import Sampling
 from specedge.runtime.bench import acceptance as bench_acceptance
 from specedge.runtime.bench import measure as bench
@@ -110,23 +110,8 @@ def test_what_follows_a_loop_is_not_run_again():
     assert all(text.kept == 4 and len(text.tokens) == 40 for text in found.texts.values())
 
 
-class Counting:
-    """A model that counts the tokens it reads from the moment its cache was emptied."""
-
-    def __init__(self, model):
-        self.model = model
-        self.num_read = 0
-
-    def __getattr__(self, name):
-        return getattr(self.model, name)
-
-    def forward(self, tokens):
-        self.num_read += len(tokens)
-        return self.model.forward(tokens)
-
-    def prefill(self, tokens):
-        self.num_read += len(tokens)
-        self.model.prefill(tokens)
+class SinceEmptied(Counting):
+    """Counts from the moment that its cache was emptied."""
 
     def truncate(self, length):
         if length == 0:
@@ -138,7 +123,7 @@ class Counting:
 def test_no_row_of_a_cache_survives_from_an_earlier_run(pipeline, drafter, monkeypatch):
     from specedge.runtime.pipeline import Pipeline
 
-    target, draft = Counting(pipeline.target), Counting(pipeline.draft)
+    target, draft = SinceEmptied(pipeline.target), SinceEmptied(pipeline.draft)
     counted = Pipeline(pipeline.bundle, pipeline.tokenizer, target, draft)
     generate = counted.generate
     lengths, reads = [], []

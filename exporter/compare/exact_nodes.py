@@ -1,0 +1,129 @@
+"""Nodes in exact arithmetic that onnx's own reference lacks, or has otherwise than they run.
+
+Each takes its node's attributes and inputs. B = 1 sequence, T new tokens, S rows of cache; H query
+heads and G key-value heads of size D.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import onnx
+import torch
+
+Array = np.ndarray
+
+
+def _cast(options: dict[str, Any], x: Array) -> list[Array]:
+    """To float32 means to the type that is computed in; constants keep float32."""
+    if options["to"] == onnx.TensorProto.FLOAT and x.dtype == np.float64:
+        return [x]
+    return [x.astype(onnx.helper.tensor_dtype_to_np_dtype(options["to"]))]
+
+
+def _gelu(options: dict[str, Any], x: Array) -> list[Array]:
+    kind = options.get("approximate", b"none").decode()
+    return [torch.nn.functional.gelu(torch.from_numpy(x), approximate=kind).numpy()]
+
+
+def _erf(options: dict[str, Any], x: Array) -> list[Array]:
+    return [torch.erf(torch.from_numpy(x)).numpy()]
+
+
+def _scatter(options: dict[str, Any], buffer: Array, rows: Array, start: Array) -> list[Array]:
+    """TensorScatter along S: [B, G, S, D], [B, G, T, D], [B] -> [B, G, S, D]"""
+    assert options["axis"] == 2
+    buffer = buffer.copy()
+    buffer[:, :, int(start[0]) : int(start[0]) + rows.shape[2]] = rows
+    return [buffer]
+
+
+def _gather_elements(options: dict[str, Any], x: Array, index: Array) -> list[Array]:
+    return [np.take_along_axis(x, index, options.get("axis", 0))]
+
+
+def grouped_query_attention(
+    options: dict[str, Any],
+    query: Array,
+    key: Array,
+    value: Array,
+    past_key: Array,
+    past_value: Array,
+    last: Array,
+    total: Array,
+    cos: Array | None = None,
+    sin: Array | None = None,
+    positions: Array | None = None,
+    bias: Array | None = None,
+    sinks: Array | None = None,
+) -> list[Array]:
+    """com.microsoft.GroupQueryAttention, as ONNX Runtime's ContribOperators.md has it.
+
+    [1, T, H D], 2 * [1, T, G D], 2 * [1, G, S, D], the last key's row, S -> [1, T, H D], caches
+    """
+    assert cos is None
+    assert sin is None
+    heads, groups = options["num_heads"], options["kv_num_heads"]
+    length = query.shape[1]
+    start = int(last.reshape(-1)[0]) + 1 - length
+    end = start + length
+    q, k, v = (
+        torch.from_numpy(x).reshape(length, n, -1).transpose(0, 1)
+        for x, n in ((query, heads), (key, groups), (value, groups))
+    )
+    caches = [torch.from_numpy(history.copy()) for history in (past_key, past_value)]
+    for cache, rows in zip(caches, (k, v), strict=True):
+        cache[0, :, start:end] = rows
+    seen, read = (cache[0, :, :end].repeat_interleave(heads // groups, 0) for cache in caches)
+    scores = q @ seen.transpose(1, 2) * (options.get("scale") or q.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    if bias is not None:
+        scores = scores + torch.from_numpy(bias)[0, ..., :end]
+    scores = scores.masked_fill(~_visible(start, end, options), -torch.inf)
+    if sinks is not None:
+        sink = torch.from_numpy(sinks).to(scores)[:, None, None].expand(heads, length, 1)
+        scores = torch.cat((scores, sink), -1)
+    weights = torch.softmax(scores, -1)[..., :end]
+    output = (weights @ read).transpose(0, 1).reshape(1, length, -1)
+    return [output.numpy(), *(cache.numpy() for cache in caches)]
+
+
+def attention(
+    options: dict[str, Any], query: Array, key: Array, value: Array, mask: Array | None = None
+) -> list[Array]:
+    """Attention of opset 24, without caches: softcaps come before the mask.
+
+    Not onnx's own reference, which in onnx 1.20 has them after it and takes roots in double.
+    [1, H, T, D], 2 * [1, G, S, D], [..., T, S] -> [1, H, T, D]
+    """
+    q, k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query, key, value))
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(2, 3) * (options.get("scale") or q.shape[-1] ** -0.5)
+    if softcap := options.get("softcap"):
+        scores = softcap * torch.tanh(scores / softcap)
+    if mask is not None and mask.dtype == bool:
+        scores = scores.masked_fill(~torch.from_numpy(mask), -torch.inf)
+    elif mask is not None:
+        scores = scores + torch.from_numpy(mask)
+    return [(torch.softmax(scores, -1) @ v).numpy()]
+
+
+def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
+    """Which keys each query sees: none after it, and of a window its last rows. [T, end]"""
+    ahead = torch.arange(start, end)[:, None] - torch.arange(end)
+    window = options.get("local_window_size", -1)
+    return (ahead >= 0) & (ahead < (window if window > 0 else end))
+
+
+OWN: dict[str, Callable[..., list[Array]]] = {
+    "Attention": attention,
+    "Cast": _cast,
+    "Gelu": _gelu,
+    "Erf": _erf,
+    "GatherElements": _gather_elements,  # the reference has one for up to 64 rows
+    "TensorScatter": _scatter,
+    "GroupQueryAttention": grouped_query_attention,
+}
