@@ -8,6 +8,7 @@ from specedge import store
 from specedge.bundle import Bundle
 
 from .backend.onnx_model import OrtModel
+from .backend.sessions import Device
 from .pipeline import Pipeline
 from .planning.cost_files import key_of
 from .planning.known_costs import KnownCosts
@@ -18,15 +19,15 @@ def load(
     bundle: str | os.PathLike[str] | None = None,
     device: str = "cpu",
     threads: int | None = None,
-    share_threads: bool = True,
+    share_threads: bool = False,
     ops: str = "auto",
 ) -> Pipeline:
     """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the one exported last without
     an output folder, else the embedded pair.
 
-    `threads` is the number of CPU threads that both models share, by default one a core. The pool
-    belongs to the process: sessions that the host makes beside it need `use_per_session_threads`
-    False, or `share_threads` False here, which is slower.
+    `threads` is the number of CPU threads, by default one a core. `share_threads` makes one pool
+    for all sessions of the process, which is faster for small models; sessions that the app makes
+    itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
     `ops` is the op set to run, "onnx", "gqa", or "auto" for the better one on this device.
 
@@ -34,8 +35,8 @@ def load(
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
-    draft = OrtModel(found, found.draft, device, threads, share_threads, ops)
-    target = OrtModel(found, found.target, device, threads, share_threads, ops)
-    ops = f"{target.ops}, {draft.ops}"
-    costs = KnownCosts(found, key_of(found, device, threads, share_threads, ops))
+    runs_on = Device(device, threads, share_threads)
+    draft = OrtModel(found, found.draft, runs_on, ops)
+    target = OrtModel(found, found.target, runs_on, ops)
+    costs = KnownCosts(found, key_of(found, runs_on, f"{target.ops}, {draft.ops}"))
     return Pipeline(found, load_tokenizer(found), target, draft, costs)

@@ -21,6 +21,7 @@ import click
 from measure_pair import prompts
 from specedge import Pipeline, load
 from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
 from specedge.runtime.bench.measure import PLAIN_SETTING, Setting
 from specedge.runtime.bench.tune import measure as tune
 
@@ -141,7 +142,7 @@ def main(
     pipeline.costs.table = tuned.costs
     # The same target under its own name: a draft as large as the target.
     bundle_ = pipeline.bundle
-    twin = OrtModel(bundle_, bundle_.target, "cpu", threads, True)
+    twin = OrtModel(bundle_, bundle_.target, Device(threads=threads))
     large = Pipeline(bundle_, pipeline.tokenizer, pipeline.target, twin)
     large.costs.table = tune(large).costs
     code, nonsense, tables = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -15,7 +15,7 @@ from specedge.manifest import Model
 
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
-from ..backend.sessions import check_device
+from ..backend.sessions import Device
 from ..text.prompts import UserPrompt, tokens_of
 from ..text.tokenizing import encode, load_tokenizer
 from . import graphs, joint, loop, sampled
@@ -48,16 +48,12 @@ Told = Callable[[str], None]
 class Machinery:
     """How the graphs are run."""
 
-    device: str = "cpu"
-    threads: int | None = None
+    device: Device = field(default_factory=Device)
     ops: str = "auto"
-
-    def __post_init__(self) -> None:
-        check_device(self.device)
 
     def open(self, bundle: Bundle, model: Model, ops: str, graph: str = "decoder") -> OrtModel:
         """One graph, loaded."""
-        return OrtModel(bundle, model, self.device, self.threads, True, ops, graph)
+        return OrtModel(bundle, model, self.device, ops, graph)
 
 
 def audit(
@@ -251,7 +247,7 @@ def _about(bundle: Bundle, machinery: Machinery) -> dict[str, str]:
         "identity": f"SHA-256 of {MANIFEST} {sha256(bundle.path(MANIFEST))}",
         "exported": f"by specedge {bundle.specedge_version} with {used}",
         **machine(),
-        "run": f"on {machinery.device}, op set {ops['target']} (draft {ops['draft']}), "
+        "run": f"on {machinery.device.name}, op set {ops['target']} (draft {ops['draft']}), "
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
 

@@ -17,7 +17,7 @@ from specedge.signature import Signature, Tensor
 from .buffers import Array, Buffers
 from .cache import Cache
 from .memory import enough_memory
-from .sessions import onnxruntime, open_session, translated_errors
+from .sessions import Device, onnxruntime, translated_errors
 
 ORT_TYPES = {"float32": "float", "int64": "int64"}
 
@@ -29,9 +29,7 @@ class ModelSession:
         self,
         bundle: Bundle,
         model: Model,
-        device: str,
-        threads: int | None,
-        share_threads: bool,
+        device: Device,
         ops: str,
         graph: str,
     ) -> None:
@@ -45,7 +43,7 @@ class ModelSession:
         path = bundle.path(entry.file)
         check_graph(bundle, entry.file)
         with enough_memory(model):
-            self._session = open_session(path, device, threads, share_threads)
+            self._session = device.open(path)
         _check_contract(self._session, entry, self._signature, path)
         self._without_logits = onnxruntime().RunOptions()
         self._without_logits.only_execute_path_to_fetches = True

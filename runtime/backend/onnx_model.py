@@ -11,6 +11,7 @@ from specedge.manifest import PREFILL_LENGTH, Model
 from ..sampling.scores import HostScores
 from .buffers import Array
 from .model_session import ModelSession, Pass
+from .sessions import Device
 
 
 class OrtModel:
@@ -20,18 +21,18 @@ class OrtModel:
         self,
         bundle: Bundle,
         model: Model,
-        device: str,
-        threads: int | None,
-        share_threads: bool,
+        device: Device,
         ops: str = "auto",
         graph: str = "decoder",
     ) -> None:
         """Open one of the model's graphs; one of a fixed shape takes passes of its length alone."""
-        self._session = ModelSession(bundle, model, device, threads, share_threads, ops, graph)
+        self._session = ModelSession(bundle, model, device, ops, graph)
         self.ops = self._session.ops
         self.vocab_size = model.vocab_size
         parity = model.parity[self.ops]
-        self.row_independent_lengths = parity.row_independent_lengths if device == "cpu" else ()
+        self.row_independent_lengths = (
+            parity.row_independent_lengths if device.name == "cpu" else ()
+        )
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
         self._forget_all()

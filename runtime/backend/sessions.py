@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions on a device, and the thread pool that they share."""
+"""ONNX Runtime sessions on a device, and the thread pools that they use."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -41,55 +42,62 @@ def _was_interrupted(error: BaseException | None) -> bool:
     return error is not None
 
 
-def open_session(path: Path, device: str, threads: int | None, share_threads: bool) -> Any:
-    """A session for one graph.
+@dataclass(frozen=True)
+class Device:
+    """What sessions run on, with so many CPU threads, by default one a core.
 
-    Each ONNX Runtime session has its own pool, whose workers spin after a run, so draft and target
-    would steal each other's cores; one pool for the process serves both. It lives as long as its
-    process, and sessions with pools of their own cannot be made beside it; `share_threads` False is
-    for hosts that need them.
+    The workers of a session's own pool spin after a pass, and would take the cores of the other
+    model's, so they are told to stop when a pass ends. `share_threads` makes one pool that serves
+    every session instead: faster where passes take a few milliseconds. It lives as long as its
+    process, in which no session can have a pool of its own from then on.
 
-    Raises MemoryError where ONNX Runtime has not enough of it.
+    Raises DeviceError for a device that there is none of, or a number of threads.
     """
-    check_device(device)
-    if threads is not None:
+
+    name: str = "cpu"
+    threads: int | None = None
+    share_threads: bool = False
+
+    def __post_init__(self) -> None:
+        if self.name not in DEVICES:
+            raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{self.name}'")
+        if self.threads is not None:
+            try:
+                whole("threads", self.threads, 1, max(os.cpu_count() or 1, 1))
+            except ValueError as error:
+                raise DeviceError(f"{error}; there is no use in more threads than cores") from error
+
+    def open(self, path: Path) -> Any:
+        """A session for one graph. MemoryError where ONNX Runtime has not enough of it."""
+        ort = onnxruntime()
         try:
-            threads = whole("threads", threads, 1, max(os.cpu_count() or 1, 1))
-        except ValueError as error:
-            raise DeviceError(f"{error}; there is no use in more threads than cores") from error
-    ort = onnxruntime()
-    options = ort.SessionOptions()
-    options.log_severity_level = 4  # failures arrive as exceptions
-    if share_threads:
-        _make_pool(ort, threads)
-        options.use_per_session_threads = False
-    else:
-        options.intra_op_num_threads = threads or 0
-        options.add_session_config_entry("session.force_spinning_stop", "1")
-    try:
-        return ort.InferenceSession(
-            os.fspath(path), options, providers=["CPUExecutionProvider"], enable_fallback=False
-        )
-    except Exception as error:
-        if not _is_of_onnxruntime(error):
-            raise
-        if is_out_of_memory(error):
-            raise MemoryError from error
-        if "per_session_threads" in str(error):
-            raise DeviceError(
-                "this process already has ONNX Runtime's shared thread pool; "
-                "load with share_threads=True"
+            return self._open(ort, os.fspath(path))
+        except Exception as error:
+            if not _is_of_onnxruntime(error):
+                raise
+            if is_out_of_memory(error):
+                raise MemoryError from error
+            raise BundleError(
+                f"{path}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)}); "
+                "export the pair again, or upgrade ONNX Runtime"
             ) from error
-        raise BundleError(
-            f"{path}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)}); "
-            "export the pair again, or upgrade ONNX Runtime"
-        ) from error
 
-
-def check_device(device: str) -> None:
-    """Raise DeviceError for a device that there is none of."""
-    if device not in DEVICES:
-        raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{device}'")
+    def _open(self, ort: Any, path: str) -> Any:
+        options = ort.SessionOptions()
+        options.log_severity_level = 4  # failures arrive as exceptions
+        providers = ["CPUExecutionProvider"]
+        if not self.share_threads:
+            options.intra_op_num_threads = self.threads or 0
+            options.add_session_config_entry("session.force_spinning_stop", "1")
+            try:
+                return ort.InferenceSession(path, options, providers, enable_fallback=False)
+            except Exception as error:
+                # Beside a shared pool no session has one of its own.
+                if "per_session_threads" not in str(error):
+                    raise
+        _make_pool(ort, self.threads)
+        options.use_per_session_threads = False
+        return ort.InferenceSession(path, options, providers, enable_fallback=False)
 
 
 @contextmanager
@@ -122,31 +130,24 @@ def _is_named_so(module: str) -> bool:
     return module.partition(".")[0] == "onnxruntime"
 
 
-_pool_threads: list[int | None] = []  # what the process's pool was made with, once it is made
+_pool_threads: list[int | None] = []  # of the process's pool; None is the default, or not known
 _pool_lock = threading.Lock()
 
 
 def _make_pool(ort: Any, threads: int | None) -> None:
+    """Make the process's pool, once. DeviceError where it has another number of threads."""
     with _pool_lock:
-        _make_pool_once(ort, threads)
-
-
-def _make_pool_once(ort: Any, threads: int | None) -> None:
-    if not _pool_threads:
-        try:
-            ort.set_global_thread_pool_sizes(threads or 0, 1)
-        except Exception as error:
-            if threads is not None:
-                raise DeviceError(
-                    f"cannot use {threads} threads: this process already made ONNX Runtime's "
-                    "shared thread pool; leave threads out"
-                ) from error
-        _pool_threads.append(threads)
-    if threads is not None and threads != _pool_threads[0]:
-        raise DeviceError(
-            f"cannot use {threads} threads: this process's shared pool was made with "
-            f"{_pool_threads[0] or 'the default number'}; leave threads out, or use a new process"
-        )
+        if not _pool_threads:
+            try:
+                ort.set_global_thread_pool_sizes(threads or 0, 1)
+                _pool_threads.append(threads)
+            except Exception:  # the app has made it
+                _pool_threads.append(None)
+        if threads is not None and threads != _pool_threads[0]:
+            raise DeviceError(
+                f"cannot use threads={threads}: this process already has ONNX Runtime's shared "
+                "thread pool; leave threads out, or use a new process"
+            )
 
 
 def _first_line(error: Exception) -> str:

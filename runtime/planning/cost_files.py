@@ -15,10 +15,10 @@ from specedge.bundle import MANIFEST, Bundle
 from specedge.strict_json import JsonError, build, parse, plain
 from specedge.version import __version__
 
-from ..backend.sessions import onnxruntime
+from ..backend.sessions import Device, onnxruntime
 from .cost_table import CostTable
 
-FORMAT = 3
+FORMAT = 4
 LARGEST = 2**20
 
 
@@ -31,7 +31,6 @@ class Key:
     provider: str
     ops: str
     threads: int
-    share_threads: bool
     processor: str
     specedge: str
     onnxruntime: str
@@ -52,16 +51,18 @@ class CostFile:
     costs: CostTable
 
 
-def key_of(bundle: Bundle, device: str, threads: int | None, share_threads: bool, ops: str) -> Key:
-    """The key of a loaded bundle; `ops` are those of both models."""
+def key_of(bundle: Bundle, device: Device, ops: str) -> Key:
+    """The key of a loaded bundle; `ops` are those of both models.
+
+    One table serves sessions with a shared pool and with their own: `specedge tune` has the former.
+    """
     manifest = (bundle.folder / MANIFEST).read_bytes()
     return Key(
         bundle=hashlib.sha256(manifest).hexdigest(),
-        device=device,
+        device=device.name,
         provider="CPUExecutionProvider",
         ops=ops,
-        threads=threads or 0,
-        share_threads=share_threads,
+        threads=device.threads or 0,
         processor=processor(),
         specedge=__version__,
         onnxruntime=str(onnxruntime().__version__),

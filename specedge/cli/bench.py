@@ -113,7 +113,6 @@ def bench(
     """Measure drafters and K against plain decoding, and the predictions against both."""
     from specedge.cli import bench_output, bench_page
     from specedge.runtime.bench.measure import settings
-    from specedge.runtime.loading import load
 
     request = distribution | {"max_new_tokens": max_new_tokens, "seed": seed}
     names = drafters or _DRAFTERS
@@ -123,7 +122,7 @@ def bench(
     outputs = {"--csv": csv, "--html": html}
     _check_outputs(outputs, prompts, overwrite)
     given = _read(sets, prompts, form)
-    pipeline = load(bundle, device=device, threads=threads, ops=ops)
+    pipeline = options.load(bundle, device=device, threads=threads, ops=ops)
     for name in names:
         pipeline.drafters.check(name)
     tokens = _prompts(pipeline, given, request["special_tokens"])

@@ -39,11 +39,10 @@ def compare(
 ) -> None:
     """Time plain and speculative decoding of PROMPT; at temperature 0, exit 1 if they differ."""
     from specedge.runtime.bench.comparison import compare as run
-    from specedge.runtime.loading import load
 
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
-    pipeline = load(bundle, threads=threads, ops=ops)
+    pipeline = options.load(bundle, threads=threads, ops=ops)
     text = options.read_prompt(prompt)
     with options.usage_errors():
         if chat:

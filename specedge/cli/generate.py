@@ -96,14 +96,13 @@ def _many(
     from specedge.cli import batch
     from specedge.cli.prompts import read
     from specedge.cli.results import NEW, RESUME, remaining
-    from specedge.runtime.loading import load
 
     if output != "-":
         options.check_output(output, [prompts], overwrite=way != NEW)
     items = read(prompts, form, chat, system, request)
     if way == RESUME:
         items = remaining(items, output, seeded=request["seed"] is not None)
-    if not batch.run(load(**models), items, output, way):
+    if not batch.run(options.load(**models), items, output, way):
         raise click.exceptions.Exit(1)
 
 
@@ -117,9 +116,7 @@ def _one(
     models: dict[str, Any],
     request: dict[str, Any],
 ) -> None:
-    from specedge.runtime.loading import load
-
-    pipeline = load(**models)
+    pipeline = options.load(**models)
     text = options.read_prompt(prompt)
     with options.usage_errors():
         if chat:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -16,6 +16,9 @@ from specedge.declared import declarations, shown_default
 from specedge.manifest import OPS
 from specedge.options import MAX_DRAFT_TOKENS, Rules
 from specedge.request import AUTO, Request
+
+if TYPE_CHECKING:
+    from specedge.runtime.pipeline import Pipeline
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -46,6 +49,15 @@ form = click.option(
     help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
 )
 as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with the API's names.")
+
+
+def load(
+    bundle: str | None, device: str = "cpu", threads: int | None = None, ops: str = "auto"
+) -> Pipeline:
+    """A bundle, with one thread pool for all sessions: no other code here has any."""
+    from specedge.runtime import loading
+
+    return loading.load(bundle, device, threads, share_threads=True, ops=ops)
 
 
 class Number(click.FloatRange):

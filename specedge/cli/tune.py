@@ -26,9 +26,8 @@ if TYPE_CHECKING:
 def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json: bool) -> None:
     """Measure what a bundle costs here, and remember it for `--num-draft-tokens auto`."""
     from specedge.runtime.bench import tune as tuning
-    from specedge.runtime.loading import load
 
-    pipeline = load(bundle, device=device, threads=threads, ops=ops)
+    pipeline = options.load(bundle, device=device, threads=threads, ops=ops)
     pipeline.costs.check_writable()  # before measuring, which takes a while
     tuned = _measure(pipeline, tuning.measure)
     table = tuned.costs

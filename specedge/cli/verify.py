@@ -57,13 +57,14 @@ def verify(
     """Audit a bundle on this machine: exit 1 unless every check passes."""
     from specedge import store
     from specedge.runtime.audit.auditing import Machinery
+    from specedge.runtime.backend.sessions import Device
 
     if form and not prompts:
         raise click.UsageError("--format needs --prompts")
     if self_test and prompts:
         raise click.UsageError("--self-test takes no --prompts: it is about the checks")
     given = _prompts(prompts, form)
-    machinery = Machinery(device, threads, ops)
+    machinery = Machinery(Device(device, threads, share_threads=True), ops)
     folder = store.find(bundle)
     if self_test:
         _test_self(Bundle.read(folder), machinery, minutes or 5.0, as_json)

@@ -16,6 +16,7 @@ from specedge.exporter import Progress, export
 from specedge.exporter.compare import plays
 from specedge.runtime import loading
 from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
 from specedge.runtime.exactness.row_noise import Noise, measure
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.sampling.scores import HostScores
@@ -77,7 +78,7 @@ def twins(pair):
 def test_rows_of_exported_models_have_the_same_bits_however_many_share_a_pass(exported):
     for model in exported.models.values():
         for ops in model.parity:
-            loaded = OrtModel(exported, model, "cpu", None, True, ops)
+            loaded = OrtModel(exported, model, Device(), ops)
             assert dependent_lengths(loaded, LENGTHS, min(140, model.context_length)) == []
 
 

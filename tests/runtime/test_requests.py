@@ -183,8 +183,9 @@ def test_a_graph_with_an_input_that_nobody_knows_is_refused_when_it_is_opened(pi
 
 def _opened(bundle, model):
     from specedge.runtime.backend.onnx_model import OrtModel
+    from specedge.runtime.backend.sessions import Device
 
-    return OrtModel(bundle, model, "cpu", None, True)
+    return OrtModel(bundle, model, Device())
 
 
 def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeline):
@@ -193,8 +194,9 @@ def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeli
     for threads in (0, 10**6, 1.5, "2"):
         with pytest.raises(DeviceError, match="threads must be"):
             specedge.load(store.embedded(), threads=threads)
+    specedge.load(store.embedded(), share_threads=True)
     with pytest.raises(DeviceError, match="new process"):
-        specedge.load(store.embedded(), threads=1)
+        specedge.load(store.embedded(), threads=1, share_threads=True)
 
 
 def test_a_prompt_too_long_for_any_tokenizer_is_refused_without_tokenising_it(pipeline):
@@ -219,11 +221,11 @@ def test_a_missing_onnxruntime_names_the_pip_command():
     assert "pip install 'specedge[cpu]'" in run_python(code).stderr
 
 
-def test_pools_of_their_own_give_the_same_tokens_and_leave_other_sessions_alone(pipeline):
+def test_a_loaded_bundle_leaves_the_sessions_of_its_app_pools_of_their_own(pipeline):
     tokens = pipeline.generate(PROMPTS[0], 30).tokens
     code = (
         "import specedge, onnxruntime as ort\n"
-        "pipeline = specedge.load(share_threads=False, threads=1)\n"
+        "pipeline = specedge.load()\n"
         f"print(pipeline.generate({PROMPTS[0]!r}, 30).tokens)\n"
         "bundle = pipeline.bundle\n"
         "path = bundle.path(bundle.draft.graph('decoder', 'onnx').file)\n"
@@ -231,3 +233,20 @@ def test_pools_of_their_own_give_the_same_tokens_and_leave_other_sessions_alone(
     )
     result = run_python(code)
     assert (result.stderr, result.stdout.strip()) == ("", str(tokens))
+
+
+def test_beside_a_shared_pool_whoever_made_it_sessions_use_that(pipeline):
+    tokens = pipeline.generate(PROMPTS[0], 30).tokens
+    code = (
+        "import specedge, onnxruntime as ort\n"
+        "ort.set_global_thread_pool_sizes(1, 1)\n"
+        f"print(specedge.load().generate({PROMPTS[0]!r}, 30).tokens)\n"
+        "try:\n"
+        "    specedge.load(threads=1)\n"
+        "except specedge.DeviceError as error:\n"
+        "    print(error)\n"
+    )
+    result = run_python(code)
+    shown = "cannot use threads=1: this process already has ONNX Runtime's shared thread pool; "
+    wanted = f"{tokens}\n{shown}leave threads out, or use a new process"
+    assert (result.stderr, result.stdout.strip()) == ("", wanted)

@@ -54,10 +54,11 @@ def append(folder, piece, file=GRAPH_FILE):
 
 def refusal(bundle):
     from specedge.runtime.backend.onnx_model import OrtModel
+    from specedge.runtime.backend.sessions import Device
 
     pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
     with pytest.raises(BundleError) as caught:
-        OrtModel(bundle, bundle.target, "cpu", None, True, "gqa")
+        OrtModel(bundle, bundle.target, Device(), "gqa")
     assert GRAPH_FILE in str(caught.value)
     return str(caught.value)
 

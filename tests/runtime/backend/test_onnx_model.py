@@ -14,6 +14,7 @@ from specedge.bundle import Bundle
 from specedge.errors import BundleError, SpecEdgeError
 from specedge.manifest import signatures
 from specedge.runtime.backend import onnx_model as ort
+from specedge.runtime.backend.sessions import Device
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -21,7 +22,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 @pytest.fixture
 def model():
     bundle = Bundle.read(store.embedded())
-    return ort.OrtModel(bundle, bundle.target, "cpu", None, True)
+    return ort.OrtModel(bundle, bundle.target, Device())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -34,7 +35,7 @@ def test_caches_of_a_type_that_the_runtime_lacks_are_refused_at_load(role, dtype
     changed = dataclasses.replace(whole, cache=cache, signatures=given)
     said = f"with caches in {dtype}, this specedge runs float32 with caches in float32; "
     with pytest.raises(BundleError, match=said) as caught:
-        ort.OrtModel(bundle, changed, "cpu", None, True)
+        ort.OrtModel(bundle, changed, Device())
     assert whole.source.id in str(caught.value)
 
 

@@ -1,6 +1,4 @@
-"""Every drafter: the target's distribution, exactly, and what a chain and a caller's own drafter
-may do.
-"""
+"""Every drafter leaves the target's distribution as it is, exactly."""
 
 from collections import Counter
 from functools import cache
@@ -10,9 +8,7 @@ import numpy as np
 import pytest
 
 from exact import distribution_of_strings, joint_distribution
-from fakes import TableModel, decoder, generate, hashed_distribution, quarters
-from specedge import Distribution, Draft
-from specedge.errors import DrafterError
+from fakes import Sure, TableModel, decoder, generate, hashed_distribution, quarters
 from specedge.options import Sampling
 from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
@@ -20,10 +16,8 @@ from specedge.runtime.drafters.checked import Checked
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.ngrams import NGrams, count
 from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.runtime.stats import Recorder
 
 # A table over the pairs, whose distributions are in quarters.
 PAIRS = [(0, 0), (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 0), (2, 0), (2, 1), (2, 2)]
@@ -49,19 +43,6 @@ DRAFT_DISTRIBUTION = cache(quarters(4, False))
 
 def model():
     return DraftModel(TableModel(DRAFT_DISTRIBUTION))
-
-
-class Sure:
-    """Drafts one token, which is certain, at every third place."""
-
-    name = "sure"
-
-    def propose(self, history, max_tokens, sampling, uniforms):
-        at = len(history.tokens)
-        return Draft([] if at % 3 else [at // 3 % 3][:max_tokens])
-
-    def truncate(self, length):
-        pass
 
 
 DRAFTERS = {
@@ -172,48 +153,6 @@ def test_sampled_strings_of_many_rounds_follow_the_targets_distribution(name, sa
     assert stats.chi2.sf(statistic, len(cells) - 1) > 1e-4
 
 
-def test_a_chain_asks_its_model_only_for_what_the_lookup_left():
-    draft = TableModel(hashed_distribution(4, 3))
-    chain = Chain(Lookup(2, 3), DraftModel(draft))
-    history = History((0, 1, 2, 0, 1))
-    made = chain.propose(history, 5, Sampling(), np.zeros(5))
-    assert made.tokens[:3] == [2, 0, 1]
-    assert list(made.sources[:4]) == ["lookup"] * 3 + ["model"]
-    assert draft.rows[:8] == [*history.tokens, 2, 0, 1]
-    assert draft.passes == [1] * list(made.sources).count("model")
-    chain.truncate(4)
-    draft.passes.clear()
-    assert chain.propose(history, 3, Sampling(), np.zeros(3)).tokens == [2, 0, 1]
-    assert not draft.passes  # the lookup filled it
-    last = chain.propose(History((0, 1, 2, 0, 1, 1)), 1, Sampling(), np.zeros(1))
-    assert list(last.sources) == ["model"]
-
-
-def test_a_chain_copies_again_as_soon_as_there_is_a_match():
-    def distribution(text):
-        return np.eye(8)[(text[-1] + 1) % 8]
-
-    draft = TableModel(distribution)
-    chain = Chain(Lookup(2, 3), DraftModel(draft))
-    history = History((0, 1, 2, 7, 6, 5, 1))
-    made = chain.propose(history, 7, Sampling(), np.zeros(7))
-    assert made.tokens == [2, 7, 6, 5, 1, 2, 3]
-    assert list(made.sources) == ["model"] + ["lookup"] * 5 + ["model"]
-    assert len(draft.passes) == 2
-    chain.truncate(6)
-    again = chain.propose(history, 7, Sampling(), np.zeros(7))
-    assert again.tokens == made.tokens
-
-
-def test_a_chain_ends_where_its_last_drafter_has_nothing():
-    class Silent(Sure):
-        def propose(self, history, max_tokens, sampling, uniforms):
-            return Draft([])
-
-    made = Chain(Sure(), Silent()).propose(History((0, 1, 2)), 4, Sampling(), np.zeros(4))
-    assert made.tokens == [1]
-
-
 def test_a_model_that_others_left_behind_reads_what_it_missed():
     draft = TableModel(hashed_distribution(4, 3))
     one = DraftModel(draft)
@@ -223,73 +162,6 @@ def test_a_model_that_others_left_behind_reads_what_it_missed():
     one.propose(History([0, 1, *text]), 2, Sampling(), np.zeros(2))
     assert draft.rows[:32] == [0, 1, *text]
     assert draft.passes == [2, 1, 1]
-
-
-def test_rounds_and_counts_tell_the_drafter_of_each_token():
-    recorder = Recorder(3, 3, Stopwatch())
-    _, rounds = generate(hashed_distribution(1, 3), Chain(Sure(), model()), 3, Sampling(1.0), 1, 40)
-    for one in rounds:
-        recorder.record(one, len(one.tokens))
-    start = 3
-    for one in rounds:
-        places = range(start, start + one.num_drafted)
-        assert one.sources == tuple("model" if at % 3 else "sure" for at in places)
-        start += len(one.tokens)
-    stats = recorder.stats(num_draft_passes=0, num_target_passes=0)
-    for name in ("drafted", "tested", "accepted"):
-        whole = getattr(stats, f"num_{name}")
-        assert sum(getattr(stats, f"{name}_by_source").values()) == whole
-    sure = [
-        i < one.num_accepted
-        for one in rounds
-        for i, name in enumerate(one.sources)
-        if name == "sure" and i <= one.num_accepted
-    ]
-    assert 0 < sum(sure) < len(sure) == stats.tested_by_source["sure"]
-    assert sum(sure) == stats.accepted_by_source["sure"]
-
-
-def distribution(*probs, ids=None):
-    return Distribution(np.array(probs), None if ids is None else np.array(ids))
-
-
-@pytest.mark.parametrize(
-    ("draft", "message"),
-    [
-        (Draft([0, 1, 2]), "proposed 3 tokens, 2 were asked for"),
-        (Draft([3]), "token 3, which is not between 0 and 2"),
-        (Draft([-1]), "token -1"),
-        (Draft(["a"]), "'a', which is no token"),
-        (Draft([1.0]), "1.0, which is no token"),
-        (Draft([0], [distribution(1.0), distribution(1.0)]), "1 tokens and 2 distributions"),
-        (Draft([0], None, ["a", "b"]), "1 tokens and 2 sources"),
-        (Draft([0], [distribution(1.5, -0.5)]), "below 0"),
-        (Draft([0], [distribution(np.nan, 1.0)]), "add up to nan"),
-        (Draft([0], [distribution(np.inf, 1.0)]), "add up to inf"),
-        (Draft([0], [distribution(0.0, 1.0)]), "to which its distribution gives nothing"),
-        (Draft([0], [distribution(0.1, 0.2, 0.3, 0.4)]), "over 4 tokens, not over 3"),
-        (Draft([0], [distribution(0.5, 0.5, ids=[0])]), "over 2 tokens"),
-        (Draft([0], [distribution(0.5, 0.5, ids=[1, 0])]), "do not ascend"),
-        (Draft([0], [distribution(0.5, 0.5, ids=[0, 3])]), "do not ascend within"),
-        (Draft([0], [distribution(ids=[])]), "add up to 0"),
-    ],
-)
-def test_a_drafter_that_breaks_a_rule_is_told_which(draft, message):
-    class Wrong(Sure):
-        def propose(self, history, max_tokens, sampling, uniforms):
-            return draft
-
-    with pytest.raises(DrafterError, match=f"the drafter 'sure' .*({message})"):
-        Checked(Wrong(), 3).propose(History((0,)), 2, Sampling(1.0), np.zeros(2))
-
-
-def test_numpys_integers_are_tokens():
-    class Numbers(Sure):
-        def propose(self, history, max_tokens, sampling, uniforms):
-            return Draft(list(np.array([1, 2])))
-
-    made = Checked(Numbers(), 3).propose(History((0,)), 2, Sampling(1.0), np.zeros(2))
-    assert [type(token) for token in made.tokens] == [int, int]
 
 
 @pytest.mark.parametrize("name", ["ngram", "block"])

@@ -9,6 +9,7 @@ import pytest
 from rows import LENGTHS, dependent_lengths
 from specedge.manifest import OPS
 from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
 from specedge.runtime.exactness.row_noise import holds
 
 
@@ -16,7 +17,7 @@ from specedge.runtime.exactness.row_noise import holds
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("ops", OPS)
 def test_a_row_has_the_same_bits_however_many_rows_share_its_pass(pipeline, role, ops):
-    model = OrtModel(pipeline.bundle, pipeline.bundle.models[role], "cpu", None, True, ops)
+    model = OrtModel(pipeline.bundle, pipeline.bundle.models[role], Device(), ops)
     assert dependent_lengths(model, LENGTHS) == []
 
 
@@ -27,7 +28,7 @@ def test_lengths_between_those_that_the_export_tried_hold_too(pipeline, ops):
     assert target.parity[ops].row_independent_lengths == LENGTHS
     between = [t for t in range(1, 19) if t not in LENGTHS]
     assert [t for t in between if holds(t, LENGTHS)] == [4, 6, 7, 8]
-    model = OrtModel(pipeline.bundle, target, "cpu", None, True, ops)
+    model = OrtModel(pipeline.bundle, target, Device(), ops)
     assert dependent_lengths(model, between) == []
 
 

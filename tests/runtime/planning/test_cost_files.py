@@ -10,6 +10,7 @@ import pytest
 
 from specedge import store
 from specedge.bundle import Bundle
+from specedge.runtime.backend.sessions import Device
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_table import CostTable, ModeCosts, estimate
 from specedge.strict_json import plain
@@ -19,7 +20,7 @@ from virtual import table
 @pytest.fixture
 def key():
     bundle = Bundle.read(store.embedded())
-    return cost_files.key_of(bundle, "cpu", None, True, "gqa")
+    return cost_files.key_of(bundle, Device(), "gqa")
 
 
 def test_a_table_is_read_as_it_was_written(key):
@@ -44,8 +45,8 @@ def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 3', '"format": 2')
-    yield "without a format", lambda text: text.replace('"format": 3,', "")
+    yield "of an older format", lambda text: text.replace('"format": 4', '"format": 3')
+    yield "without a format", lambda text: text.replace('"format": 4,', "")
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")

@@ -9,6 +9,7 @@ import pytest
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
+from specedge.runtime.backend.sessions import Device
 from specedge.runtime.bench.tune import copies_that_stand
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_table import EXPECTED, estimate
@@ -23,7 +24,7 @@ def bundle():
 
 @pytest.fixture
 def key(bundle):
-    return cost_files.key_of(bundle, "cpu", None, True, "gqa")
+    return cost_files.key_of(bundle, Device(), "gqa")
 
 
 def seen(**changes):

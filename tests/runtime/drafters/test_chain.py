@@ -1,0 +1,86 @@
+"""A chain: each drafter goes on where the one before it has nothing more."""
+
+import numpy as np
+
+from fakes import Sure, TableModel, generate, hashed_distribution, quarters
+from specedge import Draft
+from specedge.options import Sampling
+from specedge.runtime.drafters.chain import Chain
+from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.prompt_lookup import Lookup
+from specedge.runtime.loop.timing import Stopwatch
+from specedge.runtime.sampling.history import History
+from specedge.runtime.stats import Recorder
+
+
+def test_a_chain_asks_its_model_only_for_what_the_lookup_left():
+    draft = TableModel(hashed_distribution(4, 3))
+    chain = Chain(Lookup(2, 3), DraftModel(draft))
+    history = History((0, 1, 2, 0, 1))
+    made = chain.propose(history, 5, Sampling(), np.zeros(5))
+    assert made.tokens[:3] == [2, 0, 1]
+    assert list(made.sources[:4]) == ["lookup"] * 3 + ["model"]
+    assert draft.rows[:8] == [*history.tokens, 2, 0, 1]
+    assert draft.passes == [1] * list(made.sources).count("model")
+    chain.truncate(4)
+    draft.passes.clear()
+    assert chain.propose(history, 3, Sampling(), np.zeros(3)).tokens == [2, 0, 1]
+    assert not draft.passes  # the lookup filled it
+    last = chain.propose(History((0, 1, 2, 0, 1, 1)), 1, Sampling(), np.zeros(1))
+    assert list(last.sources) == ["model"]
+
+
+def test_a_chain_copies_again_as_soon_as_there_is_a_match():
+    def distribution(text):
+        return np.eye(8)[(text[-1] + 1) % 8]
+
+    draft = TableModel(distribution)
+    chain = Chain(Lookup(2, 3), DraftModel(draft))
+    history = History((0, 1, 2, 7, 6, 5, 1))
+    made = chain.propose(history, 7, Sampling(), np.zeros(7))
+    assert made.tokens == [2, 7, 6, 5, 1, 2, 3]
+    assert list(made.sources) == ["model"] + ["lookup"] * 5 + ["model"]
+    assert len(draft.passes) == 2
+    chain.truncate(6)
+    again = chain.propose(history, 7, Sampling(), np.zeros(7))
+    assert again.tokens == made.tokens
+
+
+def test_a_chain_ends_where_its_last_drafter_has_nothing():
+    class Silent(Sure):
+        def propose(self, history, max_tokens, sampling, uniforms):
+            return Draft([])
+
+    made = Chain(Sure(), Silent()).propose(History((0, 1, 2)), 4, Sampling(), np.zeros(4))
+    assert made.tokens == [1]
+
+
+def test_rounds_and_counts_tell_the_drafter_of_each_token():
+    recorder = Recorder(3, 3, Stopwatch())
+    _, rounds = generate(
+        hashed_distribution(1, 3),
+        Chain(Sure(), DraftModel(TableModel(quarters(4, False)))),
+        3,
+        Sampling(1.0),
+        1,
+        40,
+    )
+    for one in rounds:
+        recorder.record(one, len(one.tokens))
+    start = 3
+    for one in rounds:
+        places = range(start, start + one.num_drafted)
+        assert one.sources == tuple("model" if at % 3 else "sure" for at in places)
+        start += len(one.tokens)
+    stats = recorder.stats(num_draft_passes=0, num_target_passes=0)
+    for name in ("drafted", "tested", "accepted"):
+        whole = getattr(stats, f"num_{name}")
+        assert sum(getattr(stats, f"{name}_by_source").values()) == whole
+    sure = [
+        i < one.num_accepted
+        for one in rounds
+        for i, name in enumerate(one.sources)
+        if name == "sure" and i <= one.num_accepted
+    ]
+    assert 0 < sum(sure) < len(sure) == stats.tested_by_source["sure"]
+    assert sum(sure) == stats.accepted_by_source["sure"]
