@@ -11,7 +11,7 @@ from specedge.runtime.planning.choices import Offer
 from specedge.runtime.planning.cost_table import EXPECTED, Costs, CostTable, ModeCosts
 from specedge.runtime.planning.planner import Planner
 
-Stands = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
+Accepts = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
 
 
 def table(
@@ -40,7 +40,7 @@ def untuned(draft: float = 0.09) -> CostTable:
     return replace(table(draft, prior=expected), origin="bytes")
 
 
-def constant(chance: float) -> Stands:
+def constant(chance: float) -> Accepts:
     """Every token is accepted with the same chance."""
     return lambda drafter, place, rng: rng.random() < chance
 
@@ -54,7 +54,7 @@ class VirtualRequest:
     def __init__(
         self,
         costs: CostTable,
-        stands: Stands,
+        accepts: Accepts,
         tokens: int = 128,
         prompt: int = 50,
         fixed: tuple[str, int] | None = None,
@@ -62,7 +62,7 @@ class VirtualRequest:
         seed: int = 0,
     ) -> None:
         self.at = lru_cache(None)(lambda length: costs.at(length, True))
-        self.stands = stands
+        self.accepts = accepts
         self.copies = copies or (lambda place: 0)
         self.rng = random.Random(seed)
         self.fixed = fixed
@@ -78,22 +78,22 @@ class VirtualRequest:
         left, ready = self.end - self.place, self.copies(self.place)
         if self.fixed is None:
             offers = [Offer("model", room=99, behind=self.behind)]
-            offers += [Offer("lookup", "lookup", ready=ready, watched=True)] if ready else []
+            offers += [Offer("lookup", "lookup", ready=ready)] if ready else []
             choice = self.planner.choose(offers, self.place)
             drafter, k = choice.drafter, min(choice.num_draft_tokens, left)
         else:
             drafter, k = self.fixed
             k = min(k, left, ready) if drafter == "lookup" else min(k, left)
         accepted = 0
-        while accepted < k and self.stands(drafter, self.place + accepted, self.rng):
+        while accepted < k and self.accepts(drafter, self.place + accepted, self.rng):
             accepted += 1
         self._pay(drafter, k, accepted, self.at(self.place))
         self.choices.append((drafter, k))
         if self.fixed is None:
             self.planner.record(choice, [drafter] * k, accepted)
             if ready and drafter != "lookup":
-                accepted = self.stands("lookup", self.place, self.rng)
-                self.planner.chances("lookup").record((int(accepted), 1))
+                accepted = self.accepts("lookup", self.place, self.rng)
+                self.planner.known("lookup").record(int(accepted), 1)
         self.place += accepted + 1
 
     def _pay(self, drafter: str, k: int, accepted: int, costs: Costs) -> None:
@@ -105,9 +105,9 @@ class VirtualRequest:
             self.behind += accepted + 1
 
 
-def seconds(costs: CostTable, stands: Stands, seeds: int = 12, **request: object) -> float:
+def seconds(costs: CostTable, accepts: Accepts, seeds: int = 12, **request: object) -> float:
     """Of so many requests together."""
     return sum(
-        VirtualRequest(costs, stands, seed=seed, **request).seconds  # type: ignore[arg-type]
+        VirtualRequest(costs, accepts, seed=seed, **request).seconds  # type: ignore[arg-type]
         for seed in range(seeds)
     )

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PLAIN, MODEL = "plain", "model"
+from specedge.declared import Name
+from specedge.request import PLAIN, DrafterName
+
+MODEL, LOOKUP, CHAIN = DrafterName.MODEL, DrafterName.LOOKUP, DrafterName.CHAIN
+__all__ = ["CHAIN", "LOOKUP", "MODEL", "PLAIN", "Choice", "Kind", "Offer"]
+
+
+class Kind(Name):
+    """Why a round is as it is."""
+
+    PLAIN = "plain"
+    GAIN = "gain"
+    PROBE = "probe"
 
 
 @dataclass(frozen=True)
@@ -12,38 +24,36 @@ class Offer:
     """What a drafter could propose in the next round.
 
     First come `ready` tokens that cost nothing, known by the name `source`; then, if a model drafts
-    on, up to `room` tokens at a pass each, known by the name `model`, once it has read the `behind`
-    tokens that it lacks. What is `watched` is judged in every round, so it needs no probes.
+    on, up to `room` tokens at a pass each, once it has read the `behind` tokens that it lacks.
     """
 
     drafter: str
-    source: str = ""
+    source: str = MODEL
     ready: int = 0
-    model: str = MODEL
     room: int = 0
     behind: int = 1
-    watched: bool = False
 
-    def learns(self, num_draft_tokens: int) -> str:
-        """Whose acceptance a round of so many tokens tells of, its last ones'."""
-        return self.model if num_draft_tokens > self.ready else self.source
+    @property
+    def tells_of(self) -> str:
+        """Whose acceptance a round of one token tells of."""
+        return self.source if self.ready else MODEL
 
 
 @dataclass(frozen=True)
 class Choice:
     """A drafter and K for one round, with what is expected of it.
 
-    `kind` is "plain", "gain" or "probe"; `seconds` are the round's, by the table, `plain_seconds`
-    those of the target for one token. Of the former, a model spends `reading` on what it missed. A
-    probe of the drafter `learns` is accepted in for what would take `pace` seconds a token.
+    `seconds` are the round's, by the table, `plain_seconds` those of the target for one token. Of
+    the former, a model spends `reading` on what it missed; `pace` is seconds a token with a share
+    of that. A probe is to tell of the drafter `probed`.
     """
 
     drafter: str
     num_draft_tokens: int
-    kind: str
+    kind: Kind
     expected_tokens: float
     seconds: float
     plain_seconds: float
     reading: float = 0.0
-    learns: str = ""
     pace: float = 0.0
+    probed: str = ""

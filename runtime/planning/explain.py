@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import groupby
 
 from ..loop.round import Plan, Round
-from .choices import PLAIN, Choice
+from .choices import Choice, Kind
 from .planner import Planner
 from .plans import Auto, recorded
 
@@ -49,9 +49,7 @@ def _costs(planner: Planner) -> list[str]:
 
 def _acceptance(planner: Planner, name: str) -> str:
     known = planner.acceptance[name]
-    chances = ", ".join(f"{chance:.2f}" for chance in known.by_position[:4])
-    found = f"acceptance of {name}: {known.shared:.2f} at the end"
-    return f"{found}{chances and f', {chances} by position'}; {known.prior:.2f} was expected"
+    return f"acceptance of {name}: {known.rate:.2f} at the end; {known.expected:.2f} was expected"
 
 
 def _changes(changes: Sequence[tuple[int, Choice]]) -> list[str]:
@@ -62,7 +60,7 @@ def _changes(changes: Sequence[tuple[int, Choice]]) -> list[str]:
 
 
 def _choice(choice: Choice) -> str:
-    if choice.kind == PLAIN:
+    if choice.kind == Kind.PLAIN:
         return "plain decoding, nothing promises more"
     seconds = choice.seconds - choice.reading
     speedup = choice.expected_tokens * choice.plain_seconds / seconds
@@ -70,7 +68,7 @@ def _choice(choice: Choice) -> str:
     expects = f"{choice.expected_tokens:.2f} tokens expected in {_ms(seconds)} ms"
     if choice.reading:
         expects += f" after {_ms(choice.reading)} ms of reading what it missed"
-    if choice.kind == "probe":
+    if choice.kind == Kind.PROBE:
         return f"{what}: a probe, {expects}"
     return f"{what}: {expects}, {speedup:.2f} times the target alone"
 
@@ -93,7 +91,7 @@ def _gain(planner: Planner) -> list[str]:
     return [
         f"by these costs the rounds took {_ms(planner.seconds)} ms, the target alone"
         f" {_ms(planner.plain_seconds)}: {planner.expected_speedup:.2f} times as fast;"
-        f" {planner.kinds['probe']} probes lost {_ms(planner.lost)} ms"
+        f" {planner.kinds[Kind.PROBE]} probes lost {_ms(planner.lost)} ms"
     ]
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,14 +16,13 @@ from ..drafters.draft_model import DraftModel
 from ..drafters.prompt_lookup import agreeing
 from ..loop.round import Drafter, Plan, Round, Step
 from ..sampling.history import History
-from .choices import MODEL, PLAIN, Choice, Offer
+from .choices import CHAIN, LOOKUP, MODEL, PLAIN, Choice, Kind, Offer
 from .known_costs import KnownCosts
 from .planner import Planner
 
-LOOKUP, CHAIN = "lookup", "chain"
 PLANNED = (MODEL, LOOKUP, CHAIN)  # whose costs are known
 _CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
-ATTENTIVE, LONGEST_REST = 2, 7  # planned rounds without a gain before a rest, and rounds of one
+LONGEST_REST = 7  # rounds that are not planned anew where planned ones were plain
 
 
 def plan_of(
@@ -33,8 +32,8 @@ def plan_of(
     first = next(iter(drafters.values()))
     if request.replay is not None:
         return Replay(request.replay, drafters)
-    if isinstance(k := request.num_draft_tokens, int):
-        return Fixed(first, k)
+    if request.fixed_k is not None:
+        return Fixed(first, request.fixed_k)
     greedy = request.temperature == 0
     table = costs.table if greedy else costs.settled_table
     return Auto(Planner(table, greedy, max_draft_tokens), drafters)
@@ -62,10 +61,9 @@ class Fixed:
 class Auto:
     """What a planner chooses among a draft model and copies of the text itself.
 
-    A copy is looked up in every round that is planned, which costs no pass, and judged by what the
-    target says even where it is not used; at any temperature that is the chance that it would have
-    accepted. Where nothing pays, more and more plain rounds follow one that is planned; where the
-    model pays again, one like it does, if the request can afford that both fail.
+    A copy is looked up in every planned round, which costs no pass, and judged by what the target
+    says even where it is not used; at any temperature that is the chance that it would have been
+    accepted. Where nothing pays, more and more plain rounds follow one that is planned.
     `changes` are the choices that differ from those before them, with the round's number.
     """
 
@@ -77,34 +75,25 @@ class Auto:
         self._model = _model(drafters)
         self._choice: Choice | None = None
         self._copy: list[int] = []
+        self._quiet = 0  # planned rounds since something paid,
+        self._rest = 0  # and plain rounds to come that are not planned
         self._length = 0  # of the text before the round
         self._read = 0  # of the text, by the model when it drafted the last token that was tested
-        self._num_rounds = 0
-        self._quiet = 0  # planned rounds since something paid,
-        self._rest = 0  # and rounds to come that repeat the last without being planned
 
     def next(self, history: History, left: int) -> Step:
         self._length = history.length
-        last = self._choice
-        if last is not None and self._rest and self._repeatable(last):
-            choice = last
-            self._copy = []
-            self._rest -= 1
+        if self._rest and self._choice is not None:
+            self._rest, self._copy, choice = self._rest - 1, [], self._choice
         else:
             choice = self.planner.choose(self._offers(history), history.length - 1)
-            self._quiet = self._quiet + 1 if choice.kind == PLAIN else 0
-            self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
-            if last is not None and last.drafter == MODEL and _is_steady(choice):
-                self._rest = int(self.planner.affords_two(choice))
+            self._quiet = self._quiet + 1 if choice.kind == Kind.PLAIN else 0
+            self._rest = min(max(0, self._quiet - 2), LONGEST_REST)
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
 
     def ended(self, round_: Round) -> None:
         assert self._choice is not None
-        if self._choice.kind == PLAIN and not self._copy:
-            self.planner.record(self._choice, (), 0)
-            return
         names: Sequence[str] = round_.sources
         if round_.drafter not in PLANNED:
             names = [round_.drafter] * round_.num_drafted
@@ -114,9 +103,9 @@ class Auto:
                 self._read = self._length + i
                 break
         if self._copy and LOOKUP not in names:
-            run = agreeing(self._copy, round_.tokens)
-            self.planner.chances(LOOKUP).record(run)
-            if run[0]:
+            num_accepted, num_tested = agreeing(self._copy, round_.tokens)
+            self.planner.known(LOOKUP).record(num_accepted, num_tested)
+            if num_accepted:
                 self._quiet = self._rest = 0
 
     def truncate(self, length: int) -> None:
@@ -124,59 +113,43 @@ class Auto:
         for drafter in self._drafters.values():
             drafter.truncate(length)
 
-    def _repeatable(self, choice: Choice) -> bool:
-        """Whether the model, if it is its choice, has read all and has room."""
-        if choice.drafter == PLAIN:
-            return True
-        assert self._model is not None
-        behind, room = self._model.standing(self._length, self._read)
-        return behind <= 2 and choice.num_draft_tokens <= room
-
     def _offers(self, history: History) -> list[Offer]:
+        """What each has.
+
+        A chain that stops early is lookup. Without a copy it is the model, but for copies that its
+        tokens may lead to: if these are accepted as often, the model alone is no better.
+        """
         most = self.planner.max_draft_tokens
         behind = room = 0
         if self._model is not None:
             behind, room = self._model.standing(history.length, self._read)
         if LOOKUP in self._drafters:
-            copy = self._drafters[LOOKUP].propose(history, most, _CERTAIN, _NO_CHANCE)
-            self._copy = copy.tokens
+            self._copy = self._drafters[LOOKUP].propose(history, most, _CERTAIN, _NO_CHANCE).tokens
         ready = len(self._copy)
-        return [self._offer(name, ready, room, behind) for name in self._useful(ready > 0)]
-
-    def _useful(self, copies: bool) -> Iterable[str]:
-        """Which drafters to offer. A chain that stops early is lookup; where there is no copy it is
-        the model, but for copies that it may make further on. If these are accepted as often as the
-        model's tokens, the model alone is no better.
-        """
-        if CHAIN not in self._drafters:
-            return self._drafters if copies or LOOKUP not in self._drafters else ()
-        if MODEL not in self._drafters:
-            return (CHAIN,)
-        copied, drafted = (self.planner.chances(name).shared for name in (LOOKUP, MODEL))
-        if copied >= drafted:
-            return (CHAIN,)
-        return (MODEL, CHAIN) if copies else (MODEL,)
-
-    def _offer(self, name: str, ready: int, room: int, behind: int) -> Offer:
-        if name == MODEL:
-            return Offer(MODEL, room=room, behind=behind)
-        if name == LOOKUP:
-            return Offer(LOOKUP, LOOKUP, ready, watched=True)
-        if name == CHAIN:
-            rest = max(0, room - ready)
-            return Offer(CHAIN, LOOKUP, ready, MODEL, rest, behind, watched=ready > 0)
+        offers: dict[str, Offer] = {
+            MODEL: Offer(MODEL, room=room, behind=behind),
+            LOOKUP: Offer(LOOKUP, LOOKUP, ready),
+            CHAIN: Offer(CHAIN, LOOKUP, ready, max(0, room - ready), behind),
+        }
+        names = set(self._drafters)
+        if CHAIN in names:
+            names.discard(LOOKUP)
+        if MODEL in names and CHAIN in names and not ready:
+            copied, drafted = (self.planner.known(name).rate for name in (LOOKUP, MODEL))
+            names.discard(MODEL if copied >= drafted else CHAIN)
         # Of others no cost is known; a drafter without a model is nearly free.
-        return Offer(name, name, self.planner.max_draft_tokens)
+        return [
+            offers.get(name) or Offer(name, name, most) for name in self._drafters if name in names
+        ]
 
     def _note(self, choice: Choice) -> None:
-        self._num_rounds += 1
         last, self._choice = self._choice, choice
         if last is None or (last.drafter, last.num_draft_tokens, last.kind) != (
             choice.drafter,
             choice.num_draft_tokens,
             choice.kind,
         ):
-            self.changes.append((self._num_rounds, choice))
+            self.changes.append((self.planner.kinds.total() + 1, choice))
 
 
 class Replay:
@@ -211,11 +184,6 @@ class Replay:
     def truncate(self, length: int) -> None:
         for drafter in self._drafters.values():
             drafter.truncate(length)
-
-
-def _is_steady(choice: Choice) -> bool:
-    """Whether it is the model's, and another round like it would cost the same."""
-    return choice.drafter == MODEL and choice.kind == "gain" and not choice.reading
 
 
 def _model(drafters: Mapping[str, Drafter]) -> DraftModel | None:

@@ -18,7 +18,7 @@ from specedge.runtime.loop.decoding import SpeculativeDecoder
 from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.loop.verify import Draft
 from specedge.runtime.planning.explain import explain
-from specedge.runtime.planning.planner import STAKES, Planner
+from specedge.runtime.planning.planner import STAKE, Planner
 from specedge.runtime.planning.plans import Auto, Replay, recorded
 from virtual import table
 
@@ -99,42 +99,14 @@ def test_where_nothing_pays_most_rounds_are_not_planned_anew():
     assert plan.planner.kinds == {"plain": 200}
 
 
-def test_where_the_model_pays_again_every_other_round_is_not_planned():
-    distribution = hashed_distribution(1, 8)
-    plan = auto(table(prior={"model": 0.9}, rows=3), model=DraftModel(TableModel(distribution)))
-    planned, choose = [], plan.planner.choose
-    plan.planner.choose = lambda *given: planned.append(given) or choose(*given)
-    rounds = run(plan, TableModel(distribution))
-    assert {one.drafter for one in rounds} == {"model"}
-    assert len(rounds) / 2 <= len(planned) <= len(rounds) / 2 + 2
-
-
-def test_a_round_is_not_repeated_where_the_model_must_read_again():
-    distribution = hashed_distribution(1, 8)
-    model = DraftModel(TableModel(distribution), context_length=12)
-    plan = auto(table(prior={"model": 0.9}, rows=3), model=model)
-    next_, read = plan.next, []
-
-    def behind(history, left):
-        missing = model.standing(history.length, plan._read)[0]
-        step = next_(history, left)
-        read.append((missing > 2, plan._choice.reading > 0, step.name))
-        return step
-
-    plan.next = behind
-    run(plan, TableModel(distribution), tokens=100)
-    assert sum(must for must, _, _ in read) > 5
-    assert all(knew for must, knew, name in read if must and name == "model")
-
-
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
-def test_a_repeated_round_may_lose_no_more_than_is_left(draft):
+def test_a_round_may_lose_no_more_than_is_left(draft):
     distribution, wrong = hashed_distribution(1, 50), hashed_distribution(2, 50)
     plan = auto(table(draft, prior={"model": 0.9}), model=DraftModel(TableModel(wrong)))
     planner, next_, over = plan.planner, plan.next, []
 
     def checked(history, left):
-        spare = planner._spare("model", 1.0)
+        spare = STAKE + planner.gained + planner._reading
         step = next_(history, left)
         k, costs = step.num_draft_tokens, planner.last_costs
         over.append(k > 1 and costs.rounds[k] + costs.drafting(2)[k] - costs.plain > spare + 1e-9)
@@ -157,18 +129,17 @@ def test_copies_that_are_wrong_lose_no_more_than_the_stake_and_are_hardly_used_a
     target = TableModel(lambda text: [0, 0, 0, 1])
     plan = auto(table(prior={"lookup": 0.5}), lookup=Copies(2))
     rounds = run(plan, target, tokens=100)
-    assert plan.planner.gained > -STAKES["tune"] - 1
+    assert plan.planner.gained > -1.5 * STAKE
     assert [one.drafter for one in rounds[40:]].count("plain") >= 50
 
 
-@pytest.mark.parametrize(("lookup", "name"), [(0.95, "chain"), (0.3, "model")])
-def test_without_a_copy_the_model_may_lead_to_one_where_copies_stand(lookup, name):
+@pytest.mark.parametrize(("rate", "name"), [(0.95, "chain"), (0.3, "model")])
+def test_without_a_copy_the_model_may_lead_to_one_where_copies_are_accepted(rate, name):
     distribution = hashed_distribution(1, 8)
-    none = Copies(0)
-    none.propose = lambda *_: Draft([])
-    model = DraftModel(TableModel(distribution))
-    drafters = {"model": model, "lookup": none, "chain": Chain(none, model)}
-    plan = auto(table(prior={"model": 0.9, "lookup": lookup}), **drafters)
+    lookup, model = Copies(0), DraftModel(TableModel(distribution))
+    lookup.propose = lambda *_: Draft([])
+    drafters = {"model": model, "lookup": lookup, "chain": Chain(lookup, model)}
+    plan = auto(table(prior={"model": 0.9, "lookup": rate}), **drafters)
     assert run(plan, TableModel(distribution))[0].drafter == name
 
 
