@@ -1,4 +1,4 @@
-"""One model into its folder of a bundle: traced, written, and played against PyTorch."""
+"""One model into its folder of a bundle: traced, written, and compared with PyTorch."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .checkpoint import licences, loading, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.lazy_weights import Sources
 from .checkpoint.loading import Loaded
-from .compare import parity, plays, reference
+from .compare import checks, parity, reference
 from .compare.reference import Reference
-from .compare.runner import Player
+from .compare.runner import Runner
 from .graph import weights
 from .model_files import ModelExport
 from .progress import Progress
@@ -121,8 +121,8 @@ def _note_rotary(
 
 
 def _references(part: ModelExport) -> list[Reference]:
-    played = reference.positions_played(part.shape, reference.num_parameters(part.model))
-    total = sum(end - start for start, end in played)
+    stretches = reference.positions_compared(part.shape, reference.num_parameters(part.model))
+    total = sum(end - start for start, end in stretches)
     with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
         sources = part.loaded.sources
         return reference.references(
@@ -134,20 +134,22 @@ def _compare(
     part: ModelExport, wanted: list[str], references: list[Reference], tolerance: float | None
 ) -> dict[str, Parity]:
     """Compare each op set that can be."""
-    return model_files.each(part, wanted, lambda ops: _played(part, ops, references, tolerance))
+    return model_files.each(
+        part, wanted, lambda ops: _compare_one(part, ops, references, tolerance)
+    )
 
 
-def _played(
+def _compare_one(
     part: ModelExport, ops: str, references: list[Reference], tolerance: float | None
 ) -> Parity:
     """Hold an op set's files against what PyTorch computed; note what is not as it should be."""
     who, progress = f"{part.role} ({ops})", part.progress
-    player = Player(part.folder, part.lengths, part.shape, ops)
-    with progress.step(f"Comparing the {who}", player.num_stages) as advance:
-        found = parity.measure(part.role, references, player, tolerance, advance)
+    runner = Runner(part.folder, part.lengths, part.shape, ops)
+    with progress.step(f"Comparing the {who}", runner.num_stages) as advance:
+        found = parity.measure(part.role, references, runner, tolerance, advance)
     if found.differing:
         progress.note(f"{who}: {', '.join(found.differing)} give other last bits than decoder")
-    expected = plays.lengths_to_compare(player)
+    expected = checks.lengths_to_compare(runner)
     if missing := sorted({*expected} - {*found.parity.row_independent_lengths}):
         progress.note(
             f"{who}: passes of {', '.join(map(str, missing))} tokens give other last bits than "

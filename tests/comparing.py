@@ -5,7 +5,7 @@ from specedge.exporter import Progress, model_files
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
 from specedge.exporter.compare import parity, reference
-from specedge.exporter.compare.runner import Player
+from specedge.exporter.compare.runner import Runner
 from specedge.exporter.tracing import geometry, tracing
 from specedge.exporter.tracing.module_patches import swapped
 
@@ -16,7 +16,7 @@ def traced(model, folder, ops="onnx", context=CONTEXT):
     loaded = Loaded(model, "float32", Sources())
     part = model_files.measured("target", loaded, context, 4, 512, folder, Progress())
     model_files.write([part], ops)
-    return Player(folder, part.lengths, part.shape, ops)
+    return Runner(folder, part.lengths, part.shape, ops)
 
 
 def graphs_of(model):
@@ -29,14 +29,14 @@ def graphs_of(model):
         return layers, {ops: tracing.trace(model, shape, ops, layers) for ops in op_sets}
 
 
-def computed(model, player):
+def computed(model, runner):
     """What PyTorch computes, to compare a graph with."""
-    return reference.references("target", model, Sources(), player.geometry, 512)
+    return reference.references("target", model, Sources(), runner.geometry, 512)
 
 
-def measure(model, player, tolerance=None, references=None):
-    references = references or computed(model, player)
-    found = parity.measure("target", references, player, tolerance)
+def measure(model, runner, tolerance=None, references=None):
+    references = references or computed(model, runner)
+    found = parity.measure("target", references, runner, tolerance)
     assert found.differing == []
     return found.parity
 

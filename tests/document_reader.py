@@ -5,6 +5,7 @@ It shares no code with specedge: that it works shows that the document suffices.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -16,6 +17,17 @@ import numpy as np
 DOCUMENT = Path(__file__).parents[1] / "docs" / "bundle.md"
 PLAIN = {"integer": int, "text": str, "boolean": bool}
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
+
+
+def session_options():
+    """Sessions in the process's pool: other tests may have made it, and then none has its own."""
+    import onnxruntime
+
+    with contextlib.suppress(Exception):
+        onnxruntime.set_global_thread_pool_sizes(0, 1)
+    options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = False
+    return options
 
 
 @functools.cache
@@ -89,13 +101,13 @@ def read(folder: Path) -> dict:
 class Model:
     """One model of a bundle. Caches are fed and fetched by value, which is slow and simple.
 
-    `spoil` is what stale rows are filled with, to show that nothing reads them.
+    `noise` is what stale rows are filled with, to show that nothing reads them.
     """
 
-    def __init__(self, folder: Path, entry: dict, ops: str, options, spoil: float) -> None:
+    def __init__(self, folder: Path, entry: dict, ops: str, options, noise: float) -> None:
         import onnxruntime
 
-        self.entry, self.spoil, self.past_length = entry, spoil, 0
+        self.entry, self.noise, self.past_length = entry, noise, 0
         graphs = [g for g in entry["graphs"] if g["ops"] == ops]
         self.sessions = {
             g["length"]: onnxruntime.InferenceSession(folder / g["file"], options)
@@ -134,7 +146,7 @@ class Model:
         self.past_length += len(tokens)
         for name in self.caches:
             self.caches[name] = found[f"present.{name}"]
-            self.caches[name][:, :, self.past_length :] = self.spoil
+            self.caches[name][:, :, self.past_length :] = self.noise
         logits = found.get("logits")
         return None if logits is None else logits[0, :, : self.entry["vocab_size"]]
 

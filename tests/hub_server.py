@@ -32,14 +32,14 @@ class Hub:
     """Repositories and how to answer for them; what was asked is in `requests`.
 
     `cuts` are bytes after which an answer's connection breaks, one for each of the next ones;
-    `statuses` are errors, by repository, instead of answers; of files in `spoiled` zeros are sent.
+    `statuses` are errors, by repository, instead of answers; of files in `corrupt` zeros are sent.
     """
 
     folder: Path
     private: set[str] = field(default_factory=set)
     gated: set[str] = field(default_factory=set)
     statuses: dict[str, int] = field(default_factory=dict)
-    spoiled: set[str] = field(default_factory=set)
+    corrupt: set[str] = field(default_factory=set)
     cuts: list[int] = field(default_factory=list)
     requests: list[tuple[str, str, str | None]] = field(default_factory=list)
     sent: int = 0  # bytes of files
@@ -151,7 +151,7 @@ class Handler(BaseHTTPRequestHandler):
     def _send_bytes(self, path: Path, first: int, end: int) -> None:
         cut = self.hub.cuts.pop(0) if self.hub.cuts and path.suffix in LARGE else end
         for piece in _pieces(path, first, min(end, first + cut)):
-            self.wfile.write(bytes(len(piece)) if path.name in self.hub.spoiled else piece)
+            self.wfile.write(bytes(len(piece)) if path.name in self.hub.corrupt else piece)
             self.hub.sent += len(piece)
         if first + cut < end:
             self.close_connection = True

@@ -66,7 +66,7 @@ def everything_below(folder):
     return sorted(str(path) for path in folder.rglob("*"))
 
 
-def spoil(folder):
+def corrupt(folder):
     (folder / "target/weights.bin").write_bytes(b"short")
 
 

@@ -9,7 +9,7 @@ def dependent_lengths(model, lengths, num_tokens=140):
     """The pass lengths whose logits or cache rows differ by any bit from those of one pass."""
     tokens = np.random.default_rng(0).integers(1, model.vocab_size, num_tokens).tolist()
 
-    def play(length):
+    def run(length):
         model.truncate(0)
         for cache in model.cache.arrays.values():
             cache[:] = 1.0  # stale rows that are read would show
@@ -20,5 +20,5 @@ def dependent_lengths(model, lengths, num_tokens=140):
             *(c[:, :, :num_tokens].copy() for c in model.cache.arrays.values()),
         ]
 
-    wide = play(num_tokens)
-    return [t for t in lengths if not all(map(np.array_equal, play(t), wide))]
+    wide = run(num_tokens)
+    return [t for t in lengths if not all(map(np.array_equal, run(t), wide))]

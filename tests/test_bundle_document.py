@@ -106,10 +106,7 @@ def test_a_reader_written_from_the_document_reads_the_embedded_pair():
 @pytest.fixture(scope="module")
 def models(pipeline):
     """The manifest, the target and the draft, with noise in stale rows."""
-    import onnxruntime
-
-    options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False  # the pipeline's pool belongs to the process
+    options = reader.session_options()
     folder, roles = store.embedded(), ("target", "draft")
     manifest = reader.read(folder)
     return manifest, *(reader.Model(folder, manifest[r], "onnx", options, 1e4) for r in roles)

@@ -8,7 +8,7 @@ import sys
 import filelock
 import pytest
 
-from installed import age, garble, install, listed, run, spoil, strip
+from installed import age, corrupt, garble, install, listed, run, strip
 from manifests import make_bundle
 from specedge import leftovers, library, store
 from specedge.bundle import MANIFEST
@@ -56,7 +56,12 @@ def test_the_json_list_has_the_facts_of_each_bundle():
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [(spoil, "has 5 bytes"), (age, "format is 1"), (garble, MANIFEST), (strip, "has no bundle.js")],
+    [
+        (corrupt, "has 5 bytes"),
+        (age, "format is 1"),
+        (garble, MANIFEST),
+        (strip, "has no bundle.js"),
+    ],
 )
 def test_a_broken_bundle_is_listed_with_its_error_in_one_line(change, said):
     install("good")

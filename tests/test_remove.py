@@ -7,7 +7,7 @@ import sys
 import filelock
 import pytest
 
-from installed import COMMAND, age, everything_below, garble, install, listed, run, spoil, strip
+from installed import COMMAND, age, corrupt, everything_below, garble, install, listed, run, strip
 from manifests import make_bundle
 from specedge import leftovers, library, store
 from specedge.bundle import MANIFEST
@@ -47,7 +47,7 @@ def test_a_bundle_outside_is_removed_by_its_folder(tmp_path):
 
 
 def test_broken_bundles_of_the_user_can_be_removed():
-    for change in (spoil, age, garble):
+    for change in (corrupt, age, garble):
         change(install())
         library.remove(library.removable("pair"))
         assert not list(store.bundles_folder().iterdir())

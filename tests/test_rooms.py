@@ -35,7 +35,7 @@ def imports_of(path):
 
 
 def test_exporter_and_runtime_are_strangers():
-    assert ("parity.py", "specedge.exporter.compare.runner.Player") in list(imports("exporter"))
+    assert ("parity.py", "specedge.exporter.compare.runner.Runner") in list(imports("exporter"))
     assert not [i for i in imports("exporter") if i[1].startswith("specedge.runtime")]
     assert not [i for i in imports("runtime") if i[1].startswith("specedge.exporter")]
 

@@ -128,10 +128,10 @@ def refusals(family: str) -> Iterator[tuple[str, str, str]]:
                 continue
             with tempfile.TemporaryDirectory() as folder:
                 with mock.patch.object(tracing, "trace", return_value=faulty):
-                    player = traced(model, Path(folder), ops)
-                references = references or computed(model, player)
+                    runner = traced(model, Path(folder), ops)
+                references = references or computed(model, runner)
                 try:
-                    measure(model, player, references=references)
+                    measure(model, runner, references=references)
                 except ParityError as error:
                     yield name, ops, str(error)
                 else:

@@ -15,11 +15,11 @@ import transformers
 from specedge.manifest import Parity
 
 from ..progress import Advance
-from . import plays, structure
+from . import checks, structure
+from .checks import Check
 from .judgement import Judge, scales
-from .plays import Check
 from .reference import Reference, spread
-from .runner import Action, Player
+from .runner import Action, Runner
 
 PACKAGES = (torch, transformers, onnx, onnxruntime, onnxscript)
 
@@ -35,23 +35,23 @@ class Findings:
 def measure(
     role: str,
     parts: list[Reference],
-    player: Player,
+    runner: Runner,
     tolerance: float | None = None,
     advance: Advance = lambda amount: None,
 ) -> Findings:
     """Ask whether the graph is the model, and whether it is as good as float32 can be.
 
-    The first in float64. The second by playing all files along the same stretches in float32. Of a
+    The first in float64. The second by running all files along the same stretches in float32. Of a
     large model with layers of like form all layers run in one pass of each stretch, compared with
     PyTorch; then one layer of each form in passes of all kinds, compared with one such pass.
     Raises ParityError.
     """
-    player.check_files()
+    runner.check_files()
     difference, ratio = structure.check(
-        role, player.path("decoder"), player.geometry, parts, tolerance
+        role, runner.path("decoder"), runner.geometry, parts, tolerance
     )
     judge = Judge(role, "the exact result", tolerance, ratio=ratio)
-    held, differing = _played(parts, player, judge, advance)
+    held, differing = _run(parts, runner, judge, advance)
     own = [_largest(p.logits_float32 * scales(p.logits), p.logits) for p in parts]
     caches = [
         _largest(float32 * scales(cache), cache)
@@ -80,24 +80,24 @@ def _largest(errors: np.ndarray, values: np.ndarray) -> float:
     return float(errors.max()) / max(1e-30, float(np.abs(values).max()))
 
 
-def _played(
-    parts: list[Reference], player: Player, judge: Judge, advance: Advance
+def _run(
+    parts: list[Reference], runner: Runner, judge: Judge, advance: Advance
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Play everything and judge it: the T whose rows keep their bits, and the files with others."""
+    """Run everything and judge it: the T whose rows keep their bits, and the files with others."""
     through: list[Check] = []
-    checks: list[Check] = []
-    if player.left_out is not None:
-        through = [plays.through(player, part, judge) for part in parts]
-        parts, checks = map(list, zip(*(plays.own(player, part) for part in parts), strict=True))
+    ways: list[Check] = []
+    if runner.left_out is not None:
+        through = [checks.through(runner, part, judge) for part in parts]
+        parts, ways = map(list, zip(*(checks.own(runner, part) for part in parts), strict=True))
     differing: list[str] = []
     held: dict[int, bool] = {}
-    alone = [length for length in player.lengths.values() if length.length is not None]
-    checks += [plays.stretch(player, part, judge, alone, differing) for part in parts]
-    checks.append(plays.independence(player, parts[0].tokens, held))
-    checks += [plays.file(player, length, parts[0], differing) for length in alone]
-    # All at once, because a model in parts is loaded for each play.
-    results = iter(player.play(_actions(checks), advance, _actions(through)))
-    for actions, decide in (*through, *checks):
+    alone = [length for length in runner.lengths.values() if length.length is not None]
+    ways += [checks.stretch(runner, part, judge, alone, differing) for part in parts]
+    ways.append(checks.independence(runner, parts[0].tokens, held))
+    ways += [checks.file(runner, length, parts[0], differing) for length in alone]
+    # All at once, because a model in parts is loaded for each run.
+    results = iter(runner.run(_actions(ways), advance, _actions(through)))
+    for actions, decide in (*through, *ways):
         decide(list(itertools.islice(results, len(actions))))
     return tuple(length for length, same in held.items() if same), differing
 

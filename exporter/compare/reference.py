@@ -26,7 +26,7 @@ from .exact_model import ROUNDINGS, Nudged, exactly
 from .judgement import errors, float32_errors
 from .routing import Choices, close
 
-WHOLE = 1024  # contexts up to this length are played whole
+WHOLE = 1024  # contexts up to this length are compared whole
 SMALL = 50_000_000  # of models up to this many parameters
 PART, TAIL = 256, 48  # of longer ones: so many positions from the start, so many up to the end
 LARGE_PART, LARGE_TAIL = 32, 12  # and of large models: there every kind has one turn
@@ -66,7 +66,7 @@ class Reference:
         return self.start + len(self.tokens)
 
 
-def positions_played(geometry: Geometry, num_parameters: int) -> list[tuple[int, int]]:
+def positions_compared(geometry: Geometry, num_parameters: int) -> list[tuple[int, int]]:
     """Which stretches of the context are compared: the whole, or its start and its end."""
     context, small = geometry.context_length, num_parameters <= SMALL
     small &= min(context, WHOLE) * geometry.padded_vocab_size <= HELD
@@ -95,7 +95,7 @@ def references(
     """
     random = np.random.default_rng(0)
     found: list[Reference] = []
-    for start, end in positions_played(geometry, num_parameters(model)):
+    for start, end in positions_compared(geometry, num_parameters(model)):
         tokens = random.integers(0, num_tokens, end - start)
         history = _rows_before(start, found, geometry)
         left_out = 0

@@ -24,7 +24,7 @@ from . import partition
 from .shorter import Shorter, shorten
 from .stage import Stage, Values, open_session, unpacked
 
-WHOLE_BYTES = 100_000_000  # of weights; larger models are played part by part
+WHOLE_BYTES = 100_000_000  # of weights; larger models are run part by part
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Fill:
 
 
 @dataclass(frozen=True)
-class Spoil:
+class FillNoise:
     """Write noise to rows that hold nothing, or that a rollback left behind."""
 
     start: int
@@ -67,11 +67,11 @@ class Rows:
     into: list[np.ndarray] | None = None
 
 
-Action = Pass | Fill | Spoil | Rows
+Action = Pass | Fill | FillNoise | Rows
 
 
-class Player:
-    """One op set of a model over caches [1, H, S, D]; a play begins by filling them."""
+class Runner:
+    """One op set of a model over caches [1, H, S, D]; a run begins by filling them."""
 
     def __init__(
         self, folder: Path, lengths: list[Length], geometry: Geometry, ops: str = "onnx"
@@ -111,7 +111,7 @@ class Player:
         """A graph's file."""
         return self.folder / self.lengths[name].file(self.ops)
 
-    def play(
+    def run(
         self,
         actions: list[Action],
         advance: Advance = lambda amount: None,
@@ -136,7 +136,7 @@ class Player:
                     if isinstance(action, Pass):
                         made = stage.run(action.name, action.packed, passes[i])
                         if self.left_out is not None and shorter:
-                            made |= self.left_out.standing_in(action.name, made)
+                            made |= self.left_out.substitutes(action.name, made)
                         passes[i] |= made
                         if (logits := passes[i].pop("logits", None)) is None:
                             continue
@@ -144,8 +144,8 @@ class Player:
                     elif isinstance(action, Rows):
                         # Stages take the caches in order.
                         results[i] += stage.rows(action.start, action.end)
-                    elif isinstance(action, Spoil):
-                        stage.spoil(action.start, action.end)
+                    elif isinstance(action, FillNoise):
+                        stage.fill_noise(action.start, action.end)
                     else:
                         at = {name: index[name] for name in stage.caches}
                         places = {n: kept[i] for n, i in at.items()} if shorter else at

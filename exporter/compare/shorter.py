@@ -1,7 +1,7 @@
-"""Which parts of a large model are enough to play its files in every way they are used.
+"""Which parts of a large model are enough to run its files in every way they are used.
 
 Layers that differ in nothing but their weights compute alike: the same kernels on the same shapes.
-So one of each form is played in full, and all of them in a single pass.
+So one of each form is run in full, and all of them in a single pass.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shorter:
-    """The parts to play: all before `end`, and from `start` on.
+    """The parts to run: all before `end`, and from `start` on.
 
     Of each file, `names` says which value made before `end` stands for one that was made before
     `start`.
@@ -31,7 +31,7 @@ class Shorter:
         """Whether a part is left out."""
         return self.end <= index < self.start
 
-    def standing_in(self, file: str, made: Mapping[str, T]) -> dict[str, T]:
+    def substitutes(self, file: str, made: Mapping[str, T]) -> dict[str, T]:
         """What is made here, by the names of what stands for it."""
         return {name: made[x] for name, x in self.names[file].items() if x in made}
 

@@ -67,7 +67,7 @@ class Stage:
         for name, part in rows.items():
             self.caches[name][0, :, : part.shape[1]] = part
 
-    def spoil(self, start: int, end: int) -> None:
+    def fill_noise(self, start: int, end: int) -> None:
         """Write noise to rows."""
         for cache in self.caches.values():
             rows = cache[:, :, start:end]

@@ -90,7 +90,7 @@ def _pass(
 
 
 class Alone:
-    """Judges the fused nodes of a graph as it is played: float32 in ONNX Runtime against exact.
+    """Judges the fused nodes of a graph as it is run: float32 in ONNX Runtime against exact.
 
     Of T tokens; nodes also get rows behind them, whose output the graph drops. With `once` one node
     of each kind is judged: at the end of a long context each takes as long as a layer.

@@ -141,11 +141,11 @@ def self_test(
     control = _loop_checks(subject, budget.share(CONTROL), partial(_told_of, told, "as it is"))
     found: list[tuple[Defect, list[Finding]]] = []
     for i, defect in enumerate(defects):
-        spoilt = dataclasses.replace(subject, parts=defect.parts)
+        planted = dataclasses.replace(subject, parts=defect.parts)
         share = budget.share(1 / (len(defects) - i))
         for look in LOOKS:
             told_of = partial(_told_of, told, defect.name)
-            findings = _loop_checks(spoilt, share.share(look), told_of, until_caught=True)
+            findings = _loop_checks(planted, share.share(look), told_of, until_caught=True)
             if findings[-1].status == FAILED:
                 break
         found.append((defect, findings))

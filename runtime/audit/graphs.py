@@ -66,18 +66,18 @@ class _Notes:
 def graphs(bundle: Bundle, ops: str, open_: Open, budget: Budget) -> Finding:
     """Compare the graphs with each other, those that are run first; one is loaded at a time."""
     notes = _Notes()
-    played = {}
+    wanted = {}
     for role, model in bundle.models.items():
         own = choose_ops(model, ops)
         graph = open_(model, own, "decoder")
         _rows(notes, role, model, own, graph, budget)
-        played[role] = _play(graph, model, own)
+        wanted[role] = _run(graph, model, own)
         del graph
     for role, model in bundle.models.items():
         own = choose_ops(model, ops)
-        _fixed(notes, role, model, own, open_, played[role], budget)
+        _fixed(notes, role, model, own, open_, wanted[role], budget)
         for other in (name for name in model.parity if name != own):
-            _other_ops(notes, role, model, (own, other), open_, played[role], budget)
+            _other_ops(notes, role, model, (own, other), open_, wanted[role], budget)
     if notes.missing:
         notes.lines.append(f"too little time to compare {', '.join(notes.missing)}")
         notes.facts["not_compared"] = notes.missing
@@ -163,7 +163,7 @@ def _other_ops(
     model: Model,
     ops: tuple[str, str],
     open_: Open,
-    played: dict[str, Outputs],
+    wanted: dict[str, Outputs],
     budget: Budget,
 ) -> None:
     """The op set that is not run, against the one that is."""
@@ -171,8 +171,8 @@ def _other_ops(
     if budget.over:
         notes.missing.append(f"{role}'s {other} graphs")
         return
-    others = _play(open_(model, other, "decoder"), model, other)
-    relative = _relative(others["decoder"], played["decoder"])
+    others = _run(open_(model, other, "decoder"), model, other)
+    relative = _relative(others["decoder"], wanted["decoder"])
     notes.facts[role][f"relative_difference_to_{other}"] = relative
     line = (
         f"{role}: {other} differs from {own} by up to {relative:.1e} of the largest value of "
@@ -188,7 +188,7 @@ def _fixed(
     model: Model,
     ops: str,
     open_: Open,
-    played: dict[str, Outputs],
+    wanted: dict[str, Outputs],
     budget: Budget,
 ) -> None:
     """The graphs of fixed shapes against the one for any length."""
@@ -198,7 +198,7 @@ def _fixed(
             notes.missing.append(f"{role}'s {entry.name} ({ops})")
             continue
         outputs = _passes(open_(model, ops, entry.name), model, entry, _tokens(model))
-        found[entry.name] = _relative(outputs, played[entry.name])
+        found[entry.name] = _relative(outputs, wanted[entry.name])
         gc.collect()  # a session holds its weights
     if not found:
         return
@@ -217,7 +217,7 @@ def _fixed_shapes(model: Model, ops: str) -> list[Graph]:
     return [g for g in model.graphs if g.ops == ops and g.length is not None]
 
 
-def _play(graph: OrtModel, model: Model, ops: str) -> dict[str, Outputs]:
+def _run(graph: OrtModel, model: Model, ops: str) -> dict[str, Outputs]:
     """What `decoder` makes of all tokens, and of the passes of each fixed shape, by its name."""
     tokens = _tokens(model)
     graph.truncate(0)

@@ -21,7 +21,7 @@ from .report import FAILED, PASSED, SHORT, Finding
 from .subject import ROWS, Subject, logits_after
 
 LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check says nothing
-NUM_PLAYS = 4
+NUM_RUNS = 4
 
 
 def caches(subject: Subject, budget: Budget) -> Finding:
@@ -30,24 +30,24 @@ def caches(subject: Subject, budget: Budget) -> Finding:
     short = False
     for role, model in (("target", subject.parts.target(subject.target)), ("draft", subject.draft)):
         text = subject.text(role)
-        plays = 0
+        runs = 0
         worst = 0.0
-        for seed in range(NUM_PLAYS):
+        for seed in range(NUM_RUNS):
             if budget.over:
                 break
-            worst = max(worst, _played(model, text, subject.num_draft_tokens + 1, seed))
-            plays += 1
+            worst = max(worst, _after_rollbacks(model, text, subject.num_draft_tokens + 1, seed))
+            runs += 1
         limit = subject.tolerance if subject.noise.get(role) else 0.0
-        facts[role] = {"num_texts": plays, "num_tokens": len(text), "relative_difference": worst}
-        short |= not plays
+        facts[role] = {"num_texts": runs, "num_tokens": len(text), "relative_difference": worst}
+        short |= not runs
         if worst > limit:
             problems.append(
                 f"{role}: after rollbacks its logits or cache rows are off by {worst:.1e} of the "
                 "largest value"
             )
-        elif plays:
+        elif runs:
             what = "the same bits" if worst == 0 else f"within {worst:.1e} of the largest value"
-            lines.append(f"{role}: {plays} texts of {len(text)} tokens, {what}")
+            lines.append(f"{role}: {runs} texts of {len(text)} tokens, {what}")
     if problems:
         return Finding("caches", FAILED, problems[0], tuple(problems[1:] + lines), facts)
     if short:
@@ -56,7 +56,7 @@ def caches(subject: Subject, budget: Budget) -> Finding:
     return Finding("caches", PASSED, summary, tuple(lines), facts)
 
 
-def _played(model: Cached, text: list[int], most: int, seed: int) -> float:
+def _after_rollbacks(model: Cached, text: list[int], most: int, seed: int) -> float:
     """The largest relative difference after rounds as a decoder has them: some tokens of the
     text, then others that are rolled back."""
     random = np.random.default_rng(seed)

@@ -25,7 +25,7 @@ from .cached import Cached
 from .noise import row_differences
 from .remembering import Remembering
 
-ROWS = 64  # tokens of the texts that are played and drawn
+ROWS = 64  # tokens of the texts that are run and drawn
 PLANNED = 8  # the largest K that rounds are planned with, where the bundle says no more
 
 Array = NDArray[Any]

@@ -24,7 +24,7 @@ from ..theory.overlap import acceptance_probability
 ROWS = 16  # of logits at a time: a row may have 150,000 columns
 
 
-def stands(
+def acceptances(
     pipeline: Pipeline, prompt: Sequence[int], text: Sequence[int], sampling: Sampling
 ) -> list[float]:
     """The chance that a token of the draft model's is accepted at each place of a text. -> [n]

@@ -18,12 +18,12 @@ def text_rounds(
     drafts no more than is still wanted, of greedy tokens one fewer; what the last one yields beyond
     that is lost: with short texts it counts. [K], [K + 1]
     """
-    stand = [1.0, *accumulate(chances, mul), 0.0]
+    reached = [1.0, *accumulate(chances, mul), 0.0]
     cost = [0.0]
     for wanted in range(1, num_tokens + 1):
         k = min(len(rounds) - 1, wanted - 1 if greedy else wanted)
         rest = sum(
-            (stand[n] - (stand[n + 1] if n < k else 0.0)) * cost[max(0, wanted - n - 1)]
+            (reached[n] - (reached[n + 1] if n < k else 0.0)) * cost[max(0, wanted - n - 1)]
             for n in range(k + 1)
         )
         cost.append(rounds[k] + rest)

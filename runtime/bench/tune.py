@@ -114,12 +114,12 @@ def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[st
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
         seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i)
         found[mode].seen.append(seen)
-        found[mode].copies.extend(copies_that_stand([*prompt, *tokens], len(prompt), max(ks)))
+        found[mode].copies.extend(accepted_copies([*prompt, *tokens], len(prompt), max(ks)))
         progress((i + 1) / len(runs))
     return found
 
 
-def copies_that_stand(text: Sequence[int], start: int, max_tokens: int) -> Iterator[bool]:
+def accepted_copies(text: Sequence[int], start: int, max_tokens: int) -> Iterator[bool]:
     """Whether each token is accepted that lookup alone would have tested, had it drafted up to so
     many a round from `start` on.
     """

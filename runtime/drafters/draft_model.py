@@ -66,7 +66,7 @@ class DraftModel:
             feed = [token]
         return Draft(drafted, probs or None)
 
-    def standing(self, length: int, read: int) -> tuple[int, int]:
+    def behind_and_room(self, length: int, read: int) -> tuple[int, int]:
         """Of a text of that length, how many tokens it has not read after it was asked at `read`
         of them, and how many it may draft.
         """

@@ -122,7 +122,7 @@ class Auto:
         most = self.planner.max_draft_tokens
         behind = room = 0
         if self._model is not None:
-            behind, room = self._model.standing(history.length, self._read)
+            behind, room = self._model.behind_and_room(history.length, self._read)
         if LOOKUP in self._drafters:
             self._copy = self._drafters[LOOKUP].propose(history, most, _CERTAIN, _NO_CHANCE).tokens
         ready = len(self._copy)

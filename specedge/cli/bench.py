@@ -236,7 +236,7 @@ def _report(
     facts: dict[str, Any],
 ) -> Any:
     from specedge.cli.bench_output import Report
-    from specedge.runtime.bench.acceptance import stands
+    from specedge.runtime.bench.acceptance import acceptances
     from specedge.runtime.bench.measure import PLAIN_SETTING
     from specedge.runtime.bench.summary import losing, summarise
     from specedge.runtime.text.bad_words import sampling_of
@@ -246,7 +246,7 @@ def _report(
     alphas = {}
     for i, prompt in enumerate(prompts):
         text = measured.texts[PLAIN_SETTING, i]
-        alphas[i] = stands(pipeline, prompt.tokens, text.tokens[: text.kept], sampling)
+        alphas[i] = acceptances(pipeline, prompt.tokens, text.tokens[: text.kept], sampling)
     table = pipeline.costs.table if pipeline.costs.table.origin == "tune" else None
     figures = summarise(measured, prompts, alphas, table, sampling.greedy)
     return Report(facts, figures, losing(figures), prompts, measured.runs)

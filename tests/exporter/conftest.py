@@ -102,7 +102,7 @@ def exported(request, pairs):
 
 @pytest.fixture
 def checkpoint(pairs, tmp_path):
-    """A copy of the gpt2 target's folder, to spoil."""
+    """A copy of the gpt2 target's folder, to damage."""
     import shutil
 
     return shutil.copytree(pairs.checkpoint("gpt2")[1], tmp_path / "checkpoint")
@@ -110,6 +110,6 @@ def checkpoint(pairs, tmp_path):
 
 @pytest.fixture
 def in_parts(monkeypatch):
-    """Small models are played as large ones are."""
+    """Small models are run as large ones are."""
     monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
     monkeypatch.setattr(partition, "PART_BYTES", 100_000)

@@ -13,7 +13,7 @@ from rows import LENGTHS, dependent_lengths
 from specedge.cli import cli
 from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export
-from specedge.exporter.compare import plays
+from specedge.exporter.compare import checks
 from specedge.runtime import loading
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -90,10 +90,10 @@ def test_the_noise_of_a_device_is_found(noisy):
 
 @pytest.mark.thorough
 def test_an_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
-    def none(player, tokens, held):
+    def none(runner, tokens, held):
         return [], lambda results: held.update(dict.fromkeys(LENGTHS, False))
 
-    monkeypatch.setattr(plays, "independence", none)
+    monkeypatch.setattr(checks, "independence", none)
     draft, target = make_pair(tmp_path, "llama", context=96)
     progress = Progress()
     bundle = export(draft, target, tmp_path / "bundle", ops="gqa", progress=progress)

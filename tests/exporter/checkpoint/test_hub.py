@@ -221,7 +221,7 @@ def test_without_a_network_a_damaged_index_is_still_said_to_be_damaged(server, m
     assert "index.json cannot be read" in refusal()
 
 
-def spoil(server, found):
+def corrupt(server, found):
     """What an earlier run left of a file, with other bytes than it has."""
     part = (
         found.folder.parents[1] / "blobs" / f"{hub_server.etag(server.folder / NAME / WHOLE)}.part"
@@ -231,7 +231,7 @@ def spoil(server, found):
 
 def test_a_part_whose_bytes_went_wrong_is_fetched_anew(server, original):
     found = find()
-    spoil(server, found)
+    corrupt(server, found)
     progress = Bars()
     loading.load(found, progress)
     assert same(find(), original)
@@ -242,10 +242,10 @@ def test_a_part_whose_bytes_went_wrong_is_fetched_anew(server, original):
 
 def test_bytes_that_go_wrong_twice_are_refused(server, original):
     found = find()
-    server.spoiled.add(WHOLE)
+    server.corrupt.add(WHOLE)
     with pytest.raises(CheckpointError, match="both times its SHA-256 was not the one") as caught:
         loading.load(found, Progress())
     assert "\n" not in str(caught.value)
     assert not [*(found.folder.parents[1] / "blobs").glob("*.part")]
-    server.spoiled.clear()
+    server.corrupt.clear()
     assert same(find(), original)

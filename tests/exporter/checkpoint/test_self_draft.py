@@ -5,7 +5,6 @@ import shutil
 
 import numpy as np
 import onnx
-import onnxruntime
 import pytest
 import torch
 from click.testing import CliRunner
@@ -150,8 +149,7 @@ def test_a_host_written_from_the_document_reads_and_runs_it(made):
     folder = made.bundle.folder
     manifest = document_reader.read(folder)
     assert manifest == json.loads(made.bundle.to_json())
-    options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False  # the pipeline's pool belongs to the process
+    options = document_reader.session_options()
     models = [
         document_reader.Model(folder, manifest[role], "onnx", options, 1e4)
         for role in ("target", "draft")

@@ -56,10 +56,10 @@ def test_scales_that_float32_rounds_are_the_models_own(name, tmp_path):
     config = ARCHITECTURES[name][1]()
     setattr(config, "n_embd" if name == "codegen" else "hidden_size", 80)  # heads of 20
     model = make_model(config)
-    player = traced(model, tmp_path)
-    parts = computed(model, player)
-    path = player.path("decoder")
-    assert structure.check("target", path, player.geometry, parts)[0] < 1e-12
+    runner = traced(model, tmp_path)
+    parts = computed(model, runner)
+    path = runner.path("decoder")
+    assert structure.check("target", path, runner.geometry, parts)[0] < 1e-12
 
 
 @pytest.mark.parametrize(

@@ -57,9 +57,9 @@ def test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypa
     fault(result.graph)
     assert str(result.graph) != before
     monkeypatch.setattr(tracing, "trace", lambda *args: result)
-    player = traced(model, tmp_path, ops)
+    runner = traced(model, tmp_path, ops)
     with pytest.raises(ParityError, match=DIFFERS):
-        measure(model, player)
+        measure(model, runner)
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
@@ -72,11 +72,11 @@ def test_the_model_of_the_planted_faults_passes_without_one(ops, gemma, tmp_path
 
 def test_a_fault_at_the_last_position_alone_is_found(tmp_path):
     model = model_of("gpt2")
-    player = traced(model, tmp_path)
+    runner = traced(model, tmp_path)
     with torch.no_grad():
         model.transformer.wpe.weight[CONTEXT - 1, 0] += 0.01
     with pytest.raises(ParityError, match=f"position {CONTEXT - 1} "):
-        measure(model, player)
+        measure(model, runner)
 
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
@@ -91,7 +91,7 @@ def test_a_planted_fault_in_a_model_in_parts_is_found(
 @pytest.mark.many
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("fault", [window_off_by_one, stale_row])
-def test_a_planted_fault_is_found_where_like_layers_are_played_once(
+def test_a_planted_fault_is_found_where_like_layers_are_run_once(
     fault, ops, deep_gemma, tmp_path, in_parts, monkeypatch
 ):
     test_a_planted_fault_is_a_parity_error(fault, ops, deep_gemma, tmp_path, monkeypatch)

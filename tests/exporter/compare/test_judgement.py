@@ -111,13 +111,13 @@ def test_a_model_without_logits_of_its_own_is_blamed_itself(model, said):
 
 def test_a_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
     model = model_of(layers=1)
-    player = traced(model, tmp_path)
-    found = measure(model, player, tolerance=0.01)
+    runner = traced(model, tmp_path)
+    found = measure(model, runner, tolerance=0.01)
     assert found.tolerance == found.bound(precision.FLOAT32) == 0.01
     model.model.norm.weight.data *= 1.001
     for tolerance in (None, 0.01):
         with pytest.raises(ParityError, match="both in float64"):
-            measure(model, player, tolerance)
+            measure(model, runner, tolerance)
 
 
 def test_a_large_vocabulary_has_shorter_passes_and_stretches():
@@ -125,5 +125,5 @@ def test_a_large_vocabulary_has_shorter_passes_and_stretches():
     large = replace(large, context_length=1024, padded_vocab_size=262144)
     small = replace(small, context_length=1024)
     assert [reference.chunk_length(shape) for shape in (small, large)] == [256, 64]
-    assert reference.positions_played(small, 10_000) == [(0, 1024)]
-    assert reference.positions_played(large, 10_000) == [(0, 32), (1012, 1024)]
+    assert reference.positions_compared(small, 10_000) == [(0, 1024)]
+    assert reference.positions_compared(large, 10_000) == [(0, 32), (1012, 1024)]

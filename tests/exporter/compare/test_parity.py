@@ -12,7 +12,7 @@ from checkpoints import make_config, make_model
 from comparing import measure, model_of, traced
 from specedge.errors import ExportError
 from specedge.exporter.compare import reference, stage
-from specedge.exporter.compare.runner import Fill, Pass, Player, Rows
+from specedge.exporter.compare.runner import Fill, Pass, Rows, Runner
 from specedge.exporter.graph import graphs
 from specedge.exporter.tracing import geometry
 
@@ -45,10 +45,10 @@ def test_caches_are_updated_in_place(pairs):
     shape = geometry.Geometry(
         model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
     )
-    player = Player(folder, graphs.lengths(4, model.context_length), shape)
+    runner = Runner(folder, graphs.lengths(4, model.context_length), shape)
     zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
     actions = [Fill(zeros.__getitem__), Pass("decoder", np.arange(7), 3), Rows(0, shape.capacity)]
-    rows = player.play(actions)[2][0]
+    rows = runner.run(actions)[2][0]
     assert np.abs(rows[:, 3:10]).min(axis=2).max() > 0
     assert not rows[:, :3].any()
     assert not rows[:, 10:].any()
@@ -57,9 +57,9 @@ def test_caches_are_updated_in_place(pairs):
 @pytest.mark.slow
 def test_late_positions_of_a_long_context_are_compared(tmp_path):
     model = make_model(make_config("llama", kv_heads=2, context=1400, layers=1))
-    player = traced(model, tmp_path, context=1400)
-    assert reference.positions_played(player.geometry, 1) == [(0, 256), (1352, 1400)]
-    found = measure(model, player)
+    runner = traced(model, tmp_path, context=1400)
+    assert reference.positions_compared(runner.geometry, 1) == [(0, 256), (1352, 1400)]
+    found = measure(model, runner)
     assert found.num_positions == 304
 
 
@@ -80,16 +80,16 @@ def test_what_attention_cannot_express_is_refused(tmp_path, monkeypatch):
 def test_weights_in_half_precision_give_the_bits_of_float32(pairs, tmp_path):
     bundle = pairs.bundle("bfloat16")
     model = tracing_source(pairs)
-    player = traced(model, tmp_path)
-    shape = player.geometry
+    runner = traced(model, tmp_path)
+    shape = runner.geometry
     context = bundle.context_length
-    other = Player(
+    other = Runner(
         bundle.folder / "target", graphs.lengths(4, context), geometry.measure(model, context, 4)
     )
     assert shape.padded_vocab_size == 512
     zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
     actions = [Fill(zeros.__getitem__), Pass("decoder", np.arange(20), 0)]
-    found, wanted = (p.play(actions)[1] for p in (player, other))
+    found, wanted = (p.run(actions)[1] for p in (runner, other))
     assert np.array_equal(found, wanted)
 
 

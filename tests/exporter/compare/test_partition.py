@@ -1,4 +1,4 @@
-"""Large models are played part by part and compared as whole ones are."""
+"""Large models are run part by part and compared as whole ones are."""
 
 import numpy as np
 import onnx_ir as ir
@@ -8,17 +8,17 @@ from comparing import measure, model_of, traced
 from specedge.errors import ParityError
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import parity, reference, runner
-from specedge.exporter.compare.runner import Fill, Pass, Player, Rows
+from specedge.exporter.compare.runner import Fill, Pass, Rows, Runner
 from specedge.exporter.graph import graphs
 from specedge.exporter.tracing import geometry
 from specedge.precision import FLOAT32
 
 
-def compared_again(model, player):
-    """What a comparison finds of files that were changed since they were played."""
-    player = Player(player.folder, list(player.lengths.values()), player.geometry)
-    references = reference.references("target", model, Sources(), player.geometry, 512)
-    return parity.measure("target", references, player)
+def compared_again(model, runner):
+    """What a comparison finds of files that were changed since they were run."""
+    runner = Runner(runner.folder, list(runner.lengths.values()), runner.geometry)
+    references = reference.references("target", model, Sources(), runner.geometry, 512)
+    return parity.measure("target", references, runner)
 
 
 @pytest.mark.many
@@ -26,9 +26,9 @@ def compared_again(model, player):
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, in_parts):
     model = model_of(kind)
-    player = traced(model, tmp_path, ops)
-    assert player.num_stages > 3
-    found = measure(model, player)
+    runner = traced(model, tmp_path, ops)
+    assert runner.num_stages > 3
+    found = measure(model, runner)
     assert 0 < found.logits_error <= found.bound(FLOAT32)
     assert 0 < found.cache_error <= found.bound(FLOAT32)
     assert found.error_ratio <= FLOAT32.multiple
@@ -43,16 +43,16 @@ def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts
         model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
     )
     folder, lengths = bundle.folder / "target", graphs.lengths(4, model.context_length)
-    split = Player(folder, lengths, shape)
+    split = Runner(folder, lengths, shape)
     monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)
-    whole = Player(folder, lengths, shape)
+    whole = Runner(folder, lengths, shape)
     zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
     actions = [Fill(zeros.__getitem__), Rows(0, 9)]
     for name in ("decoder", "verify", "step"):
         tokens = np.arange(5 if name != "step" else 1)
         actions.append(Pass(name, tokens, 2, packed=True))
     actions.append(Rows(0, 9))
-    found, wanted = split.play(actions), whole.play(actions)
+    found, wanted = split.run(actions), whole.run(actions)
     assert split.num_stages > 3
     for a, b in zip(found[2:5], wanted[2:5], strict=True):
         assert np.array_equal(a, b)
@@ -65,29 +65,29 @@ def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
     num_layers, layer, tmp_path, in_parts
 ):
     model = model_of("llama", layers=num_layers)
-    player = traced(model, tmp_path)
+    runner = traced(model, tmp_path)
     step = ir.load(tmp_path / "step.onnx")
     node = [n for n in step.graph if n.op_type == "Attention"][layer]
     scale = node.attributes["scale"].as_float()
     node.attributes["scale"] = ir.AttrFloat32("scale", scale * (1 + 1e-6))
     ir.save(step, tmp_path / "step.onnx")
-    assert compared_again(model, player).differing == ["step"]
+    assert compared_again(model, runner).differing == ["step"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ops"), [("gpt2", "gqa"), pytest.param("gemma2", "onnx", marks=pytest.mark.thorough)]
 )
-def test_of_like_layers_few_are_played_in_every_way(kind, ops, tmp_path, in_parts):
-    player = traced(model_of(kind, layers=6), tmp_path, ops)
-    assert 6 <= len(player.kept) <= 8
-    assert player.left_out.start - player.left_out.end >= 3
+def test_of_like_layers_few_are_run_in_every_way(kind, ops, tmp_path, in_parts):
+    runner = traced(model_of(kind, layers=6), tmp_path, ops)
+    assert 6 <= len(runner.kept) <= 8
+    assert runner.left_out.start - runner.left_out.end >= 3
 
 
 @pytest.mark.slow
 def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
     model = model_of("llama", layers=6)
-    player = traced(model, tmp_path)
+    runner = traced(model, tmp_path)
     step = ir.load(tmp_path / "step.onnx")
     products = [n for n in step.graph if n.op_type == "MatMul"]
     matrices = [n.inputs[1] for n in products if n.inputs[1].const_value is not None]
@@ -98,10 +98,10 @@ def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
             node.replace_input_with(1, b if node.inputs[1] is a else a)
     ir.save(step, tmp_path / "step.onnx")
     with pytest.raises(ParityError, match="differs"):
-        compared_again(model, player)
+        compared_again(model, runner)
 
 
 def test_of_large_models_the_start_and_the_end_are_compared():
     shape = geometry.Geometry(1024, 1032, 512, ())
-    assert reference.positions_played(shape, 50_000_000) == [(0, 1024)]
-    assert reference.positions_played(shape, 1_500_000_000) == [(0, 32), (1012, 1024)]
+    assert reference.positions_compared(shape, 50_000_000) == [(0, 1024)]
+    assert reference.positions_compared(shape, 1_500_000_000) == [(0, 32), (1012, 1024)]

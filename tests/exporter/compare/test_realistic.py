@@ -64,10 +64,10 @@ class Case:
 
     def compare(self, graph, ops, folder, monkeypatch):
         monkeypatch.setattr(tracing, "trace", lambda *args: graph)
-        player = traced(self.model, folder, ops)
+        runner = traced(self.model, folder, ops)
         if not hasattr(self, "references"):
-            self.references = computed(self.model, player)
-        return measure(self.model, player, references=self.references)
+            self.references = computed(self.model, runner)
+        return measure(self.model, runner, references=self.references)
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ def edit(path, change):
 
 @pytest.fixture
 def both(pairs, tmp_path):
-    """Folders of a draft and a target to spoil."""
+    """Folders of a draft and a target to damage."""
     return [
         shutil.copytree(source, tmp_path / name)
         for name, source in zip(("draft", "target"), pairs.checkpoint("gpt2"), strict=True)

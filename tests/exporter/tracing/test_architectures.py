@@ -29,7 +29,7 @@ from specedge.exporter import Progress, export, model_files
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
 from specedge.exporter.compare import parity, reference
-from specedge.exporter.compare.runner import Player
+from specedge.exporter.compare.runner import Runner
 from tables import Table
 
 FAMILIES = Table(DOCUMENT, "families", ("architecture", *MEASURED), tuple(ARCHITECTURES))
@@ -61,8 +61,8 @@ def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path
     references = reference.references("target", model, Sources(), part.shape, VOCAB_SIZE)
     assert references[0].logits.dtype == np.float64
     for ops in written:
-        player = Player(tmp_path, part.lengths, part.shape, ops)
-        found = parity.measure("target", references, player)
+        runner = Runner(tmp_path, part.lengths, part.shape, ops)
+        found = parity.measure("target", references, runner)
         assert found.differing == []
         assert found.parity.structure_error < 1e-12
         assert found.parity.row_independent_lengths == (1, 2, 3, 5, 9, 64)

@@ -19,7 +19,7 @@ from specedge.exporter import Progress, model_files
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
 from specedge.exporter.compare import runner
-from specedge.exporter.compare.runner import Fill, Pass, Player
+from specedge.exporter.compare.runner import Fill, Pass, Runner
 from specedge.exporter.compare.stage import open_session
 from specedge.exporter.tracing.attention import OPSET, TracedPass, running
 from specedge.exporter.tracing.experts import Experts, Swiglu, spelled_out
@@ -202,11 +202,11 @@ def test_no_graph_gathers_matrices_and_the_file_holds_them_once(whole_model):
 @pytest.mark.parametrize("ops", OPS)
 def test_experts_in_parts_compute_what_the_whole_computes(whole_model, ops, in_parts, monkeypatch):
     given = whole_model.folder, whole_model.lengths, whole_model.shape, ops
-    split = Player(*given)
+    split = Runner(*given)
     monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)
     zeros = [np.zeros(dims[1:], np.float32) for dims in whole_model.shape.cache_shapes()]
     actions = [Fill(zeros.__getitem__), Pass("decoder", np.arange(5), 2, packed=True)]
-    found, wanted = split.play([], through=actions), Player(*given).play(actions)
+    found, wanted = split.run([], through=actions), Runner(*given).run(actions)
     assert split.num_stages > 3
     assert np.array_equal(found[1], wanted[1])
 

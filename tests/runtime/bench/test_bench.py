@@ -150,7 +150,7 @@ def test_a_draft_that_is_the_target_stands_everywhere(self_draft):
     prompt = self_draft.tokenizer.encode("def read(path):").ids
     text = self_draft.generate(prompt, 40, num_draft_tokens=0, ignore_eos=True).tokens
     for sampling in (Sampling(), Sampling(temperature=0.8, top_k=20)):
-        found = bench_acceptance.stands(self_draft, prompt, text, sampling)
+        found = bench_acceptance.acceptances(self_draft, prompt, text, sampling)
         assert found == pytest.approx([1.0] * 40, abs=1e-6)
 
 
@@ -158,8 +158,8 @@ def test_alpha_compares_both_distributions_at_each_place_of_the_text(pipeline):
     prompt = pipeline.tokenizer.encode("class Parser:").ids
     sampling = Sampling(temperature=0.9, top_p=0.95)
     text = pipeline.generate(prompt, 20, 0.9, seed=1, num_draft_tokens=0, ignore_eos=True).tokens
-    found = bench_acceptance.stands(pipeline, prompt, text, sampling)
-    greedy = bench_acceptance.stands(pipeline, prompt, text, Sampling())
+    found = bench_acceptance.acceptances(pipeline, prompt, text, sampling)
+    greedy = bench_acceptance.acceptances(pipeline, prompt, text, Sampling())
     for place in (0, 7, 17, 19):
         read = [*prompt, *text[:place]]
         distributions, choices = [], []
@@ -183,7 +183,7 @@ def test_alpha_ends_where_the_drafts_context_does(context_length, places):
     )
     text = [i % 5 for i in range(20)]
     for sampling in (Sampling(), Sampling(temperature=1.0)):
-        found = bench_acceptance.stands(pair, [1] * 10, text, sampling)
+        found = bench_acceptance.acceptances(pair, [1] * 10, text, sampling)
         assert found == pytest.approx([1.0] * places)
 
 

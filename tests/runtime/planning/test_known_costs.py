@@ -10,7 +10,7 @@ from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.bench.tune import copies_that_stand
+from specedge.runtime.bench.tune import accepted_copies
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_table import EXPECTED, estimate
 from specedge.runtime.planning.known_costs import KnownCosts, Seen, measured
@@ -160,4 +160,4 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
 @pytest.mark.parametrize(("max_tokens", "accepted"), [(8, [1, 1, 1, 1]), (2, [1, 1, 1, 0])])
 def test_copies_are_judged_as_rounds_of_lookup_alone_would_test_them(max_tokens, accepted):
     text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
-    assert list(copies_that_stand(text, 6, max_tokens)) == accepted
+    assert list(accepted_copies(text, 6, max_tokens)) == accepted

@@ -16,7 +16,7 @@ import numpy as np
 from ..graph.graphs import Length
 from .judgement import Judge
 from .reference import Reference
-from .runner import Action, Fill, Pass, Player, Rows, Spoil
+from .runner import Action, Fill, FillNoise, Pass, Rows, Runner
 
 INDEPENDENT = (1, 2, 3, 5, 9)
 TURNS = ("step", "verify", "catchup", "decoder", "prefill", "step", "verify")
@@ -26,65 +26,65 @@ LARGE_ENDS = ENDS[:1]
 Check = tuple[list[Action], Callable[[list[Any]], None]]
 
 
-def schedule(player: Player, start: int, end: int) -> Iterator[tuple[str, int, int, int]]:
+def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, int, int]]:
     """Graph, first position, real tokens and kept tokens of each pass from start to end.
 
     Every kind takes its turn; after a verify pass half of it is rolled back. At the context's end
     the passes have fewer real tokens than rows, as in a host that has only fixed shapes.
     """
     at = start
-    turns, ends = (LARGE_TURNS, LARGE_ENDS) if player.in_parts else (TURNS, ENDS)
+    turns, ends = (LARGE_TURNS, LARGE_ENDS) if runner.in_parts else (TURNS, ENDS)
     while at < end:
         for name in turns:
-            length = player.lengths[name].length or 7
-            if at + length + (player.ops == "gqa") > player.geometry.capacity:
+            length = runner.lengths[name].length or 7
+            if at + length + (runner.ops == "gqa") > runner.geometry.capacity:
                 continue
             length = min(length, end - at)
             kept = length // 2 if name == "verify" else length
             if length > 0:
                 yield name, at, length, kept
             at += kept
-    for name in ends if end == player.geometry.context_length else ():
-        length = min(player.lengths[name].length or 3, 2)
-        if not player.in_parts:
+    for name in ends if end == runner.geometry.context_length else ():
+        length = min(runner.lengths[name].length or 3, 2)
+        if not runner.in_parts:
             yield name, end - length, length, length
         yield name, end - 1, 1, 1
 
 
-def lengths_to_compare(player: Player) -> list[int]:
+def lengths_to_compare(runner: Runner) -> list[int]:
     """The T whose rows should have the same bits: a few, and those that have files."""
-    fixed = {x.length for x in player.lengths.values() if x.length is not None}
-    return sorted(t for t in {*INDEPENDENT, *fixed} if t <= player.geometry.context_length)
+    fixed = {x.length for x in runner.lengths.values() if x.length is not None}
+    return sorted(t for t in {*INDEPENDENT, *fixed} if t <= runner.geometry.context_length)
 
 
-def through(player: Player, part: Reference, judge: Judge) -> Check:
+def through(runner: Runner, part: Reference, judge: Judge) -> Check:
     """A stretch in one pass through all layers, to be what PyTorch computes."""
 
     def decide(results: list[Any]) -> None:
         *_, logits, rows = results
         _compare_logits(part, judge, logits, part.start)
-        _compare_caches(player.geometry.cache_names(), part, judge, rows)
+        _compare_caches(runner.geometry.cache_names(), part, judge, rows)
 
     actions: list[Action] = [
         Fill(part.history),
-        Spoil(part.start, player.geometry.capacity),
+        FillNoise(part.start, runner.geometry.capacity),
         Pass("decoder", part.tokens, part.start),
         Rows(part.start, part.end),
     ]
     return actions, decide
 
 
-def own(player: Player, part: Reference) -> tuple[Reference, Check]:
-    """What the kept layers compute for a stretch in one pass; it is known when that was played."""
+def own(runner: Runner, part: Reference) -> tuple[Reference, Check]:
+    """What the kept layers compute for a stretch in one pass; it is known when that has run."""
     own = replace(
         part,
-        history=lambda i: part.history(player.kept[i]),
+        history=lambda i: part.history(runner.kept[i]),
         caches=[],
-        caches_float32=[part.caches_float32[i] for i in player.kept],
+        caches_float32=[part.caches_float32[i] for i in runner.kept],
     )
     actions: list[Action] = [
         Fill(own.history),
-        Spoil(own.start, player.geometry.capacity),
+        FillNoise(own.start, runner.geometry.capacity),
         Pass("decoder", own.tokens, own.start, then=functools.partial(setattr, own, "logits")),
         Rows(own.start, own.end, own.caches),
     ]
@@ -92,7 +92,7 @@ def own(player: Player, part: Reference) -> tuple[Reference, Check]:
 
 
 def stretch(
-    player: Player, part: Reference, judge: Judge, alone: list[Length], differing: list[str]
+    runner: Runner, part: Reference, judge: Judge, alone: list[Length], differing: list[str]
 ) -> Check:
     """A stretch in passes of all kinds, with rollbacks and noise; everything is compared.
 
@@ -103,25 +103,25 @@ def stretch(
         _compare_logits(part, judge, found[:length], start)
         return found if keep else None
 
-    actions: list[Action] = [Fill(part.history), Spoil(part.start, player.geometry.capacity)]
+    actions: list[Action] = [Fill(part.history), FillNoise(part.start, runner.geometry.capacity)]
     twins: list[tuple[str, int]] = []
-    for name, start, length, kept in schedule(player, part.start, part.end):
-        tokens = _padded(player, name, part.tokens[start - part.start :][:length])
-        first = start > 0 and player.lengths[name] in alone  # a lone row attends to itself anyhow
+    for name, start, length, kept in schedule(runner, part.start, part.end):
+        tokens = _padded(runner, name, part.tokens[start - part.start :][:length])
+        first = start > 0 and runner.lengths[name] in alone  # a lone row attends to itself anyhow
         then = functools.partial(compared, start, length, first)
         if first:
-            alone.remove(player.lengths[name])
+            alone.remove(runner.lengths[name])
             twins.append((name, len(actions)))
             actions += _twice(name, tokens, start, then)
         else:
             actions.append(Pass(name, tokens, start, packed=name == "decoder", then=then))
-        actions.append(Spoil(start + kept, start + len(tokens)))
+        actions.append(FillNoise(start + kept, start + len(tokens)))
     actions.append(Rows(part.start, part.end))
 
     def decide(results: list[Any]) -> None:
         differing.extend(name for name, i in twins if not _same(results[i:]))
-        names = player.geometry.cache_names()
-        _compare_caches([names[i] for i in player.kept], part, judge, results[-1])
+        names = runner.geometry.cache_names()
+        _compare_caches([names[i] for i in runner.kept], part, judge, results[-1])
 
     return actions, decide
 
@@ -142,14 +142,14 @@ def _compare_caches(
         judge.compare("cache", present, found, wanted, float32, part.start)
 
 
-def independence(player: Player, tokens: np.ndarray, held: dict[int, bool]) -> Check:
+def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> Check:
     """Passes of each T, to have the bits that one pass over all rows has."""
-    lengths = lengths_to_compare(player)
-    num_rows = max(lengths) + 12 if player.in_parts else 2 * max(lengths)
-    tokens = np.resize(tokens, min(num_rows, player.geometry.context_length))
+    lengths = lengths_to_compare(runner)
+    num_rows = max(lengths) + 12 if runner.in_parts else 2 * max(lengths)
+    tokens = np.resize(tokens, min(num_rows, runner.geometry.context_length))
     wide: list[np.ndarray] = []
     actions: list[Action] = [
-        Spoil(0, len(tokens)),  # behind them there is noise since the stretches
+        FillNoise(0, len(tokens)),  # behind them there is noise since the stretches
         Pass("decoder", tokens, 0, packed=True, then=wide.append),
         Rows(0, len(tokens)),
     ]
@@ -157,21 +157,21 @@ def independence(player: Player, tokens: np.ndarray, held: dict[int, bool]) -> C
     def same_logits(start: int, found: np.ndarray) -> bool:
         return np.array_equal(found, wide[0][start:][: len(found)])
 
-    played: list[range] = []
+    places: list[range] = []
     for length in lengths:
         last = len(tokens) - length
         # Of a large model one pass of each length, after the rows that the wide one left.
-        starts = range(last if player.in_parts else last % length, last + 1, length)
-        actions.append(Spoil(starts[0], len(tokens)))
+        starts = range(last if runner.in_parts else last % length, last + 1, length)
+        actions.append(FillNoise(starts[0], len(tokens)))
         for start in starts:
             part, then = tokens[start:][:length], functools.partial(same_logits, start)
             actions.append(Pass("decoder", part, start, packed=True, then=then))
         actions.append(Rows(starts[0], len(tokens)))
-        played.append(starts)
+        places.append(starts)
 
     def decide(results: list[Any]) -> None:
         caches, rest = results[2], iter(results[3:])
-        for length, starts in zip(lengths, played, strict=True):
+        for length, starts in zip(lengths, places, strict=True):
             _, *same, rows = itertools.islice(rest, len(starts) + 2)
             wanted = [cache[:, starts[0] :] for cache in caches]
             held[length] = all(same) and all(map(np.array_equal, rows, wanted))
@@ -179,7 +179,7 @@ def independence(player: Player, tokens: np.ndarray, held: dict[int, bool]) -> C
     return actions, decide
 
 
-def file(player: Player, length: Length, part: Reference, differing: list[str]) -> Check:
+def file(runner: Runner, length: Length, part: Reference, differing: list[str]) -> Check:
     """A fixed-shape file that found no room in a stretch, beside the file for any length."""
     assert length.length is not None
     size = length.length
@@ -192,7 +192,7 @@ def file(player: Player, length: Length, part: Reference, differing: list[str]) 
         if not _same(results[2:]):
             differing.append(length.name)
 
-    return [history, Spoil(start, start + size), *_twice(length.name, tokens, start)], decide
+    return [history, FillNoise(start, start + size), *_twice(length.name, tokens, start)], decide
 
 
 def _twice(
@@ -202,7 +202,7 @@ def _twice(
     then: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> list[Action]:
     """A pass of the file for any length, and after it the same one of a fixed-shape file."""
-    rows, stale = Rows(start, start + len(tokens)), Spoil(start, start + len(tokens))
+    rows, stale = Rows(start, start + len(tokens)), FillNoise(start, start + len(tokens))
     return [Pass("decoder", tokens, start), rows, stale, Pass(name, tokens, start, then=then), rows]
 
 
@@ -213,5 +213,5 @@ def _same(results: list[Any]) -> bool:
     return same and (logits is None or np.array_equal(logits, wanted))
 
 
-def _padded(player: Player, name: str, tokens: np.ndarray) -> np.ndarray:
-    return np.pad(tokens, (0, (player.lengths[name].length or len(tokens)) - len(tokens)))
+def _padded(runner: Runner, name: str, tokens: np.ndarray) -> np.ndarray:
+    return np.pad(tokens, (0, (runner.lengths[name].length or len(tokens)) - len(tokens)))
