@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 PRIOR = 0.2  # of a drafter that nothing is known of: a few tokens of it are tried
-PRIOR_TESTS = 32.0  # what is expected counts as so many tests
+TUNED_TESTS = 32.0  # what `specedge tune` measured counts as so many tests,
+GUESSED_TESTS = 4.0  # and what else is expected as so many
 MEMORY = 0.99  # what a test leaves of those before it: half after 69
 
 
 class Acceptance:
     """One drafter's rate: accepted over tested tokens, of which earlier rounds' fade."""
 
-    def __init__(self, expected: float = PRIOR) -> None:
+    def __init__(self, expected: float = PRIOR, tests: float = GUESSED_TESTS) -> None:
         self.expected = expected
-        self._accepted, self._tested = PRIOR_TESTS * expected, PRIOR_TESTS
+        self._accepted, self._tested = tests * expected, tests
 
     def record(self, num_accepted: int, num_tested: int) -> None:
         """A round has tested so many of its tokens."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 
-from .acceptance import PRIOR, Acceptance
+from .acceptance import GUESSED_TESTS, PRIOR, TUNED_TESTS, Acceptance
 from .choices import LOOKUP, MODEL, PLAIN, Choice, Kind, Offer
 from .cost_table import PLACES, Costs, CostTable
 
@@ -50,8 +50,10 @@ class Planner:
     def known(self, source: str) -> Acceptance:
         """What is known of a drafter's tokens."""
         if source not in self.acceptance:
-            expected = self.table.mode(self.greedy).acceptance.get(source, PRIOR)
-            self.acceptance[source] = Acceptance(expected)
+            expected = self.table.mode(self.greedy).acceptance.get(source)
+            tuned = expected is not None and self.table.origin == "tune"
+            tests = TUNED_TESTS if tuned else GUESSED_TESTS
+            self.acceptance[source] = Acceptance(PRIOR if expected is None else expected, tests)
         return self.acceptance[source]
 
     def choose(self, offers: Sequence[Offer], length: int) -> Choice:

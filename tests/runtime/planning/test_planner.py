@@ -210,3 +210,12 @@ def test_each_probe_that_fails_doubles_the_wait_for_the_next():
     waits = [later - one - 1 for one, later in pairwise(drafted)][-4:]
     assert waits == [waits[0] * 2**i for i in range(4)]
     assert waits[0] >= 64
+
+
+def test_what_tune_measured_outweighs_more_bad_luck_than_a_guess_does():
+    rates = []
+    for costs in (table(prior={"model": 0.7}), untuned()):
+        known = Planner(costs, greedy=True).known("model")
+        known.record(0, 4)
+        rates.append(known.rate)
+    assert rates[0] > 0.6 > 0.4 > rates[1]
