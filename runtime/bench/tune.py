@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from specedge.errors import ContextLengthError
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 from specedge.request import DrafterName
 
@@ -30,6 +31,7 @@ from .fitting import fitted
 DRAFT_TOKENS = (0, 1, 2, 4, 8, MAX_EXPORTED_DRAFT_TOKENS)
 SECONDS = 4.0  # slow models take longer
 LEAST_SWEEPS = 2
+LEAST_CONTEXT = 3  # tokens: of the prompt, drafted, and the target's own
 BUSY = 1.5  # from so many times the least seconds of a pass on, others had the cores
 NEW_TOKENS = (24, 48)  # of a request; the fewer, the slower the target
 TEXT_TOKENS = 48  # of each text that tells the acceptance
@@ -54,7 +56,10 @@ class Tuning:
 
 
 def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuning:
-    """Time rounds of every kind. The pipeline's caches are overwritten."""
+    """Time rounds of every kind. The pipeline's caches are overwritten.
+
+    Raises ContextLengthError for a pair in whose context no draft token fits.
+    """
     lengths, ks = _places(pipeline)
     texts = _run_texts(pipeline, ks, lambda share: progress(share / 4))
     seconds = typical(list(chain(*(s for x in texts["greedy"].seen for s in x.target.values()))))
@@ -89,6 +94,11 @@ def _fit(found: dict[Place, list[float]], lengths: Sequence[int], ks: Sequence[i
 def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
     """The numbers of tokens in the caches, and the K, to time rounds with."""
     context = min(model.context_length for model in pipeline.bundle.models.values())
+    if context < LEAST_CONTEXT:
+        raise ContextLengthError(
+            f"tune needs a context of {LEAST_CONTEXT} tokens, the pair has {context}, which leaves "
+            "no room for draft tokens; generate decodes without them there"
+        )
     most = min(pipeline.max_planned_tokens, max(1, context // 4))
     last = max(1, context - READ_LENGTH)
     lengths = tuple(sorted({min(32, last), -(-last // 2), last}))

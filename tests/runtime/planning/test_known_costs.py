@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from specedge import store
 from specedge.bundle import Bundle
-from specedge.errors import SpecEdgeError
+from specedge.errors import ContextLengthError, SpecEdgeError
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.bench.tune import accepted_copies
+from specedge.runtime.bench.tune import accepted_copies, measure
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_table import EXPECTED, estimate
 from specedge.runtime.planning.known_costs import KnownCosts, Seen, measured
@@ -131,6 +132,13 @@ def test_a_loaded_pipeline_learns_from_its_first_request_whatever_it_asks_for():
     assert specedge.load(store.embedded()).costs.table == learnt
     pipeline.generate("def f(", 40)
     assert pipeline.costs.table is learnt
+
+
+def test_a_pair_in_whose_context_no_draft_token_fits_cannot_be_tuned():
+    models = {name: SimpleNamespace(context_length=length) for name, length in (("a", 9), ("b", 2))}
+    pair = SimpleNamespace(bundle=SimpleNamespace(models=models), max_planned_tokens=8)
+    with pytest.raises(ContextLengthError, match="needs a context of 3 tokens, the pair has 2"):
+        measure(pair)
 
 
 @pytest.mark.slow
