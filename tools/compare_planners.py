@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
@@ -21,7 +20,7 @@ from typing import Any
 import click
 
 from measure_pair import prompts
-from measure_planner import interval, noise, repeating, total
+from measure_planner import interval, noise, repeating, seconds, total
 from specedge import Pipeline, load
 from specedge.runtime import pipeline as pipelines
 from specedge.runtime.bench.tune import measure as tune
@@ -42,14 +41,6 @@ def planner_of(checkout: Path) -> Callable[..., Any]:
     spec.loader.exec_module(sys.modules[name])
     found: Callable[..., Any] = importlib.import_module(f"{name}.plans").plan_of
     return found
-
-
-def seconds(pipeline: Pipeline, prompt: list[int], length: int, **options: Any) -> float:
-    """The processor's, of one request, a new token."""
-    pipeline.forget()
-    begin = time.process_time()
-    one = pipeline.generate(prompt, length, ignore_eos=True, **options)
-    return (time.process_time() - begin) / one.stats.num_new_tokens
 
 
 @click.command()
