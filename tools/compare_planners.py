@@ -21,7 +21,7 @@ import click
 
 from measure_pair import prompts
 from measure_planner import interval, noise, repeating, seconds, total
-from specedge import Pipeline, load
+from specedge import load
 from specedge.runtime import pipeline as pipelines
 from specedge.runtime.bench.tune import measure as tune
 
