@@ -43,11 +43,9 @@ class OrtModel:
 
     @property
     def length(self) -> int:
-        """How many tokens are in the cache."""
         return self.cache.length
 
     def forward(self, tokens: Sequence[int]) -> HostScores:
-        """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]"""
         length = len(tokens)
         if length not in self._passes:
             self._passes[length] = self._session.bind(self.cache, length, logits=True)
@@ -57,17 +55,14 @@ class OrtModel:
         return HostScores(logits[0, :, : self.vocab_size])
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Append any number of tokens to the cache without computing logits."""
         for start in range(0, len(tokens), PREFILL_LENGTH):
             chunk = tokens[start : start + PREFILL_LENGTH]
             self._session.run(self._session.bind(self.cache, len(chunk), logits=False), chunk)
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        """Keep only the longest prefix that the cache and `tokens` share; its length."""
         return self.cache.reuse(tokens)
 
     def truncate(self, length: int) -> None:
-        """Forget every cached token past `length`."""
         self.cache.truncate(length)
 
     def cache_rows(self, start: int, end: int) -> list[Array]:

@@ -38,7 +38,6 @@ class Referee:
         self._num_plain = 0  # rows of the cache that plain decoding would have written
 
     def begin(self, num_rows: int) -> None:
-        """A request's prompt is in the cache, by passes that plain decoding shares."""
         self._num_plain = num_rows
 
     def review(
@@ -49,10 +48,6 @@ class Referee:
         sampling: Sampling,
         history: History,
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
-        """The verdict on drafted tokens [n], perhaps another one, and the near-ties in it.
-
-        scores [n + 1 rows] of the target's last pass, over the end of `history` and the tokens
-        """
         if not tokens and self._num_plain == len(history.tokens) - 1:
             self._num_plain += 1  # one row after rows of plain decoding
             return verdict, ()

@@ -22,26 +22,21 @@ class LanguageModel(Protocol):
     @property
     def length(self) -> int:
         """How many tokens are in the cache."""
-        ...
 
     def forward(self, tokens: Sequence[int]) -> Scores:
         """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]
 
         Row i predicts the token after tokens[i].
         """
-        ...
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Append any number of tokens to the cache without computing logits."""
-        ...
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Keep only the longest prefix that the cache and `tokens` share; its length."""
-        ...
 
     def truncate(self, length: int) -> None:
         """Forget every cached token past `length`."""
-        ...
 
 
 class TargetModel(LanguageModel, Protocol):
@@ -52,14 +47,11 @@ class TargetModel(LanguageModel, Protocol):
         """Pass lengths T at which a row's logits had the bits of longer passes, as measured at
         export; none on other devices.
         """
-        ...
 
     @property
     def float32_error(self) -> float:
         """How far logits were from float64 at export, relative to the largest."""
-        ...
 
     @property
     def num_experts(self) -> int:
         """Among how many experts a layer chooses; 0 where none does."""
-        ...

@@ -29,7 +29,6 @@ class Drafter(Protocol):
     @property
     def name(self) -> str:
         """What statistics call its tokens."""
-        ...
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
@@ -39,11 +38,9 @@ class Drafter(Protocol):
         A smaller `max_tokens` must only shorten the guess, so that a seed's text does not depend on
         where a request ends. Token i is drawn with uniform i.
         """
-        ...
 
     def truncate(self, length: int) -> None:
         """Keep at most the first `length` tokens of the text; 0 begins another text."""
-        ...
 
 
 def sources(drafter: Drafter, draft: Draft) -> tuple[str, ...]:
@@ -99,30 +96,27 @@ class Plan(Protocol):
     @property
     def max_draft_tokens(self) -> int:
         """The largest K that it may decide on."""
-        ...
 
     def next(self, history: History, left: int) -> Step:
         """The round after `history`, of which at most `left` tokens are still wanted.
 
         K must not depend on `left`, else a seed's text would depend on where a request ends.
         """
-        ...
 
     def ended(self, round_: Round) -> None:
         """Learn what became of a round."""
-        ...
 
     def truncate(self, length: int) -> None:
         """As of every drafter."""
-        ...
 
 
 class Referee(Protocol):
     """Reviews verdicts at temperature 0 where logits differ with the number of tokens in a pass."""
 
     def begin(self, num_rows: int) -> None:
-        """The cache holds a request's prompt but its last token: `num_rows` rows."""
-        ...
+        """The cache holds a request's prompt but its last token, `num_rows` rows, by passes that
+        plain decoding shares.
+        """
 
     def review(
         self,
@@ -138,4 +132,3 @@ class Referee(Protocol):
 
         scores [n + 1 rows] of the target's last pass, over the end of `history` and the tokens
         """
-        ...

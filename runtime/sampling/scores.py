@@ -21,11 +21,9 @@ class Row(Protocol):
         first, the lower token first among equals. One that is not a number counts as the largest.
         -> [count], [count]
         """
-        ...
 
     def array(self) -> Floats:
         """All logits of the row. -> [V]"""
-        ...
 
 
 class Scores(Protocol):
@@ -33,13 +31,11 @@ class Scores(Protocol):
 
     def __len__(self) -> int:
         """How many rows there are, T."""
-        ...
 
     def __getitem__(self, row: int) -> Row: ...
 
     def array(self) -> Floats:
         """All of them. -> [T, V]"""
-        ...
 
 
 class HostRow:
