@@ -21,11 +21,10 @@ from .loop.timing import Stopwatch, Timed
 from .planning.known_costs import KnownCosts
 from .planning.plans import plan_of
 from .run import Run
-from .stats import Recorder
 from .stream import Generation, Stream
 from .text.assembler import Assembler, FinishReason
 from .text.bad_words import sampling_of
-from .text.prompts import chat_tokens, prompt_tokens
+from .text.prompts import Prompts
 from .turns import Turns
 
 
@@ -52,6 +51,7 @@ class Pipeline:
         self.noise = Noise(target, bundle.context_length)
         self.costs = costs or KnownCosts(bundle)
         self.turns = Turns()
+        self.prompts = Prompts(bundle, tokenizer)
 
     def generate(
         self,
@@ -99,7 +99,7 @@ class Pipeline:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
         request = request_of(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = sampling_of(request, self.bundle, self.tokenizer)
-        tokens = prompt_tokens(self.bundle, self.tokenizer, prompt, request.special_tokens)
+        tokens = self.prompts.tokens(prompt, request.special_tokens)
         return self._begin(request, sampling, tokens, wait)
 
     def _begin(self, request: Request, sampling: Sampling, prompt: list[int], wait: bool) -> Stream:
@@ -121,7 +121,6 @@ class Pipeline:
             draft=draft,
             watch=watch,
             noise=self.noise,
-            recorder=Recorder(len(prompt), request.fixed_k or 0, watch),
             drafter=AUTO if planned else next(iter(drafters.values())).name,
         )
         text = Assembler(
@@ -175,7 +174,7 @@ class Pipeline:
         Takes the options of `generate` and raises what it raises; PromptError also where the
         bundle has no template or the template refuses the messages.
         """
-        tokens = self._chat_tokens(messages, options)
+        tokens = self.prompts.chat_tokens(messages, bool(options.get("special_tokens")))
         return self.generate(tokens, max_new_tokens, temperature, wait=wait, **options)
 
     def stream_chat(
@@ -188,9 +187,5 @@ class Pipeline:
         **options: Unpack[Options],
     ) -> Stream:
         """As `chat`, in pieces as `stream` gives them."""
-        tokens = self._chat_tokens(messages, options)
+        tokens = self.prompts.chat_tokens(messages, bool(options.get("special_tokens")))
         return self.stream(tokens, max_new_tokens, temperature, wait=wait, **options)
-
-    def _chat_tokens(self, messages: Sequence[Mapping[str, Any]], options: Options) -> list[int]:
-        allowed = bool(options.get("special_tokens"))
-        return chat_tokens(self.bundle, self.tokenizer, messages, allowed)

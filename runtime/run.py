@@ -17,7 +17,7 @@ from .loop.timing import Stopwatch, Timed
 from .planning.choices import MODEL
 from .planning.known_costs import Seen
 from .planning.plans import Auto
-from .stats import Recorder, Stats
+from .stats import Stats, stats_of
 
 
 @dataclass
@@ -40,8 +40,9 @@ class Run:
     draft: Timed
     watch: Stopwatch
     noise: Noise
-    recorder: Recorder
     drafter: str
+    done: list[Round] = field(default_factory=list, init=False)
+    num_new_tokens: int = field(default=0, init=False)
     logit_noise: float = field(default=0.0, init=False)
 
     def rounds(self) -> Generator[Round]:
@@ -84,7 +85,12 @@ class Run:
     @property
     def stats(self) -> Stats:
         """What the rounds so far did."""
-        return self.recorder.stats(
+        return stats_of(
+            self.done,
+            self.request.fixed_k or 0,
+            self.watch.seconds,
+            num_prompt_tokens=len(self.prompt),
+            num_new_tokens=self.num_new_tokens,
             num_reused_tokens=self.target.num_reused,
             num_draft_passes=self.draft.num_passes,
             num_target_passes=self.target.num_passes,
@@ -99,7 +105,7 @@ class Run:
     @property
     def near_ties(self) -> list[NearTie]:
         """Those of all rounds."""
-        return [tie for round_ in self.recorder.rounds for tie in round_.near_ties]
+        return [tie for round_ in self.done for tie in round_.near_ties]
 
     @property
     def seen(self) -> Seen:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .loop.round import Round
-from .loop.timing import Stopwatch
+
+PARTS = ("prefill", "draft", "verify", "sampling", "exact", "other", "noise")
 
 
 @dataclass(frozen=True)
@@ -80,61 +82,36 @@ class Stats:
         return _ratio(self.decode_seconds, self.num_new_tokens)
 
 
-class Recorder:
-    """Collects the rounds of a run; `stats` may be asked for at any time."""
-
-    def __init__(self, num_prompt_tokens: int, num_draft_tokens: int, watch: Stopwatch) -> None:
-        self.rounds: list[Round] = []
-        self.num_prompt_tokens = num_prompt_tokens
-        self.num_new_tokens = 0
-        self.num_drafted = 0
-        self.tested = [0] * num_draft_tokens
-        self.accepted = [0] * num_draft_tokens
-        self.by_source = {name: Counter[str]() for name in ("drafted", "tested", "accepted")}
-        self.watch = watch
-
-    def record(self, round_: Round, num_kept: int) -> None:
-        """Count a round of which `num_kept` tokens became output."""
-        self.rounds.append(round_)
-        self.num_new_tokens += num_kept
-        self.num_drafted += round_.num_drafted
-        missing = [0] * (round_.num_drafted - len(self.tested))
-        self.tested += missing
-        self.accepted += missing
-        for i in range(round_.num_drafted):
-            self.accepted[i] += i < round_.num_accepted
-            self.tested[i] += i <= round_.num_accepted
-        self.by_source["drafted"].update(round_.sources)
-        self.by_source["tested"].update(round_.sources[: round_.num_accepted + 1])
-        self.by_source["accepted"].update(round_.sources[: round_.num_accepted])
-
-    def stats(self, **of_models: int) -> Stats:
-        """The counts so far, with those that the models keep."""
-        seconds = self.watch.seconds
-        return Stats(
-            num_prompt_tokens=self.num_prompt_tokens,
-            num_new_tokens=self.num_new_tokens,
-            num_rounds=len(self.rounds),
-            num_drafted=self.num_drafted,
-            num_tested=sum(self.tested),
-            num_accepted=sum(self.accepted),
-            tested_by_position=list(self.tested),
-            accepted_by_position=list(self.accepted),
-            drafted_by_source=self._by_source("drafted"),
-            tested_by_source=self._by_source("tested"),
-            accepted_by_source=self._by_source("accepted"),
-            prefill_seconds=seconds["prefill"],
-            draft_seconds=seconds["draft"],
-            verify_seconds=seconds["verify"],
-            sampling_seconds=seconds["sampling"],
-            exact_seconds=seconds["exact"],
-            other_seconds=seconds["other"],
-            noise_seconds=seconds["noise"],
-            **of_models,
-        )
-
-    def _by_source(self, what: str) -> dict[str, int]:
-        return {name: self.by_source[what][name] for name in self.by_source["drafted"]}
+def stats_of(
+    rounds: Sequence[Round],
+    num_draft_tokens: int,
+    seconds: Mapping[str, float],
+    **counts: int,
+) -> Stats:
+    """What rounds of a K of at least `num_draft_tokens` did, with counts that others keep."""
+    drafted, tested, accepted = Counter[str](), Counter[str](), Counter[str]()
+    for one in rounds:
+        drafted.update(one.sources)
+        tested.update(one.sources[: one.num_accepted + 1])
+        accepted.update(one.sources[: one.num_accepted])
+    positions = range(max([num_draft_tokens, *(one.num_drafted for one in rounds)]))
+    reached = [[one for one in rounds if i < one.num_drafted] for i in positions]
+    tested_by_position = [sum(i <= one.num_accepted for one in reached[i]) for i in positions]
+    accepted_by_position = [sum(i < one.num_accepted for one in reached[i]) for i in positions]
+    times: dict[str, Any] = {f"{part}_seconds": seconds.get(part, 0.0) for part in PARTS}
+    return Stats(
+        num_rounds=len(rounds),
+        num_drafted=sum(one.num_drafted for one in rounds),
+        num_tested=sum(tested_by_position),
+        num_accepted=sum(accepted_by_position),
+        tested_by_position=tested_by_position,
+        accepted_by_position=accepted_by_position,
+        drafted_by_source=dict(drafted),
+        tested_by_source={name: tested[name] for name in drafted},
+        accepted_by_source={name: accepted[name] for name in drafted},
+        **times,
+        **counts,
+    )
 
 
 def _ratio(part: float, whole: float) -> float | None:

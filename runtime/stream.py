@@ -134,7 +134,7 @@ class Stream:
     @property
     def generation(self) -> Generation:
         """What there is so far."""
-        run, text, rounds = self._run, self._text, self._run.recorder.rounds
+        run, text, rounds = self._run, self._text, self._run.done
         spans = [span for piece in text.spans for span in piece]
         return Generation(
             text="".join(span.text for span in spans),
@@ -157,7 +157,7 @@ class Stream:
     def _logprobs(self) -> list[TokenLogprobs] | None:
         if self._run.request.logprobs is None:
             return None
-        found = [one for round_ in self._run.recorder.rounds for one in round_.logprobs or ()]
+        found = [one for round_ in self._run.done for one in round_.logprobs or ()]
         return found[: len(self._text.tokens)]
 
     def _next_piece(self) -> str:
@@ -166,9 +166,9 @@ class Stream:
         if round_ is None:  # it was closed meanwhile
             self._cancelled = True
             return ""
-        before = len(self._text.tokens)
         piece = self._text.feed(zip(round_.tokens, fates(round_), strict=True))
-        self._run.recorder.record(round_, len(self._text.tokens) - before)
+        self._run.done.append(round_)
+        self._run.num_new_tokens = len(self._text.tokens)
         if self._text.finished:
             self._learn(self._run.seen)
         return piece

@@ -17,7 +17,6 @@ from specedge.errors import PromptError
 from specedge.runtime.audit import auditing
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.text import special
-from specedge.runtime.text.prompts import prompt_tokens
 
 bench = importlib.import_module("specedge.cli.bench")  # the name in the package is a command
 TEXT = f"import os\n{END}import json"
@@ -28,7 +27,7 @@ ECHO = "{{ bos_token }}{{ messages[0].content }}"
 def lengths(pipeline):
     """The tokens of TEXT, as text and with the control token."""
     allowed = pipeline.tokenizer.encode(TEXT).ids
-    as_text = prompt_tokens(pipeline.bundle, pipeline.tokenizer, TEXT)
+    as_text = pipeline.prompts.tokens(TEXT)
     assert len(as_text) > len(allowed)
     return len(as_text), len(allowed)
 
@@ -90,7 +89,7 @@ def test_a_text_that_cannot_be_encoded_is_named_by_its_file(tmp_path, text, monk
     def refused(*_, **__):
         raise PromptError("a text spells </s>")
 
-    monkeypatch.setattr(special, "encode_text", refused)
+    monkeypatch.setattr(special.SpecialTokens, "encode_text", refused)
     text.write_text(TEXT, "utf-8")
     result = run("ngram", "build", text, "--output", tmp_path / "out.npz")
     assert (result.returncode, result.stderr) == (1, f"specedge: {text}: a text spells </s>\n")

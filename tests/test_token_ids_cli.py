@@ -48,11 +48,9 @@ def test_an_id_that_the_model_lacks_is_an_error_of_its_line(jsonl):
 
 
 def test_bench_and_verify_take_token_ids(pipeline):
-    from specedge.runtime.text.prompts import tokens_of
-
     (found,) = bench._prompts(pipeline, [("ids", [5, 6, 7])])
     assert (found.tokens, found.text) == ([5, 6, 7], pipeline.tokenizer.decode([5, 6, 7]))
-    assert tokens_of(pipeline.bundle, pipeline.tokenizer, [5, 6, 7]) == [5, 6, 7]
+    assert pipeline.prompts.tokens_of([5, 6, 7]) == [5, 6, 7]
 
 
 def test_compare_takes_a_chat():

@@ -16,7 +16,7 @@ from specedge.manifest import Model
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
-from ..text.prompts import UserPrompt, tokens_of
+from ..text.prompts import Prompts, UserPrompt
 from ..text.tokenizing import encode, load_tokenizer
 from . import graphs, joint, loop, sampled
 from .budget import Budget
@@ -218,10 +218,10 @@ def _prompts(
 ) -> list[Prompt]:
     """The user's prompts, then the built-in ones; of these as much as the context leaves room."""
     encoder = load_tokenizer(bundle)
-    made = []
+    encoded, made = Prompts(bundle, encoder), []
     for i, prompt in enumerate(prompts, 1):
         try:
-            tokens = tokens_of(bundle, encoder, prompt, special_tokens)
+            tokens = encoded.tokens_of(prompt, special_tokens)
         except PromptError as error:
             raise PromptError(f"prompt {i}: {error}") from error
         made.append(Prompt(f"your prompt {i}", tuple(tokens)))

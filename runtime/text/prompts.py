@@ -13,91 +13,83 @@ from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, PromptError
 
 from .messages import plain_messages
-from .special import encode_chat, encode_text
+from .special import SpecialTokens
 from .tokenizing import encode
 
 UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, tokens, or a chat
 _LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
 
 
-def prompt_tokens(
-    bundle: Bundle,
-    tokenizer: Tokenizer,
-    prompt: str | Sequence[int],
-    special_tokens: bool = False,
-) -> list[int]:
-    """The tokens of a prompt; PromptError or ContextLengthError if no model can continue them.
+class Prompts:
+    """The prompts of a bundle as its tokenizer's tokens.
 
     With `special_tokens` a text that spells a special token has that token, else it is text.
     """
-    vocab_size, context = bundle.target.vocab_size, bundle.context_length
-    if isinstance(prompt, str):
-        tokens = _text_tokens(bundle, tokenizer, prompt, special_tokens)
-    else:
-        tokens = _ids(prompt)
-    if not tokens:
-        raise PromptError("the prompt is empty; give at least one token of text")
-    if bad := [token for token in tokens if not 0 <= token < vocab_size]:
-        raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")
-    if len(tokens) >= context:
-        raise ContextLengthError(
-            f"the prompt has {len(tokens)} tokens, {bundle.target.source.id} takes "
-            f"{context} with at least one new; shorten it"
-        )
-    return tokens
 
+    def __init__(self, bundle: Bundle, tokenizer: Tokenizer) -> None:
+        self._bundle, self._tokenizer = bundle, tokenizer
+        self._special = SpecialTokens(tokenizer)
 
-def tokens_of(
-    bundle: Bundle, tokenizer: Tokenizer, prompt: UserPrompt, special_tokens: bool = False
-) -> list[int]:
-    """The tokens of a text, of token ids, or of a chat; the rest as of `prompt_tokens`."""
-    if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
-        messages = cast(Sequence[Mapping[str, Any]], prompt)
-        prompt = chat_tokens(bundle, tokenizer, messages, special_tokens)
-    return prompt_tokens(bundle, tokenizer, cast(str | Sequence[int], prompt), special_tokens)
+    def tokens(self, prompt: str | Sequence[int], special_tokens: bool = False) -> list[int]:
+        """The tokens of a prompt; PromptError or ContextLengthError if no model can continue it."""
+        vocab_size, context = self._bundle.target.vocab_size, self._bundle.context_length
+        if not isinstance(prompt, str):
+            tokens = _ids(prompt)
+        elif not prompt:  # some tokenizers begin even no text with a token
+            tokens = []
+        else:
+            self._check_text(prompt)
+            tokens = (
+                encode(self._tokenizer, prompt)
+                if special_tokens
+                else self._special.encode_text(prompt)
+            )
+        if not tokens:
+            raise PromptError("the prompt is empty; give at least one token of text")
+        if bad := [token for token in tokens if not 0 <= token < vocab_size]:
+            raise PromptError(f"prompt token {bad[0]} is not between 0 and {vocab_size - 1}")
+        if len(tokens) >= context:
+            raise ContextLengthError(
+                f"the prompt has {len(tokens)} tokens, {self._bundle.target.source.id} takes "
+                f"{context} with at least one new; shorten it"
+            )
+        return tokens
 
+    def tokens_of(self, prompt: UserPrompt, special_tokens: bool = False) -> list[int]:
+        """The tokens of a text, of token ids, or of a chat; the rest as of `tokens`."""
+        if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
+            prompt = self.chat_tokens(cast(Sequence[Mapping[str, Any]], prompt), special_tokens)
+        return self.tokens(cast(str | Sequence[int], prompt), special_tokens)
 
-def chat_tokens(
-    bundle: Bundle,
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    special_tokens: bool = False,
-) -> list[int]:
-    """The tokens of a chat; the template writes the special tokens itself, so none are added.
+    def chat_tokens(
+        self, messages: Sequence[Mapping[str, Any]], special_tokens: bool = False
+    ) -> list[int]:
+        """The tokens of a chat; the template writes the special tokens itself, so none are added.
 
-    With `special_tokens` the messages may write them too.
-    """
-    from .chat import render  # plain prompts do without Jinja
+        With `special_tokens` the messages may write them too.
+        """
+        from .chat import render  # plain prompts do without Jinja
 
-    text = render(bundle, messages)
-    if not text:
-        return []
-    _check_text(bundle, text)
-    if special_tokens:
-        return encode(tokenizer, text, add_special_tokens=False)
-    return encode_chat(tokenizer, text, plain_messages(messages), partial(render, bundle))
+        text = render(self._bundle, messages)
+        if not text:
+            return []
+        self._check_text(text)
+        if special_tokens:
+            return encode(self._tokenizer, text, add_special_tokens=False)
+        rendered = partial(render, self._bundle)
+        return self._special.encode_chat(text, plain_messages(messages), rendered)
 
-
-def _text_tokens(
-    bundle: Bundle, tokenizer: Tokenizer, text: str, special_tokens: bool
-) -> list[int]:
-    if not text:  # some tokenizers begin even no text with a token
-        return []
-    _check_text(bundle, text)
-    return encode(tokenizer, text) if special_tokens else encode_text(tokenizer, text)
-
-
-def _check_text(bundle: Bundle, text: str) -> None:
-    context = bundle.context_length
-    if len(text) > _LONGEST_TOKEN * context:
-        raise ContextLengthError(
-            f"the prompt has {len(text)} characters, far more than {context} tokens hold; "
-            "shorten it"
-        )
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
+    def _check_text(self, text: str) -> None:
+        context = self._bundle.context_length
+        if len(text) > _LONGEST_TOKEN * context:
+            raise ContextLengthError(
+                f"the prompt has {len(text)} characters, far more than {context} tokens hold; "
+                "shorten it"
+            )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise PromptError(f"the prompt is not valid Unicode text ({error.reason})") from error
 
 
 def _ids(prompt: Sequence[int]) -> list[int]:

@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 from tokenizers import AddedToken, Encoding, Tokenizer
@@ -28,38 +28,88 @@ _MARK, _UNKNOWN = "\U00100000", "\U0010fffd"
 _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 
 
-def encode_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
-    """The tokens of a text, where nothing controls but what the tokenizer puts around it.
+class SpecialTokens:
+    """A tokenizer's special tokens, and the tokens of texts that may spell them.
 
-    A text that spells no special token is encoded by the tokenizer itself. PromptError where the
+    Kept with the tokenizer, because a twin of a large one takes a second and 100 MB: nobody may
+    change a tokenizer after its first text. Both ways to encode raise PromptError where the
     tokenizer has no other tokens for the text of a special one.
     """
-    special = _special(tokenizer)
-    encoded = encoding(tokenizer, text, add_special_tokens)
-    if special.spans(text, encoded):
-        return special.twin.encode(text, add_special_tokens)
-    return list(encoded.ids)
 
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer, self._unknown = tokenizer, _unknown(tokenizer)
+        added = tokenizer.get_added_tokens_decoder()
+        self._tokens = {token: each for token, each in added.items() if each.special}
 
-def encode_chat(
-    tokenizer: Tokenizer, text: str, messages: Messages, render: Callable[[Messages], str]
-) -> list[int]:
-    """The tokens of a chat that renders to `text`, where nothing in a message controls.
+    def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """The tokens of a text, where nothing controls but what the tokenizer puts around it.
 
-    Messages that spell a special token are rendered again with the characters of that text
-    replaced by private ones, one for one, so that lengths, slices and white space stay. Special
-    tokens that are then found are the template's. A template that looks for a special token in a
-    message finds none. Text that becomes one only where the template joins two strings, or takes
-    a part out of one, is the template's. Errors as of `encode_text`.
-    """
-    special = _special(tokenizer)
-    hidden, shown = _hide(special, messages, text)
-    if not shown:
-        return encode(tokenizer, text, add_special_tokens=False)
-    marked = render(hidden)
-    spans, twin = special.spans_of(marked), special.twin
-    named = _respelt(marked.translate(shown), spans, lambda _, token: twin.names[token])
-    return twin.encode(named, add_special_tokens=False, named=[token for _, _, token in spans])
+        A text that spells no special token is encoded by the tokenizer itself.
+        """
+        encoded = encoding(self._tokenizer, text, add_special_tokens)
+        if self._spans(text, encoded):
+            return self._twin.encode(text, add_special_tokens)
+        return list(encoded.ids)
+
+    def encode_chat(
+        self, text: str, messages: Messages, render: Callable[[Messages], str]
+    ) -> list[int]:
+        """The tokens of a chat that renders to `text`, where nothing in a message controls.
+
+        Messages that spell a special token are rendered again with the characters of that text
+        replaced by private ones, one for one, so that lengths, slices and white space stay. Special
+        tokens that are then found are the template's. A template that looks for a special token in
+        a message finds none. Text that becomes one only where the template joins two strings, or
+        takes a part out of one, is the template's.
+        """
+        hidden, shown = self._hide(messages, text)
+        if not shown:
+            return encode(self._tokenizer, text, add_special_tokens=False)
+        marked = render(hidden)
+        spans, twin = self._spans_of(marked), self._twin
+        named = _respelt(marked.translate(shown), spans, lambda _, token: twin.names[token])
+        return twin.encode(named, add_special_tokens=False, named=[token for _, _, token in spans])
+
+    @cached_property
+    def _twin(self) -> Twin:
+        return Twin(self._tokenizer, self._tokens, self._unknown)
+
+    def _spans_of(self, text: str) -> list[Span]:
+        """Where a text spells special tokens, if nothing is put around it."""
+        return self._spans(text, encoding(self._tokenizer, text, add_special_tokens=False))
+
+    def _spans(self, text: str, encoded: Encoding) -> list[Span]:
+        """Where a text spells special tokens, without white space that they swallow.
+
+        Unknown text, which becomes a special token too, spells none.
+        """
+        name = {token: each.content for token, each in self._tokens.items()}
+        if name.keys().isdisjoint(encoded.ids):
+            return []
+        rows = zip(encoded.ids, encoded.offsets, encoded.special_tokens_mask, strict=True)
+        found = [_stripped(text, (*at, t), name[t]) for t, at, put in rows if not put and t in name]
+        return [(a, b, t) for a, b, t in found if t not in self._unknown or text[a:b] == name[t]]
+
+    def _hide(self, messages: Messages, text: str) -> tuple[Messages, dict[int, str]]:
+        """Messages with private characters for special tokens' text; and what these stand for."""
+        plain = json.dumps(messages)
+        strings = {json.loads(string) for string in _STRING.findall(plain)}
+        spelt = {string: spans for string in strings if (spans := self._spans_of(_valid(string)))}
+        secret = {c for string, spans in spelt.items() for a, b, _ in spans for c in string[a:b]}
+        used = set(text).union(*strings)
+        unused = (chr(code) for code in _PRIVATE if chr(code) not in used)
+        private = {ord(c): next(unused) for c in sorted(secret)}
+        hidden = {
+            string: _respelt(string, spans, lambda text, _: text.translate(private))
+            for string, spans in spelt.items()
+        }
+
+        def replaced(found: re.Match[str]) -> str:
+            string = json.loads(found[0])
+            return json.dumps(hidden.get(string, string))
+
+        shown = {ord(private[code]): chr(code) for code in private}
+        return json.loads(_STRING.sub(replaced, plain)), shown
 
 
 class Twin:
@@ -95,52 +145,6 @@ class Twin:
         return [self._ids.get(token, token) for token in encoded.ids]
 
 
-class _Special:
-    """A tokenizer's special tokens, and where a text spells them."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer, self._unknown = tokenizer, _unknown(tokenizer)
-        added = tokenizer.get_added_tokens_decoder()
-        self._tokens = {token: each for token, each in added.items() if each.special}
-
-    @cached_property
-    def twin(self) -> Twin:
-        return Twin(self._tokenizer, self._tokens, self._unknown)
-
-    def spans_of(self, text: str) -> list[Span]:
-        """Where a text spells special tokens, if nothing is put around it."""
-        return self.spans(text, encoding(self._tokenizer, text, add_special_tokens=False))
-
-    def spans(self, text: str, encoded: Encoding) -> list[Span]:
-        """Where a text spells special tokens, without white space that they swallow.
-
-        Unknown text, which becomes a special token too, spells none.
-        """
-        if self._tokens.keys().isdisjoint(encoded.ids):
-            return []
-        rows = zip(encoded.ids, encoded.offsets, encoded.special_tokens_mask, strict=True)
-        found = [
-            _stripped(text, (*at, t), self._tokens[t].content)
-            for t, at, put in rows
-            if not put and t in self._tokens
-        ]
-        return [
-            (a, b, t) for a, b, t in found if t not in self._unknown or self._spells(text[a:b], t)
-        ]
-
-    def _spells(self, text: str, token: int) -> bool:
-        return self._tokens[token].content == text
-
-
-@lru_cache(maxsize=2)
-def _special(tokenizer: Tokenizer) -> _Special:
-    """Kept, because a twin of a large tokenizer takes a second and 100 MB.
-
-    So nobody may change a tokenizer after its first text.
-    """
-    return _Special(tokenizer)
-
-
 def _renamed(token: AddedToken, name: str) -> AddedToken:
     return AddedToken(
         name,
@@ -169,28 +173,6 @@ def _stripped(text: str, span: Span, content: str) -> Span:
     inner = text[start:stop]
     start += len(inner) - len(inner.lstrip())
     return start, start + len(inner.strip()), token
-
-
-def _hide(special: _Special, messages: Messages, text: str) -> tuple[Messages, dict[int, str]]:
-    """Messages with private characters where a string spells a special token; and their meaning."""
-    plain = json.dumps(messages)
-    strings = {json.loads(string) for string in _STRING.findall(plain)}
-    spelt = {string: spans for string in strings if (spans := special.spans_of(_valid(string)))}
-    secret = {c for string, spans in spelt.items() for a, b, _ in spans for c in string[a:b]}
-    used = set(text).union(*strings)
-    unused = (chr(code) for code in _PRIVATE if chr(code) not in used)
-    private = {ord(c): next(unused) for c in sorted(secret)}
-    hidden = {
-        string: _respelt(string, spans, lambda text, _: text.translate(private))
-        for string, spans in spelt.items()
-    }
-
-    def replaced(found: re.Match[str]) -> str:
-        string = json.loads(found[0])
-        return json.dumps(hidden.get(string, string))
-
-    shown = {ord(private[code]): chr(code) for code in private}
-    return json.loads(_STRING.sub(replaced, plain)), shown
 
 
 def _respelt(text: str, spans: Sequence[Span], new: Callable[[str, int], str]) -> str:

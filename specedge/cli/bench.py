@@ -178,11 +178,10 @@ def _prompts(
 ) -> list[Prompt]:
     """As tokens; PromptError before anything runs."""
     from specedge.runtime.bench.measure import Prompt
-    from specedge.runtime.text.prompts import tokens_of
 
     found = []
     for name, prompt in given:
-        tokens = tokens_of(pipeline.bundle, pipeline.tokenizer, prompt, special_tokens)
+        tokens = pipeline.prompts.tokens_of(prompt, special_tokens)
         found.append(Prompt(name, _text(pipeline, prompt), tokens))
     return found
 

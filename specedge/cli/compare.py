@@ -46,12 +46,10 @@ def compare(
     text = options.read_prompt(prompt)
     with options.usage_errors():
         if chat:
-            from specedge.runtime.text.prompts import chat_tokens
-
             text = text.removesuffix("\n") if prompt == "-" else text
             messages = options.messages(text, system)
             allowed = request["special_tokens"]
-            tokens = chat_tokens(pipeline.bundle, pipeline.tokenizer, messages, allowed)
+            tokens = pipeline.prompts.chat_tokens(messages, allowed)
             result = run(pipeline, tokens, repeats, **request)
         else:
             result = run(pipeline, text, repeats, **request)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 
 import click
@@ -43,15 +44,17 @@ def build(
     from specedge import store
     from specedge.bundle import Bundle
     from specedge.runtime.drafters import ngram_files, ngrams
-    from specedge.runtime.text.special import encode_text
+    from specedge.runtime.text.special import SpecialTokens
     from specedge.runtime.text.tokenizing import encode, load_tokenizer
 
     found = Bundle.read(store.find(bundle))
-    tokenizer, to_tokens = load_tokenizer(found), encode if special_tokens else encode_text
+    tokenizer = load_tokenizer(found)
+    as_text = SpecialTokens(tokenizer).encode_text
+    to_tokens = partial(encode, tokenizer) if special_tokens else as_text
 
     def tokens_of(name: str) -> list[int]:
         try:
-            return to_tokens(tokenizer, read[name], add_special_tokens=False)
+            return to_tokens(read[name], add_special_tokens=False)
         except PromptError as error:
             raise PromptError(f"{name}: {error}") from error
 

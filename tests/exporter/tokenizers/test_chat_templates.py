@@ -12,7 +12,7 @@ from specedge import store
 from specedge.bundle import Bundle
 from specedge.exporter.checkpoint import checkpoints
 from specedge.runtime.text.chat import render
-from specedge.runtime.text.prompts import chat_tokens
+from specedge.runtime.text.prompts import Prompts
 from templates import QUESTION, SPECIAL, SYSTEM, TEMPLATES, TURNS
 
 
@@ -46,7 +46,7 @@ def test_text_and_tokens_are_those_of_transformers(reference, bundle, name, mess
     text = reference.apply_chat_template(messages, tokenize=False, **options)
     assert render(ours, messages) == text
     ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-    assert chat_tokens(ours, reference.backend_tokenizer, messages) == ids
+    assert Prompts(ours, reference.backend_tokenizer).chat_tokens(messages) == ids
 
 
 @pytest.mark.slow

@@ -8,9 +8,8 @@ from specedge.options import Sampling
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.sampling.history import History
-from specedge.runtime.stats import Recorder
+from specedge.runtime.stats import stats_of
 
 
 def test_a_chain_asks_its_model_only_for_what_the_lookup_left():
@@ -56,7 +55,6 @@ def test_a_chain_ends_where_its_last_drafter_has_nothing():
 
 
 def test_rounds_and_counts_tell_the_drafter_of_each_token():
-    recorder = Recorder(3, 3, Stopwatch())
     _, rounds = generate(
         hashed_distribution(1, 3),
         Chain(Sure(), DraftModel(TableModel(quarters(4, False)))),
@@ -65,14 +63,12 @@ def test_rounds_and_counts_tell_the_drafter_of_each_token():
         1,
         40,
     )
-    for one in rounds:
-        recorder.record(one, len(one.tokens))
     start = 3
     for one in rounds:
         places = range(start, start + one.num_drafted)
         assert one.sources == tuple("model" if at % 3 else "sure" for at in places)
         start += len(one.tokens)
-    stats = recorder.stats(num_draft_passes=0, num_target_passes=0)
+    stats = stats_of(rounds, 3, {})
     for name in ("drafted", "tested", "accepted"):
         whole = getattr(stats, f"num_{name}")
         assert sum(getattr(stats, f"{name}_by_source").values()) == whole

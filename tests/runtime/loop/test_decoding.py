@@ -15,7 +15,7 @@ from specedge.runtime.loop.decoding import SpeculativeDecoder
 from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
-from specedge.runtime.stats import Recorder
+from specedge.runtime.stats import stats_of
 
 
 def decoder(target, draft, k):
@@ -150,11 +150,9 @@ def test_no_pass_reaches_past_the_last_token_asked_for():
         assert max(len(target.rows), len(draft.rows)) <= 2 + count
 
 
-def test_recorder_counts_tested_and_accepted_by_position():
-    recorder = Recorder(2, 3, Stopwatch())
-    for accepted, kept in ((3, 4), (1, 2), (0, 1)):
-        recorder.record(decoding.Round([0] * (accepted + 1), 3, accepted), kept)
-    stats = recorder.stats(num_draft_passes=9, num_target_passes=3)
+def test_stats_count_tested_and_accepted_by_position():
+    rounds = [decoding.Round([0] * (accepted + 1), 3, accepted) for accepted in (3, 1, 0)]
+    stats = stats_of(rounds, 3, {}, num_new_tokens=7)
     assert (stats.num_new_tokens, stats.num_drafted) == (7, 9)
     assert stats.tested_by_position == [3, 2, 1]
     assert stats.accepted_by_position == [2, 1, 1]

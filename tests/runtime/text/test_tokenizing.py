@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from specedge import store
 from specedge.bundle import MANIFEST, Bundle, describe
 from specedge.errors import BundleError
-from specedge.runtime.text.prompts import prompt_tokens
+from specedge.runtime.text.prompts import Prompts
 
 PANICS = {
     "a post-processor": {
@@ -69,7 +69,7 @@ def test_a_tokenizer_that_panics_later_is_an_error_of_ours(pipeline):
     facts = json.loads(pipeline.tokenizer.to_str()) | {"truncation": CUTTING | {"stride": 9}}
     tokenizer = Tokenizer.from_str(json.dumps(facts))
     with pytest.raises(BundleError, match="the tokenizer fails: `stride`"):
-        prompt_tokens(pipeline.bundle, tokenizer, "a b c d e f g")
+        Prompts(pipeline.bundle, tokenizer).tokens("a b c d e f g")
 
 
 def test_truncation_and_padding_in_a_tokenizers_file_change_no_prompt(changed, pipeline):
@@ -77,5 +77,5 @@ def test_truncation_and_padding_in_a_tokenizers_file_change_no_prompt(changed, p
 
     found = load(changed(truncation=CUTTING, padding=PADDING).folder)
     for text in ("def read_config(path):\n    with open(path) as file:", "x"):
-        tokens = prompt_tokens(found.bundle, found.tokenizer, text)
-        assert tokens == prompt_tokens(pipeline.bundle, pipeline.tokenizer, text)
+        tokens = Prompts(found.bundle, found.tokenizer).tokens(text)
+        assert tokens == pipeline.prompts.tokens(text)
