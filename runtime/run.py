@@ -12,7 +12,7 @@ from specedge.request import AUTO, Request
 from .exactness.near_ties import Referee
 from .exactness.row_noise import ANY, Noise
 from .loop.decoding import SpeculativeDecoder
-from .loop.round import NearTie, Plan, Round
+from .loop.round import Plan, Round
 from .loop.timing import Stopwatch, Timed
 from .planning.choices import MODEL
 from .planning.known_costs import Seen
@@ -101,11 +101,6 @@ class Run:
     def expected_speedup(self) -> float | None:
         """What planned rounds gained over the target alone, by the table of costs."""
         return self.plan.planner.expected_speedup if isinstance(self.plan, Auto) else None
-
-    @property
-    def near_ties(self) -> list[NearTie]:
-        """Those of all rounds."""
-        return [tie for round_ in self.done for tie in round_.near_ties]
 
     @property
     def seen(self) -> Seen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from types import TracebackType
 
 from specedge.errors import SpecEdgeError
 from specedge.request import Planned
@@ -94,12 +93,7 @@ class Stream:
     def __enter__(self) -> Stream:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def traced(self) -> Iterator[list[Span]]:
@@ -150,7 +144,7 @@ class Stream:
             spans=spans,
             logprobs=self._logprobs(),
             lossy=run.lossy,
-            near_ties=[tie for tie in run.near_ties if tie.position < len(text.tokens)],
+            near_ties=[t for r in rounds for t in r.near_ties if t.position < len(text.tokens)],
             noise=run.logit_noise,
         )
 

@@ -143,24 +143,26 @@ def _identity(path: Path, sha256: str) -> list[int | str]:
 
 def replace_text(path: Path, text: str) -> None:
     """Write a file whole or not at all; OSError where that cannot be."""
-    with named_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            temporary.write_text(text, "utf-8")
-            os.replace(temporary, path)
-        except OSError:
-            temporary.unlink(missing_ok=True)
-            raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with beside(path) as temporary:
+        temporary.write_text(text, "utf-8")
+        os.replace(temporary, path)
 
 
 def check_writable(path: Path) -> None:
     """Raise OSError where `replace_text` could not write some text now; nothing is left of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with beside(path) as temporary:
+        temporary.write_bytes(bytes(TRIED))
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """A place beside a file's, to write it first; nothing stays there. Errors name the file."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with named_errors(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f"{path.name}.{os.getpid()}")
         try:
-            temporary.write_bytes(bytes(TRIED))
+            yield temporary
         finally:
             with contextlib.suppress(OSError):
                 temporary.unlink(missing_ok=True)

@@ -99,7 +99,8 @@ class VirtualRequest:
     def _pay(self, drafter: str, k: int, accepted: int, costs: Costs) -> None:
         self.seconds += costs.rounds[k]
         if drafter == "model" and k:
-            self.seconds += costs.catching_up(self.behind) + costs.drafting(self.behind)[k]
+            self.seconds += costs.catching_up(self.behind) + costs.passes[k]
+            self.seconds += (self.behind == 2) * costs.pending
             self.behind = 2 if accepted == k else 1
         else:
             self.behind += accepted + 1

@@ -40,7 +40,7 @@ def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
         full *= chance
     more = full * costs.pending
     return [costs.plain] + [
-        costs.drafting()[k] + more + costs.rounds[k] for k in range(1, len(chances) + 1)
+        costs.passes[k] + more + costs.rounds[k] for k in range(1, len(chances) + 1)
     ]
 
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from specedge.errors import OptionError
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
 from ..loop.model import LanguageModel
-from ..loop.verify import Draft, draw
-from ..sampling.distribution import Distribution, Floats
+from ..loop.verify import Draft, draw_draft
+from ..sampling.distribution import Floats
 from ..sampling.history import History
+from ..sampling.scores import Row
 
 PLACEHOLDER = 0
 
@@ -51,20 +51,11 @@ class DraftModel:
         if not max_tokens:
             return Draft([])
         feed, room = self.catch_up(history)
-        drafted: list[int] = []
-        probs: list[Distribution] = []
-        for i in range(min(max_tokens, room)):
-            row = self.model.forward(feed)[-1]
-            text = history.then(drafted)
-            try:
-                token, distribution = draw(row, sampling, text, float(uniforms[i]))
-            except OptionError:  # what the options allow are tokens that the draft does not know
-                break
-            drafted.append(token)
-            if distribution is not None:
-                probs.append(distribution)
-            feed = [token]
-        return Draft(drafted, probs or None)
+
+        def next_row(drafted: list[int]) -> Row:
+            return self.model.forward(drafted[-1:] or feed)[-1]
+
+        return draw_draft(next_row, history, min(max_tokens, room), sampling, uniforms)
 
     def behind_and_room(self, length: int, read: int) -> tuple[int, int]:
         """Of a text of that length, how many tokens it has not read after it was asked at `read`

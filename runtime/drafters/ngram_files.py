@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from specedge.bundle import Bundle
 from specedge.errors import DrafterError
-from specedge.store import named_errors
+from specedge.store import beside
 
 from .ngrams import Counts, Tables
 
@@ -23,16 +23,12 @@ _CURE = "build the tables again with 'specedge ngram build'"
 def write(tables: Tables, bundle: Bundle, path: Path) -> None:
     """Write tables, with the hash of the tokenizer that they are for; whole or not at all."""
     arrays = {name: getattr(tables, name) for name in _NAMES}
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with named_errors(path), temporary.open("wb") as file:
+    with beside(path) as temporary:
+        with temporary.open("wb") as file:
             np.savez_compressed(
                 file, format=np.array([FORMAT]), tokenizer=_tokenizer(bundle), **arrays
             )
         os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def read(path: Path, bundle: Bundle) -> Tables:

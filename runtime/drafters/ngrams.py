@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.errors import OptionError
 from specedge.options import Sampling
 
-from ..loop.verify import Draft, draw
+from ..loop.verify import Draft, draw_draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 from ..sampling.scores import HostRow
@@ -149,19 +148,12 @@ class NGrams:
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        tokens: list[int] = []
-        probs: list[Distribution | None] = []
-        for i in range(max_tokens):
-            distribution = self._tables.distribution([*history.last(2), *tokens])
+        def next_row(drafted: list[int]) -> HostRow:
+            distribution = self._tables.distribution([*history.last(2), *drafted])
             with np.errstate(divide="ignore"):
-                row = HostRow(np.log(distribution.row(self._tables.vocab_size).astype(np.float32)))
-            try:
-                token, drawn = draw(row, sampling, history.then(tokens), float(uniforms[i]))
-            except OptionError:  # what the options allow has never followed
-                break
-            tokens.append(token)
-            probs.append(drawn)
-        return Draft(tokens, probs)
+                return HostRow(np.log(distribution.row(self._tables.vocab_size).astype(np.float32)))
+
+        return draw_draft(next_row, history, max_tokens, sampling, uniforms)
 
     def truncate(self, length: int) -> None:
         """Nothing is remembered."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
+from ..loop.model import shared_beginning
 from ..loop.verify import Draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
@@ -47,11 +48,8 @@ class Lookup:
 
 def agreeing(copy: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
     """How many tokens of a copy are accepted if these follow, and how many of it were tested."""
-    reached = min(len(copy), len(tokens))
-    for i in range(reached):
-        if copy[i] != tokens[i]:
-            return i, i + 1
-    return reached, reached
+    accepted = shared_beginning(copy, tokens)
+    return accepted, min(accepted + 1, len(copy), len(tokens))
 
 
 class Index:

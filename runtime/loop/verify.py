@@ -9,11 +9,13 @@ and plain decoding's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import numpy as np
 
+from specedge.errors import OptionError
 from specedge.options import Sampling
 
 from ..sampling.distribution import Distribution, Floats
@@ -115,3 +117,24 @@ def draw(
         return choice(row, sampling, history), None
     distribution = probabilities(row.array(), sampling, history)
     return distribution.pick(uniform), distribution
+
+
+def draw_draft(
+    next_row: Callable[[list[int]], Row],
+    history: History,
+    max_tokens: int,
+    sampling: Sampling,
+    uniforms: Floats,
+) -> Draft:
+    """For drafters: a draft, each token drawn from the row that `next_row` gives after the tokens
+    before it; it ends where the options allow none that the drafter knows.
+    """
+    tokens: list[int] = []
+    probs: list[Distribution | None] = []
+    with suppress(OptionError):
+        for i in range(max_tokens):
+            row, text = next_row(tokens), history.then(tokens)
+            token, distribution = draw(row, sampling, text, float(uniforms[i]))
+            tokens.append(token)
+            probs.append(distribution)
+    return Draft(tokens, probs)

@@ -10,7 +10,6 @@ import math
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from statistics import fmean
 
@@ -123,14 +122,6 @@ class Costs:
     def catching_up(self, behind: int) -> float:
         """What a draft model reads before its first pass, which takes one token or two."""
         return 0.0 if behind <= 2 else self.passes[1] + (behind - 1) * self.reading
-
-    def drafting(self, behind: int = 1) -> list[float]:
-        """The draft passes of a round of 0 to K tokens, when the model has caught up. [K + 1]"""
-        return self._after_full if behind == 2 else self.passes
-
-    @cached_property
-    def _after_full(self) -> list[float]:
-        return [0.0, *(seconds + self.pending for seconds in self.passes[1:])]
 
 
 def typical(seconds: Sequence[float]) -> float:

@@ -48,18 +48,11 @@ class KnownCosts:
     def __init__(self, bundle: Bundle, key: cost_files.Key | None = None) -> None:
         self._bundle = bundle
         self._key = key
-        self._table: CostTable | None = None
 
-    @property
+    @cached_property
     def table(self) -> CostTable:
         """The costs to plan with."""
-        if self._table is None:
-            self._table = self._stored[0] or self._estimate
-        return self._table
-
-    @table.setter
-    def table(self, table: CostTable) -> None:
-        self._table = table
+        return self._stored[0] or self._estimate
 
     @property
     def settled_table(self) -> CostTable:
@@ -84,7 +77,7 @@ class KnownCosts:
         if self._key is None:
             raise SpecEdgeError("costs of a pipeline that was not loaded are not stored")
         path = cost_files.write(self._key, table)
-        self._table = table
+        self.table = table
         return path
 
     def check_writable(self) -> None:
@@ -100,7 +93,7 @@ class KnownCosts:
         if table is not None:
             with contextlib.suppress(OSError):
                 self.remember(table)
-            self._table = table
+            self.table = table
 
     @cached_property
     def _stored(self) -> tuple[CostTable | None, str | None]:

@@ -166,8 +166,8 @@ class Planner:
         if source == LOOKUP or self.kinds.total() < self._due[source]:
             return None
         reading = costs.catching_up(offer.behind) if not offer.ready else 0.0
-        drafting = 0.0 if offer.ready else costs.drafting(offer.behind)[1]
-        seconds = costs.rounds[1] + drafting + reading
+        first = costs.passes[1] + (offer.behind == 2) * costs.pending
+        seconds = costs.rounds[1] + (0.0 if offer.ready else first) + reading
         if self.lost + seconds - costs.plain > PROBING * self.seconds:
             return None
         sure = self._rounds(offer, costs, 1.0, 1.0)
@@ -184,5 +184,5 @@ def predictions(costs: Costs, alpha: float) -> list[float]:
     found, expected = [1.0], 1.0
     for k in range(1, len(costs.rounds)):
         expected += alpha**k
-        found.append(expected * costs.plain / (costs.drafting()[k] + costs.rounds[k]))
+        found.append(expected * costs.plain / (costs.passes[k] + costs.rounds[k]))
     return found

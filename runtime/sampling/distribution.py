@@ -81,11 +81,6 @@ class Distribution:
         return sums
 
 
-def pick(weights: Floats, uniform: float) -> int:
-    """Draw a token with probability proportional to its weight. [V] -> token"""
-    return Distribution(weights).pick(uniform)
-
-
 def _first_above(cdf: Floats, goal: float) -> int:
     """Where a CDF first exceeds a value; where rounding put that at its end, the last rise."""
     at = int(cdf.searchsorted(goal, "right"))

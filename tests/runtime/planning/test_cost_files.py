@@ -100,8 +100,7 @@ def test_costs_between_the_measured_ones_lie_between_them():
     middle = costs.at(50, greedy=True)
     assert middle.rounds == pytest.approx([2.5, 2.5 + 0.75, 3.0 + 1, 3.5 + 1.25, 4 + 1.5])
     assert (middle.pending, middle.reading) == pytest.approx((0.1, 0.02))
-    assert middle.drafting() == pytest.approx([0.0, 0.2, 0.3, 0.4, 0.5])
-    assert middle.drafting(behind=2) == pytest.approx([0.0, 0.3, 0.4, 0.5, 0.6])
+    assert middle.passes == pytest.approx([0.0, 0.2, 0.3, 0.4, 0.5])
     assert costs.at(200, greedy=False).plain == pytest.approx(5.0)
     assert costs.at(0, greedy=False).plain == pytest.approx(1.0)
 

@@ -109,7 +109,8 @@ def test_a_round_may_lose_no_more_than_is_left(draft):
         spare = STAKE + planner.gained + planner._reading
         step = next_(history, left)
         k, costs = step.num_draft_tokens, planner.last_costs
-        over.append(k > 1 and costs.rounds[k] + costs.drafting(2)[k] - costs.plain > spare + 1e-9)
+        most = costs.rounds[k] + costs.passes[k] + costs.pending
+        over.append(k > 1 and most - costs.plain > spare + 1e-9)
         return step
 
     plan.next = checked

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fakes import logits_of
 from specedge.options import Sampling
-from specedge.runtime.sampling.distribution import pick
+from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 
@@ -112,7 +112,9 @@ def test_looking_at_blocks_first_changes_nothing(size, kind, sampling):
     np.testing.assert_allclose(found, expected, rtol=1e-5)
     cdf = np.cumsum(found, dtype=np.float64)
     for uniform in random.random(50):
-        assert pick(found, uniform) == np.searchsorted(cdf, uniform * cdf[-1], side="right")
+        assert Distribution(found).pick(uniform) == np.searchsorted(
+            cdf, uniform * cdf[-1], side="right"
+        )
 
 
 def test_a_filtered_row_knows_every_token_and_draws_those_it_kept():
@@ -127,15 +129,15 @@ def test_a_filtered_row_knows_every_token_and_draws_those_it_kept():
 def test_pick_finds_the_only_token_in_any_block(place):
     weights = np.zeros(201)
     weights[place] = 0.3
-    assert {pick(weights, u) for u in (0.0, 0.5, float(np.nextafter(1, 0)))} == {place}
+    assert {Distribution(weights).pick(u) for u in (0.0, 0.5, float(np.nextafter(1, 0)))} == {place}
 
 
 def test_pick_never_draws_a_token_without_weight():
     weights = np.array([0, 0.25, 0, 0.75, 0])
-    drawn = {pick(weights, u) for u in (0.0, 0.2499, 0.25, 0.5, np.nextafter(1, 0))}
+    drawn = {Distribution(weights).pick(u) for u in (0.0, 0.2499, 0.25, 0.5, np.nextafter(1, 0))}
     assert drawn == {1, 3}
 
 
 def test_pick_survives_a_product_that_rounds_up_to_the_total():
     weights = np.array([1e-320, 1e-320, 0])  # subnormal: times the largest uniform is the total
-    assert pick(weights, float(np.nextafter(1, 0))) == 1
+    assert Distribution(weights).pick(float(np.nextafter(1, 0))) == 1
