@@ -79,12 +79,10 @@ class Run:
 
     @property
     def lossy(self) -> str | None:
-        """What makes the text follow another distribution than the target's."""
         return self.sampling.lossy if self.num_draft_tokens else None
 
     @property
     def stats(self) -> Stats:
-        """What the rounds so far did."""
         return stats_of(
             self.done,
             self.request.fixed_k or 0,
@@ -104,7 +102,6 @@ class Run:
 
     @property
     def seen(self) -> Seen:
-        """What the rounds so far cost, for a table of costs."""
         stats = self.stats
         return Seen(
             greedy=self.sampling.greedy,

@@ -12,7 +12,6 @@ Standard library only. Field numbers are those of onnx.proto.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 
 from .bundle import Bundle
 from .errors import BundleError
@@ -41,7 +40,9 @@ def check_graph(bundle: Bundle, file: str) -> None:
     if path.suffix != ".onnx":  # ONNX Runtime reads some other names as another format
         raise BundleError(f"{path}: a graph's name ends in .onnx; {CURE}")
     try:
-        names = external_files(_content(path))
+        names = external_files(path.read_bytes())
+    except OSError as error:
+        raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
     except WireError as error:
         raise BundleError(f"{path}: {error}; {CURE}") from error
     folder = file.rpartition("/")[0]
@@ -131,13 +132,6 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         if byte < 128:
             return value, at
     raise WireError("it is no ONNX graph, or cut short")
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
 
 
 def _shown(name: str) -> str:

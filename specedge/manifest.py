@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from .errors import BundleError
 from .precision import DTYPES, PRECISIONS, Precision, precision_of
-from .signature import Signature, standard
+from .signature import Signature, Tensor
 
 CURE = "export the pair again, or copy the bundle again"
 OPS = ("onnx", "gqa")
@@ -234,11 +234,20 @@ class Model:
 
 def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:
     """What the graphs take and give that this format knows by name: prefill the caches alone."""
-    layers = [(layer.heads, layer.key_size, layer.value_size) for layer in cache.layers]
-    both = {"with_logits": num_columns, "caches_alone": None}
+    inputs = [
+        Tensor("input_ids", "tokens", None, "int64", ("B", "T")),
+        Tensor("past_length", "past_length", None, "int64", ("B",)),
+    ]
+    logits = Tensor("logits", "logits", None, "float32", ("B", "T", num_columns))
+    caches = []
+    for i, layer in enumerate(cache.layers):
+        for part, size in (("key", layer.key_size), ("value", layer.value_size)):
+            buffer, shape = f"{i}.{part}", ("B", layer.heads, cache.capacity, size)
+            inputs.append(Tensor(f"past_key_values.{buffer}", "cache", buffer, cache.dtype, shape))
+            caches.append(Tensor(f"present.{buffer}", "cache", buffer, cache.dtype, shape))
     return {
-        name: standard(layers, cache.capacity, cache.dtype, columns)
-        for name, columns in both.items()
+        "with_logits": Signature(tuple(inputs), (logits, *caches)),
+        "caches_alone": Signature(tuple(inputs), tuple(caches)),
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 ROLES = ("tokens", "past_length", "cache", "logits")
@@ -68,28 +67,3 @@ class Signature:
     def unknown(self) -> list[str]:
         """The names of inputs whose role says nothing here."""
         return [tensor.name for tensor in self.inputs if tensor.role not in ROLES]
-
-
-def standard(
-    layers: Iterable[tuple[int, int, int]],
-    capacity: int,
-    cache_dtype: str,
-    num_columns: int | None,
-) -> Signature:
-    """The signature of decoder, step, catchup and verify, and of prefill, which has no logits.
-
-    layers: heads, size of keys and of values; num_columns: of the logits
-    """
-    inputs = [
-        Tensor("input_ids", "tokens", None, "int64", ("B", "T")),
-        Tensor("past_length", "past_length", None, "int64", ("B",)),
-    ]
-    outputs = []
-    if num_columns:
-        outputs.append(Tensor("logits", "logits", None, "float32", ("B", "T", num_columns)))
-    for i, (heads, key_size, value_size) in enumerate(layers):
-        for part, size in (("key", key_size), ("value", value_size)):
-            buffer, shape = f"{i}.{part}", ("B", heads, capacity, size)
-            inputs.append(Tensor(f"past_key_values.{buffer}", "cache", buffer, cache_dtype, shape))
-            outputs.append(Tensor(f"present.{buffer}", "cache", buffer, cache_dtype, shape))
-    return Signature(tuple(inputs), tuple(outputs))

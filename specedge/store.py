@@ -58,7 +58,8 @@ def noted_default() -> Path | None:
             text = file.read(LONGEST_PATH + 1)
     except (OSError, ValueError):
         return None
-    return Path(text) if _is_path(text) else None
+    is_path = os.path.isabs(text) and "\0" not in text and len(text) <= LONGEST_PATH
+    return Path(text) if is_path else None
 
 
 def forget_default() -> None:
@@ -114,10 +115,6 @@ def remember_checked(path: Path, identity: list[int | str]) -> None:
     known[str(path)] = identity
     with contextlib.suppress(OSError):
         replace_text(_checked_list(), json.dumps(known))
-
-
-def _is_path(text: str) -> bool:
-    return os.path.isabs(text) and "\0" not in text and len(text) <= LONGEST_PATH
 
 
 def _note() -> Path:

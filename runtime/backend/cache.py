@@ -36,7 +36,6 @@ class Cache:
         self._tokens += tokens
 
     def truncate(self, length: int) -> None:
-        """Forget every row past `length`."""
         assert 0 <= length <= self.length
         del self._tokens[length:]
 

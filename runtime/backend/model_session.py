@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -89,13 +90,13 @@ class ModelSession:
             yield
 
 
+@dataclass
 class Pass:
     """A binding for one number of tokens, with its arrays by their roles."""
 
-    def __init__(self, binding: Any, cache: Cache) -> None:
-        self.binding = binding
-        self.cache = cache
-        self.arrays: dict[str, Array] = {}
+    binding: Any
+    cache: Cache
+    arrays: dict[str, Array] = field(default_factory=dict)
 
 
 def choose_ops(model: Model, ops: str = "auto") -> str:

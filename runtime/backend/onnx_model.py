@@ -66,7 +66,6 @@ class OrtModel:
         self.cache.truncate(length)
 
     def cache_rows(self, start: int, end: int) -> list[Array]:
-        """A copy of rows of every cache buffer. -> [H, end - start, D] each"""
         return self.cache.rows(start, end)
 
     def twin(self) -> OrtModel:

@@ -1,9 +1,10 @@
-"""A caller's own drafter, with its drafts checked."""
+"""A caller's own drafter."""
 
 from __future__ import annotations
 
 import math
 import operator
+from dataclasses import dataclass
 
 from specedge.errors import DrafterError
 from specedge.options import Sampling
@@ -14,16 +15,12 @@ from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 
 
+@dataclass
 class Checked:
-    """A caller's drafter, whose drafts are checked: else a slip in it would change the
-    distribution.
+    """Checks its drafts, else a slip in it would change the distribution. Raises DrafterError."""
 
-    Raises DrafterError.
-    """
-
-    def __init__(self, drafter: Drafter, vocab_size: int) -> None:
-        self.drafter = drafter
-        self.vocab_size = vocab_size
+    drafter: Drafter
+    vocab_size: int
 
     @property
     def name(self) -> str:

@@ -45,7 +45,6 @@ class Tables:
 
     @property
     def vocab_size(self) -> int:
-        """V."""
         return len(self.unigrams)
 
     def distribution(self, before: Sequence[int]) -> Distribution:

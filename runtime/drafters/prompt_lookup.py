@@ -67,11 +67,9 @@ class Index:
 
     @property
     def length(self) -> int:
-        """How many tokens the text has."""
         return len(self.tokens)
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These follow."""
         text, next_ = self.tokens, self._next
         for token in tokens:
             place = len(text)
@@ -103,7 +101,6 @@ class Index:
         return found
 
     def _end(self) -> None:
-        """The text has changed."""
         tail = tuple(self.tokens[-self._lengths[-1] :])
         self._runs = [tail[-n:] for n in self._lengths if n <= len(tail)]
 

@@ -38,37 +38,31 @@ class Drafters:
         `model` is the bundle's draft. Raises DrafterError, and ValueError for match lengths that
         contradict each other.
         """
-        chosen = self._choose(request, model)
-        if not isinstance(chosen, Chain):
-            # A caller's own may have a name of ours.
-            return {f"own {chosen.name}" if isinstance(chosen, Checked) else chosen.name: chosen}
-        lookup, draft = chosen.drafters
-        if request.drafter == DrafterName.CHAIN:
-            return {chosen.name: chosen, lookup.name: lookup}
-        return {one.name: one for one in (draft, lookup, chosen)}
-
-    def _choose(self, request: Request, model: LanguageModel) -> Drafter:
-        name, vocab_size = request.drafter, self._bundle.target.vocab_size
+        name, sizes = request.drafter, self._bundle.draft
         if not isinstance(name, str):
-            return Checked(name, vocab_size)
-        draft = DraftModel(
-            model,
-            context_length=self._bundle.draft.context_length,
-            vocab_size=self._bundle.draft.vocab_size,
-        )
+            own = Checked(name, self._bundle.target.vocab_size)
+            return {f"own {own.name}": own}  # its name may be one of ours
+        draft = DraftModel(model, context_length=sizes.context_length, vocab_size=sizes.vocab_size)
+        found: list[Drafter]
         match name:
             case DrafterName.MODEL:
-                return draft
+                found = [draft]
             case DrafterName.LOOKUP:
-                return _lookup(request)
-            case DrafterName.AUTO | DrafterName.CHAIN:
-                return Chain(_lookup(request), draft)
+                found = [_lookup(request)]
+            case DrafterName.AUTO:
+                lookup = _lookup(request)
+                found = [draft, lookup, Chain(lookup, draft)]
+            case DrafterName.CHAIN:
+                lookup = _lookup(request)
+                found = [Chain(lookup, draft), lookup]
             case DrafterName.BLOCK:
-                return Block(draft)
+                found = [Block(draft)]
             case DrafterName.RANDOM:
-                return Random(vocab_size)
-        assert name.startswith(NGRAM), name  # a Request has no other names
-        return NGrams(self._read(name.removeprefix(NGRAM)))
+                found = [Random(self._bundle.target.vocab_size)]
+            case _:
+                assert name.startswith(NGRAM), name  # a Request has no other names
+                found = [NGrams(self._read(name.removeprefix(NGRAM)))]
+        return {one.name: one for one in found}
 
     def _read(self, name: str) -> Tables:
         path = Path(name)

@@ -6,6 +6,8 @@ up to a `noise`; then two tokens closer than twice that are a near-tie.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from specedge.errors import SpecEdgeError
@@ -23,6 +25,7 @@ _NO_UNIFORMS = np.zeros(0)
 Scored = tuple[int, float]  # a token and its logit
 
 
+@dataclass
 class Referee:
     """Judges greedy drafts of one request on a device whose wider passes are noisy.
 
@@ -31,11 +34,10 @@ class Referee:
     a pass. That leaves plain decoding's rows, so no token is read again twice.
     """
 
-    def __init__(self, target: LanguageModel, noise: float, exact: bool) -> None:
-        self.target = target
-        self.noise = noise
-        self.exact = exact
-        self._num_plain = 0  # rows of the cache that plain decoding would have written
+    target: LanguageModel
+    noise: float
+    exact: bool
+    _num_plain: int = 0  # rows of the cache that plain decoding would have written
 
     def begin(self, num_rows: int) -> None:
         self._num_plain = num_rows

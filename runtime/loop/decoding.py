@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 
 from specedge.options import Sampling
 
@@ -17,6 +18,7 @@ from .timing import Stopwatch
 from .verify import Draft, verify
 
 
+@dataclass
 class SpeculativeDecoder:
     """Generates with the target's distribution at fewer target passes.
 
@@ -29,17 +31,10 @@ class SpeculativeDecoder:
 
     judge = staticmethod(verify)  # replaceable: the audit's self-test puts in a wrong accept rule
 
-    def __init__(
-        self,
-        target: LanguageModel,
-        plan: Plan,
-        watch: Stopwatch,
-        referee: Referee | None = None,
-    ) -> None:
-        self.target = target
-        self.plan = plan
-        self.watch = watch
-        self.referee = referee
+    target: LanguageModel
+    plan: Plan
+    watch: Stopwatch
+    referee: Referee | None = None
 
     def rounds(
         self,

@@ -74,7 +74,6 @@ class CostTable:
         return self.rows[-1] - 1
 
     def mode(self, greedy: bool) -> ModeCosts:
-        """What is known of one mode."""
         return self.greedy if greedy else self.sampled
 
     def at(self, length: int, greedy: bool) -> Costs:
@@ -84,15 +83,11 @@ class CostTable:
         rounds = [t + host for t, host in zip(target, mode.host, strict=True)]
         drafting = [0.0, *self._between(mode.draft, length)]
         known = range(1, self.rows[-1] + 1)
-        (pending,), (reading,) = (
-            self._between([(cost,) for cost in costs], length)
-            for costs in (mode.pending, mode.reading)
-        )
         return Costs(
             [interpolate(self.rows, rounds, tokens) for tokens in known],
             [interpolate(self.rows, drafting, tokens) for tokens in known],
-            pending,
-            reading,
+            interpolate(self.lengths, mode.pending, length),
+            interpolate(self.lengths, mode.reading, length),
         )
 
     def _between(self, rows: Sequence[Sequence[float]], length: int) -> list[float]:

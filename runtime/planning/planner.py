@@ -48,7 +48,6 @@ class Planner:
         return self._costs[place]
 
     def known(self, source: str) -> Acceptance:
-        """What is known of a drafter's tokens."""
         if source not in self.acceptance:
             expected = self.table.mode(self.greedy).acceptance.get(source)
             tuned = expected is not None and self.table.origin == "tune"
@@ -145,16 +144,13 @@ class Planner:
         share = reading / max(HORIZON, self._num_tokens)
         found, chance, expected = [], 1.0, 1.0
         for k in range(1, min(self.max_draft_tokens, ready + offer.room) + 1):
-            seconds = costs.rounds[k]
-            if k <= ready:
-                chance *= copied
-                expected += chance
-                found.append((seconds / expected, k, expected, seconds))
-            else:
-                chance *= drafted
-                expected += chance
+            is_copy, seconds = k <= ready, costs.rounds[k]
+            chance *= copied if is_copy else drafted
+            expected += chance
+            if not is_copy:
                 seconds += costs.passes[k - ready] + more
-                found.append((seconds / expected + share, k, expected, seconds))
+            pace = seconds / expected + (0.0 if is_copy else share)
+            found.append((pace, k, expected, seconds))
         return found
 
     def _probe(self, offer: Offer, costs: Costs) -> Choice | None:

@@ -22,12 +22,10 @@ class History:
 
     @property
     def tokens(self) -> list[int]:
-        """All of them."""
         return self._kept + self._drafted if self._drafted else self._kept
 
     @property
     def length(self) -> int:
-        """How many there are."""
         return self._length + len(self._drafted)
 
     @property
@@ -36,7 +34,6 @@ class History:
         return self.length - self.num_prompt_tokens
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """These follow."""
         assert not self._drafted
         self._kept += tokens
         self._length = len(self._kept)

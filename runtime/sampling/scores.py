@@ -29,9 +29,6 @@ class Row(Protocol):
 class Scores(Protocol):
     """The logits of a pass, valid until the next pass of its model."""
 
-    def __len__(self) -> int:
-        """How many rows there are, T."""
-
     def __getitem__(self, row: int) -> Row: ...
 
     def array(self) -> Floats:
@@ -63,9 +60,6 @@ class HostScores:
 
     def __init__(self, logits: Floats) -> None:
         self._logits = logits
-
-    def __len__(self) -> int:
-        return len(self._logits)
 
     def __getitem__(self, row: int) -> HostRow:
         return HostRow(self._logits[row])

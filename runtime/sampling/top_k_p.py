@@ -31,7 +31,6 @@ def top(logits: Floats, k: int) -> Ids:
 
 
 def _kth(values: Floats, k: int) -> float:
-    """The k-th largest."""
     values = values.copy()
     values.partition(-k)
     return float(values[-k])

@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, PromptError
 
-from .messages import chat_template, plain_messages
+from .messages import plain_messages
 
 _CURE = "export the pair again from a checkpoint whose template works, or do without --chat"
 
@@ -37,26 +37,26 @@ def render(bundle: Bundle, messages: Sequence[Mapping[str, Any]]) -> str:
     values = {"messages": chat, "add_generation_prompt": True, "tools": None, "documents": None}
     try:
         return template.render(bundle.special_tokens | values)
-    except _RefusedError as error:
-        raise PromptError(
-            f"{name}'s chat template refuses these messages: {_one_line(error)}"
-        ) from error
     except Exception as error:  # a template can fail in any way that code can
+        fails = "refuses" if isinstance(error, _RefusedError) else "fails on"
         raise PromptError(
-            f"{name}'s chat template fails on these messages: {_one_line(error)}"
+            f"{name}'s chat template {fails} these messages: {_one_line(error)}"
         ) from error
 
 
 def load_template(bundle: Bundle) -> jinja2.Template:
-    """The bundle's chat template, ready to render. Raises BundleError if it is broken."""
-    text = chat_template(bundle)
+    """The bundle's chat template, ready to render. Raises BundleError if it is broken,
+    PromptError if there is none.
+    """
+    name, text = bundle.target.source.id, bundle.chat_template
+    if text is None:
+        raise PromptError(f"{name} has no chat template; give the prompt without --chat")
     try:
         return _compile(text)
     except Exception as error:  # what Jinja makes of a template is Python, with Python's errors
         line = f" (line {error.lineno})" if isinstance(error, jinja2.TemplateSyntaxError) else ""
         raise BundleError(
-            f"{bundle.target.source.id}'s chat template is broken: {_one_line(error)}{line}; "
-            f"{_CURE}"
+            f"{name}'s chat template is broken: {_one_line(error)}{line}; {_CURE}"
         ) from error
 
 

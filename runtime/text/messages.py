@@ -1,4 +1,4 @@
-"""The messages of a chat, checked, and whether a bundle has a template for them."""
+"""The messages of a chat, checked."""
 
 from __future__ import annotations
 
@@ -6,17 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specedge.bundle import Bundle
 from specedge.errors import PromptError
-
-
-def chat_template(bundle: Bundle) -> str:
-    """The bundle's chat template; PromptError where it has none."""
-    if bundle.chat_template is None:
-        raise PromptError(
-            f"{bundle.target.source.id} has no chat template; give the prompt without --chat"
-        )
-    return bundle.chat_template
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
