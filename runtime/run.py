@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
 from specedge.options import Sampling
-from specedge.request import AUTO, Request
+from specedge.request import Request
 
 from .exactness.near_ties import Referee
 from .exactness.row_noise import ANY, Noise
@@ -70,16 +70,6 @@ class Run:
                 "0 draft tokens to be exact"
             )
         return Referee(self.again, self.logit_noise, exact) if self.logit_noise else None
-
-    @property
-    def num_draft_tokens(self) -> int | str:
-        """K, or AUTO where rounds are planned or replayed."""
-        k = self.request.fixed_k
-        return AUTO if k is None else k
-
-    @property
-    def lossy(self) -> str | None:
-        return self.sampling.lossy if self.num_draft_tokens else None
 
     @property
     def stats(self) -> Stats:

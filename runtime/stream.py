@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
-from specedge.request import Planned
+from specedge.request import AUTO, Planned
 
 from .loop.round import NearTie, Plan, Round
 from .planning.known_costs import Seen
@@ -129,13 +129,14 @@ class Stream:
     def generation(self) -> Generation:
         """What there is so far."""
         run, text, rounds = self._run, self._text, self._run.done
+        k = run.request.fixed_k
         spans = [span for piece in text.spans for span in piece]
         return Generation(
             text="".join(span.text for span in spans),
             tokens=list(text.tokens),
             finish_reason=text.finish_reason,
             seed=run.seed,
-            num_draft_tokens=run.num_draft_tokens,
+            num_draft_tokens=AUTO if k is None else k,
             drafter=run.drafter,
             plan=recorded(rounds),
             expected_speedup=run.expected_speedup,
@@ -143,7 +144,7 @@ class Stream:
             rounds=list(rounds),
             spans=spans,
             logprobs=self._logprobs(),
-            lossy=run.lossy,
+            lossy=None if k == 0 else run.sampling.lossy,
             near_ties=[t for r in rounds for t in r.near_ties if t.position < len(text.tokens)],
             noise=run.logit_noise,
         )

@@ -14,7 +14,7 @@ from specedge.runtime.loop.model import shared_beginning
 from specedge.runtime.loop.round import Drafter
 from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
-from specedge.runtime.sampling.scores import HostScores
+from specedge.runtime.sampling.scores import Scores
 
 NextToken = Callable[[tuple[int, ...]], Sequence[float]]
 
@@ -44,7 +44,7 @@ class TableModel:
         self.length = 0
         self.passes: list[int] = []
 
-    def forward(self, tokens: Sequence[int]) -> HostScores:
+    def forward(self, tokens: Sequence[int]) -> Scores:
         self.passes.append(len(tokens))
         logits = []
         for token in tokens:
@@ -53,7 +53,7 @@ class TableModel:
                 logits.append(
                     np.log(np.array(self.distribution(tuple(self.rows[: self.length])), float))
                 )
-        return HostScores(np.stack(logits))
+        return Scores(np.stack(logits))
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -138,14 +138,14 @@ class NoisyModel(TableModel):
         self.noise = noise
         self.widths: list[int] = []
 
-    def forward(self, tokens: Sequence[int]) -> HostScores:
+    def forward(self, tokens: Sequence[int]) -> Scores:
         start = self.length
         logits = super().forward(tokens).array()
         self.widths[start:] = [len(tokens)] * len(tokens)
         for i, row in enumerate(logits):
             seen = hash((self.rows[start + i], *self.widths[: start + i + 1]))
             row += self.noise * _TREMBLE[seen % len(_TREMBLE)][: len(row)]
-        return HostScores(logits)
+        return Scores(logits)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         super().prefill(tokens)

@@ -22,7 +22,7 @@ import numpy as np
 from specedge import Sampling
 from specedge.runtime.loop.verify import Draft, draw, verify
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.scores import HostRow, HostScores
+from specedge.runtime.sampling.scores import Row, Scores
 
 SETTINGS = {
     "greedy": Sampling(),
@@ -52,7 +52,7 @@ def drawn(rows: np.ndarray, sampling: Sampling) -> Draft:
     tokens: list[int] = []
     distributions = []
     for row, uniform in zip(rows, UNIFORMS, strict=False):
-        token, distribution = draw(HostRow(row), sampling, PAST.then(tokens), float(uniform))
+        token, distribution = draw(Row(row), sampling, PAST.then(tokens), float(uniform))
         tokens.append(token)
         if distribution is not None:
             distributions.append(distribution)
@@ -68,7 +68,7 @@ def round_of(rows: np.ndarray, sampling: Sampling, accepted: bool) -> Callable[[
     if not accepted:
         for row, token in zip(targets, drawn(rows, sampling).tokens, strict=False):
             row[token] -= 20
-    scores = HostScores(targets)
+    scores = Scores(targets)
     tests = np.full(len(rows), 0.0 if accepted else 1 - 2**-53)
 
     def run() -> int:

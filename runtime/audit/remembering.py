@@ -10,7 +10,7 @@ import numpy as np
 
 from ..loop.model import LanguageModel, shared_beginning
 from ..sampling.distribution import Floats
-from ..sampling.scores import HostScores
+from ..sampling.scores import Scores
 
 MOST_BYTES = 256 * 2**20
 
@@ -35,7 +35,7 @@ class Remembering:
     def length(self) -> int:
         return len(self._tokens)
 
-    def forward(self, tokens: Sequence[int]) -> HostScores:
+    def forward(self, tokens: Sequence[int]) -> Scores:
         start = len(self._tokens)
         self._tokens += tokens
         keys = [tuple(self._tokens[: i + 1]) for i in range(start, len(self._tokens))]
@@ -45,7 +45,7 @@ class Remembering:
         if len(kept) < len(needed):
             rows += self._computed(needed[len(kept) :])
         rows += [np.zeros(self._vocab_size, np.float32)] * (len(keys) - len(needed))
-        return HostScores(np.stack(rows))
+        return Scores(np.stack(rows))
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens

@@ -18,7 +18,7 @@ from ..pipeline import Pipeline
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.probabilities import choice, probabilities
-from ..sampling.scores import HostRow
+from ..sampling.scores import Row
 from ..theory.overlap import acceptance_probability
 
 ROWS = 16  # of logits at a time: a row may have 150,000 columns
@@ -54,7 +54,7 @@ def _stands(target: Floats, draft: Floats, sampling: Sampling, history: History)
     size = len(target)
     try:
         if sampling.greedy:
-            chosen = [choice(HostRow(row), sampling, history) for row in (draft, target)]
+            chosen = [choice(Row(row), sampling, history) for row in (draft, target)]
             return float(chosen[0] == chosen[1])
         drafted = probabilities(draft, sampling, history).row(size)
     except OptionError:  # the draft knows none of the tokens that the options allow

@@ -18,7 +18,7 @@ from specedge.options import Sampling
 from ..loop.verify import Draft, draw_draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
-from ..sampling.scores import HostRow
+from ..sampling.scores import Row
 
 Counts = NDArray[np.unsignedinteger[Any]]
 MAX_ORDER = 3
@@ -147,10 +147,10 @@ class NGrams:
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
-        def next_row(drafted: list[int]) -> HostRow:
+        def next_row(drafted: list[int]) -> Row:
             distribution = self._tables.distribution([*history.last(2), *drafted])
             with np.errstate(divide="ignore"):
-                return HostRow(np.log(distribution.row(self._tables.vocab_size).astype(np.float32)))
+                return Row(np.log(distribution.row(self._tables.vocab_size).astype(np.float32)))
 
         return draw_draft(next_row, history, max_tokens, sampling, uniforms)
 

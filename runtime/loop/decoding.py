@@ -10,7 +10,7 @@ from specedge.options import Sampling
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logprobs import of_tokens
-from ..sampling.scores import HostScores
+from ..sampling.scores import Scores
 from .model import LanguageModel
 from .randomness import uniforms
 from .round import NearTie, Plan, Referee, Round, Step, sources
@@ -97,7 +97,7 @@ class SpeculativeDecoder:
             if self.referee:
                 if num_logprobs is not None:
                     # The referee may run passes, which overwrite them.
-                    scores = HostScores(scores.array().copy())
+                    scores = Scores(scores.array().copy())
                 verdict, near_ties = self.referee.review(
                     verdict, draft.tokens, scores, sampling, history
                 )

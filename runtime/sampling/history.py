@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
-Ids = NDArray[np.intp]
+from .distribution import Ids
 
 
 class History:

@@ -19,7 +19,7 @@ from specedge.options import Sampling
 from .distribution import Distribution, Floats, Ids
 from .history import History
 from .logit_edits import edited
-from .scores import HostRow, Row
+from .scores import Row
 from .top_k_p import nearest, nucleus, top
 
 
@@ -64,7 +64,7 @@ def likeliest(row: Row, count: int, sampling: Sampling, history: History) -> tup
     """
     if sampling.edits:
         scores = edited(row.array(), sampling, history)
-        ids, values = HostRow(scores).largest(count)
+        ids, values = Row(scores).largest(count)
     else:
         ids, values = row.largest(count)
     if not math.isfinite(values[0]):

@@ -1,11 +1,10 @@
-"""The logits of a pass, asked for by what is needed of them, so that the rest may stay on a device.
+"""The logits of a pass, asked for by what is needed of them.
 
-T rows, V vocabulary entries.
+A device that keeps the rest to itself has classes derived from these, which hold arrays of the
+host. T rows, V vocabulary entries.
 """
 
 from __future__ import annotations
-
-from typing import Protocol
 
 import numpy as np
 
@@ -13,35 +12,17 @@ from .distribution import Floats, Ids
 from .top_k_p import top
 
 
-class Row(Protocol):
-    """One row of logits."""
+class Row:
+    """One row of logits. [V]"""
+
+    def __init__(self, logits: Floats) -> None:
+        self._logits = logits
 
     def largest(self, count: int) -> tuple[Ids, Floats]:
         """The `count` largest logits, fewer if V is smaller: their tokens and values, the largest
         first, the lower token first among equals. One that is not a number counts as the largest.
         -> [count], [count]
         """
-
-    def array(self) -> Floats:
-        """All logits of the row. -> [V]"""
-
-
-class Scores(Protocol):
-    """The logits of a pass, valid until the next pass of its model."""
-
-    def __getitem__(self, row: int) -> Row: ...
-
-    def array(self) -> Floats:
-        """All of them. -> [T, V]"""
-
-
-class HostRow:
-    """A row in the host's memory. [V]"""
-
-    def __init__(self, logits: Floats) -> None:
-        self._logits = logits
-
-    def largest(self, count: int) -> tuple[Ids, Floats]:
         logits = self._logits
         best = int(logits.argmax())
         if count == 1 or np.isnan(logits[best]):
@@ -52,17 +33,19 @@ class HostRow:
         return ids, logits[ids]
 
     def array(self) -> Floats:
+        """All logits of the row. -> [V]"""
         return self._logits
 
 
-class HostScores:
-    """A pass's logits in the host's memory. [T, V]"""
+class Scores:
+    """The logits of a pass, valid until the next pass of its model. [T, V]"""
 
     def __init__(self, logits: Floats) -> None:
         self._logits = logits
 
-    def __getitem__(self, row: int) -> HostRow:
-        return HostRow(self._logits[row])
+    def __getitem__(self, row: int) -> Row:
+        return Row(self._logits[row])
 
     def array(self) -> Floats:
+        """All of them. -> [T, V]"""
         return self._logits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from tokenizers import Tokenizer
 
@@ -19,7 +20,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
-        self._tokenizer = tokenizer
+        self._decode = partial(decode, tokenizer)
         self._shown = list(prompt[-_CONTEXT:])
         self._pending: list[int] = []
         while self._shown and self._decode(self._shown).endswith("\ufffd"):
@@ -45,9 +46,6 @@ class Detokenizer:
         before = self._decode(self._shown)
         text = self._decode(self._shown + self._pending)[len(before) :]
         return text.removeprefix(self._prompts)
-
-    def _decode(self, tokens: Sequence[int]) -> str:
-        return decode(self._tokenizer, tokens)
 
 
 class StopStrings:

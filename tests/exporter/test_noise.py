@@ -19,7 +19,7 @@ from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.exactness.row_noise import Noise, measure
 from specedge.runtime.pipeline import Pipeline
-from specedge.runtime.sampling.scores import HostScores
+from specedge.runtime.sampling.scores import Scores
 
 LENGTH = 200
 PROMPTS = (range(40, 52), range(300, 303), [7, 8, 9] * 20)
@@ -42,7 +42,7 @@ class Trembling:
         logits = self.model.forward(tokens).array().copy()
         if len(tokens) > 1:
             logits += 1e-6 * np.sin(1e6 * logits)
-        return HostScores(logits)
+        return Scores(logits)
 
 
 class Twins(Trembling):
@@ -54,7 +54,7 @@ class Twins(Trembling):
     def forward(self, tokens):
         logits = super().forward(tokens).array()
         logits[:, 1:128:2] = logits[:, :128:2] + 1e-5 * np.sin(1e7 * logits[:, 200:264])
-        return HostScores(logits)
+        return Scores(logits)
 
 
 @pytest.fixture(scope="module")

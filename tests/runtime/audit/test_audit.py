@@ -15,7 +15,7 @@ from specedge.runtime.audit.remembering import Remembering
 from specedge.runtime.audit.report import FAILED, PASSED, SHORT, Finding, Report
 from specedge.runtime.audit.subject import Parts
 from specedge.runtime.loop.verify import verify
-from specedge.runtime.sampling.scores import HostScores
+from specedge.runtime.sampling.scores import Scores
 
 SETTINGS = (Sampling(1.0), Sampling(0.7, top_k=4))
 ALPHA = 1e-8
@@ -121,7 +121,7 @@ class Flipped:
                 second, first = np.argsort(row)[-2:]
                 if row[first] - row[second] < self._margin:
                     row[first], row[second] = row[second], row[first]
-        return HostScores(logits)
+        return Scores(logits)
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])

@@ -14,7 +14,7 @@ from specedge.runtime.exactness.row_noise import measure
 from specedge.runtime.loop.decoding import SpeculativeDecoder
 from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
-from specedge.runtime.sampling.scores import HostScores
+from specedge.runtime.sampling.scores import Scores
 
 NOISE = 1e-3
 LENGTH = 200
@@ -154,7 +154,7 @@ def test_a_row_that_only_its_cache_makes_noisy_is_measured():
             logits = TableModel.forward(self, tokens).array()
             self.widths[start:] = [len(tokens)] * len(tokens)
             logits[:, 0] += self.noise * any(width > 1 for width in self.widths[:start])
-            return HostScores(logits)
+            return Scores(logits)
 
     text = np.random.default_rng(0).integers(0, 6, 40).tolist()
     found = measure(NoisyCache(hashed_distribution(1, 6), NOISE), text, (2, 16), 16)

@@ -16,7 +16,7 @@ from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logit_edits import edited
 from specedge.runtime.sampling.probabilities import choice, probabilities
-from specedge.runtime.sampling.scores import HostRow
+from specedge.runtime.sampling.scores import Row
 
 EDITS = Sampling(
     repetition_penalty=1.7,
@@ -69,11 +69,11 @@ def test_the_models_own_row_is_left_alone():
     logits.flags.writeable = False
     for sampling in (EDITS, Sampling(), Sampling(1.0, top_p=0.5), Sampling(1.0, min_p=0.1)):
         assert edited(logits, sampling, History([1, 0])).dtype == np.float32
-        draw(HostRow(logits), sampling, History([1, 0]), 0.5)
+        draw(Row(logits), sampling, History([1, 0]), 0.5)
 
 
 def test_temperature_0_takes_the_likeliest_of_what_is_left_the_lowest_id_on_ties():
-    row = HostRow(np.array([0.0, 3.0, 3.0, 2.0]))
+    row = Row(np.array([0.0, 3.0, 3.0, 2.0]))
     assert choice(row, Sampling(bad_words=[[1]]), History([0])) == 2
     assert choice(row, Sampling(logit_bias={3: 1}), History([0])) == 1
     assert choice(row, Sampling(repetition_penalty=2.0), History([1])) == 2
@@ -86,11 +86,9 @@ def test_temperature_0_takes_the_likeliest_of_what_is_left_the_lowest_id_on_ties
 def test_options_that_leave_no_token_are_an_error_that_names_them(temperature):
     for edits in ({"bad_words": [[0], [1]]}, {"min_new_tokens": 1, "end_tokens": (0, 1)}):
         with pytest.raises(OptionError, match=r"bad_words.*min_new_tokens.*leave no token"):
-            draw(HostRow(np.zeros(2)), Sampling(temperature, **edits), History([0]), 0.5)
+            draw(Row(np.zeros(2)), Sampling(temperature, **edits), History([0]), 0.5)
     with pytest.raises(SpecEdgeError, match="not numbers"):
-        draw(
-            HostRow(np.full(2, -np.inf)), Sampling(temperature, bad_words=[[0]]), History([0]), 0.5
-        )
+        draw(Row(np.full(2, -np.inf)), Sampling(temperature, bad_words=[[0]]), History([0]), 0.5)
 
 
 @pytest.mark.parametrize("penalty", [1e-300, 1e-50, 1e39, 1e300])
@@ -104,7 +102,7 @@ def test_an_extreme_penalty_is_a_penalty_and_no_error(penalty, temperature):
         assert np.isfinite(row).all()
         assert row.sum() == pytest.approx(1)
     else:
-        assert choice(HostRow(logits), sampling, History([0, 1])) == (0 if penalty < 1 else 3)
+        assert choice(Row(logits), sampling, History([0, 1])) == (0 if penalty < 1 else 3)
 
 
 def test_a_model_that_lacks_the_tokens_of_the_options_ignores_them():

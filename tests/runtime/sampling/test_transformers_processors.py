@@ -9,7 +9,7 @@ from specedge.options import Sampling
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logit_edits import edited
 from specedge.runtime.sampling.probabilities import choice, probabilities
-from specedge.runtime.sampling.scores import HostRow
+from specedge.runtime.sampling.scores import Row
 
 torch = pytest.importorskip("torch", reason="needs the export extra")
 transformers = pytest.importorskip("transformers", reason="needs the export extra")
@@ -104,7 +104,7 @@ def check(options, random, count):
         np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-7, atol=1e-13)
         other = np.abs(found - expected) > 1e-7  # which of equals top-p keeps, torch leaves open
         assert len(set(edit[other])) <= 1
-        assert choice(HostRow(row), sampling, history) == int(np.argmax(edit))
+        assert choice(Row(row), sampling, history) == int(np.argmax(edit))
     assert np.array_equal(rows, before)
 
 
