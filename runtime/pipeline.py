@@ -131,8 +131,9 @@ class Pipeline:
             limit=limit,
             at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
         )
-        # Last, so that nothing that is refused before has the turn.
-        return Stream(run, text, self.turns, self.turns.take(wait), self.costs.learn)
+        stream = Stream(run, text, self.turns, self.costs.learn)
+        self.turns.take(stream, wait)  # last, so that nothing that is refused before has the turn
+        return stream
 
     def astream(
         self,

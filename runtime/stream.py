@@ -16,7 +16,7 @@ from .sampling.logprobs import TokenLogprobs
 from .stats import Stats
 from .text.assembler import Assembler, FinishReason
 from .text.spans import Span, fates
-from .turns import Turn, Turns
+from .turns import Turns
 
 
 @dataclass(frozen=True)
@@ -58,16 +58,14 @@ class Generation:
 class Stream:
     """The pieces of a request's text, as they become certain. Close it or leave it at any time.
 
-    It has its `turn` from the start to the end of its text, or until it is closed, cancelled or
+    It has its turn from the start to the end of its text, or until it is closed, cancelled or
     dropped. `learn` is told what the rounds cost when the text has ended.
     """
 
     def __init__(
-        self, run: Run, text: Assembler, turns: Turns, turn: Turn, learn: Callable[[Seen], None]
+        self, run: Run, text: Assembler, turns: Turns, learn: Callable[[Seen], None]
     ) -> None:
-        self._run, self._text = run, text
-        self._turns, self._turn = turns, turn
-        self._learn = learn
+        self._run, self._text, self._turns, self._learn = run, text, turns, learn
         self._rounds: Generator[Round] = run.rounds()
         self._cancelled = False
 
@@ -76,7 +74,7 @@ class Stream:
 
     def __next__(self) -> str:
         while not (self._text.finished or self._cancelled):
-            if not self._turns.is_held(self._turn):
+            if not self._turns.has(self):
                 raise SpecEdgeError("this stream ended when its pipeline began another request")
             try:
                 with self._turns.round, self._run.watch.part("other"):
@@ -111,7 +109,7 @@ class Stream:
         if self._turns.round.acquire(blocking=False):
             try:
                 self._rounds.close()
-                self._turns.give_back(self._turn)
+                self._turns.give_back(self)
             finally:
                 self._turns.round.release()
 

@@ -33,11 +33,6 @@ class Offer:
     room: int = 0
     behind: int = 1
 
-    @property
-    def tells_of(self) -> str:
-        """Whose acceptance a round of one token tells of."""
-        return self.source if self.ready else MODEL
-
 
 @dataclass(frozen=True)
 class Choice:

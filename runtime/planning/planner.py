@@ -158,7 +158,7 @@ class Planner:
 
         Copies are compared with the text in every round, so they need none.
         """
-        source = offer.tells_of
+        source = offer.source if offer.ready else MODEL  # whose acceptance the token tells of
         if source == LOOKUP or self.kinds.total() < self._due[source]:
             return None
         reading = costs.catching_up(offer.behind) if not offer.ready else 0.0

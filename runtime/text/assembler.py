@@ -78,7 +78,7 @@ class Assembler:
     def _flush(self) -> str:
         """Text held back until now."""
         text = self._detokenizer.flush()
-        self._marks.add_rest(text)
+        self._marks.add(text)
         text = self._stop_strings.feed(text)
         if self._stop_strings.found:
             self.finish_reason = FinishReason.STOP

@@ -47,14 +47,10 @@ class Marks:
         self._waiting: deque[Span] = deque()
         self._last = Fate.PLAIN
 
-    def add(self, text: str, fate: Fate) -> None:
-        """A token came, and made this text certain."""
-        self._last = fate
-        self._waiting.append(Span(text, fate))
-
-    def add_rest(self, text: str) -> None:
-        """What the last tokens left incomplete."""
-        self.add(text, self._last)
+    def add(self, text: str, fate: Fate | None = None) -> None:
+        """A token came, and made this text certain; or, without a fate, the last left it so."""
+        self._last = fate or self._last
+        self._waiting.append(Span(text, self._last))
 
     def take(self, length: int) -> list[Span]:
         """The next `length` characters, a span a token; tokens without text have none."""

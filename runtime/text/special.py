@@ -31,9 +31,9 @@ _STRING = re.compile(r'"(?:[^"\\]|\\.)*"')
 class SpecialTokens:
     """A tokenizer's special tokens, and the tokens of texts that may spell them.
 
-    Kept with the tokenizer, because a twin of a large one takes a second and 100 MB: nobody may
-    change a tokenizer after its first text. Both ways to encode raise PromptError where the
-    tokenizer has no other tokens for the text of a special one.
+    Kept with the tokenizer, because a twin of a large one takes a second and 100 MB; nobody may
+    change the tokenizer afterwards. Both ways to encode raise PromptError where the tokenizer has
+    no other tokens for the text of a special one.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
