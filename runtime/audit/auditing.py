@@ -13,7 +13,7 @@ from specedge.bundle import MANIFEST, Bundle, sha256
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
 from specedge.manifest import Model
 
-from ..backend.contract import choose_ops
+from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
 from ..text.prompts import Prompts, UserPrompt

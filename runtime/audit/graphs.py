@@ -19,7 +19,7 @@ from specedge.bundle import Bundle
 from specedge.errors import BundleError
 from specedge.manifest import Graph, Model
 
-from ..backend.contract import choose_ops
+from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from .budget import Budget
 from .noise import Difference, distance, row_differences, size

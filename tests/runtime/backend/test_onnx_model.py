@@ -86,11 +86,11 @@ class StubbornSession:
 def test_only_exceptions_of_onnx_runtime_are_translated(model, method):
     from onnxruntime.capi.onnxruntime_pybind11_state import Fail
 
-    session = model._session
-    model._session = StubbornSession(session, method, HandledError("ours"))
+    session = model._session._session
+    model._session._session = StubbornSession(session, method, HandledError("ours"))
     with pytest.raises(HandledError, match="ours"):
         model.forward([1])
-    model._session = StubbornSession(session, method, Fail("theirs"))
+    model._session._session = StubbornSession(session, method, Fail("theirs"))
     with pytest.raises(SpecEdgeError, match=r"a pass of .* failed in ONNX Runtime: theirs"):
         model.forward([1])
     with pytest.raises(SpecEdgeError, match=r"a pass of .* failed in ONNX Runtime: theirs"):
@@ -98,7 +98,7 @@ def test_only_exceptions_of_onnx_runtime_are_translated(model, method):
 
 
 def test_what_binding_raises_in_a_built_in_type_is_translated_too(model):
-    loaded = model
+    loaded = model._session
     first, *others = loaded._signature.inputs
     wrong = (dataclasses.replace(first, name="no such input"), *others)
     loaded._signature = dataclasses.replace(loaded._signature, inputs=wrong)
@@ -110,7 +110,7 @@ def test_what_binding_raises_in_a_built_in_type_is_translated_too(model):
 def test_a_pass_without_memory_says_what_was_needed_and_what_there_was(model, message):
     from onnxruntime.capi.onnxruntime_pybind11_state import RuntimeException
 
-    loaded = model
+    loaded = model._session
     loaded._session = StubbornSession(
         loaded._session, "run_with_iobinding", RuntimeException(message)
     )

@@ -6,8 +6,9 @@ from itertools import pairwise
 
 import pytest
 
+from specedge.runtime.planning.acceptance import Acceptance
 from specedge.runtime.planning.choices import Kind, Offer
-from specedge.runtime.planning.planner import PROBING, STAKE, Acceptance, Planner
+from specedge.runtime.planning.planner import PROBING, STAKE, Planner
 from virtual import VirtualRequest, constant, seconds, table, untuned
 
 FIXED = (1, 2, 3, 4, 6, 8, 12, 16)

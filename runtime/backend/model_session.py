@@ -1,0 +1,148 @@
+"""What is loaded of a model once, whatever caches use it: a graph and its weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from specedge.bundle import MANIFEST, Bundle
+from specedge.errors import BundleError
+from specedge.graph_file import check_graph
+from specedge.manifest import CURE, OPS, Graph, Model
+from specedge.precision import precision_of
+from specedge.signature import Signature, Tensor
+
+from .buffers import Array, Buffers
+from .cache import Cache
+from .memory import enough_memory
+from .sessions import Device, onnxruntime, translated_errors
+
+ORT_TYPES = {"float32": "float", "int64": "int64"}
+
+
+class ModelSession:
+    """A graph of a model, ready to run: its passes are bound to buffers on its device."""
+
+    def __init__(
+        self,
+        bundle: Bundle,
+        model: Model,
+        device: Device,
+        ops: str,
+        graph: str,
+    ) -> None:
+        self.model = model
+        self.ops = choose_ops(model, ops)
+        self.buffers = Buffers()
+        where = f"{bundle.folder / MANIFEST}: {model.source.id}"
+        precision_of(where, model.dtype, model.cache.dtype)
+        entry = model.graph(graph, self.ops)
+        self._signature = model.signatures[entry.signature]
+        path = bundle.path(entry.file)
+        check_graph(bundle, entry.file)
+        with enough_memory(model):
+            self._session = device.open(path)
+        _check_contract(self._session, entry, self._signature, path)
+        self._without_logits = onnxruntime().RunOptions()
+        self._without_logits.only_execute_path_to_fetches = True
+
+    def cache(self) -> Cache:
+        """An empty cache for its passes."""
+        with enough_memory(self.model):
+            return Cache(self.model, self.buffers)
+
+    def bind(self, cache: Cache, length: int, logits: bool) -> Pass:
+        """A pass of `length` tokens over a cache, each of whose buffers is input and output."""
+        signature = self._signature
+        with self._translated():
+            new = Pass(self._session.io_binding(), cache)
+            wanted = [t for t in signature.outputs if logits or t.role != "logits"]
+            inputs = {t.name: self._array(t, new, length) for t in signature.inputs}
+            outputs = {t.name: self._array(t, new, length) for t in wanted}
+            self.buffers.bind(new.binding, inputs, outputs)
+        return new
+
+    def _array(self, tensor: Tensor, bound: Pass, length: int) -> Array:
+        """A buffer of the cache, or an array of the pass's own."""
+        if tensor.buffer is not None:
+            return bound.cache.arrays[tensor.buffer]
+        array = self.buffers.zeros(tensor.at(1, length), tensor.dtype)
+        bound.arrays[tensor.role] = array
+        return array
+
+    def run(self, bound: Pass, tokens: Sequence[int]) -> None:
+        """Read the tokens into the cache, and into the logits where the pass has any."""
+        with self._translated():
+            self.buffers.write(bound.arrays["tokens"], tokens)
+            self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
+            options = None if "logits" in bound.arrays else self._without_logits
+            self._session.run_with_iobinding(bound.binding, options)
+            bound.cache.extend(tokens)
+
+    @contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Turn what ONNX Runtime raises in a pass, binding included, into our errors."""
+        what = f"a pass of {self.model.source.id}"
+        with enough_memory(self.model), translated_errors(what):
+            yield
+
+
+class Pass:
+    """A binding for one number of tokens, with its arrays by their roles."""
+
+    def __init__(self, binding: Any, cache: Cache) -> None:
+        self.binding = binding
+        self.cache = cache
+        self.arrays: dict[str, Array] = {}
+
+
+def choose_ops(model: Model, ops: str = "auto") -> str:
+    """The op set to run. On the CPU `gqa` is the faster one: it reads no more of the cache than is
+    filled. It is left out where `onnx` gives the same bits for more pass lengths.
+    """
+    if ops not in ("auto", *OPS):
+        raise ValueError(f"ops must be auto, onnx or gqa, got {ops!r}")
+    if ops == "auto":
+        held = {name: {*found.row_independent_lengths} for name, found in model.parity.items()}
+        return "gqa" if "gqa" in held and held["gqa"] >= held.get("onnx", set()) else "onnx"
+    if ops not in model.parity:
+        raise BundleError(
+            f"{model.source.id} has no graphs in the op set '{ops}', only in "
+            f"{', '.join(model.parity)}; leave --ops out, or export the pair with --ops {ops}"
+        )
+    return ops
+
+
+def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path) -> None:
+    """Refuse a graph whose inputs or outputs are not those that the manifest promises."""
+    if unknown := signature.unknown:
+        raise BundleError(
+            f"{path}: this specedge does not know what its input {unknown[0]} is for; use the "
+            "specedge that wrote it, or export the pair again"
+        )
+    promised = (
+        (session.get_inputs(), signature.inputs),
+        (session.get_outputs(), signature.outputs),
+    )
+    for values, tensors in promised:
+        found = {value.name: _shown(value.type, value.shape) for value in values}
+        wanted = {tensor.name: _promised(tensor, entry) for tensor in tensors}
+        for name in sorted(wanted.keys() | found.keys()):
+            if found.get(name) != wanted.get(name):
+                raise BundleError(
+                    f"{path}: {name} is {found.get(name, 'missing')}, {MANIFEST} wants "
+                    f"{wanted.get(name, 'none')}; {CURE}"
+                )
+
+
+def _promised(tensor: Tensor, entry: Graph) -> str:
+    shape = tensor.at(entry.batch, entry.length or 0)
+    return _shown(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
+
+
+def _shown(kind: str, shape: list[Any]) -> str:
+    """A type and shape; the length of a graph for any is T, as a name or nothing in the graph."""
+    sizes = ", ".join(str(size) if isinstance(size, int) and size else "T" for size in shape)
+    return f"{kind} [{sizes}]"
