@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
 
+from specedge.cli.progress import bar
 from specedge.cli.prompts import Item
 from specedge.cli.results import opened
 from specedge.cli.terminal import counted
@@ -25,6 +24,8 @@ def run(pipeline: Pipeline, items: list[Item], output: str, way: str) -> bool:
 
     A prompt that cannot be continued gets a line with its error, and the others still run.
     """
+    from rich.progress import MofNCompleteColumn, TimeRemainingColumn
+
     if any(item.messages for item in items):
         from specedge.runtime.text.chat import load_template
 
@@ -35,15 +36,20 @@ def run(pipeline: Pipeline, items: list[Item], output: str, way: str) -> bool:
         except DrafterError as error:
             raise DrafterError(f"{item.place}{error}") from error
     done = failed = num_tokens = 0
+    columns = (MofNCompleteColumn(), TimeRemainingColumn())
+    # The lines go to stdout as they are; where that is a terminal too, a bar would be amid them.
+    as_is = {"redirect_stdout": False, "redirect_stderr": False}
+    off = output == "-" and sys.stdout.isatty()
+    shown = bar("generating", len(items), *columns, off=off, **as_is)
     try:
-        with opened(output, way) as write, _bar(len(items), output) as advance:
+        with opened(output, way) as write, shown as (update, _):
             for item in items:
                 line = _line(pipeline, item)
                 write(json.dumps(line, ensure_ascii=False))
                 done += 1
                 failed += "error" in line
                 num_tokens += len(line.get("tokens", ()))
-                advance()
+                update(advance=1)
     finally:
         click.echo(
             f"{done} of {counted(len(items), 'prompt')} done, {failed} failed, "
@@ -84,25 +90,3 @@ def _facts(made: Generation) -> dict[str, Any]:
     if made.logprobs is not None:
         facts["logprobs"] = [vars(one) for one in made.logprobs]
     return facts
-
-
-@contextlib.contextmanager
-def _bar(total: int, output: str) -> Iterator[Callable[[], None]]:
-    """A bar on stderr if that is a terminal, and not the one that the lines go to."""
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-    from rich.progress import TimeRemainingColumn as Remaining
-
-    console = Console(stderr=True)
-    columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), Remaining())
-    off = not console.is_terminal or (output == "-" and sys.stdout.isatty())
-    with Progress(
-        *columns,
-        console=console,
-        transient=True,
-        disable=off,
-        redirect_stdout=False,  # the lines go to stdout as they are
-        redirect_stderr=False,
-    ) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda: bar.advance(task)

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import options
-from specedge.cli.progress import Lines
+from specedge.cli import options, progress
 from specedge.cli.terminal import lines, one_line
 from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import AUTO, DrafterName, Request
@@ -204,27 +203,10 @@ def _measure(
     repeats: int,
     request: dict[str, Any],
 ) -> Measured:
-    """With a bar on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
     from specedge.runtime.bench.measure import measure
 
-    console = Console(stderr=True)
-    columns = (TextColumn("measuring"), BarColumn(), TimeRemainingColumn())
-    off = not console.is_terminal
-    with (
-        options.usage_errors(),
-        Progress(*columns, console=console, transient=True, disable=off) as bar,
-    ):
-        task = bar.add_task("", total=1.0)
-        told = Lines(off=not off)
-
-        def show(share: float) -> None:
-            bar.update(task, completed=share)
-            told.tell("measuring", share)
-
-        return measure(pipeline, prompts, some, repeats, show, **request)
+    with options.usage_errors(), progress.told("measuring") as tell:
+        return measure(pipeline, prompts, some, repeats, tell, **request)
 
 
 def _report(

@@ -6,6 +6,7 @@ import click
 
 from specedge.bundle import Bundle
 from specedge.cli import options
+from specedge.cli.progress import bar
 from specedge.cli.terminal import one_line
 from specedge.manifest import Model, Parity
 from specedge.options import Filters
@@ -29,18 +30,14 @@ def inspect(bundle: str | None, check: bool, as_json: bool) -> None:
 
 
 def _check(bundle: Bundle) -> None:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
+    from rich.progress import DownloadColumn
 
     from specedge import store
 
-    console = Console(stderr=True)
-    columns = (TextColumn("checking"), BarColumn(), DownloadColumn())
-    off = not console.is_terminal  # rich would leave an empty line
-    with Progress(*columns, console=console, transient=True, disable=off) as progress:
-        task = progress.add_task("", total=sum(f.size for f in bundle.files.values()))
+    total = sum(file.size for file in bundle.files.values())
+    with bar("checking", total, DownloadColumn()) as (update, _):
         for name in bundle.files:
-            bundle.check_hash(name, lambda size: progress.advance(task, size))
+            bundle.check_hash(name, lambda size: update(advance=size))
     store.remember_export(bundle)
     click.echo(f"all {len(bundle.files)} files are as listed", err=True)
 

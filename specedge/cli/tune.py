@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from specedge.cli import options
+from specedge.cli.progress import bar
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from specedge.runtime.bench.tune import Tuning
-    from specedge.runtime.pipeline import Pipeline
     from specedge.runtime.planning.cost_table import CostTable, ModeCosts
 
 
@@ -25,11 +24,14 @@ if TYPE_CHECKING:
 @options.as_json
 def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json: bool) -> None:
     """Measure what a bundle costs here, and remember it for `--num-draft-tokens auto`."""
+    from rich.progress import TaskProgressColumn
+
     from specedge.runtime.bench import tune as tuning
 
     pipeline = options.load(bundle, device=device, threads=threads, ops=ops)
     pipeline.costs.check_writable()  # before measuring, which takes a while
-    tuned = _measure(pipeline, tuning.measure)
+    with bar("measuring", 1.0, TaskProgressColumn()) as (update, _):
+        tuned = tuning.measure(pipeline, lambda share: update(completed=share))
     table = tuned.costs
     path = pipeline.costs.remember(table)
     if tuned.busy:
@@ -44,20 +46,6 @@ def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json
     else:
         for line in _lines(table):
             click.echo(line)
-
-
-def _measure(pipeline: Pipeline, measure: Any) -> Tuning:
-    """With a bar on stderr if that is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
-
-    console = Console(stderr=True)
-    columns = (TextColumn("measuring"), BarColumn(), TaskProgressColumn())
-    off = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=off) as bar:
-        task = bar.add_task("", total=1.0)
-        tuned: Tuning = measure(pipeline, lambda share: bar.update(task, completed=share))
-    return tuned
 
 
 def _lines(table: CostTable) -> list[str]:

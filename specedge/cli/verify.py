@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.bundle import MANIFEST, Bundle
-from specedge.cli import options
-from specedge.cli.progress import Lines
+from specedge.cli import options, progress
 from specedge.cli.terminal import lines
 from specedge.errors import BundleError
 from specedge.request import Request
@@ -158,26 +157,9 @@ def _prompts(name: str | None, form: str | None) -> list[Any]:
 
 @contextlib.contextmanager
 def _timed(minutes: float) -> Iterator[tuple[Budget, Callable[[str], None]]]:
-    """A budget of time, and what to tell which check runs; a bar on stderr if it is a terminal."""
-    from rich.console import Console
-    from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
+    """A budget of time, and what to tell which check runs."""
     from specedge.runtime.audit.budget import Budget, Clock
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeRemainingColumn())
-    off = not console.is_terminal
-    with Progress(*columns, console=console, transient=True, disable=off) as bar:
-        task = bar.add_task("loading", total=60 * minutes)
-        lines_told, now = Lines(off=not off), ["loading"]
-
-        def watch(used: float) -> None:
-            bar.update(task, completed=used)
-            lines_told.tell(now[0], used / (60 * minutes))
-
-        def tell(check: str) -> None:
-            now[0] = check
-            bar.update(task, description=check)
-
-        clock = Clock(watch=watch)
-        yield Budget(60 * minutes, clock), tell
+    with progress.told("loading") as tell:
+        clock = Clock(watch=lambda used: tell(used / (60 * minutes)))
+        yield Budget(60 * minutes, clock), lambda check: tell(next_=check)
