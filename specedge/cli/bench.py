@@ -154,9 +154,7 @@ def _read(
     sets: Sequence[str], prompts: str | None, form: str | None
 ) -> list[tuple[str, UserPrompt]]:
     """Each prompt, a text or a chat, with its set's name; a bad file is a click.UsageError."""
-    import dataclasses
-
-    from specedge.cli.prompts import read
+    from specedge.cli.prompts import alone
     from specedge.runtime.bench.prompts import SETS
 
     if form and prompts is None:
@@ -166,9 +164,8 @@ def _read(
         (name, text) for name in dict.fromkeys(names) for text in SETS[name]
     ]
     if prompts is not None:
-        items = read(prompts, form, False, None, dataclasses.asdict(Request()))
         name = "standard input" if prompts == "-" else Path(prompts).name
-        found += [(name, item.messages or item.prompt or "") for item in items]
+        found += [(name, prompt) for prompt in alone(prompts, form)]
     return found
 
 

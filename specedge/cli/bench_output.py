@@ -93,36 +93,35 @@ def _table(report: Report, name: str) -> str:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=0)
-    for head in (
-        *("drafter", "K", "ms a\ntoken", "dr./verif./\nsam./rest%", "tok./\nround"),
-        *("acc./\ntest.", "speed\n-up", "quartiles", "over\nall", "pred.", "error"),
-    ):
+    rows = [_cells(one) for one in report.of(name)]
+    for head in rows[0]:
         table.add_column(head, justify="left" if head == "drafter" else "right", no_wrap=True)
-    for one in report.of(name):
-        table.add_row(*_cells(one))
+    for row in rows:
+        table.add_row(*row.values())
     console = Console(width=80, highlight=False, color_system=None)
     with console.capture() as captured:
         console.print(table)
     return captured.get().rstrip("\n")
 
 
-def _cells(one: Figures) -> list[str]:
+def _cells(one: Figures) -> dict[str, str]:
+    """One row of the table, by the heads of its columns."""
     parts = (one.draft_seconds, one.verify_seconds, one.sampling_seconds, one.rest_seconds)
     split = "/".join(f"{100 * part / one.seconds_per_token:.0f}" for part in parts)
     predicted, error = prediction(one)
-    return [
-        ("! " if one.loses else "  ") + one.drafter[:8],
-        str(one.num_draft_tokens),
-        _short(1e3 * one.seconds_per_token, 3),
-        split,
-        f"{one.tokens_per_round:.2f}",
-        shown(one.accepted_over_tested),
-        _short(one.speedup),
-        f"{_short(one.low)}-{_short(one.high)}",
-        _short(one.overall_speedup),
-        "-" if one.drafter == "plain" else _short(predicted),
-        "-" if one.drafter == "plain" else f"{100 * error:+.0f}%",
-    ]
+    return {
+        "drafter": ("! " if one.loses else "  ") + one.drafter[:8],
+        "K": str(one.num_draft_tokens),
+        "ms a\ntoken": _short(1e3 * one.seconds_per_token, 3),
+        "dr./verif./\nsam./rest%": split,
+        "tok./\nround": f"{one.tokens_per_round:.2f}",
+        "acc./\ntest.": shown(one.accepted_over_tested),
+        "speed\n-up": _short(one.speedup),
+        "quartiles": f"{_short(one.low)}-{_short(one.high)}",
+        "over\nall": _short(one.overall_speedup),
+        "pred.": "-" if one.drafter == "plain" else _short(predicted),
+        "error": "-" if one.drafter == "plain" else f"{100 * error:+.0f}%",
+    }
 
 
 def named(one: Figures) -> str:

@@ -50,9 +50,9 @@ dd { margin: 0; }
 {{ set.rounds }}
 <h3>All figures</h3>
 <div class="wide"><table>
-<tr>{% for head in heads %}<th>{{ head }}</th>{% endfor %}</tr>
+<tr>{% for head in set.rows[0].cells %}<th>{{ head }}</th>{% endfor %}</tr>
 {% for row in set.rows %}<tr{% if row.loses %} class="loses"{% endif %}>
-{%- for cell in row.cells %}<td>{{ cell }}</td>{% endfor %}</tr>
+{%- for cell in row.cells.values() %}<td>{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
 <details><summary>Prompts</summary>
 {% for text in set.prompts %}<pre>{{ text }}</pre>
@@ -70,20 +70,6 @@ rest.</p>
 </html>
 """
 
-_HEADS = (
-    *(
-        "drafter",
-        "K",
-        "speed-up",
-        "quartiles",
-        "request",
-        "overall",
-        "ms / token",
-        "tokens / round",
-    ),
-    *("accepted / tested", "accepted / drafted", "tokens / rows", "c", "v", "o"),
-    *("theorem 3.8", "run level", "with costs", "by position", "held out"),
-)
 _PARTS = ("draft", "verify", "sampling", "rest")
 
 
@@ -95,7 +81,6 @@ def page(report: Report) -> str:
     return environment.from_string(_TEMPLATE).render(
         facts=report.facts,
         losing=report.losing,
-        heads=_HEADS,
         sets=[_set(report, name) for name in report.sets],
     ) + "\n"  # fmt: skip
 
@@ -175,28 +160,34 @@ def _rounds_plot(name: str, rows: Sequence[Figures]) -> str:
         scale = 1e3 * one.tokens_per_round
         parts = [scale * getattr(one, f"{part}_seconds") for part in _PARTS]
         k = f", K = {one.num_draft_tokens}" if one.drafter not in ("plain", "auto") else ""
-        found.append(svg.Bar(f"{one.drafter[:12]}{k}", parts))
+        found.append((f"{one.drafter[:12]}{k}", parts))
     return svg.bars(f"Time of a round on {name}", "ms", _PARTS, found)
 
 
-def _cells(one: Figures) -> list[str]:
+def _cells(one: Figures) -> dict[str, str]:
+    """One row of the table, by the heads of its columns."""
+
     def predicted(value: float | None, error: float | None) -> str:
         return "-" if value is None or error is None else f"{value:.2f} ({100 * error:+.1f}%)"
 
-    return [
-        one.drafter + (" loses" if one.loses else ""),
-        str(one.num_draft_tokens),
-        f"{one.speedup:.3f}",
-        f"{one.low:.2f} to {one.high:.2f}",
-        f"{one.request_speedup:.2f}",
-        f"{one.overall_speedup:.3f}",
-        f"{1e3 * one.seconds_per_token:.3f}",
-        f"{one.tokens_per_round:.2f}",
-        *map(shown, (one.accepted_over_tested, one.accepted_over_drafted, one.tokens_over_rows)),
-        *(shown(cost, 3) for cost in (one.draft_cost, one.verify_cost, one.host_cost)),
-        predicted(one.theorem_3_8, one.theorem_3_8_error),
-        predicted(one.run_level, one.run_level_error),
-        predicted(one.with_costs, one.with_costs_error),
-        predicted(one.by_position, one.by_position_error),
-        predicted(one.held_out, one.held_out_error),
-    ]
+    return {
+        "drafter": one.drafter + (" loses" if one.loses else ""),
+        "K": str(one.num_draft_tokens),
+        "speed-up": f"{one.speedup:.3f}",
+        "quartiles": f"{one.low:.2f} to {one.high:.2f}",
+        "request": f"{one.request_speedup:.2f}",
+        "overall": f"{one.overall_speedup:.3f}",
+        "ms / token": f"{1e3 * one.seconds_per_token:.3f}",
+        "tokens / round": f"{one.tokens_per_round:.2f}",
+        "accepted / tested": shown(one.accepted_over_tested),
+        "accepted / drafted": shown(one.accepted_over_drafted),
+        "tokens / rows": shown(one.tokens_over_rows),
+        "c": shown(one.draft_cost, 3),
+        "v": shown(one.verify_cost, 3),
+        "o": shown(one.host_cost, 3),
+        "theorem 3.8": predicted(one.theorem_3_8, one.theorem_3_8_error),
+        "run level": predicted(one.run_level, one.run_level_error),
+        "with costs": predicted(one.with_costs, one.with_costs_error),
+        "by position": predicted(one.by_position, one.by_position_error),
+        "held out": predicted(one.held_out, one.held_out_error),
+    }

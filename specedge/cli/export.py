@@ -51,37 +51,12 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 @click.option("--target-revision", help="Branch, tag or commit of the target on the hub.")
 @click.option("--adapter", help="A LoRA adapter to merge into the target: a folder or a hub id.")
 @click.option("--draft-adapter", help="A LoRA adapter to merge into the draft.")
-def export(
-    draft: str,
-    target: str,
-    output: str | None,
-    num_draft_tokens: int,
-    max_length: int | None,
-    ops: str,
-    tolerance: float | None,
-    draft_revision: str | None,
-    target_revision: str | None,
-    adapter: str | None,
-    draft_adapter: str | None,
-) -> None:
+def export(draft: str, target: str, output: str | None, **request: Any) -> None:
     """Export a draft and a target model to one bundle of ONNX graphs."""
     from specedge.exporter import export as run
 
     with _bars() as progress:
-        bundle = run(
-            draft,
-            target,
-            output,
-            num_draft_tokens=num_draft_tokens,
-            max_length=max_length,
-            ops=ops,
-            tolerance=tolerance,
-            draft_revision=draft_revision,
-            target_revision=target_revision,
-            adapter=adapter,
-            draft_adapter=draft_adapter,
-            progress=progress,
-        )
+        bundle = run(draft, target, output, **request, progress=progress)
     for note in progress.notes:
         click.echo(one_line(f"note: {note}"), err=True)
     for role, model in bundle.models.items():

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from specedge.cli.terminal import counted
+
 if TYPE_CHECKING:
     from specedge.runtime.stream import Generation
 
@@ -20,18 +22,16 @@ def lines(generation: Generation, exact: bool) -> list[str]:
             f"{stats.noise_seconds:.2f} s before it to measure this device's noise for K ="
             f" {generation.num_draft_tokens}, once a process"
         )
-    return told + (_ties(generation, exact) if ties else [])
-
-
-def _ties(generation: Generation, exact: bool) -> list[str]:
-    ties, stats = generation.near_ties, generation.stats
+    if not ties:
+        return told
     places = ", ".join(str(tie.position) for tie in ties[:_SHOWN])
+    more = ", ..." if len(ties) > _SHOWN else ""
     line = (
-        f"{len(ties)} near-tie{'' if len(ties) == 1 else 's'} within the device's noise of"
-        f" {generation.noise:.0e} (position{'' if len(ties) == 1 else 's'} {places}"
-        f"{', ...' if len(ties) > _SHOWN else ''})"
+        f"{counted(len(ties), 'near-tie')} within the device's noise of {generation.noise:.0e}"
+        f" (position{'' if len(ties) == 1 else 's'} {places}{more})"
     )
     if not exact:
-        return [f"{line}: plain decoding may choose otherwise; --exact decides as it does"]
+        return [*told, f"{line}: plain decoding may choose otherwise; --exact decides as it does"]
     passes, seconds = stats.num_exact_passes, stats.exact_seconds
-    return [f"{line}, decided as plain decoding does by {passes} more passes in {seconds:.2f} s"]
+    how = f"decided as plain decoding does by {passes} more passes in {seconds:.2f} s"
+    return [*told, f"{line}, {how}"]

@@ -7,7 +7,7 @@ import json
 import secrets
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,6 +17,9 @@ from specedge.declared import declarations, nearest
 from specedge.errors import PromptError
 from specedge.request import Request
 from specedge.strict_json import JsonError, parse
+
+if TYPE_CHECKING:
+    from specedge.runtime.text.prompts import UserPrompt
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,12 @@ def read(
             raise click.UsageError(f"{name}, line {number}: {error}") from error
     _check_ids(name, items, [number for number, _ in lines])
     return items
+
+
+def alone(name: str, form: str | None) -> list[UserPrompt]:
+    """The prompts of a file where other options on its lines do not matter."""
+    items = read(name, form, False, None, dataclasses.asdict(Request()))
+    return [item.messages or item.prompt or "" for item in items]
 
 
 def _form(name: str, first: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -54,7 +53,7 @@ def _index(facts: object, items: Sequence[Item], seeded: bool) -> int:
 def opened(output: str, way: str) -> Iterator[Callable[[str], None]]:
     """What writes a line, or nothing of it: a disk that is full leaves no half of one."""
     if output == "-":
-        yield _to_stdout
+        yield click.echo
         return
     plain = not os.path.exists(output) or os.path.isfile(output)
     # What check_output saw may have changed while the models were loaded.
@@ -75,8 +74,3 @@ def opened(output: str, way: str) -> Iterator[Callable[[str], None]]:
                 raise
 
         yield write
-
-
-def _to_stdout(line: str) -> None:
-    sys.stdout.write(line + "\n")
-    sys.stdout.flush()

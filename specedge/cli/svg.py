@@ -41,15 +41,7 @@ class Rule:
 
     label: str
     y: float
-    colour: str = "#000000"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """A label and the sizes of its parts."""
-
-    label: str
-    parts: Sequence[float]
+    colour: str
 
 
 def lines(
@@ -90,22 +82,24 @@ def lines(
     return _svg(title, max(_HEIGHT, _TOP + 19 * len(entries) + 10), parts)
 
 
-def bars(title: str, unit: str, names: Sequence[str], some: Sequence[Bar]) -> str:
-    """Stacked bars, one below the other, with their totals; `names` are the parts'."""
-    longest = max([*(sum(bar.parts) for bar in some), 1e-9])
+def bars(
+    title: str, unit: str, names: Sequence[str], some: Sequence[tuple[str, Sequence[float]]]
+) -> str:
+    """Stacked bars with labels and totals, one below the other; `names` are the parts'."""
+    longest = max([*(sum(sizes) for _, sizes in some), 1e-9])
     scale = (_WIDTH - _LABELS - 90) / longest
     parts: list[str] = []
     for i, name in enumerate(names):
         parts.append(_box(_LABELS + 110 * i, 4, 12, 12, COLOURS[i]))
         parts.append(_text(_LABELS + 110 * i + 17, 14, name))
-    for row, bar in enumerate(some):
+    for row, (label, sizes) in enumerate(some):
         y = 30 + row * (_BAR + _GAP)
-        parts.append(_text(_LABELS - 8, y + 12, bar.label, "end"))
+        parts.append(_text(_LABELS - 8, y + 12, label, "end"))
         x = float(_LABELS)
-        for i, size in enumerate(bar.parts):
+        for i, size in enumerate(sizes):
             parts.append(_box(x, y, size * scale, _BAR, COLOURS[i]))
             x += size * scale
-        parts.append(_text(x + 6, y + 12, f"{sum(bar.parts):.2f} {unit}"))
+        parts.append(_text(x + 6, y + 12, f"{sum(sizes):.2f} {unit}"))
     return _svg(title, 34 + len(some) * (_BAR + _GAP), parts)
 
 

@@ -106,34 +106,28 @@ def theory(
 
 def _tables() -> dict[str, Any]:
     """The papers' tables, by what is in them; costs are those of a draft pass."""
-    from specedge.runtime.theory.formulas import (
-        best_k,
-        expected_tokens,
-        expected_tokens_limit,
-        speedup,
-    )
-    from specedge.runtime.theory.formulas import operations_factor as operations
+    from specedge.runtime.theory import formulas
 
-    best = {(a, c): best_k(a, c) for a in _ALPHAS for c in _DRAFT_COSTS}
+    best = {(a, c): formulas.best_k(a, c) for a in _ALPHAS for c in _DRAFT_COSTS}
     return {
         "expected_tokens": [
             {
                 "alpha": alpha,
-                "by_num_draft_tokens": {k: expected_tokens(alpha, k) for k in _LENGTHS},
-                "limit": expected_tokens_limit(alpha),
+                "by_num_draft_tokens": {k: formulas.expected_tokens(alpha, k) for k in _LENGTHS},
+                "limit": formulas.expected_tokens_limit(alpha),
             }
             for alpha in _ALPHAS
         ],
         "best_k": [
-            {"alpha": a, "draft_cost": c, "best_k": k, "speedup": speedup(a, k, c)}
+            {"alpha": a, "draft_cost": c, "best_k": k, "speedup": formulas.speedup(a, k, c)}
             for (a, c), k in best.items()
         ],
         "operations": [
             {
                 "alpha": a,
                 "num_draft_tokens": k,
-                "operations_factor": operations(a, k),
-                "speedup": speedup(a, k, 0),
+                "operations_factor": formulas.operations_factor(a, k),
+                "speedup": formulas.speedup(a, k, 0),
             }
             for a, k in _TABLE_1
         ],
@@ -164,21 +158,15 @@ def _prediction(
 
 
 def _at(alpha: float, k: int, *costs: Any) -> dict[str, Any]:
-    from specedge.runtime.theory.formulas import (
-        acceptance_rates,
-        break_even_alpha,
-        expected_tokens,
-        round_cost,
-        speedup,
-    )
+    from specedge.runtime.theory import formulas
 
-    rates = acceptance_rates(alpha, k) if k else None
+    rates = formulas.acceptance_rates(alpha, k) if k else None
     return {
         "num_draft_tokens": k,
-        "tokens_per_round": expected_tokens(alpha, k),
-        "round_cost": round_cost(k, *costs),
-        "speedup": speedup(alpha, k, *costs),
-        "break_even_alpha": break_even_alpha(k, *costs) if k else None,
+        "tokens_per_round": formulas.expected_tokens(alpha, k),
+        "round_cost": formulas.round_cost(k, *costs),
+        "speedup": formulas.speedup(alpha, k, *costs),
+        "break_even_alpha": formulas.break_even_alpha(k, *costs) if k else None,
         "accepted_over_drafted": rates and rates.accepted_over_drafted,
         "tokens_over_rows": rates and rates.tokens_over_rows,
     }
@@ -240,12 +228,8 @@ def _print_prediction(facts: dict[str, Any]) -> None:
             *("", "K", "tokens a round", "cost of a round", "speed-up"),
             *("pays from alpha", "accepted / drafted", "tokens / rows"),
         ],
-        ([_star(row is best), *_cells(row)] for row in rows),
+        (["*" if row is best else "", *_cells(row)] for row in rows),
     )
-
-
-def _star(is_best: bool) -> str:
-    return "*" if is_best else ""
 
 
 def _cells(row: dict[str, Any]) -> Iterable[str]:

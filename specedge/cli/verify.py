@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +14,6 @@ from specedge.bundle import MANIFEST, Bundle
 from specedge.cli import options, progress
 from specedge.cli.terminal import lines
 from specedge.errors import BundleError
-from specedge.request import Request
 
 if TYPE_CHECKING:
     from specedge.runtime.audit.auditing import Machinery, SelfTest
@@ -55,6 +53,7 @@ def verify(
 ) -> None:
     """Audit a bundle on this machine: exit 1 unless every check passes."""
     from specedge import store
+    from specedge.cli.prompts import alone
     from specedge.runtime.audit.auditing import Machinery
     from specedge.runtime.backend.sessions import Device
 
@@ -62,7 +61,7 @@ def verify(
         raise click.UsageError("--format needs --prompts")
     if self_test and prompts:
         raise click.UsageError("--self-test takes no --prompts: it is about the checks")
-    given = _prompts(prompts, form)
+    given = [] if prompts is None else alone(prompts, form)
     machinery = Machinery(Device(device, threads, share_threads=True), ops)
     folder = store.find(bundle)
     if self_test:
@@ -143,16 +142,6 @@ def _facts(result: SelfTest) -> dict[str, Any]:
             for defect, findings in result.found
         },
     }
-
-
-def _prompts(name: str | None, form: str | None) -> list[Any]:
-    """The texts or chats of a file; other options on its lines do not matter here."""
-    from specedge.cli.prompts import read
-
-    if name is None:
-        return []
-    items = read(name, form, False, None, dataclasses.asdict(Request()))
-    return [item.prompt if item.messages is None else item.messages for item in items]
 
 
 @contextlib.contextmanager
