@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from types import SimpleNamespace
 
 import numpy as np
 
 from fakes import TableModel, hashed_distribution
 from specedge.runtime.audit.budget import Budget, Clock
-from specedge.runtime.audit.subject import Parts, Prompt, Sizes, Subject
+from specedge.runtime.audit.subject import Parts, Prompt, Subject
 
 VOCAB_SIZE = 6
 CONTEXT = 96
@@ -33,7 +34,7 @@ def make_subject(parts=None, num_prompts=3):
     target, draft = (
         CachedTable(distribution, VOCAB_SIZE, CONTEXT + 8) for distribution in DISTRIBUTIONS
     )
-    sizes = Sizes(VOCAB_SIZE, CONTEXT)
+    sizes = SimpleNamespace(vocab_size=VOCAB_SIZE, context_length=CONTEXT)
     prompts = [Prompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
     return Subject(target, draft, sizes, sizes, 3, 1e-6, prompts, parts or Parts())
 

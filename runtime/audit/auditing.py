@@ -23,7 +23,7 @@ from .budget import Budget
 from .defects import DEFECTS, Defect
 from .report import FAILED, SKIPPED, Finding, Report, machine
 from .statistics import CONFIDENCE, POWER
-from .subject import Prompt, Sizes, Subject
+from .subject import Prompt, Subject
 from .texts import BUILT_IN
 
 FALSE_ALARM = 1e-6  # of the whole audit
@@ -138,14 +138,14 @@ def self_test(
     """Run the checks of the loop on it as it is, then with each defect planted until one fails: at
     first in little time, then in more. What one does not need of its time, the next have.
     """
-    control = _loop_checks(subject, budget.share(CONTROL), partial(_told_of, told, "as it is"))
+    control = _loop_checks(subject, budget.share(CONTROL), told, "as it is: ")
     found: list[tuple[Defect, list[Finding]]] = []
     for i, defect in enumerate(defects):
         planted = dataclasses.replace(subject, parts=defect.parts)
         share = budget.share(1 / (len(defects) - i))
         for look in LOOKS:
-            told_of = partial(_told_of, told, defect.name)
-            findings = _loop_checks(planted, share.share(look), told_of, until_caught=True)
+            time = share.share(look)
+            findings = _loop_checks(planted, time, told, f"{defect.name}: ", until_caught=True)
             if findings[-1].status == FAILED:
                 break
         found.append((defect, findings))
@@ -161,25 +161,15 @@ LOOP: dict[str, Callable[[Subject, Budget], Finding]] = {
 }
 
 
-def _told_of(told: Told, defect: str, check: str) -> None:
-    told(f"{defect}: {check}")
-
-
 def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) -> Subject:
     """Both models loaded, with the prompts to try them on."""
     models = {role: machinery.open(bundle, m, machinery.ops) for role, m in bundle.models.items()}
     tolerance = max(
         graphs.allowed(model, choose_ops(model, machinery.ops)) for model in bundle.models.values()
     )
-    sizes = {role: Sizes(m.vocab_size, m.context_length) for role, m in bundle.models.items()}
+    sizes = (bundle.target, bundle.draft)
     return Subject(
-        models["target"],
-        models["draft"],
-        sizes["target"],
-        sizes["draft"],
-        bundle.num_draft_tokens,
-        tolerance,
-        prompts,
+        models["target"], models["draft"], *sizes, bundle.num_draft_tokens, tolerance, prompts
     )
 
 
@@ -189,13 +179,13 @@ def built_in_prompts(bundle: Bundle) -> list[Prompt]:
 
 
 def _loop_checks(
-    subject: Subject, budget: Budget, told: Told, until_caught: bool = False
+    subject: Subject, budget: Budget, told: Told, what: str = "", until_caught: bool = False
 ) -> list[Finding]:
     """All checks of the loop, or those up to the first that fails."""
     findings: list[Finding] = []
     subject.measure(budget.share(SHARES["measuring"]))
     for name, check in LOOP.items():
-        told(name)
+        told(what + name)
         share = budget.share(SHARES.get(name, 1.0))
         findings.append(_guarded(name, partial(check, subject, share)))
         if until_caught and findings[-1].status == FAILED:

@@ -61,14 +61,6 @@ class _NoResidual(SpeculativeDecoder):
         return Verdict(i, distribution.pick(last))
 
 
-def _halved(tests: Floats) -> Floats:
-    return 0.5 * tests
-
-
-def _shared(tests: Floats) -> Floats:
-    return np.full_like(tests, tests[0]) if len(tests) else tests
-
-
 class _StaleDrafter:
     """Hands on the distribution of the draft token before."""
 
@@ -109,7 +101,7 @@ DEFECTS = (
     Defect(
         "accept rule",
         "a draft token is accepted if u d(x) / 2 < t(x), not u d(x) < t(x)",
-        Parts(decoder=_with_tests(_halved)),
+        Parts(decoder=_with_tests(lambda tests: 0.5 * tests)),
     ),
     Defect(
         "residual",
@@ -129,6 +121,6 @@ DEFECTS = (
     Defect(
         "shared uniform",
         "all draft tokens of a round are judged by one random number",
-        Parts(decoder=_with_tests(_shared)),
+        Parts(decoder=_with_tests(lambda tests: np.full_like(tests, tests[:1]))),
     ),
 )

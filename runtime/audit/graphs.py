@@ -30,6 +30,11 @@ Open = Callable[[Model, str, str], OrtModel]
 Array = NDArray[Any]
 Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
 
+_ERRORS = (
+    *("structure_error", "logits_error", "cache_error"),
+    *("float32_logits_error", "float32_cache_error"),
+)
+
 
 def files(bundle: Bundle, budget: Budget) -> Finding:
     """Hash every file, however long it takes."""
@@ -52,51 +57,121 @@ def files(bundle: Bundle, budget: Budget) -> Finding:
     return Finding("files", PASSED, f"{what}: every SHA-256 is as listed", (), facts)
 
 
+def graphs(bundle: Bundle, ops: str, open_: Open, budget: Budget) -> Finding:
+    """Compare the graphs with each other, those that are run first; one is loaded at a time."""
+    found = _Comparison(open_, budget)
+    wanted = {}
+    for role, model in bundle.models.items():
+        own = choose_ops(model, ops)
+        graph = open_(model, own, "decoder")
+        found.rows(role, model, own, graph)
+        wanted[role] = _run(graph, model, own)
+        del graph
+    for role, model in bundle.models.items():
+        own = choose_ops(model, ops)
+        found.fixed(role, model, own, wanted[role])
+        for other in (name for name in model.parity if name != own):
+            found.other_ops(role, model, (own, other), wanted[role])
+    if found.missing:
+        found.lines.append(f"too little time to compare {', '.join(found.missing)}")
+        found.facts["not_compared"] = found.missing
+    lines = tuple(found.problems + found.lines)
+    if found.problems:
+        return Finding("graphs", FAILED, found.problems[0], lines[1:], found.facts)
+    if found.short:
+        return Finding("graphs", SHORT, "not one pass of each length", lines, found.facts)
+    summary = "they agree with each other" + (
+        ", and rows keep their bits as recorded"
+        if found.as_recorded
+        else ", but rows depend on the pass more than recorded: near-ties may be decided otherwise"
+    )
+    return Finding("graphs", PASSED, summary, lines, found.facts)
+
+
 @dataclass
-class _Notes:
+class _Comparison:
     """What the check of one bundle's graphs gathers."""
 
+    open_: Open
+    budget: Budget
     lines: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     short: bool = False
+    as_recorded: bool = True
 
+    def rows(self, role: str, model: Model, ops: str, graph: OrtModel) -> None:
+        """Row independence now against recorded."""
+        tokens, parity = _tokens(model), model.parity[ops]
+        recorded = [t for t in parity.row_independent_lengths if t <= len(tokens)]
+        verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
+        lengths = sorted({*recorded, *range(1, min(verify, len(tokens)) + 1)})
+        found = row_differences(graph, tokens, lengths, self.budget.share(0.25))
+        same = [t for t, difference in found.items() if difference.same_bits]
+        worst = max((d.relative for d in found.values()), default=0.0)
+        self.short |= len(found) < len(lengths)
+        self.as_recorded &= set(recorded) <= set(same)
+        self.facts[role] = {
+            "ops": ops,
+            "recorded_row_independent": recorded,
+            "row_independent": same,
+            "relative_difference": worst,
+            **{f"recorded_{name}": getattr(parity, name) for name in _ERRORS},
+        }
+        passes = sum(difference.num_passes for difference in found.values())
+        self.lines.append(
+            f"{role} ({ops}): the same bits for passes of {_list(same)} rows ({passes} passes; "
+            f"recorded {_list(recorded)}){_differing(found)}"
+        )
+        self.lines.append(
+            f"{role} ({ops}): recorded at export, not measured here: {model.parity_line(ops)}"
+        )
+        if not worst <= allowed(model, ops):
+            self.problems.append(
+                f"{role} ({ops}): rows differ by {worst:.1e} of the largest value between passes "
+                f"of different lengths, allowed is {allowed(model, ops):.0e}"
+            )
 
-def graphs(bundle: Bundle, ops: str, open_: Open, budget: Budget) -> Finding:
-    """Compare the graphs with each other, those that are run first; one is loaded at a time."""
-    notes = _Notes()
-    wanted = {}
-    for role, model in bundle.models.items():
-        own = choose_ops(model, ops)
-        graph = open_(model, own, "decoder")
-        _rows(notes, role, model, own, graph, budget)
-        wanted[role] = _run(graph, model, own)
-        del graph
-    for role, model in bundle.models.items():
-        own = choose_ops(model, ops)
-        _fixed(notes, role, model, own, open_, wanted[role], budget)
-        for other in (name for name in model.parity if name != own):
-            _other_ops(notes, role, model, (own, other), open_, wanted[role], budget)
-    if notes.missing:
-        notes.lines.append(f"too little time to compare {', '.join(notes.missing)}")
-        notes.facts["not_compared"] = notes.missing
-    lines = tuple(notes.problems + notes.lines)
-    if notes.problems:
-        return Finding("graphs", FAILED, notes.problems[0], lines[1:], notes.facts)
-    if notes.short:
-        return Finding("graphs", SHORT, "not one pass of each length", lines, notes.facts)
-    as_recorded = all(
-        set(facts["recorded_row_independent"]) <= set(facts["row_independent"])
-        for role, facts in notes.facts.items()
-        if role in bundle.models
-    )
-    summary = "they agree with each other" + (
-        ", and rows keep their bits as recorded"
-        if as_recorded
-        else ", but rows depend on the pass more than recorded: near-ties may be decided otherwise"
-    )
-    return Finding("graphs", PASSED, summary, lines, notes.facts)
+    def other_ops(
+        self, role: str, model: Model, ops: tuple[str, str], wanted: dict[str, Outputs]
+    ) -> None:
+        """The op set that is not run, against the one that is."""
+        own, other = ops
+        if self.budget.over:
+            self.missing.append(f"{role}'s {other} graphs")
+            return
+        others = _run(self.open_(model, other, "decoder"), model, other)
+        relative = _relative(others["decoder"], wanted["decoder"])
+        self.facts[role][f"relative_difference_to_{other}"] = relative
+        line = (
+            f"{role}: {other} differs from {own} by up to {relative:.1e} of the largest value of "
+            f"logits or cache, allowed {allowed(model, *ops):.0e}"
+        )
+        (self.lines if relative <= allowed(model, *ops) else self.problems).append(line)
+        self.fixed(role, model, other, others)
+
+    def fixed(self, role: str, model: Model, ops: str, wanted: dict[str, Outputs]) -> None:
+        """The graphs of fixed shapes against the one for any length."""
+        found: dict[str, float] = {}
+        for entry in _fixed_shapes(model, ops):
+            if self.budget.over:
+                self.missing.append(f"{role}'s {entry.name} ({ops})")
+                continue
+            outputs = _passes(self.open_(model, ops, entry.name), model, entry, _tokens(model))
+            found[entry.name] = _relative(outputs, wanted[entry.name])
+            gc.collect()  # a session holds its weights
+        if not found:
+            return
+        self.facts[role][f"fixed_shapes_{ops}"] = found
+        same = [name for name, relative in found.items() if relative == 0]
+        line = f"{role} ({ops}): fixed shapes with the bits of decoder: {', '.join(same) or 'none'}"
+        if others := {name: relative for name, relative in found.items() if relative != 0}:
+            line += "; differing, in shares of the largest value: " + ", ".join(
+                f"{name} {relative:.1e}" for name, relative in others.items()
+            )
+        good = all(relative <= allowed(model, ops) for relative in found.values())
+        (self.lines if good else self.problems).append(line)
 
 
 def allowed(model: Model, *ops: str) -> float:
@@ -111,106 +186,12 @@ def _tokens(model: Model) -> list[int]:
     return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]
 
 
-def _rows(
-    notes: _Notes, role: str, model: Model, ops: str, graph: OrtModel, budget: Budget
-) -> None:
-    """Row independence now against recorded."""
-    tokens, parity = _tokens(model), model.parity[ops]
-    recorded = [t for t in parity.row_independent_lengths if t <= len(tokens)]
-    verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
-    lengths = sorted({*recorded, *range(1, min(verify, len(tokens)) + 1)})
-    found = row_differences(graph, tokens, lengths, budget.share(0.25))
-    same = [t for t, difference in found.items() if difference.same_bits]
-    notes.short |= len(found) < len(lengths)
-    notes.facts[role] = {
-        "ops": ops,
-        "recorded_row_independent": recorded,
-        "row_independent": same,
-        "relative_difference": max((d.relative for d in found.values()), default=0.0),
-        "recorded_structure_error": parity.structure_error,
-        "recorded_logits_error": parity.logits_error,
-        "recorded_cache_error": parity.cache_error,
-        "recorded_float32_logits_error": parity.float32_logits_error,
-        "recorded_float32_cache_error": parity.float32_cache_error,
-    }
-    passes = sum(difference.num_passes for difference in found.values())
-    notes.lines.append(
-        f"{role} ({ops}): the same bits for passes of {_list(same)} rows ({passes} passes; "
-        f"recorded {_list(recorded)}){_differing(found)}"
-    )
-    notes.lines.append(
-        f"{role} ({ops}): recorded at export, not measured here: {model.parity_line(ops)}"
-    )
-    worst = max((d.relative for d in found.values()), default=0.0)
-    if not worst <= allowed(model, ops):
-        notes.problems.append(
-            f"{role} ({ops}): rows differ by {worst:.1e} of the largest value between passes of "
-            f"different lengths, allowed is {allowed(model, ops):.0e}"
-        )
-
-
 def _differing(found: dict[int, Difference]) -> str:
     others = {t: d for t, d in found.items() if not d.same_bits}
     if not others:
         return ""
     worst = max(d.relative for d in others.values())
     return f"; for {_list(list(others))} they differ by up to {worst:.1e} of the largest value"
-
-
-def _other_ops(
-    notes: _Notes,
-    role: str,
-    model: Model,
-    ops: tuple[str, str],
-    open_: Open,
-    wanted: dict[str, Outputs],
-    budget: Budget,
-) -> None:
-    """The op set that is not run, against the one that is."""
-    own, other = ops
-    if budget.over:
-        notes.missing.append(f"{role}'s {other} graphs")
-        return
-    others = _run(open_(model, other, "decoder"), model, other)
-    relative = _relative(others["decoder"], wanted["decoder"])
-    notes.facts[role][f"relative_difference_to_{other}"] = relative
-    line = (
-        f"{role}: {other} differs from {own} by up to {relative:.1e} of the largest value of "
-        f"logits or cache, allowed {allowed(model, *ops):.0e}"
-    )
-    (notes.lines if relative <= allowed(model, *ops) else notes.problems).append(line)
-    _fixed(notes, role, model, other, open_, others, budget)
-
-
-def _fixed(
-    notes: _Notes,
-    role: str,
-    model: Model,
-    ops: str,
-    open_: Open,
-    wanted: dict[str, Outputs],
-    budget: Budget,
-) -> None:
-    """The graphs of fixed shapes against the one for any length."""
-    found: dict[str, float] = {}
-    for entry in _fixed_shapes(model, ops):
-        if budget.over:
-            notes.missing.append(f"{role}'s {entry.name} ({ops})")
-            continue
-        outputs = _passes(open_(model, ops, entry.name), model, entry, _tokens(model))
-        found[entry.name] = _relative(outputs, wanted[entry.name])
-        gc.collect()  # a session holds its weights
-    if not found:
-        return
-    notes.facts[role][f"fixed_shapes_{ops}"] = found
-    same = [name for name, relative in found.items() if relative == 0]
-    line = f"{role} ({ops}): fixed shapes with the bits of decoder: {', '.join(same) or 'none'}"
-    if others := {name: relative for name, relative in found.items() if relative != 0}:
-        line += "; differing, in shares of the largest value: " + ", ".join(
-            f"{name} {relative:.1e}" for name, relative in others.items()
-        )
-    good = all(relative <= allowed(model, ops) for relative in found.values())
-    (notes.lines if good else notes.problems).append(line)
 
 
 def _fixed_shapes(model: Model, ops: str) -> list[Graph]:

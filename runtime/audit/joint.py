@@ -11,22 +11,20 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from specedge.options import Sampling
 
-from ..loop.model import LanguageModel
-from ..loop.round import Round
 from ..sampling.history import History
 from ..sampling.probabilities import probabilities
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding
-from .sampled import NAME, name_of
-from .statistics import Array, Fit, Frequency, fit, frequency
-from .subject import Sizes, Subject, cut, known
+from .sampled import NAME, Judged, name_of, refuted
+from .statistics import Array, Fit, Frequency, fit
+from .subject import Subject, cut, known, tested
 
 LENGTH = 2
 LEAST_TEXTS = 400
@@ -38,48 +36,36 @@ TESTS = 3  # of each setting; all together have the last two
 NextToken = dict[tuple[int, ...], float]
 
 
-@dataclass
-class Judged:
-    """Draft tokens: whether each was accepted, and the probability with which it was to."""
-
-    accepted: list[bool] = field(default_factory=list)
-    betas: list[float] = field(default_factory=list)
-
-
 @dataclass(frozen=True)
 class Tested:
     """The tests of one setting: the strings of the first tokens, and how often draft tokens
     were accepted, the first of a round and those after one that was accepted.
     """
 
-    prompt: str
     strings: Fit
     first: Frequency
     later: Frequency
-
-    def p_values(self) -> dict[str, float]:
-        """By the name of the test."""
-        return {name: getattr(self, name).p_value for name in ("strings", "first", "later")}
 
 
 def joint(subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha: float) -> Finding:
     """Compare the counts of the first tokens' strings with the target's exact distribution, by
     setting. `alpha` is the probability of a false alarm of one test.
     """
-    tested: dict[str, Tested] = {}
-    together = Judged(), Judged()
+    found: dict[str, Tested] = {}
+    prompts: dict[str, str] = {}
+    first, later = Judged(), Judged()
     for i, sampling in enumerate(settings):
         setting = _Setting(subject, sampling)
         # Seeds of its own for each setting: with the same ones their texts would be alike.
         seeds = itertools.count(i, len(settings))
-        found = setting.test(budget.share(1 / (len(settings) - i)), seeds, alpha)
-        if found is not None:
-            tested[name_of(sampling)] = found
-            for whole, part in zip(together, (setting.first, setting.later), strict=True):
-                whole.accepted += part.accepted
-                whole.betas += part.betas
-    frequencies = [frequency(judged.accepted, judged.betas, alpha) for judged in together]
-    return _finding(tested, frequencies, len(settings), alpha)
+        tests = setting.test(budget.share(1 / (len(settings) - i)), seeds, alpha)
+        if tests is not None:
+            found[name_of(sampling)] = tests
+            prompts[name_of(sampling)] = setting.prompt
+            first.add(setting.first)
+            later.add(setting.later)
+    together = {"first": first.frequency(alpha), "later": later.frequency(alpha)}
+    return _finding(found, prompts, together, len(settings), alpha)
 
 
 class _Setting:
@@ -92,6 +78,7 @@ class _Setting:
         self._target = subject.remembered("target")
         self._draft = subject.remembered("draft")
         self._betas: dict[tuple[int, ...], float] = {}
+        self.prompt = ""
         self.first = Judged()
         self.later = Judged()
 
@@ -99,6 +86,7 @@ class _Setting:
         """Draw while there is time; None if it is up before that begins."""
         subject = self._subject
         chosen = self._choose(budget)
+        self.prompt = subject.prompts[chosen].name
         prompt = self._begin(chosen)
         distribution = self._distribution(prompt, budget)
         if budget.over:
@@ -108,17 +96,19 @@ class _Setting:
         for seed, decoder in zip(seeds, itertools.cycle(decoders), strict=False):
             rounds = list(decoder.rounds(prompt, self._sampling, seed, self._length))
             string = tuple(cut(rounds, self._length))
-            self._note(prompt, string, rounds)
+            for at, i, accepted in tested(rounds):
+                judged = self.later if i else self.first
+                judged.accepted.append(accepted)
+                judged.betas.append(self._beta(prompt, string[:at]))
             while string not in counts:
                 string = string[:-1]
             counts[string] += 1
             if budget.over:
                 break
         return Tested(
-            subject.prompts[chosen].name,
             fit(list(counts.values()), list(distribution.values()), alpha),
-            frequency(self.first.accepted, self.first.betas, alpha),
-            frequency(self.later.accepted, self.later.betas, alpha),
+            self.first.frequency(alpha),
+            self.later.frequency(alpha),
         )
 
     def _begin(self, index: int) -> list[int]:
@@ -142,16 +132,11 @@ class _Setting:
 
     def _rows(self, prompt: Sequence[int], string: tuple[int, ...]) -> list[Array]:
         """The target's and the draft's distributions of the token after a text. [V] each"""
-        models = (
-            (self._target, self._subject.target_sizes),
-            (self._draft, self._subject.draft_sizes),
-        )
-        return [self._row(model, sizes, prompt, string) for model, sizes in models]
+        return [self._row(role, prompt, string) for role in ("target", "draft")]
 
-    def _row(
-        self, model: LanguageModel, sizes: Sizes, prompt: Sequence[int], string: tuple[int, ...]
-    ) -> Array:
-        fed = [known(token, sizes) for token in (*prompt, *string)]
+    def _row(self, role: str, prompt: Sequence[int], string: tuple[int, ...]) -> Array:
+        model = self._target if role == "target" else self._draft
+        fed = [known(token, self._subject.sizes(role)) for token in (*prompt, *string)]
         model.truncate(0)
         model.prefill(fed[:-1])
         distribution = probabilities(
@@ -166,7 +151,7 @@ class _Setting:
         queue: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
         while queue and not budget.over:
             falling, string = heapq.heappop(queue)
-            row = self._row(self._target, self._subject.target_sizes, prompt, string)
+            row = self._row("target", prompt, string)
             row = row.astype(np.float64) / row.sum(dtype=np.float64)
             for token in np.flatnonzero(-falling * row >= LEAST_MASS):
                 longer, mass = (*string, int(token)), -falling * float(row[token])
@@ -176,18 +161,6 @@ class _Setting:
                     heapq.heappush(queue, (-mass, longer))
         return distribution
 
-    def _note(
-        self, prompt: Sequence[int], string: tuple[int, ...], rounds: Sequence[Round]
-    ) -> None:
-        """Which draft tokens were accepted, and with which probability each was to."""
-        start = 0
-        for round_ in rounds:
-            for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
-                judged = self.later if i else self.first
-                judged.accepted.append(i < round_.num_accepted)
-                judged.betas.append(self._beta(prompt, string[: start + i]))
-            start += len(round_.tokens)
-
     def _beta(self, prompt: Sequence[int], string: tuple[int, ...]) -> float:
         if string not in self._betas:
             target, draft = self._rows(prompt, string)
@@ -196,53 +169,45 @@ class _Setting:
 
 
 def _finding(
-    tested: dict[str, Tested], together: Sequence[Frequency], num_settings: int, alpha: float
+    found: dict[str, Tested],
+    prompts: dict[str, str],
+    together: dict[str, Frequency],
+    num_settings: int,
+    alpha: float,
 ) -> Finding:
-    first, later = together
-    facts: dict[str, Any] = {"all together": {"first": vars(first), "later": vars(later)}} | {
-        name: {"prompt": found.prompt}
-        | {test: vars(getattr(found, test)) for test in found.p_values()}
-        for name, found in tested.items()
-    }
+    facts: dict[str, Any] = {"all together": {test: vars(one) for test, one in together.items()}}
+    for name, tests in found.items():
+        facts[name] = {"prompt": prompts[name]}
+        facts[name] |= {test: vars(one) for test, one in vars(tests).items()}
     lines = [
         f"{'':{NAME}}  texts cells  p of: strings  first accepted  later accepted  "
         "would catch  at most off  after"
     ]
-    lines += [_line(name, found) for name, found in tested.items()]
+    lines += [_line(name, tests, prompts[name]) for name, tests in found.items()]
+    first, later = together.values()
     lines.append(f"{'all together':{NAME}} {first.p_value:43.2g} {later.p_value:15.2g}")
-    p_values = {name: found.p_values() for name, found in tested.items()}
-    p_values["all together"] = {"first": first.p_value, "later": later.p_value}
-    problems = [
-        f"{name}: {_NAMES[test]}, p = {p:.1e}"
-        for name, tests in p_values.items()
-        for test, p in tests.items()
-        if p < alpha
-    ]
+    problems: list[str] = []
+    for name, tests in found.items():
+        problems += refuted(name, vars(tests), alpha)
+    problems += refuted("all together", together, alpha)
     if problems:
         summary = f"first tokens do not follow the target's joint distribution: {problems[0]}"
         return Finding("joint", FAILED, summary, tuple(problems[1:] + lines), facts)
-    least = min((found.strings.num_samples for found in tested.values()), default=0)
-    if len(tested) < num_settings or least < LEAST_TEXTS:
-        least = least if len(tested) == num_settings else 0
+    texts = [tests.strings.num_samples for tests in found.values()]
+    least = min(texts) if len(found) == num_settings else 0
+    if least < LEAST_TEXTS:
         summary = f"only {least} texts of a setting, {LEAST_TEXTS} are needed"
         return Finding("joint", SHORT, summary, tuple(lines), facts)
-    total = sum(found.strings.num_samples for found in tested.values())
-    summary = f"the first {LENGTH} tokens of {total} texts follow the target's joint distribution"
+    summary = (
+        f"the first {LENGTH} tokens of {sum(texts)} texts follow the target's joint distribution"
+    )
     return Finding("joint", PASSED, summary, tuple(lines), facts)
 
 
-_NAMES = {
-    "strings": "strings are not as likely as the target says",
-    "first": "the first draft token of a round is not accepted as often as the distributions say",
-    "later": "draft tokens after an accepted one are not accepted as often as the distributions "
-    "say",
-}
-
-
-def _line(name: str, found: Tested) -> str:
-    strings = found.strings
+def _line(name: str, tests: Tested, prompt: str) -> str:
+    strings = tests.strings
     return (
         f"{name:{NAME}} {strings.num_samples:6} {strings.num_cells:5} {strings.p_value:14.2g} "
-        f"{found.first.p_value:15.2g} {found.later.p_value:15.2g} {strings.would_catch:12.3f} "
-        f"{strings.bound:12.3f}  {found.prompt}"
+        f"{tests.first.p_value:15.2g} {tests.later.p_value:15.2g} {strings.would_catch:12.3f} "
+        f"{strings.bound:12.3f}  {prompt}"
     )

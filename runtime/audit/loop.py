@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +17,7 @@ from .budget import Budget
 from .cached import Cached
 from .noise import distance, size
 from .report import FAILED, PASSED, SHORT, Finding
-from .subject import ROWS, Subject, logits_after
+from .subject import ROWS, Subject
 
 LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check says nothing
 NUM_RUNS = 4
@@ -141,10 +140,12 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
         if budget.over:
             break
         room = subject.target_sizes.context_length - len(prompt.tokens)
-        plain = _target_alone(subject, list(prompt.tokens), min(ROWS, room), budget)
-        ties = _near_ties(subject, found, prompt.name, list(prompt.tokens), plain)
+        tokens = list(prompt.tokens)
+        plain = _target_alone(subject, tokens, min(ROWS, room), budget)
+        ties = _near_ties(subject, found, prompt.name, tokens, plain)
         for k, decoder in decoders.items():
-            _compare(found, prompt.name, list(prompt.tokens), plain, k, decoder, ties, budget)
+            text = _tokens(decoder, tokens, len(plain), budget)
+            found.by_k[k] += _compare(found, f"{prompt.name}, K = {k}", text, plain, ties)
         found.num_texts += 1
     return _greedy_finding(subject, found)
 
@@ -195,7 +196,7 @@ def _near_ties(
     subject: Subject, found: _Greedy, name: str, prompt: list[int], plain: list[int]
 ) -> set[int]:
     """Where a text's two largest logits are within the noise."""
-    logits = logits_after(subject.target, subject.target_sizes, prompt, plain)
+    logits = subject.logits_after("target", prompt, plain)
     top = np.partition(logits, -2, axis=1)[:, -2:]
     margins = np.abs(top[:, 1] - top[:, 0])
     found.num_positions += len(margins)
@@ -207,37 +208,28 @@ def _near_ties(
 
 
 def _compare(
-    found: _Greedy,
-    name: str,
-    prompt: list[int],
-    plain: list[int],
-    k: int,
-    decoder: SpeculativeDecoder,
-    ties: set[int],
-    budget: Budget,
-) -> None:
-    """One prompt at one K; after a near-tie texts may go apart."""
+    found: _Greedy, what: str, text: Iterable[int], plain: list[int], ties: set[int]
+) -> int:
+    """How many tokens of one prompt at one K are plain decoding's; after a near-tie texts may go
+    apart.
+    """
     at = 0
-    for token in _tokens(decoder, prompt, len(plain), budget):
+    for token in text:
         if token != plain[at]:
             if at not in ties:
-                found.problems.append(
-                    f"{name}, K = {k}, new token {at}: {token} instead of {plain[at]}"
-                )
+                found.problems.append(f"{what}, new token {at}: {token} instead of {plain[at]}")
             break
         at += 1
-    found.by_k[k] += at
+    return at
 
 
 def _tokens(
     decoder: SpeculativeDecoder, prompt: list[int], count: int, budget: Budget
 ) -> Iterator[int]:
-    """Tokens of a greedy text, while there is time."""
-
-    def rounds() -> Iterator[list[int]]:
-        for round_ in decoder.rounds(prompt, Sampling(), 0, count):
-            yield round_.tokens
-            if budget.over:
-                return
-
-    yield from itertools.islice(itertools.chain.from_iterable(rounds()), count)
+    """Up to so many tokens of a greedy text, while there is time."""
+    left = count
+    for round_ in decoder.rounds(prompt, Sampling(), 0, count):
+        yield from round_.tokens[:left]
+        left -= len(round_.tokens)
+        if left <= 0 or budget.over:
+            return

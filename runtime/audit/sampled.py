@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
 from specedge.options import Sampling
 
-from ..loop.round import Round
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding
 from .statistics import Array, Fit, Frequency, fit, frequency, place
-from .subject import ROWS, Subject, cut, distributions, logits_after
+from .subject import ROWS, Subject, cut, tested
 
 SETTINGS = (
     Sampling(1.0),
@@ -42,22 +40,34 @@ LEAST_TEXT = 8
 
 
 @dataclass
-class Sample:
+class Judged:
+    """Tested draft tokens: whether each was accepted, and the probability with which it was to be:
+    beta, the sum of min(t, d).
+    """
+
+    accepted: list[bool] = field(default_factory=list)
+    betas: list[float] = field(default_factory=list)
+
+    def add(self, other: Judged) -> None:
+        """More of the same."""
+        for name, values in vars(self).items():
+            setattr(self, name, values + getattr(other, name))
+
+    def frequency(self, alpha: float) -> Frequency:
+        """Test how often they were accepted."""
+        return frequency(self.accepted, self.betas, alpha)
+
+
+@dataclass
+class Sample(Judged):
     """Texts of one setting: places by falling probability and by falling d / t, where the draft
-    leans to; draft tokens that were judged, and the probability with which each was to be accepted.
+    leans to.
     """
 
     by_rank: list[float] = field(default_factory=list)
     by_lean: list[float] = field(default_factory=list)
     pairs: list[tuple[float, float]] = field(default_factory=list)
-    accepted: list[bool] = field(default_factory=list)
-    betas: list[float] = field(default_factory=list)
     num_impossible: int = 0
-
-    def add(self, other: Sample) -> None:
-        """More texts."""
-        for each in dataclasses.fields(self):
-            setattr(self, each.name, getattr(self, each.name) + getattr(other, each.name))
 
 
 @dataclass(frozen=True)
@@ -68,10 +78,6 @@ class Verdicts:
     by_lean: Fit
     neighbours: Fit
     acceptance: Frequency
-
-    def p_values(self) -> dict[str, float]:
-        """By the name of the test."""
-        return {name: getattr(self, name).p_value for name in vars(self)}
 
 
 def name_of(sampling: Sampling) -> str:
@@ -126,12 +132,8 @@ def _draw(
     """One text from the decoder, and its places in the distributions."""
     rounds = list(subject.decoder(k).rounds(prompt, sampling, seed, length))
     text = cut(rounds, length)
-    sizes = (subject.target_sizes, subject.draft_sizes)
-    vocab_size = sizes[0].vocab_size
-    target_logits = logits_after(subject.target, sizes[0], prompt, text)
-    draft_logits = logits_after(subject.draft, sizes[1], prompt, text)
-    targets = distributions(target_logits, sampling, prompt, text, vocab_size)
-    drafts = distributions(draft_logits, sampling, prompt, text, vocab_size)
+    targets = subject.distributions("target", sampling, prompt, text)
+    drafts = subject.distributions("draft", sampling, prompt, text)
     spread = np.random.default_rng(seed)
     sample, betas = Sample(), []
     for token, target, draft in zip(text, targets, drafts, strict=True):
@@ -141,7 +143,9 @@ def _draw(
         sample.num_impossible += not target[token] > 0
         betas.append(float(np.minimum(target, draft).sum(dtype=np.float64)))
     sample.pairs = list(zip(sample.by_lean[::2], sample.by_lean[1::2], strict=False))
-    _judged(sample, rounds, betas)
+    for at, _, accepted in tested(rounds):
+        sample.accepted.append(accepted)
+        sample.betas.append(betas[at])
     return sample
 
 
@@ -152,25 +156,13 @@ def _lean(target: Array, draft: Array) -> Array:
     return lean
 
 
-def _judged(sample: Sample, rounds: Sequence[Round], betas: list[float]) -> None:
-    """A draft token is judged if those before it in its round are accepted; it does with
-    probability beta, the sum of min(t, d).
-    """
-    start = 0
-    for round_ in rounds:
-        for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
-            sample.accepted.append(i < round_.num_accepted)
-            sample.betas.append(betas[start + i])
-        start += len(round_.tokens)
-
-
 def _verdicts(sample: Sample, alpha: float) -> Verdicts:
     square = [int(4 * a) * 4 + int(4 * b) for a, b in sample.pairs]
     return Verdicts(
         _uniform([int(NUM_CELLS * x) for x in sample.by_rank], alpha),
         _uniform([int(NUM_CELLS * x) for x in sample.by_lean], alpha),
         _uniform(square, alpha),
-        frequency(sample.accepted, sample.betas, alpha),
+        sample.frequency(alpha),
     )
 
 
@@ -187,13 +179,11 @@ def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Find
     ]
     for name, sample in samples.items():
         verdicts = _verdicts(sample, alpha)
-        facts[name] = _facts(sample, verdicts)
+        tests = {test: vars(found) for test, found in vars(verdicts).items()}
+        count = len(sample.by_rank)
+        facts[name] = {"num_tokens": count, "num_impossible": sample.num_impossible} | tests
         lines.append(_line(name, sample, verdicts))
-        problems += [
-            f"{name}: {_NAMES[test]}, p = {p:.1e}"
-            for test, p in verdicts.p_values().items()
-            if p < alpha
-        ]
+        problems += refuted(name, vars(verdicts), alpha)
         # With noise the edge of a filter may be elsewhere in the pass that judges.
         if sample.num_impossible and not subject.noise.get("target"):
             problems.append(
@@ -215,21 +205,29 @@ def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Find
     return Finding("sampled", PASSED, summary, tuple(lines), facts)
 
 
-_NAMES = {
+def refuted(name: str, tests: Mapping[str, Fit | Frequency], alpha: float) -> list[str]:
+    """A line for each test that fails a setting."""
+    return [
+        f"{name}: {_MEANINGS[test]}, p = {found.p_value:.1e}"
+        for test, found in tests.items()
+        if found.p_value < alpha
+    ]
+
+
+_MEANINGS = {
     "by_rank": "tokens are not as likely as the target says",
     "by_lean": "tokens lean to the draft's distribution",
     "neighbours": "neighbouring tokens depend on each other",
     "acceptance": "draft tokens are not accepted as often as the distributions say",
+    "strings": "strings are not as likely as the target says",
+    "first": "the first draft token of a round is not accepted as often as the distributions say",
+    "later": "draft tokens after an accepted one are not accepted as often as the distributions "
+    "say",
 }
 
 
-def _facts(sample: Sample, verdicts: Verdicts) -> dict[str, Any]:
-    tests = {name: vars(test) for name, test in vars(verdicts).items()}
-    return {"num_tokens": len(sample.by_rank), "num_impossible": sample.num_impossible} | tests
-
-
 def _line(name: str, sample: Sample, verdicts: Verdicts) -> str:
-    rank, lean, neighbours, acceptance = verdicts.p_values().values()
+    rank, lean, neighbours, acceptance = (test.p_value for test in vars(verdicts).values())
     accepted = verdicts.acceptance
     return (
         f"{name:{NAME}} {len(sample.by_rank):6} {rank:11.2g} {lean:14.2g} {neighbours:11.2g} "

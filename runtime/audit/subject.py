@@ -9,6 +9,7 @@ from typing import Any
 
 from numpy.typing import NDArray
 
+from specedge.manifest import Model
 from specedge.options import Sampling
 
 from ..drafters.draft_model import PLACEHOLDER, DraftModel
@@ -41,14 +42,6 @@ class Parts:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Tokens that a model knows and positions that it has."""
-
-    vocab_size: int
-    context_length: int
-
-
-@dataclass(frozen=True)
 class Prompt:
     """Tokens to continue, and what the report calls them."""
 
@@ -60,13 +53,14 @@ class Prompt:
 class Subject:
     """A pair, the prompts for it, and how much its logits depend on how many rows share a pass.
 
+    Of the manifest's `target_sizes` and `draft_sizes`, vocabulary and context matter.
     `tolerance` is the largest difference between two right graphs, relative to the largest value.
     """
 
     target: Cached
     draft: Cached
-    target_sizes: Sizes
-    draft_sizes: Sizes
+    target_sizes: Model
+    draft_sizes: Model
     num_draft_tokens: int
     tolerance: float
     prompts: list[Prompt]
@@ -100,6 +94,10 @@ class Subject:
             self.target.forward([token])
         self.seconds_per_pass = (budget.clock.used - begun) / 4
 
+    def sizes(self, role: str) -> Model:
+        """A model's entry in the manifest."""
+        return self.target_sizes if role == "target" else self.draft_sizes
+
     def remembered(self, role: str) -> Remembering:
         """A model that keeps its rows, for all settings and parts."""
         model = self.memory.setdefault(role, Remembering(getattr(self, role)))
@@ -108,7 +106,7 @@ class Subject:
 
     def text(self, role: str) -> list[int]:
         """Up to `ROWS` tokens for a model to read: prompts, one after the other."""
-        sizes = self.target_sizes if role == "target" else self.draft_sizes
+        sizes = self.sizes(role)
         endless = itertools.cycle(token for prompt in self.prompts for token in prompt.tokens)
         count = min(ROWS, sizes.context_length)
         return [known(token, sizes) for token in itertools.islice(endless, count)]
@@ -118,7 +116,7 @@ class Subject:
         num_draft_tokens: int,
         target: LanguageModel | None = None,
         draft: LanguageModel | None = None,
-        draft_sizes: Sizes | None = None,
+        draft_sizes: Model | None = None,
     ) -> SpeculativeDecoder:
         """The decoder that a pipeline makes, of these parts."""
         sizes = draft_sizes or self.draft_sizes
@@ -133,6 +131,22 @@ class Subject:
             Stopwatch(),
         )
 
+    def logits_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Floats:
+        """A model's rows for each new token, in one pass: no drafter, no rollback. [n, V]"""
+        model: Cached = getattr(self, role)
+        fed = [known(token, self.sizes(role)) for token in (*prompt, *new[:-1])]
+        model.truncate(0)
+        model.prefill(fed[: len(prompt) - 1])
+        return model.forward(fed[len(prompt) - 1 :]).array()
+
+    def distributions(
+        self, role: str, sampling: Sampling, prompt: Sequence[int], new: Sequence[int]
+    ) -> Iterator[Array]:
+        """The distribution of each new token given the text before it. [V] each"""
+        for i, row in enumerate(self.logits_after(role, prompt, new)):
+            history = History(prompt, new[:i])
+            yield probabilities(row, sampling, history).row(self.target_sizes.vocab_size)
+
     def short_prompt(self, index: int, num_new: int) -> list[int]:
         """The end of a prompt, so that with new tokens it fits both contexts."""
         context = min(self.target_sizes.context_length, self.draft_sizes.context_length)
@@ -145,29 +159,22 @@ class Subject:
         return max(1, min(num_new, context // 2))
 
 
-def known(token: int, sizes: Sizes) -> int:
+def known(token: int, sizes: Model) -> int:
     """What a model is fed for a token."""
     return token if token < sizes.vocab_size else PLACEHOLDER
-
-
-def logits_after(
-    model: LanguageModel, sizes: Sizes, prompt: Sequence[int], new: Sequence[int]
-) -> Floats:
-    """A model's rows for each of the new tokens, in one pass: no drafter, no rollback. [n, V]"""
-    fed = [known(token, sizes) for token in (*prompt, *new[:-1])]
-    model.truncate(0)
-    model.prefill(fed[: len(prompt) - 1])
-    return model.forward(fed[len(prompt) - 1 :]).array()
-
-
-def distributions(
-    logits: Floats, sampling: Sampling, prompt: Sequence[int], new: Sequence[int], vocab_size: int
-) -> Iterator[Array]:
-    """The distribution of each new token given the text before it. [V] each"""
-    for i, row in enumerate(logits):
-        yield probabilities(row, sampling, History(prompt, new[:i])).row(vocab_size)
 
 
 def cut(rounds: Sequence[Round], num_new: int) -> list[int]:
     """The first `num_new` tokens that rounds committed."""
     return [token for round_ in rounds for token in round_.tokens][:num_new]
+
+
+def tested(rounds: Sequence[Round]) -> Iterator[tuple[int, int, bool]]:
+    """Of each tested draft token, one whose predecessors in its round are accepted: its place in
+    the text and in its round, and whether it was accepted.
+    """
+    start = 0
+    for round_ in rounds:
+        for i in range(min(round_.num_accepted + 1, round_.num_drafted)):
+            yield start + i, i, i < round_.num_accepted
+        start += len(round_.tokens)
