@@ -56,7 +56,7 @@ def compared(found: list[tuple[Run, Text]], greedy: bool) -> Iterator[tuple[int,
         here = [(run, text) for run, text in found if run.setting == Setting("model", k)]
         known = total_of([run for run, _ in here if run.prompt % 2 == 0])
         rest = [(run, text) for run, text in here if run.prompt % 2]
-        chances = known_chances(known.by_position, known.overall, k)
+        chances = known_chances(known.acceptance_by_position, known.accepted_over_tested, k)
         texts = {run.prompt: text for run, text in rest}
         yield (
             k,

@@ -15,6 +15,8 @@ from ..planning.plans import PLANNED
 from ..stats import Stats, as_dict
 from ..stream import Generation
 from ..theory.formulas import speedup
+from .measure import pace
+from .totals import draft_seconds, host_seconds, verify_seconds
 
 
 @dataclass(frozen=True)
@@ -95,17 +97,17 @@ def compare(
 def _summarise(
     plain: list[Generation], speculative: list[Generation], request: dict[str, Any]
 ) -> Comparison:
-    ratios = [_pace(p) / _pace(s) for p, s in zip(plain, speculative, strict=True)]
-    target = median(one.stats.verify_seconds / one.stats.num_target_passes for one in plain)
-    plain_host = median(_host_seconds(one.stats) for one in plain) / target
-    host = median(_host_seconds(one.stats) for one in speculative) / target
-    exact = median(s.stats.exact_seconds / s.stats.num_rounds for s in speculative) / target
-    verify = median(s.stats.verify_seconds / s.stats.num_target_passes for s in speculative)
-    stats = speculative[0].stats
-    draft_cost = predicted = None
-    if stats.num_draft_passes:
-        draft = median(s.stats.draft_seconds / s.stats.num_draft_passes for s in speculative)
-        draft_cost = draft / target
+    ratios = [pace(p.stats) / pace(s.stats) for p, s in zip(plain, speculative, strict=True)]
+    base, ours = [one.stats for one in plain], [one.stats for one in speculative]
+    target = median(map(verify_seconds, base))
+    plain_host = median(map(host_seconds, base)) / target
+    host = median(map(host_seconds, ours)) / target
+    exact = median(stats.exact_seconds / stats.num_rounds for stats in ours) / target
+    verify = median(map(verify_seconds, ours))
+    stats = ours[0]
+    drafts = [seconds for seconds in map(draft_seconds, ours) if seconds is not None]
+    draft_cost = median(drafts) / target if stats.num_draft_passes else None
+    predicted = None
     k = speculative[0].num_draft_tokens
     if not isinstance(k, int):
         if speculative[0].drafter in (AUTO, *PLANNED):
@@ -139,13 +141,3 @@ def _is_model(stats: Stats) -> bool:
 
 def _seconds(generation: Generation) -> float:
     return generation.stats.prefill_seconds + generation.stats.decode_seconds
-
-
-def _pace(generation: Generation) -> float:
-    """Seconds a new token, as sampled runs may end at different lengths."""
-    return generation.stats.decode_seconds / generation.stats.num_new_tokens
-
-
-def _host_seconds(stats: Stats) -> float:
-    """What a round spends outside the graphs."""
-    return (stats.sampling_seconds + stats.other_seconds) / stats.num_rounds

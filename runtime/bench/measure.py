@@ -152,12 +152,10 @@ def _cycle(
         group = [(one, run(one)) for one in order[start : start + GROUP]]
         after = run(PLAIN_SETTING)
         yield Run(PLAIN_SETTING, index, turn, after)
-        pace = (_pace(before) + _pace(after)) / 2
-        request_pace = (_request_pace(before) + _request_pace(after)) / 2
         for one, stats in group:
-            yield Run(
-                one, index, turn, stats, pace / _pace(stats), request_pace / _request_pace(stats)
-            )
+            rates = (pace, _request_pace)
+            speedups = [(rate(before) + rate(after)) / 2 / rate(stats) for rate in rates]
+            yield Run(one, index, turn, stats, *speedups)
         before = after
 
 
@@ -169,7 +167,8 @@ def _run(
     return pipeline.generate(prompt.tokens, **request | setting.options)
 
 
-def _pace(stats: Stats) -> float:
+def pace(stats: Stats) -> float:
+    """Seconds a new token: sampled runs may end at different lengths."""
     return stats.decode_seconds / stats.num_new_tokens
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
+from math import prod
 from operator import mul
 
 from ..planning.cost_table import Costs
@@ -35,10 +36,7 @@ def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
 
     The first pass of a round that follows a full acceptance is over two tokens.
     """
-    full = 1.0
-    for chance in chances:
-        full *= chance
-    more = full * costs.pending
+    more = prod(chances) * costs.pending
     return [costs.plain] + [
         costs.passes[k] + more + costs.rounds[k] for k in range(1, len(chances) + 1)
     ]

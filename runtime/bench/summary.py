@@ -13,11 +13,12 @@ import numpy as np
 from specedge.request import AUTO, PLAIN, DrafterName
 
 from ..planning.cost_table import Costs, CostTable
+from ..stats import Stats
 from ..theory.formulas import run_speedup
 from ..theory.formulas import speedup as theory_speedup
 from .measure import PLAIN_SETTING, Measured, Prompt, Run, Setting
 from .predictions import known_chances, predicted_speedup
-from .totals import PARTS, Total, overall_speedup, ratio, total_of
+from .totals import draft_seconds, host_seconds, overall_speedup, total_of, verify_seconds
 
 
 @dataclass(frozen=True)
@@ -151,16 +152,17 @@ def _figures(
     total, base = total_of(runs), total_of(plain)
     ratios = [run.speedup for run in runs]
     low, middle, high = (float(q) for q in np.quantile(ratios, (0.25, 0.5, 0.75)))
-    counts, tokens = total.counts, total.counts["tokens"]
+    tokens, num_rounds = total.num_new_tokens, total.num_rounds
+    per_round = tokens / num_rounds
     k = setting.num_draft_tokens
-    unit, draft = base.verify, total.draft
-    c, v, o = None if draft is None else draft / unit, total.verify / unit, total.host / unit
-    plain_round = 1 + base.host / unit
-    drafting = 0.0 if c is None else c * counts["draft_passes"] / counts["rounds"]
-    by_position = tokens / counts["rounds"] * plain_round / (drafting + v + o)
+    unit, draft = verify_seconds(base), draft_seconds(total)
+    c = None if draft is None else draft / unit
+    v, o = verify_seconds(total) / unit, host_seconds(total) / unit
+    plain_round = 1 + host_seconds(base) / unit
+    drafting = 0.0 if c is None else c * total.num_draft_passes / num_rounds
+    by_position = per_round * plain_round / (drafting + v + o)
     predicted, out_measured = held_out or (None, None)
     overall = overall_speedup(runs)
-    rows = (k + 1) if isinstance(k, int) else None
     return Figures(
         set_name=name,
         drafter=setting.drafter,
@@ -173,22 +175,25 @@ def _figures(
         loses=middle < 1,
         request_speedup=median(run.request_speedup for run in runs),
         overall_speedup=overall,
-        seconds_per_token=sum(total.seconds.values()) / tokens,
-        **{f"{part}_seconds": total.seconds[part] / tokens for part in PARTS},
+        seconds_per_token=total.decode_seconds / tokens,
+        draft_seconds=total.draft_seconds / tokens,
+        verify_seconds=total.verify_seconds / tokens,
+        sampling_seconds=total.sampling_seconds / tokens,
+        rest_seconds=total.other_seconds / tokens,
         num_new_tokens=tokens,
-        num_rounds=counts["rounds"],
-        num_draft_passes=counts["draft_passes"],
-        num_target_passes=counts["target_passes"],
-        tokens_per_round=tokens / counts["rounds"],
+        num_rounds=num_rounds,
+        num_draft_passes=total.num_draft_passes,
+        num_target_passes=total.num_target_passes,
+        tokens_per_round=per_round,
         alpha=alpha,
-        accepted_over_tested=total.overall,
-        accepted_over_drafted=ratio(counts["accepted"], counts["drafted"]),
-        tokens_over_rows=tokens / counts["rounds"] / rows if rows else None,
-        acceptance_by_position=tuple(total.by_position),
+        accepted_over_tested=total.accepted_over_tested,
+        accepted_over_drafted=total.accepted_over_drafted,
+        tokens_over_rows=per_round / (k + 1) if isinstance(k, int) else None,
+        acceptance_by_position=tuple(total.acceptance_by_position),
         draft_cost=c,
         verify_cost=v,
         host_cost=o,
-        **_by_theory(setting, alpha, (c, v, o), plain_round, tokens / counts["rounds"], overall),
+        **_by_theory(setting, alpha, (c, v, o), plain_round, per_round, overall),
         by_position=by_position,
         by_position_error=by_position / overall - 1,
         held_out=predicted,
@@ -241,7 +246,7 @@ def _held_out(
     first = {*held[::2]}
     known = total_of([run for run in runs if run.prompt in first])
     base = total_of([run for run in plain if run.prompt in first])
-    chances = known_chances(known.by_position, known.overall, k)
+    chances = known_chances(known.acceptance_by_position, known.accepted_over_tested, k)
     texts = (
         (new, table.at(length + new // 2, greedy) if table else _run_costs(known, base, k))
         for length, new in (lengths[prompt] for prompt in held[1::2])
@@ -250,11 +255,11 @@ def _held_out(
     return predicted_speedup(chances, texts, greedy), rest
 
 
-def _run_costs(known: Total, base: Total, k: int) -> Costs:
+def _run_costs(known: Stats, base: Stats, k: int) -> Costs:
     """Costs by what the runs of one K took; rounds of fewer tokens lie between it and plain."""
-    none, most = base.verify + base.host, known.verify + known.host
+    none, most = (verify_seconds(one) + host_seconds(one) for one in (base, known))
     rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
-    draft = known.draft or 0.0
+    draft = draft_seconds(known) or 0.0
     return Costs(rounds, [draft * i for i in range(k + 1)], 0.0, 0.0)
 
 

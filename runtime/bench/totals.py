@@ -2,86 +2,62 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from itertools import zip_longest
 from statistics import median
 
 from ..stats import Stats
 from .measure import Run
 
-PARTS = ("draft", "verify", "sampling", "rest")
+_COUNTS = (
+    *("num_new_tokens", "num_rounds", "num_drafted", "num_tested", "num_accepted"),
+    *("num_draft_passes", "num_target_passes"),
+)
+_SECONDS = ("draft_seconds", "verify_seconds", "sampling_seconds")
 
 
-@dataclass(frozen=True)
-class Total:
-    """Seconds by part and counts, each prompt once."""
+def total_of(runs: Sequence[Run]) -> Stats:
+    """Of each prompt the median seconds of its runs, and the counts of one: they are all alike.
 
-    seconds: dict[str, float]
-    counts: Counter[str]
-    tested: Counter[int]
-    accepted: Counter[int]
-
-    @property
-    def host(self) -> float:
-        """Seconds of a round outside the graphs."""
-        return (self.seconds["sampling"] + self.seconds["rest"]) / self.counts["rounds"]
-
-    @property
-    def verify(self) -> float:
-        """Seconds of a pass of the target."""
-        return self.seconds["verify"] / self.counts["target_passes"]
-
-    @property
-    def draft(self) -> float | None:
-        """Seconds of a pass of the draft."""
-        return ratio(self.seconds["draft"], self.counts["draft_passes"])
-
-    @property
-    def by_position(self) -> list[float | None]:
-        """Accepted over tested draft tokens, for the first, second, ..."""
-        return [ratio(self.accepted[i], self.tested[i]) for i in sorted(self.tested)]
-
-    @property
-    def overall(self) -> float | None:
-        """Accepted over tested draft tokens."""
-        return ratio(self.counts["accepted"], self.counts["tested"])
-
-
-def total_of(runs: Sequence[Run]) -> Total:
-    """Of each prompt the median seconds of its runs, and the counts of one: they are all alike."""
+    What deciding near-ties took is among the other seconds.
+    """
     by_prompt: dict[int, list[Stats]] = defaultdict(list)
     for run in runs:
         by_prompt[run.prompt].append(run.stats)
-    seconds = dict.fromkeys(PARTS, 0.0)
-    counts: Counter[str] = Counter()
-    tested: Counter[int] = Counter()
-    accepted: Counter[int] = Counter()
+    total = Stats()
     for alike in by_prompt.values():
-        for part in PARTS:
-            seconds[part] += median(_seconds(stats)[part] for stats in alike)
         one = alike[0]
-        counts.update(
-            tokens=one.num_new_tokens,
-            rounds=one.num_rounds,
-            drafted=one.num_drafted,
-            tested=one.num_tested,
-            accepted=one.num_accepted,
-            draft_passes=one.num_draft_passes,
-            target_passes=one.num_target_passes,
+        sums = {name: getattr(total, name) + getattr(one, name) for name in _COUNTS}
+        for name in _SECONDS:
+            sums[name] = getattr(total, name) + median(getattr(each, name) for each in alike)
+        other = median(each.other_seconds + each.exact_seconds for each in alike)
+        total = Stats(
+            **sums,
+            other_seconds=total.other_seconds + other,
+            tested_by_position=_added(total.tested_by_position, one.tested_by_position),
+            accepted_by_position=_added(total.accepted_by_position, one.accepted_by_position),
         )
-        tested.update(dict(enumerate(one.tested_by_position)))
-        accepted.update(dict(enumerate(one.accepted_by_position)))
-    return Total(seconds, counts, tested, accepted)
+    return total
 
 
-def _seconds(stats: Stats) -> dict[str, float]:
-    return {
-        "draft": stats.draft_seconds,
-        "verify": stats.verify_seconds,
-        "sampling": stats.sampling_seconds,
-        "rest": stats.other_seconds + stats.exact_seconds,
-    }
+def _added(some: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [one + other for one, other in zip_longest(some, more, fillvalue=0)]
+
+
+def host_seconds(stats: Stats) -> float:
+    """Seconds of a round outside the graphs, but for deciding near-ties."""
+    return (stats.sampling_seconds + stats.other_seconds) / stats.num_rounds
+
+
+def verify_seconds(stats: Stats) -> float:
+    """Seconds of a pass of the target."""
+    return stats.verify_seconds / stats.num_target_passes
+
+
+def draft_seconds(stats: Stats) -> float | None:
+    """Seconds of a pass of the draft, None without one."""
+    return stats.draft_seconds / stats.num_draft_passes if stats.num_draft_passes else None
 
 
 def overall_speedup(runs: Sequence[Run]) -> float:
@@ -94,8 +70,3 @@ def overall_speedup(runs: Sequence[Run]) -> float:
         ours[run.repeat] += run.stats.decode_seconds
         plain[run.repeat] += run.stats.decode_seconds * run.speedup
     return median(plain[repeat] / ours[repeat] for repeat in ours)
-
-
-def ratio(part: float, whole: float) -> float | None:
-    """A quotient, None where there is none."""
-    return part / whole if whole else None
