@@ -76,17 +76,14 @@ def audit(
         findings.append(_guarded(name, run))
         return findings[-1].status != FAILED
 
-    names = ["files", "graphs", *LOOP]
     if step("files", lambda: graphs.files(bundle, budget)):
         texts = _prompts(bundle, prompts, special_tokens)
         share = budget.share(SHARES["graphs"])
         if step("graphs", lambda: graphs_of(bundle, machinery, share)):
             subject = make_subject(bundle, machinery, texts)
             findings += _loop_checks(subject, budget, told)
-    findings += [
-        Finding(name, SKIPPED, "an earlier check failed") for name in names[len(findings) :]
-    ]
-    return Report(_about(bundle, machinery), tuple(findings), _sureness(), budget.clock.used)
+    about = _about(bundle, machinery)
+    return Report(about, _with_skipped(findings), _sureness(), budget.clock.used)
 
 
 def graphs_of(bundle: Bundle, machinery: Machinery, budget: Budget) -> Finding:
@@ -97,10 +94,13 @@ def graphs_of(bundle: Bundle, machinery: Machinery, budget: Budget) -> Finding:
 
 def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> Report:
     """The report on a bundle that cannot be read."""
-    findings = [Finding("files", FAILED, str(error))]
-    findings += [Finding(name, SKIPPED, "an earlier check failed") for name in ("graphs", *LOOP)]
-    about = {"bundle": str(folder), **machine()}
-    return Report(about, tuple(findings), (), budget.clock.used)
+    findings = _with_skipped([Finding("files", FAILED, str(error))])
+    return Report({"bundle": str(folder), **machine()}, findings, (), budget.clock.used)
+
+
+def _with_skipped(findings: list[Finding]) -> tuple[Finding, ...]:
+    left = ("files", "graphs", *LOOP)[len(findings) :]
+    return (*findings, *(Finding(name, SKIPPED, "an earlier check failed") for name in left))
 
 
 @dataclass(frozen=True)

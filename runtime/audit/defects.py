@@ -3,7 +3,7 @@ catch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,6 @@ from ..loop.verify import Draft, Verdict, verify
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.probabilities import probabilities
-from ..sampling.scores import Scores
 from .cached import Cached
 from .subject import Parts
 
@@ -45,15 +44,9 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 
 class _NoResidual(SpeculativeDecoder):
     @staticmethod
-    def judge(
-        draft: Draft,
-        scores: Scores,
-        sampling: Sampling,
-        history: History,
-        tests: Floats,
-        last: float,
-    ) -> Verdict:
-        verdict = verify(draft, scores, sampling, history, tests, last)
+    def judge(*given: Any) -> Verdict:
+        draft, scores, sampling, history, _, last = given
+        verdict = verify(*given)
         i = verdict.num_accepted
         if sampling.greedy or i == len(draft.tokens):
             return verdict
@@ -89,9 +82,6 @@ class _OneRowTooMany:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
-
-    def forward(self, tokens: Sequence[int]) -> Scores:
-        return self._model.forward(tokens)
 
     def truncate(self, length: int) -> None:
         self._model.truncate(min(length + 1, self._model.length) if length else 0)

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from specedge.bundle import Bundle
 from specedge.errors import BundleError
@@ -22,12 +21,12 @@ from specedge.manifest import Graph, Model
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from .budget import Budget
+from .cached import Array
 from .noise import Difference, distance, row_differences, size
 from .report import FAILED, PASSED, SHORT, Finding
 from .subject import ROWS
 
 Open = Callable[[Model, str, str], OrtModel]
-Array = NDArray[Any]
 Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
 
 _ERRORS = (

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from .budget import Budget
-from .cached import Cached
-
-Array = NDArray[Any]
+from .cached import Array, Cached
 
 
 @dataclass(frozen=True)
@@ -53,14 +49,9 @@ def row_differences(
             rows = model.cache_rows(start, start + length)
             wanted = [part[:, start : start + length] for part in wide_rows]
             largest = max(largest, distance(logits, wide[start : start + length]))
-            relative = max(
-                relative,
-                largest / size(wide),
-                *(
-                    distance(a, b) / size(c)
-                    for a, b, c in zip(rows, wanted, wide_rows, strict=True)
-                ),
-            )
+            triples = zip(rows, wanted, wide_rows, strict=True)
+            shares = [distance(a, b) / size(c) for a, b, c in triples]
+            relative = max(relative, largest / size(wide), *shares)
             num_passes += 1
         if num_passes:
             found[length] = Difference(num_passes, relative == 0, largest, relative)

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from numpy.typing import NDArray
-
 from specedge.manifest import Model
 from specedge.options import Sampling
 
@@ -22,14 +20,12 @@ from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.probabilities import probabilities
 from .budget import Budget
-from .cached import Cached
+from .cached import Array, Cached
 from .noise import row_differences
 from .remembering import Remembering
 
 ROWS = 64  # tokens of the texts that are run and drawn
 PLANNED = 8  # the largest K that rounds are planned with, where the bundle says no more
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -149,14 +145,16 @@ class Subject:
 
     def short_prompt(self, index: int, num_new: int) -> list[int]:
         """The end of a prompt, so that with new tokens it fits both contexts."""
-        context = min(self.target_sizes.context_length, self.draft_sizes.context_length)
         tokens = self.prompts[index % len(self.prompts)].tokens
-        return list(tokens[-max(1, context - num_new) :])
+        return list(tokens[-max(1, self._context - num_new) :])
 
     def longest(self, num_new: int) -> int:
         """How many new tokens leave half of both contexts to a prompt; at most `num_new`."""
-        context = min(self.target_sizes.context_length, self.draft_sizes.context_length)
-        return max(1, min(num_new, context // 2))
+        return max(1, min(num_new, self._context // 2))
+
+    @property
+    def _context(self) -> int:
+        return min(self.target_sizes.context_length, self.draft_sizes.context_length)
 
 
 def known(token: int, sizes: Model) -> int:

@@ -8,6 +8,7 @@ mean of the two plain runs around it, so a machine that gets slower or faster fa
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,9 +19,10 @@ from ..pipeline import Pipeline
 from ..planning.choices import PLAIN
 from ..stats import Stats
 from ..stream import Generation
-from .loops import length_before_loop
 
 GROUP = 4  # settings between two plain runs
+LOOP_LENGTH = 8  # tokens in a row
+LOOP_TIMES = 3
 
 Progress = Callable[[float], None]  # told which share of the work is done
 
@@ -122,6 +124,20 @@ def measure(
                 runs += _cycle(pipeline, index, prompt, _order(some, index, turn), texts, own, turn)
             progress((turn * len(prompts) + index + 1) / total)
     return Measured(runs, texts)
+
+
+def length_before_loop(tokens: Sequence[int]) -> int:
+    """How many tokens come before the same 8 begin for the third time; all, if they never do.
+
+    Acceptance and speed behind that say nothing about real text.
+    """
+    seen: Counter[tuple[int, ...]] = Counter()
+    for start in range(len(tokens) - LOOP_LENGTH + 1):
+        run = tuple(tokens[start : start + LOOP_LENGTH])
+        seen[run] += 1
+        if seen[run] == LOOP_TIMES:
+            return start
+    return len(tokens)
 
 
 def _order(some: Sequence[Setting], index: int, turn: int) -> list[Setting]:

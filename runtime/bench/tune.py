@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate, chain, product
 from statistics import fmean, median
 from typing import Any
@@ -61,8 +61,8 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
     Raises ContextLengthError for a pair in whose context no draft token fits.
     """
     lengths, ks = _places(pipeline)
-    texts = _run_texts(pipeline, ks, lambda share: progress(share / 4))
-    seconds = typical(list(chain(*(s for x in texts["greedy"].seen for s in x.target.values()))))
+    texts, copies = _run_texts(pipeline, ks, lambda share: progress(share / 4))
+    seconds = typical(list(chain(*(s for x in texts["greedy"] for s in x.target.values()))))
     seen, reading = _run_rounds(
         pipeline, lengths, ks, seconds, lambda share: progress((1 + 3 * share) / 4)
     )
@@ -75,10 +75,10 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
         modes[mode] = ModeCosts(
             target=tuple(map(tuple, target[i].tolist())),
             draft=tuple(map(tuple, draft[i].tolist())),
-            pending=tuple((_more_for_two(texts[mode].seen) * draft[i, :, 0]).tolist()),
+            pending=tuple((_more_for_two(texts[mode]) * draft[i, :, 0]).tolist()),
             reading=tuple(map(typical, reading)),
             host=tuple(accumulate(hosts, max)),
-            acceptance=_acceptance(texts[mode]),
+            acceptance=_acceptance(texts[mode], copies[mode]),
         )
     busy = fmean(median(some) / min(some) for some in passes.values()) > BUSY
     return Tuning(CostTable("tune", lengths, tuple(k + 1 for k in ks), **modes), busy)
@@ -105,28 +105,23 @@ def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
     return lengths, sorted({*(k for k in DRAFT_TOKENS if k <= most), most})
 
 
-@dataclass(frozen=True)
-class _Texts:
-    """What requests on built-in texts measured, and which tokens of copies would have been
+def _run_texts(
+    pipeline: Pipeline, ks: list[int], progress: Progress
+) -> tuple[dict[str, list[Seen]], dict[str, list[bool]]]:
+    """Speculative requests on built-in texts, by mode, and which tokens of copies would have been
     accepted.
     """
-
-    seen: list[Seen] = field(default_factory=list)
-    copies: list[bool] = field(default_factory=list)
-
-
-def _run_texts(pipeline: Pipeline, ks: list[int], progress: Progress) -> dict[str, _Texts]:
-    """Speculative requests, by mode."""
-    found = {mode: _Texts() for mode in MODES}
+    found: dict[str, list[Seen]] = {mode: [] for mode in MODES}
+    copies: dict[str, list[bool]] = {mode: [] for mode in MODES}
     runs = list(product(TEXTS, MODES))
     unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
     for i, (text, mode) in enumerate(runs):
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
         seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i)
-        found[mode].seen.append(seen)
-        found[mode].copies.extend(accepted_copies([*prompt, *tokens], len(prompt), max(ks)))
+        found[mode].append(seen)
+        copies[mode] += accepted_copies([*prompt, *tokens], len(prompt), max(ks))
         progress((i + 1) / len(runs))
-    return found
+    return found, copies
 
 
 def accepted_copies(text: Sequence[int], start: int, max_tokens: int) -> Iterator[bool]:
@@ -243,12 +238,12 @@ def _more_for_two(some: list[Seen]) -> float:
     return max(0.0, typical(two) / typical(one) - 1) if one and two else ROW
 
 
-def _acceptance(texts: _Texts) -> dict[str, float]:
+def _acceptance(texts: list[Seen], copies: list[bool]) -> dict[str, float]:
     """The chance that a token of the draft model is accepted, and that one of a copy would have."""
-    accepted = sum(seen.num_accepted for seen in texts.seen)
-    tested = sum(seen.num_tested for seen in texts.seen)
+    accepted = sum(seen.num_accepted for seen in texts)
+    tested = sum(seen.num_tested for seen in texts)
     found: dict[str, float] = {DrafterName.MODEL: accepted / max(1, tested)}
-    return found | ({DrafterName.LOOKUP: fmean(texts.copies)} if texts.copies else {})
+    return found | ({DrafterName.LOOKUP: fmean(copies)} if copies else {})
 
 
 def _all(found: Iterable[Sequence[float]]) -> list[float]:

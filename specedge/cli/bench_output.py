@@ -6,9 +6,11 @@ import csv
 import dataclasses
 import io
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from specedge.cli.terminal import counted
 from specedge.runtime.bench.measure import Prompt, Run
 from specedge.runtime.bench.summary import Figures
 
@@ -149,7 +151,7 @@ def _notes(report: Report, name: str) -> list[str]:
     rows = report.of(name)
     plain = rows[0]
     lines = [
-        f"{name}: {plain.num_prompts} prompt{'s' * (plain.num_prompts > 1)};"
+        f"{name}: {counted(plain.num_prompts, 'prompt')};"
         f" {100 * plain.loop_share:.0f}% of the text came after a loop began and is left out",
     ]
     if plain.alpha is not None:
@@ -157,29 +159,27 @@ def _notes(report: Report, name: str) -> list[str]:
     best = max(rows, key=lambda one: one.speedup)
     if best is not plain:
         lines.append(f"best: {named(best)}, {best.speedup:.2f} times as fast as the target alone")
-    models = [one for one in rows if one.held_out is not None]
-    if models:
-        lines.append(
-            "held out, model, predicted/measured from every other prompt: "
-            + ", ".join(
-                f"{one.num_draft_tokens}: {one.held_out:.2f}/{one.held_out_speedup:.2f}"
-                f" ({100 * (one.held_out_error or 0):+.1f}%)"
-                for one in models
-            )
-        )
+
+    def add(title: str, some: list[Figures], text: Callable[[Figures], str]) -> None:
+        if some:
+            parts = (f"{one.num_draft_tokens}: {text(one)}" for one in some)
+            lines.append(f"{title}: {', '.join(parts)}")
+
+    add(
+        "held out, model, predicted/measured from every other prompt",
+        [one for one in rows if one.held_out is not None],
+        lambda one: (
+            f"{one.held_out:.2f}/{one.held_out_speedup:.2f}"
+            f" ({100 * (one.held_out_error or 0):+.1f}%)"
+        ),
+    )
     costs = [one for one in rows if one.drafter == "model" and one.theorem_3_8 is not None]
-    if costs:
-        lines.append(
-            "free verification (theorem 3.8), error: "
-            + ", ".join(
-                f"{one.num_draft_tokens}: {100 * (one.theorem_3_8_error or 0):+.0f}%"
-                for one in costs
-            )
-        )
-        lines.append(
-            "verify pass over K + 1 rows, in plain ones: "
-            + ", ".join(f"{one.num_draft_tokens}: {one.verify_cost:.2f}" for one in costs)
-        )
+    add(
+        "free verification (theorem 3.8), error",
+        costs,
+        lambda one: f"{100 * (one.theorem_3_8_error or 0):+.0f}%",
+    )
+    add("verify pass over K + 1 rows, in plain ones", costs, lambda one: f"{one.verify_cost:.2f}")
     return [line for long in lines for line in _wrapped(long)]
 
 

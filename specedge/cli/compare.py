@@ -43,16 +43,12 @@ def compare(
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
     pipeline = options.load(bundle, threads=threads, ops=ops)
-    text = options.read_prompt(prompt)
+    given: str | list[int] = options.read_prompt(prompt, chat)
     with options.usage_errors():
-        if chat:
-            text = text.removesuffix("\n") if prompt == "-" else text
-            messages = options.messages(text, system)
-            allowed = request["special_tokens"]
-            tokens = pipeline.prompts.chat_tokens(messages, allowed)
-            result = run(pipeline, tokens, repeats, **request)
-        else:
-            result = run(pipeline, text, repeats, **request)
+        if isinstance(given, str) and chat:
+            messages, allowed = options.messages(given, system), request["special_tokens"]
+            given = pipeline.prompts.chat_tokens(messages, allowed)
+        result = run(pipeline, given, repeats, **request)
     if as_json:
         click.echo(json.dumps(result.as_dict(), ensure_ascii=False, indent=1))
     else:

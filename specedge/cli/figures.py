@@ -4,13 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specedge.runtime.theory.formulas import (
-    best_k,
-    expected_tokens,
-    expected_tokens_limit,
-    operations_factor,
-    speedup,
-)
+from specedge.runtime.theory import formulas
 
 NAMES = ("tokens", "best-k", "operations", "verify-cost")
 
@@ -45,7 +39,9 @@ def all_figures() -> list[Figure]:
 def _tokens() -> Figure:
     alphas = [i / 100 for i in range(101)]
     below = [alpha for alpha in alphas if alpha <= 0.9]
-    limit = Curve("any K, at most", below, [expected_tokens_limit(alpha) for alpha in below])
+    limit = Curve(
+        "any K, at most", below, [formulas.expected_tokens_limit(alpha) for alpha in below]
+    )
     return Figure(
         "tokens",
         "Tokens a round (Leviathan et al. 2023, figure 2)",
@@ -54,7 +50,7 @@ def _tokens() -> Figure:
         [
             limit,
             *(
-                Curve(f"K = {k}", alphas, [expected_tokens(alpha, k) for alpha in alphas])
+                Curve(f"K = {k}", alphas, [formulas.expected_tokens(alpha, k) for alpha in alphas])
                 for k in (10, 7, 5, 3, 1)
             ),
         ],
@@ -69,7 +65,7 @@ def _best_k() -> Figure:
         "acceptance rate α",
         "best K",
         [
-            Curve(f"c = {c:g}", alphas, [float(best_k(a, c)) for a in alphas], steps=True)
+            Curve(f"c = {c:g}", alphas, [float(formulas.best_k(a, c)) for a in alphas], steps=True)
             for c in (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
         ],
     )
@@ -85,8 +81,8 @@ def _operations() -> Figure:
         [
             Curve(
                 f"α = {alpha:g}",
-                [operations_factor(alpha, k) for k in lengths],
-                [speedup(alpha, k, 0) for k in lengths],
+                [formulas.operations_factor(alpha, k) for k in lengths],
+                [formulas.speedup(alpha, k, 0) for k in lengths],
                 marks=True,
             )
             for alpha in (0.9, 0.8, 0.7, 0.6, 0.5)
@@ -102,9 +98,9 @@ def _verify_cost() -> Figure:
         label = f"v = 1 + {slope:g} K" if slope else "v = 1 (free)"
         curves.append(
             Curve(
-                f"{label}: best K is {best_k(alpha, draft_cost, costs)}",
+                f"{label}: best K is {formulas.best_k(alpha, draft_cost, costs)}",
                 [float(k) for k in lengths],
-                [speedup(alpha, k, draft_cost, costs) for k in lengths],
+                [formulas.speedup(alpha, k, draft_cost, costs) for k in lengths],
                 marks=True,
             )
         )

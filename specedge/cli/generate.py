@@ -117,10 +117,9 @@ def _one(
     request: dict[str, Any],
 ) -> None:
     pipeline = options.load(**models)
-    text = options.read_prompt(prompt)
+    text = options.read_prompt(prompt, chat)
     with options.usage_errors():
         if chat:
-            text = text.removesuffix("\n") if prompt == "-" else text  # the shell's, not the user's
             stream = pipeline.stream_chat(options.messages(text, system), **request)
         else:
             stream = pipeline.stream(text, **request)

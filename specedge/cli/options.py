@@ -157,11 +157,12 @@ def sampling(function: F) -> F:
     return function
 
 
-def read_prompt(prompt: str) -> str:
-    """The prompt itself, or standard input for `-`."""
+def read_prompt(prompt: str, chat: bool = False) -> str:
+    """The prompt itself, or standard input for `-`; of a question without the shell's line end."""
     if prompt != "-":
         return prompt
-    return _standard_input(MAX_PROMPT)
+    text = _standard_input(MAX_PROMPT)
+    return text.removesuffix("\n") if chat else text
 
 
 def read_text(name: str) -> str:
@@ -170,30 +171,28 @@ def read_text(name: str) -> str:
         return _standard_input(MAX_TEXT)
     try:
         with Path(name).open("rb") as file:
-            return _limited(file, name, MAX_TEXT).decode("utf-8-sig")
+            return _text(file, name, MAX_TEXT)
     except (OSError, ValueError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
         raise click.UsageError(f"{name}: {getattr(error, 'strerror', error)}") from error
 
 
 def _standard_input(most: int) -> str:
     if sys.stdin is None:
         raise click.UsageError("standard input is closed; give the prompt itself")
-    try:
-        return _limited(sys.stdin.buffer, "standard input", most).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise click.UsageError(f"standard input is not UTF-8 text: {error}") from error
+    return _text(sys.stdin.buffer, "standard input", most)
 
 
-def _limited(file: IO[bytes], name: str, most: int) -> bytes:
-    """All bytes of a file, read in pieces; one that has too many, or no end, is refused."""
+def _text(file: IO[bytes], name: str, most: int) -> str:
+    """All of a file, read in pieces; one that has too many bytes, or no end, is refused."""
     found = bytearray()
     while piece := file.read(2**20):
         found += piece
         if len(found) > most:
             raise click.UsageError(f"{name} has more than {most // 2**20} MiB, the limit")
-    return bytes(found)
+    try:
+        return found.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
 
 
 def check_output(

@@ -60,7 +60,7 @@ def lines(
     end = top or math.ceil(highest * 1.02 / step) * step
     plot = _Plot(xs[0], xs[-1], end)
     ticks = [i * step for i in range(int(end / step + 1e-6) + 1)]
-    parts = [plot.level(tick, f"{tick:g}") for tick in ticks]
+    parts = [plot.level(tick) for tick in ticks]
     parts += [plot.tick(x) for x in xs if len(xs) <= 20 or not x % 4]
     parts += [
         _text((_LEFT + _WIDTH - _RIGHT) / 2, _HEIGHT - 8, x_label, "middle"),
@@ -117,10 +117,10 @@ class _Plot:
     def y(self, value: float) -> float:
         return _HEIGHT - _BOTTOM - value / self.end * (_HEIGHT - _BOTTOM - _TOP)
 
-    def level(self, value: float, label: str) -> str:
+    def level(self, value: float) -> str:
         y = self.y(value)
         grid = _stroke((_LEFT, y), (_WIDTH - _RIGHT, y), "#dddddd", width=1)
-        return grid + _text(_LEFT - 6, y + 4, label, "end")
+        return grid + _text(_LEFT - 6, y + 4, f"{value:g}", "end")
 
     def tick(self, value: int) -> str:
         return _text(self.x(value), _HEIGHT - _BOTTOM + 17, str(value), "middle")

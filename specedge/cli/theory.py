@@ -11,7 +11,7 @@ import click
 from specedge.cli import options
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable
 
     from specedge.runtime.theory.formulas import Costs
 
@@ -175,40 +175,31 @@ def _at(alpha: float, k: int, *costs: Any) -> dict[str, Any]:
 def _print_tables(facts: dict[str, Any]) -> None:
     _print_table(
         "Tokens a round, by acceptance rate and K",
-        ["alpha", *(f"K = {k}" for k in _LENGTHS), "any K"],
         (
-            [
-                f"{row['alpha']:g}",
-                *(f"{tokens:.3f}" for tokens in row["by_num_draft_tokens"].values()),
-                f"< {row['limit']:.2f}",
-            ]
+            {"alpha": f"{row['alpha']:g}"}
+            | {f"K = {k}": f"{tokens:.3f}" for k, tokens in row["by_num_draft_tokens"].items()}
+            | {"any K": f"< {row['limit']:.2f}"}
             for row in facts["expected_tokens"]
         ),
     )
     click.echo()
-    best = {(row["alpha"], row["draft_cost"]): row for row in facts["best_k"]}
+    rows: dict[float, dict[str, str]] = {}
+    for one in facts["best_k"]:
+        row = rows.setdefault(one["alpha"], {"alpha": f"{one['alpha']:g}"})
+        row[f"c = {one['draft_cost']:g}"] = f"{one['best_k']}: {one['speedup']:.3f}"
     _print_table(
-        "Best K: its speed-up, by acceptance rate and draft cost c; verifying free",
-        ["alpha", *(f"c = {c:g}" for c in _DRAFT_COSTS)],
-        (
-            [
-                f"{a:g}",
-                *(f"{best[a, c]['best_k']}: {best[a, c]['speedup']:.3f}" for c in _DRAFT_COSTS),
-            ]
-            for a in _ALPHAS
-        ),
+        "Best K: its speed-up, by acceptance rate and draft cost c; verifying free", rows.values()
     )
     click.echo()
     _print_table(
         "Speed and arithmetic operations over the target's alone; drafting free",
-        ["alpha", "K", "speed-up", "operations"],
         (
-            [
-                f"{row['alpha']:g}",
-                str(row["num_draft_tokens"]),
-                f"{row['speedup']:.2f}",
-                f"{row['operations_factor']:.2f}",
-            ]
+            {
+                "alpha": f"{row['alpha']:g}",
+                "K": str(row["num_draft_tokens"]),
+                "speed-up": f"{row['speedup']:.2f}",
+                "operations": f"{row['operations_factor']:.2f}",
+            }
             for row in facts["operations"]
         ),
     )
@@ -224,33 +215,37 @@ def _print_prediction(facts: dict[str, Any]) -> None:
     click.echo()
     _print_table(
         "By K; costs in passes of the target over one token",
-        [
-            *("", "K", "tokens a round", "cost of a round", "speed-up"),
-            *("pays from alpha", "accepted / drafted", "tokens / rows"),
-        ],
-        (["*" if row is best else "", *_cells(row)] for row in rows),
+        ({"": "*" if row is best else ""} | _cells(row) for row in rows),
     )
 
 
-def _cells(row: dict[str, Any]) -> Iterable[str]:
-    k = row["num_draft_tokens"]
-    yield str(k)
-    for name in ("tokens_per_round", "round_cost", "speedup"):
-        yield f"{row[name]:.3f}"
-    pays, shares = row["break_even_alpha"], (row["accepted_over_drafted"], row["tokens_over_rows"])
-    yield ("never" if k else "-") if pays is None else f"{pays:.3f}"
-    yield from ("-" if share is None else f"{share:.3f}" for share in shares)
+def _cells(row: dict[str, Any]) -> dict[str, str]:
+    def shown(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    k, pays = row["num_draft_tokens"], row["break_even_alpha"]
+    return {
+        "K": str(k),
+        "tokens a round": shown(row["tokens_per_round"]),
+        "cost of a round": shown(row["round_cost"]),
+        "speed-up": shown(row["speedup"]),
+        "pays from alpha": "never" if k and pays is None else shown(pays),
+        "accepted / drafted": shown(row["accepted_over_drafted"]),
+        "tokens / rows": shown(row["tokens_over_rows"]),
+    }
 
 
-def _print_table(title: str, headers: Sequence[str], rows: Iterable[Iterable[str]]) -> None:
+def _print_table(title: str, rows: Iterable[dict[str, str]]) -> None:
+    """Rows of cells by the heads of their columns."""
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, show_edge=False)
-    for header in headers:
-        table.add_column(header, justify="right")
     for row in rows:
-        table.add_row(*row)
+        if not table.columns:
+            for head in row:
+                table.add_column(head, justify="right")
+        table.add_row(*row.values())
     click.secho(title, bold=True)
     Console(width=80, highlight=False).print(table)

@@ -9,6 +9,7 @@ import click
 
 from specedge.cli import options
 from specedge.cli.progress import bar
+from specedge.cli.terminal import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -49,10 +50,8 @@ def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json
 
 
 def _lines(table: CostTable) -> list[str]:
-    lines: list[str] = []
-    for name, mode in (("temperature 0", table.greedy), ("temperature 1", table.sampled)):
-        lines += ["", *_mode(table, name, mode)] if lines else _mode(table, name, mode)
-    return lines
+    greedy = _mode(table, "temperature 0", table.greedy)
+    return [*greedy, "", *_mode(table, "temperature 1", table.sampled)]
 
 
 def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
@@ -65,8 +64,9 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
         return f"  {name:58}" + "".join(f"{1e3 * cost:9.3f}" for cost in costs)
 
     for i, tokens in enumerate(table.rows):
-        s = "s" if tokens > 1 else ""
-        lines.append(row(f"target, {tokens} token{s}", (costs[i] for costs in mode.target)))
+        lines.append(
+            row(f"target, {counted(tokens, 'token')}", (costs[i] for costs in mode.target))
+        )
     for i, tokens in enumerate(table.rows[1:]):
         es = "es" if tokens > 2 else ""
         what = f"draft, a round's {tokens - 1} pass{es}"

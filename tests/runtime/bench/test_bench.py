@@ -13,8 +13,7 @@ from fakes import Counting, TableModel, hashed_distribution
 from specedge.options import Sampling
 from specedge.runtime.bench import acceptance as bench_acceptance
 from specedge.runtime.bench import measure as bench
-from specedge.runtime.bench.loops import length_before_loop
-from specedge.runtime.bench.measure import PLAIN_SETTING, Prompt, Run, Setting
+from specedge.runtime.bench.measure import PLAIN_SETTING, Prompt, Run, Setting, length_before_loop
 from specedge.runtime.bench.predictions import known_chances, model_rounds, text_rounds
 from specedge.runtime.bench.prompts import SETS
 from specedge.runtime.bench.summary import losing, summarise
