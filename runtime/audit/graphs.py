@@ -107,7 +107,7 @@ class _Comparison:
         verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
         lengths = sorted({*recorded, *range(1, min(verify, len(tokens)) + 1)})
         found = row_differences(graph, tokens, lengths, self.budget.share(0.25))
-        same = [t for t, difference in found.items() if difference.same_bits]
+        same = [t for t, difference in found.items() if difference.relative == 0]
         worst = max((d.relative for d in found.values()), default=0.0)
         self.short |= len(found) < len(lengths)
         self.as_recorded &= set(recorded) <= set(same)
@@ -186,7 +186,7 @@ def _tokens(model: Model) -> list[int]:
 
 
 def _differing(found: dict[int, Difference]) -> str:
-    others = {t: d for t, d in found.items() if not d.same_bits}
+    others = {t: d for t, d in found.items() if d.relative != 0}
     if not others:
         return ""
     worst = max(d.relative for d in others.values())

@@ -118,7 +118,6 @@ def self_draft(subject: Subject, budget: Budget) -> Finding:
 class _Greedy:
     """What the comparison of greedy texts gathers."""
 
-    num_tokens: int = 0
     num_texts: int = 0
     by_k: dict[int, int] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)

@@ -19,7 +19,6 @@ class Difference:
     """
 
     num_passes: int
-    same_bits: bool
     largest: float
     relative: float
 
@@ -54,7 +53,7 @@ def row_differences(
             relative = max(relative, largest / size(wide), *shares)
             num_passes += 1
         if num_passes:
-            found[length] = Difference(num_passes, relative == 0, largest, relative)
+            found[length] = Difference(num_passes, largest, relative)
         if budget.over:
             break
     return found

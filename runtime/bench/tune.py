@@ -66,7 +66,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
     seen, reading = _run_rounds(
         pipeline, lengths, ks, seconds, lambda share: progress((1 + 3 * share) / 4)
     )
-    passes = {place: _verified(some, place[1]) for place, some in seen.items()}
+    passes = {place: _all(one.target[place[1] + 1] for one in some) for place, some in seen.items()}
     drafts = {place: _drafted(some, place[1]) for place, some in seen.items() if place[1]}
     target, draft = _fit(passes, lengths, ks), _fit(drafts, lengths, ks[1:])
     modes = {}
@@ -217,11 +217,6 @@ def _read(model: Any, length: int, num_tokens: int) -> float:
     begin = time.perf_counter()
     model.prefill([0] * num_tokens)
     return (time.perf_counter() - begin) / num_tokens
-
-
-def _verified(some: list[Seen], k: int) -> list[float]:
-    """Seconds of the target's passes of rounds of k draft tokens."""
-    return _all(seen.target[k + 1] for seen in some)
 
 
 def _drafted(some: list[Seen], k: int) -> list[float]:

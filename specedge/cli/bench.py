@@ -118,8 +118,9 @@ def bench(
     with options.usage_errors():
         for name in names:
             Request(**request, drafter=name)
-    outputs = {"--csv": csv, "--html": html}
-    _check_outputs(outputs, prompts, overwrite)
+    outputs = [("--csv", csv, bench_output.csv_text), ("--html", html, bench_page.page)]
+    named = {flag: path for flag, path, _ in outputs if path is not None}
+    _check_outputs(named, prompts, overwrite)
     given = _read(sets, prompts, form)
     pipeline = options.load(bundle, device=device, threads=threads, ops=ops)
     for name in names:
@@ -132,22 +133,18 @@ def bench(
     click.echo(
         bench_output.json_text(report) if as_json else lines(bench_output.table_text(report))
     )
-    for flag, path, write in (
-        ("--csv", csv, bench_output.csv_text),
-        ("--html", html, bench_page.page),
-    ):
+    for flag, path, write in outputs:
         if path is not None:
             _write(path, write(report), overwrite, flag)
 
 
-def _check_outputs(outputs: dict[str, str | None], prompts: str | None, overwrite: bool) -> None:
+def _check_outputs(outputs: dict[str, str], prompts: str | None, overwrite: bool) -> None:
     seen: dict[str, str] = {}
     for flag, path in outputs.items():
-        if path is not None:
-            options.check_output(path, [prompts] if prompts else [], overwrite, flag)
-            other = seen.setdefault(os.path.realpath(path), flag)
-            if other != flag:
-                raise click.UsageError(f"{other} and {flag} name one file; name two")
+        options.check_output(path, [prompts] if prompts else [], overwrite, flag)
+        other = seen.setdefault(os.path.realpath(path), flag)
+        if other != flag:
+            raise click.UsageError(f"{other} and {flag} name one file; name two")
 
 
 def _read(

@@ -65,8 +65,7 @@ def generate(
         if traced or as_json or explain or replay is not None:
             raise click.UsageError("--trace, --json, --explain and --replay are for one PROMPT")
         output = "-" if output is None else output
-        way = _way(output, overwrite, resume)
-        _many(prompts, form, chat, system, output, way, models, request)
+        _many(prompts, form, chat, system, output, overwrite, resume, models, request)
     elif prompt is not None:
         if request["logprobs"] is not None and not as_json:
             raise click.UsageError("--logprobs needs --json or --prompts")
@@ -75,28 +74,24 @@ def generate(
         _one(prompt, chat, system, traced, explain, as_json, models, request)
 
 
-def _way(output: str, overwrite: bool, resume: bool) -> str:
-    from specedge.cli.results import NEW, OVERWRITE, RESUME
-
-    if resume and (overwrite or output == "-"):
-        raise click.UsageError("--resume needs --output, and goes on where --overwrite begins anew")
-    return RESUME if resume else OVERWRITE if overwrite else NEW
-
-
 def _many(
     prompts: str,
     form: str | None,
     chat: bool,
     system: str | None,
     output: str,
-    way: str,
+    overwrite: bool,
+    resume: bool,
     models: dict[str, Any],
     request: dict[str, Any],
 ) -> None:
     from specedge.cli import batch
     from specedge.cli.prompts import read
-    from specedge.cli.results import NEW, RESUME, remaining
+    from specedge.cli.results import NEW, OVERWRITE, RESUME, remaining
 
+    if resume and (overwrite or output == "-"):
+        raise click.UsageError("--resume needs --output, and goes on where --overwrite begins anew")
+    way = RESUME if resume else OVERWRITE if overwrite else NEW
     if output != "-":
         options.check_output(output, [prompts], overwrite=way != NEW)
     items = read(prompts, form, chat, system, request)

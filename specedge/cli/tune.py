@@ -77,9 +77,11 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     found = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
     best = max(range(len(found)), key=lambda k: found[k])
     shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(found)} | {best})
+    copies = mode.acceptance.get("lookup")
+    copied = "" if copies is None else f", {copies:.0%} of copied ones would have been"
     return [
         *lines,
-        f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{_copies(mode)};"
+        f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{copied};"
         f" the host adds {1e3 * mode.host[0]:.3f} ms to a plain round, {1e3 * mode.host[-1]:.3f}"
         f" to one with K = {table.max_draft_tokens}",
         "  predicted speed-up of the draft model: "
@@ -87,8 +89,3 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
         f"  its best is K = {best}, {found[best]:.2f} times as fast as the target alone"
         + ("" if best else ": plain decoding"),
     ]
-
-
-def _copies(mode: ModeCosts) -> str:
-    copies = mode.acceptance.get("lookup")
-    return "" if copies is None else f", {copies:.0%} of copied ones would have been"
