@@ -167,10 +167,8 @@ def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) ->
     tolerance = max(
         graphs.allowed(model, choose_ops(model, machinery.ops)) for model in bundle.models.values()
     )
-    sizes = (bundle.target, bundle.draft)
-    return Subject(
-        models["target"], models["draft"], *sizes, bundle.num_draft_tokens, tolerance, prompts
-    )
+    k = bundle.num_draft_tokens
+    return Subject(models["target"], models["draft"], bundle.models, k, tolerance, prompts)
 
 
 def built_in_prompts(bundle: Bundle) -> list[Prompt]:

@@ -136,13 +136,13 @@ class _Setting:
 
     def _row(self, role: str, prompt: Sequence[int], string: tuple[int, ...]) -> Array:
         model = self._target if role == "target" else self._draft
-        fed = [known(token, self._subject.sizes(role)) for token in (*prompt, *string)]
+        fed = [known(token, self._subject.sizes[role]) for token in (*prompt, *string)]
         model.truncate(0)
         model.prefill(fed[:-1])
         distribution = probabilities(
             model.forward(fed[-1:])[-1].array(), self._sampling, History(prompt, string)
         )
-        return distribution.row(self._subject.target_sizes.vocab_size)
+        return distribution.row(self._subject.sizes["target"].vocab_size)
 
     def _distribution(self, prompt: Sequence[int], budget: Budget) -> NextToken:
         """Probabilities of strings: a key stands for all that begin with it and with no longer key.

@@ -80,8 +80,8 @@ def self_draft(subject: Subject, budget: Budget) -> Finding:
     """The target as its own draft: every round must take all that was drafted."""
     twin = subject.target.twin()
     k = subject.num_draft_tokens
-    decoder = subject.decoder(k, draft=twin, draft_sizes=subject.target_sizes)
-    count = min(ROWS, subject.target_sizes.context_length // 2)
+    decoder = subject.decoder(k, draft=twin, draft_sizes=subject.sizes["target"])
+    count = min(ROWS, subject.sizes["target"].context_length // 2)
     facts, lines = {}, []
     rejected = tested = 0
     short = False
@@ -138,7 +138,7 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
     for prompt in subject.prompts:
         if budget.over:
             break
-        room = subject.target_sizes.context_length - len(prompt.tokens)
+        room = subject.sizes["target"].context_length - len(prompt.tokens)
         tokens = list(prompt.tokens)
         plain = _target_alone(subject, tokens, min(ROWS, room), budget)
         ties = _near_ties(subject, found, prompt.name, tokens, plain)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,14 +49,13 @@ class Prompt:
 class Subject:
     """A pair, the prompts for it, and how much its logits depend on how many rows share a pass.
 
-    Of the manifest's `target_sizes` and `draft_sizes`, vocabulary and context matter.
+    `sizes` are the manifest's entries by role, of which vocabulary and context matter.
     `tolerance` is the largest difference between two right graphs, relative to the largest value.
     """
 
     target: Cached
     draft: Cached
-    target_sizes: Model
-    draft_sizes: Model
+    sizes: Mapping[str, Model]
     num_draft_tokens: int
     tolerance: float
     prompts: list[Prompt]
@@ -90,10 +89,6 @@ class Subject:
             self.target.forward([token])
         self.seconds_per_pass = (budget.clock.used - begun) / 4
 
-    def sizes(self, role: str) -> Model:
-        """A model's entry in the manifest."""
-        return self.target_sizes if role == "target" else self.draft_sizes
-
     def remembered(self, role: str) -> Remembering:
         """A model that keeps its rows, for all settings and parts."""
         model = self.memory.setdefault(role, Remembering(getattr(self, role)))
@@ -102,7 +97,7 @@ class Subject:
 
     def text(self, role: str) -> list[int]:
         """Up to `ROWS` tokens for a model to read: prompts, one after the other."""
-        sizes = self.sizes(role)
+        sizes = self.sizes[role]
         endless = itertools.cycle(token for prompt in self.prompts for token in prompt.tokens)
         count = min(ROWS, sizes.context_length)
         return [known(token, sizes) for token in itertools.islice(endless, count)]
@@ -115,11 +110,9 @@ class Subject:
         draft_sizes: Model | None = None,
     ) -> SpeculativeDecoder:
         """The decoder that a pipeline makes, of these parts."""
-        sizes = draft_sizes or self.draft_sizes
+        sizes = draft_sizes or self.sizes["draft"]
         drafter = DraftModel(
-            draft or self.draft,
-            context_length=sizes.context_length,
-            vocab_size=sizes.vocab_size,
+            draft or self.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size
         )
         return self.parts.decoder(
             self.parts.target(target or self.target),
@@ -130,7 +123,7 @@ class Subject:
     def logits_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Floats:
         """A model's rows for each new token, in one pass: no drafter, no rollback. [n, V]"""
         model: Cached = getattr(self, role)
-        fed = [known(token, self.sizes(role)) for token in (*prompt, *new[:-1])]
+        fed = [known(token, self.sizes[role]) for token in (*prompt, *new[:-1])]
         model.truncate(0)
         model.prefill(fed[: len(prompt) - 1])
         return model.forward(fed[len(prompt) - 1 :]).array()
@@ -141,7 +134,7 @@ class Subject:
         """The distribution of each new token given the text before it. [V] each"""
         for i, row in enumerate(self.logits_after(role, prompt, new)):
             history = History(prompt, new[:i])
-            yield probabilities(row, sampling, history).row(self.target_sizes.vocab_size)
+            yield probabilities(row, sampling, history).row(self.sizes["target"].vocab_size)
 
     def short_prompt(self, index: int, num_new: int) -> list[int]:
         """The end of a prompt, so that with new tokens it fits both contexts."""
@@ -154,7 +147,7 @@ class Subject:
 
     @property
     def _context(self) -> int:
-        return min(self.target_sizes.context_length, self.draft_sizes.context_length)
+        return min(sizes.context_length for sizes in self.sizes.values())
 
 
 def known(token: int, sizes: Model) -> int:

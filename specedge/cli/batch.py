@@ -76,17 +76,9 @@ def _facts(made: Generation) -> dict[str, Any]:
     from specedge.runtime.stats import as_dict
 
     counts = {name: value for name, value in as_dict(made.stats).items() if "seconds" not in name}
-    facts = {
-        "text": made.text,
-        "tokens": made.tokens,
-        "finish_reason": made.finish_reason,
-        "seed": made.seed,
-        "num_draft_tokens": made.num_draft_tokens,
-        "lossy": made.lossy,
-        "drafter": made.drafter,
-        "stats": counts,
-        "near_ties": [vars(tie) for tie in made.near_ties],
-    }
+    names = ("text", "tokens", "finish_reason", "seed", "num_draft_tokens", "lossy", "drafter")
+    facts: dict[str, Any] = {name: getattr(made, name) for name in names}
+    facts |= {"stats": counts, "near_ties": [vars(tie) for tie in made.near_ties]}
     if made.logprobs is not None:
         facts["logprobs"] = [vars(one) for one in made.logprobs]
     return facts

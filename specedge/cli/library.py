@@ -112,11 +112,8 @@ def _as_json(entry: Entry) -> dict[str, Any]:
         "error": entry.error,
     }
     if bundle := entry.bundle:
-        facts |= {
-            "format": bundle.format,
-            "num_draft_tokens": bundle.num_draft_tokens,
-            "context_length": bundle.context_length,
-        }
+        for name in ("format", "num_draft_tokens", "context_length"):
+            facts[name] = getattr(bundle, name)
         for role, model in bundle.models.items():
             facts[role] = plain(model.source) | {"ops": list(model.parity)}
     return facts
