@@ -85,7 +85,7 @@ def test_a_drafter_of_ones_own(pipeline):
             self.lengths.append(length)
 
     mine = Same()
-    made = pipeline.generate(PROMPT, 60, drafter=mine, ignore_eos=True)
+    made = pipeline.generate(PROMPT, 60, drafter=mine, num_draft_tokens=2, ignore_eos=True)
     assert made.tokens == plain.tokens
     assert made.drafter == "same"
     assert 0 < made.stats.accepted_by_source["same"] < made.stats.num_drafted

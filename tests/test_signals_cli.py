@@ -133,14 +133,14 @@ def test_a_signal_prints_what_there_is_and_the_summary(number, code):
 
 
 SLOW = """
-import os, signal, specedge.runtime.backend.onnx_model as ort
-real, passes = ort.OrtModel._run, []
+import os, signal, specedge.runtime.backend.model_session as ort
+real, passes = ort.ModelSession.run, []
 def run(self, *arguments):
     passes.append(1)
     if len(passes) == 9:
         os.kill(os.getpid(), signal.SIGTERM)
     return real(self, *arguments)
-ort.OrtModel._run = run
+ort.ModelSession.run = run
 import sys
 from specedge.cli import main
 sys.argv = ["specedge", "generate", "def f(x):", "-n", "100", "--json"]

@@ -152,14 +152,13 @@ def _figures(
     total, base = total_of(runs), total_of(plain)
     ratios = [run.speedup for run in runs]
     low, middle, high = (float(q) for q in np.quantile(ratios, (0.25, 0.5, 0.75)))
-    tokens, num_rounds = total.num_new_tokens, total.num_rounds
-    per_round = tokens / num_rounds
+    per_round = total.num_new_tokens / total.num_rounds
     k = setting.num_draft_tokens
     unit, draft = verify_seconds(base), draft_seconds(total)
     c = None if draft is None else draft / unit
     v, o = verify_seconds(total) / unit, host_seconds(total) / unit
     plain_round = 1 + host_seconds(base) / unit
-    drafting = 0.0 if c is None else c * total.num_draft_passes / num_rounds
+    drafting = 0.0 if c is None else c * total.num_draft_passes / total.num_rounds
     by_position = per_round * plain_round / (drafting + v + o)
     predicted, out_measured = held_out or (None, None)
     overall = overall_speedup(runs)
@@ -175,21 +174,9 @@ def _figures(
         loses=middle < 1,
         request_speedup=median(run.request_speedup for run in runs),
         overall_speedup=overall,
-        seconds_per_token=total.decode_seconds / tokens,
-        draft_seconds=total.draft_seconds / tokens,
-        verify_seconds=total.verify_seconds / tokens,
-        sampling_seconds=total.sampling_seconds / tokens,
-        rest_seconds=total.other_seconds / tokens,
-        num_new_tokens=tokens,
-        num_rounds=num_rounds,
-        num_draft_passes=total.num_draft_passes,
-        num_target_passes=total.num_target_passes,
-        tokens_per_round=per_round,
+        **_of_total(total),
         alpha=alpha,
-        accepted_over_tested=total.accepted_over_tested,
-        accepted_over_drafted=total.accepted_over_drafted,
         tokens_over_rows=per_round / (k + 1) if isinstance(k, int) else None,
-        acceptance_by_position=tuple(total.acceptance_by_position),
         draft_cost=c,
         verify_cost=v,
         host_cost=o,
@@ -201,6 +188,26 @@ def _figures(
         held_out_error=_error(predicted, out_measured),
         loop_share=loop_share,
     )
+
+
+def _of_total(total: Stats) -> dict[str, Any]:
+    """What the runs of a setting took and did, all together."""
+    tokens = total.num_new_tokens
+    return {
+        "seconds_per_token": total.decode_seconds / tokens,
+        "draft_seconds": total.draft_seconds / tokens,
+        "verify_seconds": total.verify_seconds / tokens,
+        "sampling_seconds": total.sampling_seconds / tokens,
+        "rest_seconds": total.other_seconds / tokens,
+        "num_new_tokens": tokens,
+        "num_rounds": total.num_rounds,
+        "num_draft_passes": total.num_draft_passes,
+        "num_target_passes": total.num_target_passes,
+        "tokens_per_round": tokens / total.num_rounds,
+        "accepted_over_tested": total.accepted_over_tested,
+        "accepted_over_drafted": total.accepted_over_drafted,
+        "acceptance_by_position": tuple(total.acceptance_by_position),
+    }
 
 
 def _by_theory(
