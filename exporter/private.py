@@ -7,8 +7,9 @@ versions that pyproject allows.
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from types import ModuleType
 from typing import Any
@@ -73,8 +74,9 @@ def needs_numbers(error: BaseException | None) -> bool:
     )
 
 
-def choose(model: torch.nn.Module, kind: str, name: str) -> Callable[[], None]:
-    """Let all of a model use the registered "attn" or "experts"; returns what sets it back.
+@contextlib.contextmanager
+def chosen(model: torch.nn.Module, kind: str, name: str) -> Iterator[None]:
+    """Let all of a model use the registered "attn" or "experts" while the context lasts.
 
     A private field of each config decides that (transformers 5.17 to 5.23).
     """
@@ -83,12 +85,11 @@ def choose(model: torch.nn.Module, kind: str, name: str) -> Callable[[], None]:
     before = {id(c): (c, getattr(c, field)) for c in configs if hasattr(c, field)}
     for config, _ in before.values():
         setattr(config, field, name)
-
-    def undo() -> None:
+    try:
+        yield
+    finally:
         for config, old in before.values():
             setattr(config, field, old)
-
-    return undo
 
 
 class FixedLayer(CacheLayerMixin):

@@ -23,8 +23,6 @@ LARGE = 64 << 20  # bytes of a mapping that is worth it
 PAUSE = 0.1  # seconds; a fast disk reads some hundred megabytes meanwhile
 _DONTNEED = 4
 _STATUS, _MAPPINGS = Path("/proc/self/status"), Path("/proc/self/smaps")
-# Of a mapping that is no code: its start and end, and its file's number, 0 for none.
-_HEAD = re.compile(r"([0-9a-f]+)-([0-9a-f]+) ..-. \S+ \S+ ([0-9]+) ")
 
 
 def memory() -> Any:
@@ -71,14 +69,8 @@ def _give_back() -> None:
 
 def _untouched() -> Iterator[tuple[int, int]]:
     """Large mappings of files without a page that was changed: addresses."""
-    place, changed = None, True
-    for line in _MAPPINGS.read_text().splitlines():
-        if line[0] in "0123456789abcdef":
-            place, changed = None, False
-        if head := _HEAD.match(line):
-            start, end = int(head[1], 16), int(head[2], 16)
-            place = (start, end) if head[3] != "0" and end - start >= LARGE else None
-        elif line.startswith(("Anonymous:", "Swap:")):
-            changed |= line.split()[1] != "0"
-        elif place and line.startswith("VmFlags:") and not changed:  # a mapping's last line
-            yield place
+    for found in psutil.Process().memory_maps(grouped=False):
+        start, end = (int(address, 16) for address in found.addr.split("-"))
+        of_a_file = found.path.startswith("/") and "x" not in found.perms
+        if of_a_file and end - start >= LARGE and not found.anonymous and not found.swap:
+            yield start, end

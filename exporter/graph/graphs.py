@@ -14,6 +14,7 @@ from specedge.errors import ExportError
 from specedge.manifest import PREFILL_LENGTH, Graph
 
 from ..private import versions
+from .nodes import constant, insert, producer
 
 # Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
@@ -73,7 +74,7 @@ def widen_biases(graph: ir.Graph) -> None:
     is no faster (measured) and changes the last bits against the file for any length.
     """
     for node in graph:
-        if node.op_type != "Add" or not any(_made_by(x, "MatMul") for x in node.inputs):
+        if node.op_type != "Add" or not any(producer(x, "MatMul") for x in node.inputs):
             continue
         for value in node.inputs:
             if value is None or not value.is_initializer() or value.const_value is None:
@@ -103,10 +104,9 @@ def fill_without_shapes(model: ir.Model) -> None:
                 continue
             rows = _rows_of_zeros(graph, user, pattern, output.dtype)
             fill = np.full(dims, value, output.dtype.numpy())
-            total = ir.node("Add", [rows, _constant(graph, fill, f"{output.name}.fill")])
-            _named(total, f"{output.name}.filled", output)
-            graph.insert_before(user, total)
-            output.replace_all_uses_with(total.outputs[0])
+            filled = [rows, constant(graph, fill, f"{output.name}.fill")]
+            total = insert(user, "Add", filled, f"{output.name}.filled", output)
+            output.replace_all_uses_with(total)
     passes.RemoveUnusedNodesPass()(model)
 
 
@@ -124,32 +124,12 @@ def _rows_of_zeros(
 ) -> ir.Value:
     """T zeros along the dimension that is -1 in `pattern`."""
     name = before.outputs[0].name
-    zero = _constant(graph, np.zeros(1, np.int64), f"{name}.zero")
-    dims = _constant(graph, np.array(pattern, np.int64), f"{name}.dims")
-    zeros = ir.node("Mul", [graph.inputs[0], zero])
-    zeros.outputs[0].name = f"{name}.zeros"
-    zeros.outputs[0].type, zeros.outputs[0].shape = graph.inputs[0].type, graph.inputs[0].shape
-    shaped = ir.node("Reshape", [zeros.outputs[0], dims])
-    shaped.outputs[0].name = f"{name}.rows"
-    cast = ir.node("Cast", [shaped.outputs[0]], {"to": dtype})
-    cast.outputs[0].name = f"{name}.cast"
-    for node in (zeros, shaped, cast):
-        graph.insert_before(before, node)
-    return cast.outputs[0]
-
-
-def _constant(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
-    tensor = ir.tensor(array, name=name)
-    value = ir.Value(
-        name=name, shape=tensor.shape, type=ir.TensorType(tensor.dtype), const_value=tensor
-    )
-    graph.register_initializer(value)
-    return value
-
-
-def _named(node: ir.Node, name: str, like: ir.Value) -> None:
-    node.outputs[0].name, node.outputs[0].shape = name, like.shape
-    node.outputs[0].type = like.type
+    zero = constant(graph, np.zeros(1, np.int64), f"{name}.zero")
+    dims = constant(graph, np.array(pattern, np.int64), f"{name}.dims")
+    ids = graph.inputs[0]
+    zeros = insert(before, "Mul", [ids, zero], f"{name}.zeros", ids)
+    rows = insert(before, "Reshape", [zeros, dims], f"{name}.rows")
+    return insert(before, "Cast", [rows], f"{name}.cast", to=dtype)
 
 
 def part_norms(graph: ir.Graph) -> None:
@@ -158,17 +138,9 @@ def part_norms(graph: ir.Graph) -> None:
     It fuses Add where nothing else reads the sum: another Add in each file, other last bits.
     """
     for node in graph:
-        if not node.op_type.endswith("Normalization") or not _made_by(node.inputs[0], "Add"):
-            continue
-        total = node.inputs[0]
-        assert total is not None
-        if len(total.uses()) == 1 and (add := total.producer()) is not None:
+        add = producer(node.inputs[0], "Add") if node.op_type.endswith("Normalization") else None
+        if add is not None and len(add.outputs[0].uses()) == 1:
             add.op_type = "Sum"
-
-
-def _made_by(value: ir.Value | None, op_type: str) -> bool:
-    node = value.producer() if value is not None else None
-    return node is not None and node.op_type == op_type
 
 
 def check(model: ir.Model) -> None:
@@ -221,7 +193,7 @@ def _fold_offsets(graph: ir.Graph, length: int) -> None:
     if count is None:
         raise ExportError(f"the traced graph does not count its positions; {versions()}")
     numbers = np.arange(1, length + 1, dtype=np.int64)[None]
-    count.outputs[0].replace_all_uses_with(_constant(graph, numbers, "count"))
+    count.outputs[0].replace_all_uses_with(constant(graph, numbers, "count"))
 
 
 def _is_small(node: ir.Node) -> bool:

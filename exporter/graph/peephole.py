@@ -9,6 +9,8 @@ from __future__ import annotations
 import numpy as np
 import onnx_ir as ir
 
+from .nodes import constant, insert, producer
+
 SWAP = [0, 2, 1, 3]  # [B, T, H, D] to [B, H, T, D] and back
 
 
@@ -17,7 +19,7 @@ def straighten(graph: ir.Graph) -> None:
     for node in [n for n in graph if n.op_type == "RotaryEmbedding"]:
         _rotate_rows(graph, node)
     for node in [n for n in graph if n.op_type == "Transpose"]:
-        before = _producer(node.inputs[0], "Transpose")
+        before = producer(node.inputs[0], "Transpose")
         if before is not None and _order(before) == SWAP == _order(node):
             node.outputs[0].replace_all_uses_with(before.inputs[0])
     for node in [n for n in graph if n.op_type == "Reshape"]:
@@ -26,7 +28,7 @@ def straighten(graph: ir.Graph) -> None:
 
 def _rotate_rows(graph: ir.Graph, node: ir.Node) -> None:
     """Rotary positions over [B, T, H * D] instead of [B, H, T, D] between two transpositions."""
-    before = _producer(node.inputs[0], "Transpose")
+    before = producer(node.inputs[0], "Transpose")
     users = [user for user, _ in node.outputs[0].uses()]
     swapped = all(user.op_type == "Transpose" and _order(user) == SWAP for user in users)
     if before is None or _order(before) != SWAP or not users or not swapped:
@@ -50,7 +52,7 @@ def _rotate_rows(graph: ir.Graph, node: ir.Node) -> None:
 
 def _merge_reshapes(node: ir.Node) -> None:
     """One reshape for two, and none for two that undo each other."""
-    before = _producer(node.inputs[0], "Reshape")
+    before = producer(node.inputs[0], "Reshape")
     if before is None or before.inputs[0] is None:
         return
     source, output = before.inputs[0], node.outputs[0]
@@ -66,21 +68,11 @@ def _merge_reshapes(node: ir.Node) -> None:
 def _reshape(graph: ir.Graph, before: ir.Node, value: ir.Value, dims: list[int]) -> ir.Value:
     """Give the rows of a value, [B, T, ...], other dimensions: [B, T, *dims]"""
     name = f"{value.name}.as{len(dims)}"
-    tensor = ir.tensor(np.array([0, 0, *dims], np.int64), name=f"{name}.dims")
-    kind = ir.TensorType(tensor.dtype)
-    constant = ir.Value(name=tensor.name, shape=tensor.shape, type=kind, const_value=tensor)
-    graph.register_initializer(constant)
-    node = ir.node("Reshape", [value, constant])
+    wanted = constant(graph, np.array([0, 0, *dims], np.int64), f"{name}.dims")
+    reshaped = insert(before, "Reshape", [value, wanted], name, value)
     assert value.shape is not None
-    node.outputs[0].name = name
-    node.outputs[0].shape, node.outputs[0].dtype = ir.Shape([*value.shape[:2], *dims]), value.dtype
-    graph.insert_before(before, node)
-    return node.outputs[0]
-
-
-def _producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    node = value.producer() if value is not None else None
-    return node if node is not None and node.op_type == op_type else None
+    reshaped.shape = ir.Shape([*value.shape[:2], *dims])
+    return reshaped
 
 
 def _order(node: ir.Node) -> list[int]:

@@ -20,6 +20,7 @@ from specedge.manifest import File
 from ..checkpoint.lazy_tensors import numbers
 from ..checkpoint.lazy_weights import Sources
 from ..progress import Advance
+from .nodes import constant, insert
 
 FILE = "weights.bin"
 SMALLEST = 1024  # bytes; what is smaller stays in the graph
@@ -176,14 +177,8 @@ def fold_transposes(graph: ir.Graph) -> None:
         source, output = node.inputs[0], node.outputs[0]
         if source is None or source.name not in graph.initializers or len(source.uses()) > 1:
             continue
-        order = node.attributes["perm"].as_ints()
-        assert output.name is not None
-        folded = ir.Value(
-            name=f"{output.name}.stored", const_value=ir.tensor(_array(source).transpose(order))
-        )
-        folded.shape, folded.dtype = folded.const_value.shape, ir.DataType.FLOAT
-        graph.register_initializer(folded)
-        output.replace_all_uses_with(folded)
+        array = _array(source).transpose(node.attributes["perm"].as_ints())
+        output.replace_all_uses_with(constant(graph, array, f"{output.name}.stored"))
         graph.remove(node, safe=True)
     drop_unused(graph)
 
@@ -212,19 +207,14 @@ def _reshaped(tensor: ir.ExternalTensor, shape: ir.Shape) -> ir.ExternalTensor:
 
 def share_tied(graph: ir.Graph) -> None:
     """An embedding that is also the output matrix is kept once, as the embedding."""
-    tables = [
-        n.inputs[0]
-        for n in graph
-        if n.op_type == "Gather" and n.inputs[0] is not None and n.inputs[0].is_initializer()
-    ]
-    for table in tables:
+    for table in [n.inputs[0] for n in graph if n.op_type == "Gather"]:
+        if table is None or not table.is_initializer():
+            continue
         for other in list(_large(graph)):
             if other is not table and _is_transposed(_array(other), _array(table)):
-                node = ir.node("Transpose", [table], {"perm": [1, 0]})
-                node.outputs[0].name = f"{table.name}.transposed"
-                node.outputs[0].shape, node.outputs[0].dtype = other.shape, other.dtype
-                graph.insert_before(graph[0], node)
-                other.replace_all_uses_with(node.outputs[0])
+                name = f"{table.name}.transposed"
+                shared = insert(graph[0], "Transpose", [table], name, other, perm=[1, 0])
+                other.replace_all_uses_with(shared)
     drop_unused(graph)
 
 
@@ -286,11 +276,8 @@ def _stored(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) -> ir.V
     if tensor.dtype == ir.DataType.FLOAT:
         value.const_value = tensor
         return value
-    node = ir.node("Cast", [value], {"to": ir.DataType.FLOAT})
-    node.outputs[0].name = f"{value.name}.float32"
-    node.outputs[0].shape, node.outputs[0].dtype = value.shape, ir.DataType.FLOAT
-    value.replace_all_uses_with(node.outputs[0])
-    node.replace_input_with(0, value)
-    graph.insert_before(graph[0], node)
+    wide = insert(graph[0], "Cast", [value], f"{value.name}.float32", value, to=ir.DataType.FLOAT)
+    value.replace_all_uses_with(wide)
+    graph[0].replace_input_with(0, value)  # the Cast alone reads the file
     value.const_value, value.dtype = tensor, tensor.dtype
-    return node.outputs[0]
+    return wide

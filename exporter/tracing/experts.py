@@ -91,13 +91,6 @@ class Experts:
                 return found
         return None
 
-    @property
-    def obstacle(self) -> str | None:
-        """Why no graph can hold these experts, if none can."""
-        if getattr(self._module, "has_post_expert_norm", False):
-            return "its experts' outputs go through a norm each, which no graph holds yet"
-        return None
-
     def _in_turn(self, first: torch.Tensor) -> torch.Tensor:
         """[E, 2 * I or I, ...] -> [E, I, 2 or 1, ...]"""
         if self.gated and not self._alternating:
@@ -129,31 +122,23 @@ def prepared(model: torch.nn.Module, stack: contextlib.ExitStack) -> Callable[..
             stack.callback(delattr, module, name)
 
     def forward(
-        module: torch.nn.Module, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+        module: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        return _forward(module, kinds[module], rows, chosen, weights)
+        """[T, H], [T, k], [T, k] -> [T, H]"""
+        if getattr(module, "has_post_expert_norm", False):
+            raise ExportError(
+                "its experts' outputs go through a norm each, which no graph holds yet"
+            )
+        if current().ops == "none":
+            return torch.zeros_like(rows)
+        experts, kind = Experts(module), kinds[module]
+        first, last = getattr(module, _FIRST), getattr(module, _LAST)
+        routing = spread(chosen, weights, len(first))
+        if current().ops == "gqa" and kind is not None:
+            return _sparse(first, last, experts.biases(), kind, rows, routing, chosen.shape[1])
+        return _dense(first, last, experts, rows, routing)
 
     return forward
-
-
-def _forward(
-    module: Any,
-    kind: Swiglu | None,
-    rows: torch.Tensor,
-    chosen: torch.Tensor,
-    weights: torch.Tensor,
-) -> torch.Tensor:
-    """[T, H], [T, k], [T, k] -> [T, H]"""
-    experts = Experts(module)
-    if experts.obstacle:
-        raise ExportError(experts.obstacle)
-    if current().ops == "none":
-        return torch.zeros_like(rows)
-    first, last = getattr(module, _FIRST), getattr(module, _LAST)
-    routing = spread(chosen, weights, len(first))
-    if current().ops == "gqa" and kind is not None:
-        return _sparse(first, last, experts.biases(), kind, rows, routing, chosen.shape[1])
-    return _dense(first, last, experts, rows, routing)
 
 
 def spread(chosen: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:

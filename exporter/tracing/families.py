@@ -29,7 +29,7 @@ def registered(model: torch.nn.Module) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         private.register(NAME, attention, visible, experts.prepared(model, stack))
         for kind in ("attn", "experts"):
-            stack.callback(private.choose(model, kind, NAME))
+            stack.enter_context(private.chosen(model, kind, NAME))
         for module in model.modules():
             if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
                 stack.callback(_whole_alibi(sys.modules[type(module).__module__]))
@@ -48,13 +48,9 @@ def eager(model: torch.nn.Module) -> Iterator[None]:
     attention, the default, does not.
     """
     own = any(type(module).__name__ == "FalconAttention" for module in model.modules())
-    kinds = {"attn": "sdpa" if own else "eager", "experts": "eager"}
-    undo = [private.choose(model, kind, name) for kind, name in kinds.items()]
-    try:
+    steps = private.chosen(model, "attn", "sdpa" if own else "eager")
+    with steps, private.chosen(model, "experts", "eager"):
         yield
-    finally:
-        for step in undo:
-            step()
 
 
 @contextlib.contextmanager
@@ -69,11 +65,8 @@ def counted_experts(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, in
         return torch.zeros_like(rows)
 
     private.register(NAME, attention, visible, count)
-    undo = private.choose(model, "experts", NAME)
-    try:
+    with private.chosen(model, "experts", NAME):
         yield counts
-    finally:
-        undo()
 
 
 def _whole_alibi(code: Any) -> Callable[[], None]:
@@ -84,11 +77,7 @@ def _whole_alibi(code: Any) -> Callable[[], None]:
     build = code.build_alibi_tensor
 
     def whole(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        return build(
-            torch.ones(1, current().capacity, dtype=mask.dtype, device=mask.device),
-            num_heads,
-            dtype,
-        )
+        return build(mask.new_ones(1, current().capacity), num_heads, dtype)
 
     code.build_alibi_tensor = whole
     return lambda: setattr(code, "build_alibi_tensor", build)
@@ -97,8 +86,7 @@ def _whole_alibi(code: Any) -> Callable[[], None]:
 def _gptj(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    scaling = 1 / float(self.scale_attn)
-    output, _ = attention(self, query, key, value, mask, scaling=scaling)
+    output, _ = attention(self, query, key, value, mask, scaling=1 / float(self.scale_attn))
     return output.transpose(1, 2), None
 
 

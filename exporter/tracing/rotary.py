@@ -142,13 +142,19 @@ def _applies_halves(apply: Any, table: _RotaryTable) -> bool:
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
+    given = (torch.cat((part, part), -1)[None] for part in (cos, sin))
+    return _gives((rotated(q), rotated(k)), apply, q, k, *given)
+
+
+def _gives(wanted: tuple[torch.Tensor, ...], apply: Any, *given: torch.Tensor) -> bool:
+    """Whether a function, perhaps of another kind, makes this of what it is given."""
     try:
-        found = apply(q, k, torch.cat((cos, cos), -1)[None], torch.cat((sin, sin), -1)[None])
-    except Exception:  # a function of another kind
+        found = apply(*given)
+    except Exception:
         return False
     return all(
-        torch.allclose(a, rotated(b), rtol=0, atol=_CLOSE)
-        for a, b in zip(found, (q, k), strict=True)
+        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_CLOSE)
+        for a, b in zip(found, wanted, strict=True)
     )
 
 
@@ -197,12 +203,4 @@ def _applies_pairs(apply: Any, table: _ComplexTable, axis: int) -> bool:
     shape = [1, rows, 2 * pairs.shape[2]]
     shape.insert(axis, 4)
     q, k = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
-    try:
-        found = apply(q, k, torch.view_as_complex(pairs))
-    except Exception:  # a function of another kind
-        return False
-    wanted = _rotate_pairs(q, k, pairs, axis)
-    return all(
-        a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_CLOSE)
-        for a, b in zip(found, wanted, strict=True)
-    )
+    return _gives(_rotate_pairs(q, k, pairs, axis), apply, q, k, torch.view_as_complex(pairs))
