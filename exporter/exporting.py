@@ -18,7 +18,7 @@ from specedge.version import __version__
 from . import prediction, resident, writing
 from .checkpoint import checkpoints, hub, self_draft
 from .checkpoint.checkpoints import Checkpoint
-from .one_model import export_model
+from .model_files import export_model
 from .progress import Progress
 from .tokenizers import pair
 from .tracing import dry_run

@@ -1,9 +1,10 @@
-"""The graph files of a model and the weights beside them: measured, traced and written."""
+"""One model into its folder of a bundle: measured, traced, written, and compared with PyTorch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -11,19 +12,25 @@ from typing import TypeVar
 import torch
 
 from specedge.errors import ExportError
-from specedge.manifest import OPS, File
+from specedge.manifest import OPS, Cache, File, Model, Parity, Source, signatures
+from specedge.precision import FLOAT32
 
-from .checkpoint import self_draft
+from .checkpoint import licences, loading, self_draft
+from .checkpoint.checkpoints import Checkpoint
+from .checkpoint.lazy_weights import Sources
 from .checkpoint.loading import Loaded
+from .compare import checks, parity, reference
+from .compare.reference import Reference
+from .compare.runner import Runner
 from .graph import graphs, sigmoids
 from .graph.peephole import straighten
-from .graph.weights import Weights
+from .graph.weights import FILE, Weights
 from .progress import Progress
 from .quiet import one_line
 from .tracing import geometry, repeating, tracing
 from .tracing.geometry import Geometry
 from .tracing.layers import Layer
-from .tracing.module_patches import swapped
+from .tracing.module_patches import fix_rotary, swapped
 
 T = TypeVar("T")
 
@@ -45,6 +52,63 @@ class ModelExport:
     def model(self) -> torch.nn.Module:
         """The PyTorch model, whose large matrices may be placeholders."""
         return self.loaded.model
+
+
+def export_model(
+    checkpoint: Checkpoint,
+    context_length: int,
+    num_tokens: int,
+    num_draft_tokens: int,
+    ops: str,
+    folder: Path,
+    progress: Progress,
+    draft_layers: int | None = None,
+    tolerance: float | None = None,
+) -> tuple[list[Model], File]:
+    """Write one model's files into a new folder and compare them with it; its weights' hash, too.
+
+    With `draft_layers` the model's first layers become a draft, the second of two: its graphs lie
+    beside the model's and read the same weights. `ops` is "auto" or the op set wanted. Raises
+    ExportError.
+    """
+    role = checkpoint.role
+    folder.mkdir()
+    licences.copy(role, checkpoint.folder, checkpoint.source.licence, folder, progress)
+    gc.collect()  # what the model before this one left in cycles
+    with progress.step(f"Loading the {role}"):
+        loaded = loading.load(checkpoint, progress)
+    sources = [checkpoint.source]
+    with tracing.refusal(checkpoint):
+        if fix_rotary(loaded.model, context_length):
+            progress.note(
+                f"{role}: its rotary factors are those of texts of {context_length} tokens at "
+                "every position; a smaller --max-length may choose others"
+            )
+        parts = [
+            measured(role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress)
+        ]
+        if draft_layers is not None:
+            parts.append(own_draft(parts[0], draft_layers, num_draft_tokens))
+            sources.append(self_draft.source(checkpoint.source, draft_layers))
+        sizes = [reference.num_parameters(part.model) for part in parts]
+        written, file = write(parts, ops)
+        references = [_references(part) for part in parts]
+        loaded.sources.close()  # from here on ONNX Runtime reads the weights
+        gone = Loaded(torch.nn.Module(), loaded.dtype, Sources())
+        parts = [replace(part, loaded=gone) for part in parts]
+        del loaded
+        gc.collect()
+        reports = [
+            _each(part, wanted, partial(_compare, part, found, tolerance))
+            for part, wanted, found in zip(parts, written, references, strict=True)
+        ]
+    for part, report in zip(parts, reports, strict=True):
+        for ops in {*OPS} - report.keys():
+            for length in part.lengths:
+                (folder / length.file(ops)).unlink(missing_ok=True)
+    experts = [found[0].num_experts for found in references]
+    kinds = [checkpoint.kind] * len(parts)
+    return list(map(_described, parts, sources, kinds, sizes, experts, reports)), file
 
 
 def measured(
@@ -93,17 +157,15 @@ def write(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], File]:
 
     Which could be of each model, and the weights file's hash.
     """
-    wanted = OPS if ops == "auto" else (ops,)
-    first = parts[0]
+    wanted, first = OPS if ops == "auto" else (ops,), parts[0]
     with Weights(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
-        written = [list(each(p, wanted, partial(write_graphs, p, stored))) for p in parts]
-        finish(first, stored)
+        written = [list(_each(p, wanted, partial(_write_graphs, p, stored))) for p in parts]
+        with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
+            stored.finish(advance)
     return written, stored.file
 
 
-def each(
-    part: ModelExport, wanted: tuple[str, ...] | list[str], do: Callable[[str], T]
-) -> dict[str, T]:
+def _each(part: ModelExport, wanted: Sequence[str], do: Callable[[str], T]) -> dict[str, T]:
     """Do something for each op set; one that cannot be is left out with a note, if any can."""
     done: dict[str, T] = {}
     refused: dict[str, ExportError] = {}
@@ -121,7 +183,7 @@ def each(
     return done
 
 
-def write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
+def _write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
     """Trace a model in an op set and write its files. Raises ExportError where it cannot be."""
     if ops == "gqa":
         for layer in part.layers:
@@ -140,7 +202,57 @@ def write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
         graphs.write(traced, part.folder, part.lengths, ops)
 
 
-def finish(part: ModelExport, stored: Weights) -> None:
-    """Wait for the weights to be in their file."""
-    with part.progress.step(f"Writing the {part.role}", stored.size) as advance:
-        stored.finish(advance)
+def _described(
+    part: ModelExport,
+    source: Source,
+    kind: str,
+    num_parameters: int,
+    num_experts: int,
+    reports: dict[str, Parity],
+) -> Model:
+    place = part.folder.name
+    cache = Cache(FLOAT32.cache, part.shape.capacity, part.shape.layers)
+    return Model(
+        source=source,
+        architecture=kind,
+        num_parameters=num_parameters,
+        num_experts=num_experts,
+        vocab_size=part.num_tokens,
+        padded_vocab_size=part.shape.padded_vocab_size,
+        context_length=part.shape.context_length,
+        dtype=FLOAT32.compute,
+        weights_dtype=part.loaded.dtype,
+        cache=cache,
+        weights=f"{place}/{FILE}",
+        signatures=signatures(cache, part.shape.padded_vocab_size),
+        graphs=tuple(length.entry(place, one) for one in reports for length in part.lengths),
+        parity=reports,
+    )
+
+
+def _references(part: ModelExport) -> list[Reference]:
+    stretches = reference.positions_compared(part.shape, reference.num_parameters(part.model))
+    total = sum(end - start for start, end in stretches)
+    with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
+        return reference.references(
+            part.role, part.model, part.loaded.sources, part.shape, part.num_tokens, advance
+        )
+
+
+def _compare(
+    part: ModelExport, references: list[Reference], tolerance: float | None, ops: str
+) -> Parity:
+    """Hold an op set's files against what PyTorch computed; note what is not as it should be."""
+    who, progress = f"{part.role} ({ops})", part.progress
+    runner = Runner(part.folder, part.lengths, part.shape, ops)
+    with progress.step(f"Comparing the {who}", runner.num_stages) as advance:
+        report, differing = parity.measure(part.role, references, runner, tolerance, advance)
+    if differing:
+        progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
+    expected = checks.lengths_to_compare(runner)
+    if missing := sorted({*expected} - {*report.row_independent_lengths}):
+        progress.note(
+            f"{who}: passes of {', '.join(map(str, missing))} tokens give other last bits than "
+            "wider ones, so near-ties may be decided otherwise than by the target alone"
+        )
+    return report

@@ -15,13 +15,12 @@ import torch
 from specedge.errors import ExportError
 from specedge.manifest import OPS, PREFILL_LENGTH
 
-from . import private
 from .checkpoint.checkpoints import Checkpoint
 from .graph.graphs import Length, lengths
 from .progress import Progress
 from .quiet import quiet
 from .resident import memory
-from .tracing import geometry, tracing
+from .tracing import dry_run, geometry, tracing
 from .tracing.experts import Experts, among
 from .tracing.families import counted_experts
 from .tracing.geometry import Geometry
@@ -167,11 +166,9 @@ def described(found: Prediction, ops: str, graphs: list[Length]) -> str:
 def predict(config: Any, context_length: int, num_draft_tokens: int) -> Prediction | None:
     """What a model of such a config costs, if it has experts; it is built without numbers."""
     try:
-        model = private.decoder(config)
-    except Exception:  # why, is said when it is loaded
+        model = dry_run.without_numbers(config)
+    except ExportError:  # why, is said when it is loaded
         return None
-    for module, layer_type in list(private.growing_factors(model)):
-        private.settle(module, layer_type)
     own = [module for module in model.modules() if type(module).__name__ == "Llama4TextMoe"]
     if not own and not among(model):
         return None

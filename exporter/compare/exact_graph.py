@@ -38,7 +38,7 @@ class ExactGraph:
         self._model = onnx.load(path, load_external_data=False)
         self._folder = external or path.parent
         self._opset = {x.domain: x.version for x in self._model.opset_import}
-        self._evaluators: dict[int, ReferenceEvaluator] = {}
+        self._evaluators: dict[int | None, ReferenceEvaluator] = {}
 
     @cached_property
     def _constants(self) -> dict[str, Value]:
@@ -65,9 +65,8 @@ class ExactGraph:
         for index, node in enumerate(graph.node):
             for name in inputs & {*node.input} - values.keys():
                 values[name] = given(name)
-            found = self._evaluate(
-                index, node, [values[n] if n else None for n in node.input], watch
-            )
+            given_here = [values[n] if n else None for n in node.input]
+            found = self._evaluate(index, node, given_here, watch)
             for name, value in zip(node.output, found, strict=False):
                 if name in outputs:
                     yield name, _array(value)
@@ -96,12 +95,10 @@ class ExactGraph:
             inputs = seen(node, inputs)
         if own := OWN.get(node.op_type):
             return own(attributes(node), *inputs)
-        if index is None or index not in self._evaluators:
-            evaluator = self._evaluator(node)
-            if index is None:
-                return evaluator.run(None, _named(node, inputs))
+        evaluator = self._evaluators.get(index) or self._evaluator(node)
+        if index is not None:
             self._evaluators[index] = evaluator
-        return self._evaluators[index].run(None, _named(node, inputs))
+        return evaluator.run(None, named(node, inputs))
 
     def _evaluator(self, node: onnx.NodeProto) -> ReferenceEvaluator:
         values = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input) if name]
@@ -146,7 +143,8 @@ def seen(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Array | None]
     return cut
 
 
-def _named(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str, Array]:
+def named(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str, Array]:
+    """A node's inputs by name."""
     return {n: x for n, x in zip(node.input, inputs, strict=True) if n and x is not None}
 
 
@@ -166,10 +164,14 @@ def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None
             return first.permute(attributes(node)["perm"])
         if node.op_type == "Reshape":
             return first.reshape(tuple(_array(last)))
-        if node.op_type == "Gather" and isinstance(last, np.ndarray) and not _axis(node):
+        if (
+            node.op_type == "Gather"
+            and isinstance(last, np.ndarray)
+            and not attributes(node).get("axis")
+        ):
             rows = first[torch.from_numpy(last.reshape(-1))].double()
             return rows.reshape(*last.shape, *first.shape[1:]).numpy()
-    if node.op_type == "MatMul" and isinstance(last, torch.Tensor) and not _is_stored(first):
+    if node.op_type == "MatMul" and isinstance(last, torch.Tensor) and isinstance(first, Array):
         return _product(torch.from_numpy(first).double(), last).numpy()
     if node.op_type == "MoE":
         logits, *matrices = (
@@ -181,19 +183,16 @@ def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None
     return None
 
 
-def _is_stored(value: Value | None) -> bool:
-    return isinstance(value, torch.Tensor)
-
-
 def _alike(arrays: list[Array | None]) -> list[Array | None]:
     """Float32 beside float64 becomes float64, as the specification wants one type."""
-    if not any(x is not None and x.dtype == np.float64 for x in arrays):
-        return arrays
-    return [x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in arrays]
+    if any(x is not None and x.dtype == np.float64 for x in arrays):
+        return cast(arrays, np.float32, np.float64)
+    return arrays
 
 
-def _axis(node: onnx.NodeProto) -> int:
-    return int(attributes(node).get("axis", 0))
+def cast(arrays: list[Array | None], found: type, wanted: type) -> list[Array | None]:
+    """The arrays, those of one type in another."""
+    return [x.astype(wanted) if x is not None and x.dtype == found else x for x in arrays]
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

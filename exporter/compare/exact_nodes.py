@@ -77,9 +77,7 @@ def grouped_query_attention(
     for cache, rows in zip(caches, (k, v), strict=True):
         cache[0, :, start:end] = rows
     seen, read = (cache[0, :, :end].repeat_interleave(heads // groups, 0) for cache in caches)
-    scores = q @ seen.transpose(1, 2) * (options.get("scale") or q.shape[-1] ** -0.5)
-    if softcap := options.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = _scores(options, q, seen)
     if bias is not None:
         scores = scores + torch.from_numpy(bias)[0, ..., :end]
     scores = scores.masked_fill(~_visible(start, end, options), -torch.inf)
@@ -101,14 +99,19 @@ def attention(
     """
     q, k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query, key, value))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    scores = q @ k.transpose(2, 3) * (options.get("scale") or q.shape[-1] ** -0.5)
-    if softcap := options.get("softcap"):
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = _scores(options, q, k)
     if mask is not None and mask.dtype == bool:
         scores = scores.masked_fill(~torch.from_numpy(mask), -torch.inf)
     elif mask is not None:
         scores = scores + torch.from_numpy(mask)
     return [(torch.softmax(scores, -1) @ v).numpy()]
+
+
+def _scores(options: dict[str, Any], q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """[..., T, D], [..., S, D] -> [..., T, S]"""
+    scores = q @ k.transpose(-2, -1) * (options.get("scale") or q.shape[-1] ** -0.5)
+    softcap = options.get("softcap")
+    return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:

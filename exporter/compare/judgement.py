@@ -77,20 +77,9 @@ class Judge:
         ratio = error / scale / float32
         self.ratio = max(self.ratio, float(ratio.max(initial=0)))
         over = error / size / self.tolerance if self.tolerance else ratio / self.multiple
-        if not over.max(initial=0) <= 1:
-            place = np.unravel_index(over.argmax(), over.shape)
-            self._refuse(name, place, start, error, scale, float32, size)
-
-    def _refuse(
-        self,
-        name: str,
-        place: tuple[np.intp, ...],
-        start: int,
-        error: np.ndarray,
-        scale: np.ndarray,
-        float32: np.ndarray,
-        size: float,
-    ) -> None:
+        if over.max(initial=0) <= 1:
+            return
+        place = np.unravel_index(over.argmax(), over.shape)
         *head, row = map(int, place)
         where = f"{name}{f' head {head[0]}' if head else ''} at position {start + row}"
         if self.tolerance:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
 
 import numpy as np
 import onnx
@@ -24,22 +23,16 @@ from .runner import Action, Runner
 PACKAGES = (torch, transformers, onnx, onnxruntime, onnxscript)
 
 
-@dataclass
-class Findings:
-    """What a comparison found, and the fixed-shape files with other bits than the decoder's."""
-
-    parity: Parity
-    differing: list[str]
-
-
 def measure(
     role: str,
     parts: list[Reference],
     runner: Runner,
     tolerance: float | None = None,
     advance: Advance = lambda amount: None,
-) -> Findings:
+) -> tuple[Parity, list[str]]:
     """Ask whether the graph is the model, and whether it is as good as float32 can be.
+
+    Also given are the fixed-shape files that have other bits than the decoder's.
 
     The first in float64. The second by running all files along the same stretches in float32. Of a
     large model with layers of like form all layers run in one pass of each stretch, compared with
@@ -72,7 +65,7 @@ def measure(
         row_independent_lengths=held,
         versions={package.__name__: package.__version__ for package in PACKAGES},
     )
-    return Findings(parity, differing)
+    return parity, differing
 
 
 def _largest(errors: np.ndarray, values: np.ndarray) -> float:

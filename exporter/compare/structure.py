@@ -17,7 +17,7 @@ from specedge.errors import ExportError
 
 from ..quiet import one_line
 from ..tracing.geometry import Geometry
-from .exact_graph import ExactGraph, attributes, seen
+from .exact_graph import ExactGraph, attributes, cast, named, seen
 from .exact_nodes import Array
 from .judgement import STRUCTURE, Judge, errors, float32_errors
 from .reference import Reference, chunk_length
@@ -106,9 +106,9 @@ class Alone:
         if node.op_type not in FUSED or (self._once and kind in self._kinds):
             return
         self._kinds.add(kind)
-        given = [_narrow(x) for x in inputs]
+        given = cast(inputs, np.float64, np.float32)
         cut = seen(node, given)
-        exact = self._graph.node(node, [_wide(x) for x in cut])[0]
+        exact = self._graph.node(node, cast(cut, np.float32, np.float64))[0]
         heads = attributes(node).get("num_heads", 1)
         found, exact = (_by_head(x, heads)[:, : self._length] for x in (_run(node, given), exact))
         random = np.random.default_rng(0)
@@ -138,14 +138,6 @@ def _reordered(inputs: list[Array | None], random: np.random.Generator) -> list[
     return reordered
 
 
-def _narrow(x: Array | None) -> Array | None:
-    return x.astype(np.float32) if x is not None and x.dtype == np.float64 else x
-
-
-def _wide(x: Array | None) -> Array | None:
-    return x.astype(np.float64) if x is not None and x.dtype == np.float32 else x
-
-
 def _by_head(output: Array, heads: int) -> Array:
     """[1, T, H D] or [1, H, T, D] -> [H, T, D]"""
     if output.ndim == 4:
@@ -155,7 +147,7 @@ def _by_head(output: Array, heads: int) -> Array:
 
 def _run(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
     """The first output of a node alone in ONNX Runtime."""
-    given = {n: x for n, x in zip(node.input, inputs, strict=True) if n and x is not None}
+    given = named(node, inputs)
     values = [
         onnx.helper.make_tensor_value_info(
             n, onnx.helper.np_dtype_to_tensor_dtype(x.dtype), x.shape

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
 from specedge.errors import ExportError
 
 from .. import private
@@ -22,12 +20,12 @@ def check(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> 
     num_layers = getattr(config, "num_hidden_layers", None)
     if isinstance(num_layers, int) and num_layers < 1:
         raise ExportError(f"its config.json says {num_layers} layers")
-    model = _without_numbers(config)
     try:
-        layers = _observed(model, context_length, num_draft_tokens)
+        layers = observe(config, context_length, num_draft_tokens)
     except ExportError as error:
         if not private.needs_numbers(error.__cause__):
             raise
+        model = without_numbers(config)
         if any(p.ndim == 3 for p in model.parameters()) and not experts.among(model):
             raise ExportError(
                 "its experts do not go through transformers' interface, and pick rows in a way "
@@ -41,17 +39,14 @@ def check(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> 
 
 def observe(config: Any, context_length: int, num_draft_tokens: int) -> list[Layer]:
     """What each layer of such a model does."""
-    return _observed(_without_numbers(config), context_length, num_draft_tokens)
+    model = without_numbers(config)
+    return tracing.observe(model, geometry.measure(model, context_length, num_draft_tokens))
 
 
-def _observed(model: torch.nn.Module, context_length: int, num_draft_tokens: int) -> list[Layer]:
-    shape = geometry.measure(model, context_length, num_draft_tokens)
-    return tracing.observe(model, shape)
-
-
-def _without_numbers(config: Any) -> torch.nn.Module:
+def without_numbers(config: Any) -> Any:
+    """The decoder of a config, which computes shapes alone. Raises ExportError."""
     try:
-        model: torch.nn.Module = private.decoder(config)
+        model = private.decoder(config)
     except Exception as error:
         raise ExportError(
             f"transformers cannot build a {config.model_type} model of its config "
