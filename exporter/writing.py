@@ -117,15 +117,13 @@ def _interruptible() -> Iterator[None]:
         yield
         return
     hangup = getattr(signal, "SIGHUP", signal.SIGTERM)  # a closed terminal; Windows has none
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, hangup)}
-    before = {n: h for n, h in before.items() if h not in (signal.SIG_IGN, None)}  # nohup ignores
-    for number in before:
-        signal.signal(number, _terminate)
-    try:
+    with contextlib.ExitStack() as stack:
+        for number in (signal.SIGTERM, hangup):
+            handler = signal.getsignal(number)
+            if handler not in (signal.SIG_IGN, None):  # nohup ignores
+                stack.callback(signal.signal, number, handler)
+                signal.signal(number, _terminate)
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:

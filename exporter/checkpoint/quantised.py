@@ -130,7 +130,7 @@ def mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         wide = torch.empty(shape, dtype=torch.bfloat16)
         for index in itertools.product(*map(range, shape[:-2])):
             codes = torch.stack((blocks[index] & 15, blocks[index] >> 4), -1).flatten(-2)
-            wide[index] = (table[codes.int()] * _powers()[scales[index].int(), None]).flatten(-2)
+            wide[index] = (table[codes.int()] * _float(scales[index])[..., None]).flatten(-2)
         return wide
 
     return LazyTensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"), read)
@@ -183,11 +183,4 @@ def fp8(matrix: torch.Tensor, scales: torch.Tensor, block: list[int]) -> torch.T
 
 def _float(scales: torch.Tensor) -> torch.Tensor:
     """Scales in float32; a byte is the exponent of a power of two."""
-    if scales.dtype == torch.uint8:
-        return _powers()[scales.int()]
-    return scales.float()
-
-
-def _powers() -> torch.Tensor:
-    """The powers of two that a byte's exponent stands for; the last one is no number. [256]"""
-    return torch.tensor([*(2.0 ** (byte - 127) for byte in range(255)), torch.nan])
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()

@@ -18,7 +18,7 @@ from . import checks, structure
 from .checks import Check
 from .judgement import Judge, scales
 from .reference import Reference, spread
-from .runner import Action, Runner
+from .runner import Runner
 
 PACKAGES = (torch, transformers, onnx, onnxruntime, onnxscript)
 
@@ -45,12 +45,8 @@ def measure(
     )
     judge = Judge(role, "the exact result", tolerance, ratio=ratio)
     held, differing = _run(parts, runner, judge, advance)
-    own = [_largest(p.logits_float32 * scales(p.logits), p.logits) for p in parts]
-    caches = [
-        _largest(float32 * scales(cache), cache)
-        for p in parts
-        for float32, cache in zip(p.caches_float32, p.caches, strict=True)
-    ]
+    own = [_largest(p.logits_float32, p.logits) for p in parts]
+    caches = [c for p in parts for c in map(_largest, p.caches_float32, p.caches)]
     parity = Parity(
         structure_error=difference,
         logits_error=judge.worst["logits"],
@@ -69,8 +65,8 @@ def measure(
 
 
 def _largest(errors: np.ndarray, values: np.ndarray) -> float:
-    """An output's largest error, relative to its largest value."""
-    return float(errors.max()) / max(1e-30, float(np.abs(values).max()))
+    """An output's largest error, relative to its largest value; `errors` are so to their rows."""
+    return float((errors * scales(values)).max()) / max(1e-30, float(np.abs(values).max()))
 
 
 def _run(
@@ -89,11 +85,8 @@ def _run(
     ways.append(checks.independence(runner, parts[0].tokens, held))
     ways += [checks.file(runner, length, parts[0], differing) for length in alone]
     # All at once, because a model in parts is loaded for each run.
-    results = iter(runner.run(_actions(ways), advance, _actions(through)))
+    each, once = ([a for actions, _ in c for a in actions] for c in (ways, through))
+    results = iter(runner.run(each, advance, once))
     for actions, decide in (*through, *ways):
         decide(list(itertools.islice(results, len(actions))))
     return tuple(length for length, same in held.items() if same), differing
-
-
-def _actions(checks: list[Check]) -> list[Action]:
-    return [action for actions, _ in checks for action in actions]

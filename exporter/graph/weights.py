@@ -92,14 +92,19 @@ class Weights:
             if place in known:
                 value.replace_all_uses_with(known[place])
             else:
-                known[place] = _stored(graph, value, self._tensor(value, place))
+                external = ir.ExternalTensor(
+                    FILE, place.offset, place.size, place.dtype, name=value.name or "",
+                    shape=ir.Shape(_array(value).shape), base_dir=self.folder,
+                )  # fmt: skip
+                known[place] = _stored(graph, value, external)
         fold_reshapes(graph)
         drop_unused(graph)
 
     def _put(self, array: np.ndarray, name: str) -> Place:
         """Have a tensor written, unless the file has it."""
         source = self._sources.find(array)
-        tensor = _owned(array) if source is None else source
+        owned = array if array.flags.writeable or source is not None else array.copy()
+        tensor = torch.from_numpy(owned) if source is None else source
         dtype = self._dtype if _holds(self._dtype, tensor) else torch.float32
         shape = tuple(tensor.shape)
         key: Any = (tensor.data_ptr(), shape, tensor.stride())
@@ -125,14 +130,6 @@ class Weights:
                 )
             self._file.write(_bytes(piece))
         return self._file.size - start
-
-    def _tensor(self, value: ir.Value, place: Place) -> ir.ExternalTensor:
-        assert value.const_value is not None
-        shape = ir.Shape(value.const_value.shape)
-        return ir.ExternalTensor(
-            FILE, place.offset, place.size, place.dtype, shape=shape, name=value.name or "",
-            base_dir=self.folder,
-        )  # fmt: skip
 
 
 class _Hashed:
@@ -192,17 +189,14 @@ def fold_reshapes(graph: ir.Graph) -> None:
         if source is None or stored is None or len(source.uses()) > 1 or len(stored.uses()) > 1:
             continue
         if isinstance(stored.const_value, ir.ExternalTensor) and output.shape is not None:
-            stored.const_value = _reshaped(stored.const_value, output.shape)
+            old = stored.const_value
+            stored.const_value = ir.ExternalTensor(
+                old.location, old.offset, old.length, old.dtype, name=old.name or "",
+                shape=output.shape, base_dir=old.base_dir,
+            )  # fmt: skip
             stored.shape = source.shape = output.shape
             output.replace_all_uses_with(source)
             graph.remove(node, safe=True)
-
-
-def _reshaped(tensor: ir.ExternalTensor, shape: ir.Shape) -> ir.ExternalTensor:
-    return ir.ExternalTensor(
-        tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=shape,
-        name=tensor.name or "", base_dir=tensor.base_dir,
-    )  # fmt: skip
 
 
 def share_tied(graph: ir.Graph) -> None:
@@ -236,10 +230,6 @@ def _large(graph: ir.Graph) -> Iterator[ir.Value]:
 def _array(value: ir.Value) -> np.ndarray:
     assert value.const_value is not None
     return value.const_value.numpy()
-
-
-def _owned(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
 
 
 def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:

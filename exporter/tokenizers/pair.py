@@ -54,7 +54,12 @@ def fit(draft: Checkpoint, target: Checkpoint, progress: Progress) -> Text:
         progress.note("the draft has another chat template; the target's rules")
     named = target.tokenizer.special_tokens_map
     special = {name: token for name, token in named.items() if isinstance(token, str)}
-    return Text(json.dumps(ours, ensure_ascii=False), _num_tokens(target), template, special)
+    return Text(
+        json.dumps(ours, ensure_ascii=False),
+        max(target.tokenizer.get_vocab().values()) + 1,
+        template,
+        special,
+    )
 
 
 def write_tokenizer(text: Text, target: Checkpoint, folder: Path) -> None:
@@ -142,17 +147,17 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
         )
     own = found[0] if found else limit
     assert own is not None
-    if limit is not None:
-        own = max(own, _stretched(config, own))
-    if limit is None and own > DEFAULT_CONTEXT:
-        progress.note(
-            f"the context of {checkpoint.name} is cut from {own} to {DEFAULT_CONTEXT} tokens to "
-            "save memory; --max-length changes that"
-        )
-        return DEFAULT_CONTEXT
-    if limit is not None and limit > own:
+    if limit is None:
+        if own > DEFAULT_CONTEXT:
+            progress.note(
+                f"the context of {checkpoint.name} is cut from {own} to {DEFAULT_CONTEXT} tokens "
+                "to save memory; --max-length changes that"
+            )
+        return min(own, DEFAULT_CONTEXT)
+    own = max(own, _stretched(config, own))
+    if limit > own:
         progress.note(f"{checkpoint.name} has {own} positions, fewer than --max-length {limit}")
-    return own if limit is None else min(own, limit)
+    return min(own, limit)
 
 
 def _stretched(config: Any, own: int) -> int:
@@ -168,10 +173,6 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     settings = json.loads(checkpoint.tokenizer.backend_tokenizer.to_str())
     settings["truncation"] = settings["padding"] = None
     return settings
-
-
-def _num_tokens(checkpoint: Checkpoint) -> int:
-    return max(checkpoint.tokenizer.get_vocab().values()) + 1
 
 
 def _chat_template(checkpoint: Checkpoint) -> str | None:

@@ -116,15 +116,14 @@ def _sampled(mask_function: Any, now: TracedPass) -> torch.Tensor:
     device = now.past_length.device
     try:
         seen = _evaluated(mask_function, queries, now.capacity)
+        window = window_of(seen[0, 0], queries[0])
     except ExportError:
         if device.type != "meta":
             raise
         # Made of numbers that are not there yet, as llama4's is: seen when the weights are.
-        mask = torch.zeros(1, 1, samples, now.capacity, dtype=torch.bool, device=device)
-        now.masks[id(mask)] = (None, mask)
-        return mask
+        seen, window = torch.zeros(1, 1, samples, now.capacity, dtype=torch.bool), None
     mask = seen.to(device)
-    now.masks[id(mask)] = (window_of(seen[0, 0], queries[0]), mask)
+    now.masks[id(mask)] = (window, mask)
     return mask
 
 
@@ -177,7 +176,9 @@ def attention(
     if bias is not None:
         attention_mask = torch.where(attention_mask, bias, float("-inf"))
     if s_aux is None:
-        output = _fused(query, key, value, attention_mask, scale, softcap)
+        extra = {"softcap": softcap} if softcap else {}
+        shape, inputs = (*query.shape[:3], value.shape[3]), (query, key, value, attention_mask)
+        output = operator("Attention", inputs, query, shape, scale=scale, **extra)
     else:
         output = _with_sinks(query * scale, key, value, attention_mask, s_aux)
     return output.transpose(1, 2)[:, :-1].contiguous(), None
@@ -194,20 +195,6 @@ def operator(
 
 def _scatter(buffer: torch.Tensor, rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
     return operator("TensorScatter", (buffer, rows, start), buffer, buffer.shape, axis=2)
-
-
-def _fused(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor,
-    scale: float,
-    softcap: float,
-) -> torch.Tensor:
-    """One Attention node; its mask is boolean, or added to the logits."""
-    extra = {"softcap": softcap} if softcap else {}
-    shape = (*query.shape[:3], value.shape[3])
-    return operator("Attention", (query, key, value, mask), query, shape, scale=scale, **extra)
 
 
 def _with_sinks(

@@ -77,7 +77,8 @@ def _whole_alibi(code: Any) -> Callable[[], None]:
     build = code.build_alibi_tensor
 
     def whole(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        return build(mask.new_ones(1, current().capacity), num_heads, dtype)
+        whole_mask = torch.ones(1, current().capacity, dtype=mask.dtype, device=mask.device)
+        return build(whole_mask, num_heads, dtype)
 
     code.build_alibi_tensor = whole
     return lambda: setattr(code, "build_alibi_tensor", build)

@@ -48,27 +48,17 @@ def swapped(model: nn.Module, context_length: int) -> Iterator[None]:
 
 
 def _replacement(module: nn.Module) -> nn.Module | None:
-    if isinstance(module, Conv1D):
-        return _linear(module)
-    if not list(module.parameters()) and not list(module.children()):
-        return _activation(module)
-    return _norm(module)
-
-
-def _linear(module: Conv1D) -> nn.Linear:
-    """Conv1D is a Linear stored the other way round; as Linear it becomes MatMul and Add."""
-    linear = nn.Linear(module.nx, module.nf, device="meta")
-    linear.weight = nn.Parameter(module.weight.T, requires_grad=False)
-    linear.bias = module.bias
-    return linear
-
-
-def _activation(module: nn.Module) -> nn.Module | None:
-    """The tanh GELU spelled out in steps becomes one node."""
-    if "GELU" not in type(module).__name__:
-        return None
+    if isinstance(module, Conv1D):  # a Linear stored the other way round: MatMul and Add
+        linear = nn.Linear(module.nx, module.nf, device="meta")
+        linear.weight = nn.Parameter(module.weight.T, requires_grad=False)
+        linear.bias = module.bias
+        return linear
+    if list(module.parameters()) or list(module.children()):
+        return _norm(module)
+    # The tanh GELU spelled out in steps becomes one node.
     gelu = nn.GELU("tanh")
-    return gelu if _same(module, gelu, torch.linspace(-8, 8, 4001)) else None
+    is_gelu = "GELU" in type(module).__name__
+    return gelu if is_gelu and _same(module, gelu, torch.linspace(-8, 8, 4001)) else None
 
 
 class _RmsNorm(nn.Module):
@@ -86,15 +76,8 @@ class _RmsNorm(nn.Module):
 def _norm(module: nn.Module) -> nn.Module | None:
     """Any module that is an RMS norm with its weight, or with one plus its weight (gemma)."""
     parameters = dict(module.named_parameters())
-    epsilon = next(
-        (
-            v
-            for n in ("variance_epsilon", "eps")
-            if isinstance(v := getattr(module, n, None), float)
-        ),
-        None,
-    )
-    if list(parameters) != ["weight"] or module.weight.ndim != 1 or epsilon is None:
+    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
+    if list(parameters) != ["weight"] or module.weight.ndim != 1 or not isinstance(epsilon, float):
         return None
     size = module.weight.shape
     x = torch.randn(4, *size, generator=torch.Generator().manual_seed(0))
