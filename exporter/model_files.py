@@ -242,7 +242,6 @@ def _references(part: ModelExport) -> list[Reference]:
 def _compare(
     part: ModelExport, references: list[Reference], tolerance: float | None, ops: str
 ) -> Parity:
-    """Hold an op set's files against what PyTorch computed; note what is not as it should be."""
     who, progress = f"{part.role} ({ops})", part.progress
     runner = Runner(part.folder, part.lengths, part.shape, ops)
     with progress.step(f"Comparing the {who}", runner.num_stages) as advance:

@@ -81,7 +81,6 @@ class Prediction:
 
     @property
     def weights(self) -> int:
-        """Bytes of all weights."""
         return _FLOAT * self.num_parameters
 
     @property

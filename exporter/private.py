@@ -114,7 +114,6 @@ class FixedLayer(CacheLayerMixin):
         return 0
 
     def get_max_length(self) -> int:
-        """S."""
         return self.keys.shape[2]
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.23

@@ -54,12 +54,18 @@ class Adapter:
 
 def find(role: str, name: str, model: str) -> Adapter:
     """An adapter's config, in a folder or on the hub, if it fits. Raises CheckpointError."""
-    _installed(f"{role} {name}")
+    where = f"{role} {name}"
+    _installed(where)
     path = Path(name).expanduser()
-    remote = None if path.is_dir() else hub.find(role, name, None, _weights)
+    remote = (
+        None
+        if path.is_dir()
+        else hub.find(
+            role, name, None, lambda folder, names: [w for w in WEIGHTS if w in names][:1]
+        )
+    )
     folder = path if remote is None else remote.folder
     files = {p.name for p in folder.iterdir()} if remote is None else remote.names
-    where = f"{role} {name}"
     if CONFIG not in files or not set(WEIGHTS) & files:
         raise CheckpointError(f"{where} has no {CONFIG} with {WEIGHTS[0]}; give a LoRA adapter")
     _check(where, folder, model)
@@ -148,10 +154,6 @@ def _untied(model: Any) -> Any:
         model.config.tie_word_embeddings = False
         model.config.get_text_config().tie_word_embeddings = False
     return model
-
-
-def _weights(folder: Path, names: set[str]) -> list[str]:
-    return [name for name in WEIGHTS if name in names][:1]
 
 
 def _check(where: str, folder: Path, model: str) -> None:

@@ -53,7 +53,14 @@ def check(role: str, name: str, folder: Path, files: set[str]) -> None:
             f"give a checkpoint with {weight_files.SAFE[0]} or {weight_files.PICKLED[0]}"
         )
     if any(f.endswith(".onnx") for f in files) or "onnx" in files:
-        raise CheckpointError(f"{where} {_onnx_trouble(role, name, folder)}")
+        if (origin := original(role, name, folder)) is None:
+            cure = "give the checkpoint it was made from, with config.json and model.safetensors"
+        else:
+            cure = f"it was made from {origin}: give that, with its model.safetensors"
+        raise CheckpointError(
+            f"{where} is an ONNX export, as optimum writes it, without the weights to export "
+            f"from; {cure}"
+        )
     raise CheckpointError(
         f"{where} has no {weight_files.SAFE[0]}; give a folder with a whole checkpoint"
     )
@@ -89,12 +96,3 @@ def json_object(role: str, name: str, path: Path) -> dict[str, Any]:
 def line(text: str | None) -> str | None:
     """Text that fits in one line of a manifest, whatever a folder or a README is called."""
     return text and "".join(c if c.isprintable() else "?" for c in text[:500])
-
-
-def _onnx_trouble(role: str, name: str, folder: Path) -> str:
-    """Why an ONNX export is no checkpoint, and which checkpoint it names as its own."""
-    if (origin := original(role, name, folder)) is None:
-        cure = "give the checkpoint it was made from, with config.json and model.safetensors"
-    else:
-        cure = f"it was made from {origin}: give that, with its model.safetensors"
-    return f"is an ONNX export, as optimum writes it, without the weights to export from; {cure}"

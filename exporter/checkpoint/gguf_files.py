@@ -7,21 +7,22 @@ import copy
 import io
 import math
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoModelForCausalLM
 
 from specedge.errors import CheckpointError, MissingExtraError
 
 from ..quiet import one_line, quiet
 from ..resident import memory
 
-ROOM = (
-    3e9  # bytes beside the model: 0.7 GB were measured at 215 M parameters, wide layers take more
-)
-_FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Bytes beside the model: 0.7 GB were measured at 215 M parameters, and wide layers take more.
+ROOM = 3e9
+FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check(where: str, file: Path) -> None:
@@ -63,16 +64,12 @@ def scale_positions(where: str, file: Path, config: Any) -> None:
 
 def stored_dtype(where: str, file: Path) -> str:
     """The type to keep the weights in: their own where it is no quantised one."""
-    sizes = _tensors(where, file)
-    kind = max(sizes, key=lambda name: sizes[name])
-    return _FLOATS.get(kind, "float32")
+    return FLOATS.get(kind(where, file), "float32")
 
 
-def kind(where: str, file: Path) -> str | None:
-    """The type of most weights, if it is a quantised one."""
-    sizes = _tensors(where, file)
-    name = max(sizes, key=lambda name: sizes[name])
-    return None if name in _FLOATS else name
+def kind(where: str, file: Path) -> str:
+    """The type of most weights."""
+    return _tensors(where, file).most_common(1)[0][0]
 
 
 def header_ends(file: Path) -> float:
@@ -99,8 +96,6 @@ def growth(where: str, file: Path) -> float:
 
 def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     """The model in float32, and what transformers says of its loading."""
-    from transformers import AutoModelForCausalLM
-
     # An empty folder, as an adapter beside the file would be taken for the file's.
     with tempfile.TemporaryDirectory() as alone, contextlib.redirect_stderr(io.StringIO()):
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -165,12 +160,11 @@ def _are(factors: np.ndarray, rope: dict[str, Any]) -> bool:
     return np.allclose(factors, 1 / ((1 - kept) / rope["factor"] + kept), rtol=1e-5, atol=0)
 
 
-def _tensors(where: str, file: Path) -> dict[str, int]:
+def _tensors(where: str, file: Path) -> Counter[str]:
     """How many numbers are stored in each type."""
-    sizes: dict[str, int] = {}
+    sizes: Counter[str] = Counter()
     for tensor in _reader(where, file).tensors:
-        name = tensor.tensor_type.name
-        sizes[name] = sizes.get(name, 0) + math.prod(map(int, tensor.shape))
+        sizes[tensor.tensor_type.name] += math.prod(map(int, tensor.shape))
     if not sizes:
         raise CheckpointError(f"{where}: {file.name} holds no tensors; download it again")
     return sizes

@@ -6,9 +6,10 @@ import contextlib
 import errno
 import glob
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import huggingface_hub
 from huggingface_hub import constants, errors
@@ -110,17 +111,12 @@ def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snaps
     everything = {f.rfilename: f.size or 0 for f in info.siblings or []}
     names = {name.partition("/")[0] for name in everything}  # folders too
     sizes = {name: size for name, size in everything.items() if "/" not in name}
+    # Licences have all kinds of names.
+    licences = [glob.escape(n) for n, size in sizes.items() if wanted(n, size)]
     with quiet():
         # By its name and not its commit, so that the cache knows which one a branch led to.
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                allow_patterns=_small(sizes),
-                ignore_patterns=_FOLDERS,
-                tqdm_class=downloads.bar(lambda amount: None),
-            )
-        )
+        bar = downloads.bar(lambda amount: None)
+        folder = _small_files(name, revision, licences, tqdm_class=bar)
     if folder.name not in (info.sha, revision):  # pushed to between the two questions
         return _online(role, name, folder.name, choose)
     chosen = choose(folder, set(sizes))
@@ -133,28 +129,25 @@ def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snaps
     return Snapshot(role, name, folder.name, folder, names, weights)
 
 
-def _small(sizes: dict[str, int]) -> list[str]:
-    """Patterns of the files to fetch at once; licences have all kinds of names."""
-    return [*_SMALL, *(glob.escape(n) for n, size in sizes.items() if wanted(n, size))]
+def _small_files(
+    name: str, revision: str | None, others: Sequence[str] = (), **options: Any
+) -> Path:
+    """The folder of a repository's files that are fetched at once."""
+    patterns = {"allow_patterns": [*_SMALL, *others], "ignore_patterns": _FOLDERS}
+    found = huggingface_hub.snapshot_download(name, revision=revision, **patterns, **options)
+    return Path(found)
 
 
 def _cached(
     role: str, name: str, revision: str | None, choose: Choose, reason: Exception
 ) -> Snapshot:
     try:
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                name,
-                revision=revision,
-                local_files_only=True,
-                allow_patterns=list(_SMALL),
-                ignore_patterns=_FOLDERS,
-            )
-        )
+        folder = _small_files(name, revision, local_files_only=True)
         names = {p.name for p in folder.iterdir()}
-        if lacking := [f for f in choose(folder, names) if f not in names]:
+        weights = choose(folder, names)
+        if lacking := [f for f in weights if f not in names]:
             raise FileNotFoundError(f"{lacking[0]} is not in the cache")
-        if not (weights := choose(folder, names)):
+        if not weights:
             raise FileNotFoundError("only small files are in the cache")
     except SpecEdgeError:
         raise

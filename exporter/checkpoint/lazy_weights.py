@@ -75,14 +75,6 @@ class Sources:
             return None
         return self.find(parameter.detach().numpy())
 
-    def _held(self, module: nn.Module) -> dict[str, torch.Tensor]:
-        """What is behind a module's placeholders."""
-        held = {}
-        for name, parameter in module._parameters.items():
-            if (stored := self.behind(parameter)) is not None:
-                held[name] = stored
-        return held
-
     @contextlib.contextmanager
     def reading(
         self,
@@ -99,7 +91,8 @@ class Sources:
         memory, zeros = Memory(), functools.cache(torch.zeros)
         with contextlib.ExitStack() as stack:
             for module in model.modules():
-                held = self._held(module)
+                behind = {n: self.behind(p) for n, p in module._parameters.items()}
+                held = {n: stored for n, stored in behind.items() if stored is not None}
                 if only_shapes and type(module) in _WIDTHS and "weight" in held:
                     _give_zeros(module, stack)
                 elif only_shapes:

@@ -133,7 +133,8 @@ def _note_format(where: str, checkpoint: Checkpoint, model: Any, progress: Progr
     role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
     how = quantised.method(checkpoint.raw)
     if file.suffix == ".gguf":
-        how = gguf_files.kind(where, file)
+        kind = gguf_files.kind(where, file)
+        how = None if kind in gguf_files.FLOATS else kind
         if count := gguf_files.left_out(where, file, model):
             progress.note(
                 f"{role}: the model has no place for {count} numbers of its GGUF file, which are "

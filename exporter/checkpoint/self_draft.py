@@ -25,7 +25,8 @@ def asked(draft: str, revision: str | None, adapter: str | None = None) -> int |
     """N of `self:N`; None for a draft that is a checkpoint of its own. Raises CheckpointError."""
     if not draft.startswith(PREFIX):
         return None
-    if not re.fullmatch(r"[0-9]{1,9}", draft[len(PREFIX) :]) or not int(draft[len(PREFIX) :]):
+    number = draft.removeprefix(PREFIX)
+    if not re.fullmatch(r"[0-9]{1,9}", number) or not int(number):
         raise CheckpointError(
             f"draft {draft}: give self:N, with N from 1, for the target's first N layers "
             f"(or ./{draft} for a folder of that name)"
@@ -40,7 +41,7 @@ def asked(draft: str, revision: str | None, adapter: str | None = None) -> int |
             f"draft {draft} is a part of the target, and has the target's --adapter; "
             "leave --draft-adapter out"
         )
-    return int(draft[len(PREFIX) :])
+    return int(number)
 
 
 def check(num_layers: int, target: Checkpoint) -> None:

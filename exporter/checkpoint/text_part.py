@@ -28,15 +28,10 @@ _M_ROPE = ("mrope_section", "mrope_interleaved")
 def of(where: str, config: Any) -> Any:
     """The config of the text decoder that a config describes. Raises CheckpointError."""
     about = f"{where} ({config.model_type})"
-    if config.is_encoder_decoder:
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        what = "is an encoder-decoder" if config.is_encoder_decoder else "attends to an encoder"
         raise CheckpointError(
-            f"{about} is an encoder-decoder, and cross-attention cannot be exported; "
-            "give a decoder alone"
-        )
-    if getattr(config, "add_cross_attention", False):
-        raise CheckpointError(
-            f"{about} attends to an encoder, and cross-attention cannot be exported; "
-            "give a decoder alone"
+            f"{about} {what}, and cross-attention cannot be exported; give a decoder alone"
         )
     text = _text_config(about, config)
     encoder = private.is_encoder(config) or private.is_encoder(text)

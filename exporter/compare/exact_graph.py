@@ -34,9 +34,9 @@ class ExactGraph:
     with them is what its own float32 arithmetic approaches.
     """
 
-    def __init__(self, path: Path, external: Path | None = None) -> None:
+    def __init__(self, path: Path) -> None:
         self._model = onnx.load(path, load_external_data=False)
-        self._folder = external or path.parent
+        self._folder = path.parent
         self._opset = {x.domain: x.version for x in self._model.opset_import}
         self._evaluators: dict[int | None, ReferenceEvaluator] = {}
 
@@ -90,7 +90,6 @@ class ExactGraph:
     def node(
         self, node: onnx.NodeProto, inputs: list[Array | None], index: int | None = None
     ) -> list[Array]:
-        """One node's outputs."""
         if node.op_type == "Attention":
             inputs = seen(node, inputs)
         if own := OWN.get(node.op_type):

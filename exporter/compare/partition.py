@@ -160,7 +160,6 @@ class Split:
         return bare_tensor.SerializeToString(deterministic=True)
 
     def shape(self, name: str) -> list[int]:
-        """A constant's shape."""
         stored = self._stored.get(name)
         return list(self.compute(name).shape if stored is None else stored.dims)
 

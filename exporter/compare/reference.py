@@ -62,7 +62,6 @@ class Reference:
 
     @property
     def end(self) -> int:
-        """The position after the last token."""
         return self.start + len(self.tokens)
 
 
@@ -118,7 +117,6 @@ def references(
 
 
 def num_parameters(model: torch.nn.Module) -> int:
-    """How many numbers the model has."""
     return sum(p.numel() for p in model.parameters())
 
 
@@ -243,7 +241,6 @@ class _LaterLayer(DynamicLayer):
         return keys, values
 
     def get_seq_length(self) -> int:
-        """How many rows there are."""
         return self.before[0].shape[1] + super().get_seq_length()
 
 

@@ -108,7 +108,6 @@ class Runner:
         return [i for i, name in enumerate(names) if any(name in part.inputs for part in kept)]
 
     def path(self, name: str) -> Path:
-        """A graph's file."""
         return self.folder / self.lengths[name].file(self.ops)
 
     def run(

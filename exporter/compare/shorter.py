@@ -28,7 +28,6 @@ class Shorter:
     names: Mapping[str, Mapping[str, str]]
 
     def has(self, index: int) -> bool:
-        """Whether a part is left out."""
         return self.end <= index < self.start
 
     def substitutes(self, file: str, made: Mapping[str, T]) -> dict[str, T]:

@@ -48,19 +48,19 @@ class Stage:
                 binding.bind_ortvalue_input(name, self._bound[name])
             else:
                 binding.bind_cpu_input(name, values[name])
-        made = []
-        for name in (value.name for value in session.get_outputs()):
-            if (cache := name.replace("present", "past_key_values")) in self._bound:
-                binding.bind_ortvalue_output(name, self._bound[cache])
+        names = [value.name for value in session.get_outputs()]
+        caches = {n: self._bound.get(n.replace("present", "past_key_values")) for n in names}
+        for name, cache in caches.items():
+            if cache is not None:
+                binding.bind_ortvalue_output(name, cache)
             else:
                 binding.bind_output(name, "cpu")
-                made.append(name)
         try:
             session.run_with_iobinding(binding)
         except Exception as error:
             raise ExportError(f"ONNX Runtime cannot run {file}: {one_line(error)}") from error
-        outputs = zip(session.get_outputs(), binding.get_outputs(), strict=True)
-        return {value.name: made_.numpy() for value, made_ in outputs if value.name in made}
+        outputs = zip(names, binding.get_outputs(), strict=True)
+        return {name: made.numpy() for name, made in outputs if caches[name] is None}
 
     def fill(self, rows: Values) -> None:
         """Put [H, n, D] rows into the caches."""
@@ -68,14 +68,12 @@ class Stage:
             self.caches[name][0, :, : part.shape[1]] = part
 
     def fill_noise(self, start: int, end: int) -> None:
-        """Write noise to rows."""
         for cache in self.caches.values():
             rows = cache[:, :, start:end]
             at = self._random.integers(_OFFSETS)
             rows[:] = self._noise[at : at + rows.size].reshape(rows.shape)
 
     def rows(self, start: int, end: int) -> list[np.ndarray]:
-        """A copy of the caches' rows."""
         return [cache[0, :, start:end].copy() for cache in self.caches.values()]
 
     def _session(self, name: str, packed: bool) -> ort.InferenceSession | None:

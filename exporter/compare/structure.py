@@ -101,7 +101,6 @@ class Alone:
         self._kinds: set[str] = set()
 
     def __call__(self, node: onnx.NodeProto, inputs: list[Array | None]) -> None:
-        """Compare one node's output by position and head."""
         kind = f"{node.op_type} {attributes(node)}"
         if node.op_type not in FUSED or (self._once and kind in self._kinds):
             return

@@ -30,11 +30,9 @@ class Length:
     prefix: str = ""
 
     def file(self, ops: str) -> str:
-        """Its file in an op set."""
         return f"{self.prefix}{self.name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
 
     def entry(self, folder: str, ops: str) -> Graph:
-        """Its line in the manifest."""
         file = f"{folder}/{self.file(ops)}"
         signature = "with_logits" if self.logits else "caches_alone"
         return Graph(self.name, ops, 1, self.length, signature, file)
@@ -215,5 +213,4 @@ def _renamed(dim: str, symbol: str) -> str | None:
 
 
 def _at_length(dim: int | ir.SymbolicDim, length: int) -> int | None:
-    """A dimension when T is known."""
     return dim if isinstance(dim, int) else {"T": length, "T + 1": length + 1}.get(str(dim))

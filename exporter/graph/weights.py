@@ -241,7 +241,6 @@ def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
 
 
 def _holds(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
-    """Whether a type holds a tensor bit for bit."""
     if tensor.dtype == dtype or dtype == torch.float32:
         return True
     widened = pieces(tensor, torch.float32)

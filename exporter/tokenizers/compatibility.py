@@ -129,6 +129,5 @@ def _added_differences(target: Settings, draft: Settings, added: set[int]) -> li
 
 
 def _names(settings: Settings) -> dict[int, str]:
-    """Every id with its token."""
     names = {entry[0]: token for token, entry in _entries(settings).items()}
     return names | {id_: entry["content"] for id_, entry in _added(settings).items()}

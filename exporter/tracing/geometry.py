@@ -47,7 +47,11 @@ def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) 
     output = _one_pass(model)
     kept = getattr(getattr(output, "past_key_values", None), "layers", ())
     if not kept:
-        raise ExportError(_no_cache(model))
+        recurrent = f": they are recurrent, with {_STATE}" if private.keeps_a_state(model) else ""
+        raise ExportError(
+            f"{kind_of(model)} models keep no KV cache{recurrent}; "
+            "specedge takes decoders with attention alone"
+        )
     layers = tuple(_layer(kind_of(model), i, layer) for i, layer in enumerate(kept))
     _check_optimum(model, layers)
     capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
@@ -57,14 +61,6 @@ def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) 
 def kind_of(model: Any) -> str:
     """The architecture, as transformers names it."""
     return str(model.config.model_type)
-
-
-def _no_cache(model: torch.nn.Module) -> str:
-    recurrent = f": they are recurrent, with {_STATE}" if private.keeps_a_state(model) else ""
-    return (
-        f"{kind_of(model)} models keep no KV cache{recurrent}; "
-        "specedge takes decoders with attention alone"
-    )
 
 
 def _one_pass(model: torch.nn.Module) -> Any:

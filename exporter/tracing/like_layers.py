@@ -47,7 +47,6 @@ class LikeLayers:
 
     @property
     def kept(self) -> list[int]:
-        """One of each kind: the first."""
         return sorted({*self.first})
 
 
@@ -81,7 +80,6 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run a call and note it."""
         result = func(*args, **(kwargs or {}))
         if self.inside:
             self.blocks[-1].calls.append((str(func), (args, kwargs or {}), result))
