@@ -121,10 +121,7 @@ def measured(
     progress: Progress,
     prefix: str = "",
 ) -> ModelExport:
-    """Run the model to see what it keeps and what each of its layers does.
-
-    `prefix` is what its files begin with where another model has the same folder.
-    """
+    """Run the model to see what it keeps and what each of its layers does."""
     unread = loaded.sources.reading(loaded.model, only_shapes=True)
     with progress.step(f"Loading the {role}"), unread:
         shape = geometry.measure(loaded.model, context_length, num_draft_tokens)
@@ -153,10 +150,7 @@ def own_draft(target: ModelExport, num_layers: int, num_draft_tokens: int) -> Mo
 
 
 def write(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], File]:
-    """Trace and write the op sets asked for, of models that share one folder and its weights.
-
-    Which could be of each model, and the weights file's hash.
-    """
+    """Trace and write models that share one folder: the op sets each has, and the weights' hash."""
     wanted, first = OPS if ops == "auto" else (ops,), parts[0]
     with Weights(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
         written = [list(_each(p, wanted, partial(_write_graphs, p, stored))) for p in parts]

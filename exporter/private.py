@@ -25,15 +25,15 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto import modeling_auto as auto
 
-from specedge.errors import CheckpointError
+from specedge.errors import CheckpointError, SpecEdgeError
 
-from .quiet import one_line, quiet
+from .quiet import explained, one_line, quiet
 
 # Of torch 2.13: tensors with shapes alone, modes that see every operator's call, nested arguments.
-# Of transformers: one layer of a cache that grows.
+# Of transformers: a cache of given layers, and one layer of a cache that grows.
 __all__ = [
-    "DynamicLayer", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_any", "tree_leaves",
-    "tree_map", "tree_map_only",
+    "Cache", "DynamicLayer", "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "tree_any",
+    "tree_leaves", "tree_map", "tree_map_only",
 ]  # fmt: skip
 TRIED = {"transformers": ("5.17", "5.23"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
 
@@ -43,6 +43,11 @@ def trouble(error: BaseException) -> str:
     said = one_line(error)
     name = type(error).__name__
     return f"{name if said == name else f'{name}: {said}'}; {versions()}"
+
+
+def tried(kind: type[SpecEdgeError], what: str) -> contextlib.AbstractContextManager[None]:
+    """Turn what goes wrong inside these libraries into an error of ours, with their versions."""
+    return explained(kind, f"{what} (", ")", said=trouble)
 
 
 def versions() -> str:
@@ -76,10 +81,7 @@ def needs_numbers(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def chosen(model: torch.nn.Module, kind: str, name: str) -> Iterator[None]:
-    """Let all of a model use the registered "attn" or "experts" while the context lasts.
-
-    A private field of each config decides that (transformers 5.17 to 5.23).
-    """
+    """Let a model use the registered "attn" or "experts", by its configs' fields (5.17 to 5.23)."""
     field = f"_{kind}_implementation"
     configs = (getattr(module, "config", None) for module in model.modules())
     before = {id(c): (c, getattr(c, field)) for c in configs if hasattr(c, field)}
@@ -121,11 +123,6 @@ class FixedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """The mask covers all S rows, from row 0."""
         return self.keys.shape[2], 0
-
-
-def cache(layers: list[Any]) -> Cache:
-    """A cache of such layers (transformers 5.17 to 5.23)."""
-    return Cache(layers=layers)
 
 
 def keeps_a_state(model: torch.nn.Module) -> bool:
@@ -208,14 +205,9 @@ def whole_model(config: PreTrainedConfig) -> Any:
     found = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if found is None:
         raise CheckpointError(f"{config.model_type} is no multimodal model ({versions()})")
-    try:
-        with torch.device("meta"), quiet():
-            return found(copy.deepcopy(config)).eval()
-    except Exception as error:
-        raise CheckpointError(
-            f"transformers cannot build a {config.model_type} model of its config "
-            f"({trouble(error)})"
-        ) from error
+    what = f"transformers cannot build a {config.model_type} model of its config"
+    with tried(CheckpointError, what), torch.device("meta"), quiet():
+        return found(copy.deepcopy(config)).eval()
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:

@@ -1,4 +1,4 @@
-"""Silence the libraries, so that a user sees only what specedge says."""
+"""Libraries are silent and their errors ours, so that a user sees only what specedge says."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import contextlib
 import io
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from transformers.utils import logging as transformers_logging
+
+from specedge.errors import SpecEdgeError
 
 
 @contextlib.contextmanager
@@ -29,6 +31,24 @@ def quiet() -> Iterator[None]:
         transformers_logging.set_verbosity(verbosity)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def explained(
+    kind: type[SpecEdgeError],
+    before: str,
+    after: str = "",
+    *,
+    of: tuple[type[Exception], ...] = (Exception,),
+    said: Callable[[BaseException], str] | None = None,
+) -> Iterator[None]:
+    """Turn other libraries' errors into ours, which say in one line what went wrong in them."""
+    try:
+        yield
+    except SpecEdgeError:
+        raise
+    except of as error:
+        raise kind(f"{before}{(said or one_line)(error)}{after}") from error
 
 
 def one_line(error: BaseException) -> str:

@@ -50,21 +50,16 @@ def bounded(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[None]:
 
 
 def _watch(limit: int, pause: float, done: threading.Event) -> None:
+    """Let go of the pages of all large mapped files that nobody has written to."""
+    libc = ctypes.CDLL(None)
     while not done.wait(pause):
-        if _mapped() > limit:
-            _give_back()
+        for start, end in _untouched() if _mapped() > limit else ():
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
 
 
 def _mapped() -> int:
     """Bytes of this process's memory that are pages of files."""
     return 1024 * int(re.findall(r"RssFile:\s+(\d+)", _STATUS.read_text())[0])
-
-
-def _give_back() -> None:
-    """Let go of the pages of all large mapped files that nobody has written to."""
-    libc = ctypes.CDLL(None)
-    for start, end in _untouched():
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
 
 
 def _untouched() -> Iterator[tuple[int, int]]:

@@ -32,7 +32,9 @@ def destination(output: Path) -> Iterator[Path]:
                 yield bundle
                 _put(bundle, output, work / leftovers.OLD)
         except BaseException:
-            _remove_parents(created)
+            for path in created:
+                with contextlib.suppress(OSError):
+                    path.rmdir()
             raise
 
 
@@ -102,12 +104,6 @@ def _make_parents(parent: Path) -> list[Path]:
     except OSError as error:
         raise ExportError(f"{parent} cannot be made: {error.strerror}") from error
     return missing
-
-
-def _remove_parents(created: list[Path]) -> None:
-    for path in created:
-        with contextlib.suppress(OSError):
-            path.rmdir()
 
 
 @contextlib.contextmanager

@@ -15,7 +15,7 @@ from torch import nn
 from specedge.errors import CheckpointError, MissingExtraError
 
 from ..progress import Progress
-from ..quiet import one_line, quiet
+from ..quiet import explained, quiet
 from . import folders, hub, licences
 from .lazy_tensors import LazyTensor, numbers
 
@@ -82,27 +82,16 @@ def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
     with quiet():
         config = peft.PeftConfig.from_pretrained(str(adapter.folder))
         config.inference_mode = True
-        try:
+        with explained(CheckpointError, f"{where} cannot be read: ", "; download it again"):
             weights = peft.load_peft_weights(str(adapter.folder), device="cpu")
-        except Exception as error:
-            raise CheckpointError(
-                f"{where} cannot be read: {one_line(error)}; download it again"
-            ) from error
-        try:
+        cure = "; give the model it was trained on"
+        with explained(CheckpointError, f"{where} does not fit the model: ", cure):
             _read_saved(model, weights)
             wrapped = peft.get_peft_model(model, config)  # type: ignore[arg-type]
             result: Any = peft.set_peft_model_state_dict(wrapped, weights)
-        except Exception as error:
-            raise CheckpointError(
-                f"{where} does not fit the model: {one_line(error)}; "
-                "give the model it was trained on"
-            ) from error
     lacking = [key for key in result.missing_keys if "lora_" in key or "modules_to_save" in key]
     if found := [*result.unexpected_keys, *lacking]:
-        raise CheckpointError(
-            f"{where} does not fit the model, which differs in {found[0]}; "
-            "give the model it was trained on"
-        )
+        raise CheckpointError(f"{where} does not fit the model, which differs in {found[0]}{cure}")
     lock = threading.Lock()
     for layer in [m for m in wrapped.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]:
         base = layer.get_base_layer()
@@ -158,11 +147,9 @@ def _untied(model: Any) -> Any:
 
 def _check(where: str, folder: Path, model: str) -> None:
     """Refuse what cannot be merged, and another model's adapter."""
-    try:
+    with explained(CheckpointError, f"{where}: {CONFIG} cannot be read: "):
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         kind, base = str(config["peft_type"]), config.get("base_model_name_or_path")
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"{where}: {CONFIG} cannot be read: {one_line(error)}") from error
     if kind != "LORA":
         raise CheckpointError(f"{where} is a {kind} adapter; only LoRA adapters can be merged")
     if found := [name for name in _BEYOND if config.get(name)]:

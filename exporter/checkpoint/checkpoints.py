@@ -27,10 +27,7 @@ _VOCABULARIES = {
 
 @dataclass
 class Checkpoint:
-    """A config and a tokenizer at hand; the weights are fetched and read when asked for.
-
-    `raw` is the config as its file has it; of a GGUF file, which has none, it is empty.
-    """
+    """A config and a tokenizer at hand; the weights are fetched and read when asked for."""
 
     role: str
     name: str
@@ -38,7 +35,7 @@ class Checkpoint:
     source: Source
     published: Any  # the config as it is in the folder, of which `config` is the text part's
     config: Any
-    raw: dict[str, Any]
+    raw: dict[str, Any]  # the config as its file has it; empty of a GGUF file, which has none
     tokenizer: Any
     generation: dict[str, Any]
     weights: list[str]
@@ -112,10 +109,7 @@ def _read(
     weights: list[str],
     files: set[str],
 ) -> tuple[Any, Any, Any, dict[str, Any]]:
-    """The config, that of its text part, the tokenizer, and the config as it is in its file.
-
-    Raises CheckpointError.
-    """
+    """The config, that of its text part, the tokenizer, and the config as it is in its file."""
     where = f"{role} {name}"
     if not weights[0].endswith(".gguf"):
         raw = folders.json_object(role, name, folder / "config.json")

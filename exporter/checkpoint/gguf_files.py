@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from specedge.errors import CheckpointError, MissingExtraError
 
-from ..quiet import one_line, quiet
+from ..quiet import explained, quiet
 from ..resident import memory
 
 # Bytes beside the model: 0.7 GB were measured at 215 M parameters, and wide layers take more.
@@ -73,10 +73,7 @@ def kind(where: str, file: Path) -> str:
 
 
 def header_ends(file: Path) -> float:
-    """Where the header ends of a file that may have holes; infinity where those cut it.
-
-    Factors of positions are wanted with it.
-    """
+    """Where header and factors of positions end in a file that may have holes; infinite if cut."""
     import gguf
 
     try:
@@ -178,10 +175,6 @@ def _reader(where: str, file: Path) -> Any:
         raise MissingExtraError(
             f"{where} is a GGUF file, which takes another package: pip install gguf accelerate"
         ) from error
-    try:
-        with quiet():
-            return gguf.GGUFReader(file)
-    except Exception as error:
-        raise CheckpointError(
-            f"{where}: {file.name} is no GGUF file that can be read ({one_line(error)})"
-        ) from error
+    what = f"{where}: {file.name} is no GGUF file that can be read ("
+    with explained(CheckpointError, what, ")"), quiet():
+        return gguf.GGUFReader(file)

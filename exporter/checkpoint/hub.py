@@ -30,10 +30,7 @@ Choose = Callable[[Path, set[str]], list[str]]
 
 @dataclass
 class Snapshot:
-    """One commit of a repository: small files in `folder`, and the sizes of its weights.
-
-    Each byte of those becomes `growth` bytes of a bundle.
-    """
+    """One commit of a repository: small files in `folder`, and the sizes of its weights."""
 
     role: str
     name: str
@@ -41,7 +38,7 @@ class Snapshot:
     folder: Path
     names: set[str]
     weights: dict[str, int]
-    growth: float = 1.0
+    growth: float = 1.0  # bytes of a bundle that each byte of the weights becomes
 
     def missing(self) -> dict[str, int]:
         """The files of weights that are yet to be downloaded, with their sizes."""

@@ -248,13 +248,12 @@ def _put_for_each_call(
 
     def before(*args: object) -> None:
         calls.append(call := contextlib.ExitStack())
-        wide = {
-            n: call.enter_context(
-                memory.taken(t.numel(), dtype if n in products else torch.float32)
-            )
-            for n, t in held.items()
-        }
-        _put(module, {n: wide[n].view(t.shape).copy_(numbers(t)) for n, t in held.items()}, call)
+        wide = {}
+        for name, tensor in held.items():
+            kind = dtype if name in products else torch.float32
+            room = call.enter_context(memory.taken(tensor.numel(), kind))
+            wide[name] = room.view(tensor.shape).copy_(numbers(tensor))
+        _put(module, wide, call)
 
     def after(*args: object) -> None:
         calls.pop().close()

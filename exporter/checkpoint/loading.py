@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from specedge.errors import CheckpointError, SpecEdgeError
+from specedge.errors import CheckpointError
 
 from ..progress import Progress
-from ..quiet import one_line, quiet
+from ..quiet import explained, quiet
 from . import adapters, folders, gguf_files, hub, quantised, text_part, weight_files
 from .checkpoints import Checkpoint
 from .lazy_tensors import LazyTensor, lazy, stored
@@ -36,13 +36,8 @@ def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
     where = f"{checkpoint.role} {checkpoint.name}"
     if checkpoint.remote is not None:
         hub.fetch_weights(checkpoint.remote, progress)
-    with quiet():
-        try:
-            model, info, dtype = _model(where, checkpoint, progress)
-        except SpecEdgeError:
-            raise
-        except Exception as error:
-            raise CheckpointError(f"{where} cannot be loaded: {one_line(error)}") from error
+    with quiet(), explained(CheckpointError, f"{where} cannot be loaded: "):
+        model, info, dtype = _model(where, checkpoint, progress)
     _check_loaded(where, model, info)
     _note_left_out(checkpoint.role, sorted(info["unexpected_keys"]), progress)
     _note_format(where, checkpoint, model, progress)
@@ -84,7 +79,6 @@ def _model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any,
 
 
 def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
-    """Refuse a model whose weights are not all its checkpoint's numbers."""
     if other := sorted(info["mismatched_keys"]):
         key, found, wanted = other[0]
         raise CheckpointError(

@@ -91,10 +91,7 @@ def _text_config(about: str, config: Any) -> Any:
 
 
 def _places(published: Any, config: Any) -> dict[str, str]:
-    """Where a text decoder and its head are in the whole model, and what they are called alone.
-
-    Nothing where they are not found.
-    """
+    """Where a text decoder and its head are in the whole, if found, and their names alone."""
     whole, text = private.whole_model(published), private.decoder(config)
     wanted = whole.config.get_text_config()
     found = {n: m for n, m in whole.named_modules() if getattr(m, "config", None) is wanted}

@@ -14,7 +14,7 @@ import torch
 
 from specedge.errors import CheckpointError
 
-from ..quiet import one_line
+from ..quiet import explained, one_line
 from .lazy_tensors import LazyTensor
 from .lazy_weights import FLOATS
 
@@ -61,12 +61,11 @@ def check_gguf(where: str, name: str) -> None:
 
 def shards(index: Path) -> list[str]:
     """The files that a checkpoint's index names."""
-    try:
+    damaged = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
+    with explained(
+        CheckpointError, f"{index} cannot be read (", "); download it again", of=damaged
+    ):
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{index} cannot be read ({one_line(error)}); download it again"
-        ) from error
     if any(not isinstance(name, str) or Path(name).name != name for name in names):
         raise CheckpointError(f"{index} names files outside its folder")
     if not names:

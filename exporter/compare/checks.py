@@ -106,7 +106,8 @@ def stretch(
     actions: list[Action] = [Fill(part.history), FillNoise(part.start, runner.geometry.capacity)]
     twins: list[tuple[str, int]] = []
     for name, start, length, kept in schedule(runner, part.start, part.end):
-        tokens = _padded(runner, name, part.tokens[start - part.start :][:length])
+        tokens = part.tokens[start - part.start :][:length]
+        tokens = np.pad(tokens, (0, (runner.lengths[name].length or length) - length))
         first = start > 0 and runner.lengths[name] in alone  # a lone row attends to itself anyhow
         then = functools.partial(compared, start, length, first)
         if first:
@@ -211,7 +212,3 @@ def _same(results: list[Any]) -> bool:
     wanted, wanted_rows, _, logits, rows = results[:5]
     same = all(map(np.array_equal, rows, wanted_rows))
     return same and (logits is None or np.array_equal(logits, wanted))
-
-
-def _padded(runner: Runner, name: str, tokens: np.ndarray) -> np.ndarray:
-    return np.pad(tokens, (0, (runner.lengths[name].length or len(tokens)) - len(tokens)))

@@ -53,10 +53,7 @@ class ExactGraph:
     def run(
         self, given: Callable[[str], Array], watch: Watch = lambda node, inputs: None
     ) -> Iterator[tuple[str, Array]]:
-        """Each output's name and value as soon as it is there; `given` makes inputs when asked.
-
-        `watch` sees every node with its inputs.
-        """
+        """Each output's name and value in turn; `given` makes inputs, `watch` sees nodes."""
         graph = self._model.graph
         outputs = {value.name for value in graph.output}
         inputs = {value.name for value in graph.input}

@@ -20,7 +20,6 @@ from torch.overrides import TorchFunctionMode
 
 from ..private import tree_any, tree_map
 
-_LOOKUPS = ("embedding",)
 _LARGEST = float(np.finfo(np.float32).max)  # of float64 that masks write, and float32 has not
 ROUNDINGS = 4  # PyTorch's own, and so many more less one
 _FUSED = "scaled_dot_product_attention"
@@ -43,7 +42,7 @@ class Exact(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if getattr(func, "__name__", "") in _LOOKUPS:
+        if getattr(func, "__name__", "") == "embedding":
             return func(*args, **kwargs).double()
         if func is torch.Tensor.copy_:
             return func(*args, **kwargs)
@@ -134,12 +133,10 @@ def exactly(model: torch.nn.Module) -> Iterator[None]:
                 stack.callback(setattr, module, "scale_attn", scale)
                 module.scale_attn = 1 / torch.tensor(1 / float(scale)).double()
             if "GELU" in type(module).__name__:
-                before = module.register_forward_pre_hook(lambda *x: _set(mode, False))
-                after = module.register_forward_hook(lambda *x: _set(mode, True))
+                before = module.register_forward_pre_hook(
+                    lambda *x: setattr(mode, "rounding", False)
+                )
+                after = module.register_forward_hook(lambda *x: setattr(mode, "rounding", True))
                 stack.callback(before.remove)
                 stack.callback(after.remove)
         yield
-
-
-def _set(mode: Exact, rounding: bool) -> None:
-    mode.rounding = rounding

@@ -28,20 +28,12 @@ def _gelu(options: dict[str, Any], x: Array) -> list[Array]:
     return [torch.nn.functional.gelu(torch.from_numpy(x), approximate=kind).numpy()]
 
 
-def _erf(options: dict[str, Any], x: Array) -> list[Array]:
-    return [torch.erf(torch.from_numpy(x)).numpy()]
-
-
 def _scatter(options: dict[str, Any], buffer: Array, rows: Array, start: Array) -> list[Array]:
     """TensorScatter along S: [B, G, S, D], [B, G, T, D], [B] -> [B, G, S, D]"""
     assert options["axis"] == 2
     buffer = buffer.copy()
     buffer[:, :, int(start[0]) : int(start[0]) + rows.shape[2]] = rows
     return [buffer]
-
-
-def _gather_elements(options: dict[str, Any], x: Array, index: Array) -> list[Array]:
-    return [np.take_along_axis(x, index, options.get("axis", 0))]
 
 
 def grouped_query_attention(
@@ -125,8 +117,9 @@ OWN: dict[str, Callable[..., list[Array]]] = {
     "Attention": attention,
     "Cast": _cast,
     "Gelu": _gelu,
-    "Erf": _erf,
-    "GatherElements": _gather_elements,  # the reference has one for up to 64 rows
+    "Erf": lambda options, x: [torch.erf(torch.from_numpy(x)).numpy()],
+    # The reference has one for up to 64 rows.
+    "GatherElements": lambda options, x, i: [np.take_along_axis(x, i, options.get("axis", 0))],
     "TensorScatter": _scatter,
     "GroupQueryAttention": grouped_query_attention,
 }

@@ -145,9 +145,8 @@ class Split:
 
     def _is_weight(self, name: str) -> bool:
         tensor = self._stored.get(name)
-        return self._is_large(name) or (
-            tensor is not None and tensor.data_type in TYPES and bool(tensor.dims)
-        )
+        small = tensor is not None and tensor.data_type in TYPES and bool(tensor.dims)
+        return small or self._is_large(name)
 
     def _source(self, name: str) -> object:
         """A constant's place in the file, or its numbers, and what is done to them."""
@@ -167,9 +166,8 @@ class Split:
         return name in self._stored or name in self._computed
 
     def _is_large(self, name: str) -> bool:
-        return name in self._computed or bool(
-            name in self._stored and self._stored[name].external_data
-        )
+        stored = self._stored.get(name)
+        return name in self._computed or (stored is not None and bool(stored.external_data))
 
     def _cut(self, first: list[str] | None) -> list[Part]:
         parts, layers = [Part()], set[str]()
@@ -197,21 +195,17 @@ class Split:
 
     def _connect(self) -> None:
         """Find what each part reads from outside it and what is read of it there."""
-        ends = {value.name for value in self._model.graph.output}
-        reads = [
-            {n for x in p.nodes for n in x.input if n and not self._is_constant(n)}
-            for p in self.parts
-        ]
-        makes = [{n for x in p.nodes for n in x.output if n} for p in self.parts]
         readers: defaultdict[str, set[int]] = defaultdict(set)
-        for i, part in enumerate(self.parts):
-            made = (name for node in part.nodes for name in node.output)
+        later = {value.name for value in self._model.graph.output}  # read, behind a part
+        for i, part in reversed([*enumerate(self.parts)]):
+            reads = {n for x in part.nodes for n in x.input if n and not self._is_constant(n)}
+            made = [name for node in part.nodes for name in node.output]
             self._made |= {name: (i, place) for place, name in enumerate(made)}
-            later = set().union(ends, *reads[i + 1 :])
-            part.inputs = sorted(reads[i] - makes[i])
+            part.inputs = sorted(reads - {*made})
+            part.outputs = sorted(later & {*made} - {""})
+            later |= reads
             for name in part.inputs:
                 readers[name].add(part.layer)
-            part.outputs = sorted(makes[i] & later)
         self._shared = {name for name, by in readers.items() if len(by) > 2}
 
 

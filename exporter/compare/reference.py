@@ -120,11 +120,6 @@ def num_parameters(model: torch.nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-def spread(part: Reference) -> float:
-    """The standard deviation of a row of logits, on average."""
-    return float(part.logits.std(1).mean())
-
-
 def _check_float32(role: str, parts: list[Reference]) -> None:
     """A model of which float32 leaves nothing cannot be run in it, by whatever graph."""
     for part in parts:

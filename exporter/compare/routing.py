@@ -15,22 +15,18 @@ from specedge.precision import FLOAT32
 
 
 class Choices(TorchFunctionMode):
-    """The scores of every choice, [rows, E], in the order of the calls, and how many are taken.
-
-    `positions` are those of the pass that is being watched; each has the same number of rows.
-    """
+    """The scores of every choice, [rows, E], in the order of the calls, and how many are taken."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.positions = slice(0, 0)
+        self.positions = slice(0, 0)  # of the watched pass; each has the same number of rows
         self.scores: list[tuple[slice, np.ndarray, int]] = []
 
     @property
     def num_experts(self) -> int:
         """Among how many experts a layer chooses at most; 0 where none does."""
-        return max(
-            (scores.shape[1] for _, scores, k in self.scores if k < scores.shape[1]), default=0
-        )
+        numbers = (scores.shape[1] for _, scores, k in self.scores if k < scores.shape[1])
+        return max(numbers, default=0)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

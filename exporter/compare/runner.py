@@ -18,7 +18,7 @@ from ..checkpoint.lazy_weights import Memory
 from ..graph.graphs import Length
 from ..graph.weights import FILE
 from ..progress import Advance
-from ..quiet import one_line
+from ..quiet import explained
 from ..tracing.geometry import Geometry
 from . import partition
 from .shorter import Shorter, shorten
@@ -90,7 +90,9 @@ class Runner:
             }
             self.num_stages = len(first.parts)
         else:
-            self._whole = Stage(self._shapes, lambda name, packed: self._open(name))
+            self._whole = Stage(
+                self._shapes, lambda name, packed: self._load(name, ort.SessionOptions())
+            )
 
     @functools.cached_property
     def left_out(self) -> Shorter | None:
@@ -157,7 +159,7 @@ class Runner:
         for name in self.lengths:
             options = unpacked()
             options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-            self._load(name, self.path(name), options)
+            self._load(name, options)
 
     def _stages(self) -> Generator[Stage, None, None]:
         if not self.in_parts:
@@ -174,9 +176,6 @@ class Runner:
                 finally:
                     stage.close()
 
-    def _open(self, name: str) -> ort.InferenceSession:
-        return self._load(name, self.path(name), ort.SessionOptions())
-
     def _open_part(
         self, index: int, given: dict[str, ort.OrtValue], name: str, packed: bool
     ) -> ort.InferenceSession | None:
@@ -190,16 +189,13 @@ class Runner:
         )
         for constant in given.keys() & set(split.parts[index].constants):
             options.add_initializer(constant, given[constant])
-        return self._load(name, split.model(index), options)
+        return self._load(name, options, split.model(index))
 
     def _load(
-        self, name: str, model: Path | bytes, options: ort.SessionOptions
+        self, name: str, options: ort.SessionOptions, part: bytes | None = None
     ) -> ort.InferenceSession:
-        try:
-            return open_session(model, options)
-        except Exception as error:
-            file = self.path(name).name
-            raise ExportError(f"ONNX Runtime cannot load {file}: {one_line(error)}") from error
+        with explained(ExportError, f"ONNX Runtime cannot load {self.path(name).name}: "):
+            return open_session(part or self.path(name), options)
 
 
 def _begun(action: Action) -> Any:

@@ -17,14 +17,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Shorter:
-    """The parts to run: all before `end`, and from `start` on.
-
-    Of each file, `names` says which value made before `end` stands for one that was made before
-    `start`.
-    """
+    """The parts to run: all before `end`, and from `start` on."""
 
     end: int
     start: int
+    # Of each file: which value made before `end` stands for one that was made before `start`.
     names: Mapping[str, Mapping[str, str]]
 
     def has(self, index: int) -> bool:
@@ -47,9 +44,10 @@ def shorten(splits: Mapping[str, Split]) -> Shorter | None:
             if forms[end - 1] != forms[start - 1]:
                 continue
             if {*forms[end:start]} <= {*forms[:end], *forms[start:]}:
-                names = {file: _names(split, end, start) for file, split in splits.items()}
-                if all(found is not None for found in names.values()):
-                    return Shorter(end, start, {f: n for f, n in names.items() if n is not None})
+                found = {file: _names(split, end, start) for file, split in splits.items()}
+                names = {file: given for file, given in found.items() if given is not None}
+                if names.keys() == found.keys():
+                    return Shorter(end, start, names)
     return None
 
 

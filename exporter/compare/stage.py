@@ -10,7 +10,7 @@ import onnxruntime as ort
 
 from specedge.errors import ExportError
 
-from ..quiet import one_line
+from ..quiet import explained
 
 NOISE = 4.0
 _OFFSETS = 1000  # where in one stretch of numbers a stretch of noise may begin
@@ -55,10 +55,8 @@ class Stage:
                 binding.bind_ortvalue_output(name, cache)
             else:
                 binding.bind_output(name, "cpu")
-        try:
+        with explained(ExportError, f"ONNX Runtime cannot run {file}: "):
             session.run_with_iobinding(binding)
-        except Exception as error:
-            raise ExportError(f"ONNX Runtime cannot run {file}: {one_line(error)}") from error
         outputs = zip(names, binding.get_outputs(), strict=True)
         return {name: made.numpy() for name, made in outputs if caches[name] is None}
 

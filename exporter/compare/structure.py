@@ -15,7 +15,7 @@ import onnxruntime as ort
 
 from specedge.errors import ExportError
 
-from ..quiet import one_line
+from ..quiet import explained
 from ..tracing.geometry import Geometry
 from .exact_graph import ExactGraph, attributes, cast, named, seen
 from .exact_nodes import Array
@@ -153,14 +153,11 @@ def _run(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
         )
         for n, x in given.items()
     ]
-    results = [onnx.ValueInfoProto(name=n) for n in node.output if n]
-    for result in results:
-        result.type.tensor_type.elem_type = onnx.TensorProto.FLOAT
+    kind = onnx.TensorProto.FLOAT
+    results = [onnx.helper.make_tensor_value_info(n, kind, None) for n in node.output if n]
     graph = onnx.helper.make_graph([node], "alone", values, results)
     opsets = [onnx.helper.make_opsetid("", 24), onnx.helper.make_opsetid("com.microsoft", 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    try:
+    with explained(ExportError, f"ONNX Runtime cannot run {node.op_type}: "):
         session = open_session(model.SerializeToString(), ort.SessionOptions())
         return np.asarray(session.run([node.output[0]], given)[0])
-    except Exception as error:
-        raise ExportError(f"ONNX Runtime cannot run {node.op_type}: {one_line(error)}") from error

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,15 +33,6 @@ TYPES = {kind.value: dtype for dtype, kind in STORED.values()}
 _PIECE = 8 << 20  # bytes that are read, converted and written at a time
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a tensor lies in the file."""
-
-    offset: int
-    size: int
-    dtype: ir.DataType
-
-
 class Weights:
     """Writes `folder`/weights.bin for one graph after another; no tensor is stored twice.
 
@@ -57,7 +47,7 @@ class Weights:
         self.folder = folder
         self._dtype = STORED[dtype][0]
         self._sources = sources or Sources()
-        self._places: dict[Any, Place] = {}
+        self._places: dict[Any, ir.ExternalTensor] = {}
         self.size = 0  # of the file, when all is written
         self._thread = ThreadPoolExecutor(1)
         self._writing: list[Future[int]] = []
@@ -86,22 +76,19 @@ class Weights:
         graph = model.graph
         fold_transposes(graph)
         share_tied(graph)
-        known: dict[Place, ir.Value] = {}
+        known: dict[ir.ExternalTensor, ir.Value] = {}
         for value in list(_large(graph)):
             place = self._put(_array(value), value.name or "")
             if place in known:
                 value.replace_all_uses_with(known[place])
             else:
-                external = ir.ExternalTensor(
-                    FILE, place.offset, place.size, place.dtype, name=value.name or "",
-                    shape=ir.Shape(_array(value).shape), base_dir=self.folder,
-                )  # fmt: skip
-                known[place] = _stored(graph, value, external)
+                shape = ir.Shape(_array(value).shape)
+                known[place] = _stored(graph, value, _seen_as(place, shape, value.name))
         fold_reshapes(graph)
         drop_unused(graph)
 
-    def _put(self, array: np.ndarray, name: str) -> Place:
-        """Have a tensor written, unless the file has it."""
+    def _put(self, array: np.ndarray, name: str) -> ir.ExternalTensor:
+        """Have a tensor written, unless the file has it; where it lies."""
         source = self._sources.find(array)
         owned = array if array.flags.writeable or source is not None else array.copy()
         tensor = torch.from_numpy(owned) if source is None else source
@@ -116,8 +103,11 @@ class Weights:
         if key not in self._places:
             kind = next(k for d, k in STORED.values() if d == dtype)
             offset = -(-self.size // ALIGNMENT) * ALIGNMENT
-            self._places[key] = Place(offset, tensor.numel() * dtype.itemsize, kind)
-            self.size = offset + self._places[key].size
+            size = tensor.numel() * dtype.itemsize
+            self._places[key] = ir.ExternalTensor(
+                FILE, offset, size, kind, shape=ir.Shape(shape), name=name, base_dir=self.folder
+            )
+            self.size = offset + size
             self._writing.append(self._thread.submit(self._write, tensor, dtype, name))
         return self._places[key]
 
@@ -189,14 +179,18 @@ def fold_reshapes(graph: ir.Graph) -> None:
         if source is None or stored is None or len(source.uses()) > 1 or len(stored.uses()) > 1:
             continue
         if isinstance(stored.const_value, ir.ExternalTensor) and output.shape is not None:
-            old = stored.const_value
-            stored.const_value = ir.ExternalTensor(
-                old.location, old.offset, old.length, old.dtype, name=old.name or "",
-                shape=output.shape, base_dir=old.base_dir,
-            )  # fmt: skip
+            name = stored.const_value.name
+            stored.const_value = _seen_as(stored.const_value, output.shape, name)
             stored.shape = source.shape = output.shape
             output.replace_all_uses_with(source)
             graph.remove(node, safe=True)
+
+
+def _seen_as(tensor: ir.ExternalTensor, shape: ir.Shape, name: str | None) -> ir.ExternalTensor:
+    return ir.ExternalTensor(
+        tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=shape, name=name or "",
+        base_dir=tensor.base_dir,
+    )  # fmt: skip
 
 
 def share_tied(graph: ir.Graph) -> None:

@@ -92,7 +92,7 @@ class BufferLayer(private.FixedLayer):
 def buffers(caches: list[torch.Tensor]) -> Any:
     """A cache over 2 * [B, G, S, D] buffers a layer."""
     pairs = zip(caches[::2], caches[1::2], strict=True)
-    return private.cache([BufferLayer(k, v) for k, v in pairs])
+    return private.Cache(layers=[BufferLayer(k, v) for k, v in pairs])
 
 
 def visible(mask_function: Any, **unused: Any) -> torch.Tensor:
@@ -130,12 +130,8 @@ def _sampled(mask_function: Any, now: TracedPass) -> torch.Tensor:
 def _evaluated(mask_function: Any, queries: torch.Tensor, capacity: int) -> torch.Tensor:
     zero = torch.zeros((), dtype=torch.long)
     keys = torch.arange(capacity)
-    try:
+    with private.tried(ExportError, "the model's attention mask cannot be traced"):
         return mask_function(zero, zero, queries[:, None, :, None], keys[None, None, None, :])
-    except Exception as error:
-        raise ExportError(
-            f"the model's attention mask cannot be traced ({private.trouble(error)})"
-        ) from error
 
 
 def attention(

@@ -45,13 +45,9 @@ def observe(config: Any, context_length: int, num_draft_tokens: int) -> list[Lay
 
 def without_numbers(config: Any) -> Any:
     """The decoder of a config, which computes shapes alone. Raises ExportError."""
-    try:
+    what = f"transformers cannot build a {config.model_type} model of its config"
+    with private.tried(ExportError, what):
         model = private.decoder(config)
-    except Exception as error:
-        raise ExportError(
-            f"transformers cannot build a {config.model_type} model of its config "
-            f"({private.trouble(error)})"
-        ) from error
     for module, layer_type in list(private.growing_factors(model)):
         private.settle(module, layer_type)
     return model

@@ -158,8 +158,7 @@ def _dense(
     number, size, width, _ = first.shape
     inner = torch.nn.functional.linear(rows, first.flatten(0, 2))
     inner = inner.reshape(-1, number, size, width)
-    biases = experts.biases()
-    if biases is not None:
+    if (biases := experts.biases()) is not None:
         inner = inner + biases[0]
     inner = experts.activation(inner) * routing[..., None]
     # What is transposed directly is stored so, and a second time for the other op set.
@@ -179,10 +178,8 @@ def _sparse(
 ) -> torch.Tensor:
     """One MoE node over every row twice; weights, none below 0, are logits that it normalises."""
     logits = torch.log(routing)
-    twice = torch.stack((rows, rows)), torch.cat((logits, logits))
-    matrices: tuple[torch.Tensor | None, ...] = (first.flatten(1, 2), None, last)
-    if biases is not None:
-        matrices = (first.flatten(1, 2), biases[0].flatten(1), last, biases[1])
+    inputs = [torch.stack((rows, rows)), torch.cat((logits, logits)), first.flatten(1, 2)]
+    inputs += [None, last] if biases is None else [biases[0].flatten(1), last, biases[1]]
     attributes = {
         "k": k, "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": kind.alpha,
         "activation_beta": kind.beta, "normalize_routing_weights": 1,
@@ -191,7 +188,7 @@ def _sparse(
         attributes["swiglu_limit"] = kind.limit
     output = torch.onnx.ops.symbolic(
         "com.microsoft::MoE",
-        (*twice, *matrices),
+        inputs,
         attrs=attributes,
         dtype=rows.dtype,
         shape=(2, *rows.shape),

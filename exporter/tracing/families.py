@@ -32,7 +32,7 @@ def registered(model: torch.nn.Module) -> Iterator[None]:
             stack.enter_context(private.chosen(model, kind, NAME))
         for module in model.modules():
             if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
-                stack.callback(_whole_alibi(sys.modules[type(module).__module__]))
+                stack.callback(_whole_alibi(_code(module)))
             for method, replacement in _OWN_ATTENTION.get(type(module).__name__, {}).items():
                 setattr(module, method, MethodType(replacement, module))
                 stack.callback(delattr, module, method)
@@ -67,6 +67,11 @@ def counted_experts(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, in
     private.register(NAME, attention, visible, count)
     with private.chosen(model, "experts", NAME):
         yield counts
+
+
+def _code(module: Any) -> Any:
+    """The Python module that a model's module is from."""
+    return sys.modules[type(module).__module__]
 
 
 def _whole_alibi(code: Any) -> Callable[[], None]:
@@ -120,7 +125,7 @@ def _falcon(
     """With ALiBi the mask is a bias already, as the model makes it for its own fused attention."""
     query, key, value = _falcon_heads(self, self.query_key_value(hidden_states))
     if alibi is None:
-        rotate = sys.modules[type(self).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
+        rotate = _code(self).apply_rotary_pos_emb
         assert position_embeddings is not None
         query, key = rotate(query, key, *position_embeddings)
     key, value = layer_past.update(key, value, self.layer_idx)
@@ -166,8 +171,7 @@ def _mpt_alibi(self: Any, num_heads: int, length: int, **unused: Any) -> torch.T
     The model counts from the last key instead, which softmax does not see.
     """
     now = current()
-    build = sys.modules[type(self).__module__].build_mpt_alibi_tensor  # type: ignore[attr-defined]
-    slopes = -build(num_heads, 2)[:, :, :1]
+    slopes = -_code(self).build_mpt_alibi_tensor(num_heads, 2)[:, :, :1]
     rows = torch.cat((now.positions, now.positions[:, -1:]), 1)
     distances = torch.arange(now.capacity, device=rows.device) - rows[..., None]
     return slopes.to(rows.device) * distances[:, None].float()
@@ -185,8 +189,7 @@ def _llama4(
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(2, (-1, self.head_dim)) for part in parts)
     if self.use_rope:
-        rotate = sys.modules[type(self).__module__].apply_rotary_emb  # type: ignore[attr-defined]
-        query, key = rotate(query, key, position_embeddings)
+        query, key = _code(self).apply_rotary_emb(query, key, position_embeddings)
     if hasattr(self, "qk_norm"):
         query, key = self.qk_norm(query), self.qk_norm(key)
     if self.attn_temperature_tuning and not self.use_rope:

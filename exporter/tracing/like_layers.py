@@ -19,7 +19,7 @@ from torch import nn
 
 from ..private import FakeTensor, FakeTensorMode, TorchDispatchMode, tree_leaves, tree_map
 from .geometry import Geometry
-from .tracing import EXAMPLE_LENGTH
+from .tracing import example
 
 Forward = Callable[[torch.Tensor, torch.Tensor, list[torch.Tensor]], tuple[torch.Tensor, ...]]
 
@@ -116,8 +116,7 @@ def find(model: nn.Module, geometry: Geometry, run: Forward) -> LikeLayers:
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:
         for layer in layers:
             stack.enter_context(forwarding(layer, recorder.watched(layer)))
-        ids, past_length = torch.zeros(1, EXAMPLE_LENGTH).long(), torch.zeros(1).long()
-        caches = [torch.zeros(shape) for shape in geometry.cache_shapes()]
+        ids, past_length, caches = example(geometry, torch.device("cpu"))
         with recorder:
             _, *after = run(ids, past_length, caches)
     blocks = recorder.blocks

@@ -22,10 +22,7 @@ _CLOSE = 1e-6
 
 
 def swap(model: nn.Module, context_length: int, stack: contextlib.ExitStack) -> None:
-    """Swap the rotary tables, and the function that applies them where it is a usual one.
-
-    What swaps them back goes onto the stack.
-    """
+    """Swap rotary tables, and usual functions that apply them, until the stack is closed."""
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             code = sys.modules[type(child).__module__]

@@ -57,15 +57,9 @@ class Traceable(torch.nn.Module):
 def observe(model: torch.nn.Module, geometry: Geometry) -> list[Layer]:
     """What each attention call of the model does, in their order."""
     whole = Traceable(model, geometry.context_length, "none", [])
-    try:
-        with quiet(), registered(model):
-            whole(*_example(geometry, next(model.parameters()).device))
-    except SpecEdgeError:
-        raise
-    except Exception as error:
-        raise ExportError(
-            f"{model.config.model_type} models cannot be run for tracing ({private.trouble(error)})"
-        ) from error
+    what = f"{model.config.model_type} models cannot be run for tracing"
+    with private.tried(ExportError, what), quiet(), registered(model):
+        whole(*example(geometry, next(model.parameters()).device))
     if len(whole.layers) < len(geometry.layers):
         raise ExportError(
             f"{len(whole.layers)} of its {len(geometry.layers)} layers attend through "
@@ -98,7 +92,7 @@ def translated(whole: Traceable, geometry: Geometry) -> torch.onnx.ONNXProgram:
     names = geometry.cache_names()
     program = torch.onnx.export(
         whole,
-        _example(geometry, torch.device("cpu")),
+        example(geometry, torch.device("cpu")),
         input_names=["input_ids", "past_length", *names],
         output_names=["logits", *(n.replace("past_key_values", "present") for n in names)],
         dynamic_shapes=({1: torch.export.Dim("T", min=1)}, None, [None] * len(names)),
@@ -111,9 +105,10 @@ def translated(whole: Traceable, geometry: Geometry) -> torch.onnx.ONNXProgram:
     return program
 
 
-def _example(
+def example(
     geometry: Geometry, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Arguments of a pass with an empty cache: ids, past_length and caches."""
     return (
         torch.zeros(1, EXAMPLE_LENGTH, dtype=torch.long, device=device),
         torch.zeros(1, dtype=torch.long, device=device),
