@@ -134,8 +134,8 @@ def _write(
         )  # fmt: skip
         models += exported
         hashed[exported[0].weights] = weights
-    columns = [model.padded_vocab_size for model in models]
-    sizes = pair.vocab_sizes(text.num_tokens, columns[0], columns[1], progress)
+    ours, theirs = (model.padded_vocab_size for model in models)
+    sizes = pair.vocab_sizes(text.num_tokens, ours, theirs, progress)
     models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     bundle = Bundle(

@@ -40,7 +40,7 @@ def explained(
     after: str = "",
     *,
     of: tuple[type[Exception], ...] = (Exception,),
-    said: Callable[[BaseException], str] | None = None,
+    said: Callable[[Exception], str] | None = None,
 ) -> Iterator[None]:
     """Turn other libraries' errors into ours, which say in one line what went wrong in them."""
     try:

@@ -94,7 +94,7 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         config=config,
         raw=raw,
         tokenizer=tokenizer,
-        generation=folders.json_object(role, name, folder / "generation_config.json"),
+        generation=folders.json_object(where, folder / "generation_config.json"),
         weights=weights,
         remote=remote,
         adapter=found,
@@ -112,7 +112,7 @@ def _read(
     """The config, that of its text part, the tokenizer, and the config as it is in its file."""
     where = f"{role} {name}"
     if not weights[0].endswith(".gguf"):
-        raw = folders.json_object(role, name, folder / "config.json")
+        raw = folders.json_object(where, folder / "config.json")
         config = _load_config(role, name, folder, raw, files)
         if remote is not None:
             remote.growth = quantised.growth(raw)

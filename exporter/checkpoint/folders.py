@@ -69,7 +69,7 @@ def check(role: str, name: str, folder: Path, files: set[str]) -> None:
 def original(role: str, name: str, folder: Path) -> str | None:
     """The checkpoint that this one says it was made from."""
     base = licences.front_matter(folder).get("base_model")
-    config = json_object(role, name, folder / "config.json")
+    config = json_object(f"{role} {name}", folder / "config.json")
     base = base[0] if isinstance(base, list) and base else base
     for origin in (base, config.get("_name_or_path")):
         own = isinstance(origin, str) and Path(origin).absolute() == folder.absolute()
@@ -78,18 +78,16 @@ def original(role: str, name: str, folder: Path) -> str | None:
     return None
 
 
-def json_object(role: str, name: str, path: Path) -> dict[str, Any]:
+def json_object(where: str, path: Path) -> dict[str, Any]:
     """A file's JSON object; an empty one where there is no file. Raises CheckpointError."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"{role} {name}: {path.name} cannot be read: {one_line(error)}"
-        ) from error
+        raise CheckpointError(f"{where}: {path.name} cannot be read: {one_line(error)}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{role} {name}: {path.name} is not a JSON object")
+        raise CheckpointError(f"{where}: {path.name} is not a JSON object")
     return value
 
 

@@ -6,7 +6,7 @@ import contextlib
 import errno
 import glob
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from huggingface_hub import constants, errors
 from specedge.errors import CheckpointError, SpecEdgeError
 
 from ..progress import Progress
-from ..quiet import one_line, quiet
+from ..quiet import explained, one_line, quiet
 from . import downloads
 from .licences import wanted
 
@@ -187,17 +187,13 @@ def _refusal(role: str, name: str, revision: str | None, error: Exception) -> st
     return None
 
 
-@contextlib.contextmanager
-def _told(snapshot: Snapshot, file: str) -> Iterator[None]:
+def _told(snapshot: Snapshot, file: str) -> contextlib.AbstractContextManager[None]:
     """Say in one line why a file cannot be downloaded."""
-    try:
-        yield
-    except SpecEdgeError:
-        raise
-    except Exception as error:
-        reason = _refusal(snapshot.role, snapshot.name, snapshot.revision, error)
-        raise CheckpointError(
-            reason
-            or f"{snapshot.role} {snapshot.name}: {file} cannot be downloaded "
+
+    def said(error: Exception) -> str:
+        return _refusal(snapshot.role, snapshot.name, snapshot.revision, error) or (
+            f"{snapshot.role} {snapshot.name}: {file} cannot be downloaded "
             f"({one_line(error)}); run the export again to go on where it stopped"
-        ) from error
+        )
+
+    return explained(CheckpointError, "", said=said)

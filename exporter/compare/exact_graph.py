@@ -121,10 +121,9 @@ def seen(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Array | None]
         visible = inputs[mask] if len(inputs) > mask else None
         if visible is None or visible.shape[-1] == 1:
             return inputs
-        columns = (visible if visible.dtype == bool else visible != -np.inf).reshape(
-            -1, visible.shape[-1]
-        )
-        end = int(np.flatnonzero(columns.any(0)).max(initial=0)) + 1
+        shown = visible if visible.dtype == bool else visible != -np.inf
+        columns = shown.reshape(-1, shown.shape[-1]).any(0)
+        end = int(np.flatnonzero(columns).max(initial=0)) + 1
     else:
         keys, values, mask = 3, 4, 10
         last = inputs[5]

@@ -16,26 +16,15 @@ from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 
 def spell_out(model: ir.Model) -> None:
     """Replace every Sigmoid node in place; x * sigmoid(y) becomes x / (1 + exp(-y))."""
-    rules = [RewriteRule(_gated, _divided), RewriteRule(_alone, _reciprocal)]
+    rules = [
+        RewriteRule(
+            lambda op, x, y: op.Mul(x, op.Sigmoid(y)), lambda op, x, y: op.Div(x, _divisor(op, y))
+        ),
+        RewriteRule(lambda op, y: op.Sigmoid(y), lambda op, y: op.Reciprocal(_divisor(op, y))),
+    ]
     RewriteRuleSet(rules, commute=True).apply_to_model(model)
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     DeduplicateInitializersPass(size_limit=1)(model)
-
-
-def _gated(op: Any, x: Any, y: Any) -> Any:
-    return op.Mul(x, op.Sigmoid(y))
-
-
-def _divided(op: Any, x: Any, y: Any) -> Any:
-    return op.Div(x, _divisor(op, y))
-
-
-def _alone(op: Any, y: Any) -> Any:
-    return op.Sigmoid(y)
-
-
-def _reciprocal(op: Any, y: Any) -> Any:
-    return op.Reciprocal(_divisor(op, y))
 
 
 def _divisor(op: Any, y: Any) -> Any:

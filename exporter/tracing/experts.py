@@ -178,8 +178,10 @@ def _sparse(
 ) -> torch.Tensor:
     """One MoE node over every row twice; weights, none below 0, are logits that it normalises."""
     logits = torch.log(routing)
-    inputs = [torch.stack((rows, rows)), torch.cat((logits, logits)), first.flatten(1, 2)]
-    inputs += [None, last] if biases is None else [biases[0].flatten(1), last, biases[1]]
+    twice = torch.stack((rows, rows)), torch.cat((logits, logits))
+    matrices: tuple[torch.Tensor | None, ...] = (first.flatten(1, 2), None, last)
+    if biases is not None:
+        matrices = (first.flatten(1, 2), biases[0].flatten(1), last, biases[1])
     attributes = {
         "k": k, "activation_type": "swiglu", "swiglu_fusion": 1, "activation_alpha": kind.alpha,
         "activation_beta": kind.beta, "normalize_routing_weights": 1,
@@ -188,7 +190,7 @@ def _sparse(
         attributes["swiglu_limit"] = kind.limit
     output = torch.onnx.ops.symbolic(
         "com.microsoft::MoE",
-        inputs,
+        (*twice, *matrices),
         attrs=attributes,
         dtype=rows.dtype,
         shape=(2, *rows.shape),
