@@ -79,11 +79,7 @@ def export_model(
         loaded = loading.load(checkpoint, progress)
     sources = [checkpoint.source]
     with tracing.refusal(checkpoint):
-        if fix_rotary(loaded.model, context_length):
-            progress.note(
-                f"{role}: its rotary factors are those of texts of {context_length} tokens at "
-                "every position; a smaller --max-length may choose others"
-            )
+        _note_rotary(role, loaded, context_length, progress)
         parts = [
             measured(role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress)
         ]
@@ -99,13 +95,9 @@ def export_model(
         del loaded
         gc.collect()
         reports = [
-            _each(part, wanted, partial(_compare, part, found, tolerance))
+            _compared(part, wanted, found, tolerance)
             for part, wanted, found in zip(parts, written, references, strict=True)
         ]
-    for part, report in zip(parts, reports, strict=True):
-        for ops in {*OPS} - report.keys():
-            for length in part.lengths:
-                (folder / length.file(ops)).unlink(missing_ok=True)
     experts = [found[0].num_experts for found in references]
     kinds = [checkpoint.kind] * len(parts)
     return list(map(_described, parts, sources, kinds, sizes, experts, reports)), file
@@ -231,6 +223,25 @@ def _references(part: ModelExport) -> list[Reference]:
         return reference.references(
             part.role, part.model, part.loaded.sources, part.shape, part.num_tokens, advance
         )
+
+
+def _note_rotary(role: str, loaded: Loaded, context_length: int, progress: Progress) -> None:
+    if fix_rotary(loaded.model, context_length):
+        progress.note(
+            f"{role}: its rotary factors are those of texts of {context_length} tokens at "
+            "every position; a smaller --max-length may choose others"
+        )
+
+
+def _compared(
+    part: ModelExport, written: list[str], references: list[Reference], tolerance: float | None
+) -> dict[str, Parity]:
+    """Compare each op set that was written; the files of others go."""
+    reports = _each(part, written, partial(_compare, part, references, tolerance))
+    for ops in {*OPS} - reports.keys():
+        for length in part.lengths:
+            (part.folder / length.file(ops)).unlink(missing_ok=True)
+    return reports
 
 
 def _compare(

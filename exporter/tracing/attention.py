@@ -152,16 +152,9 @@ def attention(
     logits, as ALiBi does.
     """
     now = current()
-    given = {name for name, value in options.items() if value is not None and value is not False}
-    if unknown := sorted(given - _HARMLESS):
-        raise ExportError(f"the model's attention has {unknown[0]}, which no graph can hold yet")
-    if attention_mask is None:
-        raise ExportError(
-            f"the model's attention does not take its mask from transformers ({private.versions()})"
-        )
+    _check(options, attention_mask, s_aux, softcap)
+    assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    if s_aux is not None and softcap:
-        raise ExportError("the model's attention has both sinks and a softcap")
     if now.ops == "none":
         now.layers.append(_observed(now, query, key, value, attention_mask))
         return query.new_zeros(len(query), query.shape[2], query.shape[1], value.shape[3]), None
@@ -178,6 +171,24 @@ def attention(
     else:
         output = _with_sinks(query * scale, key, value, attention_mask, s_aux)
     return output.transpose(1, 2)[:, :-1].contiguous(), None
+
+
+def _check(
+    options: dict[str, Any],
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    softcap: float | None,
+) -> None:
+    """Refuse what no graph can hold. Raises ExportError."""
+    given = {name for name, value in options.items() if value is not None and value is not False}
+    if unknown := sorted(given - _HARMLESS):
+        raise ExportError(f"the model's attention has {unknown[0]}, which no graph can hold yet")
+    if mask is None:
+        raise ExportError(
+            f"the model's attention does not take its mask from transformers ({private.versions()})"
+        )
+    if sinks is not None and softcap:
+        raise ExportError("the model's attention has both sinks and a softcap")
 
 
 def operator(
