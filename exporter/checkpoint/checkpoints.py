@@ -55,10 +55,7 @@ class Checkpoint:
 
 
 def find(role: str, name: str, revision: str | None, adapter: str | None = None) -> Checkpoint:
-    """Config and tokenizer of a folder, a GGUF file or a hub id, without its weights.
-
-    An `adapter`, which is a folder or a hub id, too, is merged into the weights that are loaded.
-    """
+    """Config and tokenizer of a folder, a GGUF file or a hub id, without its weights."""
     if not name:
         raise CheckpointError(f"the {role} has no name; give a checkpoint's folder or a hub id")
     where = f"{role} {name}"

@@ -26,10 +26,7 @@ FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def check(where: str, file: Path) -> None:
-    """Refuse a file whose model in float32 this machine's memory cannot hold. Raises SpecEdgeError.
-
-    The file may end after its header.
-    """
+    """Refuse a file whose float32 model this machine's memory cannot hold. Raises SpecEdgeError."""
     need, free = 4 * sum(_tensors(where, file).values()) + ROOM, memory().available
     if need > free:
         raise CheckpointError(

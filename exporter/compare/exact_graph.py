@@ -28,11 +28,7 @@ PIECE = 1 << 18  # numbers of a stored matrix that are widened at a time: what s
 
 
 class ExactGraph:
-    """One graph file, in float64: float32 stays what is computed from constants alone.
-
-    That is what a float32 model has, too: its tables and scalars are rounded, and exact arithmetic
-    with them is what its own float32 arithmetic approaches.
-    """
+    """One graph file, in float64: float32 stays what is computed from constants alone."""
 
     def __init__(self, path: Path) -> None:
         self._model = onnx.load(path, load_external_data=False)

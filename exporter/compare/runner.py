@@ -123,7 +123,6 @@ class Runner:
         First come those that go `through` all parts; the others skip those that are left out, and
         have the caches that are kept.
         """
-        num_through = len(through)
         actions = [*through, *actions]
         passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, Pass)}
         results: list[Any] = [_begun(action) for action in actions]
@@ -132,12 +131,13 @@ class Runner:
         with contextlib.closing(self._stages()) as stages:
             for number, stage in enumerate(stages):
                 left_out = self.left_out is not None and self.left_out.has(number)
-                for i in _order(actions[:num_through] if left_out else actions, bool(stage.caches)):
-                    action, shorter = actions[i], i >= num_through
+                for i in _order(through if left_out else actions, bool(stage.caches)):
+                    action, shorter = actions[i], i >= len(through)
                     if isinstance(action, Pass):
                         made = stage.run(action.name, action.packed, passes[i])
                         if self.left_out is not None and shorter:
-                            made |= self.left_out.substitutes(action.name, made)
+                            stands_for = self.left_out.names[action.name]
+                            made |= {name: made[x] for name, x in stands_for.items() if x in made}
                         passes[i] |= made
                         if (logits := passes[i].pop("logits", None)) is None:
                             continue

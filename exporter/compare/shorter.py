@@ -8,11 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypeVar
 
 from .partition import Split
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -26,10 +23,6 @@ class Shorter:
 
     def has(self, index: int) -> bool:
         return self.end <= index < self.start
-
-    def substitutes(self, file: str, made: Mapping[str, T]) -> dict[str, T]:
-        """What is made here, by the names of what stands for it."""
-        return {name: made[x] for name, x in self.names[file].items() if x in made}
 
 
 def shorten(splits: Mapping[str, Split]) -> Shorter | None:

@@ -106,11 +106,7 @@ class _Recorder(TorchDispatchMode):
 
 
 def find(model: nn.Module, geometry: Geometry, run: Forward) -> LikeLayers:
-    """See which layers of a model are alike in a pass of it. Raises UnlikeError.
-
-    `run` takes input_ids [B, T], past_length [B] and caches 2 * [B, H, S, D] a layer, and returns
-    logits and the caches after the pass.
-    """
+    """See which layers of a model are alike in a pass of its Traceable. Raises UnlikeError."""
     name, layers = _list_of(model, len(geometry.layers))
     recorder = _Recorder()
     with FakeTensorMode(allow_non_fake_inputs=True), contextlib.ExitStack() as stack:

@@ -189,7 +189,10 @@ def _blocks(graph: ir.Graph, like: LikeLayers) -> dict[int, _Block]:
     for place, (i, block) in enumerate(found.items()):
         block.caches = list(graph.inputs[2 + 2 * place : 4 + 2 * place])
         block.after = list(graph.outputs[1 + 2 * place : 3 + 2 * place])
-        block.weights = _weights(graph, like, i)
+        # Constants that a layer's code makes are the same in all.
+        names = {name: f"model.{like.name}.{i}.{name}" for name in like.tensors[i]}
+        known = graph.initializers
+        block.weights = {name: known[full] for name, full in names.items() if full in known}
         owner |= dict.fromkeys((*block.caches, *block.weights.values()), i)
     for node in graph:
         owners = {owner[x] for x in node.inputs if x in owner}
@@ -210,13 +213,6 @@ def _blocks(graph: ir.Graph, like: LikeLayers) -> dict[int, _Block]:
     if graph.outputs[0] in owner or any(owner.get(value) != i for value, i in ends):
         raise UnlikeError("an output is not of its layer")
     return found
-
-
-def _weights(graph: ir.Graph, like: LikeLayers, index: int) -> dict[str, ir.Value]:
-    """A layer's parameters and buffers; constants that its code makes are the same in all."""
-    names = {name: f"model.{like.name}.{index}.{name}" for name in like.tensors[index]}
-    known = graph.initializers
-    return {name: known[full] for name, full in names.items() if full in known}
 
 
 def _values(
