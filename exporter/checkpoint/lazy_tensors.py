@@ -30,7 +30,6 @@ _VIEWS = {
 }
 _SHAPES = {_aten.view.default, _aten._unsafe_view.default, _aten.reshape.default}
 _JOINS = {_aten.cat.default, _aten.stack.default}
-_COPIES = {_aten.clone.default}
 _origins = itertools.count(1)
 
 
@@ -73,7 +72,7 @@ class LazyTensor(torch.Tensor):
         kwargs = kwargs or {}
         if func is _aten._to_copy.default:
             return _retyped(args[0], kwargs.get("dtype"))
-        if func in _COPIES:
+        if func is _aten.clone.default:
             return _copied(args[0])
         if func in _JOINS:
             return _joined(func, args, kwargs)
@@ -81,7 +80,7 @@ class LazyTensor(torch.Tensor):
             return _viewed(func, args, kwargs)
         if func._schema.is_mutable and isinstance(args[0], LazyTensor):
             raise RuntimeError(f"{func} would write to a matrix of the checkpoint")
-        args, kwargs = tree_map_only(LazyTensor, _typed, (args, kwargs))
+        args, kwargs = tree_map_only(LazyTensor, lambda t: t.read().to(t.dtype), (args, kwargs))
         return func(*args, **kwargs)
 
 
@@ -105,10 +104,6 @@ def stored(tensor: LazyTensor) -> torch.Tensor:
 def _meta(tensor: torch.Tensor) -> torch.Tensor:
     base = torch.empty(0, dtype=tensor.dtype, device="meta")
     return base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-def _typed(tensor: LazyTensor) -> torch.Tensor:
-    return tensor.read().to(tensor.dtype)
 
 
 def _retyped(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:

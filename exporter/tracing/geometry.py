@@ -49,18 +49,13 @@ def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) 
     if not kept:
         recurrent = f": they are recurrent, with {_STATE}" if private.keeps_a_state(model) else ""
         raise ExportError(
-            f"{kind_of(model)} models keep no KV cache{recurrent}; "
+            f"{model.config.model_type} models keep no KV cache{recurrent}; "
             "specedge takes decoders with attention alone"
         )
-    layers = tuple(_layer(kind_of(model), i, layer) for i, layer in enumerate(kept))
+    layers = tuple(_layer(model.config.model_type, i, layer) for i, layer in enumerate(kept))
     _check_optimum(model, layers)
     capacity = -(-(context_length + num_draft_tokens + 2) // ALIGNMENT) * ALIGNMENT
     return Geometry(context_length, capacity, output.logits.shape[-1], layers)
-
-
-def kind_of(model: Any) -> str:
-    """The architecture, as transformers names it."""
-    return str(model.config.model_type)
 
 
 def _one_pass(model: torch.nn.Module) -> Any:
@@ -75,9 +70,11 @@ def _one_pass(model: torch.nn.Module) -> Any:
         raise
     except Exception as error:
         if private.keeps_a_state(model):
-            raise ExportError(f"{kind_of(model)} models are hybrid: they keep {_STATE}") from error
+            raise ExportError(
+                f"{model.config.model_type} models are hybrid: they keep {_STATE}"
+            ) from error
         raise ExportError(
-            f"{kind_of(model)} models cannot be run for tracing ({private.trouble(error)})"
+            f"{model.config.model_type} models cannot be run for tracing ({private.trouble(error)})"
         ) from error
 
 
@@ -102,7 +99,9 @@ def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> No
             ) from error
         raise ExportError(f"optimum cannot be imported ({private.trouble(error)})") from error
     try:
-        known = NormalizedConfigManager.get_normalized_config_class(kind_of(model))(model.config)
+        known = NormalizedConfigManager.get_normalized_config_class(model.config.model_type)(
+            model.config
+        )
         num_layers = known.num_layers
     except (KeyError, AttributeError):
         return
