@@ -28,7 +28,11 @@ PIECE = 1 << 18  # numbers of a stored matrix that are widened at a time: what s
 
 
 class ExactGraph:
-    """One graph file, in float64: float32 stays what is computed from constants alone."""
+    """One graph file, in float64: float32 stays what is computed from constants alone.
+
+    That is what a float32 model has, too: its tables and scalars are rounded, and exact arithmetic
+    with them is what its own float32 arithmetic approaches.
+    """
 
     def __init__(self, path: Path) -> None:
         self._model = onnx.load(path, load_external_data=False)
@@ -49,7 +53,9 @@ class ExactGraph:
     def run(
         self, given: Callable[[str], Array], watch: Watch = lambda node, inputs: None
     ) -> Iterator[tuple[str, Array]]:
-        """Each output's name and value in turn; `given` makes inputs, `watch` sees nodes."""
+        """Each output's name and value as soon as it is there; `given` makes inputs when asked, and
+        `watch` sees every node with its inputs.
+        """
         graph = self._model.graph
         outputs = {value.name for value in graph.output}
         inputs = {value.name for value in graph.input}
