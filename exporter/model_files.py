@@ -113,7 +113,10 @@ def measured(
     progress: Progress,
     prefix: str = "",
 ) -> ModelExport:
-    """Run the model to see what it keeps and what each of its layers does."""
+    """Run the model to see what it keeps and what each of its layers does.
+
+    `prefix` is what its files begin with where another model has the same folder.
+    """
     unread = loaded.sources.reading(loaded.model, only_shapes=True)
     with progress.step(f"Loading the {role}"), unread:
         shape = geometry.measure(loaded.model, context_length, num_draft_tokens)

@@ -50,11 +50,12 @@ def bounded(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[None]:
 
 
 def _watch(limit: int, pause: float, done: threading.Event) -> None:
-    """Let go of the pages of all large mapped files that nobody has written to."""
+    """Above the limit, let go of the pages of all large mapped files that nobody has written to."""
     libc = ctypes.CDLL(None)
     while not done.wait(pause):
-        for start, end in _untouched() if _mapped() > limit else ():
-            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
+        if _mapped() > limit:
+            for start, end in _untouched():
+                libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
 
 
 def _mapped() -> int:

@@ -94,11 +94,12 @@ def stats_of(
         drafted.update(one.sources)
         tested.update(one.sources[: one.num_accepted + 1])
         accepted.update(one.sources[: one.num_accepted])
-    positions = range(max([num_draft_tokens, *(one.num_drafted for one in rounds)]))
-    reached = [[one for one in rounds if i < one.num_drafted] for i in positions]
-    tested_by_position = [sum(i <= one.num_accepted for one in reached[i]) for i in positions]
-    accepted_by_position = [sum(i < one.num_accepted for one in reached[i]) for i in positions]
-    times: dict[str, Any] = {f"{part}_seconds": seconds.get(part, 0.0) for part in PARTS}
+    most = max([num_draft_tokens, *(one.num_drafted for one in rounds)])
+    tested_of = Counter(min(one.num_accepted + 1, one.num_drafted) for one in rounds)
+    accepted_of = Counter(one.num_accepted for one in rounds)
+    tested_by_position = [_above(tested_of, i) for i in range(most)]
+    accepted_by_position = [_above(accepted_of, i) for i in range(most)]
+    times: dict[str, Any] = {f"{part}_seconds": seconds[part] for part in PARTS}
     return Stats(
         num_rounds=len(rounds),
         num_drafted=sum(one.num_drafted for one in rounds),
@@ -112,6 +113,11 @@ def stats_of(
         **times,
         **counts,
     )
+
+
+def _above(counts: Counter[int], number: int) -> int:
+    """How many of what is counted are larger than a number."""
+    return sum(count for each, count in counts.items() if each > number)
 
 
 def _ratio(part: float, whole: float) -> float | None:

@@ -93,6 +93,26 @@ def test_a_drafter_of_ones_own(pipeline):
     assert sorted(mine.lengths) == mine.lengths
 
 
+def test_a_drafter_of_ones_own_is_planned_too_and_changes_no_token(pipeline):
+    plain = pipeline.generate(PROMPT, 60, num_draft_tokens=0, ignore_eos=True)
+    text = [*pipeline.tokenizer.encode(PROMPT).ids, *plain.tokens]
+
+    class Knowing:
+        name = "model"
+
+        def propose(self, history, max_tokens, sampling, uniforms):
+            at = len(history.tokens)
+            known = [token if (at + i) % 4 else 5 for i, token in enumerate(text[at:])]
+            return Draft(known[:max_tokens])
+
+        def truncate(self, length):
+            pass
+
+    made = pipeline.generate(PROMPT, 60, drafter=Knowing(), ignore_eos=True)
+    assert made.tokens == plain.tokens
+    assert 0 < made.stats.num_accepted < made.stats.num_drafted
+
+
 def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
     class Wrong:
         name = "wrong"

@@ -39,6 +39,10 @@ def test_tune_prints_costs_and_what_the_draft_would_gain_and_remembers_them():
 
 
 @pytest.mark.slow
+def test_explain_names_no_drafter_that_the_request_has_not():
+    assert "model" not in run("generate", PROMPT, "--drafter", "lookup", "--explain").stderr
+
+
 def test_tune_prints_json():
     found = json.loads(run("tune", "--json").stdout)
     assert found["origin"] == "tune"

@@ -55,7 +55,10 @@ class Checkpoint:
 
 
 def find(role: str, name: str, revision: str | None, adapter: str | None = None) -> Checkpoint:
-    """Config and tokenizer of a folder, a GGUF file or a hub id, without its weights."""
+    """Config and tokenizer of a folder, a GGUF file or a hub id, without its weights.
+
+    An `adapter`, a folder or a hub id, too, is merged into the weights when they are loaded.
+    """
     if not name:
         raise CheckpointError(f"the {role} has no name; give a checkpoint's folder or a hub id")
     where = f"{role} {name}"

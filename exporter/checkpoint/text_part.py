@@ -53,7 +53,10 @@ def of(where: str, config: Any) -> Any:
 
 
 def named(published: Any, config: Any, tensors: dict[str, T]) -> dict[str, T]:
-    """A checkpoint's tensors under the names of its text decoder, without those of other parts."""
+    """A checkpoint's tensors under the names of its text decoder, without those of other parts.
+
+    `published` is the checkpoint's own config, `config` that of its text decoder.
+    """
     if config is published:
         return tensors
     places = _places(published, config)

@@ -180,7 +180,7 @@ def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> C
     return actions, decide
 
 
-def file(runner: Runner, length: Length, part: Reference, differing: list[str]) -> Check:
+def file(length: Length, part: Reference, differing: list[str]) -> Check:
     """A fixed-shape file that found no room in a stretch, beside the file for any length."""
     assert length.length is not None
     size = length.length

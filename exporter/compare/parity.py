@@ -83,7 +83,7 @@ def _run(
     alone = [length for length in runner.lengths.values() if length.length is not None]
     ways += [checks.stretch(runner, part, judge, alone, differing) for part in parts]
     ways.append(checks.independence(runner, parts[0].tokens, held))
-    ways += [checks.file(runner, length, parts[0], differing) for length in alone]
+    ways += [checks.file(length, parts[0], differing) for length in alone]
     # All at once, because a model in parts is loaded for each run.
     each, once = ([a for actions, _ in c for a in actions] for c in (ways, through))
     results = iter(runner.run(each, advance, once))

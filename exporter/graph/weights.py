@@ -261,6 +261,8 @@ def _stored(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) -> ir.V
         return value
     wide = insert(graph[0], "Cast", [value], f"{value.name}.float32", value, to=ir.DataType.FLOAT)
     value.replace_all_uses_with(wide)
-    graph[0].replace_input_with(0, value)  # the Cast alone reads the file
+    cast = wide.producer()
+    assert cast is not None
+    cast.replace_input_with(0, value)  # it alone reads the file
     value.const_value, value.dtype = tensor, tensor.dtype
     return wide

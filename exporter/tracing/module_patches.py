@@ -76,8 +76,9 @@ class _RmsNorm(nn.Module):
 def _norm(module: nn.Module) -> nn.Module | None:
     """Any module that is an RMS norm with its weight, or with one plus its weight (gemma)."""
     parameters = dict(module.named_parameters())
-    epsilon = getattr(module, "variance_epsilon", getattr(module, "eps", None))
-    if list(parameters) != ["weight"] or module.weight.ndim != 1 or not isinstance(epsilon, float):
+    values = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
+    epsilon = next((value for value in values if isinstance(value, float)), None)
+    if list(parameters) != ["weight"] or module.weight.ndim != 1 or epsilon is None:
         return None
     size = module.weight.shape
     x = torch.randn(4, *size, generator=torch.Generator().manual_seed(0))

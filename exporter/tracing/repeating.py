@@ -73,7 +73,7 @@ def _only(model: nn.Module, like: LikeLayers) -> Iterator[None]:
     assert isinstance(found, nn.ModuleList)
 
     def handed_on(*args: Any, **kwargs: Any) -> Any:
-        hidden = dict([*enumerate(args), *kwargs.items()])[like.hidden]
+        hidden = args[like.hidden] if isinstance(like.hidden, int) else kwargs[like.hidden]
         return hidden if like.rest is None else (hidden, *like.rest)
 
     with contextlib.ExitStack() as stack:

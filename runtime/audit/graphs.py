@@ -30,8 +30,11 @@ Open = Callable[[Model, str, str], OrtModel]
 Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
 
 _ERRORS = (
-    *("structure_error", "logits_error", "cache_error"),
-    *("float32_logits_error", "float32_cache_error"),
+    "structure_error",
+    "logits_error",
+    "cache_error",
+    "float32_logits_error",
+    "float32_cache_error",
 )
 
 

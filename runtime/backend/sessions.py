@@ -63,9 +63,10 @@ class Device:
             raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{self.name}'")
         if self.threads is not None:
             try:
-                whole("threads", self.threads, 1, max(os.cpu_count() or 1, 1))
+                threads = whole("threads", self.threads, 1, max(os.cpu_count() or 1, 1))
             except ValueError as error:
                 raise DeviceError(f"{error}; there is no use in more threads than cores") from error
+            object.__setattr__(self, "threads", threads)
 
     def open(self, path: Path) -> Any:
         """A session for one graph. MemoryError where ONNX Runtime has not enough of it."""
@@ -141,12 +142,15 @@ def _make_pool(ort: Any, threads: int | None) -> None:
             try:
                 ort.set_global_thread_pool_sizes(threads or 0, 1)
                 _pool_threads.append(threads)
-            except Exception:  # the app has made it
-                _pool_threads.append(None)
-        if threads is not None and threads != _pool_threads[0]:
+            except Exception as error:
+                if not _is_of_onnxruntime(error):
+                    raise
+                _pool_threads.append(None)  # the app has made it
+        if threads is not None and threads != (made := _pool_threads[0]):
             raise DeviceError(
                 f"cannot use threads={threads}: this process already has ONNX Runtime's shared "
-                "thread pool; leave threads out, or use a new process"
+                f"thread pool{f', of {made}' if made else ''}; leave threads out, or use a new "
+                "process"
             )
 
 

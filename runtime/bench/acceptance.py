@@ -45,12 +45,12 @@ def acceptances(
     history = History(prompt)
     found = []
     for token, target, draft in zip(text, targets, drafts, strict=False):
-        found.append(_stands(target, draft, sampling, history))
+        found.append(_chances(target, draft, sampling, history))
         history.extend([token])
     return found
 
 
-def _stands(target: Floats, draft: Floats, sampling: Sampling, history: History) -> float:
+def _chances(target: Floats, draft: Floats, sampling: Sampling, history: History) -> float:
     size = len(target)
     try:
         if sampling.greedy:

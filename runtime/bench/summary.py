@@ -18,7 +18,13 @@ from ..theory.formulas import run_speedup
 from ..theory.formulas import speedup as theory_speedup
 from .measure import PLAIN_SETTING, Measured, Prompt, Run, Setting
 from .predictions import known_chances, predicted_speedup
-from .totals import draft_seconds, host_seconds, overall_speedup, total_of, verify_seconds
+from .totals import (
+    host_seconds_a_round,
+    overall_speedup,
+    seconds_a_draft_pass,
+    seconds_a_target_pass,
+    total_of,
+)
 
 
 @dataclass(frozen=True)
@@ -154,10 +160,10 @@ def _figures(
     low, middle, high = (float(q) for q in np.quantile(ratios, (0.25, 0.5, 0.75)))
     per_round = total.num_new_tokens / total.num_rounds
     k = setting.num_draft_tokens
-    unit, draft = verify_seconds(base), draft_seconds(total)
+    unit, draft = seconds_a_target_pass(base), seconds_a_draft_pass(total)
     c = None if draft is None else draft / unit
-    v, o = verify_seconds(total) / unit, host_seconds(total) / unit
-    plain_round = 1 + host_seconds(base) / unit
+    v, o = seconds_a_target_pass(total) / unit, host_seconds_a_round(total) / unit
+    plain_round = 1 + host_seconds_a_round(base) / unit
     drafting = 0.0 if c is None else c * total.num_draft_passes / total.num_rounds
     by_position = per_round * plain_round / (drafting + v + o)
     predicted, out_measured = held_out or (None, None)
@@ -264,9 +270,9 @@ def _held_out(
 
 def _run_costs(known: Stats, base: Stats, k: int) -> Costs:
     """Costs by what the runs of one K took; rounds of fewer tokens lie between it and plain."""
-    none, most = (verify_seconds(one) + host_seconds(one) for one in (base, known))
+    none, most = (seconds_a_target_pass(one) + host_seconds_a_round(one) for one in (base, known))
     rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
-    draft = draft_seconds(known) or 0.0
+    draft = seconds_a_draft_pass(known) or 0.0
     return Costs(rounds, [draft * i for i in range(k + 1)], 0.0, 0.0)
 
 

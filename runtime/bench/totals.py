@@ -20,7 +20,8 @@ _SECONDS = ("draft_seconds", "verify_seconds", "sampling_seconds")
 def total_of(runs: Sequence[Run]) -> Stats:
     """Of each prompt the median seconds of its runs, and the counts of one: they are all alike.
 
-    What deciding near-ties took is among the other seconds.
+    What deciding near-ties took is among the other seconds. Of reading prompts, of noise and of the
+    tokens of each drafter it says nothing.
     """
     by_prompt: dict[int, list[Stats]] = defaultdict(list)
     for run in runs:
@@ -45,17 +46,17 @@ def _added(some: Sequence[int], more: Sequence[int]) -> list[int]:
     return [one + other for one, other in zip_longest(some, more, fillvalue=0)]
 
 
-def host_seconds(stats: Stats) -> float:
-    """Seconds of a round outside the graphs, but for deciding near-ties."""
+def host_seconds_a_round(stats: Stats) -> float:
+    """Outside the graphs; of totals with deciding near-ties."""
     return (stats.sampling_seconds + stats.other_seconds) / stats.num_rounds
 
 
-def verify_seconds(stats: Stats) -> float:
+def seconds_a_target_pass(stats: Stats) -> float:
     """Seconds of a pass of the target."""
     return stats.verify_seconds / stats.num_target_passes
 
 
-def draft_seconds(stats: Stats) -> float | None:
+def seconds_a_draft_pass(stats: Stats) -> float | None:
     """Seconds of a pass of the draft, None without one."""
     return stats.draft_seconds / stats.num_draft_passes if stats.num_draft_passes else None
 

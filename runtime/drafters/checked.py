@@ -15,7 +15,7 @@ from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 
 
-@dataclass
+@dataclass(eq=False)
 class Checked:
     """Checks its drafts, else a slip in it would change the distribution. Raises DrafterError."""
 

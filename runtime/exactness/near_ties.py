@@ -6,7 +6,7 @@ up to a `noise`; then two tokens closer than twice that are a near-tie.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -25,7 +25,7 @@ _NO_UNIFORMS = np.zeros(0)
 Scored = tuple[int, float]  # a token and its logit
 
 
-@dataclass
+@dataclass(eq=False)
 class Referee:
     """Judges greedy drafts of one request on a device whose wider passes are noisy.
 
@@ -37,7 +37,8 @@ class Referee:
     target: LanguageModel
     noise: float
     exact: bool
-    _num_plain: int = 0  # rows of the cache that plain decoding would have written
+    # Rows of the cache that plain decoding would have written.
+    _num_plain: int = field(default=0, init=False)
 
     def begin(self, num_rows: int) -> None:
         self._num_plain = num_rows

@@ -18,7 +18,7 @@ from .timing import Stopwatch
 from .verify import Draft, verify
 
 
-@dataclass
+@dataclass(eq=False)
 class SpeculativeDecoder:
     """Generates with the target's distribution at fewer target passes.
 

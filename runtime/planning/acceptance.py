@@ -5,7 +5,7 @@ from __future__ import annotations
 PRIOR = 0.2  # of a drafter that nothing is known of: a few tokens of it are tried
 TUNED_TESTS = 32.0  # what `specedge tune` measured counts as so many tests,
 GUESSED_TESTS = 4.0  # and what else is expected as so many
-MEMORY = 0.99  # what a test leaves of those before it: half after 69
+MEMORY = 0.97  # what a test leaves of those before it: half after 23
 
 
 class Acceptance:

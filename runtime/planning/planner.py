@@ -114,7 +114,8 @@ class Planner:
 
     def _best(self, offer: Offer, costs: Costs) -> Choice | None:
         """An offer's best K above 0 that the request can afford; None if it has none."""
-        copied, drafted = (self.known(name).rate for name in (offer.source, MODEL))
+        copied = self.known(offer.source).rate if offer.ready else 0.0
+        drafted = self.known(MODEL).rate if offer.room else 0.0
         stake = STAKE * costs.plain
         spare = stake + self.gained + self._reading
         rounds = [

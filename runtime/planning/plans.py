@@ -22,7 +22,8 @@ from .planner import Planner
 
 PLANNED = (MODEL, LOOKUP, CHAIN)  # whose costs are known
 _CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
-LONGEST_REST = 7  # rounds that are not planned anew where planned ones were plain
+LONGEST_REST = 7  # rounds that are not planned anew where planned ones were plain,
+ATTENTIVE = 2  # more than so many in a row
 
 
 def plan_of(
@@ -87,7 +88,7 @@ class Auto:
         else:
             choice = self.planner.choose(self._offers(history), history.length - 1)
             self._quiet = self._quiet + 1 if choice.kind == Kind.PLAIN else 0
-            self._rest = min(max(0, self._quiet - 2), LONGEST_REST)
+            self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)

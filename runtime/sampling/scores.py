@@ -1,7 +1,7 @@
 """The logits of a pass, asked for by what is needed of them.
 
-A device that keeps the rest to itself has classes derived from these, which hold arrays of the
-host. T rows, V vocabulary entries.
+These hold arrays in the host's memory; a device that keeps the rest to itself derives classes of
+its own from them. T rows, V vocabulary entries.
 """
 
 from __future__ import annotations

@@ -40,6 +40,7 @@ class SpecialTokens:
         self._tokenizer, self._unknown = tokenizer, _unknown(tokenizer)
         added = tokenizer.get_added_tokens_decoder()
         self._tokens = {token: each for token, each in added.items() if each.special}
+        self._names = {token: each.content for token, each in self._tokens.items()}
 
     def encode_text(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The tokens of a text, where nothing controls but what the tokenizer puts around it.
@@ -83,7 +84,7 @@ class SpecialTokens:
 
         Unknown text, which becomes a special token too, spells none.
         """
-        name = {token: each.content for token, each in self._tokens.items()}
+        name = self._names
         if name.keys().isdisjoint(encoded.ids):
             return []
         rows = zip(encoded.ids, encoded.offsets, encoded.special_tokens_mask, strict=True)

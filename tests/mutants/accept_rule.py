@@ -44,7 +44,7 @@ ACCEPT_RULE = [
         JOINT,
     ),
     Mutant(
-        "draft-law-of-another-row",
+        "draft-distribution-of-another-row",
         "the ratio takes d of the draft position before",
         "",
         VERIFY,
@@ -110,7 +110,7 @@ ACCEPT_RULE = [
         "tests/runtime/drafters/test_drafters.py::test_every_string_has_exactly_the_targets_joint_probability",
     ),
     Mutant(
-        "argmax-draft-with-softmax-law",
+        "argmax-draft-with-softmax-distribution",
         "the draft's token is its likeliest, the ratio takes its softmax",
         "jaymody/speculative-sampling until 2023, toyllm's first version",
         VERIFY,
@@ -119,7 +119,7 @@ ACCEPT_RULE = [
         JOINT,
     ),
     Mutant(
-        "draft-law-before-filters",
+        "draft-distribution-before-filters",
         "d is the draft's distribution before top-k and top-p",
         "",
         VERIFY,

@@ -145,7 +145,7 @@ def test_no_row_of_a_cache_survives_from_an_earlier_run(pipeline, drafter, monke
         assert by_draft >= (len(prompt.tokens) if passes else 0)
 
 
-def test_a_draft_that_is_the_target_stands_everywhere(self_draft):
+def test_a_draft_that_is_the_target_is_accepted_everywhere(self_draft):
     prompt = self_draft.tokenizer.encode("def read(path):").ids
     text = self_draft.generate(prompt, 40, num_draft_tokens=0, ignore_eos=True).tokens
     for sampling in (Sampling(), Sampling(temperature=0.8, top_k=20)):

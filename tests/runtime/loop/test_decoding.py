@@ -152,7 +152,7 @@ def test_no_pass_reaches_past_the_last_token_asked_for():
 
 def test_stats_count_tested_and_accepted_by_position():
     rounds = [decoding.Round([0] * (accepted + 1), 3, accepted) for accepted in (3, 1, 0)]
-    stats = stats_of(rounds, 3, {}, num_new_tokens=7)
+    stats = stats_of(rounds, 3, Stopwatch().seconds, num_new_tokens=7)
     assert (stats.num_new_tokens, stats.num_drafted) == (7, 9)
     assert stats.tested_by_position == [3, 2, 1]
     assert stats.accepted_by_position == [2, 1, 1]

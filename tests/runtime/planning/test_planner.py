@@ -199,7 +199,7 @@ def test_a_rate_begins_at_what_is_expected_and_old_tests_fade():
     for _ in range(100):
         known.record(4, 4)
     assert known.rate > 0.99
-    for _ in range(69):
+    for _ in range(23):
         known.record(0, 1)
     assert 0.45 < known.rate < 0.55
 

@@ -94,7 +94,7 @@ def test_the_lenient_distribution_is_what_the_accept_rule_gives_with_lenient_uni
 
 
 @given(distributions(5), distributions(5))
-def test_a_draft_token_stands_as_often_as_the_distributions_overlap(target, draft):
+def test_a_draft_token_is_accepted_as_often_as_the_distributions_overlap(target, draft):
     overlap = acceptance_probability(target, draft)
     assert overlap == pytest.approx(np.minimum(target, draft).sum())
     assert overlap == pytest.approx(1 - total_variation(target, draft))
