@@ -5,8 +5,8 @@
 Two processes on one machine may differ by more than two planners do. So both run in this one,
 request by request in turn, beside plain decoding and fixed settings. Seconds are the processor's,
 all threads together: take one thread. Figures are ratios of all requests together, with a 95%
-interval. The other planning room runs on this checkout's drafters, so it must be of a commit that fits
-them. Development only.
+interval. The other planning room runs on this checkout's drafters, so it must be of a commit that
+fits them. Development only.
 """
 
 from __future__ import annotations
