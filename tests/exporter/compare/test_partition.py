@@ -7,7 +7,7 @@ import pytest
 from comparing import measure, model_of, traced
 from specedge.errors import ParityError
 from specedge.exporter.checkpoint.lazy_weights import Sources
-from specedge.exporter.compare import parity, reference, runner
+from specedge.exporter.compare import parity, reference
 from specedge.exporter.compare.runner import Fill, Pass, Rows, Runner
 from specedge.exporter.graph import graphs
 from specedge.exporter.tracing import geometry
@@ -44,7 +44,7 @@ def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts
     )
     folder, lengths = bundle.folder / "target", graphs.lengths(4, model.context_length)
     split = Runner(folder, lengths, shape)
-    monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)
+    monkeypatch.setattr("specedge.exporter.compare.runner.WHOLE_BYTES", 1 << 40)
     whole = Runner(folder, lengths, shape)
     zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
     actions = [Fill(zeros.__getitem__), Rows(0, 9)]
