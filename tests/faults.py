@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
+from specedge.exporter.graph.nodes import constant, insert
+
 DIFFERS = (
     r"^target: (logits|(present\.\d+\.|Attention|Group)\S* (\S+ )?head \d+) at position \d+ differs"
 )
@@ -28,14 +30,6 @@ def set_attribute(node: ir.Node, name: str, change: Callable[[Any], Any]) -> Non
     node.attributes[name] = kind(name, change(attribute.value))
 
 
-def constant(graph: ir.Graph, name: str, array: np.ndarray) -> ir.Value:
-    tensor = ir.tensor(array, name=name)
-    kind = ir.TensorType(tensor.dtype)
-    value = ir.Value(name=name, shape=tensor.shape, type=kind, const_value=tensor)
-    graph.register_initializer(value)
-    return value
-
-
 def insert_before(
     graph: ir.Graph,
     node: ir.Node,
@@ -45,12 +39,11 @@ def insert_before(
     **attributes: Any,
 ) -> None:
     """Put an operator with a constant between a node and one of its inputs."""
-    name = f"{node.name}.fault"
-    new = ir.node(op_type, [node.inputs[index], constant(graph, name, array)], attributes)
-    new.outputs[0].name = f"{name}.output"
-    new.outputs[0].type, new.outputs[0].shape = node.inputs[index].type, node.inputs[index].shape
-    graph.insert_before(node, new)
-    node.replace_input_with(index, new.outputs[0])
+    name, source = f"{node.name}.fault", node.inputs[index]
+    inputs = [source, constant(graph, array, name)]
+    node.replace_input_with(
+        index, insert(node, op_type, inputs, f"{name}.output", source, **attributes)
+    )
 
 
 def add_before(graph: ir.Graph, node: ir.Node, index: int, amount: int) -> None:
@@ -145,7 +138,7 @@ def dropped_bias(graph: ir.Graph, part: str) -> None:
     ]
     for node, i in found[-1:]:
         zeros = np.zeros_like(node.inputs[i].const_value.numpy())
-        node.replace_input_with(i, constant(graph, f"{node.name}.fault", zeros))
+        node.replace_input_with(i, constant(graph, zeros, f"{node.name}.fault"))
 
 
 def scaled_matrix(graph: ir.Graph) -> None:

@@ -221,32 +221,33 @@ def test_a_missing_onnxruntime_names_the_pip_command():
     assert "pip install 'specedge[cpu]'" in run_python(code).stderr
 
 
+def in_another_process(prepared, after):
+    """What is printed of 30 tokens of a pipeline loaded there, with code before and after."""
+    generated = f"print(pipeline.generate({PROMPTS[0]!r}, 30).tokens)"
+    loaded = "import onnxruntime as ort, specedge", prepared, "pipeline = specedge.load()"
+    result = run_python("\n".join([*loaded, generated, after]))
+    assert result.stderr == ""
+    return result.stdout.splitlines()
+
+
 def test_a_loaded_bundle_leaves_the_sessions_of_its_app_pools_of_their_own(pipeline):
-    tokens = pipeline.generate(PROMPTS[0], 30).tokens
-    code = (
-        "import specedge, onnxruntime as ort\n"
-        "pipeline = specedge.load()\n"
-        f"print(pipeline.generate({PROMPTS[0]!r}, 30).tokens)\n"
-        "bundle = pipeline.bundle\n"
-        "path = bundle.path(bundle.draft.graph('decoder', 'onnx').file)\n"
+    after = (
+        "path = pipeline.bundle.path(pipeline.bundle.draft.graph('decoder', 'onnx').file)\n"
         "ort.InferenceSession(str(path), providers=['CPUExecutionProvider'])\n"
     )
-    result = run_python(code)
-    assert (result.stderr, result.stdout.strip()) == ("", str(tokens))
+    assert in_another_process("", after) == [str(pipeline.generate(PROMPTS[0], 30).tokens)]
 
 
 def test_beside_a_shared_pool_whoever_made_it_sessions_use_that(pipeline):
-    tokens = pipeline.generate(PROMPTS[0], 30).tokens
-    code = (
-        "import specedge, onnxruntime as ort\n"
-        "ort.set_global_thread_pool_sizes(1, 1)\n"
-        f"print(specedge.load().generate({PROMPTS[0]!r}, 30).tokens)\n"
+    after = (
         "try:\n"
         "    specedge.load(threads=1)\n"
         "except specedge.DeviceError as error:\n"
         "    print(error)\n"
     )
-    result = run_python(code)
-    shown = "cannot use threads=1: this process already has ONNX Runtime's shared thread pool; "
-    wanted = f"{tokens}\n{shown}leave threads out, or use a new process"
-    assert (result.stderr, result.stdout.strip()) == ("", wanted)
+    tokens, message = in_another_process("ort.set_global_thread_pool_sizes(1, 1)", after)
+    assert tokens == str(pipeline.generate(PROMPTS[0], 30).tokens)
+    assert message == (
+        "cannot use threads=1: this process already has ONNX Runtime's shared thread pool; "
+        "leave threads out, or use a new process"
+    )
