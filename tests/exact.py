@@ -20,11 +20,7 @@ def joint_distribution(make, monkeypatch, prompt=(0,)):
 
     def one_round(text):
         def run(uniforms):
-            def given(seed, start, count):
-                uniforms.count = count
-                return uniforms
-
-            monkeypatch.setattr(decoding, "uniforms", given)
+            monkeypatch.setattr(decoding, "Uniforms", lambda seed: uniforms)
             left = end - len(text)
             return tuple(next(make().rounds(text, Sampling(1.0), 0, left)).tokens[:left])
 
@@ -62,6 +58,11 @@ class GridUniforms:
 
     def __init__(self, script, size):
         self.script, self.size, self.read = script, size, {}
+
+    def take(self, count):
+        """All of them, for the one round that there is."""
+        self.count = count
+        return self
 
     def __getitem__(self, index):
         if isinstance(index, slice):

@@ -12,7 +12,7 @@ from ..sampling.history import History
 from ..sampling.logprobs import of_tokens
 from ..sampling.scores import Scores
 from .model import LanguageModel
-from .randomness import uniforms
+from .randomness import Uniforms
 from .round import NearTie, Plan, Referee, Round, Step, sources
 from .timing import Stopwatch
 from .verify import Draft, verify
@@ -55,13 +55,11 @@ class SpeculativeDecoder:
         history = History(prompt)
         self._prefill(history.tokens)
         end = len(prompt) + max_new_tokens
-        consumed = 0
+        stream = Uniforms(seed)
         while (left := end - len(history.tokens)) > 0:
             step = self.plan.next(history, left)
-            count = 2 * step.num_draft_tokens + 1
-            numbers = uniforms(seed, consumed, count)
+            numbers = stream.take(2 * step.num_draft_tokens + 1)
             yield self._round(step, history, sampling, numbers, left, num_logprobs)
-            consumed += count
 
     def _prefill(self, tokens: list[int]) -> None:
         self.plan.truncate(0)

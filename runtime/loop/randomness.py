@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
+_BLOCK = 256  # numbers
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
@@ -23,3 +24,21 @@ def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
     z = (z ^ (z >> np.uint64(27))) * _MIX_2
     z = z ^ (z >> np.uint64(31))
     return (z >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+class Uniforms:
+    """A seed's stream from its beginning on, computed a block at a time: that is one's cost."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._computed = 0
+        self._left = np.empty(0)
+
+    def take(self, count: int) -> NDArray[np.float64]:
+        """The next numbers. -> [count]"""
+        if count > len(self._left):
+            more = uniforms(self._seed, self._computed, max(_BLOCK, count))
+            self._computed += len(more)
+            self._left = np.concatenate([self._left, more])
+        taken, self._left = self._left[:count], self._left[count:]
+        return taken

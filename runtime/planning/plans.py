@@ -87,8 +87,11 @@ class Auto:
             self._rest, self._copy, choice = self._rest - 1, [], self._choice
         else:
             choice = self.planner.choose(self._offers(history), history.length - 1)
-            self._quiet = self._quiet + 1 if choice.kind == Kind.PLAIN else 0
-            self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
+            if choice.kind == Kind.GAIN:
+                self._quiet = 0
+            elif choice.kind == Kind.PLAIN:
+                self._quiet += 1
+                self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
@@ -98,16 +101,17 @@ class Auto:
         names: Sequence[str] = round_.sources
         if round_.drafter not in PLANNED:
             names = [round_.drafter] * round_.num_drafted
-        self.planner.record(self._choice, names, round_.num_accepted)
-        for i in range(min(round_.num_accepted, len(names) - 1), -1, -1):
+        num_accepted = round_.num_accepted
+        self.planner.record(self._choice, names, num_accepted)
+        for i in range(min(num_accepted, len(names) - 1), -1, -1):
             if names[i] == MODEL:
                 self._read = self._length + i
                 break
         if self._copy and LOOKUP not in names:
             num_accepted, num_tested = agreeing(self._copy, round_.tokens)
             self.planner.known(LOOKUP).record(num_accepted, num_tested)
-            if num_accepted:
-                self._quiet = self._rest = 0
+        if num_accepted:
+            self._quiet = self._rest = 0
 
     def truncate(self, length: int) -> None:
         self._read = min(self._read, length)

@@ -77,8 +77,8 @@ LOOP = [
         "the generator is seeded again every round",
         "feifeibear/LLMSpeculativeSampling",
         DECODING,
-        "            consumed += count\n",
-        "            consumed += 0 * count\n",
+        "numbers = stream.take(",
+        "numbers = Uniforms(seed).take(",
         "tests/runtime/loop/test_decoding.py::test_sampled_pairs_of_tokens_follow_the_targets_distribution",
     ),
     Mutant(

@@ -1,6 +1,6 @@
 import numpy as np
 
-from specedge.runtime.loop.randomness import uniforms
+from specedge.runtime.loop.randomness import Uniforms, uniforms
 
 
 def test_stream_is_splitmix64_as_published():
@@ -11,6 +11,12 @@ def test_stream_is_splitmix64_as_published():
 
 def test_numbers_can_be_skipped():
     assert uniforms(7, 5, 3).tolist() == uniforms(7, 0, 8)[5:].tolist()
+
+
+def test_numbers_taken_some_at_a_time_are_the_streams_without_a_gap():
+    stream = Uniforms(7)
+    taken = [number for count in (1, 9, 250, 3, 600, 0, 17) for number in stream.take(count)]
+    assert taken == uniforms(7, 0, 880).tolist()
 
 
 def test_numbers_are_in_the_unit_interval_and_uniform():

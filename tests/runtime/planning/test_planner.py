@@ -199,8 +199,8 @@ def test_a_rate_begins_at_what_is_expected_and_old_tests_fade():
     for _ in range(100):
         known.record(4, 4)
     assert known.rate > 0.99
-    for _ in range(23):
-        known.record(0, 1)
+    for _ in range(11):
+        known.record(0, 4)
     assert 0.45 < known.rate < 0.55
 
 
