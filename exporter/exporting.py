@@ -13,6 +13,7 @@ from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import OPS, File, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+from specedge.precision import QUANTISED
 from specedge.version import __version__
 
 from . import prediction, resident, writing
@@ -20,8 +21,12 @@ from .checkpoint import checkpoints, hub, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .model_files import export_model
 from .progress import Progress
+from .quantise import texts
+from .quantise.quantising import quantise
 from .tokenizers import pair
 from .tracing import dry_run
+
+PRECISIONS = ("fp32", *QUANTISED)
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,15 @@ class Request:
     max_length: int | None
     ops: str
     tolerance: float | None
+    precisions: dict[str, str]
+    calibration: str | None
 
     def __post_init__(self) -> None:
+        for precision in self.precisions.values():
+            if precision not in PRECISIONS:
+                raise ValueError(
+                    f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}"
+                )
         if self.ops not in ("auto", *OPS):
             raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
@@ -52,6 +64,9 @@ def export(
     max_length: int | None = None,
     ops: str = "auto",
     tolerance: float | None = None,
+    precision: str = "fp32",
+    draft_precision: str | None = None,
+    calibrate: str | os.PathLike[str] | None = None,
     draft_revision: str | None = None,
     target_revision: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
@@ -67,13 +82,23 @@ def export(
     is the op set of the graphs: "onnx", "gqa", or "auto" for each that the models can have. With
     `tolerance` float32 errors may be that share of the largest value, however far PyTorch's own is.
 
+    `precision` is the target's: "fp32" stores weights in the checkpoint's own type and computes in
+    float32; "int8" rounds weights and what they are multiplied with, as a text says is best: the
+    one that comes with specedge, or a file to `calibrate` with. The draft has the target's
+    precision unless `draft_precision` is another.
+
     Raises SpecEdgeError, or ValueError for a bad option.
     """
     progress = progress or Progress()
-    request = Request(num_draft_tokens, max_length, ops, tolerance)
+    precisions = {"target": precision, "draft": draft_precision or precision}
+    file = None if calibrate is None else os.fspath(calibrate)
+    request = Request(num_draft_tokens, max_length, ops, tolerance, precisions, file)
     draft, target = os.fspath(draft), os.fspath(target)
     adapters = [None if a is None else os.fspath(a) for a in (adapter, draft_adapter)]
     num_layers = self_draft.asked(draft, draft_revision, adapters[1])
+    if num_layers is not None and draft_precision not in (None, precision):
+        raise ExportError("a draft of the target's own layers has its precision; leave that out")
+    text = texts.read(file)
     if output is not None and not os.fspath(output):
         raise ExportError("--output is empty; name a folder")
     folder = Path(output) if output is not None else store.default_destination(draft, target)
@@ -86,7 +111,7 @@ def export(
                 self_draft.check(num_layers, found)
                 other = found
             with resident.bounded():
-                _write(other, found, num_layers, request, work, progress)
+                _write(other, found, num_layers, request, text, work, progress)
     except OSError as error:
         raise ExportError(_disk_trouble(error, folder)) from error
     bundle = Bundle.read(folder)
@@ -114,6 +139,7 @@ def _write(
     target: Checkpoint,
     num_layers: int | None,
     request: Request,
+    calibration: tuple[str, str],
     work: Path,
     progress: Progress,
 ) -> None:
@@ -132,6 +158,8 @@ def _write(
             checkpoint, length, text.num_tokens, request.num_draft_tokens, request.ops,
             work / checkpoint.role, progress, num_layers, request.tolerance,
         )  # fmt: skip
+        if request.precisions[checkpoint.role] == "int8":
+            exported, weights = _quantised(exported, checkpoint.role, calibration, work, progress)
         models += exported
         hashed[exported[0].weights] = weights
     ours, theirs = (model.padded_vocab_size for model in models)
@@ -153,6 +181,16 @@ def _write(
         files=_files(work, hashed, progress),
     )
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")
+
+
+def _quantised(
+    models: list[Model], role: str, text: tuple[str, str], work: Path, progress: Progress
+) -> tuple[list[Model], File]:
+    """Models of one folder in int8."""
+    first = models[0]
+    sizes = first.vocab_size, first.context_length, first.num_parameters
+    pieces = texts.cut(*text, work / pair.FILE, *sizes)
+    return quantise(dict(zip((role, "draft"), models, strict=False)), work / role, pieces, progress)
 
 
 def _files(work: Path, hashed: dict[str, File], progress: Progress) -> dict[str, File]:

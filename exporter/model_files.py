@@ -216,6 +216,7 @@ def _described(
         signatures=signatures(cache, part.shape.padded_vocab_size),
         graphs=tuple(length.entry(place, one) for one in reports for length in part.lengths),
         parity=reports,
+        quantisation={},
     )
 
 

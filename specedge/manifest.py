@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from .errors import BundleError
-from .precision import DTYPES, PRECISIONS, Precision, precision_of
+from .precision import DTYPES, PRECISIONS, QUANTISED, Precision, precision_of
 from .signature import Signature, Tensor
 
 CURE = "export the pair again, or copy the bundle again"
@@ -153,12 +153,57 @@ class Parity:
 
 
 @dataclass(frozen=True)
+class Quantisation:
+    """What rounding an op set's weights and inputs to integers cost, measured on a text.
+
+    `perplexity` is the model's, `original_perplexity` that of the float graph it was made of;
+    `agreement` is how often their likeliest tokens are the same, `divergence` the mean
+    Kullback-Leibler divergence in nats, `error` the largest difference of a value of logits or
+    cache, in the largest value. Of the groups of matrices that read one input `num_smoothed` had
+    channels' sizes moved, `num_cut` have several scales a row, `num_left` are not rounded.
+    `product_error` is the worst product's, root of the mean square over the product's own;
+    `plain_product_error` what it would be with neither.
+    """
+
+    text: str
+    num_tokens: int
+    perplexity: float
+    original_perplexity: float
+    agreement: float
+    divergence: float
+    error: float
+    num_smoothed: int
+    num_cut: int
+    num_left: int
+    product_error: float
+    plain_product_error: float
+
+    def __post_init__(self) -> None:
+        check_line("text", self.text)
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"{name} is at least 0 and finite")
+
+    def summary(self) -> str:
+        """All of it in one line."""
+        return (
+            f"perplexity {self.perplexity:.4g} on {self.num_tokens} tokens of {self.text}, in "
+            f"float {self.original_perplexity:.4g}; the likeliest token is the same in "
+            f"{self.agreement:.1%}, KL {self.divergence:.2g}; the worst product is off by "
+            f"{self.product_error:.1%} (rounded plainly {self.plain_product_error:.1%}; "
+            f"{self.num_smoothed} smoothed, {self.num_cut} cut, {self.num_left} not rounded)"
+        )
+
+
+@dataclass(frozen=True)
 class Model:
     """One exported model. Logits have `padded_vocab_size` columns, of which the first `vocab_size`
     are tokens: of the target's tokenizer, as many as the model has an embedding for.
 
     `num_experts` are those of a layer, 0 where no layer chooses among any. `graphs` come in one or
-    two op sets, each with a report in `parity`; `signatures` are what they take and give.
+    two op sets, each with a report in `parity`; `signatures` are what they take and give. Where
+    weights are integers each op set has a report in `quantisation`, too; parity's errors are then
+    those of the float graphs that were rounded.
     """
 
     source: Source
@@ -175,11 +220,16 @@ class Model:
     signatures: dict[str, Signature]
     graphs: tuple[Graph, ...]
     parity: dict[str, Parity]
+    quantisation: dict[str, Quantisation]
 
     def __post_init__(self) -> None:
         check_line("architecture", self.architecture)
         _check_dtype(self.dtype)
-        _check_dtype(self.weights_dtype)
+        if self.weights_dtype not in (*DTYPES, *QUANTISED):
+            known = ", ".join((*DTYPES, *QUANTISED))
+            raise ValueError(f"weights_dtype is one of {known}, got '{self.weights_dtype}'")
+        if (self.weights_dtype in QUANTISED) is not bool(self.quantisation):
+            raise ValueError("quantisation has a report where weights are integers, and only there")
         if not 1 <= self.vocab_size <= self.padded_vocab_size:
             raise ValueError("vocab_size is at least 1 and at most padded_vocab_size")
         if not 1 <= self.context_length <= self.cache.capacity:
@@ -190,6 +240,8 @@ class Model:
         ops = {ops for name, ops in names if name == "decoder"}
         if not ops or ops != {ops for _, ops in names} or ops != self.parity.keys():
             raise ValueError("each op set in graphs has a decoder and an entry in parity")
+        if self.quantisation and self.quantisation.keys() != ops:
+            raise ValueError("each op set in graphs has an entry in quantisation, or none has")
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts are at least 0")
         for graph in self.graphs:
@@ -212,10 +264,16 @@ class Model:
 
     def parity_line(self, ops: str) -> str:
         """What the export found of an op set's graphs, in one line."""
-        return self.parity[ops].summary(self.precision)
+        found = self.parity[ops].summary(self.precision)
+        if ops in self.quantisation:
+            cost = self.quantisation[ops].summary()
+            return f"{self.weights_dtype}: {cost}; before that it {found}"
+        return found
 
     def bound(self, ops: str) -> float:
         """How far from exact a right graph of an op set may be, relative to the largest value."""
+        if ops in self.quantisation:
+            return 2 * self.quantisation[ops].error  # of texts that were not tried
         return self.parity[ops].bound(self.precision)
 
     @property

@@ -10,6 +10,8 @@ from .errors import BundleError
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # what the format knows, and its bytes
 
+QUANTISED = ("int8",)  # what weights, and what they are multiplied with, can be rounded to
+
 
 @dataclass(frozen=True)
 class Precision:

@@ -45,6 +45,7 @@ def make_model(role: str) -> m.Model:
             m.Graph("verify", "onnx", 1, 5, "with_logits", f"{role}/decoder.onnx"),
         ),
         parity={"onnx": PARITY},
+        quantisation={},
     )
 
 

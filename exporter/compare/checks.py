@@ -180,20 +180,42 @@ def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> C
     return actions, decide
 
 
-def file(length: Length, part: Reference, differing: list[str]) -> Check:
-    """A fixed-shape file that found no room in a stretch, beside the file for any length."""
+def alone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...], list[str]]:
+    """Ask a graph of itself alone: the T whose rows keep their bits, and the files with others."""
+    held: dict[int, bool] = {}
+    differing: list[str] = []
+    ways = [independence(runner, tokens, held)]
+    ways += [
+        file(length, tokens, lambda start: Pass("decoder", tokens[:start], 0), differing)
+        for length in runner.lengths.values()
+        if length.length is not None
+    ]
+    results = iter(runner.run([action for actions, _ in ways for action in actions]))
+    for actions, decide in ways:
+        decide(list(itertools.islice(results, len(actions))))
+    return tuple(length for length, same in held.items() if same), differing
+
+
+def file(
+    length: Length, tokens: np.ndarray, begin: Callable[[int], Action], differing: list[str]
+) -> Check:
+    """A fixed-shape file that found no room in a stretch, beside the file for any length.
+
+    `begin` fills the rows before the pass, of which there are a few if there is room.
+    """
     assert length.length is not None
     size = length.length
-    start = max(0, min(8, len(part.tokens) - size))  # after a few rows, if there is room
-    given = part.tokens[start:][:size]
+    start = max(0, min(8, len(tokens) - size))
+    given = tokens[start:][:size]
     tokens = np.pad(given, (0, size - len(given)))
-    history = Fill(lambda i: part.caches[i][:, :start])
+    stale = FillNoise(start, start + size)
 
     def decide(results: list[Any]) -> None:
         if not _same(results[2:]):
             differing.append(length.name)
 
-    return [history, FillNoise(start, start + size), *_twice(length.name, tokens, start)], decide
+    first = begin(start) if start else stale
+    return [first, stale, *_twice(length.name, tokens, start)], decide
 
 
 def _twice(

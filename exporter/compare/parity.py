@@ -18,7 +18,7 @@ from . import checks, structure
 from .checks import Check
 from .judgement import Judge, scales
 from .reference import Reference
-from .runner import Runner
+from .runner import Fill, Runner
 
 PACKAGES = (torch, transformers, onnx, onnxruntime, onnxscript)
 
@@ -83,7 +83,12 @@ def _run(
     alone = [length for length in runner.lengths.values() if length.length is not None]
     ways += [checks.stretch(runner, part, judge, alone, differing) for part in parts]
     ways.append(checks.independence(runner, parts[0].tokens, held))
-    ways += [checks.file(length, parts[0], differing) for length in alone]
+    first = parts[0]
+
+    def rows(start: int) -> Fill:
+        return Fill(lambda i: first.caches[i][:, :start])
+
+    ways += [checks.file(length, first.tokens, rows, differing) for length in alone]
     # All at once, because a model in parts is loaded for each run.
     each, once = ([a for actions, _ in c for a in actions] for c in (ways, through))
     results = iter(runner.run(each, advance, once))

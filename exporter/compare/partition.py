@@ -72,7 +72,7 @@ class Split:
         graph.value_info.extend(self._types[name] for name in inner if name in self._types)
         for name in part.constants:
             stored = self._stored.get(name)
-            graph.initializer.append(_given(name, self.shape(name)) if stored is None else stored)
+            graph.initializer.append(stored or _given(name, self.compute(name)))
         return model.SerializeToString()
 
     @contextlib.contextmanager
@@ -83,9 +83,10 @@ class Split:
             for name in self.parts[index].constants:
                 if name in self._computed:
                     value = self.compute(name)
-                    room = stack.enter_context(memory.taken(value.numel(), torch.float32))
+                    kind = _widened(value.dtype)
+                    room = stack.enter_context(memory.taken(value.numel(), kind))
                     rows = room.view(value.shape)
-                    for piece in pieces(value, torch.float32):
+                    for piece in pieces(value, kind):
                         rows[: len(piece)] = piece
                         rows = rows[len(piece) :]
                     values[name] = room.view(value.shape).numpy()
@@ -214,11 +215,18 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0] if name.startswith("past_key_values.") else ""
 
 
-def _given(name: str, shape: list[int]) -> onnx.TensorProto:
-    """A float32 constant that whoever loads the model gives; what it says of a file is not read."""
-    tensor = onnx.TensorProto(name=name, data_type=onnx.TensorProto.FLOAT, dims=shape)
+def _widened(dtype: torch.dtype) -> torch.dtype:
+    """The type that stored numbers are computed with: integers as they are, others in float32."""
+    return dtype if dtype == torch.int8 else torch.float32
+
+
+def _given(name: str, value: torch.Tensor) -> onnx.TensorProto:
+    """A constant that whoever loads the model gives; what it says of a file is not read."""
+    dtype = _widened(value.dtype)
+    kind = next(kind for kind, known in TYPES.items() if known == dtype)
+    tensor = onnx.TensorProto(name=name, data_type=kind, dims=value.shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    size = 4 * int(np.prod(shape))
-    for key, value in (("location", FILE), ("offset", 0), ("length", size)):
-        tensor.external_data.add(key=key, value=str(value))
+    size = value.numel() * dtype.itemsize
+    for key, text in (("location", FILE), ("offset", 0), ("length", size)):
+        tensor.external_data.add(key=key, value=str(text))
     return tensor

@@ -33,7 +33,7 @@ class Pass:
 
     Of a model in parts only a `packed` pass has its weights packed, as a host's session would have
     them: that costs a copy of them and gives other last bits. `then` takes the logits and gives
-    what is kept of them.
+    what is kept of them; `told` takes all values that each stage makes.
     """
 
     name: str
@@ -41,6 +41,7 @@ class Pass:
     past_length: int
     packed: bool = False
     then: Callable[[np.ndarray], Any] | None = None
+    told: Callable[[Values], None] | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,8 @@ class Runner:
                     action, shorter = actions[i], i >= len(through)
                     if isinstance(action, Pass):
                         made = stage.run(action.name, action.packed, passes[i])
+                        if action.told:
+                            action.told(made)
                         if self.left_out is not None and shorter:
                             stands_for = self.left_out.names[action.name]
                             made |= {name: made[x] for name, x in stands_for.items() if x in made}

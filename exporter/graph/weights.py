@@ -30,6 +30,7 @@ STORED = {
     "float32": (torch.float32, ir.DataType.FLOAT),
 }
 TYPES = {kind.value: dtype for dtype, kind in STORED.values()}
+TYPES[ir.DataType.INT8.value] = torch.int8
 _PIECE = 8 << 20  # bytes that are read, converted and written at a time
 
 
@@ -51,7 +52,7 @@ class Weights:
         self.size = 0  # of the file, when all is written
         self._thread = ThreadPoolExecutor(1)
         self._writing: list[Future[int]] = []
-        self._file = _Hashed(folder / FILE)
+        self._file = Hashed(folder / FILE)
 
     def __enter__(self) -> Weights:
         return self
@@ -83,7 +84,7 @@ class Weights:
                 value.replace_all_uses_with(known[place])
             else:
                 shape = ir.Shape(_array(value).shape)
-                known[place] = _stored(graph, value, _seen_as(place, shape, value.name))
+                known[place] = _stored(graph, value, seen_as(place, shape, value.name))
         fold_reshapes(graph)
         drop_unused(graph)
 
@@ -122,7 +123,7 @@ class Weights:
         return self._file.size - start
 
 
-class _Hashed:
+class Hashed:
     """A file that is hashed in a thread of its own while it is written."""
 
     def __init__(self, path: Path) -> None:
@@ -180,13 +181,13 @@ def fold_reshapes(graph: ir.Graph) -> None:
             continue
         if isinstance(stored.const_value, ir.ExternalTensor) and output.shape is not None:
             name = stored.const_value.name
-            stored.const_value = _seen_as(stored.const_value, output.shape, name)
+            stored.const_value = seen_as(stored.const_value, output.shape, name)
             stored.shape = source.shape = output.shape
             output.replace_all_uses_with(source)
             graph.remove(node, safe=True)
 
 
-def _seen_as(tensor: ir.ExternalTensor, shape: ir.Shape, name: str | None) -> ir.ExternalTensor:
+def seen_as(tensor: ir.ExternalTensor, shape: ir.Shape, name: str | None) -> ir.ExternalTensor:
     return ir.ExternalTensor(
         tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=shape, name=name or "",
         base_dir=tensor.base_dir,

@@ -14,6 +14,9 @@ from specedge.cli.inspect import licence
 from specedge.cli.terminal import lines, one_line
 from specedge.manifest import OPS, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+from specedge.precision import QUANTISED
+
+PRECISIONS = ("fp32", *QUANTISED)
 
 
 @click.command()
@@ -46,6 +49,23 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
     "--tolerance",
     type=options.Number(0, 1, min_open=True),
     help="Allow float32 errors up to this share of the largest value, whatever PyTorch's are.",
+)
+@click.option(
+    "--precision",
+    type=click.Choice(PRECISIONS),
+    default="fp32",
+    show_default=True,
+    help="Round the target's weights and their inputs to int8, or keep them as they are.",
+)
+@click.option(
+    "--draft-precision",
+    type=click.Choice(PRECISIONS),
+    help="The same for the draft. [default: as the target]",
+)
+@click.option(
+    "--calibrate",
+    metavar="FILE",
+    help="Choose how to round by this text. [default: a built-in one]",
 )
 @click.option("--draft-revision", help="Branch, tag or commit of the draft on the hub.")
 @click.option("--target-revision", help="Branch, tag or commit of the target on the hub.")

@@ -137,7 +137,7 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch
     def full(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(weights._Hashed, "write", full)
+    monkeypatch.setattr(weights.Hashed, "write", full)
     with pytest.raises(ExportError, match=r"^no space left"):
         export(*pairs.checkpoint("gpt2"), tmp_path / "bundle")
     assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,115 @@
+"""The products with stored weights in an exported graph, and what their inputs come from.
+
+x [..., T, K] times W [..., K, N]; matrices that read one x are a group.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from ..graph.nodes import producer
+from ..graph.weights import TYPES
+
+NORMS = ("RMSNormalization", "LayerNormalization")
+LEAST = 1024  # numbers; what is smaller stays as it is
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor in the weights file, with its axes in the order that `order` says."""
+
+    tensor: ir.ExternalTensor
+    order: tuple[int, ...]
+
+    @cached_property
+    def place(self) -> int:
+        """Where it begins in the file, by which it is known in every graph."""
+        assert self.tensor.offset is not None
+        return self.tensor.offset
+
+    def numbers(self) -> torch.Tensor:
+        """Its numbers in their own type, as pages of the file."""
+        return contents(self.tensor).permute(self.order)
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A MatMul node and its W."""
+
+    node: ir.Node
+    stored: Stored
+
+    @property
+    def place(self) -> int:
+        return self.stored.place
+
+
+@dataclass(frozen=True)
+class Group:
+    """All products with stored weights that read one value."""
+
+    value: ir.Value
+    matrices: tuple[Matrix, ...]
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """What it is known by in the graphs of every op set: where its weights lie."""
+        return tuple(sorted(matrix.place for matrix in self.matrices))
+
+
+def contents(tensor: ir.ExternalTensor) -> torch.Tensor:
+    """A tensor of the weights file in its own type, as pages of the file."""
+    assert tensor.length is not None
+    offset, size = tensor.offset or 0, (tensor.length,)
+    data = np.memmap(tensor.path, np.uint8, "c", offset, size)
+    return torch.from_numpy(data).view(TYPES[tensor.dtype.value]).reshape(tuple(tensor.shape))
+
+
+def stored_in(value: ir.Value | None) -> Stored | None:
+    """What a value is of the weights file, cast and transposed on the way, if it is that."""
+    order: list[int] | None = None
+    while value is not None and value.const_value is None:
+        if (node := producer(value, "Transpose")) is not None:
+            after = list(node.attributes["perm"].as_ints())
+            order = after if order is None else [after[axis] for axis in order]
+        elif (node := producer(value, "Cast")) is None:
+            return None
+        value = node.inputs[0]
+    tensor = value.const_value if value is not None else None
+    if not isinstance(tensor, ir.ExternalTensor):
+        return None
+    return Stored(tensor, tuple(range(len(tensor.shape)) if order is None else order))
+
+
+def groups(graph: ir.Graph) -> list[Group]:
+    """Every product with stored weights in their order, those that read one value together."""
+    found: defaultdict[ir.Value, list[Matrix]] = defaultdict(list)
+    for node in graph:
+        value = node.inputs[0] if node.op_type == "MatMul" else None
+        stored = stored_in(node.inputs[1]) if value is not None else None
+        if value is not None and stored is not None and stored.tensor.size >= LEAST:
+            found[value].append(Matrix(node, stored))
+    return [Group(value, tuple(matrices)) for value, matrices in found.items()]
+
+
+def embeddings(graph: ir.Graph) -> Iterator[tuple[ir.Node, Stored]]:
+    """The tables that rows are taken from by token, [V, H]."""
+    for node in graph:
+        if node.op_type == "Gather" and _reshaped(node.inputs[1]) is graph.inputs[0]:
+            stored = stored_in(node.inputs[0])
+            if stored is not None and len(stored.tensor.shape) == 2:
+                yield node, stored
+
+
+def _reshaped(value: ir.Value | None) -> ir.Value | None:
+    """What a value is but for its shape."""
+    while (node := producer(value, "Reshape")) is not None:
+        value = node.inputs[0]
+    return value

@@ -1,0 +1,197 @@
+"""The story of a quantisation: float graphs in, graphs with integers and a report out."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specedge.manifest import File, Model, Quantisation
+
+from ..compare import checks
+from ..compare.runner import Runner
+from ..graph import graphs
+from ..graph.graphs import Length
+from ..graph.weights import FILE, drop_unused
+from ..progress import Progress
+from ..tracing.geometry import Geometry
+from . import calibration, choosing, smoothing
+from .choosing import Choice
+from .matrices import Group, embeddings, groups
+from .report import Distance, distance
+from .rewriting import Rewriter
+from .storing import Store
+from .texts import Texts
+
+Choices = dict[tuple[int, ...], Choice]
+Report = tuple[Quantisation, tuple[int, ...]]  # and the T whose rows keep their bits
+
+
+@dataclass(frozen=True)
+class Float:
+    """A float model that was written and compared, and the folder where it lies."""
+
+    role: str
+    model: Model
+    folder: Path
+
+    @property
+    def geometry(self) -> Geometry:
+        model = self.model
+        sizes = model.context_length, model.cache.capacity, model.padded_vocab_size
+        return Geometry(*sizes, model.cache.layers)
+
+    @property
+    def ops(self) -> list[str]:
+        return list(self.model.parity)
+
+    @property
+    def lengths(self) -> list[Length]:
+        """Its files, by what they are called in any op set."""
+        return [
+            Length(
+                graph.name,
+                graph.length,
+                graph.signature == "with_logits",
+                graph.file.rpartition("/")[2].partition(graph.name)[0],
+            )
+            for graph in self.model.graphs
+            if graph.ops == self.ops[0]
+        ]
+
+    def runner(self, folder: Path, ops: str) -> Runner:
+        return Runner(folder, self.lengths, self.geometry, ops)
+
+
+def quantise(
+    models: dict[str, Model], folder: Path, texts: Texts, progress: Progress
+) -> tuple[list[Model], File]:
+    """Give models that share a folder int8 weights; the weights' hash, too.
+
+    The choices are made for the first model; a second has that one's own layers.
+    """
+    before = folder.with_name(f"{folder.name}.float")
+    folder.rename(before)
+    folder.mkdir()
+    for path in before.iterdir():
+        if path.suffix != ".onnx" and path.name != FILE:
+            shutil.copy2(path, folder)
+    parts = [Float(role, model, before) for role, model in models.items()]
+    first = parts[0].role
+    with progress.step(f"Calibrating the {first}"):
+        choices = _choices(parts[0], texts)
+    with Store(folder) as store, progress.step(f"Quantising the {first}"):
+        for part in parts:
+            for ops in part.ops:
+                _rewrite(part, ops, choices, store, folder)
+    made = [_compared(part, folder, texts, choices, progress) for part in parts]
+    shutil.rmtree(before)
+    return made, store.file
+
+
+def _compared(
+    part: Float, folder: Path, texts: Texts, choices: Choices, progress: Progress
+) -> Model:
+    """A model's manifest with what its quantisation cost, and which rows keep their bits."""
+    reports, parity = {}, {}
+    for ops, known in part.model.parity.items():
+        with progress.step(f"Comparing the {part.role} in int8 ({ops})"):
+            reports[ops], held = _report(part, folder, ops, texts, choices, progress)
+        parity[ops] = replace(known, row_independent_lengths=held)
+    return replace(part.model, weights_dtype="int8", parity=parity, quantisation=reports)
+
+
+def _choices(model: Float, texts: Texts) -> Choices:
+    """How each group is rounded; the same in every op set."""
+    ops = model.ops[0]
+    decoder = _decoder(model, ops)
+    inputs = calibration.inputs(decoder, model.geometry, ops, texts.calibration)
+    graph = ir.load(decoder).graph
+    tables = {stored.place for _, stored in embeddings(graph)}
+    found: Choices = {}
+    for group in groups(graph):
+        tied = bool(tables & {*group.key})
+        if _routes(group, model.model.num_experts):
+            found[group.key] = Choice(None, 0, 0.0, 0.0)
+            continue
+        can_smooth = not tied and smoothing.route(group) is not None
+        found[group.key] = choosing.choose(group, inputs[group.key], can_smooth, not tied)
+    return found
+
+
+def _routes(group: Group, num_experts: int) -> bool:
+    """Whether a group has a router, whose choices rounding would turn."""
+    return bool(num_experts) and any(
+        m.stored.numbers().shape[-1] == num_experts for m in group.matrices
+    )
+
+
+def _decoder(model: Float, ops: str) -> Path:
+    (decoder,) = (one for one in model.lengths if one.length is None)
+    return model.folder / decoder.file(ops)
+
+
+def _rewrite(model: Float, ops: str, choices: Choices, store: Store, folder: Path) -> None:
+    """Write a model's graphs of an op set, with integers."""
+    made = ir.load(_decoder(model, ops))
+    graph = made.graph
+    tables = dict(embeddings(graph))
+    found = groups(graph)
+    rounded = {place for g in found if choices[g.key].num_parts for place in g.key}
+    places = frozenset(stored.place for stored in tables.values())
+    rewriter = Rewriter(graph, store, places)
+    for group in found:
+        by, way = choices[group.key].powers, smoothing.route(group)
+        if by is not None and way is not None:
+            rewriter.column_powers |= smoothing.divide(graph, way, by)
+    for group in found:
+        rewriter.group(group, choices[group.key])
+    heads = {place for g in found for place in g.key}
+    for node, stored in tables.items():
+        if stored.place in rounded or stored.place not in heads:
+            rewriter.embedding(node, stored)
+    passes.RemoveUnusedNodesPass()(made)
+    drop_unused(graph)
+    for value in graph.initializers.values():
+        tensor = value.const_value
+        if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) != folder:
+            value.const_value = store.as_it_is(tensor)
+    graphs.write(made, folder, model.lengths, ops)
+
+
+def _report(
+    model: Float, folder: Path, ops: str, texts: Texts, choices: Choices, progress: Progress
+) -> Report:
+    """Run what was written, beside what it was made of and in every way that it is used."""
+    runner = model.runner(folder, ops)
+    runner.check_files()
+    found = distance(model.runner(model.folder, ops), runner, texts.report)
+    held, differing = checks.alone(runner, np.concatenate(texts.report))
+    if differing:
+        progress.note(
+            f"{model.role} ({ops}): {', '.join(differing)} give other last bits than decoder"
+        )
+    return _described(found, texts, choices), held
+
+
+def _described(found: Distance, texts: Texts, choices: Choices) -> Quantisation:
+    count = max(1, found.num_tokens)
+    made = choices.values()
+    return Quantisation(
+        text=texts.name,
+        num_tokens=found.num_tokens,
+        perplexity=float(np.exp(found.loss / count)),
+        original_perplexity=float(np.exp(found.original_loss / count)),
+        agreement=found.num_same / count,
+        divergence=max(0.0, found.divergence / count),
+        error=found.error,
+        num_smoothed=sum(one.powers is not None for one in made),
+        num_cut=sum(one.num_parts > 1 for one in made),
+        num_left=sum(one.num_parts == 0 for one in made),
+        product_error=max((one.error for one in made), default=0.0),
+        plain_product_error=max((one.plain_error for one in made), default=0.0),
+    )

@@ -1,0 +1,243 @@
+"""The nodes of a graph whose matrices are integers: standard ONNX operators alone.
+
+Inputs x [..., T, K] are rounded once for all matrices that read them, a scale a row. Products
+are of unsigned and signed bytes, which add up in 32 bits: the same sum in every order, everywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ..graph.nodes import constant, insert
+from ..graph.weights import seen_as
+from . import rounding
+from .choosing import Choice
+from .matrices import Group, Matrix, Stored, contents
+from .rounding import Integers
+from .storing import Store
+
+_ZERO = 128  # of x as unsigned bytes
+
+
+@dataclass
+class Rewriter:
+    """Replaces products and embeddings in one graph; the weights go to `store`."""
+
+    graph: ir.Graph
+    store: Store
+    tables: frozenset[int]  # the places of embeddings that stay as they lie, [V, H]
+    column_powers: dict[ir.Node, np.ndarray] = field(default_factory=dict)
+    _constants: dict[str, ir.Value] = field(default_factory=dict)
+
+    def group(self, group: Group, choice: Choice) -> None:
+        """Replace the products of a group."""
+        first = next(node for node in self.graph if node in {m.node for m in group.matrices})
+        if not choice.num_parts:
+            for matrix in group.matrices:
+                self._columns_of_float(matrix)
+            return
+        pieces = self._parts(first, group.value, choice)
+        joined = len(group.matrices) > 1 and all(len(m.stored.order) == 2 for m in group.matrices)
+        for matrices in [group.matrices] if joined else [(m,) for m in group.matrices]:
+            self._product(first, matrices, pieces, choice)
+
+    def embedding(self, node: ir.Node, stored: Stored) -> None:
+        """Take rows of integers from a table, [V, H], and their scales."""
+        output, ids = node.outputs[0], node.inputs[1]
+        stored_values, stored_scales = self.store.integers(stored.place, lambda: _rows(stored))
+        values, scales = self._external(stored_values), self._external(stored_scales)
+        kind, to = ir.DataType.INT8, ir.DataType.FLOAT
+        taken = self._node(node, "Gather", [values, ids], f"{output.name}.int8", output, dtype=kind)
+        wide = self._node(node, "Cast", [taken], f"{output.name}.wide", output, to=to)
+        scale = self._node(node, "Gather", [scales, ids], f"{output.name}.scale", output, 1)
+        whole = self._node(node, "Mul", [wide, scale], f"{output.name}.whole", output)
+        _take_over(output, whole)
+
+    def _parts(
+        self, before: ir.Node, value: ir.Value, choice: Choice
+    ) -> list[tuple[ir.Value, ir.Value]]:
+        """x as bytes and its scales, [..., T, K] and [..., T, 1], for each part of K."""
+        if choice.num_parts == 1:
+            return [self._rounded(before, value)]
+        name, size = value.name, value.shape[-1] if value.shape is not None else None
+        assert isinstance(size, int)
+        sizes = np.full(choice.num_parts, size // choice.num_parts, np.int64)
+        names = [f"{name}.part{i}" for i in range(choice.num_parts)]
+        parts = _split(before, value, constant(self.graph, sizes, f"{name}.parts"), names)
+        return [self._rounded(before, part) for part in parts]
+
+    def _rounded(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ir.Value]:
+        name = f"{value.name}.rounded"
+        sizes = self._node(before, "Abs", [value], f"{name}.sizes", value)
+        axis = self._constant("axis", np.array([-1], np.int64))
+        largest = self._node(before, "ReduceMax", [sizes, axis], f"{name}.largest", value, 1)
+        least = self._constant("least", np.float32(1e-30))
+        above = self._node(before, "Max", [largest, least], f"{name}.above", value, 1)
+        share = self._constant("share", np.float32(1 / rounding.LARGEST))
+        scale = self._node(before, "Mul", [above, share], f"{name}.scale", value, 1)
+        scaled = self._node(before, "Div", [value, scale], f"{name}.scaled", value)
+        steps = [scaled, self._constant("one", np.float32(1)), self._zero()]
+        kind = ir.DataType.UINT8
+        return self._node(before, "QuantizeLinear", steps, name, value, dtype=kind), scale
+
+    def _node(
+        self,
+        before: ir.Node,
+        op_type: str,
+        inputs: Sequence[ir.Value],
+        name: str,
+        like: ir.Value,
+        last: int | None = None,
+        dtype: ir.DataType = ir.DataType.FLOAT,
+        **attributes: ir.DataType | list[int],
+    ) -> ir.Value:
+        """A new node's output, in the shape of `like` but for the last dimension, and a type."""
+        output = insert(before, op_type, inputs, name, like, **attributes)
+        if last is not None and output.shape is not None:
+            output.shape = ir.Shape([*output.shape[:-1], last])
+        output.dtype = dtype
+        return output
+
+    def _zero(self) -> ir.Value:
+        return self._constant("zero", np.uint8(_ZERO))
+
+    def _product(
+        self,
+        before: ir.Node,
+        matrices: Sequence[Matrix],
+        pieces: Sequence[tuple[ir.Value, ir.Value]],
+        choice: Choice,
+    ) -> None:
+        """The products of matrices joined along N, of the parts of K added up."""
+        name = f"{matrices[0].node.outputs[0].name}.int8"
+        total: ir.Value | None = None
+        for i, (bytes_, scale) in enumerate(pieces):
+            label = f"{name}.{i}" if len(pieces) > 1 else name
+            values, scales = self._weights(before, matrices, choice, i)
+            like, width = matrices[0].node.outputs[0], sum(map(_width, matrices))
+            inputs = [bytes_, values, self._zero()]
+            kind = ir.DataType.INT32
+            sums = self._node(before, "MatMulInteger", inputs, f"{label}.sums", like, width, kind)
+            to = ir.DataType.FLOAT
+            wide = self._node(before, "Cast", [sums], f"{label}.wide", like, width, to=to)
+            rows = self._node(before, "Mul", [wide, scale], f"{label}.rows", like, width)
+            whole = self._node(before, "Mul", [rows, scales], f"{label}.whole", like, width)
+            if total is not None:
+                whole = self._node(before, "Add", [total, whole], f"{label}.sum", like, width)
+            total = whole
+        assert total is not None
+        outputs = [m.node.outputs[0] for m in matrices]
+        found = [total]
+        if len(matrices) > 1:
+            widths = np.array([_width(m) for m in matrices], np.int64)
+            sizes = constant(self.graph, widths, f"{name}.widths")
+            found = _split(before, total, sizes, [f"{o.name}.whole" for o in outputs])
+        for output, value in zip(outputs, found, strict=True):
+            value.shape, value.dtype = output.shape, output.dtype
+            _take_over(output, value)
+
+    def _weights(
+        self, before: ir.Node, matrices: Sequence[Matrix], choice: Choice, part: int
+    ) -> tuple[ir.Value, ir.Value]:
+        """The integers and scales of matrices beside each other, for a part of K."""
+        first = matrices[0]
+        if first.place in self.tables:
+            values, scales = self.store.integers(first.place, lambda: _rows(first.stored))
+            table = self._external(values)
+            name = f"{first.node.outputs[0].name}.turned"
+            turned = insert(before, "Transpose", [table], name, perm=[1, 0])
+            flat = seen_as(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
+            return turned, self._external(flat)
+        by = [self.column_powers.get(m.node) for m in matrices]
+        moved = [None if p is None else p.tobytes() for p in (choice.powers, *by)]
+        key = (tuple(m.place for m in matrices), choice.num_parts, part, *moved)
+        values, scales = self.store.integers(key, lambda: _columns(matrices, by, choice, part))
+        return self._external(values), self._external(scales)
+
+    def _columns_of_float(self, matrix: Matrix) -> None:
+        """A product that stays as it is, with its columns divided behind it."""
+        by = self.column_powers.get(matrix.node)
+        if by is None:
+            return
+        output = matrix.node.outputs[0]
+        users = list(output.uses())
+        factors = constant(self.graph, np.exp2(by).astype(np.float32), f"{output.name}.factors")
+        scaled = ir.node("Mul", [output, factors])
+        scaled.outputs[0].name = f"{output.name}.scaled"
+        scaled.outputs[0].shape, scaled.outputs[0].dtype = output.shape, output.dtype
+        self.graph.insert_after(matrix.node, scaled)
+        for user, index in users:
+            user.replace_input_with(index, scaled.outputs[0])
+
+    def _external(self, tensor: ir.ExternalTensor) -> ir.Value:
+        """The initializer for a stored tensor, one for all that read it."""
+        assert tensor.name is not None
+        if tensor.name not in self._constants:
+            value = ir.Value(
+                name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype),
+                const_value=tensor,
+            )  # fmt: skip
+            self.graph.register_initializer(value)
+            self._constants[tensor.name] = value
+        return self._constants[tensor.name]
+
+    def _constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
+        if name not in self._constants:
+            self._constants[name] = constant(self.graph, np.asarray(array), f"int8.{name}")
+        return self._constants[name]
+
+
+def _take_over(output: ir.Value, value: ir.Value) -> None:
+    """Let a value have another's readers and, as an output of the graph, its name."""
+    name, output.name = output.name, f"{output.name}.float"
+    value.name = name
+    output.replace_all_uses_with(value, replace_graph_outputs=True)
+
+
+def _split(before: ir.Node, value: ir.Value, sizes: ir.Value, names: list[str]) -> list[ir.Value]:
+    """Parts of a value along its last axis."""
+    node = ir.node("Split", [value, sizes], {"axis": -1}, num_outputs=len(names))
+    assert sizes.const_value is not None
+    for output, name, size in zip(node.outputs, names, sizes.const_value.numpy(), strict=True):
+        output.name, output.dtype = name, ir.DataType.FLOAT
+        if value.shape is not None:
+            output.shape = ir.Shape([*value.shape[:-1], int(size)])
+    assert before.graph is not None
+    before.graph.insert_before(before, node)
+    return list(node.outputs)
+
+
+def _width(matrix: Matrix) -> int:
+    return matrix.stored.numbers().shape[-1]
+
+
+def _rows(stored: Stored) -> Integers:
+    """A table [V, H] with one scale a row, whichever way a graph reads it."""
+    table = contents(stored.tensor)
+    turned = rounding.columns(table.T)
+    return Integers(np.ascontiguousarray(turned.values.T), turned.scales.T)
+
+
+def _columns(
+    matrices: Sequence[Matrix], by: Sequence[np.ndarray | None], choice: Choice, part: int
+) -> Integers:
+    """Matrices beside each other, a part of K, with the powers that smoothing moved into them."""
+    found = []
+    for matrix, columns in zip(matrices, by, strict=True):
+        weights = matrix.stored.numbers()
+        size = weights.shape[-2] // choice.num_parts
+        rows = slice(part * size, (part + 1) * size)
+        powers = None if choice.powers is None else choice.powers[rows]
+        integers = rounding.columns(weights[..., rows, :], powers)
+        factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)
+        found.append(Integers(integers.values, integers.scales * factors))
+    if len(found) == 1:
+        return found[0]
+    return Integers(
+        np.concatenate([one.values for one in found], -1),
+        np.concatenate([one.scales for one in found], -1),
+    )

@@ -1,0 +1,67 @@
+"""The weights file of a quantised model: integers, their scales, and what stays as it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from specedge.manifest import File
+
+from ..graph.weights import ALIGNMENT, FILE, Hashed
+from .rounding import Integers
+
+
+class Store:
+    """Writes `folder`/weights.bin; what has one key, in whichever graph, is written once."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._hashed = Hashed(folder / FILE)
+        self._known: dict[Hashable, tuple[ir.ExternalTensor, ...]] = {}
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._hashed.close()
+
+    @property
+    def file(self) -> File:
+        """The file's size and hash, once it is closed."""
+        return File(self._hashed.size, self._hashed.digest.hexdigest())
+
+    def integers(
+        self, key: Hashable, make: Callable[[], Integers]
+    ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
+        """Where a matrix's integers lie, and its scales."""
+        if key not in self._known:
+            made = make()
+            name = f"matrix{len(self._known)}"
+            self._known[key] = (
+                self._put(made.values, ir.DataType.INT8, name),
+                self._put(made.scales, ir.DataType.FLOAT, f"{name}.scales"),
+            )
+        values, scales = self._known[key]
+        return values, scales
+
+    def as_it_is(self, tensor: ir.ExternalTensor) -> ir.ExternalTensor:
+        """Where a tensor of the float model's file lies in this one."""
+        key = ("as it is", tensor.offset, tuple(tensor.shape))
+        if key not in self._known:
+            data = np.memmap(tensor.path, np.uint8, "r", tensor.offset or 0, (tensor.length or 0,))
+            self._known[key] = (self._put(data, tensor.dtype, tensor.name, tensor.shape),)
+        return self._known[key][0]
+
+    def _put(
+        self, array: np.ndarray, kind: ir.DataType, name: str, shape: ir.ShapeProtocol | None = None
+    ) -> ir.ExternalTensor:
+        offset = self._hashed.align(ALIGNMENT)
+        data = np.ascontiguousarray(array)
+        self._hashed.write(data.reshape(-1).view(np.uint8).data)
+        return ir.ExternalTensor(
+            FILE, offset, data.nbytes, kind, shape=ir.Shape(shape or data.shape), name=name,
+            base_dir=self.folder,
+        )  # fmt: skip
