@@ -22,7 +22,7 @@ def inputs(
 ) -> dict[tuple[int, ...], np.ndarray]:
     """The input of each group of a graph for any length, over texts that begin anew.
 
-    [T] each -> [all T, K] by the group's key
+    None of a group that reads a cache itself. [T] each -> [all T, K] by the group's key
     """
     model = ir.load(decoder)
     found = {group.value.name: group.key for group in groups(model.graph)}
@@ -45,4 +45,4 @@ def inputs(
         runner.run([], through=[noise, *passes])
     finally:
         path.unlink()
-    return {key: np.concatenate(parts) for key, parts in rows.items()}
+    return {key: np.concatenate(parts) for key, parts in rows.items() if parts}

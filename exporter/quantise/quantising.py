@@ -115,7 +115,7 @@ def _choices(model: Float, texts: Texts) -> Choices:
     found: Choices = {}
     for group in groups(graph):
         tied = bool(tables & {*group.key})
-        if _routes(group, model.model.num_experts):
+        if group.key not in inputs or _routes(group, model.model.num_experts):
             found[group.key] = Choice(None, 0, 0.0, 0.0)
             continue
         can_smooth = not tied and smoothing.route(group) is not None
