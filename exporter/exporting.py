@@ -13,7 +13,7 @@ from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import OPS, File, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
-from specedge.precision import QUANTISED
+from specedge.precision import CHOICES
 from specedge.version import __version__
 
 from . import prediction, resident, writing
@@ -25,8 +25,6 @@ from .quantise import texts
 from .quantise.quantising import quantise
 from .tokenizers import pair
 from .tracing import dry_run
-
-PRECISIONS = ("fp32", *QUANTISED)
 
 
 @dataclass(frozen=True)
@@ -42,9 +40,9 @@ class Request:
 
     def __post_init__(self) -> None:
         for precision in self.precisions.values():
-            if precision not in PRECISIONS:
+            if precision not in CHOICES:
                 raise ValueError(
-                    f"precision must be one of {', '.join(PRECISIONS)}, got {precision!r}"
+                    f"precision must be one of {', '.join(CHOICES)}, got {precision!r}"
                 )
         if self.ops not in ("auto", *OPS):
             raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")

@@ -11,6 +11,7 @@ from .errors import BundleError
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # what the format knows, and its bytes
 
 QUANTISED = ("int8",)  # what weights, and what they are multiplied with, can be rounded to
+CHOICES = ("fp32", *QUANTISED)  # of an export
 
 
 @dataclass(frozen=True)

@@ -94,7 +94,7 @@ class SpeculativeDecoder:
             near_ties: tuple[NearTie, ...] = ()
             if self.referee:
                 if num_logprobs is not None:
-                    # The referee may run passes, which overwrite them.
+                    # The referee's own passes overwrite the logits.
                     scores = Scores(scores.array().copy())
                 verdict, near_ties = self.referee.review(
                     verdict, draft.tokens, scores, sampling, history

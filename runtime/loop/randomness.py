@@ -27,7 +27,7 @@ def uniforms(seed: int, start: int, count: int) -> NDArray[np.float64]:
 
 
 class Uniforms:
-    """A seed's stream from its beginning on, computed a block at a time: that is one's cost."""
+    """A seed's stream from its beginning on, a block at a time, which costs as much as a number."""
 
     def __init__(self, seed: int) -> None:
         self._seed = seed

@@ -161,6 +161,8 @@ class Replay:
     """The rounds of an earlier run."""
 
     def __init__(self, rounds: Sequence[Sequence[Any]], drafters: Mapping[str, Drafter]) -> None:
+        # A caller's own drafter is recorded by its name where K is fixed.
+        drafters = {drafter.name: drafter for drafter in drafters.values()} | {**drafters}
         for name, _, _ in rounds:
             if name != PLAIN and name not in drafters:
                 raise ReplayError(

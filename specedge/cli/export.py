@@ -14,9 +14,7 @@ from specedge.cli.inspect import licence
 from specedge.cli.terminal import lines, one_line
 from specedge.manifest import OPS, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
-from specedge.precision import QUANTISED
-
-PRECISIONS = ("fp32", *QUANTISED)
+from specedge.precision import CHOICES
 
 
 @click.command()
@@ -52,14 +50,14 @@ PRECISIONS = ("fp32", *QUANTISED)
 )
 @click.option(
     "--precision",
-    type=click.Choice(PRECISIONS),
+    type=click.Choice(CHOICES),
     default="fp32",
     show_default=True,
     help="Round the target's weights and their inputs to int8, or keep them as they are.",
 )
 @click.option(
     "--draft-precision",
-    type=click.Choice(PRECISIONS),
+    type=click.Choice(CHOICES),
     help="The same for the draft. [default: as the target]",
 )
 @click.option(

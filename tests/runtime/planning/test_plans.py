@@ -247,3 +247,19 @@ def test_a_sampled_text_is_planned_with_sampled_costs():
     costs = dataclasses.replace(table(), sampled=table(host=9.0).sampled)
     assert Planner(costs, greedy=False).costs(50).rounds[1] > 9
     assert Planner(costs, greedy=True).costs(50).rounds[1] < 2
+
+
+def test_a_run_of_ones_own_drafter_at_a_fixed_k_can_be_replayed(pipeline):
+    class Own:
+        name = "foo"
+
+        def propose(self, history, max_tokens, sampling, uniforms):
+            return Draft([7] * max_tokens)
+
+        def truncate(self, length):
+            pass
+
+    run = pipeline.generate("import", 12, drafter=Own(), num_draft_tokens=2, ignore_eos=True)
+    again = pipeline.generate("import", 12, drafter=Own(), replay=run.plan, ignore_eos=True)
+    assert again.tokens == run.tokens
+    assert again.plan == run.plan
