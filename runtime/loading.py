@@ -7,6 +7,7 @@ import os
 from specedge import store
 from specedge.bundle import Bundle
 
+from .backend import self_test
 from .backend.onnx_model import OrtModel
 from .backend.sessions import Device
 from .pipeline import Pipeline
@@ -29,14 +30,18 @@ def load(
     for all sessions of the process, which is faster for small models; sessions that the app makes
     itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
-    `ops` is the op set to run, "onnx", "gqa", or "auto" for the better one on this device.
+    `ops` is the op set to run, "onnx", "gqa", or "auto" for the better one.
 
     Raises BundleError, DeviceError or MissingExtraError.
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
     runs_on = Device(device, threads, share_threads)
+    for model in found.models.values():
+        self_test.check_products(model, runs_on)
     draft = OrtModel(found, found.draft, runs_on, ops)
     target = OrtModel(found, found.target, runs_on, ops)
     costs = KnownCosts(found, key_of(found, runs_on, f"{target.ops}, {draft.ops}"))
-    return Pipeline(found, load_tokenizer(found), target, draft, costs)
+    return Pipeline(
+        found, load_tokenizer(found), target, draft, costs, self_test.run(target, found.target)
+    )

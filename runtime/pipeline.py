@@ -32,7 +32,8 @@ class Pipeline:
     """A draft and a target ready to generate, one request at a time.
 
     A new request ends an unfinished stream of the same thread, and waits for one of another thread
-    to end; with `wait` False it is a SpecEdgeError instead. Two pipelines are independent.
+    to end; with `wait` False it is a SpecEdgeError instead. Two pipelines are independent. `note`
+    is what the self-test at load found of this machine, None if nothing.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Pipeline:
         target: TargetModel,
         draft: LanguageModel,
         costs: KnownCosts | None = None,
+        note: str | None = None,
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
@@ -50,6 +52,7 @@ class Pipeline:
         self.drafters = Drafters(bundle)
         self.noise = Noise(target, bundle.context_length)
         self.costs = costs or KnownCosts(bundle)
+        self.note = note
         self.turns = Turns()
         self.prompts = Prompts(bundle, tokenizer)
 
@@ -156,10 +159,15 @@ class Pipeline:
 
     @property
     def max_planned_tokens(self) -> int:
-        """The largest K that is chosen without being asked for: as far as rows keep their bits."""
+        """The largest K that is chosen without being asked for: as far as rows keep their bits.
+
+        Where those of float weights keep none, they are off by little; integers may turn anywhere.
+        """
         held = self.target.row_independent_lengths
         exact = takewhile(lambda k: holds(k + 1, held), range(1, MAX_EXPORTED_DRAFT_TOKENS + 1))
-        return max(exact, default=self.bundle.num_draft_tokens)
+        return max(
+            exact, default=0 if self.bundle.target.quantisation else self.bundle.num_draft_tokens
+        )
 
     def chat(
         self,

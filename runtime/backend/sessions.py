@@ -86,6 +86,8 @@ class Device:
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
+        # AVX2 without VNNI saturates where bytes of both kinds are multiplied; others ignore it.
+        options.add_session_config_entry("session.x64quantprecision", "1")
         providers = ["CPUExecutionProvider"]
         if not self.share_threads:
             options.intra_op_num_threads = self.threads or 0

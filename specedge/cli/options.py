@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from specedge.cli.terminal import one_line
 from specedge.declared import declarations, shown_default
 from specedge.manifest import OPS
 from specedge.options import MAX_DRAFT_TOKENS, Rules
@@ -57,7 +58,10 @@ def load(
     """A bundle, with one thread pool for all sessions: no other code here has any."""
     from specedge.runtime import loading
 
-    return loading.load(bundle, device, threads, share_threads=True, ops=ops)
+    pipeline = loading.load(bundle, device, threads, share_threads=True, ops=ops)
+    if pipeline.note:
+        click.echo(one_line(f"note: {pipeline.note}"), err=True)
+    return pipeline
 
 
 class Number(click.FloatRange):

@@ -1,0 +1,100 @@
+"""What this machine's kernels give, seen before they are used: exports may be of another machine.
+
+T tokens a pass, K and N the sizes of a matrix.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+from specedge.errors import DeviceError
+from specedge.manifest import Model
+from specedge.precision import QUANTISED
+
+from .onnx_model import OrtModel
+from .sessions import Device, onnxruntime, translated_errors
+
+LONGEST = 9  # tokens of a pass that is tried
+PRODUCT = Path(__file__).with_name("product.onnx")  # x [T, 64] times a constant [64, 32], in bytes
+KNOWN = {
+    "int8-block": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
+    "int4": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
+}
+
+
+def run(model: OrtModel, facts: Model) -> str | None:
+    """Pass the last of a few tokens again, in passes of each T that the export found to keep rows'
+    bits, and let the model rely on those alone that do so here. What is to be said of the others.
+
+    Ends with an empty cache.
+    """
+    recorded = model.row_independent_lengths
+    tried = [t for t in recorded if t <= min(LONGEST, facts.context_length)]
+    if not tried:
+        return None
+    held = _held(model, tried)
+    if not (lost := sorted({*tried} - held)):
+        return None
+    kept = [t for t in recorded if t < min(lost)]
+    model.row_independent_lengths = tuple(kept) if 1 in kept else ()
+    return (
+        f"{facts.source.id}: on this machine passes of {', '.join(map(str, lost))} tokens give "
+        f"other last bits than longer ones ({KNOWN.get(facts.weights_dtype, 'as some kernels do')};"
+        f" ONNX Runtime {onnxruntime().__version__}), so drafts stay shorter than that"
+    )
+
+
+def _held(model: OrtModel, lengths: list[int]) -> set[int]:
+    """The T whose rows, of logits and caches, have the bits of the longest pass."""
+    longest = max(lengths)
+    tokens = [7 * i % model.vocab_size for i in range(longest)]
+    model.truncate(0)
+    wanted = model.forward(tokens).array().copy()
+    rows = model.cache_rows(0, longest)
+    held = {longest}
+    for length in lengths:
+        start = longest - length
+        model.truncate(start)
+        found = model.forward(tokens[start:]).array()
+        same = np.array_equal(found, wanted[start:])
+        again = model.cache_rows(start, longest)
+        if same and all(np.array_equal(a, b[:, start:]) for a, b in zip(again, rows, strict=True)):
+            held.add(length)
+    model.truncate(0)
+    return held
+
+
+def check_products(model: Model, device: Device) -> None:
+    """Refuse a processor on which sums of products of bytes are not what they are.
+
+    Those of unsigned and signed bytes saturate at 16 bits on AVX2 without VNNI, unless ONNX Runtime
+    is told to make both unsigned. DeviceError.
+    """
+    if model.weights_dtype in QUANTISED and not _products_are_right(device):
+        raise DeviceError(
+            f"{model.source.id} has {model.weights_dtype} weights, and ONNX Runtime "
+            f"{onnxruntime().__version__} multiplies bytes wrongly on this processor (AVX2 without "
+            "VNNI saturates); upgrade ONNX Runtime, or export the pair with --precision fp32"
+        )
+
+
+@cache
+def _products_are_right(device: Device) -> bool:
+    """Whether products of the largest bytes are NumPy's, by one row and by several."""
+    session = device.open(PRODUCT)
+    rng = np.random.default_rng(0)
+    x = rng.choice(np.array([0, 1, 127, 128, 129, 254, 255], np.uint8), (5, 64))
+    x[0], weights = 255, product_weights()
+    wanted = (x.astype(np.int32) - 128) @ weights.astype(np.int32)
+    with translated_errors("a product of bytes"):
+        found = [session.run(None, {"x": rows})[0] for rows in (x, x[:1])]
+    return np.array_equal(found[0], wanted) and np.array_equal(found[1], wanted[:1])
+
+
+def product_weights() -> np.ndarray:
+    """The constant in `PRODUCT`: the largest bytes, of both signs. [64, 32]"""
+    columns = np.arange(64 * 32).reshape(64, 32)
+    return np.where(columns % 3, 127, -127).astype(np.int8)

@@ -1,0 +1,101 @@
+"""What a machine whose kernels are not right is seen by, and what then is not relied on."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from specedge import store
+from specedge.bundle import Bundle
+from specedge.errors import DeviceError
+from specedge.runtime.backend import self_test
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
+from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.text.tokenizing import load_tokenizer
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+
+class Moved:
+    """A model whose passes of some lengths have other last bits."""
+
+    def __init__(self, model, lengths):
+        self.model, self.lengths = model, lengths
+        self.row_independent_lengths = model.row_independent_lengths
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def forward(self, tokens):
+        logits = self.model.forward(tokens).array()
+        if len(tokens) in self.lengths:
+            logits[-1, 3] = np.nextafter(logits[-1, 3], np.float32(np.inf))
+        return Scores(logits)
+
+
+@pytest.fixture(scope="module")
+def bundle():
+    return Bundle.read(store.embedded())
+
+
+@pytest.fixture(scope="module")
+def target(bundle):
+    return OrtModel(bundle, bundle.target, Device())
+
+
+def test_where_rows_keep_their_bits_all_recorded_lengths_stay_and_nothing_is_said(bundle, target):
+    recorded = target.row_independent_lengths
+    assert self_test.run(target, bundle.target) is None
+    assert target.row_independent_lengths == recorded
+    assert target.length == 0
+
+
+@pytest.mark.parametrize(
+    ("lengths", "kept"), [((5,), (1, 2, 3)), ((3, 9), ()), ((9,), ()), ((1,), ())]
+)
+def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target, lengths, kept):
+    moved = Moved(target, lengths)
+    said = self_test.run(moved, bundle.target)
+    assert moved.row_independent_lengths == kept
+    assert said is not None
+    assert bundle.target.source.id in said
+
+
+def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle, target):
+    tokenizer = load_tokenizer(bundle)
+    for report, most in (({}, bundle.num_draft_tokens), ({"onnx": "a report"}, 0)):
+        facts = dataclasses.replace(bundle.target)
+        object.__setattr__(facts, "quantisation", report)
+        changed = dataclasses.replace(bundle)
+        object.__setattr__(changed, "target", facts)
+        pipeline = Pipeline(changed.at(bundle.folder), tokenizer, Moved(target, ()), None)
+        pipeline.target.row_independent_lengths = ()
+        assert pipeline.max_planned_tokens == most
+
+
+def test_the_product_that_is_tried_is_of_the_largest_bytes_and_right_here():
+    onnx = pytest.importorskip("onnx", reason="needs the export extra")
+    model = onnx.load(self_test.PRODUCT)
+    weights = onnx.numpy_helper.to_array(model.graph.initializer[0])
+    assert np.array_equal(weights, self_test.product_weights())
+    assert [node.op_type for node in model.graph.node] == ["MatMulInteger"]
+    assert self_test._products_are_right(Device())
+
+
+def test_a_processor_that_multiplies_bytes_wrongly_is_refused_for_integers_alone(
+    bundle, monkeypatch
+):
+    saturated = self_test.product_weights().copy()
+    saturated[0] = 0
+    monkeypatch.setattr(self_test, "product_weights", lambda: saturated)
+    self_test._products_are_right.cache_clear()
+    rounded = dataclasses.replace(bundle.target)
+    object.__setattr__(rounded, "weights_dtype", "int8")
+    try:
+        with pytest.raises(DeviceError, match="multiplies bytes wrongly on this processor"):
+            self_test.check_products(rounded, Device())
+        self_test.check_products(bundle.draft, Device())
+    finally:
+        self_test._products_are_right.cache_clear()
