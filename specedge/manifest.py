@@ -160,7 +160,9 @@ class Quantisation:
     `agreement` is how often their likeliest tokens are the same, `divergence` the mean
     Kullback-Leibler divergence in nats, `error` the largest difference of a value of logits or
     cache, in the largest value. Of the groups of matrices that read one input `num_smoothed` had
-    channels' sizes moved, `num_cut` have several scales a row, `num_left` are not rounded.
+    channels' sizes moved, `num_cut` have several scales a row, `num_in_blocks` one for every block
+    of numbers, `num_left` are not rounded; `exceptions` say of each that is not as the precision
+    has it what was done and why.
     `product_error` is the worst product's, root of the mean square over the product's own;
     `plain_product_error` what it would be with neither.
     """
@@ -175,11 +177,14 @@ class Quantisation:
     num_smoothed: int
     num_cut: int
     num_left: int
+    num_in_blocks: int
     product_error: float
     plain_product_error: float
+    exceptions: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        check_line("text", self.text)
+        for line in (self.text, *self.exceptions):
+            check_line("text and exceptions", line)
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is at least 0 and finite")
@@ -191,7 +196,8 @@ class Quantisation:
             f"float {self.original_perplexity:.4g}; the likeliest token is the same in "
             f"{self.agreement:.1%}, KL {self.divergence:.2g}; the worst product is off by "
             f"{self.product_error:.1%} (rounded plainly {self.plain_product_error:.1%}; "
-            f"{self.num_smoothed} smoothed, {self.num_cut} cut, {self.num_left} not rounded)"
+            f"{self.num_smoothed} smoothed, {self.num_cut} cut, {self.num_in_blocks} in blocks, "
+            f"{self.num_left} not rounded)"
         )
 
 

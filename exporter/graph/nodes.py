@@ -23,10 +23,11 @@ def insert(
     inputs: Sequence[ir.Value | None],
     name: str,
     like: ir.Value | None = None,
-    **attributes: ir.DataType | list[int],
+    domain: str = "",
+    **attributes: ir.DataType | int | list[int],
 ) -> ir.Value:
     """The output of a new node before another, in the shape and type of `like` if that is known."""
-    node = ir.node(op_type, inputs, attributes)
+    node = ir.node(op_type, inputs, attributes, domain=domain)
     output = node.outputs[0]
     output.name = name
     if like is not None:

@@ -11,6 +11,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specedge.manifest import File, Model, Quantisation
+from specedge.precision import BLOCKS
 
 from ..compare import checks
 from ..compare.runner import Runner
@@ -68,9 +69,9 @@ class Float:
 
 
 def quantise(
-    models: dict[str, Model], folder: Path, texts: Texts, progress: Progress
+    models: dict[str, Model], folder: Path, precision: str, texts: Texts, progress: Progress
 ) -> tuple[list[Model], File]:
-    """Give models that share a folder int8 weights; the weights' hash, too.
+    """Give models that share a folder weights of a quantised precision; the weights' hash, too.
 
     The choices are made for the first model; a second has that one's own layers.
     """
@@ -83,30 +84,34 @@ def quantise(
     parts = [Float(role, model, before) for role, model in models.items()]
     first = parts[0].role
     with progress.step(f"Calibrating the {first}"):
-        choices = _choices(parts[0], texts)
+        choices = _choices(parts[0], precision, texts)
     with Store(folder) as store, progress.step(f"Quantising the {first}"):
         for part in parts:
             for ops in part.ops:
                 _rewrite(part, ops, choices, store, folder)
-    made = [_compared(part, folder, texts, choices, progress) for part in parts]
+    made = [_compared(part, folder, precision, texts, choices, progress) for part in parts]
     shutil.rmtree(before)
     return made, store.file
 
 
 def _compared(
-    part: Float, folder: Path, texts: Texts, choices: Choices, progress: Progress
+    part: Float, folder: Path, precision: str, texts: Texts, choices: Choices, progress: Progress
 ) -> Model:
     """A model's manifest with what its quantisation cost, and which rows keep their bits."""
     reports, parity = {}, {}
     for ops, known in part.model.parity.items():
-        with progress.step(f"Comparing the {part.role} in int8 ({ops})"):
+        with progress.step(f"Comparing the {part.role} in {precision} ({ops})"):
             reports[ops], held = _report(part, folder, ops, texts, choices, progress)
         parity[ops] = replace(known, row_independent_lengths=held)
-    return replace(part.model, weights_dtype="int8", parity=parity, quantisation=reports)
+    return replace(part.model, weights_dtype=precision, parity=parity, quantisation=reports)
 
 
-def _choices(model: Float, texts: Texts) -> Choices:
-    """How each group is rounded; the same in every op set."""
+def _choices(model: Float, precision: str, texts: Texts) -> Choices:
+    """How each group is rounded; the same in every op set.
+
+    Experts that are one stored block of matrices, and the head, whose rows a tied embedding reads,
+    are in columns whatever the precision: wide and few, they cost the least there.
+    """
     ops = model.ops[0]
     decoder = _decoder(model, ops)
     inputs = calibration.inputs(decoder, model.geometry, ops, texts.calibration)
@@ -114,13 +119,27 @@ def _choices(model: Float, texts: Texts) -> Choices:
     tables = {stored.place for _, stored in embeddings(graph)}
     found: Choices = {}
     for group in groups(graph):
-        tied = bool(tables & {*group.key})
-        if group.key not in inputs or _routes(group, model.model.num_experts):
-            found[group.key] = Choice(None, 0, 0.0, 0.0)
-            continue
-        can_smooth = not tied and smoothing.route(group) is not None
-        found[group.key] = choosing.choose(group, inputs[group.key], can_smooth, not tied)
+        choice = _choice(group, inputs.get(group.key), precision, model.model, tables)
+        names = ", ".join(matrix.stored.tensor.name or "" for matrix in group.matrices)
+        found[group.key] = replace(choice, why=choice.why and f"{names}: {choice.why}")
     return found
+
+
+def _choice(
+    group: Group, x: np.ndarray | None, precision: str, model: Model, tables: set[int]
+) -> Choice:
+    """How a group is rounded whose inputs are among others these, [n, K]."""
+    if x is None:
+        return choosing.as_it_is("it reads a cache")
+    if _routes(group, model.num_experts):
+        return choosing.as_it_is("it chooses experts")
+    shapes = [matrix.stored.numbers().shape for matrix in group.matrices]
+    in_layers = all(len(s) == 2 and s[-1] != model.padded_vocab_size for s in shapes)
+    if precision in BLOCKS and in_layers:
+        return choosing.in_blocks(group, x, BLOCKS[precision])
+    tied = bool(tables & {*group.key})
+    can_smooth = not tied and smoothing.route(group) is not None
+    return choosing.in_columns(group, x, can_smooth, not tied)
 
 
 def _routes(group: Group, num_experts: int) -> bool:
@@ -192,6 +211,8 @@ def _described(found: Distance, texts: Texts, choices: Choices) -> Quantisation:
         num_smoothed=sum(one.powers is not None for one in made),
         num_cut=sum(one.num_parts > 1 for one in made),
         num_left=sum(one.num_parts == 0 for one in made),
+        num_in_blocks=sum(one.bits > 0 for one in made),
         product_error=max((one.error for one in made), default=0.0),
         plain_product_error=max((one.plain_error for one in made), default=0.0),
+        exceptions=tuple(one.why for one in made if one.why),
     )

@@ -1,7 +1,9 @@
-"""The nodes of a graph whose matrices are integers: standard ONNX operators alone.
+"""The nodes of a graph whose matrices are integers.
 
-Inputs x [..., T, K] are rounded once for all matrices that read them, a scale a row. Products
-are of unsigned and signed bytes, which add up in 32 bits: the same sum in every order, everywhere.
+In columns they are standard ONNX operators alone. Inputs x [..., T, K] are rounded once for all
+matrices that read them, a scale a row. Products are of unsigned and signed bytes, which add up in
+32 bits: the same sum in every order, everywhere. In blocks each product is ONNX Runtime's
+MatMulNBits, which rounds x itself, a scale a block, at accuracy level 4.
 """
 
 from __future__ import annotations
@@ -17,10 +19,11 @@ from ..graph.weights import seen_as
 from . import rounding
 from .choosing import Choice
 from .matrices import Group, Matrix, Stored, contents
-from .rounding import Integers
+from .rounding import Blocks, Integers
 from .storing import Store
 
 _ZERO = 128  # of x as unsigned bytes
+_IN_BYTES = 4  # the accuracy level at which MatMulNBits rounds x to bytes
 
 
 @dataclass
@@ -39,6 +42,9 @@ class Rewriter:
         if not choice.num_parts:
             for matrix in group.matrices:
                 self._columns_of_float(matrix)
+            return
+        if choice.bits:
+            self._blocks(first, group, choice)
             return
         pieces = self._parts(first, group.value, choice)
         joined = len(group.matrices) > 1 and all(len(m.stored.order) == 2 for m in group.matrices)
@@ -93,10 +99,11 @@ class Rewriter:
         like: ir.Value,
         last: int | None = None,
         dtype: ir.DataType = ir.DataType.FLOAT,
-        **attributes: ir.DataType | list[int],
+        domain: str = "",
+        **attributes: ir.DataType | int | list[int],
     ) -> ir.Value:
         """A new node's output, in the shape of `like` but for the last dimension, and a type."""
-        output = insert(before, op_type, inputs, name, like, **attributes)
+        output = insert(before, op_type, inputs, name, like, domain, **attributes)
         if last is not None and output.shape is not None:
             output.shape = ir.Shape([*output.shape[:-1], last])
         output.dtype = dtype
@@ -130,6 +137,30 @@ class Rewriter:
                 whole = self._node(before, "Add", [total, whole], f"{label}.sum", like, width)
             total = whole
         assert total is not None
+        self._hand_over(before, matrices, total, name)
+
+    def _blocks(self, before: ir.Node, group: Group, choice: Choice) -> None:
+        """The product of a group's matrices joined along N, in blocks."""
+        matrices = group.matrices
+        like, width = matrices[0].node.outputs[0], sum(map(_width, matrices))
+        by = [self.column_powers.get(m.node) for m in matrices]
+        key = (tuple(m.place for m in matrices), choice.bits, *map(_known, by))
+        stored = self.store.blocks(key, lambda: _in_blocks(matrices, by, choice))
+        inputs = [group.value, *map(self._external, stored)]
+        name = f"{like.name}.int{choice.bits}"
+        size = matrices[0].stored.numbers().shape[0]
+        sizes = {"K": size, "N": width, "bits": choice.bits, "block_size": rounding.BLOCK}
+        whole = self._node(
+            before, "MatMulNBits", inputs, f"{name}.whole", like, width,
+            domain="com.microsoft", accuracy_level=_IN_BYTES, **sizes,
+        )  # fmt: skip
+        self.graph.opset_imports["com.microsoft"] = 1
+        self._hand_over(before, matrices, whole, name)
+
+    def _hand_over(
+        self, before: ir.Node, matrices: Sequence[Matrix], total: ir.Value, name: str
+    ) -> None:
+        """Give each matrix's readers its part of a product of all."""
         outputs = [m.node.outputs[0] for m in matrices]
         found = [total]
         if len(matrices) > 1:
@@ -153,7 +184,7 @@ class Rewriter:
             flat = seen_as(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
             return turned, self._external(flat)
         by = [self.column_powers.get(m.node) for m in matrices]
-        moved = [None if p is None else p.tobytes() for p in (choice.powers, *by)]
+        moved = map(_known, (choice.powers, *by))
         key = (tuple(m.place for m in matrices), choice.num_parts, part, *moved)
         values, scales = self.store.integers(key, lambda: _columns(matrices, by, choice, part))
         return self._external(values), self._external(scales)
@@ -215,6 +246,10 @@ def _width(matrix: Matrix) -> int:
     return matrix.stored.numbers().shape[-1]
 
 
+def _known(powers: np.ndarray | None) -> bytes | None:
+    return None if powers is None else powers.tobytes()
+
+
 def _rows(stored: Stored) -> Integers:
     """A table [V, H] with one scale a row, whichever way a graph reads it."""
     table = contents(stored.tensor)
@@ -240,4 +275,18 @@ def _columns(
     return Integers(
         np.concatenate([one.values for one in found], -1),
         np.concatenate([one.scales for one in found], -1),
+    )
+
+
+def _in_blocks(
+    matrices: Sequence[Matrix], by: Sequence[np.ndarray | None], choice: Choice
+) -> Blocks:
+    """Matrices beside each other in blocks, with the powers that smoothing moved into them."""
+    found = []
+    for matrix, columns in zip(matrices, by, strict=True):
+        one = rounding.blocks(matrix.stored.numbers(), choice.bits, choice.weight)
+        factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)[:, None]
+        found.append(Blocks(one.values, one.scales * factors))
+    return Blocks(
+        np.concatenate([one.values for one in found]), np.concatenate([one.scales for one in found])
     )

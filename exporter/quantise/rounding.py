@@ -1,7 +1,8 @@
 """Weights as integers: how they are rounded, and what that and rounded inputs cost a product.
 
-x [n, K] times W [..., K, N]. All is symmetric: a scale, no zero point. int8 has one scale a row of
-x and one a column of W, so a row's result depends on no other row.
+x [n, K] times W [..., K, N]. All is symmetric: a scale, no zero point. Columns have one scale a row
+of x and one a column of W; blocks have one for every `BLOCK` numbers along K of both. So a row's
+result depends on no other row.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ import torch
 LARGEST = 127
 _TINY = 1e-30
 _STRIP = 1 << 24  # numbers that are widened at a time
+BLOCK = 32
+# Of the scale at which a block's largest number is the largest integer of 4 bits: those tried.
+_SHARES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75)
 
 
 @dataclass(frozen=True)
@@ -38,8 +42,106 @@ def columns(weights: torch.Tensor, powers: np.ndarray | None = None) -> Integers
     return Integers(values.numpy(), scales.numpy())
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """W as MatMulNBits reads it: bytes [N, blocks, BLOCK * bits / 8], scales float32 [N, blocks].
+
+    Integers lie `2 ** (bits - 1)` higher than they are, the first of two in a byte's low half.
+    """
+
+    values: np.ndarray
+    scales: np.ndarray
+
+
+def blocks(weights: torch.Tensor, bits: int, weight: np.ndarray | None = None) -> Blocks:
+    """Round a matrix with a scale a block. [K, N]
+
+    Of 8 bits the nearest. Of 4 bits each block's scale is searched for the least square error of
+    its part of the product, with `weight` [K] the mean square of what a row is multiplied with:
+    the largest number may be beyond what 4 bits hold, and the scale may be negative, as there is
+    one more integer below 0 than above.
+    """
+    values, scales = [], []
+    for at in _strips(weights):
+        strip = _cut(weights[:, at].float())
+        found, scale = (
+            _nearest(strip) if bits == 8 else _searched(strip, _importance(weight, strip))
+        )
+        values.append(_packed(found.to(torch.int16) + 2 ** (bits - 1), bits))
+        scales.append(scale.squeeze(-1))
+    return Blocks(torch.cat(values).numpy(), torch.cat(scales).numpy())
+
+
+def _cut(weights: torch.Tensor) -> torch.Tensor:
+    """[K, N] -> [N, blocks, BLOCK], with zeros at the end."""
+    missing = -weights.shape[0] % BLOCK
+    padded = torch.nn.functional.pad(weights.T, (0, missing))
+    return padded.reshape(weights.shape[1], -1, BLOCK)
+
+
+def _importance(weight: np.ndarray | None, strip: torch.Tensor) -> torch.Tensor:
+    """The weight of each number's error, [blocks, BLOCK]."""
+    if weight is None:
+        return torch.ones(strip.shape[1:])
+    missing = strip.shape[1] * BLOCK - len(weight)
+    wide = torch.from_numpy(np.pad(weight.astype(np.float32), (0, missing)))
+    return wide.reshape(-1, BLOCK) + _TINY
+
+
+def _nearest(strip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    scale = strip.abs().amax(-1, keepdim=True).clamp_min(_TINY) / LARGEST
+    return (strip / scale).round(), scale
+
+
+def _searched(strip: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The best of some scales at 4 bits, each then the best one for its integers."""
+    largest = strip.gather(-1, strip.abs().argmax(-1, keepdim=True))
+    full = torch.where(largest.abs() < _TINY, torch.full_like(largest, _TINY), largest) / -8
+    best = torch.full(strip.shape[:-1], torch.inf)
+    values, scales = torch.zeros_like(strip), full.clone()
+    weighted = strip * weight
+    for share in _SHARES:
+        given = (strip / (full * share)).round_().clamp_(-8, 7)
+        size = (given.square() * weight).sum(-1)
+        scale = (weighted * given).sum(-1) / size.clamp_min(_TINY)
+        error = ((strip - given * scale[..., None]).square_() * weight).sum(-1)
+        better = (error < best) & (size > _TINY)
+        best = torch.where(better, error, best)
+        values = torch.where(better[..., None], given, values)
+        scales[..., 0] = torch.where(better, scale, scales[..., 0])
+    return values, scales
+
+
+def _packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    found = values.to(torch.uint8)
+    return found if bits == 8 else found[..., 0::2] | (found[..., 1::2] << 4)
+
+
+def _unpacked(blocks_: Blocks, bits: int) -> torch.Tensor:
+    """What rounded weights are. -> [K and zeros, N]"""
+    values = torch.from_numpy(blocks_.values)
+    if bits == 4:
+        values = torch.stack((values & 15, values >> 4), -1).flatten(-2)
+    whole = (values.float() - 2 ** (bits - 1)) * torch.from_numpy(blocks_.scales)[..., None]
+    return whole.flatten(1).T
+
+
+def error_in_blocks(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:
+    """As `error`, in blocks. [K, N], [n, K]"""
+    wide = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
+    given = torch.from_numpy(rows(wide).reshape(len(x), -1))
+    exact, off, size = torch.from_numpy(x), 0.0, 0.0
+    for at in _strips(weights):
+        strip = weights[:, at]
+        wanted = exact @ strip.float()
+        found = given @ _unpacked(blocks(strip, bits, np.square(x).mean(0)), bits)
+        off += float((found - wanted).square().sum())
+        size += float(wanted.square().sum())
+    return (off / max(size, _TINY)) ** 0.5
+
+
 def rows(x: np.ndarray) -> np.ndarray:
-    """x as it is after rounding with one scale a row. [n, K] -> [n, K]"""
+    """x as it is after rounding with one scale a row. [..., K] -> the same"""
     scale = np.maximum(np.abs(x).max(-1, keepdims=True), _TINY) / np.float32(LARGEST)
     return np.rint(x / scale) * scale
 

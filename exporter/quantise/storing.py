@@ -11,7 +11,7 @@ import onnx_ir as ir
 from specedge.manifest import File
 
 from ..graph.weights import ALIGNMENT, FILE, Hashed
-from .rounding import Integers
+from .rounding import Blocks, Integers
 
 
 class Store:
@@ -37,11 +37,22 @@ class Store:
         self, key: Hashable, make: Callable[[], Integers]
     ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         """Where a matrix's integers lie, and its scales."""
+        return self._pair(key, make, ir.DataType.INT8)
+
+    def blocks(
+        self, key: Hashable, make: Callable[[], Blocks]
+    ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
+        """Where a matrix's blocks lie, and their scales."""
+        return self._pair(key, make, ir.DataType.UINT8)
+
+    def _pair(
+        self, key: Hashable, make: Callable[[], Integers | Blocks], kind: ir.DataType
+    ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         if key not in self._known:
             made = make()
             name = f"matrix{len(self._known)}"
             self._known[key] = (
-                self._put(made.values, ir.DataType.INT8, name),
+                self._put(made.values, kind, name),
                 self._put(made.scales, ir.DataType.FLOAT, f"{name}.scales"),
             )
         values, scales = self._known[key]

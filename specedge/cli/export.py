@@ -53,7 +53,7 @@ from specedge.precision import CHOICES
     type=click.Choice(CHOICES),
     default="fp32",
     show_default=True,
-    help="Round the target's weights and their inputs to int8, or keep them as they are.",
+    help="Round the target's weights and their inputs, or keep them as they are.",
 )
 @click.option(
     "--draft-precision",

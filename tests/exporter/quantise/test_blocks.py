@@ -1,0 +1,132 @@
+"""Weights in blocks of 32: rounded well, read by MatMulNBits, exact to their own target."""
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+import torch
+from onnx import TensorProto, helper, numpy_helper
+
+from quantised import PROMPTS, SIZES, Made
+from specedge.exporter.compare.stage import open_session
+from specedge.exporter.quantise import rounding
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(0)
+
+
+def product(blocks, bits, size):
+    """A session of one MatMulNBits node at accuracy level 4, [T, K] -> [T, N]."""
+    sizes = {"K": size, "N": len(blocks.values), "bits": bits, "block_size": 32}
+    node = helper.make_node(
+        "MatMulNBits", ["x", "w", "s"], ["y"], domain="com.microsoft", accuracy_level=4, **sizes
+    )
+    graph = helper.make_graph(
+        [node],
+        "product",
+        [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", size])],
+        [helper.make_tensor_value_info("y", TensorProto.FLOAT, ["T", sizes["N"]])],
+        [
+            numpy_helper.from_array(blocks.values, "w"),
+            numpy_helper.from_array(blocks.scales, "s"),
+        ],
+    )
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1)]
+    model = helper.make_model(graph, opset_imports=opsets, ir_version=10)
+    return open_session(model.SerializeToString(), ort.SessionOptions())
+
+
+@pytest.mark.parametrize("size", [64, 80])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_onnx_runtime_reads_blocks_as_they_are_meant_and_errors_are_foretold(random, bits, size):
+    weights = torch.from_numpy(random.standard_normal((size, 48), np.float32))
+    x = random.standard_normal((20, size), np.float32)
+    blocks = rounding.blocks(weights, bits, np.square(x).mean(0))
+    (found,) = product(blocks, bits, size).run(None, {"x": x})
+    wanted = x @ weights.numpy()
+    off = np.sqrt(np.square(found - wanted).sum() / np.square(wanted).sum())
+    assert off == pytest.approx(rounding.error_in_blocks(weights, x, bits), rel=0.02)
+    assert 0.001 < off < (0.11 if bits == 4 else 0.012)
+
+
+def test_a_searched_scale_costs_less_than_the_largest_numbers(random):
+    """Nearest: the largest of 32 normal numbers at 7 steps."""
+    weights = random.standard_normal((256, 64)).astype(np.float32)
+    x = random.standard_normal((64, 256)).astype(np.float32) * random.uniform(0.1, 4, 256)
+    x = x.astype(np.float32)
+    blocks = weights.reshape(8, 32, 64)
+    scale = np.abs(blocks).max(1, keepdims=True) / 7
+    nearest = (np.rint(blocks / scale) * scale).reshape(256, 64)
+    plain = np.sqrt(np.square(x @ nearest - x @ weights).sum() / np.square(x @ weights).sum())
+    assert rounding.error_in_blocks(torch.from_numpy(weights), x, 4) < 0.85 * plain
+
+
+def test_a_searched_scale_heeds_what_a_row_is_multiplied_with(random):
+    weights = torch.from_numpy(random.standard_normal((32, 64), np.float32))
+    x = random.standard_normal((64, 32), np.float32)
+    x[:, 7] *= 50
+    heeding = rounding.blocks(weights, 4, np.square(x).mean(0))
+    heedless = rounding.blocks(weights, 4)
+    off = [
+        float(np.square(x @ (rounding._unpacked(b, 4).numpy() - weights.numpy())).sum())
+        for b in (heeding, heedless)
+    ]
+    assert off[0] < 0.5 * off[1]
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_of_zeros_and_of_one_number_stay_what_they_are(bits):
+    weights = torch.zeros(64, 3)
+    weights[32:, 1] = 0.75
+    weights[:, 2] = -1.5
+    found = rounding._unpacked(rounding.blocks(weights, bits), bits)
+    assert np.allclose(found, weights, rtol=1e-6)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_blocks_that_are_rounded_in_strips_are_the_same_as_in_one(random, monkeypatch, bits):
+    weights = torch.from_numpy(random.standard_normal((64, 100), np.float32))
+    whole = rounding.blocks(weights, bits)
+    monkeypatch.setattr(rounding, "_STRIP", 7 * 64)
+    parts = rounding.blocks(weights, bits)
+    assert np.array_equal(whole.values, parts.values)
+    assert np.array_equal(whole.scales, parts.scales)
+
+
+@pytest.fixture(scope="module", params=[("llama", "int4"), ("gpt2", "int8-block")])
+def made(request, tmp_path_factory):
+    kind, precision = request.param
+    return Made(tmp_path_factory.mktemp("blocks"), kind, precision=precision)
+
+
+def test_layers_are_in_blocks_and_the_head_in_columns(made):
+    for model in made.bundle.models.values():
+        assert model.weights_dtype in ("int4", "int8-block")
+        for entry in model.graphs:
+            graph = onnx.load(made.bundle.path(entry.file), load_external_data=False).graph
+            ops = [node.op_type for node in graph.node]
+            whole = entry.signature == "with_logits"
+            assert ops.count("MatMulNBits") == (4 * SIZES["layers"] if whole else 5)
+            assert ops.count("MatMulInteger") == whole
+            assert "MatMul" not in ops
+        for report in model.quantisation.values():
+            assert report.num_in_blocks == 4 * SIZES["layers"]
+            assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.1)
+
+
+@pytest.mark.parametrize("k", range(1, 9))
+def test_greedy_text_in_blocks_is_plain_decodings_to_the_bit(made, k):
+    for prompt in PROMPTS:
+        plain = made.pipeline.generate(prompt, 24, num_draft_tokens=0, logprobs=2, ignore_eos=True)
+        found = made.pipeline.generate(prompt, 24, num_draft_tokens=k, logprobs=2, ignore_eos=True)
+        assert found.tokens == plain.tokens
+        assert found.logprobs == plain.logprobs
+
+
+def test_rows_in_blocks_keep_their_bits_whatever_shares_their_pass(made):
+    for model in made.bundle.models.values():
+        for report in model.parity.values():
+            assert {1, 2, 3, 5, 9, 64} <= {*report.row_independent_lengths}
+    assert not [note for note in made.progress.notes if "bits" in note]

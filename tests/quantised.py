@@ -1,0 +1,44 @@
+"""Small bundles in quantised precisions."""
+
+import torch
+
+import specedge
+from checkpoints import make_config, make_model, make_tokenizer, save
+from specedge.exporter import Progress, export
+
+CONTEXT = 96
+SIZES = {"layers": 2, "context": CONTEXT, "hidden": 64}
+PROMPTS = ("def parse(self):", "import json\n", "    return [")
+
+
+def with_outliers(model):
+    """The same function with channels of 256 times the others in front of every matrix it can."""
+    with torch.no_grad():
+        for layer in model.model.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            for norm, matrices in (
+                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.post_attention_layernorm, (mlp.gate_proj, mlp.up_proj)),
+            ):
+                norm.weight[3] *= 256
+                for matrix in matrices:
+                    matrix.weight[:, 3] /= 256
+            mlp.up_proj.weight[7] *= 256
+            mlp.down_proj.weight[:, 7] /= 256
+    return model
+
+
+class Made:
+    def __init__(
+        self, folder, kind, change=lambda model: model, draft=None, precision="int8", **options
+    ):
+        tokenizer = make_tokenizer(folder / "tokenizer")
+        sizes = SIZES | ({"kv_heads": 2} if kind == "llama" else {})
+        model = change(make_model(make_config(kind, **sizes, tied=kind == "gpt2")))
+        self.target = save(model, tokenizer, folder / "target")
+        self.progress = Progress()
+        self.bundle = export(
+            draft or self.target, self.target, folder / "bundle",
+            precision=precision, progress=self.progress, **options,
+        )  # fmt: skip
+        self.pipeline = specedge.load(self.bundle.folder)
