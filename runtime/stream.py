@@ -119,6 +119,11 @@ class Stream:
         return self._run.plan
 
     @property
+    def num_rounds(self) -> int:
+        """How many rounds there were so far."""
+        return len(self._run.done)
+
+    @property
     def seen(self) -> Seen:
         """What the rounds so far cost, for a table of costs."""
         return self._run.seen

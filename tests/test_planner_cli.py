@@ -19,7 +19,6 @@ PROMPT = "def read_config(path):"
 @pytest.fixture(autouse=True)
 def _quick(monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
-    monkeypatch.setattr(tuning, "LEAST_SWEEPS", 1)
     monkeypatch.setattr(tuning, "TEXT_TOKENS", 24)
 
 

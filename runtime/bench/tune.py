@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, product
+from math import inf, nan
 from statistics import fmean, median
 from typing import Any
 
@@ -28,13 +29,13 @@ from ..sampling.history import History
 from ..text.tokenizing import encode
 from .fitting import fitted
 
-DRAFT_TOKENS = (0, 1, 2, 4, 8, MAX_EXPORTED_DRAFT_TOKENS)
+DRAFT_TOKENS = (*range(9), MAX_EXPORTED_DRAFT_TOKENS)  # a line through 5 and 9 rows was 4% off
+EVERYWHERE = (0, 4)  # and the most: K that are timed at each length and in each mode
 SECONDS = 4.0  # slow models take longer
-LEAST_SWEEPS = 2
+LEAST_ROUNDS, MOST_ROUNDS = 4, 24  # of a request; the fewer, the slower the target
 LEAST_CONTEXT = 3  # tokens: of the prompt, drafted, and the target's own
 BUSY = 1.5  # from so many times the least seconds of a pass on, others had the cores
-NEW_TOKENS = (24, 48)  # of a request; the fewer, the slower the target
-TEXT_TOKENS = 48  # of each text that tells the acceptance
+TEXT_TOKENS, TEXT_SECONDS = 48, 0.8  # of each text that tells the acceptance, whichever is less
 TEXTS = (
     "def read_config(path):\n    ",
     "The history of the city began when",
@@ -60,7 +61,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
 
     Raises ContextLengthError for a pair in whose context no draft token fits.
     """
-    lengths, ks = _places(pipeline)
+    lengths, ks = _lengths_and_ks(pipeline)
     texts, copies = _run_texts(pipeline, ks, lambda share: progress(share / 4))
     seconds = typical(list(chain(*(s for x in texts["greedy"] for s in x.target.values()))))
     seen, reading = _run_rounds(
@@ -71,13 +72,12 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
     target, draft = _fit(passes, lengths, ks), _fit(drafts, lengths, ks[1:])
     modes = {}
     for i, mode in enumerate(MODES):
-        hosts = [median(one.host for at in lengths for one in seen[mode, k, at]) for k in ks]
         modes[mode] = ModeCosts(
             target=tuple(map(tuple, target[i].tolist())),
             draft=tuple(map(tuple, draft[i].tolist())),
             pending=tuple((_more_for_two(texts[mode]) * draft[i, :, 0]).tolist()),
             reading=tuple(map(typical, reading)),
-            host=tuple(accumulate(hosts, max)),
+            host=_hosts(seen, mode, ks),
             acceptance=_acceptance(texts[mode], copies[mode]),
         )
     busy = fmean(median(some) / min(some) for some in passes.values()) > BUSY
@@ -85,13 +85,25 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
 
 
 def _fit(found: dict[Place, list[float]], lengths: Sequence[int], ks: Sequence[int]) -> Floats:
-    """What was timed at every place, all together. -> [modes, lengths, K]"""
-    return fitted(
-        np.array([[[typical(found[m, k, at]) for k in ks] for at in lengths] for m in MODES])
-    )
+    """What was timed, all together. -> [modes, lengths, K]"""
+    seconds = [
+        [[typical(found.get((m, k, at), [nan])) for k in ks] for at in lengths] for m in MODES
+    ]
+    return fitted(np.array(seconds))
 
 
-def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
+def _hosts(seen: dict[Place, list[Seen]], mode: str, ks: Sequence[int]) -> tuple[float, ...]:
+    """The host's seconds of a round by K, of which more never cost less."""
+    timed: dict[int, list[float]] = {}
+    for (where, k, _), some in seen.items():
+        if where == mode:
+            timed.setdefault(k, []).extend(one.host for one in some)
+    known = sorted(timed)
+    hosts = np.interp(ks, known, [median(timed[k]) for k in known])
+    return tuple(accumulate(hosts.tolist(), max))
+
+
+def _lengths_and_ks(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
     """The numbers of tokens in the caches, and the K, to time rounds with."""
     context = min(model.context_length for model in pipeline.bundle.models.values())
     if context < LEAST_CONTEXT:
@@ -103,6 +115,16 @@ def _places(pipeline: Pipeline) -> tuple[tuple[int, ...], list[int]]:
     last = max(1, context - READ_LENGTH)
     lengths = tuple(sorted({min(32, last), -(-last // 2), last}))
     return lengths, sorted({*(k for k in DRAFT_TOKENS if k <= most), most})
+
+
+def _places(lengths: Sequence[int], ks: Sequence[int]) -> list[Place]:
+    """Every K in greedy rounds at the middle length, and a few everywhere else."""
+    middle = lengths[len(lengths) // 2]
+    return [
+        (mode, k, length)
+        for mode, k, length in product(MODES, ks, lengths)
+        if k in (*EVERYWHERE, ks[-1]) or (mode, length) == ("greedy", middle)
+    ]
 
 
 def _run_texts(
@@ -117,7 +139,7 @@ def _run_texts(
     unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
     for i, (text, mode) in enumerate(runs):
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
-        seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), TEXT_TOKENS, i)
+        seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), i, seconds=TEXT_SECONDS)
         found[mode].append(seen)
         copies[mode] += accepted_copies([*prompt, *tokens], len(prompt), max(ks))
         progress((i + 1) / len(runs))
@@ -151,9 +173,9 @@ def _run_rounds(
         pipeline.bundle, pipeline.tokenizer, _Unread(pipeline.target), _Unread(pipeline.draft)
     )
     text = _tokens(pipeline, "".join(TEXTS))
-    places = list(product(MODES, ks, lengths))
-    least, most = NEW_TOKENS
-    new_tokens = max(least, min(most, int(SECONDS / LEAST_SWEEPS / len(places) / seconds)))
+    places = _places(lengths, ks)
+    each = SECONDS / 2 / len(places) / (2 * seconds)  # rounds in half the time, drafts as dear
+    num_rounds = max(LEAST_ROUNDS, min(MOST_ROUNDS, int(each)))
     found: dict[Place, list[Seen]] = {place: [] for place in places}
     reading: list[list[float]] = [[] for _ in lengths]
     try:
@@ -161,9 +183,9 @@ def _run_rounds(
         while share < 1:
             for i, (mode, k, length) in enumerate(places):
                 prompt = (text * (length // len(text) + 1))[:length]
-                found[mode, k, length].append(_run(unread, prompt, mode, k, new_tokens, i)[0])
+                found[mode, k, length].append(_run(unread, prompt, mode, k, i, num_rounds)[0])
                 done = sweeps + (i + 1) / len(places)
-                share = min(1.0, done / LEAST_SWEEPS, (time.perf_counter() - begin) / SECONDS)
+                share = min(1.0, done, (time.perf_counter() - begin) / SECONDS)
                 progress(share)
             sweeps += 1
             for took, length in zip(reading, lengths, strict=True):
@@ -188,11 +210,19 @@ class _Unread:
 
 
 def _run(
-    pipeline: Pipeline, prompt: Sequence[int], mode: str, k: int, new_tokens: int, seed: int
+    pipeline: Pipeline,
+    prompt: Sequence[int],
+    mode: str,
+    k: int,
+    seed: int,
+    num_rounds: int = TEXT_TOKENS,
+    seconds: float = inf,
 ) -> tuple[Seen, list[int]]:
+    """A request of so many rounds, or of what fits into a time."""
+    until = time.perf_counter() + seconds
     with pipeline.stream(
         prompt,
-        new_tokens,
+        TEXT_TOKENS if seconds < inf else num_rounds * (k + 1),
         MODES[mode],
         seed=seed,
         num_draft_tokens=k,
@@ -200,7 +230,8 @@ def _run(
         ignore_eos=True,
     ) as stream:
         for _ in stream:
-            pass
+            if stream.num_rounds >= num_rounds or time.perf_counter() > until:
+                break
     return stream.seen, stream.generation.tokens
 
 

@@ -40,3 +40,13 @@ def test_more_rows_never_cost_less_and_neither_neighbour_is_believed_alone():
     found = fitted(noisy)
     assert (np.diff(found, axis=2) >= 0).all()
     assert np.allclose(found[:, :, 1] / found[:, :, 0], np.sqrt(1.2 * 1.1))
+
+
+@pytest.mark.parametrize("lengths", [1, 2, 3])
+def test_rows_that_were_timed_at_the_middle_alone_follow_their_neighbours(lengths):
+    exact = costs(lengths=lengths, slope=0.0)
+    partly = exact.copy()
+    for row in (1, 2, 4):
+        partly[:, [at for at in range(lengths) if at != lengths // 2], row] = np.nan
+        partly[1, :, row] = np.nan
+    assert np.allclose(fitted(partly), exact)

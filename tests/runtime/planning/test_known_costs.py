@@ -146,7 +146,6 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
     from specedge.runtime.bench import tune as tuning
 
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
-    monkeypatch.setattr(tuning, "LEAST_SWEEPS", 1)
     monkeypatch.setattr(tuning, "TEXT_TOKENS", 24)
     shares = []
     found = tuning.measure(pipeline, shares.append).costs
