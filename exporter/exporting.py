@@ -21,8 +21,8 @@ from .checkpoint import checkpoints, hub, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .model_files import export_model
 from .progress import Progress
-from .quantise import texts
-from .quantise.quantising import quantise
+from .quantise import drafting, texts
+from .quantise.quantising import Written, quantise
 from .tokenizers import pair
 from .tracing import dry_run
 
@@ -35,12 +35,12 @@ class Request:
     max_length: int | None
     ops: str
     tolerance: float | None
-    precisions: dict[str, str]
+    precisions: dict[str, str | None]  # None for a draft whose own is to be chosen
     calibration: str | None
 
     def __post_init__(self) -> None:
         for precision in self.precisions.values():
-            if precision not in CHOICES:
+            if precision not in (*CHOICES, None):
                 raise ValueError(
                     f"precision must be one of {', '.join(CHOICES)}, got {precision!r}"
                 )
@@ -84,12 +84,13 @@ def export(
     float32; the others round weights, and what they are multiplied with to 8 bits, as a text says
     is best: the one that comes with specedge, or a file to `calibrate` with. "int8" has one scale a
     column, which verifies fastest; "int8-block" and "int4" one for 32 numbers. The
-    draft has the target's precision unless `draft_precision` is another.
+    draft's, unless `draft_precision` says it, is the fastest measured here that keeps nine tenths
+    of its acceptance; a tiny draft has the target's.
 
     Raises SpecEdgeError, or ValueError for a bad option.
     """
     progress = progress or Progress()
-    precisions = {"target": precision, "draft": draft_precision or precision}
+    precisions = {"target": precision, "draft": draft_precision}
     file = None if calibrate is None else os.fspath(calibrate)
     request = Request(num_draft_tokens, max_length, ops, tolerance, precisions, file)
     draft, target = os.fspath(draft), os.fspath(target)
@@ -157,11 +158,18 @@ def _write(
             checkpoint, length, text.num_tokens, request.num_draft_tokens, request.ops,
             work / checkpoint.role, progress, num_layers, request.tolerance,
         )  # fmt: skip
-        precision = request.precisions[checkpoint.role]
-        if precision in QUANTISED:
-            exported, weights = _quantised(
-                exported, checkpoint.role, precision, calibration, work, progress
+        precision, default = request.precisions[checkpoint.role], request.precisions["target"]
+        if models and drafting.wanted(precision, exported[0]):
+            pieces = _pieces(exported[0], calibration, work)
+            first = Written("target", models[0], work / "target")
+            one, weights = drafting.fastest(
+                first, exported[0], weights, work / "draft", pieces, progress
             )
+            exported = [one]
+        elif (precision := precision or default) in QUANTISED:
+            pieces = _pieces(exported[0], calibration, work)
+            roles = dict(zip((checkpoint.role, "draft"), exported, strict=False))
+            exported, weights = quantise(roles, work / checkpoint.role, precision, pieces, progress)
         models += exported
         hashed[exported[0].weights] = weights
     ours, theirs = (model.padded_vocab_size for model in models)
@@ -185,20 +193,10 @@ def _write(
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")
 
 
-def _quantised(
-    models: list[Model],
-    role: str,
-    precision: str,
-    text: tuple[str, str],
-    work: Path,
-    progress: Progress,
-) -> tuple[list[Model], File]:
-    """Models of one folder in a quantised precision."""
-    first = models[0]
-    sizes = first.vocab_size, first.context_length, first.num_parameters
-    pieces = texts.cut(*text, work / pair.FILE, *sizes)
-    roles = dict(zip((role, "draft"), models, strict=False))
-    return quantise(roles, work / role, precision, pieces, progress)
+def _pieces(model: Model, text: tuple[str, str], work: Path) -> texts.Texts:
+    """A calibration text's tokens, as many as are good for a model."""
+    sizes = model.vocab_size, model.context_length, model.num_parameters
+    return texts.cut(*text, work / pair.FILE, *sizes)
 
 
 def _files(work: Path, hashed: dict[str, File], progress: Progress) -> dict[str, File]:

@@ -33,8 +33,8 @@ Report = tuple[Quantisation, tuple[int, ...]]  # and the T whose rows keep their
 
 
 @dataclass(frozen=True)
-class Float:
-    """A float model that was written and compared, and the folder where it lies."""
+class Written:
+    """A model that was written and compared, and the folder where it lies."""
 
     role: str
     model: Model
@@ -81,7 +81,7 @@ def quantise(
     for path in before.iterdir():
         if path.suffix != ".onnx" and path.name != FILE:
             shutil.copy2(path, folder)
-    parts = [Float(role, model, before) for role, model in models.items()]
+    parts = [Written(role, model, before) for role, model in models.items()]
     first = parts[0].role
     with progress.step(f"Calibrating the {first}"):
         choices = _choices(parts[0], precision, texts)
@@ -95,7 +95,7 @@ def quantise(
 
 
 def _compared(
-    part: Float, folder: Path, precision: str, texts: Texts, choices: Choices, progress: Progress
+    part: Written, folder: Path, precision: str, texts: Texts, choices: Choices, progress: Progress
 ) -> Model:
     """A model's manifest with what its quantisation cost, and which rows keep their bits."""
     reports, parity = {}, {}
@@ -106,7 +106,7 @@ def _compared(
     return replace(part.model, weights_dtype=precision, parity=parity, quantisation=reports)
 
 
-def _choices(model: Float, precision: str, texts: Texts) -> Choices:
+def _choices(model: Written, precision: str, texts: Texts) -> Choices:
     """How each group is rounded; the same in every op set.
 
     Experts that are one stored block of matrices, and the head, whose rows a tied embedding reads,
@@ -149,12 +149,12 @@ def _routes(group: Group, num_experts: int) -> bool:
     )
 
 
-def _decoder(model: Float, ops: str) -> Path:
+def _decoder(model: Written, ops: str) -> Path:
     (decoder,) = (one for one in model.lengths if one.length is None)
     return model.folder / decoder.file(ops)
 
 
-def _rewrite(model: Float, ops: str, choices: Choices, store: Store, folder: Path) -> None:
+def _rewrite(model: Written, ops: str, choices: Choices, store: Store, folder: Path) -> None:
     """Write a model's graphs of an op set, with integers."""
     made = ir.load(_decoder(model, ops))
     graph = made.graph
@@ -183,7 +183,7 @@ def _rewrite(model: Float, ops: str, choices: Choices, store: Store, folder: Pat
 
 
 def _report(
-    model: Float, folder: Path, ops: str, texts: Texts, choices: Choices, progress: Progress
+    model: Written, folder: Path, ops: str, texts: Texts, choices: Choices, progress: Progress
 ) -> Report:
     """Run what was written, beside what it was made of and in every way that it is used."""
     runner = model.runner(folder, ops)

@@ -52,6 +52,11 @@ def distance(original: Runner, found: Runner, texts: Sequence[np.ndarray]) -> Di
     return total
 
 
+def logits(runner: Runner, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Of texts that begin anew, [T] each. -> [T, V] each"""
+    return [found for found, _ in _run(runner, texts)]
+
+
 def _run(runner: Runner, texts: Sequence[np.ndarray]) -> list[tuple[np.ndarray, list[np.ndarray]]]:
     """Logits [T, V] and caches [H, T, D] of each text."""
     actions: list[Action] = []

@@ -58,7 +58,7 @@ from specedge.precision import CHOICES
 @click.option(
     "--draft-precision",
     type=click.Choice(CHOICES),
-    help="The same for the draft. [default: as the target]",
+    help="The same for the draft. [default: the fastest that is accepted as often, or nearly]",
 )
 @click.option(
     "--calibrate",
