@@ -18,6 +18,7 @@ NUM_PARAMETERS = {
     "google/gemma-3-1b-it": 999_885_952,
     "meta-llama/Llama-3.1-8B": 8_030_261_248,
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "TinyLlama/TinyLlama_v1.1": 1_100_048_384,
     "openai-community/gpt2": 124_439_808,
     "openai-community/gpt2-xl": 1_557_611_200,
 }

@@ -14,7 +14,7 @@ import argparse
 import inspect
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -81,6 +81,12 @@ SHAPES: dict[str, dict[str, Any]] = {
         **_LLAMA3, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
         "rope_scaling": {**_LLAMA3_ROPE, "factor": 32.0}, "tie_word_embeddings": True,
     },
+    "TinyLlama/TinyLlama_v1.1": {
+        **_LLAMA, "dtype": "float32", "vocab_size": 32000, "hidden_size": 2048,
+        "intermediate_size": 5632, "num_hidden_layers": 22, "num_attention_heads": 32,
+        "num_key_value_heads": 4, "max_position_embeddings": 2048, "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
+    },
     "openai-community/gpt2": _GPT2,
     "openai-community/gpt2-xl": {**_GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25},
 }  # fmt: skip
@@ -88,9 +94,10 @@ VOCAB_SIZE = 512
 SHARD = 5_000_000_000
 _BLOCK = 16_777_213  # a prime, so that no two rows of a matrix are the same numbers
 _DEVIATION = 0.02
-_TYPES = {torch.bfloat16: "BF16", torch.float32: "F32"}
+_TYPES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 
 Named = tuple[str, torch.Size]
+Pieces = Callable[[str, torch.Size], Iterable[torch.Tensor]]  # a tensor's numbers in turn
 
 
 def write(folder: Path, shape: dict[str, Any]) -> Path:
@@ -103,7 +110,14 @@ def write(folder: Path, shape: dict[str, Any]) -> Path:
     raw["architectures"] = [type(model).__name__]
     (folder / "config.json").write_text(json.dumps(raw, indent=2), "utf-8")
     _tokenizer().save_pretrained(folder)
-    _write_weights(folder, _named(model, config), getattr(torch, shape["dtype"]), config)
+    dtype = getattr(torch, shape["dtype"])
+    write_weights(
+        folder,
+        _named(model, config),
+        dtype,
+        lambda name, shape: _numbers(name, shape, dtype, config),
+        whole=config.model_type == "gpt2",  # whose files are published whole
+    )
     return folder
 
 
@@ -123,11 +137,14 @@ def _named(model: torch.nn.Module, config: Any) -> list[Named]:
     return [(name.removeprefix("transformer."), shape) for name, shape in found] + masks
 
 
-def _write_weights(folder: Path, named: list[Named], dtype: torch.dtype, config: Any) -> None:
+def write_weights(
+    folder: Path, named: list[Named], dtype: torch.dtype, pieces: Pieces, whole: bool = False
+) -> None:
+    """Write tensors as safetensors files and their index, a piece in memory at a time."""
     shards: list[list[Named]] = [[]]
     for one in named:
         size = sum(shape.numel() for _, shape in (*shards[-1], one)) * dtype.itemsize
-        if size > SHARD and config.model_type != "gpt2":  # whose files are published whole
+        if size > SHARD and not whole:
             shards.append([])
         shards[-1].append(one)
     files = ["model.safetensors"]
@@ -139,10 +156,10 @@ def _write_weights(folder: Path, named: list[Named], dtype: torch.dtype, config:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2), "utf-8")
     for file, part in zip(files, shards, strict=True):
         with (folder / file).open("wb") as opened:
-            _write_shard(opened, part, dtype, config)
+            _write_shard(opened, part, dtype, pieces)
 
 
-def _write_shard(file: BinaryIO, named: list[Named], dtype: torch.dtype, config: Any) -> None:
+def _write_shard(file: BinaryIO, named: list[Named], dtype: torch.dtype, pieces: Pieces) -> None:
     """One file as the safetensors format has it, tensor by tensor."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -154,7 +171,7 @@ def _write_shard(file: BinaryIO, named: list[Named], dtype: torch.dtype, config:
     text += b" " * (-len(text) % 8)
     file.write(len(text).to_bytes(8, "little") + text)
     for name, shape in named:
-        for piece in _numbers(name, shape, dtype, config):
+        for piece in pieces(name, shape):
             file.write(memoryview(piece.view(torch.uint8).numpy()))
 
 

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,12 @@ import click
 import numpy as np
 import torch
 from torch.nn import functional
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from byte_level import END, train_tokenizer
 from corpus import held_out, library_files
@@ -74,11 +80,12 @@ def new_model(shape: dict[str, int]) -> GPT2LMHeadModel:
 class Trainer:
     """A model, its optimizers and a resumable run: warm-up, plateau, linear decay to zero."""
 
-    def __init__(self, model: GPT2LMHeadModel, steps: int, rate: float, folder: Path) -> None:
+    def __init__(self, model: PreTrainedModel, steps: int, rate: float, folder: Path) -> None:
         self.model, self.steps, self.folder = model, steps, folder
         self.forward = torch.compile(model)
-        matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and ".h." in n]
-        others = [p for n, p in model.named_parameters() if p.ndim != 2 or ".h." not in n]
+        inner = {n for n, p in model.named_parameters() if p.ndim == 2 and re.search(r"\.\d+\.", n)}
+        matrices = [p for n, p in model.named_parameters() if n in inner]
+        others = [p for n, p in model.named_parameters() if n not in inner]
         self.optimizers = [
             torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
@@ -125,8 +132,8 @@ def cross_entropy(logits: torch.Tensor, batch: torch.Tensor) -> torch.Tensor:
     return functional.cross_entropy(logits.flatten(0, 1).float(), batch[:, 1:].flatten())
 
 
-def train_target(folder: Path, train: torch.Tensor, test: torch.Tensor) -> None:
-    run = Trainer(new_model(TARGET), TARGET_STEPS, 2.5e-3, folder)
+def train_on_text(name: str, run: Trainer, train: torch.Tensor, test: torch.Tensor) -> None:
+    """Cross-entropy on windows of the library; what is best on the held-out ones is kept."""
     start, first = time.monotonic(), run.step
     while run.step < run.steps:
         batch = windows(train, run.step, BATCH)
@@ -137,7 +144,7 @@ def train_target(folder: Path, train: torch.Tensor, test: torch.Tensor) -> None:
             with torch.no_grad():
                 losses = [float(cross_entropy(run.logits(b[:, :-1]), b)) for b in batches]
             run.save(float(np.mean(losses)))
-            report("target", run, float(loss), float(np.mean(losses)), start, first)
+            report(name, run, float(loss), float(np.mean(losses)), start, first)
 
 
 def report(name: str, run: Trainer, loss: float, test: float, start: float, first: int) -> None:
@@ -233,7 +240,7 @@ def rounded(folder: Path, shape: dict[str, int]) -> GPT2LMHeadModel:
     return model.half().float().eval()
 
 
-def save_checkpoint(model: GPT2LMHeadModel, tokenizer: PreTrainedTokenizerFast, to: Path) -> None:
+def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, to: Path) -> None:
     model.half().save_pretrained(to)
     (to / "README.md").write_text(CARD)
     tokenizer.save_pretrained(to)
@@ -258,7 +265,8 @@ def stages(work: Path, output: Path) -> Iterator[str]:
         torch.save(streams, work / "streams.pt")
     train, test = torch.load(work / "streams.pt", weights_only=True)
     yield f"{len(files)} modules, {len(train)} tokens to train, {len(test)} held out"
-    train_target(work / "target", train, test)
+    run = Trainer(new_model(TARGET), TARGET_STEPS, 2.5e-3, work / "target")
+    train_on_text("target", run, train, test)
     target = rounded(work / "target", TARGET)
     save_checkpoint(target, tokenizer, output / "python-9m")
     yield f"target: {sum(p.numel() for p in target.parameters())} parameters"
