@@ -20,6 +20,7 @@ class DrafterName(Name):
     AUTO = "auto"
     MODEL = "model"
     LOOKUP = "lookup"
+    SUFFIX = "suffix"
     CHAIN = "chain"
     BLOCK = "block"
     RANDOM = "random"

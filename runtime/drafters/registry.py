@@ -18,6 +18,7 @@ from .checked import Checked
 from .draft_model import DraftModel
 from .ngrams import NGrams, Tables
 from .prompt_lookup import MIN_MATCH, Lookup
+from .suffix import Suffix
 
 
 class Drafters:
@@ -47,6 +48,8 @@ class Drafters:
         match name:
             case DrafterName.MODEL:
                 found = [draft]
+            case DrafterName.SUFFIX:
+                found = [Suffix()]
             case DrafterName.LOOKUP:
                 found = [_lookup(request)]
             case DrafterName.AUTO:
