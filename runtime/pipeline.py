@@ -15,6 +15,7 @@ from specedge.request import AUTO, Options, Request, request_of
 
 from .async_stream import AsyncStream
 from .drafters.registry import Drafters
+from .drafters.suffix import Remembered
 from .exactness.row_noise import Noise, holds
 from .loop.model import LanguageModel, TargetModel
 from .loop.timing import Stopwatch, Timed
@@ -132,9 +133,15 @@ class Pipeline:
             limit=limit,
             at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
         )
-        stream = Stream(run, text, self.turns, self.costs.learn)
+        stream = Stream(run, text, self.turns, self._learn)
         self.turns.take(stream, wait)  # last, so that nothing that is refused before has the turn
         return stream
+
+    def _learn(self, run: Run, tokens: list[int]) -> None:
+        """A request's text has ended; it still has its turn."""
+        self.costs.learn(run.seen)
+        if run.request.remember:
+            self.drafters.remembered.add(tokens)
 
     def astream(
         self,
@@ -151,7 +158,10 @@ class Pipeline:
         )
 
     def forget(self) -> None:
-        """Empty the caches, so that the next request reads all of its prompt: for measurements."""
+        """Begin anew, for measurements: the next request reads all of its prompt, and no output is
+        remembered.
+        """
+        self.drafters.remembered = Remembered()
         self.target.truncate(0)
         self.draft.truncate(0)
 

@@ -9,12 +9,14 @@ from hypothesis import strategies as st
 
 from specedge import Draft
 from specedge.options import Sampling
+from specedge.runtime.drafters import suffix
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.suffix import (
     EXPECTED,
     FADING,
     LEAST_CHANCE,
     PRIOR_TESTS,
+    Remembered,
     Suffix,
 )
 from specedge.runtime.sampling.history import History
@@ -208,7 +210,7 @@ class CountedNames(dict):
 @pytest.mark.parametrize("alphabet", [1, 3, 50])
 def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
     drafter, history = Suffix(), History([0])
-    names = drafter._reader._index._names = CountedNames()
+    names = drafter._readers[0]._index._names = CountedNames()
     rng, asked = np.random.default_rng(0), []
     for _ in range(600):
         history.extend(rng.integers(0, alphabet, 3).tolist())
@@ -216,3 +218,56 @@ def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
         drafter.propose(history, 4, Sampling(), None)
         asked.append(names.asked - before)
     assert 0 < max(asked) <= (1 + 3 + 4) * 5
+
+
+def test_what_followed_in_earlier_outputs_is_drafted():
+    earlier = Remembered()
+    output = list(range(100, 140))
+    drafter = Suffix(earlier)
+    assert propose(drafter, [1, 2, *output[:9]]) == []
+    earlier.add(output)
+    drafter.truncate(0)
+    assert propose(drafter, [1, 2, *output[:9]]) == output[9:17]
+    assert propose(Suffix(), [1, 2, *output[:9]]) == []
+
+
+def test_no_run_reaches_from_an_output_to_the_next():
+    earlier = Remembered()
+    earlier.add([1, 2])
+    earlier.add([3, 4])
+    assert propose(Suffix(earlier), [2]) == []
+    assert propose(Suffix(earlier), [3], 1) == [4]
+
+
+def test_the_source_whose_guesses_were_right_so_far_is_drafted_from():
+    """The text goes on otherwise than the outputs after each of its tokens, twice over."""
+    earlier, part = Remembered(), list(range(30))
+    earlier.add(part[::-1])
+    text = [*part, *part, *part[:5]]
+    assert propose(Suffix(earlier), text, 3) == [5, 6, 7]
+    right = Remembered()
+    right.add(part)
+    assert propose(Suffix(right), part[:9], 3) == [9, 10, 11]
+
+
+def test_drafts_read_earlier_outputs_and_add_nothing_to_them():
+    earlier = Remembered()
+    earlier.add([1, 2, 3, 4])
+    names = [dict(index._names) for index in earlier.indexes]
+    propose(Suffix(earlier), [7, 1, 2, 8, 1, 2])
+    assert [index._names for index in earlier.indexes] == names
+
+
+def test_no_more_than_so_many_tokens_of_outputs_are_kept_and_the_latest_of_them(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_REMEMBERED", 40)
+    earlier, outputs = Remembered(), [[10 * i + j for j in range(8)] for i in range(20)]
+    for i, output in enumerate(outputs):
+        earlier.add(output)
+        kept = sum(index.num_tokens for index in earlier.indexes)
+        assert min(8 * (i + 1), 20) - 8 <= kept <= 40
+        assert propose(Suffix(earlier), output[:4], 1) == output[4:5]
+    assert propose(Suffix(earlier), outputs[0][:4], 1) == []
+    earlier.add(list(range(500, 600)))
+    assert sum(index.num_tokens for index in earlier.indexes) <= 40
+    assert propose(Suffix(earlier), [590, 591], 1) == [592]
+    assert propose(Suffix(earlier), [510, 511], 1) == []
