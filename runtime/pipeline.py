@@ -15,6 +15,7 @@ from specedge.request import AUTO, Options, Request, request_of
 
 from .async_stream import AsyncStream
 from .drafters.registry import Drafters
+from .drafters.suffix import Remembered
 from .exactness.row_noise import Noise, holds
 from .loop.model import LanguageModel, TargetModel
 from .loop.timing import Stopwatch, Timed
@@ -72,10 +73,11 @@ class Pipeline:
         `stop` strings, or where the context is full. `num_draft_tokens` is chosen anew for each
         round unless it is given; 0 is plain decoding. Without `seed` a fresh one is taken;
         `Generation.seed` tells it. `drafter` is "auto" (the model, lookup and both in a chain, as
-        pays best; the model where `num_draft_tokens` is given), "model", "lookup", "chain",
-        "block", "random", "ngram:FILE", or an object of your own (`runtime.loop.round.Drafter`); it
-        changes the speed alone. `lookup_min` and `lookup_max` are the match lengths of lookup and
-        chain. `exact` decides near-ties at temperature 0 as plain decoding does, on any device.
+        pays best; the model where `num_draft_tokens` is given), "model", "lookup", "suffix",
+        "chain", "block", "random", "ngram:FILE", or an object of your own
+        (`runtime.loop.round.Drafter`); it changes the speed alone. `lookup_min` and `lookup_max`
+        are the match lengths of lookup and chain. `exact` decides near-ties at temperature 0 as
+        plain decoding does, on any device.
         A prompt or a message that spells a special token is text, unless `special_tokens`.
 
         The other options are those of `specedge.request.Request`, which says what they mean.
@@ -134,9 +136,15 @@ class Pipeline:
             limit=limit,
             at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
         )
-        stream = Stream(run, text, self.turns, self.costs.learn)
+        stream = Stream(run, text, self.turns, self._learn)
         self.turns.take(stream, wait)  # last, so that nothing that is refused before has the turn
         return stream
+
+    def _learn(self, run: Run, tokens: list[int]) -> None:
+        """A request's text has ended; it still has its turn."""
+        self.costs.learn(run.seen)
+        if run.request.remember:
+            self.drafters.remembered.add(tokens)
 
     def astream(
         self,
@@ -153,7 +161,10 @@ class Pipeline:
         )
 
     def forget(self) -> None:
-        """Empty the caches, so that the next request reads all of its prompt: for measurements."""
+        """Begin anew, for measurements: the next request reads all of its prompt, and no output is
+        remembered.
+        """
+        self.drafters.remembered = Remembered()
         self.target.truncate(0)
         self.draft.truncate(0)
 

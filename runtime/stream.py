@@ -59,11 +59,11 @@ class Stream:
     """The pieces of a request's text, as they become certain. Close it or leave it at any time.
 
     It has its turn from the start to the end of its text, or until it is closed, cancelled or
-    dropped. `learn` is told what the rounds cost when the text has ended.
+    dropped. `learn` is told of the run and of the new tokens when the text has ended.
     """
 
     def __init__(
-        self, run: Run, text: Assembler, turns: Turns, learn: Callable[[Seen], None]
+        self, run: Run, text: Assembler, turns: Turns, learn: Callable[[Run, list[int]], None]
     ) -> None:
         self._run, self._text, self._turns, self._learn = run, text, turns, learn
         self._rounds: Generator[Round] = run.rounds()
@@ -168,5 +168,5 @@ class Stream:
         self._run.done.append(round_)
         self._run.num_new_tokens = len(self._text.tokens)
         if self._text.finished:
-            self._learn(self._run.seen)
+            self._learn(self._run, self._text.tokens)
         return piece

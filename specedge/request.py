@@ -20,6 +20,7 @@ class DrafterName(Name):
     AUTO = "auto"
     MODEL = "model"
     LOOKUP = "lookup"
+    SUFFIX = "suffix"
     CHAIN = "chain"
     BLOCK = "block"
     RANDOM = "random"
@@ -27,6 +28,7 @@ class DrafterName(Name):
 
 AUTO = DrafterName.AUTO
 COPYING = (AUTO, DrafterName.LOOKUP, DrafterName.CHAIN)
+REMEMBERING = (AUTO, DrafterName.SUFFIX, DrafterName.CHAIN)
 PLAIN = "plain"  # what rounds that draft nothing have in a drafter's place
 
 Planned = tuple[str, int, int]  # a drafter, K, and how many rounds in a row
@@ -68,6 +70,7 @@ class Request(Rules):
     lookup_max: int | None = whole_number(
         None, "Tell matches apart up to this many tokens; else 5.", 1, MAX_MATCH
     )
+    remember: bool = flag("Draft from earlier outputs that were remembered, and remember this one.")
     exact: bool = flag("At temperature 0, decide near-ties as plain decoding does on this device.")
     replay: Sequence[Sequence[Any]] | None = other(
         None, "Repeat the drafter and K of each round of an earlier run.", "Generation.plan"
@@ -104,6 +107,10 @@ class Request(Rules):
         for name in ("lookup_min", "lookup_max"):
             if getattr(self, name) and self.drafter not in COPYING:
                 raise ValueError(f"{name} is for the drafters lookup and chain")
+            if getattr(self, name) and self.remember:
+                raise ValueError(f"{name} is for lookup, which remembers nothing; leave one out")
+        if self.remember and self.drafter not in REMEMBERING:
+            raise ValueError("remember is for the drafters suffix, chain and auto")
         if self.lookup_min and self.lookup_max and self.lookup_min > self.lookup_max:
             raise ValueError(
                 f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
@@ -156,6 +163,7 @@ class Options(TypedDict, total=False):
     drafter: Any
     lookup_min: int | None
     lookup_max: int | None
+    remember: bool
     exact: bool
     replay: Sequence[Sequence[Any]] | None
     special_tokens: bool

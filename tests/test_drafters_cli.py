@@ -132,7 +132,7 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
     [
         (
             {"drafter": "oracle"},
-            "drafter must be auto, model, lookup, chain, block, random or ngram:",
+            "drafter must be auto, model, lookup, suffix, chain, block, random or ngram:",
         ),
         ({"drafter": "ngram:"}, "drafter must be"),
         ({"drafter": ""}, "drafter must be"),
@@ -284,7 +284,7 @@ def test_a_table_that_no_line_can_use_is_found_before_any_runs(tmp_path):
 
 @pytest.mark.many
 @pytest.mark.parametrize("k", [4, "auto"])
-@pytest.mark.parametrize("drafter", ["lookup", "chain", "block"])
+@pytest.mark.parametrize("drafter", ["lookup", "suffix", "chain", "block"])
 def test_compare_times_any_drafter_and_predicts_only_where_costs_are_known(drafter, k):
     result = run("compare", REPEATED, "-n", 30, "--repeats", 1, "--drafter", drafter, "-k", k)
     assert result.returncode == 0

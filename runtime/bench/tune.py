@@ -21,6 +21,8 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 from specedge.request import DrafterName
 
 from ..drafters.prompt_lookup import Lookup, agreeing
+from ..drafters.suffix import Suffix
+from ..loop.round import Drafter
 from ..pipeline import Pipeline
 from ..planning.cost_table import READ_LENGTH, ROW, CostTable, ModeCosts, typical
 from ..planning.known_costs import Seen
@@ -46,6 +48,7 @@ MODES = {"greedy": 0.0, "sampled": 1.0}
 
 Progress = Callable[[float], None]  # told which share of the work is done
 Place = tuple[str, int, int]  # mode, K, and the tokens before the first round
+Copies = dict[str, list[bool]]  # by drafter, whether each token that it tested was accepted
 
 
 @dataclass(frozen=True)
@@ -129,31 +132,39 @@ def _places(lengths: Sequence[int], ks: Sequence[int]) -> list[Place]:
 
 def _run_texts(
     pipeline: Pipeline, ks: list[int], progress: Progress
-) -> tuple[dict[str, list[Seen]], dict[str, list[bool]]]:
-    """Speculative requests on built-in texts, by mode, and which tokens of copies would have been
-    accepted.
-    """
+) -> tuple[dict[str, list[Seen]], dict[str, Copies]]:
+    """Speculative requests on built-in texts, and what became of copies, by mode."""
     found: dict[str, list[Seen]] = {mode: [] for mode in MODES}
-    copies: dict[str, list[bool]] = {mode: [] for mode in MODES}
+    copies: dict[str, Copies] = {mode: {one.name: [] for one in _copying()} for mode in MODES}
     runs = list(product(TEXTS, MODES))
     unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
     for i, (text, mode) in enumerate(runs):
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
         seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), i, seconds=TEXT_SECONDS)
         found[mode].append(seen)
-        copies[mode] += accepted_copies([*prompt, *tokens], len(prompt), max(ks))
+        for drafter in _copying():
+            copies[mode][drafter.name] += accepted_copies(
+                drafter, [*prompt, *tokens], len(prompt), max(ks)
+            )
         progress((i + 1) / len(runs))
     return found, copies
 
 
-def accepted_copies(text: Sequence[int], start: int, max_tokens: int) -> Iterator[bool]:
-    """Whether each token is accepted that lookup alone would have tested, had it drafted up to so
-    many a round from `start` on.
+def _copying() -> list[Drafter]:
+    """Those that draft from the text, in which every drafter is to begin anew."""
+    return [Lookup(), Suffix()]
+
+
+def accepted_copies(
+    drafter: Drafter, text: Sequence[int], start: int, max_tokens: int
+) -> Iterator[bool]:
+    """Whether each token is accepted that a drafter alone would have tested, had it drafted up to
+    so many a round from `start` on.
     """
-    lookup, at = Lookup(), start
+    at = start
     while at < len(text):
         most = min(max_tokens, len(text) - at)
-        copy = lookup.propose(History(text[:at]), most, Sampling(), np.zeros(0)).tokens
+        copy = drafter.propose(History(text[:at]), most, Sampling(), np.zeros(0)).tokens
         accepted, tested = agreeing(copy, text[at:])
         yield from [True] * accepted + [False] * (tested - accepted)
         at += accepted + 1
@@ -264,12 +275,12 @@ def _more_for_two(some: list[Seen]) -> float:
     return max(0.0, typical(two) / typical(one) - 1) if one and two else ROW
 
 
-def _acceptance(texts: list[Seen], copies: list[bool]) -> dict[str, float]:
+def _acceptance(texts: list[Seen], copies: Copies) -> dict[str, float]:
     """The chance that a token of the draft model is accepted, and that one of a copy would have."""
     accepted = sum(seen.num_accepted for seen in texts)
     tested = sum(seen.num_tested for seen in texts)
     found: dict[str, float] = {DrafterName.MODEL: accepted / max(1, tested)}
-    return found | ({DrafterName.LOOKUP: fmean(copies)} if copies else {})
+    return found | {name: fmean(tested) for name, tested in copies.items() if tested}
 
 
 def _all(found: Iterable[Sequence[float]]) -> list[float]:

@@ -18,6 +18,7 @@ from .checked import Checked
 from .draft_model import DraftModel
 from .ngrams import NGrams, Tables
 from .prompt_lookup import MIN_MATCH, Lookup
+from .suffix import Remembered, Suffix
 
 
 class Drafters:
@@ -25,6 +26,7 @@ class Drafters:
 
     def __init__(self, bundle: Bundle) -> None:
         self._bundle = bundle
+        self.remembered = Remembered()
         self._tables: dict[str, tuple[tuple[int, ...], Tables]] = {}
 
     def check(self, drafter: object) -> None:
@@ -47,14 +49,16 @@ class Drafters:
         match name:
             case DrafterName.MODEL:
                 found = [draft]
+            case DrafterName.SUFFIX:
+                found = [self._suffix(request)]
             case DrafterName.LOOKUP:
                 found = [_lookup(request)]
             case DrafterName.AUTO:
-                lookup = _lookup(request)
-                found = [draft, lookup, Chain(lookup, draft)]
+                copier = self._copier(request)
+                found = [draft, copier, Chain(copier, draft)]
             case DrafterName.CHAIN:
-                lookup = _lookup(request)
-                found = [Chain(lookup, draft), lookup]
+                copier = self._copier(request)
+                found = [Chain(copier, draft), copier]
             case DrafterName.BLOCK:
                 found = [Block(draft)]
             case DrafterName.RANDOM:
@@ -63,6 +67,13 @@ class Drafters:
                 assert name.startswith(NGRAM), name  # a Request has no other names
                 found = [NGrams(self._read(name.removeprefix(NGRAM)))]
         return {one.name: one for one in found}
+
+    def _copier(self, request: Request) -> Drafter:
+        """What copies for a chain."""
+        return self._suffix(request) if request.remember else _lookup(request)
+
+    def _suffix(self, request: Request) -> Suffix:
+        return Suffix(self.remembered if request.remember else None)
 
     def _read(self, name: str) -> Tables:
         path = Path(name)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from specedge.declared import Name
 from specedge.request import PLAIN, DrafterName
 
-MODEL, LOOKUP, CHAIN = DrafterName.MODEL, DrafterName.LOOKUP, DrafterName.CHAIN
-__all__ = ["CHAIN", "LOOKUP", "MODEL", "PLAIN", "Choice", "Kind", "Offer"]
+MODEL, CHAIN = DrafterName.MODEL, DrafterName.CHAIN
+COPYING = (DrafterName.LOOKUP, DrafterName.SUFFIX)  # they draft from the text, without a pass
+__all__ = ["CHAIN", "COPYING", "MODEL", "PLAIN", "Choice", "Kind", "Offer"]
 
 
 class Kind(Name):

@@ -141,7 +141,7 @@ def estimate(bundle: Bundle, max_draft_tokens: int) -> CostTable:
         pending=(draft * ROW,),
         reading=(draft * ROW,),
         host=tuple(HOST[0] + k * HOST[1] for k in range(max_draft_tokens + 1)),
-        acceptance=dict.fromkeys(("model", "lookup"), EXPECTED),
+        acceptance=dict.fromkeys(("model", "lookup", "suffix"), EXPECTED),
     )
     return CostTable("bytes", (0,), rows, mode, mode)
 

@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 from .acceptance import GUESSED_TESTS, PRIOR, TUNED_TESTS, Acceptance
-from .choices import LOOKUP, MODEL, PLAIN, Choice, Kind, Offer
+from .choices import COPYING, MODEL, PLAIN, Choice, Kind, Offer
 from .cost_table import PLACES, Costs, CostTable
 
 MARGIN = 1.02  # a gain below this is within what costs were measured to
@@ -160,7 +160,7 @@ class Planner:
         Copies are compared with the text in every round, so they need none.
         """
         source = offer.source if offer.ready else MODEL  # whose acceptance the token tells of
-        if source == LOOKUP or self.kinds.total() < self._due[source]:
+        if source in COPYING or self.kinds.total() < self._due[source]:
             return None
         reading = costs.catching_up(offer.behind) if not offer.ready else 0.0
         first = costs.passes[1] + (offer.behind == 2) * costs.pending

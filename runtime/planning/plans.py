@@ -16,11 +16,11 @@ from ..drafters.draft_model import DraftModel
 from ..drafters.prompt_lookup import agreeing
 from ..loop.round import Drafter, Plan, Round, Step
 from ..sampling.history import History
-from .choices import CHAIN, LOOKUP, MODEL, PLAIN, Choice, Kind, Offer
+from .choices import CHAIN, COPYING, MODEL, PLAIN, Choice, Kind, Offer
 from .known_costs import KnownCosts
 from .planner import Planner
 
-PLANNED = (MODEL, LOOKUP, CHAIN)  # whose costs are known
+PLANNED = (MODEL, *COPYING, CHAIN)  # whose costs are known
 _CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
 LONGEST_REST = 7  # rounds that are not planned anew where planned ones were plain,
 ATTENTIVE = 2  # more than so many in a row
@@ -62,8 +62,8 @@ class Fixed:
 class Auto:
     """What a planner chooses among a draft model and copies of the text itself.
 
-    A copy is looked up in every planned round, which costs no pass, and judged by what the target
-    says even where it is not used; at any temperature that is the chance that it would have been
+    A copy is made in every planned round, which costs no pass, and judged by what the target says
+    even where it is not used; at any temperature that is the chance that it would have been
     accepted. Where nothing pays, more and more plain rounds follow one that is planned.
     `changes` are the choices that differ from those before them, with the round's number.
     """
@@ -74,6 +74,7 @@ class Auto:
         self.changes: list[tuple[int, Choice]] = []
         self._drafters = drafters
         self._model = _model(drafters)
+        self._copier = next((name for name in COPYING if name in drafters), COPYING[0])
         self._choice: Choice | None = None
         self._copy: list[int] = []
         self._quiet = 0  # planned rounds since something paid,
@@ -107,9 +108,9 @@ class Auto:
             if names[i] == MODEL:
                 self._read = self._length + i
                 break
-        if self._copy and LOOKUP not in names:
+        if self._copy and self._copier not in names:
             num_accepted, num_tested = agreeing(self._copy, round_.tokens)
-            self.planner.known(LOOKUP).record(num_accepted, num_tested)
+            self.planner.known(self._copier).record(num_accepted, num_tested)
         if num_accepted:
             self._quiet = self._rest = 0
 
@@ -121,26 +122,26 @@ class Auto:
     def _offers(self, history: History) -> list[Offer]:
         """What each has.
 
-        A chain that stops early is lookup. Without a copy it is the model, but for copies that its
+        A chain that stops early is its copy. Without one it is the model, but for copies that its
         tokens may lead to: if these are accepted as often, the model alone is no better.
         """
-        most = self.planner.max_draft_tokens
+        most, copier = self.planner.max_draft_tokens, self._copier
         behind = room = 0
         if self._model is not None:
             behind, room = self._model.behind_and_room(history.length, self._read)
-        if LOOKUP in self._drafters:
-            self._copy = self._drafters[LOOKUP].propose(history, most, _CERTAIN, _NO_CHANCE).tokens
+        if copier in self._drafters:
+            self._copy = self._drafters[copier].propose(history, most, _CERTAIN, _NO_CHANCE).tokens
         ready = len(self._copy)
         offers: dict[str, Offer] = {
             MODEL: Offer(MODEL, room=room, behind=behind),
-            LOOKUP: Offer(LOOKUP, LOOKUP, ready),
-            CHAIN: Offer(CHAIN, LOOKUP, ready, max(0, room - ready), behind),
+            copier: Offer(copier, copier, ready),
+            CHAIN: Offer(CHAIN, copier, ready, max(0, room - ready), behind),
         }
         names = set(self._drafters)
         if CHAIN in names:
-            names.discard(LOOKUP)
+            names.discard(copier)
         if MODEL in names and CHAIN in names and not ready:
-            copied, drafted = (self.planner.known(name).rate for name in (LOOKUP, MODEL))
+            copied, drafted = (self.planner.known(name).rate for name in (copier, MODEL))
             names.discard(MODEL if copied >= drafted else CHAIN)
         # Of others no cost is known; a drafter without a model is nearly free.
         return [

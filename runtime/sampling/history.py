@@ -32,6 +32,11 @@ class History:
         """How many follow the prompt."""
         return self.length - self.num_prompt_tokens
 
+    @property
+    def num_kept(self) -> int:
+        """How many of the tokens are the text's own, not drafted."""
+        return self._length
+
     def extend(self, tokens: Sequence[int]) -> None:
         assert not self._drafted
         self._kept += tokens

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 @options.bundle
 @options.request
 @options.option("logprobs")
+@options.option("remember")
 @click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
 @click.option("--trace", "traced", is_flag=True, help="Mark what became of each token.")

@@ -123,7 +123,9 @@ _FLAGS = {
 _SAMPLING = tuple(
     name for name in declarations(Rules) if name not in ("min_new_tokens", "lenience")
 )
-_REQUEST = [name for name in declarations(Request) if name not in ("logprobs", "replay")]
+_REQUEST = [
+    name for name in declarations(Request) if name not in ("logprobs", "remember", "replay")
+]
 
 
 def option(name: str) -> Callable[[F], F]:

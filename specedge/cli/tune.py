@@ -77,8 +77,11 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     found = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
     best = max(range(len(found)), key=lambda k: found[k])
     shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(found)} | {best})
-    copies = mode.acceptance.get("lookup")
-    copied = "" if copies is None else f", {copies:.0%} of copied ones would have been"
+    copied = "".join(
+        f", {rate:.0%} of those of {name} would have been"
+        for name, rate in mode.acceptance.items()
+        if name != "model"
+    )
     return [
         *lines,
         f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{copied};"

@@ -16,6 +16,7 @@ from specedge.runtime.drafters.checked import Checked
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.ngrams import NGrams, count
 from specedge.runtime.drafters.prompt_lookup import Lookup
+from specedge.runtime.drafters.suffix import Remembered, Suffix
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 
@@ -45,14 +46,24 @@ def model():
     return DraftModel(TableModel(DRAFT_DISTRIBUTION))
 
 
+def remembered():
+    outputs = Remembered()
+    outputs.add([0, 1, 2, 1, 0, 2, 2, 0])
+    return outputs
+
+
 DRAFTERS = {
     "lookup": lambda: Lookup(1, 3),
+    "suffix": Suffix,
+    "suffix, remembering": lambda: Suffix(remembered()),
     "ngram": lambda: NGrams(TABLES),
     "random": lambda: Random(2),
     "block": lambda: Block(model()),
     "chain": lambda: Chain(Lookup(1, 3), model()),
+    "suffix, then model": lambda: Chain(Suffix(), model()),
     "sure, then model": lambda: Chain(Sure(), model()),
     "sure, ngram, then model": lambda: Chain(Sure(), Sometimes(DRAFTERS["ngram"]()), model()),
+    "model, then suffix": lambda: Chain(Sometimes(model()), Suffix()),
     "model, then lookup": lambda: Chain(Sometimes(model()), Lookup(1, 3)),
     "checked": lambda: Checked(Chain(Sure(), model()), 3),
 }
@@ -125,7 +136,9 @@ def test_a_second_request_is_as_the_first(make):
 
 
 @pytest.mark.many
-@pytest.mark.parametrize("name", ["chain", "ngram of order 3", "block", "sure, then model"])
+@pytest.mark.parametrize(
+    "name", ["chain", "suffix, remembering", "ngram of order 3", "block", "sure, then model"]
+)
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8)])
 def test_sampled_strings_of_many_rounds_follow_the_targets_distribution(name, sampling):
     """Chi-square over the joint distribution of tokens 2, 3 and 4: what drafters remember must not

@@ -12,6 +12,7 @@ from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, SpecEdgeError
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.bench.tune import accepted_copies, measure
+from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_table import EXPECTED, estimate
 from specedge.runtime.planning.known_costs import KnownCosts, Seen, measured
@@ -161,10 +162,11 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
         assert all(pending >= 0 for pending in mode.pending)
         assert 0.3 < mode.acceptance["model"] < 1
         assert 0 < mode.acceptance["lookup"] < 1
+        assert 0 < mode.acceptance["suffix"] < 1
         assert all(list(costs) == sorted(costs) for costs in mode.target)
 
 
 @pytest.mark.parametrize(("max_tokens", "accepted"), [(8, [1, 1, 1, 1]), (2, [1, 1, 1, 0])])
-def test_copies_are_judged_as_rounds_of_lookup_alone_would_test_them(max_tokens, accepted):
+def test_copies_are_judged_as_rounds_of_their_drafter_alone_would_test_them(max_tokens, accepted):
     text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
-    assert list(accepted_copies(text, 6, max_tokens)) == accepted
+    assert list(accepted_copies(Lookup(), text, 6, max_tokens)) == accepted

@@ -263,3 +263,17 @@ def test_a_run_of_ones_own_drafter_at_a_fixed_k_can_be_replayed(pipeline):
     again = pipeline.generate("import", 12, drafter=Own(), replay=run.plan, ignore_eos=True)
     assert again.tokens == run.tokens
     assert again.plan == run.plan
+
+
+@pytest.mark.parametrize("name", ["lookup", "suffix"])
+def test_any_drafter_that_copies_is_planned_by_how_often_its_own_tokens_were_accepted(name):
+    class Named(Copies):
+        pass
+
+    Named.name = name
+    copies = Named(3)
+    target = TableModel(lambda text: [0, 0, 0, 1])
+    plan = auto(table(row=0.2, prior={name: 0.0}), **{name: copies})
+    rounds = run(plan, target)
+    assert [rounds[0].drafter, rounds[-2].drafter] == ["plain", name]
+    assert list(plan.planner.acceptance) == [name]

@@ -1,0 +1,273 @@
+"""Suffix decoding: what it guesses, how far, and that it costs nothing that grows with the text."""
+
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specedge import Draft
+from specedge.options import Sampling
+from specedge.runtime.drafters import suffix
+from specedge.runtime.drafters.chain import Chain
+from specedge.runtime.drafters.suffix import (
+    EXPECTED,
+    FADING,
+    LEAST_CHANCE,
+    PRIOR_TESTS,
+    Remembered,
+    Suffix,
+)
+from specedge.runtime.sampling.history import History
+
+LENGTHS = (16, 8, 4, 2, 1)
+
+
+def propose(drafter, text, max_tokens=8, drafted=()):
+    history = History(text)
+    history = history.then(drafted) if drafted else history
+    draft = drafter.propose(history, max_tokens, Sampling(), np.zeros(0))
+    assert draft.probs is None
+    return draft.tokens
+
+
+def proposed(text, max_tokens=8):
+    return propose(Suffix(), text, max_tokens)
+
+
+def guess(counted, text):
+    """By counting in `counted` all that followed the longest end of the text that something
+    followed: the most frequent, the latest among equals; the run's length, and the share's class.
+    """
+    for length in LENGTHS:
+        run = text[-length:]
+        places = [i for i in range(length, len(counted)) if counted[i - length : i] == run]
+        if len(run) == length and places:
+            followers = [counted[i] for i in places]
+            last = {token: i for i, token in enumerate(followers)}
+            token = max(last, key=lambda one: (followers.count(one), last[one]))
+            share = 4 * followers.count(token) // (len(followers) + 1)
+            return token, (length, share)
+    return None
+
+
+def rates(texts):
+    """Of each kind of guess, how many were right and how many tested along a text, faded."""
+    right, tested = {}, {}
+    for i in range(len(texts)):
+        found = guess(texts[:i], texts[:i])
+        if found is not None:
+            token, kind = found
+            right[kind] = FADING * right.get(kind, prior(kind)) + (token == texts[i])
+            tested[kind] = FADING * tested.get(kind, PRIOR_TESTS) + 1
+    return right, tested
+
+
+def prior(kind):
+    length, share = kind
+    return PRIOR_TESTS * EXPECTED[share] * (1 - 0.5**length)
+
+
+def counted_out(text, max_tokens, drafted=()):
+    """The same draft from counts that are made anew for each token."""
+    right, tested = rates(text)
+    draft, chance = [], 1.0
+    while len(draft) < max_tokens:
+        found = guess(text, [*text, *drafted, *draft])
+        if found is None:
+            break
+        token, kind = found
+        chance *= right.get(kind, prior(kind)) / tested.get(kind, PRIOR_TESTS)
+        if chance < LEAST_CHANCE:
+            break
+        draft.append(token)
+    return draft
+
+
+TEXTS = st.one_of(
+    st.lists(st.integers(0, 1), max_size=60),
+    st.lists(st.integers(0, 3), max_size=60),
+    st.builds(
+        lambda part, times, end: part * times + part[:end],
+        st.lists(st.integers(0, 5), min_size=1, max_size=20),
+        st.integers(1, 4),
+        st.integers(0, 20),
+    ),
+)
+
+
+@given(TEXTS, st.lists(st.integers(0, 3), max_size=6), st.integers(0, 20))
+def test_a_draft_is_what_counting_the_whole_text_gives(text, drafted, max_tokens):
+    drafter = Suffix()
+    assert propose(drafter, text, max_tokens) == counted_out(text, max_tokens)
+    if text:
+        again = propose(drafter, text, max_tokens, drafted)
+        assert again == counted_out(text, max_tokens, drafted)
+
+
+@given(st.data())
+def test_a_draft_depends_on_the_text_alone_not_on_the_rounds_that_wrote_it(data):
+    drafter, history = Suffix(), History(data.draw(st.lists(st.integers(0, 2), max_size=9)))
+    for _ in range(data.draw(st.integers(1, 6))):
+        drafted = data.draw(st.lists(st.integers(0, 2), max_size=4))
+        drafter.propose(history.then(drafted), data.draw(st.integers(0, 5)), Sampling(), None)
+        history.extend(data.draw(st.lists(st.integers(0, 2), min_size=1, max_size=9)))
+        drafter.truncate(history.length - 1)
+        assert propose(drafter, history.tokens) == proposed(history.tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ([1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 3, 7, 1, 2], [3]),  # the most frequent, not the latest
+        ([1, 2, 3, 9, 1, 2, 4, 8, 1, 2], [4]),  # the latest of equals
+        ([7, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 4, 6, 7, 1, 2], [4]),  # 3 tokens tell no more than 2,
+        ([6, 7, 1, 2, 3, 9, 1, 2, 4, 8, 1, 2, 4, 6, 7, 1, 2], [3]),  # but 4 do
+        ([1, 2, 3, 4], []),
+        ([1], []),
+        ([], []),
+    ],
+)
+def test_what_is_drafted(text, expected):
+    assert proposed(text, 1) == expected
+
+
+def test_a_draft_goes_on_past_the_end_of_a_text_that_repeats_itself():
+    assert proposed([1, 2, 3] * 6, 8) == [1, 2, 3, 1, 2, 3, 1, 2]
+
+
+def test_drafts_are_longer_where_earlier_guesses_were_right():
+    tokens = list(range(100))
+    shuffled = np.random.default_rng(0).permutation(tokens).tolist()
+    new = list(range(200, 220))
+    assert proposed([*tokens, *shuffled, *new, *new[:1]], 16) == []
+    assert proposed([*tokens, *tokens, *new, *new[:1]], 16) == new[1:17]
+
+
+def test_fewer_tokens_are_the_beginning_of_more():
+    for text in ([1, 2, 3, 1, 2], [1, 2, 3] * 4, [5] * 30):
+        most = proposed(text, 9)
+        assert all(proposed(text, n) == most[:n] for n in range(9))
+
+
+def test_another_text_begins_with_nothing_known():
+    drafter = Suffix()
+    assert propose(drafter, [1, 2, 3, 4, 1, 2])
+    drafter.truncate(0)
+    assert propose(drafter, [1, 2]) == []
+
+
+def test_a_text_that_is_cut_short_is_read_anew():
+    drafter = Suffix()
+    propose(drafter, [1, 2, 3, 1, 2, 4, 1])
+    drafter.truncate(5)
+    text = [1, 2, 3, 1, 2, 3, 1, 2]
+    assert propose(drafter, text) == proposed(text)
+
+
+def test_a_chain_goes_on_with_what_follows_the_tokens_of_the_others():
+    class Two:
+        name = "two"
+
+        def propose(self, history, max_tokens, sampling, uniforms):
+            return Draft([2])
+
+        def truncate(self, length):
+            pass
+
+    text = [1, 2, 3, 4, 5] * 3 + [9]
+    made = Chain(Suffix(), Two()).propose(History(text), 5, Sampling(), np.zeros(5))
+    assert made.tokens[:3] == [2, 3, 4]
+    assert list(made.sources[:3]) == ["two", "suffix", "suffix"]
+
+
+@pytest.mark.parametrize("alphabet", [1, 3, 50000])
+def test_a_token_adds_at_most_a_thousand_bytes(alphabet):
+    tokens = np.random.default_rng(0).integers(0, alphabet, 4000).tolist()
+    drafter = Suffix()
+    tracemalloc.start()
+    propose(drafter, tokens)
+    used = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert used < 1000 * len(tokens)
+
+
+class CountedNames(dict):
+    """A dict that counts how often it is asked."""
+
+    asked = 0
+
+    def get(self, *key):
+        self.asked += 1
+        return super().get(*key)
+
+    def setdefault(self, *key):
+        self.asked += 1
+        return super().setdefault(*key)
+
+
+@pytest.mark.parametrize("alphabet", [1, 3, 50])
+def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
+    drafter, history = Suffix(), History([0])
+    names = drafter._readers[0]._index._names = CountedNames()
+    rng, asked = np.random.default_rng(0), []
+    for _ in range(600):
+        history.extend(rng.integers(0, alphabet, 3).tolist())
+        before = names.asked
+        drafter.propose(history, 4, Sampling(), None)
+        asked.append(names.asked - before)
+    assert 0 < max(asked) <= (1 + 3 + 4) * 5
+
+
+def test_what_followed_in_earlier_outputs_is_drafted():
+    earlier = Remembered()
+    output = list(range(100, 140))
+    drafter = Suffix(earlier)
+    assert propose(drafter, [1, 2, *output[:9]]) == []
+    earlier.add(output)
+    drafter.truncate(0)
+    assert propose(drafter, [1, 2, *output[:9]]) == output[9:17]
+    assert propose(Suffix(), [1, 2, *output[:9]]) == []
+
+
+def test_no_run_reaches_from_an_output_to_the_next():
+    earlier = Remembered()
+    earlier.add([1, 2])
+    earlier.add([3, 4])
+    assert propose(Suffix(earlier), [2]) == []
+    assert propose(Suffix(earlier), [3], 1) == [4]
+
+
+def test_the_source_whose_guesses_were_right_so_far_is_drafted_from():
+    """The text goes on otherwise than the outputs after each of its tokens, twice over."""
+    earlier, part = Remembered(), list(range(30))
+    earlier.add(part[::-1])
+    text = [*part, *part, *part[:5]]
+    assert propose(Suffix(earlier), text, 3) == [5, 6, 7]
+    right = Remembered()
+    right.add(part)
+    assert propose(Suffix(right), part[:9], 3) == [9, 10, 11]
+
+
+def test_drafts_read_earlier_outputs_and_add_nothing_to_them():
+    earlier = Remembered()
+    earlier.add([1, 2, 3, 4])
+    names = [dict(index._names) for index in earlier.indexes]
+    propose(Suffix(earlier), [7, 1, 2, 8, 1, 2])
+    assert [index._names for index in earlier.indexes] == names
+
+
+def test_no_more_than_so_many_tokens_of_outputs_are_kept_and_the_latest_of_them(monkeypatch):
+    monkeypatch.setattr(suffix, "MAX_REMEMBERED", 40)
+    earlier, outputs = Remembered(), [[10 * i + j for j in range(8)] for i in range(20)]
+    for i, output in enumerate(outputs):
+        earlier.add(output)
+        kept = sum(index.num_tokens for index in earlier.indexes)
+        assert min(8 * (i + 1), 20) - 8 <= kept <= 40
+        assert propose(Suffix(earlier), output[:4], 1) == output[4:5]
+    assert propose(Suffix(earlier), outputs[0][:4], 1) == []
+    earlier.add(list(range(500, 600)))
+    assert sum(index.num_tokens for index in earlier.indexes) <= 40
+    assert propose(Suffix(earlier), [590, 591], 1) == [592]
+    assert propose(Suffix(earlier), [510, 511], 1) == []
