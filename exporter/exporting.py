@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle, describe
+from specedge.bundle import FORMAT, MANIFEST, Bundle, describe, pack_ids
 from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import OPS, File, Model
@@ -17,14 +17,16 @@ from specedge.precision import CHOICES, QUANTISED
 from specedge.version import __version__
 
 from . import prediction, resident, writing
-from .checkpoint import checkpoints, hub, self_draft
+from .checkpoint import checkpoints, heads, hub, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .model_files import export_model
 from .progress import Progress
 from .quantise import drafting, texts
 from .quantise.quantising import Written, quantise
-from .tokenizers import pair
+from .tokenizers import frequent, pair
 from .tracing import dry_run
+
+IDS = "ids.bin"
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Request:
     tolerance: float | None
     precisions: dict[str, str | None]  # None for a draft whose own is to be chosen
     calibration: str | None
+    draft_vocab: int | None
 
     def __post_init__(self) -> None:
         for precision in self.precisions.values():
@@ -49,6 +52,8 @@ class Request:
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)
+        if self.draft_vocab is not None:
+            whole("draft_vocab", self.draft_vocab, 1)
         if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
             raise ValueError(f"tolerance must be above 0 and finite, got {self.tolerance}")
 
@@ -64,6 +69,7 @@ def export(
     tolerance: float | None = None,
     precision: str = "fp32",
     draft_precision: str | None = None,
+    draft_vocab: int | None = None,
     calibrate: str | os.PathLike[str] | None = None,
     draft_revision: str | None = None,
     target_revision: str | None = None,
@@ -87,12 +93,15 @@ def export(
     draft's, unless `draft_precision` says it, is the fastest measured here that keeps nine tenths
     of its acceptance; a tiny draft has the target's.
 
+    With `draft_vocab` the draft's head is cut to that many tokens, the most frequent ones of the
+    same text: it drafts no others, reads them all, and its passes are cheaper.
+
     Raises SpecEdgeError, or ValueError for a bad option.
     """
     progress = progress or Progress()
     precisions = {"target": precision, "draft": draft_precision}
     file = None if calibrate is None else os.fspath(calibrate)
-    request = Request(num_draft_tokens, max_length, ops, tolerance, precisions, file)
+    request = Request(num_draft_tokens, max_length, ops, tolerance, precisions, file, draft_vocab)
     draft, target = os.fspath(draft), os.fspath(target)
     adapters = [None if a is None else os.fspath(a) for a in (adapter, draft_adapter)]
     num_layers = self_draft.asked(draft, draft_revision, adapters[1])
@@ -150,29 +159,34 @@ def _write(
     found = [target] if num_layers is not None else [target, draft]
     for checkpoint, length in zip(found, lengths, strict=False):
         prediction.announce(checkpoint, length, request.num_draft_tokens, request.ops, progress)
+    head = _head(draft, target, text, request, calibration, work, progress)
     hub.check_space([remote for c in found for remote in c.remotes], work)
     models: list[Model] = []
     hashed: dict[str, File] = {}
     for checkpoint, length in zip(found, lengths, strict=False):
+        drafts = checkpoint.role == "draft" or num_layers is not None
+        own = head if drafts else None
         exported, weights = export_model(
             checkpoint, length, text.num_tokens, request.num_draft_tokens, request.ops,
-            work / checkpoint.role, progress, num_layers, request.tolerance,
+            work / checkpoint.role, progress, num_layers, request.tolerance, own,
         )  # fmt: skip
         precision, default = request.precisions[checkpoint.role], request.precisions["target"]
         if models and drafting.wanted(precision, exported[0]):
             pieces = _pieces(exported[0], calibration, work)
             first = Written("target", models[0], work / "target")
             one, weights = drafting.fastest(
-                first, exported[0], weights, work / "draft", pieces, progress
+                first, exported[0], weights, work / "draft", pieces, own, progress
             )
             exported = [one]
         elif (precision := precision or default) in QUANTISED:
             pieces = _pieces(exported[0], calibration, work)
             roles = dict(zip((checkpoint.role, "draft"), exported, strict=False))
-            exported, weights = quantise(roles, work / checkpoint.role, precision, pieces, progress)
+            exported, weights = quantise(
+                roles, work / checkpoint.role, precision, pieces, own, progress
+            )
         models += exported
         hashed[exported[0].weights] = weights
-    ours, theirs = (model.padded_vocab_size for model in models)
+    ours, theirs = (model.vocab_size for model in models)
     sizes = pair.vocab_sizes(text.num_tokens, ours, theirs, progress)
     models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
@@ -187,7 +201,7 @@ def _write(
         default_sampling=pair.default_sampling(target),
         target=models[0],
         draft=models[1],
-        id_map=None,
+        id_map=_write_ids(head, models[1], work),
         files=_files(work, hashed, progress),
     )
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")
@@ -197,6 +211,35 @@ def _pieces(model: Model, text: tuple[str, str], work: Path) -> texts.Texts:
     """A calibration text's tokens, as many as are good for a model."""
     sizes = model.vocab_size, model.context_length, model.num_parameters
     return texts.cut(*text, work / pair.FILE, *sizes)
+
+
+def _head(
+    draft: Checkpoint,
+    target: Checkpoint,
+    text: pair.Text,
+    request: Request,
+    calibration: tuple[str, str],
+    work: Path,
+    progress: Progress,
+) -> list[int] | None:
+    """The tokens that the draft's head is cut to, ascending; None where it stays whole."""
+    if request.draft_vocab is None:
+        return None
+    rows = heads.matrix(dry_run.without_numbers(draft.config)).out_features
+    return frequent.most_frequent(
+        request.draft_vocab, calibration, work / pair.FILE, pair.end_tokens(target),
+        min(text.num_tokens, rows), progress,
+    )  # fmt: skip
+
+
+def _write_ids(head: list[int] | None, draft: Model, work: Path) -> str | None:
+    """Write which tokens a cut head has, beside the draft's first graph; the file's name."""
+    if head is None:
+        return None
+    name = draft.graph("decoder", next(iter(draft.parity))).file
+    name = f"{name.partition('decoder')[0]}{IDS}"
+    (work / name).write_bytes(pack_ids(head))
+    return name
 
 
 def _files(work: Path, hashed: dict[str, File], progress: Progress) -> dict[str, File]:

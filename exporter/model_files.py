@@ -15,7 +15,7 @@ from specedge.errors import ExportError
 from specedge.manifest import OPS, Cache, File, Model, Parity, Source, signatures
 from specedge.precision import FLOAT32
 
-from .checkpoint import licences, loading, self_draft
+from .checkpoint import heads, licences, loading, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.lazy_weights import Sources
 from .checkpoint.loading import Loaded
@@ -64,12 +64,13 @@ def export_model(
     progress: Progress,
     draft_layers: int | None = None,
     tolerance: float | None = None,
+    head: Sequence[int] | None = None,
 ) -> tuple[list[Model], File]:
     """Write one model's files into a new folder and compare them with it; its weights' hash, too.
 
     With `draft_layers` the model's first layers become a draft, the second of two: its graphs lie
-    beside the model's and read the same weights. `ops` is "auto" or the op set wanted. Raises
-    ExportError.
+    beside the model's and read the same weights. `ops` is "auto" or the op set wanted. The last
+    model's logits are of the tokens `head` alone, if it is given. Raises ExportError.
     """
     role = checkpoint.role
     folder.mkdir()
@@ -79,12 +80,14 @@ def export_model(
         loaded = loading.load(checkpoint, progress)
     sources = [checkpoint.source]
     with tracing.refusal(checkpoint):
+        if draft_layers is None and head is not None:
+            loaded = heads.cut(loaded, head)
         _note_rotary(role, loaded, context_length, progress)
         parts = [
             measured(role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress)
         ]
         if draft_layers is not None:
-            parts.append(own_draft(parts[0], draft_layers, num_draft_tokens))
+            parts.append(own_draft(parts[0], draft_layers, num_draft_tokens, head))
             sources.append(self_draft.source(checkpoint.source, draft_layers))
         sizes = [reference.num_parameters(part.model) for part in parts]
         written, file = write(parts, ops)
@@ -122,14 +125,20 @@ def measured(
         shape = geometry.measure(loaded.model, context_length, num_draft_tokens)
         layers = tracing.observe(loaded.model, shape)
     lengths = graphs.lengths(num_draft_tokens, context_length, prefix)
-    num_tokens = min(num_tokens, shape.padded_vocab_size)
+    num_tokens = min(num_tokens, loaded.num_tokens or shape.padded_vocab_size)
     return ModelExport(role, loaded, shape, lengths, layers, num_tokens, folder, progress)
 
 
-def own_draft(target: ModelExport, num_layers: int, num_draft_tokens: int) -> ModelExport:
-    """The target's first layers as a model in the same folder."""
+def own_draft(
+    target: ModelExport,
+    num_layers: int,
+    num_draft_tokens: int,
+    head: Sequence[int] | None = None,
+) -> ModelExport:
+    """The target's first layers as a model in the same folder, perhaps with a cut head."""
     try:
         loaded = self_draft.cut(target.loaded, num_layers)
+        loaded = loaded if head is None else heads.cut(loaded, head)
         draft = measured(
             "draft", loaded, target.shape.context_length, num_draft_tokens, target.num_tokens,
             target.folder, target.progress, "draft-",

@@ -7,10 +7,12 @@ outside the folder, every file of the stated size, and models that agree with ea
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
 import re
 import stat
-from collections.abc import Callable
+import struct
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,10 +22,11 @@ from .manifest import CURE, File, Model, check_line
 from .options import MAX_DRAFT_TOKENS, Filters
 from .strict_json import LARGEST, JsonError, build, parse, plain, text_of
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "bundle.json"
 LARGEST_MANIFEST = 16 * 2**20
 LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
+ID_SIZE = 4  # bytes of an id in the id map
 SMALL = 8 * 2**20  # files up to this size are hashed at every load
 
 
@@ -32,7 +35,7 @@ class Bundle:
     """A draft, a target and what both need, as `bundle.json` states it. `folder` is where.
 
     `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`. `id_map` is
-    None: later formats may map the draft's ids to the target's.
+    the file that says which tokens the columns of the draft's head are, if it was cut to some.
     """
 
     format: int
@@ -56,8 +59,7 @@ class Bundle:
             _check_inside(name)
         for key, model in self.models.items():
             self._check_model(key, model)
-        if self.id_map is not None:
-            raise ValueError("id_map is null in this format")
+        self._check_columns()
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
         if self.draft.vocab_size > self.target.vocab_size:
@@ -67,6 +69,27 @@ class Bundle:
             )
         if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
             raise ValueError(f"end_tokens has {bad[0]}, which is not in the vocabulary")
+
+    def _check_columns(self) -> None:
+        for key, model in self.models.items():
+            columns, size = model.padded_vocab_size, model.vocab_size
+            if key == "draft" and self.id_map is not None:
+                self._check_map(self.id_map, columns, size)
+            elif size > columns:
+                raise ValueError(f"{key}.vocab_size {size} is above its {columns} columns")
+
+    def _check_map(self, name: str, columns: int, size: int) -> None:
+        if name not in self.files:
+            raise ValueError(f"id_map '{name}' is not among the files")
+        if (found := self.files[name].size) != ID_SIZE * columns:
+            raise ValueError(
+                f"id_map has {found} bytes, {columns} columns need {ID_SIZE * columns}"
+            )
+        if columns > size:
+            raise ValueError(
+                f"draft.padded_vocab_size {columns} is above draft.vocab_size {size}: a cut head "
+                "has no more columns than tokens"
+            )
 
     def _check_model(self, key: str, model: Model) -> None:
         for file in (model.weights, *(graph.file for graph in model.graphs)):
@@ -127,7 +150,28 @@ class Bundle:
             bundle._check_size(name, file)
             if file.size <= SMALL:
                 bundle.check_hash(name)
+        bundle.ids_of(bundle.draft)
         return bundle
+
+    def ids_of(self, model: Model) -> tuple[int, ...] | None:
+        """The tokens that the columns of a model's logits are, ascending, where its head was cut.
+
+        Otherwise None: column j is token j.
+        """
+        if self.id_map is None or model is not self.draft:
+            return None
+        path = self.path(self.id_map)
+        try:
+            ids = unpack_ids(path.read_bytes())
+        except OSError as error:
+            raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
+        if any(a >= b for a, b in itertools.pairwise(ids)):
+            raise BundleError(f"{path}: its ids do not ascend; {CURE}")
+        if ids[0] < 0 or ids[-1] >= model.vocab_size:
+            raise BundleError(
+                f"{path}: its ids are not all from 0 and below {model.vocab_size}; {CURE}"
+            )
+        return ids
 
     @classmethod
     def from_json(cls, text: str) -> Bundle:
@@ -168,6 +212,16 @@ class Bundle:
             raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
         if size != file.size:
             raise BundleError(f"{path}: has {size} bytes, {MANIFEST} lists {file.size}; {CURE}")
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """An id map's file: 32-bit integers, little endian."""
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def unpack_ids(data: bytes) -> tuple[int, ...]:
+    """The ids of such a file."""
+    return struct.unpack(f"<{len(data) // ID_SIZE}i", data)
 
 
 def describe(path: Path) -> File:

@@ -203,8 +203,9 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class Model:
-    """One exported model. Logits have `padded_vocab_size` columns, of which the first `vocab_size`
-    are tokens: of the target's tokenizer, as many as the model has an embedding for.
+    """One exported model. It reads `vocab_size` tokens: of the target's tokenizer, as many as the
+    model has an embedding for. Logits have `padded_vocab_size` columns, of which the first
+    `vocab_size` are these tokens, or fewer, for which the bundle has an id map.
 
     `num_experts` are those of a layer, 0 where no layer chooses among any. `graphs` come in one or
     two op sets, each with a report in `parity`; `signatures` are what they take and give. Where
@@ -236,8 +237,8 @@ class Model:
             raise ValueError(f"weights_dtype is one of {known}, got '{self.weights_dtype}'")
         if (self.weights_dtype in QUANTISED) is not bool(self.quantisation):
             raise ValueError("quantisation has a report where weights are integers, and only there")
-        if not 1 <= self.vocab_size <= self.padded_vocab_size:
-            raise ValueError("vocab_size is at least 1 and at most padded_vocab_size")
+        if min(self.vocab_size, self.padded_vocab_size) < 1:
+            raise ValueError("vocab_size and padded_vocab_size are at least 1")
         if not 1 <= self.context_length <= self.cache.capacity:
             raise ValueError("context_length is at least 1 and at most the cache's capacity")
         names = [(graph.name, graph.ops) for graph in self.graphs]

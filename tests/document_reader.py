@@ -81,7 +81,7 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
 def parse(text: str) -> dict:
     """The manifest as plain values, of the types that the tables say."""
     manifest = json.loads(text)
-    wanted(isinstance(manifest, dict) and manifest.get("format") == 5, "format")
+    wanted(isinstance(manifest, dict) and manifest.get("format") == 6, "format")
     check("bundle", manifest, tables())
     return manifest
 
@@ -108,6 +108,9 @@ class Model:
         import onnxruntime
 
         self.entry, self.noise, self.past_length = entry, noise, 0
+        manifest = json.loads((folder / "bundle.json").read_text("utf-8"))
+        name = manifest["id_map"] if entry == manifest["draft"] else None
+        self.ids = None if name is None else np.fromfile(folder / name, "<i4")
         graphs = [g for g in entry["graphs"] if g["ops"] == ops]
         self.sessions = {
             g["length"]: onnxruntime.InferenceSession(folder / g["file"], options)
@@ -148,7 +151,11 @@ class Model:
             self.caches[name] = found[f"present.{name}"]
             self.caches[name][:, :, self.past_length :] = self.noise
         logits = found.get("logits")
-        return None if logits is None else logits[0, :, : self.entry["vocab_size"]]
+        if logits is None or self.ids is None:
+            return None if logits is None else logits[0, :, : self.entry["vocab_size"]]
+        row = np.full((len(tokens), self.entry["vocab_size"]), -np.inf, np.float32)
+        row[:, self.ids] = logits[0]
+        return row
 
 
 def random_number(seed: int, i: int) -> float:

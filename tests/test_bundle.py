@@ -1,14 +1,17 @@
 import errno
 import json
 import os
+import struct
 
 import platformdirs
 import pytest
 
-from manifests import make_bundle
+from manifests import CACHE, make_bundle
 from specedge import store
-from specedge.bundle import MANIFEST, SMALL, Bundle
+from specedge.bundle import MANIFEST, SMALL, Bundle, describe
 from specedge.errors import BundleError
+from specedge.manifest import signatures
+from specedge.strict_json import plain
 
 
 @pytest.fixture
@@ -42,6 +45,55 @@ def test_a_draft_may_know_fewer_tokens_and_positions(folder):
     bundle = Bundle.read(folder)
     assert (bundle.draft.vocab_size, bundle.target.vocab_size) == (49, 50)
     assert bundle.context_length == bundle.target.context_length == 32
+
+
+def cut(folder, ids):
+    """Cut the draft's head of 64 columns to some tokens."""
+    (folder / "draft" / "ids.bin").write_bytes(struct.pack(f"<{len(ids)}i", *ids))
+    edit(folder, "id_map", value="draft/ids.bin")
+    edit(folder, "files", "draft/ids.bin", value=plain(describe(folder / "draft" / "ids.bin")))
+    columns = max(1, len(ids))
+    edit(folder, "draft", "padded_vocab_size", value=columns)
+    for signature in ("with_logits", "caches_alone"):
+        given = plain(signatures(CACHE, columns)[signature])
+        edit(folder, "draft", "signatures", signature, value=given)
+
+
+def test_a_cut_head_says_which_tokens_its_columns_are(folder):
+    cut(folder, (0, 7, 8, 49))
+    bundle = Bundle.read(folder)
+    assert bundle.ids_of(bundle.draft) == (0, 7, 8, 49)
+    assert bundle.ids_of(bundle.target) is None
+    assert (bundle.draft.vocab_size, bundle.draft.padded_vocab_size) == (50, 4)
+
+
+def test_a_whole_head_has_no_map(folder):
+    bundle = Bundle.read(folder)
+    assert bundle.ids_of(bundle.draft) is None
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ((0, 7, 7), "ascend"),
+        ((8, 7), "ascend"),
+        ((-1, 7), "from 0"),
+        ((0, 50), "below 50"),
+        ((), "id_map has 0 bytes, 1 columns need 4"),
+        (range(51), "draft.padded_vocab_size 51 is above draft.vocab_size 50"),
+    ],
+)
+def test_a_map_that_cannot_be_is_refused(folder, ids, message):
+    cut(folder, ids)
+    with pytest.raises(BundleError, match=message):
+        Bundle.read(folder)
+
+
+def test_a_map_that_is_damaged_is_refused(folder):
+    cut(folder, (0, 7, 8))
+    (folder / "draft" / "ids.bin").write_bytes(struct.pack("<3i", 0, 7, 9))
+    with pytest.raises(BundleError, match="SHA-256"):
+        Bundle.read(folder)
 
 
 def test_writing_is_repeatable(folder):
@@ -86,7 +138,10 @@ OUTPUT = ("target", "signatures", "with_logits", "outputs", 0)
         ((*OUTPUT, "role"), "Logits", "a role is up to 40 of"),
         ((*OUTPUT, "name"), "present.0.key", "no name appears twice"),
         ((*OUTPUT, "name"), "a\nb", "1 to 100 printable characters"),
-        (("id_map",), "ids.bin", "id_map is null in this format"),
+        (("id_map",), "ids.bin", "id_map 'ids.bin' is not among the files"),
+        (("id_map",), "tokenizer.json", "id_map has 20 bytes, 64 columns need 256"),
+        (("target", "vocab_size"), 65, "target.vocab_size 65 is above its 64 columns"),
+        (("draft", "vocab_size"), 0, "vocab_size and padded_vocab_size are at least 1"),
         (("draft", "weights_dtype"), "float8", "got 'float8'"),
         (("num_draft_tokens",), 3, "verify must have length 4"),
         (("target", "parity", "onnx", "logits_error"), -1.0, "logits_error is at least 0"),
@@ -106,13 +161,13 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
 
 
 @pytest.mark.parametrize(
-    ("found", "cure"), [(4, "export the pair again"), (6, "use the specedge that wrote it")]
+    ("found", "cure"), [(5, "export the pair again"), (7, "use the specedge that wrote it")]
 )
 def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
-    said = f"format is {found}, this specedge reads format 5; {cure}"
+    said = f"format is {found}, this specedge reads format 6; {cure}"
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 

@@ -24,11 +24,15 @@ _NEEDLESS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq", "positi
 
 @dataclass
 class Loaded:
-    """A model in float32 whose large matrices are placeholders, and where their numbers are."""
+    """A model in float32 whose large matrices are placeholders, and where their numbers are.
+
+    Of one whose head was cut, `num_tokens` are those that it had.
+    """
 
     model: torch.nn.Module
     dtype: str
     sources: Sources
+    num_tokens: int | None = None
 
 
 def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:

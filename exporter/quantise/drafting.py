@@ -44,19 +44,28 @@ class Candidate:
 
 
 def fastest(
-    target: Written, draft: Model, file: File, folder: Path, texts: Texts, progress: Progress
+    target: Written,
+    draft: Model,
+    file: File,
+    folder: Path,
+    texts: Texts,
+    head: Sequence[int] | None,
+    progress: Progress,
 ) -> tuple[Model, File]:
-    """Leave the best draft in `folder`, where it is in its own type; its manifest and weights."""
+    """Leave the best draft in `folder`, where it is in its own type; its manifest and weights.
+
+    Its logits are of the tokens `head` alone, if it is given.
+    """
     found = [Candidate("fp32", folder, draft, file)]
     for precision in CANDIDATES:
         place = folder.with_name(f"{folder.name}.{precision}")
         shutil.copytree(folder, place, copy_function=os.link)
-        (model,), weights = quantise({"draft": draft}, place, precision, texts, progress)
+        (model,), weights = quantise({"draft": draft}, place, precision, texts, head, progress)
         found.append(Candidate(precision, place, model, weights))
     with progress.step("Choosing the draft's precision"):
         wanted = logits(_runner(target), texts.report)
         for one in found:
-            _judge(one, wanted, texts)
+            _judge(one, wanted, texts, head)
         _time(found)
     best = _best(found)
     own = found[0].seconds
@@ -89,14 +98,17 @@ def _runner(written: Written) -> Runner:
     return written.runner(written.folder, written.ops[-1])
 
 
-def _judge(one: Candidate, wanted: Sequence[np.ndarray], texts: Texts) -> None:
+def _judge(
+    one: Candidate, wanted: Sequence[np.ndarray], texts: Texts, head: Sequence[int] | None
+) -> None:
     """How often the target's logits, [T, V] for each text, accept the draft's tokens."""
     same, chances = [], []
     runner = _runner(Written("draft", one.model, one.folder))
     for ours, theirs in zip(logits(runner, texts.report), wanted, strict=True):
         size = min(ours.shape[1], theirs.shape[1])
-        same.append(ours[:, :size].argmax(1) == theirs.argmax(1))
-        both = np.minimum(_softmax(ours)[:, :size], _softmax(theirs)[:, :size])
+        known = np.arange(size) if head is None else np.array(head)
+        same.append(known[ours[:, : len(known)].argmax(1)] == theirs.argmax(1))
+        both = np.minimum(_softmax(ours)[:, : len(known)], _softmax(theirs)[:, known])
         chances.append(both.sum(1))
     one.greedy = float(np.concatenate(same).mean())
     one.sampled = float(np.concatenate(chances).mean())

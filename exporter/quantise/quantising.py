@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -34,11 +35,15 @@ Report = tuple[Quantisation, tuple[int, ...]]  # and the T whose rows keep their
 
 @dataclass(frozen=True)
 class Written:
-    """A model that was written and compared, and the folder where it lies."""
+    """A model that was written and compared, and the folder where it lies.
+
+    `head` [n] are the tokens of its logits where these are not all.
+    """
 
     role: str
     model: Model
     folder: Path
+    head: np.ndarray | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -69,11 +74,17 @@ class Written:
 
 
 def quantise(
-    models: dict[str, Model], folder: Path, precision: str, texts: Texts, progress: Progress
+    models: dict[str, Model],
+    folder: Path,
+    precision: str,
+    texts: Texts,
+    head: Sequence[int] | None,
+    progress: Progress,
 ) -> tuple[list[Model], File]:
     """Give models that share a folder weights of a quantised precision; the weights' hash, too.
 
-    The choices are made for the first model; a second has that one's own layers.
+    A second model has the first one's own layers, for which choices are made once. The last one's
+    logits are of the tokens `head` alone, if it is given.
     """
     before = folder.with_name(f"{folder.name}.float")
     folder.rename(before)
@@ -82,9 +93,12 @@ def quantise(
         if path.suffix != ".onnx" and path.name != FILE:
             shutil.copy2(path, folder)
     parts = [Written(role, model, before) for role, model in models.items()]
+    parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
     first = parts[0].role
+    choices: Choices = {}
     with progress.step(f"Calibrating the {first}"):
-        choices = _choices(parts[0], precision, texts)
+        for part in parts:
+            choices |= _choices(part, precision, texts, choices)
     with Store(folder) as store, progress.step(f"Quantising the {first}"):
         for part in parts:
             for ops in part.ops:
@@ -106,19 +120,22 @@ def _compared(
     return replace(part.model, weights_dtype=precision, parity=parity, quantisation=reports)
 
 
-def _choices(model: Written, precision: str, texts: Texts) -> Choices:
-    """How each group is rounded; the same in every op set.
+def _choices(model: Written, precision: str, texts: Texts, known: Choices) -> Choices:
+    """How each group that is not known yet is rounded; the same in every op set.
 
     Experts that are one stored block of matrices, and the head, whose rows a tied embedding reads,
     are in columns whatever the precision: wide and few, they cost the least there.
     """
     ops = model.ops[0]
     decoder = _decoder(model, ops)
-    inputs = calibration.inputs(decoder, model.geometry, ops, texts.calibration)
     graph = ir.load(decoder).graph
+    new = [group for group in groups(graph) if group.key not in known]
+    if not new:
+        return {}
+    inputs = calibration.inputs(decoder, model.geometry, ops, texts.calibration)
     tables = {stored.place for _, stored in embeddings(graph)}
     found: Choices = {}
-    for group in groups(graph):
+    for group in new:
         choice = _choice(group, inputs.get(group.key), precision, model.model, tables)
         names = ", ".join(matrix.stored.tensor.name or "" for matrix in group.matrices)
         found[group.key] = replace(choice, why=choice.why and f"{names}: {choice.why}")
@@ -188,7 +205,7 @@ def _report(
     """Run what was written, beside what it was made of and in every way that it is used."""
     runner = model.runner(folder, ops)
     runner.check_files()
-    found = distance(model.runner(model.folder, ops), runner, texts.report)
+    found = distance(model.runner(model.folder, ops), runner, texts.report, model.head)
     held, differing = checks.alone(runner, np.concatenate(texts.report))
     if differing:
         progress.note(
@@ -198,13 +215,13 @@ def _report(
 
 
 def _described(found: Distance, texts: Texts, choices: Choices) -> Quantisation:
-    count = max(1, found.num_tokens)
+    count, scored = max(1, found.num_tokens), max(1, found.num_scored)
     made = choices.values()
     return Quantisation(
         text=texts.name,
         num_tokens=found.num_tokens,
-        perplexity=float(np.exp(found.loss / count)),
-        original_perplexity=float(np.exp(found.original_loss / count)),
+        perplexity=float(np.exp(found.loss / scored)),
+        original_perplexity=float(np.exp(found.original_loss / scored)),
         agreement=found.num_same / count,
         divergence=max(0.0, found.divergence / count),
         error=found.error,

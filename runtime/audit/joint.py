@@ -139,9 +139,8 @@ class _Setting:
         fed = [known(token, self._subject.sizes[role]) for token in (*prompt, *string)]
         model.truncate(0)
         model.prefill(fed[:-1])
-        distribution = probabilities(
-            model.forward(fed[-1:])[-1].array(), self._sampling, History(prompt, string)
-        )
+        row, history = model.forward(fed[-1:])[-1], History(prompt, string)
+        distribution = probabilities(row.array(), self._sampling, history, row.ids)
         return distribution.row(self._subject.sizes["target"].vocab_size)
 
     def _distribution(self, prompt: Sequence[int], budget: Budget) -> NextToken:

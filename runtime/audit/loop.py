@@ -195,7 +195,7 @@ def _near_ties(
     subject: Subject, found: _Greedy, name: str, prompt: list[int], plain: list[int]
 ) -> set[int]:
     """Where a text's two largest logits are within the noise."""
-    logits = subject.logits_after("target", prompt, plain)
+    logits = subject.scores_after("target", prompt, plain).array()
     top = np.partition(logits, -2, axis=1)[:, -2:]
     margins = np.abs(top[:, 1] - top[:, 0])
     found.num_positions += len(margins)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..loop.model import LanguageModel, shared_beginning
-from ..sampling.distribution import Floats
+from ..sampling.distribution import Floats, Ids
 from ..sampling.scores import Scores
 
 MOST_BYTES = 256 * 2**20
@@ -29,7 +29,8 @@ class Remembering:
         self._tokens: list[int] = []
         self._rows: dict[Text, Floats] = {}
         self._bytes = 0
-        self._vocab_size = 0
+        self._num_columns = 0
+        self._ids: Ids | None = None
 
     @property
     def length(self) -> int:
@@ -44,8 +45,8 @@ class Remembering:
         rows = [self._rows[key] for key in kept]
         if len(kept) < len(needed):
             rows += self._computed(needed[len(kept) :])
-        rows += [np.zeros(self._vocab_size, np.float32)] * (len(keys) - len(needed))
-        return Scores(np.stack(rows))
+        rows += [np.zeros(self._num_columns, np.float32)] * (len(keys) - len(needed))
+        return Scores(np.stack(rows), self._ids)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
@@ -66,8 +67,9 @@ class Remembering:
         text, start = keys[-1], len(keys[0]) - 1
         kept = self._inner.reuse(text[:start])
         self._inner.prefill(text[kept:start])
-        rows = [row.copy() for row in self._inner.forward(text[start:]).array()]
-        self._vocab_size = len(rows[0])
+        scores = self._inner.forward(text[start:])
+        rows, self._ids = [row.copy() for row in scores.array()], scores.ids
+        self._num_columns = len(rows[0])
         for key, row in zip(keys, rows, strict=True):
             if self._bytes + row.nbytes <= MOST_BYTES:
                 self._rows[key] = row

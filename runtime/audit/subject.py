@@ -16,9 +16,9 @@ from ..loop.model import LanguageModel
 from ..loop.round import Drafter, Round
 from ..loop.timing import Stopwatch
 from ..planning.plans import Fixed
-from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.probabilities import probabilities
+from ..sampling.scores import Scores
 from .budget import Budget
 from .cached import Array, Cached
 from .noise import row_differences
@@ -120,21 +120,22 @@ class Subject:
             Stopwatch(),
         )
 
-    def logits_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Floats:
-        """A model's rows for each new token, in one pass: no drafter, no rollback. [n, V]"""
+    def scores_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Scores:
+        """A model's rows for each new token, in one pass: no drafter, no rollback. [n rows]"""
         model: Cached = getattr(self, role)
         fed = [known(token, self.sizes[role]) for token in (*prompt, *new[:-1])]
         model.truncate(0)
         model.prefill(fed[: len(prompt) - 1])
-        return model.forward(fed[len(prompt) - 1 :]).array()
+        return model.forward(fed[len(prompt) - 1 :])
 
     def distributions(
         self, role: str, sampling: Sampling, prompt: Sequence[int], new: Sequence[int]
     ) -> Iterator[Array]:
         """The distribution of each new token given the text before it. [V] each"""
-        for i, row in enumerate(self.logits_after(role, prompt, new)):
-            history = History(prompt, new[:i])
-            yield probabilities(row, sampling, history).row(self.sizes["target"].vocab_size)
+        scores, size = self.scores_after(role, prompt, new), self.sizes["target"].vocab_size
+        for i in range(len(new)):
+            row, history = scores[i], History(prompt, new[:i])
+            yield probabilities(row.array(), sampling, history, row.ids).row(size)
 
     def short_prompt(self, index: int, num_new: int) -> list[int]:
         """The end of a prompt, so that with new tokens it fits both contexts."""

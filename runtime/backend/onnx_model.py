@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 
+import numpy as np
+
 from specedge.bundle import Bundle
 from specedge.manifest import PREFILL_LENGTH, Model
 
@@ -29,6 +31,8 @@ class OrtModel:
         self._session = ModelSession(bundle, model, device, ops, graph)
         self.ops = self._session.ops
         self.vocab_size = model.vocab_size
+        ids = bundle.ids_of(model)
+        self._ids = None if ids is None else np.array(ids, np.intp)
         parity = model.parity[self.ops]
         self.row_independent_lengths = (
             parity.row_independent_lengths if device.name == "cpu" else ()
@@ -52,7 +56,7 @@ class OrtModel:
         bound = self._passes[length]
         self._session.run(bound, tokens)
         logits = self._session.buffers.fetch(bound.arrays["logits"])
-        return Scores(logits[0, :, : self.vocab_size])
+        return Scores(logits[0, :, : self.vocab_size], self._ids)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), PREFILL_LENGTH):

@@ -15,10 +15,9 @@ from specedge.options import Sampling
 from ..drafters.draft_model import DraftModel
 from ..loop.model import LanguageModel
 from ..pipeline import Pipeline
-from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.probabilities import choice, probabilities
-from ..sampling.scores import Row
+from ..sampling.scores import Row, Scores
 from ..theory.overlap import acceptance_probability
 
 ROWS = 16  # of logits at a time: a row may have 150,000 columns
@@ -50,22 +49,25 @@ def acceptances(
     return found
 
 
-def _chances(target: Floats, draft: Floats, sampling: Sampling, history: History) -> float:
-    size = len(target)
+def _chances(target: Row, draft: Row, sampling: Sampling, history: History) -> float:
+    size = len(target.array())
     try:
         if sampling.greedy:
-            chosen = [choice(Row(row), sampling, history) for row in (draft, target)]
+            chosen = [choice(row, sampling, history) for row in (draft, target)]
             return float(chosen[0] == chosen[1])
-        drafted = probabilities(draft, sampling, history).row(size)
+        drafted = probabilities(draft.array(), sampling, history, draft.ids).row(size)
     except OptionError:  # the draft knows none of the tokens that the options allow
         return 0.0
-    return acceptance_probability(probabilities(target, sampling, history).row(size), drafted)
+    wanted = probabilities(target.array(), sampling, history).row(size)
+    return acceptance_probability(wanted, drafted)
 
 
-def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> Iterator[Floats]:
-    """The logits after each token, from the prompt's last one on. -> [V] each"""
+def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> Iterator[Row]:
+    """The logits after each token, from the prompt's last one on."""
     start = prompt_length - 1
     model.truncate(0)
     model.prefill(tokens[:start])
     for at in range(start, len(tokens), ROWS):
-        yield from model.forward(tokens[at : at + ROWS]).array().copy()
+        scores = model.forward(tokens[at : at + ROWS])
+        kept = Scores(scores.array().copy(), scores.ids)
+        yield from (kept[i] for i in range(len(tokens[at : at + ROWS])))

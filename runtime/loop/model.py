@@ -26,7 +26,7 @@ class LanguageModel(Protocol):
     def forward(self, tokens: Sequence[int]) -> Scores:
         """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]
 
-        Row i predicts the token after tokens[i].
+        Row i predicts the token after tokens[i]. A draft's may lack tokens: it says which it has.
         """
 
     def prefill(self, tokens: Sequence[int]) -> None:

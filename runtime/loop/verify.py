@@ -30,7 +30,7 @@ class Draft:
 
     None in a distribution's place says that the token was chosen without randomness: d(x) = 1. One
     token may be chosen and the next drawn. `sources` [n] names the drafter of each; left empty, it
-    is the one that was asked. Its vocabulary may be a beginning of the target's, never larger.
+    is the one that was asked. Its tokens are the target's, or some of them.
     """
 
     tokens: list[int]
@@ -115,7 +115,7 @@ def draw(
     """For drafters: a token drawn from a row and the distribution it came from, None if chosen."""
     if sampling.greedy:
         return choice(row, sampling, history), None
-    distribution = probabilities(row.array(), sampling, history)
+    distribution = probabilities(row.array(), sampling, history, row.ids)
     return distribution.pick(uniform), distribution
 
 

@@ -11,37 +11,43 @@ import numpy as np
 
 from specedge.options import Sampling
 
-from .distribution import Floats
+from .distribution import Floats, Ids
 from .history import History
 
 
-def edited(logits: Floats, sampling: Sampling, history: History) -> Floats:
-    """A row of logits with what the options change; the row itself stays as it is. [V] -> [V]
+def edited(logits: Floats, sampling: Sampling, history: History, ids: Ids | None = None) -> Floats:
+    """A row of logits with what the options change; the row itself stays as it is. [n] -> [n]
 
-    A model that knows fewer tokens than the options name lacks the others here too.
+    The logits are of the tokens `ids` [n], ascending, without ids 0 to n - 1. Tokens that the
+    options name and the row lacks are passed over.
     """
     if not sampling.edits:
         return logits
     logits = logits.copy()
     if sampling.counts:
-        _penalise(logits, sampling, history)
+        _penalise(logits, ids, sampling, history)
     for token, bias in dict(sampling.logit_bias).items():
-        if token < len(logits):
-            logits[token] += logits.dtype.type(bias)
+        logits[_place(token, ids)] += logits.dtype.type(bias)
     if sampling.bad_words:
-        _ban(logits, sampling, history)
+        _ban(logits, ids, sampling, history)
     if history.num_new_tokens < sampling.min_new_tokens:
         for token in sampling.end_tokens:
-            logits[token : token + 1] = -np.inf
+            logits[_place(token, ids)] = -np.inf
     return logits
 
 
-def _penalise(logits: Floats, sampling: Sampling, history: History) -> None:
+def _place(token: int, ids: Ids | None) -> slice:
+    """Where a row has a token: an empty place if it lacks it."""
+    if ids is None:
+        return slice(token, token + 1)
+    at = int(ids.searchsorted(token))
+    return slice(at, at + int(at < len(ids) and ids[at] == token))
+
+
+def _penalise(logits: Floats, ids: Ids | None, sampling: Sampling, history: History) -> None:
     """The text so far makes its own tokens less likely, or more."""
-    ids, counts = history.counts()
-    if len(ids) and ids.max() >= len(logits):
-        ids, counts = ids[ids < len(logits)], counts[ids < len(logits)]
-    values, number = logits[ids], logits.dtype.type
+    columns, counts = _counts(history, len(logits), ids)
+    values, number = logits[columns], logits.dtype.type
     if sampling.repetition_penalty != 1:
         limits = np.finfo(logits.dtype)
         least, most = float(limits.tiny), float(limits.max)
@@ -51,13 +57,25 @@ def _penalise(logits: Floats, sampling: Sampling, history: History) -> None:
         values = np.minimum(values, most)
     values -= number(sampling.frequency_penalty) * counts.astype(logits.dtype)
     values -= number(sampling.presence_penalty) * (counts > 0)
-    logits[ids] = values
+    logits[columns] = values
 
 
-def _ban(logits: Floats, sampling: Sampling, history: History) -> None:
+def _counts(history: History, size: int, ids: Ids | None) -> tuple[Ids, Ids]:
+    """Where a row has tokens that are in the text, and how often they follow the prompt."""
+    tokens, counts = history.counts()
+    if ids is not None:
+        columns = np.minimum(ids.searchsorted(tokens), size - 1)
+        known = ids[columns] == tokens
+        return columns[known], counts[known]
+    if len(tokens) and tokens.max() >= size:
+        return tokens[tokens < size], counts[tokens < size]
+    return tokens, counts
+
+
+def _ban(logits: Floats, ids: Ids | None, sampling: Sampling, history: History) -> None:
     """No bad word can be completed by the next token."""
     for word in sampling.bans.get(None, ()):
-        logits[word[0] : word[0] + 1] = -np.inf
+        logits[_place(word[0], ids)] = -np.inf
     for word in sampling.bans.get(history.last(1)[0], ()):
         if list(word[:-1]) == history.last(len(word) - 1):
-            logits[word[-1] : word[-1] + 1] = -np.inf
+            logits[_place(word[-1], ids)] = -np.inf

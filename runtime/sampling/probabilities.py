@@ -23,18 +23,24 @@ from .scores import Row
 from .top_k_p import nearest, nucleus, top
 
 
-def probabilities(logits: Floats, sampling: Sampling, history: History) -> Distribution:
-    """Turn one row of logits into the distribution to draw from, above temperature 0. [V]
+def probabilities(
+    logits: Floats, sampling: Sampling, history: History, ids: Ids | None = None
+) -> Distribution:
+    """Turn one row of logits into the distribution to draw from, above temperature 0. [n]
+
+    The logits are of the tokens `ids` [n], ascending, without ids 0 to n - 1.
 
     Penalties, biases and bans, then temperature, top-k, top-p, min-p and typical-p, in the order of
     transformers; top-k keeps every logit that ties with the k-th. Computed in the type of the
     logits. OptionError if the options leave no token.
     """
     assert not sampling.greedy
-    scores = edited(logits, sampling, history)
+    scores = edited(logits, sampling, history, ids)
     largest = _largest(scores, logits)
-    ids = top(scores, sampling.top_k) if 0 < sampling.top_k < len(scores) else None
-    weights = _weights(scores if ids is None else scores[ids], largest, sampling.temperature)
+    if 0 < sampling.top_k < len(scores):
+        columns = top(scores, sampling.top_k)
+        scores, ids = scores[columns], columns if ids is None else ids[columns]
+    weights = _weights(scores, largest, sampling.temperature)
     if sampling.top_p < 1:
         weights = nucleus(weights, sampling.top_p)
     if sampling.min_p > 0:
@@ -63,8 +69,8 @@ def likeliest(row: Row, count: int, sampling: Sampling, history: History) -> tup
     more than these is asked for.
     """
     if sampling.edits:
-        scores = edited(row.array(), sampling, history)
-        ids, values = Row(scores).largest(count)
+        scores = edited(row.array(), sampling, history, row.ids)
+        ids, values = Row(scores, row.ids).largest(count)
     else:
         ids, values = row.largest(count)
     if not math.isfinite(values[0]):

@@ -1,7 +1,8 @@
 """The logits of a pass, asked for by what is needed of them.
 
 These hold arrays in the host's memory; a device that keeps the rest to itself derives classes of
-its own from them. T rows, V vocabulary entries.
+its own from them. T rows of n columns, one for each of the V vocabulary entries unless a draft's
+head was cut to some of them.
 """
 
 from __future__ import annotations
@@ -13,39 +14,44 @@ from .top_k_p import top
 
 
 class Row:
-    """One row of logits. [V]"""
+    """One row of logits, of the tokens `ids`, ascending, without ids 0 to n - 1. [n], [n]"""
 
-    def __init__(self, logits: Floats) -> None:
+    def __init__(self, logits: Floats, ids: Ids | None = None) -> None:
         self._logits = logits
+        self.ids = ids
 
     def largest(self, count: int) -> tuple[Ids, Floats]:
-        """The `count` largest logits, fewer if V is smaller: their tokens and values, the largest
+        """The `count` largest logits, fewer if n is smaller: their tokens and values, the largest
         first, the lower token first among equals. One that is not a number counts as the largest.
         -> [count], [count]
         """
         logits = self._logits
         best = int(logits.argmax())
         if count == 1 or np.isnan(logits[best]):
-            ids = np.array([best], np.intp)
+            columns = np.array([best], np.intp)
         else:
-            ids = top(logits, min(count, len(logits)))
-            ids = ids[np.argsort(-logits[ids], kind="stable")][:count]
-        return ids, logits[ids]
+            columns = top(logits, min(count, len(logits)))
+            columns = columns[np.argsort(-logits[columns], kind="stable")][:count]
+        return columns if self.ids is None else self.ids[columns], logits[columns]
 
     def array(self) -> Floats:
-        """All logits of the row. -> [V]"""
+        """All logits of the row. -> [n]"""
         return self._logits
 
 
 class Scores:
-    """The logits of a pass, valid until the next pass of its model. [T, V]"""
+    """The logits of a pass, valid until the next pass of its model. [T, n]
 
-    def __init__(self, logits: Floats) -> None:
+    `ids` [n] are the columns' tokens, as in a row.
+    """
+
+    def __init__(self, logits: Floats, ids: Ids | None = None) -> None:
         self._logits = logits
+        self.ids = ids
 
     def __getitem__(self, row: int) -> Row:
-        return Row(self._logits[row])
+        return Row(self._logits[row], self.ids)
 
     def array(self) -> Floats:
-        """All of them. -> [T, V]"""
+        """All of them. -> [T, n]"""
         return self._logits

@@ -61,9 +61,15 @@ from specedge.precision import CHOICES
     help="The same for the draft. [default: the fastest that is accepted as often, or nearly]",
 )
 @click.option(
+    "--draft-vocab",
+    type=click.IntRange(1),
+    metavar="N",
+    help="Cut the draft's head to a text's N most frequent tokens, for cheaper drafts.",
+)
+@click.option(
     "--calibrate",
     metavar="FILE",
-    help="Choose how to round by this text. [default: a built-in one]",
+    help="The text to choose by how to round, and which tokens to keep. [default: a built-in one]",
 )
 @click.option("--draft-revision", help="Branch, tag or commit of the draft on the hub.")
 @click.option("--target-revision", help="Branch, tag or commit of the target on the hub.")

@@ -70,6 +70,12 @@ def _sampling(sampling: Filters) -> str:
     return ", ".join(fields)
 
 
+def _columns(bundle: Bundle, role: str, model: Model) -> str:
+    if role == "draft" and bundle.id_map is not None:
+        return f"a head of {model.padded_vocab_size} of them"
+    return f"{model.padded_vocab_size} columns"
+
+
 def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
     source, cache = model.source, model.cache
     layers = cache.layers
@@ -82,7 +88,7 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
         f"  architecture   {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
         f" {len(layers)} layers, {layers[0].heads} KV heads of {layers[0].key_size}",
         f"  context        {model.context_length} tokens",
-        f"  vocabulary     {model.vocab_size} tokens, {model.padded_vocab_size} columns",
+        f"  vocabulary     {model.vocab_size} tokens, {_columns(bundle, role, model)}",
         f"  weights        {bundle.files[model.weights].size / 1e6:.1f} MB{shared}, stored as"
         f" {model.weights_dtype}, computed in {model.dtype}",
         f"  cache          {row * item * cache.capacity / 1e6:.1f} MB for {cache.capacity} rows",

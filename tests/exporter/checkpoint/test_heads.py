@@ -1,0 +1,91 @@
+"""A head cut to some tokens gives the whole head's logits of these, in every family."""
+
+import pytest
+import torch
+from torch import nn
+
+from architectures import ARCHITECTURES
+from checkpoints import make_config, make_model
+from specedge.errors import ExportError
+from specedge.exporter.checkpoint import heads, self_draft
+from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.checkpoint.loading import Loaded
+
+IDS = (0, 3, 4, 100, 255, 509, 511)
+TOKENS = torch.tensor([[511, 7, 3, 300, 42]])
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def check(model):
+    wanted = logits(model)[..., list(IDS)]
+    num_tokens = model.get_output_embeddings().out_features
+    table = model.get_input_embeddings().weight
+    cut = heads.cut(Loaded(model, "float32", Sources()), IDS)
+    assert logits(cut.model).shape == (1, 5, len(IDS))
+    torch.testing.assert_close(logits(cut.model), wanted, rtol=1e-5, atol=1e-5)
+    assert cut.model.get_input_embeddings().weight is table
+    assert cut.num_tokens == num_tokens
+    assert not any(
+        parameter.requires_grad for parameter in cut.model.get_output_embeddings().parameters()
+    )
+
+
+@pytest.mark.parametrize("name", list(ARCHITECTURES))
+def test_a_cut_head_gives_the_whole_ones_columns(name):
+    check(make_model(ARCHITECTURES[name][1]()))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_tied_head_becomes_a_matrix_of_its_own(tied):
+    model = make_model(make_config("llama", tied=tied))
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    check(model)
+
+
+def test_what_is_done_to_logits_after_the_head_is_still_done():
+    """Softcaps and scales: without them the test of all families would be of heads alone."""
+    model = make_model(make_config("gemma2", final_logit_softcapping=2.0, head_size=16))
+    assert logits(model).abs().max() <= 2
+    check(model)
+    assert logits(model).abs().max() <= 2
+
+
+def test_a_head_with_biases_keeps_those_of_its_tokens():
+    model = make_model(ARCHITECTURES["phi"][1]())
+    bias = model.lm_head.bias.clone()
+    check(model)
+    assert torch.equal(model.lm_head.bias, bias[list(IDS)])
+
+
+def test_the_head_of_the_targets_own_layers_is_cut_and_the_targets_is_not():
+    loaded = Loaded(make_model(make_config("llama", tied=True)), "float32", Sources())
+    before = logits(loaded.model)
+    draft = heads.cut(self_draft.cut(loaded, 1), IDS)
+    assert logits(draft.model).shape[-1] == len(IDS)
+    assert torch.equal(logits(loaded.model), before)
+
+
+def test_a_large_heads_rows_are_in_files_as_the_whole_ones_were():
+    """A placeholder for the rows, in the type that the checkpoint has."""
+    sources, model = Sources(), make_model(make_config("llama", hidden=128))
+    stored = torch.randn(8192, 128).to(torch.bfloat16)
+    model.lm_head = nn.Linear(128, 8192, bias=False, device="meta")
+    model.lm_head.weight = nn.Parameter(sources.placeholder(stored), requires_grad=False)
+    ids = list(range(1, 8192, 2))
+    cut = heads.cut(Loaded(model, "bfloat16", sources), ids)
+    assert torch.equal(cut.sources.behind(cut.model.lm_head.weight), stored[ids])
+    assert cut.sources.behind(cut.model.lm_head.weight).dtype == torch.bfloat16
+
+
+def test_a_head_that_is_not_one_matrix_is_refused():
+    class Two(nn.Linear):
+        pass
+
+    model = make_model(make_config("llama"))
+    model.lm_head = Two(64, 512)
+    with pytest.raises(ExportError, match=r"head is Two, not one matrix.*leave --draft-vocab out"):
+        heads.cut(Loaded(model, "float32", Sources()), IDS)

@@ -1,0 +1,88 @@
+"""Which tokens a smaller head keeps."""
+
+import json
+from collections import Counter
+
+import pytest
+from tokenizers import Tokenizer
+
+from checkpoints import MARKERS, make_tokenizer
+from specedge.errors import ExportError
+from specedge.exporter import Progress
+from specedge.exporter.quantise import texts
+from specedge.exporter.tokenizers.frequent import most_frequent
+
+TEXT = ("a text", "the then there " * 9 + "self.assertEqual(1, 2)\n" * 20)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    made = make_tokenizer(folder)
+    made.add_special_tokens({"additional_special_tokens": list(MARKERS)})
+    made.save_pretrained(folder)
+    return folder / "tokenizer.json"
+
+
+def kept(tokenizer, count, text=TEXT, ends=(0,), num_tokens=515):
+    return most_frequent(count, text, tokenizer, ends, num_tokens, Progress())
+
+
+@pytest.mark.parametrize("text", [TEXT, texts.read(None)], ids=["short", "built in"])
+@pytest.mark.parametrize("count", [5, 30, 300, 514])
+def test_the_most_frequent_tokens_of_a_text_are_kept(tokenizer, text, count):
+    ids = kept(tokenizer, count, text)
+    assert ids == sorted({*ids})
+    assert len(ids) == count
+    assert {0, 512, 513, 514} <= {*ids}
+    counts = Counter(Tokenizer.from_file(str(tokenizer)).encode(text[1]).ids)
+    left = {*range(515)} - {*ids}
+    least = min(counts[t] for t in {*ids} - {0, 512, 513, 514})
+    assert max(counts[t] for t in left) <= least
+    assert not [t for t in left if counts[t] == least and t < _last_of(ids, counts, least)]
+
+
+def _last_of(ids, counts, count):
+    return max(t for t in ids if counts[t] == count and t not in (0, 512, 513, 514))
+
+
+def test_end_tokens_are_kept_whatever_the_text_says(tokenizer):
+    assert {450, 451} <= {*kept(tokenizer, 8, ends=(450, 451))}
+
+
+def test_more_tokens_are_a_superset_of_fewer(tokenizer):
+    assert {*kept(tokenizer, 20)} < {*kept(tokenizer, 21)}
+
+
+def test_ids_that_the_draft_lacks_are_not_kept(tokenizer):
+    ids = kept(tokenizer, 100, ends=(0, 514), num_tokens=200)
+    assert max(ids) < 200
+
+
+@pytest.mark.parametrize(
+    ("count", "said"),
+    [
+        (515, "--draft-vocab 515: the draft has 515 tokens; give fewer, or leave it out"),
+        (9999, "the draft has 515 tokens"),
+        (4, "--draft-vocab 4: the 4 end tokens and special tokens are always kept; give more"),
+        (1, "give more"),
+    ],
+)
+def test_a_number_that_cannot_be_is_refused(tokenizer, count, said):
+    with pytest.raises(ExportError, match=said):
+        kept(tokenizer, count)
+
+
+def test_the_note_says_how_much_of_the_text_is_kept(tokenizer):
+    progress = Progress()
+    most_frequent(30, TEXT, tokenizer, (0,), 515, progress)
+    (note,) = progress.notes
+    assert "30 of 515 tokens" in note
+    assert "of a text; it drafts no others" in note
+
+
+def test_a_tokenizer_without_added_tokens_has_no_special_ones(tokenizer, tmp_path):
+    settings = json.loads(tokenizer.read_text("utf-8"))
+    settings["added_tokens"] = []
+    (tmp_path / "tokenizer.json").write_text(json.dumps(settings), "utf-8")
+    assert len(kept(tmp_path / "tokenizer.json", 3)) == 3
