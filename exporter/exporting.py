@@ -13,7 +13,7 @@ from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import OPS, File, Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
-from specedge.precision import CHOICES, QUANTISED
+from specedge.precision import CHOICES, HALVES, QUANTISED
 from specedge.version import __version__
 
 from . import prediction, resident, writing
@@ -37,12 +37,17 @@ class Request:
     max_length: int | None
     ops: str
     tolerance: float | None
-    precisions: dict[str, str | None]  # None for a draft whose own is to be chosen
+    precision: str
+    draft_precision: str | None  # None where it is to be chosen
     calibration: str | None
     draft_vocab: int | None
 
+    def of(self, role: str) -> str:
+        """A model's precision, as far as that is known without its weights."""
+        return (self.draft_precision if role == "draft" else None) or self.precision
+
     def __post_init__(self) -> None:
-        for precision in self.precisions.values():
+        for precision in (self.precision, self.draft_precision):
             if precision not in (*CHOICES, None):
                 raise ValueError(
                     f"precision must be one of {', '.join(CHOICES)}, got {precision!r}"
@@ -87,11 +92,11 @@ def export(
     `tolerance` float32 errors may be that share of the largest value, however far PyTorch's own is.
 
     `precision` is the target's: "fp32" stores weights in the checkpoint's own type and computes in
-    float32; the others round weights, and what they are multiplied with to 8 bits, as a text says
-    is best: the one that comes with specedge, or a file to `calibrate` with. "int8" has one scale a
-    column, which verifies fastest; "int8-block" and "int4" one for 32 numbers. The
-    draft's, unless `draft_precision` says it, is the fastest measured here that keeps nine tenths
-    of its acceptance; a tiny draft has the target's.
+    float32; "fp16" and "bf16" round matrices to that first; "int8", "int8-block" and "int4" round
+    weights, and what they are multiplied with to 8 bits, as a text says is best: the one that comes
+    with specedge, or a file to `calibrate` with. "int8" has one scale a column, which verifies
+    fastest, the last two one for 32 numbers. The draft's, unless `draft_precision` says it, is the
+    fastest measured here that keeps nine tenths of its acceptance; a tiny draft has the target's.
 
     With `draft_vocab` the draft's head is cut to that many tokens, the most frequent ones of the
     same text: it drafts no others, reads them all, and its passes are cheaper.
@@ -99,9 +104,10 @@ def export(
     Raises SpecEdgeError, or ValueError for a bad option.
     """
     progress = progress or Progress()
-    precisions = {"target": precision, "draft": draft_precision}
     file = None if calibrate is None else os.fspath(calibrate)
-    request = Request(num_draft_tokens, max_length, ops, tolerance, precisions, file, draft_vocab)
+    request = Request(
+        num_draft_tokens, max_length, ops, tolerance, precision, draft_precision, file, draft_vocab
+    )
     draft, target = os.fspath(draft), os.fspath(target)
     adapters = [None if a is None else os.fspath(a) for a in (adapter, draft_adapter)]
     num_layers = self_draft.asked(draft, draft_revision, adapters[1])
@@ -140,7 +146,7 @@ def _find(
         dry_run.check(found.config, length, request.num_draft_tokens, request.ops)
     except ExportError as error:
         raise ExportError(f"{role} {name} ({found.kind}) cannot be exported: {error}") from error
-    return found
+    return replace(found, dtype=HALVES.get(request.of(role)))
 
 
 def _write(
@@ -170,15 +176,15 @@ def _write(
             checkpoint, length, text.num_tokens, request.num_draft_tokens, request.ops,
             work / checkpoint.role, progress, num_layers, request.tolerance, own,
         )  # fmt: skip
-        precision, default = request.precisions[checkpoint.role], request.precisions["target"]
-        if models and drafting.wanted(precision, exported[0]):
+        precision = request.of(checkpoint.role)
+        if models and request.draft_precision is None and drafting.matters(exported[0]):
             pieces = _pieces(exported[0], calibration, work)
             first = Written("target", models[0], work / "target")
             one, weights = drafting.fastest(
                 first, exported[0], weights, work / "draft", pieces, own, progress
             )
             exported = [one]
-        elif (precision := precision or default) in QUANTISED:
+        elif precision in QUANTISED:
             pieces = _pieces(exported[0], calibration, work)
             roles = dict(zip((checkpoint.role, "draft"), exported, strict=False))
             exported, weights = quantise(

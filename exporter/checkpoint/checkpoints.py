@@ -41,6 +41,7 @@ class Checkpoint:
     weights: list[str]
     remote: hub.Snapshot | None
     adapter: Adapter | None
+    dtype: str | None = None  # what its matrices are to be rounded to
 
     @property
     def kind(self) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from specedge.errors import CheckpointError
+
 from ..private import tensor_of, tree_map_only
 
 _aten = torch.ops.aten
@@ -99,6 +101,22 @@ def stored(tensor: LazyTensor) -> torch.Tensor:
     if tensor.mapped:
         return tensor.read()
     return LazyTensor(_meta(tensor).to(tensor.stored), tensor.read, origin=tensor.origin)
+
+
+def rounded(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """Its numbers in a narrower type; reading them is a CheckpointError where one is too large."""
+    known = tensor.read
+
+    def read() -> torch.Tensor:
+        wide = known()
+        narrow = wide.to(dtype)
+        if torch.isinf(narrow).any() and not torch.isinf(wide).any():
+            raise CheckpointError(
+                f"a weight of {float(wide.abs().max()):.3g} is beyond {dtype}; take another type"
+            )
+        return narrow
+
+    return LazyTensor(_meta(tensor), read, dtype)
 
 
 def _meta(tensor: torch.Tensor) -> torch.Tensor:

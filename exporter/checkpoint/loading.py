@@ -15,7 +15,7 @@ from ..progress import Progress
 from ..quiet import explained, quiet
 from . import adapters, folders, gguf_files, hub, quantised, text_part, weight_files
 from .checkpoints import Checkpoint
-from .lazy_tensors import LazyTensor, lazy, stored
+from .lazy_tensors import LazyTensor, lazy, rounded, stored
 from .lazy_weights import Sources
 
 # Masks and tables of old versions; transformers knows those of some families.
@@ -48,6 +48,10 @@ def load(checkpoint: Checkpoint, progress: Progress) -> Loaded:
     if checkpoint.adapter is not None:
         model = adapters.merged(checkpoint.adapter, model, progress)
         dtype = weight_files.stored_dtype(where, dict(model.named_parameters()))
+    if checkpoint.dtype is not None:
+        _round(model, getattr(torch, checkpoint.dtype))
+        dtype = checkpoint.dtype
+        progress.note(f"{checkpoint.role}: its matrices are rounded to {dtype}")
     model.eval().requires_grad_(False)
     sources = Sources()
     _put_placeholders(model, sources)
@@ -109,6 +113,18 @@ def _lazy(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     # Of what is no float it is remembered what it was.
     return lazy(tensor) if tensor.ndim > 1 or not tensor.is_floating_point() else tensor.clone()
+
+
+def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Have matrices rounded to a type when they are read; what is tied stays so."""
+    known: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, LazyTensor) and parameter.stored != dtype:
+                if id(parameter) not in known:
+                    tensor = rounded(parameter, dtype)
+                    known[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+                module._parameters[name] = known[id(parameter)]
 
 
 def _put_placeholders(model: torch.nn.Module, sources: Sources) -> None:

@@ -145,6 +145,6 @@ def _zeros(value: ort.NodeArg) -> np.ndarray:
     return np.zeros(value.shape, np.int64 if value.type == "tensor(int64)" else np.float32)
 
 
-def wanted(precision: str | None, model: Model) -> bool:
-    """Whether a draft's precision is to be chosen: it is not given, and the draft is not tiny."""
-    return precision is None and model.num_parameters >= LEAST_PARAMETERS
+def matters(model: Model) -> bool:
+    """Whether a draft is large enough for its precision to matter."""
+    return model.num_parameters >= LEAST_PARAMETERS

@@ -1,0 +1,46 @@
+"""Matrices that are rounded to half precision as they are loaded: `--precision fp16`, `bf16`."""
+
+import numpy as np
+import pytest
+import torch
+
+import specedge
+from checkpoints import make_config, make_model, make_tokenizer, save
+from specedge.errors import CheckpointError
+from specedge.exporter import Progress, export
+
+
+def saved(folder, change=lambda model: model):
+    model = change(make_model(make_config("llama", layers=1, context=32, hidden=64)))
+    return model, save(model, make_tokenizer(folder / "tokenizer"), folder / "model")
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("fp16", "float16"), ("bf16", "bfloat16")])
+def test_the_bundle_is_the_model_with_matrices_in_that_type(tmp_path, name, dtype):
+    model, folder = saved(tmp_path)
+    progress = Progress()
+    bundle = export(folder, folder, tmp_path / "b", precision=name, ops="onnx", progress=progress)
+    for made in bundle.models.values():
+        assert made.weights_dtype == dtype
+        assert bundle.files[made.weights].size < 2.2 * made.num_parameters
+    assert f"target: its matrices are rounded to {dtype}" in progress.notes
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.copy_(parameter.to(getattr(torch, dtype)).float())
+        tokens = [1, 2, 3, 4, 5]
+        wanted = model.float()(torch.tensor([tokens])).logits[0].numpy()
+    found = specedge.load(bundle.folder).target.forward(tokens).array()
+    assert np.abs(found - wanted[:, : found.shape[1]]).max() < 1e-4
+
+
+def test_a_number_beyond_half_precision_is_one_line_that_names_the_other_type(tmp_path):
+    def change(model):
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
+        return model
+
+    _, folder = saved(tmp_path, change)
+    with pytest.raises(CheckpointError, match=r"1e\+06 is beyond torch.float16; take another"):
+        export(folder, folder, tmp_path / "b", precision="fp16", ops="onnx")
+    assert not (tmp_path / "b").exists()
