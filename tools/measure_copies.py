@@ -3,7 +3,8 @@
     python tools/measure_copies.py [--bundle FOLDER] [-k N] [--seeds N] [--temperature T]
 
 The built-in prompts of `specedge bench`, and held-out ones as measure_pair.py has them. Counts and
-no seconds: they are the same wherever nothing was tuned. With `--remember` a set has its prompts
+no seconds: they are the same wherever nothing was tuned. Lookup and suffix alone go along the same
+texts, which the target wrote alone. With `--remember` a set has its prompts
 asked one after another by suffix, with and without their outputs remembered.
 """
 
@@ -13,14 +14,19 @@ from collections import Counter
 from typing import Any
 
 import click
+import numpy as np
 
 from measure_pair import prompts
 from specedge import Pipeline, load
+from specedge.options import Sampling
 from specedge.runtime.bench.prompts import SETS
+from specedge.runtime.drafters.prompt_lookup import Lookup, agreeing
+from specedge.runtime.drafters.suffix import Suffix
+from specedge.runtime.loop.round import Drafter
+from specedge.runtime.sampling.history import History
 
+ALONE = {"lookup": Lookup, "suffix": Suffix}
 WAYS: dict[str, dict[str, Any]] = {
-    "lookup": {"drafter": "lookup"},
-    "suffix": {"drafter": "suffix"},
     "chain by lookup": {"drafter": "chain", "lookup_min": 2},
     "chain by suffix": {"drafter": "chain"},
     "auto by lookup": {"num_draft_tokens": "auto", "lookup_min": 2},
@@ -47,6 +53,8 @@ def main(bundle: str | None, remember: bool, seeds: int, length: int, **options:
     sets["held out"] = prompts(pipeline, 12)
     options |= {"max_new_tokens": length, "ignore_eos": True}
     for kind, texts in sets.items():
+        if not remember:
+            alone(pipeline, kind, texts, seeds, options)
         for name, way in (REMEMBERING if remember else WAYS).items():
             pipeline.forget()
             total: Counter[str] = Counter()
@@ -54,6 +62,36 @@ def main(bundle: str | None, remember: bool, seeds: int, length: int, **options:
                 for text in texts:
                     total += count(pipeline, text, **options | way, seed=seed)
             click.echo(" | ".join([kind, name, *shown(total)]))
+
+
+def alone(
+    pipeline: Pipeline, kind: str, texts: list[list[int]], seeds: int, options: dict[str, Any]
+) -> None:
+    """What rounds of lookup and of suffix would have made of the same texts."""
+    totals = {name: Counter[str]() for name in ALONE}
+    plain, most = options | {"num_draft_tokens": 0}, options["num_draft_tokens"]
+    for seed in range(seeds):
+        for prompt in texts:
+            text = pipeline.generate(prompt, seed=seed, **plain).tokens
+            for name, drafter in ALONE.items():
+                totals[name] += along(drafter(), prompt, text, most)
+    for name, total in totals.items():
+        click.echo(" | ".join([kind, name, *shown(total)]))
+
+
+def along(drafter: Drafter, prompt: list[int], text: list[int], most: int) -> Counter[str]:
+    """Rounds of up to `most` draft tokens along a text."""
+    history, total = History(prompt), Counter[str]()
+    while rest := text[history.num_new_tokens :]:
+        draft = drafter.propose(history, min(most, len(rest)), Sampling(), np.zeros(0)).tokens
+        accepted, tested = agreeing(draft, rest)
+        committed = rest[: accepted + 1]
+        history.extend(committed)
+        drafter.truncate(history.length - 1)
+        total += Counter(
+            rounds=1, tokens=len(committed), drafted=len(draft), tested=tested, accepted=accepted
+        )
+    return total
 
 
 def count(pipeline: Pipeline, text: list[int], **options: Any) -> Counter[str]:
