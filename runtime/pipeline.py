@@ -72,13 +72,14 @@ class Pipeline:
         Generation stops at one of the bundle's end tokens unless `ignore_eos`, at the first of the
         `stop` strings, or where the context is full. `num_draft_tokens` is chosen anew for each
         round unless it is given; 0 is plain decoding. Without `seed` a fresh one is taken;
-        `Generation.seed` tells it. `drafter` is "auto" (the model, lookup and both in a chain, as
+        `Generation.seed` tells it. `drafter` is "auto" (the model, suffix and both in a chain, as
         pays best; the model where `num_draft_tokens` is given), "model", "lookup", "suffix",
         "chain", "block", "random", "ngram:FILE", or an object of your own
         (`runtime.loop.round.Drafter`); it changes the speed alone. `lookup_min` and `lookup_max`
-        are the match lengths of lookup and chain. `exact` decides near-ties at temperature 0 as
-        plain decoding does, on any device.
-        A prompt or a message that spells a special token is text, unless `special_tokens`.
+        are the match lengths of lookup, by which auto and chain copy if they are given; with
+        `remember` suffix drafts from earlier outputs, too. `exact` decides near-ties at temperature
+        0 as plain decoding does, on any device. A prompt or a message that spells a special token
+        is text, unless `special_tokens`.
 
         The other options are those of `specedge.request.Request`, which says what they mean.
         `lenience` below 1 gives up the target's distribution for speed. `logprobs` asks for the

@@ -131,7 +131,7 @@ def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
     named = [(one["drafter"], one["num_draft_tokens"]) for one in found["settings"]]
-    expected = [(name, k) for name in ("model", "lookup", "chain") for k in (1, 2, 4)]
+    expected = [(name, k) for name in ("model", "suffix", "chain") for k in (1, 2, 4)]
     assert named == [("plain", 0), *expected, ("auto", "auto")]
     for one in found["settings"]:
         assert one["set_name"] == "my <prompts>.txt"

@@ -60,7 +60,7 @@ def test_without_a_draft_model_no_draft_runs(pipeline, tables, name):
 
 def test_a_chain_spares_the_model_where_the_text_repeats_itself(pipeline):
     options = {"ignore_eos": True, "num_draft_tokens": 4}
-    for prompt, names in ((REPEATED, {"lookup"}), (PROMPT, {"lookup", "model"})):
+    for prompt, names in ((REPEATED, {"suffix"}), (PROMPT, {"suffix", "model"})):
         alone = pipeline.generate(prompt, 120, **options).stats
         chain = pipeline.generate(prompt, 120, drafter="chain", **options).stats
         assert chain.num_draft_passes < 0.8 * alone.num_draft_passes
@@ -154,6 +154,17 @@ def test_what_no_drafter_can_be_is_refused(options, message):
 def test_one_length_of_a_match_may_be_given_alone(pipeline, low, high):
     for drafter in ("lookup", "chain"):
         pipeline.stream(PROMPT, drafter=drafter, lookup_min=low, lookup_max=high)
+
+
+@pytest.mark.parametrize("drafter", ["chain", "auto"])
+def test_with_lengths_of_matches_others_copy_by_lookup(pipeline, drafter):
+    for options, name in (
+        ({}, "suffix"),
+        ({"lookup_min": 2}, "lookup"),
+        ({"lookup_max": 5}, "lookup"),
+    ):
+        made = pipeline.generate(REPEATED, 60, drafter=drafter, ignore_eos=True, **options)
+        assert made.stats.drafted_by_source.keys() - {"model"} == {name}
 
 
 def test_lengths_of_matches_reach_the_lookup(pipeline):

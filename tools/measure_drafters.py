@@ -23,7 +23,7 @@ from measure_pair import PROMPT_LENGTH, prompts
 from specedge import Pipeline, load
 from specedge.runtime.drafters import ngram_files, ngrams
 
-DRAFTERS = ("model", "lookup", "chain", "ngram", "block")
+DRAFTERS = ("model", "lookup", "suffix", "chain", "ngram", "block")
 
 
 def build_tables(pipeline: Pipeline, path: Path) -> None:

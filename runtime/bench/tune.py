@@ -152,7 +152,7 @@ def _run_texts(
 
 def _copying() -> list[Drafter]:
     """Those that draft from the text, in which every drafter is to begin anew."""
-    return [Lookup(), Suffix()]
+    return [Lookup(), Suffix(before_model=True)]
 
 
 def accepted_copies(

@@ -69,11 +69,13 @@ class Drafters:
         return {one.name: one for one in found}
 
     def _copier(self, request: Request) -> Drafter:
-        """What copies for a chain."""
-        return self._suffix(request) if request.remember else _lookup(request)
+        """What copies beside the model: lookup if lengths of matches are given, which it has."""
+        if request.lookup_min or request.lookup_max:
+            return _lookup(request)
+        return self._suffix(request, before_model=True)
 
-    def _suffix(self, request: Request) -> Suffix:
-        return Suffix(self.remembered if request.remember else None)
+    def _suffix(self, request: Request, before_model: bool = False) -> Suffix:
+        return Suffix(self.remembered if request.remember else None, before_model)
 
     def _read(self, name: str) -> Tables:
         path = Path(name)

@@ -17,6 +17,7 @@ from ..sampling.history import History
 from .suffix_index import HALVES, NUM_LENGTHS, NUM_SHARES, Index, Names
 
 LEAST_CHANCE = 0.1  # that all of a draft is accepted: about what a row costs, in verify passes
+LEAST_RATE = 0.45  # of each token where a model goes on: below it the model is right more often
 EXPECTED = (0.3, 0.6, 0.9, 0.95)  # the rate of what followed a long run, by its share
 PRIOR_TESTS = 4.0  # what is expected counts as so many tests
 FADING = 0.95  # what a test leaves of those of its kind before it: half after 14
@@ -28,14 +29,16 @@ class Suffix:
 
     Each token of the text tests what would have been guessed there, drafted or not. So a kind of
     guess has a rate, and a draft goes on while the product of its tokens' rates is at least
-    LEAST_CHANCE. `earlier` outputs are asked too; the guess with the best rate is drafted, the
-    text's own among equals. Tokens are certain.
+    LEAST_CHANCE, or `before_model` while each rate is at least LEAST_RATE. `earlier` outputs are
+    asked, too; the guess with the best rate is drafted, the text's own among equals. Tokens are
+    certain.
     """
 
     name = DrafterName.SUFFIX
 
-    def __init__(self, earlier: Remembered | None = None) -> None:
+    def __init__(self, earlier: Remembered | None = None, before_model: bool = False) -> None:
         self._earlier = earlier
+        self._before_model = before_model
         self._begin()
 
     def propose(
@@ -49,8 +52,9 @@ class Suffix:
         chance = 1.0
         while len(tokens) < max_tokens and (guesses := _guesses(readers)):
             token, kind = max(guesses, key=lambda guess: self._rates.of(guess[1]))
-            chance *= self._rates.of(kind)
-            if chance < LEAST_CHANCE:
+            rate = self._rates.of(kind)
+            chance *= rate
+            if rate < LEAST_RATE if self._before_model else chance < LEAST_CHANCE:
                 break
             tokens.append(token)
             for reader in readers:

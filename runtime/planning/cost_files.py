@@ -18,7 +18,7 @@ from specedge.version import __version__
 from ..backend.sessions import Device, onnxruntime
 from .cost_table import CostTable
 
-FORMAT = 4
+FORMAT = 5
 LARGEST = 2**20
 
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specedge.runtime.text.prompts import UserPrompt
 
 _SETS = ("code", "prose", "extraction")
-_DRAFTERS = (DrafterName.MODEL, DrafterName.LOOKUP, DrafterName.CHAIN, AUTO)
+_DRAFTERS = (DrafterName.MODEL, DrafterName.SUFFIX, DrafterName.CHAIN, AUTO)
 _MOST = 8  # K, if none is asked for
 
 

@@ -60,7 +60,7 @@ DRAFTERS = {
     "random": lambda: Random(2),
     "block": lambda: Block(model()),
     "chain": lambda: Chain(Lookup(1, 3), model()),
-    "suffix, then model": lambda: Chain(Suffix(), model()),
+    "suffix, then model": lambda: Chain(Suffix(before_model=True), model()),
     "sure, then model": lambda: Chain(Sure(), model()),
     "sure, ngram, then model": lambda: Chain(Sure(), Sometimes(DRAFTERS["ngram"]()), model()),
     "model, then suffix": lambda: Chain(Sometimes(model()), Suffix()),

@@ -15,6 +15,7 @@ from specedge.runtime.drafters.suffix import (
     EXPECTED,
     FADING,
     LEAST_CHANCE,
+    LEAST_RATE,
     PRIOR_TESTS,
     Remembered,
     Suffix,
@@ -69,7 +70,7 @@ def prior(kind):
     return PRIOR_TESTS * EXPECTED[share] * (1 - 0.5**length)
 
 
-def counted_out(text, max_tokens, drafted=()):
+def counted_out(text, max_tokens, drafted=(), before_model=False):
     """The same draft from counts that are made anew for each token."""
     right, tested = rates(text)
     draft, chance = [], 1.0
@@ -78,8 +79,9 @@ def counted_out(text, max_tokens, drafted=()):
         if found is None:
             break
         token, kind = found
-        chance *= right.get(kind, prior(kind)) / tested.get(kind, PRIOR_TESTS)
-        if chance < LEAST_CHANCE:
+        rate = right.get(kind, prior(kind)) / tested.get(kind, PRIOR_TESTS)
+        chance *= rate
+        if rate < LEAST_RATE if before_model else chance < LEAST_CHANCE:
             break
         draft.append(token)
     return draft
@@ -97,13 +99,14 @@ TEXTS = st.one_of(
 )
 
 
+@pytest.mark.parametrize("before_model", [False, True])
 @given(TEXTS, st.lists(st.integers(0, 3), max_size=6), st.integers(0, 20))
-def test_a_draft_is_what_counting_the_whole_text_gives(text, drafted, max_tokens):
-    drafter = Suffix()
-    assert propose(drafter, text, max_tokens) == counted_out(text, max_tokens)
-    if text:
-        again = propose(drafter, text, max_tokens, drafted)
-        assert again == counted_out(text, max_tokens, drafted)
+def test_a_draft_is_what_counting_the_whole_text_gives(before_model, text, drafted, max_tokens):
+    drafter = Suffix(before_model=before_model)
+    alone = propose(drafter, text, max_tokens)
+    assert alone == counted_out(text, max_tokens, (), before_model)
+    again = propose(drafter, text, max_tokens, drafted)
+    assert again == counted_out(text, max_tokens, drafted, before_model)
 
 
 @given(st.data())

@@ -45,8 +45,8 @@ def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 4', '"format": 3')
-    yield "without a format", lambda text: text.replace('"format": 4,', "")
+    yield "of an older format", lambda text: text.replace('"format": 5', '"format": 4')
+    yield "without a format", lambda text: text.replace('"format": 5,', "")
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")
