@@ -20,7 +20,7 @@ from .manifest import CURE, File, Model, check_line
 from .options import MAX_DRAFT_TOKENS, Filters
 from .strict_json import LARGEST, JsonError, build, parse, plain, text_of
 
-FORMAT = 5
+FORMAT = 6
 MANIFEST = "bundle.json"
 LARGEST_MANIFEST = 16 * 2**20
 LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)

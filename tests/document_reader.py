@@ -81,7 +81,7 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
 def parse(text: str) -> dict:
     """The manifest as plain values, of the types that the tables say."""
     manifest = json.loads(text)
-    wanted(isinstance(manifest, dict) and manifest.get("format") == 5, "format")
+    wanted(isinstance(manifest, dict) and manifest.get("format") == 6, "format")
     check("bundle", manifest, tables())
     return manifest
 
@@ -141,6 +141,8 @@ class Model:
         feeds = {f"past_key_values.{name}": cache for name, cache in self.caches.items()}
         feeds["input_ids"] = np.array([tokens], np.int64)
         feeds["past_length"] = np.array([self.past_length], np.int64)
+        if any(x.name == "logits_from" for x in session.get_inputs()):
+            feeds["logits_from"] = np.array([0], np.int64)
         names = [output.name for output in session.get_outputs()]
         found = dict(zip(names, session.run(names, feeds), strict=True))
         self.past_length += len(tokens)

@@ -56,7 +56,7 @@ class Float:
             Length(
                 graph.name,
                 graph.length,
-                graph.signature == "with_logits",
+                graph.signature != "caches_alone",
                 graph.file.rpartition("/")[2].partition(graph.name)[0],
             )
             for graph in self.model.graphs
