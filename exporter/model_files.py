@@ -23,6 +23,7 @@ from .compare import checks, parity, reference
 from .compare.reference import Reference
 from .compare.runner import Runner
 from .graph import graphs, sigmoids
+from .graph.head import choose_rows
 from .graph.peephole import straighten
 from .graph.weights import FILE, Weights
 from .progress import Progress
@@ -195,6 +196,7 @@ def _write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
         graphs.fill_without_shapes(traced)
         graphs.tidy(traced)
         graphs.widen_biases(traced.graph)
+        choose_rows(traced.graph)
     with part.progress.step(f"Writing the {part.role}"):
         stored.attach(traced)
         graphs.write(traced, part.folder, part.lengths, ops)

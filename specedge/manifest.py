@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import BundleError
 from .precision import DTYPES, PRECISIONS, QUANTISED, Precision, precision_of
@@ -264,8 +264,7 @@ class Model:
         found = self.signatures.get(graph.signature)
         if found is None:
             raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
-        kind = "caches_alone" if graph.name == "prefill" else "with_logits"
-        wanted = signatures(self.cache, self.padded_vocab_size)[kind]
+        wanted = signatures(self.cache, self.padded_vocab_size)[kind_of(graph.name)]
         if graph.name in GRAPHS and not found.has(wanted):
             raise ValueError(f"{graph.name}'s signature is not that of cache and logits")
 
@@ -297,13 +296,20 @@ class Model:
         raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {CURE}")
 
 
+def kind_of(graph: str) -> str:
+    """Which of `signatures` a graph has that this format knows by name."""
+    return {"decoder": "chosen_logits", "prefill": "caches_alone"}.get(graph, "with_logits")
+
+
 def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:
-    """What the graphs take and give that this format knows by name: prefill the caches alone."""
+    """What graphs take and give: logits of the rows that are asked for, of all rows, or of none."""
     inputs = [
         Tensor("input_ids", "tokens", None, "int64", ("B", "T")),
         Tensor("past_length", "past_length", None, "int64", ("B",)),
     ]
+    first = Tensor("logits_from", "logits_from", None, "int64", (1,))
     logits = Tensor("logits", "logits", None, "float32", ("B", "T", num_columns))
+    chosen = replace(logits, shape=("B", "R", num_columns))
     caches = []
     for i, layer in enumerate(cache.layers):
         for part, size in (("key", layer.key_size), ("value", layer.value_size)):
@@ -311,6 +317,7 @@ def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:
             inputs.append(Tensor(f"past_key_values.{buffer}", "cache", buffer, cache.dtype, shape))
             caches.append(Tensor(f"present.{buffer}", "cache", buffer, cache.dtype, shape))
     return {
+        "chosen_logits": Signature((*inputs[:2], first, *inputs[2:]), (chosen, *caches)),
         "with_logits": Signature(tuple(inputs), (logits, *caches)),
         "caches_alone": Signature(tuple(inputs), tuple(caches)),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-ROLES = ("tokens", "past_length", "cache", "logits")
+ROLES = ("tokens", "past_length", "logits_from", "cache", "logits")
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class Tensor:
     """An input or output: its name in the graph, what it is for, its type and its shape.
 
     `buffer` says which buffer of the cache it is; input and output of one buffer may share memory.
-    A dimension is a number, or "B" or "T", the graph's batch and length.
+    A dimension is a number, or "B" or "T", the graph's batch and length, or "R", the rows that
+    logits are asked of: T less `logits_from`.
     """
 
     name: str
@@ -30,12 +31,12 @@ class Tensor:
         if (self.buffer is None) is (self.role == "cache"):
             raise ValueError(f"{self.name}: the cache's tensors name a buffer, and no others")
         for size in self.shape:
-            if size not in ("B", "T") and (isinstance(size, str) or size < 1):
-                raise ValueError(f"{self.name}: a dimension is at least 1, B or T, got {size!r}")
+            if size not in ("B", "T", "R") and (isinstance(size, str) or size < 1):
+                raise ValueError(f"{self.name}: a dimension is at least 1, B, T or R, got {size!r}")
 
-    def at(self, batch: int, length: int) -> list[int]:
-        """The shape in a pass of that length."""
-        sizes = {"B": batch, "T": length}
+    def at(self, batch: int, length: int, rows: int) -> list[int]:
+        """The shape in a pass of that length, asked for the logits of so many rows."""
+        sizes = {"B": batch, "T": length, "R": rows}
         return [sizes[size] if isinstance(size, str) else size for size in self.shape]
 
 

@@ -144,6 +144,8 @@ class Model:
         feeds = {f"past_key_values.{name}": cache for name, cache in self.caches.items()}
         feeds["input_ids"] = np.array([tokens], np.int64)
         feeds["past_length"] = np.array([self.past_length], np.int64)
+        if any(x.name == "logits_from" for x in session.get_inputs()):
+            feeds["logits_from"] = np.array([0], np.int64)
         names = [output.name for output in session.get_outputs()]
         found = dict(zip(names, session.run(names, feeds), strict=True))
         self.past_length += len(tokens)

@@ -41,7 +41,7 @@ def make_model(role: str) -> m.Model:
         weights=f"{role}/weights.bin",
         signatures=m.signatures(CACHE, 64),
         graphs=(
-            m.Graph("decoder", "onnx", 1, None, "with_logits", f"{role}/decoder.onnx"),
+            m.Graph("decoder", "onnx", 1, None, "chosen_logits", f"{role}/decoder.onnx"),
             m.Graph("verify", "onnx", 1, 5, "with_logits", f"{role}/decoder.onnx"),
         ),
         parity={"onnx": PARITY},

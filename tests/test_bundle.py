@@ -102,7 +102,7 @@ def test_writing_is_repeatable(folder):
 
 
 MAPS = ("files", "versions", "special_tokens", "signatures")
-OUTPUT = ("target", "signatures", "with_logits", "outputs", 0)
+OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +131,8 @@ OUTPUT = ("target", "signatures", "with_logits", "outputs", 0)
         (("target", "graphs", 1, "name"), "prefill", "prefill's signature is not that of cache"),
         (("target", "graphs", 0, "signature"), "caches_alone", "decoder's signature is not"),
         ((*OUTPUT, "dtype"), "float16", "decoder's signature is not that of cache and logits"),
-        ((*OUTPUT, "shape"), ["B", "X", 64], "a dimension is at least 1, B or T, got 'X'"),
-        ((*OUTPUT, "shape"), ["B", 0, 64], "a dimension is at least 1, B or T, got 0"),
+        ((*OUTPUT, "shape"), ["B", "X", 64], "a dimension is at least 1, B, T or R, got 'X'"),
+        ((*OUTPUT, "shape"), ["B", 0, 64], "a dimension is at least 1, B, T or R, got 0"),
         ((*OUTPUT, "shape"), ["B", "T", 6.5], "must be a whole number, got 6.5"),
         ((*OUTPUT, "role"), "cache", "the cache's tensors name a buffer, and no others"),
         ((*OUTPUT, "role"), "Logits", "a role is up to 40 of"),

@@ -96,7 +96,8 @@ def stretch(
 ) -> Check:
     """A stretch in passes of all kinds, with rollbacks and noise; everything is compared.
 
-    Of each file `alone` a pass is compared with the decoder's, too, and the file taken out.
+    The decoder's are made again for half of their rows. Of each file `alone` a pass is compared
+    with the decoder's, too, and the file taken out.
     """
 
     def compared(start: int, length: int, keep: bool, found: np.ndarray) -> np.ndarray | None:
@@ -116,6 +117,10 @@ def stretch(
             actions += _twice(name, tokens, start, then)
         else:
             actions.append(Pass(name, tokens, start, packed=name == "decoder", then=then))
+        if name == "decoder":
+            half = length // 2
+            then = functools.partial(compared, start + half, length - half, False)
+            actions.append(Pass(name, tokens, start, half, packed=True, then=then))
         actions.append(FillNoise(start + kept, start + len(tokens)))
     actions.append(Rows(part.start, part.end))
 

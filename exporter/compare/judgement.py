@@ -70,6 +70,11 @@ class Judge:
 
         `largest` is of the whole output, if these are some rows of it.
         """
+        if found.shape != wanted.shape:
+            raise ParityError(
+                f"{self.role}: {name} from position {start} on has the shape "
+                f"{list(found.shape)}, not {list(wanted.shape)} as {self.wanted}"
+            )
         size = largest or float(np.abs(wanted).max(initial=1e-30))
         error, scale = errors(found, wanted), scales(wanted)
         self.worst[kind] = max(self.worst.get(kind, 0.0), float(error.max(initial=0)) / size)

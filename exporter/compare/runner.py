@@ -31,14 +31,16 @@ WHOLE_BYTES = 100_000_000  # of weights; larger models are run part by part
 class Pass:
     """One pass over the caches: [T] tokens at `past_length` -> [T, V], or None without logits.
 
-    Of a model in parts only a `packed` pass has its weights packed, as a host's session would have
-    them: that costs a copy of them and gives other last bits. `then` takes the logits and gives
-    what is kept of them; `told` takes all values that each stage makes.
+    The decoder gives those from row `logits_from` on: [T - logits_from, V]. Of a model in parts
+    only a `packed` pass has its weights packed, as a host's session would have them: that costs a
+    copy of them and gives other last bits. `then` takes the logits and gives what is kept of them;
+    `told` takes all values that each stage makes.
     """
 
     name: str
     tokens: np.ndarray
     past_length: int
+    logits_from: int = 0
     packed: bool = False
     then: Callable[[np.ndarray], Any] | None = None
     told: Callable[[Values], None] | None = None
@@ -211,6 +213,7 @@ def _inputs(action: Pass) -> Values:
     return {
         "input_ids": action.tokens[None].astype(np.int64),
         "past_length": np.array([action.past_length], np.int64),
+        "logits_from": np.array([action.logits_from], np.int64),
     }
 
 

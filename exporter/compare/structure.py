@@ -72,6 +72,8 @@ def _pass(
             return part.tokens[None, rows].astype(np.int64)
         if name == "past_length":
             return np.array([part.start + at], np.int64)
+        if name == "logits_from":
+            return np.zeros(1, np.int64)
         i = names.index(name)
         buffer = noise[: math.prod(shapes[i])].reshape(shapes[i]).copy()
         buffer[0, :, : part.start] = part.history(i)

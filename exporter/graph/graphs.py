@@ -11,9 +11,10 @@ import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
 from specedge.errors import ExportError
-from specedge.manifest import PREFILL_LENGTH, Graph
+from specedge.manifest import PREFILL_LENGTH, Graph, kind_of
 
 from ..private import versions
+from .head import keep_rows
 from .nodes import constant, insert, producer
 
 # Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
@@ -34,8 +35,7 @@ class Length:
 
     def entry(self, folder: str, ops: str) -> Graph:
         file = f"{folder}/{self.file(ops)}"
-        signature = "with_logits" if self.logits else "caches_alone"
-        return Graph(self.name, ops, 1, self.length, signature, file)
+        return Graph(self.name, ops, 1, self.length, kind_of(self.name), file)
 
 
 def lengths(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[Length]:
@@ -167,6 +167,7 @@ def _fixed(model: ir.Model, length: Length) -> ir.Model:
     assert length.length is not None
     model = model.clone()
     graph = model.graph
+    keep_rows(graph)
     if not length.logits:
         graph.outputs[:] = graph.outputs[1:]
     for value in _values(graph):
@@ -213,4 +214,5 @@ def _renamed(dim: str, symbol: str) -> str | None:
 
 
 def _at_length(dim: int | ir.SymbolicDim, length: int) -> int | None:
-    return dim if isinstance(dim, int) else {"T": length, "T + 1": length + 1}.get(str(dim))
+    lengths = {"T": length, "T + 1": length + 1, "R": length}
+    return dim if isinstance(dim, int) else lengths.get(str(dim))

@@ -62,7 +62,7 @@ class Written:
             Length(
                 graph.name,
                 graph.length,
-                graph.signature == "with_logits",
+                graph.signature != "caches_alone",
                 graph.file.rpartition("/")[2].partition(graph.name)[0],
             )
             for graph in self.model.graphs

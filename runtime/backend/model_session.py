@@ -17,7 +17,7 @@ from specedge.signature import Signature, Tensor
 from .buffers import Array, Buffers
 from .cache import Cache
 from .memory import enough_memory
-from .sessions import Device, onnxruntime, translated_errors
+from .sessions import Device, translated_errors
 
 ORT_TYPES = {"float32": "float", "int64": "int64"}
 
@@ -45,40 +45,42 @@ class ModelSession:
         with enough_memory(model):
             self._session = device.open(path)
         _check_contract(self._session, entry, self._signature, path)
-        self._without_logits = onnxruntime().RunOptions()
-        self._without_logits.only_execute_path_to_fetches = True
 
     def cache(self) -> Cache:
         """An empty cache for its passes."""
         with enough_memory(self.model):
             return Cache(self.model, self.buffers)
 
-    def bind(self, cache: Cache, length: int, logits: bool) -> Pass:
-        """A pass of `length` tokens over a cache, each of whose buffers is input and output."""
+    def bind(self, cache: Cache, length: int, num_logits: int) -> Pass:
+        """A pass of `length` tokens over a cache, each of whose buffers is input and output.
+
+        A graph for any length gives logits of the last `num_logits` rows.
+        """
         signature = self._signature
         with self._translated():
             new = Pass(self._session.io_binding(), cache)
-            wanted = [t for t in signature.outputs if logits or t.role != "logits"]
-            inputs = {t.name: self._array(t, new, length) for t in signature.inputs}
-            outputs = {t.name: self._array(t, new, length) for t in wanted}
+            sizes = length, num_logits
+            inputs = {t.name: self._array(t, new, *sizes) for t in signature.inputs}
+            outputs = {t.name: self._array(t, new, *sizes) for t in signature.outputs}
+            if "logits_from" in new.arrays:
+                self.buffers.write(new.arrays["logits_from"], [length - num_logits])
             self.buffers.bind(new.binding, inputs, outputs)
         return new
 
-    def _array(self, tensor: Tensor, bound: Pass, length: int) -> Array:
+    def _array(self, tensor: Tensor, bound: Pass, length: int, num_logits: int) -> Array:
         """A buffer of the cache, or an array of the pass's own."""
         if tensor.buffer is not None:
             return bound.cache.arrays[tensor.buffer]
-        array = self.buffers.zeros(tensor.at(1, length), tensor.dtype)
+        array = self.buffers.zeros(tensor.at(1, length, num_logits), tensor.dtype)
         bound.arrays[tensor.role] = array
         return array
 
     def run(self, bound: Pass, tokens: Sequence[int]) -> None:
-        """Read the tokens into the cache, and into the logits where the pass has any."""
+        """Read the tokens into the cache, and into what logits the pass has."""
         with self._translated():
             self.buffers.write(bound.arrays["tokens"], tokens)
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
-            options = None if "logits" in bound.arrays else self._without_logits
-            self._session.run_with_iobinding(bound.binding, options)
+            self._session.run_with_iobinding(bound.binding)
             bound.cache.extend(tokens)
 
     @contextmanager
@@ -138,11 +140,11 @@ def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path
 
 
 def _promised(tensor: Tensor, entry: Graph) -> str:
-    shape = tensor.at(entry.batch, entry.length or 0)
+    shape = tensor.at(entry.batch, entry.length or 0, 0)
     return _shown(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
 
 
 def _shown(kind: str, shape: list[Any]) -> str:
-    """A type and shape; the length of a graph for any is T, as a name or nothing in the graph."""
-    sizes = ", ".join(str(size) if isinstance(size, int) and size else "T" for size in shape)
+    """A type and shape; what may be any number is a name or nothing in the graph."""
+    sizes = ", ".join(str(size) if isinstance(size, int) and size else "any" for size in shape)
     return f"{kind} [{sizes}]"

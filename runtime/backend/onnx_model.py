@@ -52,7 +52,7 @@ class OrtModel:
     def forward(self, tokens: Sequence[int]) -> Scores:
         length = len(tokens)
         if length not in self._passes:
-            self._passes[length] = self._session.bind(self.cache, length, logits=True)
+            self._passes[length] = self._session.bind(self.cache, length, length)
         bound = self._passes[length]
         self._session.run(bound, tokens)
         logits = self._session.buffers.fetch(bound.arrays["logits"])
@@ -61,7 +61,7 @@ class OrtModel:
     def prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), PREFILL_LENGTH):
             chunk = tokens[start : start + PREFILL_LENGTH]
-            self._session.run(self._session.bind(self.cache, len(chunk), logits=False), chunk)
+            self._session.run(self._session.bind(self.cache, len(chunk), 0), chunk)
 
     def reuse(self, tokens: Sequence[int]) -> int:
         return self.cache.reuse(tokens)

@@ -173,10 +173,10 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
 
 def test_a_graph_with_an_input_that_nobody_knows_is_refused_when_it_is_opened(pipeline):
     model = pipeline.bundle.draft
-    signature = model.signatures["with_logits"]
+    signature = model.signatures["chosen_logits"]
     new = Tensor("logit_rows", "rows", None, "int64", ("T",))
     later = dataclasses.replace(signature, inputs=(*signature.inputs, new))
-    model = dataclasses.replace(model, signatures=model.signatures | {"with_logits": later})
+    model = dataclasses.replace(model, signatures=model.signatures | {"chosen_logits": later})
     with pytest.raises(BundleError, match=r"not know what its input logit_rows is for; use the"):
         _opened(pipeline.bundle, model)
 

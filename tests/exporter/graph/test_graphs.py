@@ -46,10 +46,13 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
             for i, layer in enumerate(model.cache.layers)
             for kind, size in (("key", layer.key_size), ("value", layer.value_size))
         ]
-        logits = [("logits", [1, length, model.padded_vocab_size])] if graph.length != 64 else []
+        rows = graph.length or "R"
+        logits = [("logits", [1, rows, model.padded_vocab_size])] if graph.length != 64 else []
+        chosen = [("logits_from", [1])] if graph.length is None else []
         assert [(v.name, shape(v)) for v in proto.graph.input] == [
             ("input_ids", [1, length]),
             ("past_length", [1]),
+            *chosen,
             *((f"past_key_values.{name}", dims) for name, dims in caches),
         ]
         assert [(v.name, shape(v)) for v in proto.graph.output] == [
@@ -62,7 +65,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
             (proto.graph.output, declared.outputs),
         ):
             assert [(v.name, shape(v)) for v in values] == [
-                (t.name, t.at(1, length)) for t in tensors
+                (t.name, t.at(1, length, rows)) for t in tensors
             ]
             kinds = [
                 onnx.helper.tensor_dtype_to_np_dtype(v.type.tensor_type.elem_type) for v in values
@@ -73,7 +76,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
 def test_the_files_have_the_lengths_that_the_manifest_states(exported):
     for model in exported.models.values():
         lengths = {
-            "decoder": (None, "with_logits"),
+            "decoder": (None, "chosen_logits"),
             "step": (1, "with_logits"),
             "catchup": (2, "with_logits"),
             "verify": (5, "with_logits"),

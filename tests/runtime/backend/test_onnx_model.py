@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from specedge import store
@@ -37,6 +38,26 @@ def test_caches_of_a_type_that_the_runtime_lacks_are_refused_at_load(role, dtype
     with pytest.raises(BundleError, match=said) as caught:
         ort.OrtModel(bundle, changed, Device())
     assert whole.source.id in str(caught.value)
+
+
+def test_a_prompt_is_read_without_logits_and_leaves_the_caches_of_a_pass_with_them(model):
+    tokens = list(range(1, 65))
+    model.forward(tokens)
+    wanted = model.cache_rows(0, 64)
+    model.truncate(0)
+    bound = model._session.bind(model.cache, 64, 0)
+    assert bound.arrays["logits"].shape[1] == 0
+    model._session.run(bound, tokens)
+    assert all(map(np.array_equal, model.cache_rows(0, 64), wanted))
+
+
+def test_logits_of_the_last_row_alone_are_its_own(model):
+    tokens = list(range(1, 65))
+    last = model.forward(tokens).array()[-1:].copy()
+    model.truncate(0)
+    bound = model._session.bind(model.cache, 64, 1)
+    model._session.run(bound, tokens)
+    assert np.array_equal(bound.arrays["logits"][0, :, : model.vocab_size], last)
 
 
 class AlarmError(Exception):
