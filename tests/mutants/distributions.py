@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import DISTRIBUTION, NEAR_TIES, PROBABILITIES, TOP_K_P, VERIFY, Mutant
+from .mutant import DISTRIBUTION, LOGIT_EDITS, NEAR_TIES, PROBABILITIES, TOP_K_P, VERIFY, Mutant
 
 DISTRIBUTIONS = [
     Mutant(
@@ -29,8 +29,8 @@ DISTRIBUTIONS = [
         "several: the order differs from code to code",
         PROBABILITIES,
         "    if sampling.top_p < 1:\n        weights = nucleus(weights, sampling.top_p)",
-        "    if sampling.top_p < 1:\n        weights *= nucleus(_weights(scores if ids is None"
-        " else scores[ids], largest, 1.0), sampling.top_p) > 0",
+        "    if sampling.top_p < 1:\n"
+        "        weights *= nucleus(_weights(scores, largest, 1.0), sampling.top_p) > 0",
         "tests/runtime/sampling/test_transformers_processors.py::test_random_combinations_do_what_transformers_does",
     ),
     Mutant(
@@ -51,6 +51,24 @@ DISTRIBUTIONS = [
         "chosen = choice(scores[i], sampling, history.then(tokens[:i]))",
         "chosen = choice(scores[i], sampling, history)",
         "tests/runtime/sampling/test_logit_edits.py::test_speculative_text_equals_plain_text_under_every_edit",
+    ),
+    Mutant(
+        "columns-for-tokens",
+        "the columns of a draft's cut head are taken for the tokens from 0 on",
+        "",
+        VERIFY,
+        "distribution = probabilities(row.array(), sampling, history, row.ids)",
+        "distribution = probabilities(row.array(), sampling, history)",
+        "tests/runtime/loop/test_cut_heads.py::test_only_what_the_head_has_is_drafted",
+    ),
+    Mutant(
+        "edits-of-the-next-token",
+        "an option for a token that a cut head lacks changes the next token that it has",
+        "",
+        LOGIT_EDITS,
+        "slice(at, at + int(at < len(ids) and ids[at] == token))",
+        "slice(at, at + 1)",
+        "tests/runtime/loop/test_cut_heads.py::test_an_edit_of_a_token_that_the_head_lacks_moves_no_other",
     ),
     Mutant(
         "residual-without-what-the-draft-lacks",
