@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from specedge.errors import ExportError
-from specedge.manifest import OPS, PREFILL_LENGTH
+from specedge.manifest import OPS, chunk_length
 
 from .checkpoint.checkpoints import Checkpoint
 from .graph.graphs import Length, lengths
@@ -116,8 +116,8 @@ class Prediction:
 
     def _between(self, length: Length, ops: str) -> int:
         """How many numbers are between weights at the peak of a pass."""
-        rows = length.length or PREFILL_LENGTH  # of which the runtime reads texts
-        logits = rows * self.shape.padded_vocab_size if length.logits else 0
+        rows = length.length or chunk_length(self.shape.capacity)  # the runtime reads texts so
+        logits = rows * self.shape.padded_vocab_size if length.logits and length.length else 0
         scores = (rows + 1) * self.num_heads * self.shape.capacity
         return max(logits, scores, *(m.between(rows, ops) for m in self.mixtures))
 

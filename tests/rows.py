@@ -2,10 +2,10 @@
 
 import numpy as np
 
-LENGTHS = (1, 2, 3, 5, 9, 64)  # what is promised; 64 is the passes of a prefill
+LENGTHS = (1, 2, 3, 5, 9, 64, 256)  # what is promised; 64 and 256 read prompts
 
 
-def dependent_lengths(model, lengths, num_tokens=140):
+def dependent_lengths(model, lengths, num_tokens=300):
     """The pass lengths whose logits or cache rows differ by any bit from those of one pass."""
     tokens = np.random.default_rng(0).integers(1, model.vocab_size, num_tokens).tolist()
 

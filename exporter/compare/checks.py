@@ -13,12 +13,15 @@ from typing import Any
 
 import numpy as np
 
+from specedge.manifest import PREFILL_LENGTH, chunk_length
+
 from ..graph.graphs import Length
 from .judgement import Judge
 from .reference import Reference
 from .runner import Action, Fill, FillNoise, Pass, Rows, Runner
 
 INDEPENDENT = (1, 2, 3, 5, 9)
+SPAN = 128  # rows that passes of each T go over
 TURNS = ("step", "verify", "catchup", "decoder", "prefill", "step", "verify")
 LARGE_TURNS = TURNS[:5]
 ENDS = ("verify", "catchup", "step", "decoder")
@@ -52,9 +55,10 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
 
 
 def lengths_to_compare(runner: Runner) -> list[int]:
-    """The T whose rows should have the same bits: a few, and those that have files."""
-    fixed = {x.length for x in runner.lengths.values() if x.length is not None}
-    return sorted(t for t in {*INDEPENDENT, *fixed} if t <= runner.geometry.context_length)
+    """The T whose rows should have the same bits: a few, those of files, and a prompt's passes."""
+    used = {x.length for x in runner.lengths.values() if x.length is not None}
+    used.add(chunk_length(runner.geometry.capacity))
+    return sorted(t for t in {*INDEPENDENT, *used} if t <= runner.geometry.context_length)
 
 
 def through(runner: Runner, part: Reference, judge: Judge) -> Check:
@@ -151,7 +155,7 @@ def _compare_caches(
 def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> Check:
     """Passes of each T, to have the bits that one pass over all rows has."""
     lengths = lengths_to_compare(runner)
-    num_rows = max(lengths) + 12 if runner.in_parts else 2 * max(lengths)
+    num_rows = max(lengths) + (12 if runner.in_parts else PREFILL_LENGTH)
     tokens = np.resize(tokens, min(num_rows, runner.geometry.context_length))
     wide: list[np.ndarray] = []
     actions: list[Action] = [
@@ -167,7 +171,8 @@ def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> C
     for length in lengths:
         last = len(tokens) - length
         # Of a large model one pass of each length, after the rows that the wide one left.
-        starts = range(last if runner.in_parts else last % length, last + 1, length)
+        first = last if runner.in_parts else max(last % length, last - SPAN // length * length)
+        starts = range(first, last + 1, length)
         actions.append(FillNoise(starts[0], len(tokens)))
         for start in starts:
             part, then = tokens[start:][:length], functools.partial(same_logits, start)

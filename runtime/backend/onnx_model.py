@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from specedge.bundle import Bundle
-from specedge.manifest import PREFILL_LENGTH, Model
+from specedge.manifest import Model, chunk_length
 
 from ..sampling.scores import Scores
 from .buffers import Array
@@ -39,6 +39,7 @@ class OrtModel:
         )
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
+        self._chunk_length = chunk_length(model.cache.capacity)
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -59,8 +60,8 @@ class OrtModel:
         return Scores(logits[0, :, : self.vocab_size], self._ids)
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        for start in range(0, len(tokens), PREFILL_LENGTH):
-            chunk = tokens[start : start + PREFILL_LENGTH]
+        for start in range(0, len(tokens), self._chunk_length):
+            chunk = tokens[start : start + self._chunk_length]
             self._session.run(self._session.bind(self.cache, len(chunk), 0), chunk)
 
     def reuse(self, tokens: Sequence[int]) -> int:

@@ -88,7 +88,7 @@ def test_what_a_token_costs_is_said(monkeypatch):
         "target: 2 of 8 experts a token, 186.8 GB of weights in float32, exported in 17.41 GB of "
         "memory; onnx reads 186.3 GB and computes 93.1 GFLOP a token, in memory of 307.1 GB for "
         "decoder, step, catchup, verify, prefill; gqa reads 51 GB and computes 48 GFLOP a token, "
-        "in memory of 187.9 GB for decoder, step, catchup, verify, prefill"
+        "in memory of 188 GB for decoder and 187.9 GB for step, catchup, verify, prefill"
     )
 
 

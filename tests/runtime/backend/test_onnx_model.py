@@ -13,7 +13,7 @@ import pytest
 from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, SpecEdgeError
-from specedge.manifest import signatures
+from specedge.manifest import chunk_length, signatures
 from specedge.runtime.backend import onnx_model as ort
 from specedge.runtime.backend.sessions import Device
 
@@ -58,6 +58,11 @@ def test_logits_of_the_last_row_alone_are_its_own(model):
     bound = model._session.bind(model.cache, 64, 1)
     model._session.run(bound, tokens)
     assert np.array_equal(bound.arrays["logits"][0, :, : model.vocab_size], last)
+
+
+def test_chunks_of_a_prompt_are_shorter_where_scores_would_take_much_memory():
+    lengths = [chunk_length(capacity) for capacity in (64, 8192, 16384, 32768, 131072)]
+    assert lengths == [256, 256, 128, 64, 64]
 
 
 class AlarmError(Exception):
