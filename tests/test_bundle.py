@@ -54,7 +54,7 @@ def cut(folder, ids):
     edit(folder, "files", "draft/ids.bin", value=plain(describe(folder / "draft" / "ids.bin")))
     columns = max(1, len(ids))
     edit(folder, "draft", "padded_vocab_size", value=columns)
-    for signature in ("with_logits", "caches_alone"):
+    for signature in signatures(CACHE, columns):
         given = plain(signatures(CACHE, columns)[signature])
         edit(folder, "draft", "signatures", signature, value=given)
 

@@ -137,7 +137,7 @@ import os, signal, specedge.runtime.backend.model_session as ort
 real, passes = ort.ModelSession.run, []
 def run(self, *arguments):
     passes.append(1)
-    if len(passes) == 9:
+    if len(passes) == 20:
         os.kill(os.getpid(), signal.SIGTERM)
     return real(self, *arguments)
 ort.ModelSession.run = run

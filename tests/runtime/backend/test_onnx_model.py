@@ -154,7 +154,7 @@ def _check_memory_message(message):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
-@pytest.mark.parametrize("megabytes", [20, 40])
+@pytest.mark.parametrize("megabytes", [10, 20])
 def test_loading_without_memory_says_what_was_needed_and_what_there_was(megabytes):
     code = f"""if True:
         import resource, specedge, specedge.runtime.loading, onnxruntime

@@ -91,11 +91,12 @@ def test_a_processor_that_multiplies_bytes_wrongly_is_refused_for_integers_alone
     saturated[0] = 0
     monkeypatch.setattr(self_test, "product_weights", lambda: saturated)
     self_test._products_are_right.cache_clear()
-    rounded = dataclasses.replace(bundle.target)
+    rounded, whole = (dataclasses.replace(bundle.target) for _ in range(2))
     object.__setattr__(rounded, "weights_dtype", "int8")
+    object.__setattr__(whole, "weights_dtype", "float16")
     try:
         with pytest.raises(DeviceError, match="multiplies bytes wrongly on this processor"):
             self_test.check_products(rounded, Device())
-        self_test.check_products(bundle.draft, Device())
+        self_test.check_products(whole, Device())
     finally:
         self_test._products_are_right.cache_clear()
