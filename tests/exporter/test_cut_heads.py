@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM
 
 import document_reader
 import specedge
+from auditing import Ticks
 from checkpoints import add_noise, make_config, make_model, make_tokenizer, save
 from specedge.cli.inspect import inspect
-from specedge.cli.verify import verify
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
+from specedge.runtime.audit import auditing
+from specedge.runtime.audit.report import PASSED
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 
@@ -178,9 +180,16 @@ def test_inspect_shows_the_head(made):
 @pytest.mark.slow
 @EVERY_KIND
 def test_the_audit_passes(made):
-    command = ["--bundle", str(made.bundle.folder), "--minutes", "0.5", "--json"]
-    result = CliRunner().invoke(verify, command)
-    assert result.exit_code == 0, result.output
+    ticks = Ticks(12000)
+
+    def told(check):
+        ticks.step = {"greedy": 4.0, "sampled": 40.0}.get(check, 1.0)
+
+    prompts = ["def parse(self):", "import json\n", "    return ["]
+    report = auditing.audit(made.bundle, auditing.Machinery(), prompts, ticks.budget, told)
+    found = {one.check: one.status for one in report.findings}
+    assert found == dict.fromkeys(found, PASSED)
+    assert len(found) == 7
 
 
 @pytest.mark.parametrize("made", ["llama"], indirect=True)
