@@ -81,7 +81,7 @@ def in_the_graph(folder: Path, shape: Geometry, tokens: np.ndarray) -> np.ndarra
     logits = []
     for start in range(0, len(tokens), 512):
         inputs = {"input_ids": tokens[None, start : start + 512], "past_length": np.array([start])}
-        outputs = session.run(None, inputs | caches)
+        outputs = session.run(None, inputs | {"logits_from": np.zeros(1, np.int64)} | caches)
         logits.append(outputs[0][0])
         caches = dict(zip(caches, outputs[1:], strict=True))
     return np.concatenate(logits)

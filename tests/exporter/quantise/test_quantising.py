@@ -128,7 +128,8 @@ def test_a_product_is_what_numpy_makes_of_the_same_integers(made):
         for i in session.get_inputs()
         if i.name.startswith("past_key_values")
     }
-    values |= {"input_ids": np.arange(9)[None], "past_length": np.zeros(1, np.int64)}
+    values |= {"input_ids": np.arange(9)[None]}
+    values |= {"past_length": np.zeros(1, np.int64), "logits_from": np.zeros(1, np.int64)}
     names = [output.name for output in session.get_outputs()]
     found = dict(zip(names, session.run(None, values), strict=True))
     for node in wanted:

@@ -82,5 +82,6 @@ def _run(runner, path):
     session = open_session(path, ort.SessionOptions())
     shapes = zip(runner.geometry.cache_names(), runner.geometry.cache_shapes(), strict=True)
     values = {name: np.zeros(shape, np.float32) for name, shape in shapes}
-    values |= {"input_ids": np.arange(40)[None], "past_length": np.zeros(1, np.int64)}
+    values |= {"input_ids": np.arange(40)[None]}
+    values |= {"past_length": np.zeros(1, np.int64), "logits_from": np.zeros(1, np.int64)}
     return session.run(None, values)
