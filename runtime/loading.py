@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 
 from specedge import store
 from specedge.bundle import Bundle
 
 from .backend import self_test
+from .backend.model_session import choose_ops
 from .backend.onnx_model import OrtModel
 from .backend.sessions import Device
 from .pipeline import Pipeline
@@ -26,7 +28,8 @@ def load(
     """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the one exported last without
     an output folder, else the embedded pair.
 
-    `threads` is the number of CPU threads, by default one a core. `share_threads` makes one pool
+    `threads` is the number of CPU threads, by default what `specedge tune` found the fastest for
+    this bundle, else one a core. `share_threads` makes one pool
     for all sessions of the process, which is faster for small models; sessions that the app makes
     itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
@@ -36,12 +39,14 @@ def load(
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
-    runs_on = Device(device, threads, share_threads)
+    asked = Device(device, threads, share_threads)
+    chosen = [choose_ops(model, ops) for model in found.models.values()]
+    costs = KnownCosts(found, key_of(found, asked, ", ".join(chosen)))
+    runs_on = replace(asked, usual=costs.table.threads or None)
     for model in found.models.values():
         self_test.check_products(model, runs_on)
     draft = OrtModel(found, found.draft, runs_on, ops)
     target = OrtModel(found, found.target, runs_on, ops)
-    costs = KnownCosts(found, key_of(found, runs_on, f"{target.ops}, {draft.ops}"))
     return Pipeline(
         found, load_tokenizer(found), target, draft, costs, self_test.run(target, found.target)
     )

@@ -11,6 +11,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 from specedge import store
 from specedge.cli import cli
+from specedge.runtime.bench import threads
 from specedge.runtime.bench import tune as tuning
 
 PROMPT = "def read_config(path):"
@@ -20,6 +21,7 @@ PROMPT = "def read_config(path):"
 def _quick(monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
     monkeypatch.setattr(tuning, "TEXT_TOKENS", 24)
+    monkeypatch.setattr(threads, "fastest", lambda *_: None)
 
 
 def run(*arguments):

@@ -31,7 +31,7 @@ def table(
         host=tuple(host * k for k in range(rows)),
         acceptance=prior or {},
     )
-    return CostTable("tune", (0,), tuple(range(1, rows + 1)), mode, mode)
+    return CostTable("tune", (0,), tuple(range(1, rows + 1)), mode, mode, threads=0)
 
 
 def untuned(draft: float = 0.09) -> CostTable:

@@ -49,7 +49,8 @@ class Device:
     The workers of a session's own pool spin after a pass, and would take the cores of the other
     model's, so they are told to stop when a pass ends. `share_threads` makes one pool that serves
     every session instead: faster where passes take a few milliseconds. It lives as long as its
-    process, in which no session can have a pool of its own from then on.
+    process, in which no session can have a pool of its own from then on. `usual` is the number
+    where `threads` is None and no pool has another one yet; None: one a core.
 
     Raises DeviceError for a device that there is none of, or a number of threads.
     """
@@ -57,6 +58,7 @@ class Device:
     name: str = "cpu"
     threads: int | None = None
     share_threads: bool = False
+    usual: int | None = None
 
     def __post_init__(self) -> None:
         if self.name not in DEVICES:
@@ -90,7 +92,7 @@ class Device:
         options.add_session_config_entry("session.x64quantprecision", "1")
         providers = ["CPUExecutionProvider"]
         if not self.share_threads:
-            options.intra_op_num_threads = self.threads or 0
+            options.intra_op_num_threads = self.threads or self.usual or 0
             options.add_session_config_entry("session.force_spinning_stop", "1")
             try:
                 return ort.InferenceSession(path, options, providers, enable_fallback=False)
@@ -98,7 +100,7 @@ class Device:
                 # Beside a shared pool no session has one of its own.
                 if "per_session_threads" not in str(error):
                     raise
-        _make_pool(ort, self.threads)
+        _make_pool(ort, self.threads, self.usual)
         options.use_per_session_threads = False
         return ort.InferenceSession(path, options, providers, enable_fallback=False)
 
@@ -137,13 +139,18 @@ _pool_threads: list[int | None] = []  # of the process's pool; None is the defau
 _pool_lock = threading.Lock()
 
 
-def _make_pool(ort: Any, threads: int | None) -> None:
+def has_pool() -> bool:
+    """Whether the process's pool is made, as far as is known."""
+    return bool(_pool_threads)
+
+
+def _make_pool(ort: Any, threads: int | None, usual: int | None) -> None:
     """Make the process's pool, once. DeviceError where it has another number of threads."""
     with _pool_lock:
         if not _pool_threads:
             try:
-                ort.set_global_thread_pool_sizes(threads or 0, 1)
-                _pool_threads.append(threads)
+                ort.set_global_thread_pool_sizes(threads or usual or 0, 1)
+                _pool_threads.append(threads or usual)
             except Exception as error:
                 if not _is_of_onnxruntime(error):
                     raise

@@ -84,7 +84,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Tuni
             acceptance=_acceptance(texts[mode], copies[mode]),
         )
     busy = fmean(median(some) / min(some) for some in passes.values()) > BUSY
-    return Tuning(CostTable("tune", lengths, tuple(k + 1 for k in ks), **modes), busy)
+    return Tuning(CostTable("tune", lengths, tuple(k + 1 for k in ks), **modes, threads=0), busy)
 
 
 def _fit(found: dict[Place, list[float]], lengths: Sequence[int], ks: Sequence[int]) -> Floats:

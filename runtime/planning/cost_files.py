@@ -18,7 +18,7 @@ from specedge.version import __version__
 from ..backend.sessions import Device, onnxruntime
 from .cost_table import CostTable
 
-FORMAT = 5
+FORMAT = 6
 LARGEST = 2**20
 
 

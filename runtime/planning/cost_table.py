@@ -50,6 +50,7 @@ class CostTable:
     """Seconds on one device.
 
     origin: "tune" if all was measured, "use" if a request measured some, "bytes" if nothing was
+    threads: CPU threads that were the fastest, for sessions that are given no number; 0: one a core
     """
 
     origin: str
@@ -57,8 +58,11 @@ class CostTable:
     rows: tuple[int, ...]
     greedy: ModeCosts
     sampled: ModeCosts
+    threads: int
 
     def __post_init__(self) -> None:
+        if self.threads < 0:
+            raise ValueError("threads is at least 0")
         if self.origin not in ORIGINS:
             raise ValueError(f"origin is one of {', '.join(ORIGINS)}, got '{self.origin}'")
         _check_ascending("lengths", self.lengths, 0)
@@ -143,7 +147,7 @@ def estimate(bundle: Bundle, max_draft_tokens: int) -> CostTable:
         host=tuple(HOST[0] + k * HOST[1] for k in range(max_draft_tokens + 1)),
         acceptance=dict.fromkeys(("model", "lookup", "suffix"), EXPECTED),
     )
-    return CostTable("bytes", (0,), rows, mode, mode)
+    return CostTable("bytes", (0,), rows, mode, mode, threads=0)
 
 
 def interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:

@@ -80,6 +80,12 @@ class KnownCosts:
         self.table = table
         return path
 
+    def remember_as_default(self, table: CostTable) -> Path:
+        """Store costs for pipelines that are given no number of threads. Raises SpecEdgeError."""
+        if self._key is None:
+            raise SpecEdgeError("costs of a pipeline that was not loaded are not stored")
+        return cost_files.write(replace(self._key, threads=0), table)
+
     def check_writable(self) -> None:
         """Raise OSError where costs could not be remembered now."""
         if self._key is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import click
@@ -27,14 +28,20 @@ def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json
     """Measure what a bundle costs here, and remember it for `--num-draft-tokens auto`."""
     from rich.progress import TaskProgressColumn
 
+    from specedge.runtime.bench import threads as counts
     from specedge.runtime.bench import tune as tuning
 
-    pipeline = options.load(bundle, device=device, threads=threads, ops=ops)
+    fewer = counts.fastest(bundle, device, ops) if threads is None else None
+    pipeline = options.load(bundle, device=device, threads=threads or fewer, ops=ops)
     pipeline.costs.check_writable()  # before measuring, which takes a while
     with bar("measuring", 1.0, TaskProgressColumn()) as (update, _):
         tuned = tuning.measure(pipeline, lambda share: update(completed=share))
     table = tuned.costs
     path = pipeline.costs.remember(table)
+    if fewer:
+        path = pipeline.costs.remember_as_default(replace(table, threads=fewer))
+        many = "threads are" if fewer > 1 else "thread is"
+        click.echo(f"{fewer} {many} the fastest, and the default from now on", err=True)
     if tuned.busy:
         click.echo(
             "note: other programs kept the processor busy; tune again when it is calm", err=True

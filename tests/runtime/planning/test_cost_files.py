@@ -45,8 +45,8 @@ def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 5', '"format": 4')
-    yield "without a format", lambda text: text.replace('"format": 5,', "")
+    yield "of an older format", lambda text: text.replace('"format": 6', '"format": 5')
+    yield "without a format", lambda text: text.replace('"format": 6,', "")
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")
@@ -96,7 +96,7 @@ def test_costs_between_the_measured_ones_lie_between_them():
         acceptance={},
     )
     sampled = dataclasses.replace(greedy, host=(0.0, 0.0, 0.0))
-    costs = CostTable("tune", (0, 100), (1, 2, 5), greedy, sampled)
+    costs = CostTable("tune", (0, 100), (1, 2, 5), greedy, sampled, threads=0)
     middle = costs.at(50, greedy=True)
     assert middle.rounds == pytest.approx([2.5, 2.5 + 0.75, 3.0 + 1, 3.5 + 1.25, 4 + 1.5])
     assert (middle.pending, middle.reading) == pytest.approx((0.1, 0.02))
