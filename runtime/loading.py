@@ -7,6 +7,8 @@ import os
 from specedge import store
 from specedge.bundle import Bundle
 
+from .backend.memory import PairMemory, check_memory, pair_memory
+from .backend.model_session import choose_ops
 from .backend.onnx_model import OrtModel
 from .backend.sessions import Device
 from .pipeline import Pipeline
@@ -31,12 +33,19 @@ def load(
 
     `ops` is the op set to run, "onnx", "gqa", or "auto" for the better one on this device.
 
-    Raises BundleError, DeviceError or MissingExtraError.
+    Raises BundleError, DeviceError, also where the memory left cannot hold the pair, or
+    MissingExtraError.
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
     runs_on = Device(device, threads, share_threads)
+    check_memory(memory_of(found, ops))
     draft = OrtModel(found, found.draft, runs_on, ops)
     target = OrtModel(found, found.target, runs_on, ops)
     costs = KnownCosts(found, key_of(found, runs_on, f"{target.ops}, {draft.ops}"))
     return Pipeline(found, load_tokenizer(found), target, draft, costs)
+
+
+def memory_of(bundle: Bundle, ops: str = "auto") -> PairMemory:
+    """What a process that loads and runs a bundle holds at its peak. Raises BundleError."""
+    return pair_memory(bundle, choose_ops(bundle.target, ops), choose_ops(bundle.draft, ops))
