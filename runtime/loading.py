@@ -9,6 +9,7 @@ from specedge import store
 from specedge.bundle import Bundle
 
 from .backend import self_test
+from .backend.memory import PairMemory, check_memory, pair_memory
 from .backend.model_session import choose_ops
 from .backend.onnx_model import OrtModel
 from .backend.sessions import Device
@@ -35,10 +36,12 @@ def load(
 
     `ops` is the op set to run, "onnx", "gqa", or "auto" for the better one.
 
-    Raises BundleError, DeviceError or MissingExtraError.
+    Raises BundleError, DeviceError, also where the memory left cannot hold the pair, or
+    MissingExtraError.
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
+    check_memory(memory_of(found, ops))
     asked = Device(device, threads, share_threads)
     chosen = [choose_ops(model, ops) for model in found.models.values()]
     costs = KnownCosts(found, key_of(found, asked, ", ".join(chosen)))
@@ -50,3 +53,8 @@ def load(
     return Pipeline(
         found, load_tokenizer(found), target, draft, costs, self_test.run(target, found.target)
     )
+
+
+def memory_of(bundle: Bundle, ops: str = "auto") -> PairMemory:
+    """What a process that loads and runs a bundle holds at its peak. Raises BundleError."""
+    return pair_memory(bundle, choose_ops(bundle.target, ops), choose_ops(bundle.draft, ops))

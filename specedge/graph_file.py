@@ -11,22 +11,31 @@ Standard library only. Field numbers are those of onnx.proto.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
 
 from .bundle import Bundle
 from .errors import BundleError
 from .manifest import CURE
 
+FOLDED = ("Cast", "Transpose")  # of a weight a session computes them once
 CONTROL_FLOW = (b"If", b"Loop", b"Scan", b"SequenceMap")
+
+T = TypeVar("T")
 
 _VARINT, _EIGHT_BYTES, _BYTES, _FOUR_BYTES = 0, 1, 2, 5
 _MODEL = {"graph": 7, "training": 20, "function": 25}
 _GRAPH = {"node": 1, "initializer": 5, "sparse": 15}
 _FUNCTION = {"node": 7}
 _NODE = {"op_type": 4, "attribute": 5}
+_WIRED = {"input": 1, "output": 2, "op_type": 4}
 _ATTRIBUTE = {"tensor": 5, "graph": 6, "tensors": 10, "graphs": 11, "sparse": 22, "sparses": 23}
 _SPARSE = {"values": 1, "indices": 2}
 _TENSOR = {"external_data": 13}
+_NAMED = {"name": 8}
 _ENTRY = {"key": 1, "value": 2}
 
 
@@ -34,36 +43,98 @@ class WireError(ValueError):
     """Bytes that are no graph that this reader takes; the message says what is wrong."""
 
 
+@dataclass(frozen=True)
+class Weight:
+    """A tensor of a weights file: its bytes there, and its forms with the operators that read them.
+
+    A session computes forms once: that of ("Cast", "Transpose") is the tensor cast and transposed,
+    that of () the tensor itself.
+    """
+
+    size: int
+    forms: list[tuple[tuple[str, ...], list[str]]]
+
+
 def check_graph(bundle: Bundle, file: str) -> None:
     """Refuse a graph that holds other graphs, or names files that the bundle does not list."""
     path = bundle.path(file)
     if path.suffix != ".onnx":  # ONNX Runtime reads some other names as another format
         raise BundleError(f"{path}: a graph's name ends in .onnx; {CURE}")
-    try:
-        names = external_files(path.read_bytes())
-    except OSError as error:
-        raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
-    except WireError as error:
-        raise BundleError(f"{path}: {error}; {CURE}") from error
+    names = _read(path, external_files)
     folder = file.rpartition("/")[0]
     for name in sorted(names):
         if (f"{folder}/{name}" if folder else name) not in bundle.files:
             raise BundleError(f"{path}: it names the file {_shown(name)}, not listed; {CURE}")
 
 
+def weights_of(bundle: Bundle, file: str) -> list[Weight]:
+    """What a graph of a bundle reads of its weights file."""
+    return _read(bundle.path(file), weights)
+
+
+def _read(path: Path, reader: Callable[[bytes], T]) -> T:
+    """What a reader finds in a graph's file; BundleError if it finds no graph."""
+    try:
+        return reader(path.read_bytes())
+    except OSError as error:
+        raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
+    except WireError as error:
+        raise BundleError(f"{path}: {error}; {CURE}") from error
+
+
+def weights(content: bytes) -> list[Weight]:
+    """What a graph reads of its weights file; WireError where it is no graph."""
+    readers: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
+    sizes: dict[str, int] = {}
+    for _, graph in _parts(memoryview(content), {"graph": _MODEL["graph"]}):
+        for kind, part in _parts(graph, _GRAPH):
+            if kind == "node":
+                fields = [(field, _text(value)) for field, value in _parts(part, _WIRED)]
+                first = dict(reversed(fields))
+                for name in {value for field, value in fields if field == "input"}:
+                    readers[name].append((first.get("op_type", ""), first.get("output", "")))
+            elif kind == "initializer":
+                size = dict(_entries(part)).get(b"length", b"")
+                name = next((_text(value) for _, value in _parts(part, _NAMED)), "")
+                if size.isdigit() and len(size) < 19:
+                    sizes[name] = int(size)
+    return [Weight(size, list(_forms(name, readers))) for name, size in sizes.items()]
+
+
+def _text(value: memoryview) -> str:
+    return bytes(value).decode("utf-8", "backslashreplace")
+
+
+def _forms(
+    name: str, readers: dict[str, list[tuple[str, str]]], steps: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], list[str]]]:
+    """Of a tensor and what is computed of it alone: the steps to it, and what reads it."""
+    found = readers.get(name, [])
+    yield steps, [op_type for op_type, _ in found if op_type not in FOLDED]
+    for op_type, output in found:
+        if op_type in FOLDED and op_type not in steps:
+            yield from _forms(output, readers, (*steps, op_type))
+
+
 def external_files(content: bytes) -> set[str]:
     """The names of the files that a graph's tensors lie in; WireError if it holds other graphs."""
     names: set[str] = set()
     for tensor in _tensors(memoryview(content)):
-        for _, entry in _parts(tensor, _TENSOR):
-            pairs = dict.fromkeys(_ENTRY, b"")
-            for name, text in _parts(entry, _ENTRY):
-                if pairs[name]:
-                    raise WireError("an entry of external data has two of a kind")
-                pairs[name] = bytes(text)
-            if pairs["key"] == b"location":
-                names.add(pairs["value"].decode("utf-8", "backslashreplace"))
+        for key, value in _entries(tensor):
+            if key == b"location":
+                names.add(value.decode("utf-8", "backslashreplace"))
     return names
+
+
+def _entries(tensor: memoryview) -> Iterator[tuple[bytes, bytes]]:
+    """What a tensor says of the file that it lies in."""
+    for _, entry in _parts(tensor, _TENSOR):
+        pairs = dict.fromkeys(_ENTRY, b"")
+        for name, text in _parts(entry, _ENTRY):
+            if pairs[name]:
+                raise WireError("an entry of external data has two of a kind")
+            pairs[name] = bytes(text)
+        yield pairs["key"], pairs["value"]
 
 
 def _tensors(model: memoryview) -> Iterator[memoryview]:

@@ -205,6 +205,20 @@ def test_inspect_shows_the_bundle_and_its_json(pipeline):
     assert run("inspect", "--json").stdout == pipeline.bundle.to_json()
 
 
+def test_inspect_says_what_memory_a_pair_takes(pipeline):
+    from specedge.runtime.loading import memory_of
+
+    found = json.loads(run("inspect", "--memory", "--json").stdout)
+    need = memory_of(pipeline.bundle)
+    assert (found["peak"], found["parts"]) == (need.peak, need.parts)
+    assert found["free"] is None or found["free"] > 0
+    shown = run("inspect", "--memory")
+    assert shown.returncode == 0
+    for name in ("peak", "free", *need.parts):
+        assert name in shown.stdout
+    assert "device must be" in run("inspect", "--memory", "--device", "abacus").stderr
+
+
 def test_inspect_check_hashes_every_file(tmp_path):
     make_bundle(tmp_path, weights_size=SMALL + 1)
     assert "all 5 files" in run("inspect", "--check", "--bundle", tmp_path).stderr

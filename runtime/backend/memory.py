@@ -1,30 +1,210 @@
-"""How much memory a model needs, how much is left, and the error where that is not enough."""
+"""How much memory a pair needs, how much is left, and the error where that is not enough.
+
+ONNX Runtime holds a matrix once, packed for its kernels, and drops the pages that it came from. A
+table of which only rows are taken stays in the file, unless it is cast: then all of it is an array.
+The figures are of the CPU; docs/measurements.md has what was measured beside them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
+from specedge.bundle import Bundle
 from specedge.errors import DeviceError
-from specedge.manifest import Model
-from specedge.precision import DTYPES
+from specedge.graph_file import Weight, weights_of
+from specedge.manifest import PREFILL_LENGTH, Model
+from specedge.precision import DTYPES, QUANTISED
 
+PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever the pair
+TOKENIZER = 11  # a loaded tokenizer in its file's size, measured with 150,000 entries
+CERTAIN = 0.9  # a prediction may be too large by the rest
+SHORTEST = 256  # tokens of a context that an advice may leave, and what it is a multiple of
 _SIGNS = ("bad_alloc", "bad allocation", "failed to allocate", "cannot allocate", "out of memory")
 
 
+@dataclass(frozen=True)
+class ModelMemory:
+    """Bytes of one loaded model when its context is full.
+
+    packed: matrices as kernels want them
+    lying: weights that are read as they lie, but for tables whose rows are taken from the file
+    opening: what is there beside them while the session opens: its largest matrix, not yet packed
+    caches: keys and values of the whole context
+    passes: logits, and what a pass and drawing from it compute
+    """
+
+    id: str
+    weights_dtype: str
+    packed: int
+    lying: int
+    opening: int
+    caches: int
+    passes: int
+
+    @property
+    def weights(self) -> int:
+        """What is held of the weights once the model is loaded."""
+        return self.packed + self.lying
+
+    @property
+    def running(self) -> int:
+        """All that is held while it runs."""
+        return self.weights + self.caches + self.passes
+
+    def rounded(self) -> ModelMemory:
+        """The same model with weights in int8."""
+        if self.weights_dtype in QUANTISED:
+            return self
+        packed, lying, opening = self.packed // 4, self.lying // 4, self.opening // 4
+        return replace(self, packed=packed, lying=lying, opening=opening)
+
+
+@dataclass(frozen=True)
+class PairMemory:
+    """Bytes of a process that loads a pair, the draft first, and fills its context."""
+
+    process: int
+    tokenizer: int
+    target: ModelMemory
+    draft: ModelMemory
+    context_length: int
+
+    @property
+    def opening(self) -> int:
+        """The peak while the sessions open."""
+        target = self.target.weights + self.target.opening
+        return self.process + self.draft.weights + max(self.draft.opening, target)
+
+    @property
+    def running(self) -> int:
+        """The peak while it generates."""
+        return self.process + self.tokenizer + self.target.running + self.draft.running
+
+    @property
+    def peak(self) -> int:
+        """The most at any time."""
+        return max(self.opening, self.running)
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """The peak by what it is for."""
+        models = (self.target, self.draft)
+        return {
+            "packed weights": sum(model.packed for model in models),
+            "weights as they lie": sum(model.lying for model in models),
+            "caches": sum(model.caches for model in models),
+            "passes": sum(model.passes for model in models),
+            "tokenizer": self.tokenizer,
+            "process": self.process,
+            "while loading": self.peak - self.running,
+        }
+
+    def rounded(self) -> PairMemory:
+        """The same pair with weights in int8."""
+        return replace(self, target=self.target.rounded(), draft=self.draft.rounded())
+
+    def shorter(self, limit: int) -> PairMemory:
+        """The same pair with the longest context that keeps its peak below a limit, or as it is."""
+        caches = self.target.caches + self.draft.caches
+        share = (limit - self.running + caches) / caches
+        length = int(self.context_length * share) // SHORTEST * SHORTEST
+        if not SHORTEST <= length < self.context_length:
+            return self
+        target, draft = (
+            replace(model, caches=model.caches * length // self.context_length)
+            for model in (self.target, self.draft)
+        )
+        return replace(self, target=target, draft=draft, context_length=length)
+
+
+def pair_memory(bundle: Bundle, target_ops: str, draft_ops: str) -> PairMemory:
+    """What loading and running a pair takes, by its files. Raises BundleError."""
+    return PairMemory(
+        process=PROCESS,
+        tokenizer=TOKENIZER * bundle.files[bundle.tokenizer].size,
+        target=model_memory(bundle, bundle.target, target_ops),
+        draft=model_memory(bundle, bundle.draft, draft_ops),
+        context_length=bundle.context_length,
+    )
+
+
+def model_memory(bundle: Bundle, model: Model, ops: str) -> ModelMemory:
+    """What one model takes, by its manifest and its decoder's file. Raises BundleError."""
+    largest = bundle.files[model.weights].size  # what claims to be more, ONNX Runtime refuses
+    found = weights_of(bundle, model.graph("decoder", ops).file)
+    held = list(chain.from_iterable(_held(weight) for weight in found if weight.size <= largest))
+    packed = [size for size, is_packed in held if is_packed]
+    sizes = (layer.heads * (layer.key_size + layer.value_size) for layer in model.cache.layers)
+    return ModelMemory(
+        id=model.source.id,
+        weights_dtype=model.weights_dtype,
+        packed=sum(packed),
+        lying=sum(size for size, is_packed in held if not is_packed),
+        opening=max(packed, default=0),
+        caches=DTYPES[model.cache.dtype] * model.cache.capacity * sum(sizes),
+        passes=_passes(model, bundle.num_draft_tokens),
+    )
+
+
+def _held(weight: Weight) -> Iterator[tuple[int, bool]]:
+    """What a session holds of a weight: bytes, and whether a kernel has packed them."""
+    for steps, readers in weight.forms:
+        size = weight.size * (2 if "Cast" in steps else 1)  # files have 16 bits, kernels 32
+        products = [op for op in readers if "MatMul" in op or op == "Gemm"]
+        yield from [(size, True)] * len(products)  # each packs its own
+        if any(op not in products and (steps or op != "Gather") for op in readers):
+            yield size, False
+
+
+def _passes(model: Model, num_draft_tokens: int) -> int:
+    """Logits of a pass over a prompt, which are computed though nobody asks for them, and in int8
+    as integers too; of every pass up to the verify pass, and two distributions of its rows.
+    """
+    rows = num_draft_tokens + 1
+    prompt = PREFILL_LENGTH * (2 if model.weights_dtype in QUANTISED else 1)
+    return 4 * model.padded_vocab_size * (prompt + rows * (rows + 1) // 2 + 4 * rows)
+
+
+def check_memory(need: PairMemory) -> None:
+    """Raise DeviceError for a pair that cannot fit beside this process."""
+    left = left_bytes()
+    if left is not None and CERTAIN * (need.peak - need.process) > left:
+        raise DeviceError(
+            f"not enough memory for {need.target.id} and its draft: they need about "
+            f"{shown(need.peak)} ({_listed(need.parts)}), {shown(left)} are free; "
+            f"free some, or {_advice(need, left + need.process)}"
+        )
+
+
+def _advice(need: PairMemory, limit: int) -> str:
+    """The options of an export that keep the peak within a limit."""
+    shorter, rounded = need.shorter(limit), need.rounded()
+    both = rounded.shorter(limit)
+    length = "--max-length {}".format
+    single = {length(shorter.context_length): shorter, "--precision int8": rounded}
+    double = {f"--precision int8 {length(both.context_length)}": both}
+    for ways in (single, double):
+        found = [f"{o} (about {shown(w.peak)})" for o, w in ways.items() if w.peak <= limit]
+        if found:
+            return f"export the pair again with {' or '.join(found)}"
+    return "take a smaller model"
+
+
 @contextmanager
-def enough_memory(model: Model) -> Iterator[None]:
+def enough_memory(need: Callable[[], ModelMemory]) -> Iterator[None]:
     """Turn a MemoryError into a DeviceError that says what the model needs and what there was."""
     try:
         yield
     except MemoryError as error:
-        left = left_bytes()
-        found = "less is free" if left is None else f"{_shown(left)} are free"
-        weights, caches = _weights(model), _caches(model)
+        left, model = left_bytes(), need()
+        found = "less is free" if left is None else f"{shown(left)} are free"
         raise DeviceError(
-            f"not enough memory for {model.source.id}: it needs about {_shown(weights + caches)} "
-            f"(weights {_shown(weights)}, caches {_shown(caches)}), {found}; "
+            f"not enough memory for {model.id}: it needs about {shown(model.running)} "
+            f"(weights {shown(model.weights)}, caches {shown(model.caches)}), {found}; "
             "free some, or take a smaller model"
         ) from error
 
@@ -36,12 +216,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def left_bytes() -> int | None:
-    """The least of what the system, the process's limit and its control group leave, if known."""
+    """The least of what the system, the process's limit and its control group leave, if known.
+
+    Swap and pages of files count as free where the system or the group would give them up.
+    """
     found = []
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/meminfo").read_text("utf-8").splitlines()
-        line = next(line for line in lines if line.startswith("MemAvailable:"))
-        found.append(int(line.split()[1]) * 1024)
+    with suppress(OSError, ValueError, KeyError):
+        facts = _numbers(Path("/proc/meminfo"))
+        found.append(1024 * (facts["MemAvailable"] + facts["SwapFree"]))
     with suppress(ImportError, OSError, ValueError):
         import resource
 
@@ -49,21 +231,32 @@ def left_bytes() -> int | None:
         if limit != resource.RLIM_INFINITY:
             pages = int(Path("/proc/self/statm").read_text("utf-8").split()[0])
             found.append(max(limit - pages * resource.getpagesize(), 0))
-    with suppress(OSError, ValueError):
-        group = Path("/sys/fs/cgroup")
-        limit = int((group / "memory.max").read_text("utf-8"))
-        found.append(max(limit - int((group / "memory.current").read_text("utf-8")), 0))
+    with suppress(OSError):
+        own = Path(Path("/proc/self/cgroup").read_text("utf-8").rpartition("::")[2].strip())
+        for group in (own, *own.parents):
+            with suppress(OSError, ValueError, KeyError):
+                found.append(group_left_bytes(Path("/sys/fs/cgroup") / group.relative_to("/")))
     return min(found, default=None)
 
 
-def _weights(model: Model) -> int:
-    return DTYPES[model.dtype] * model.num_parameters  # kernels hold them in what they compute in
+def group_left_bytes(group: Path) -> int:
+    """What a control group leaves; ValueError where it has no limit."""
+    limit = int((group / "memory.max").read_text("utf-8"))
+    used = int((group / "memory.current").read_text("utf-8"))
+    facts = _numbers(group / "memory.stat")
+    return max(limit - used + facts["inactive_file"] + facts["active_file"], 0)
 
 
-def _caches(model: Model) -> int:
-    sizes = (layer.heads * (layer.key_size + layer.value_size) for layer in model.cache.layers)
-    return DTYPES[model.cache.dtype] * model.cache.capacity * sum(sizes)
+def _numbers(path: Path) -> dict[str, int]:
+    """Lines of a name and a number."""
+    lines = (line.replace(":", " ").split() for line in path.read_text("utf-8").splitlines())
+    return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
-def _shown(size: int) -> str:
+def shown(size: int) -> str:
+    """A number of bytes, for people."""
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
+
+
+def _listed(parts: dict[str, int]) -> str:
+    return ", ".join(f"{name} {shown(size)}" for name, size in parts.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from specedge.signature import Signature, Tensor
 
 from .buffers import Array, Buffers
 from .cache import Cache
-from .memory import enough_memory
+from .memory import enough_memory, model_memory
 from .sessions import Device, translated_errors
 
 ORT_TYPES = {"float32": "float", "int64": "int64"}
@@ -42,13 +43,14 @@ class ModelSession:
         self._signature = model.signatures[entry.signature]
         path = bundle.path(entry.file)
         check_graph(bundle, entry.file)
-        with enough_memory(model):
+        self._need = partial(model_memory, bundle, model, self.ops)
+        with enough_memory(self._need):
             self._session = device.open(path)
         _check_contract(self._session, entry, self._signature, path)
 
     def cache(self) -> Cache:
         """An empty cache for its passes."""
-        with enough_memory(self.model):
+        with enough_memory(self._need):
             return Cache(self.model, self.buffers)
 
     def bind(self, cache: Cache, length: int, num_logits: int) -> Pass:
@@ -87,7 +89,7 @@ class ModelSession:
     def _translated(self) -> Iterator[None]:
         """Turn what ONNX Runtime raises in a pass, binding included, into our errors."""
         what = f"a pass of {self.model.source.id}"
-        with enough_memory(self.model), translated_errors(what):
+        with enough_memory(self._need), translated_errors(what):
             yield
 
 

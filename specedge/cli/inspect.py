@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import click
 
 from specedge.bundle import Bundle
@@ -16,17 +18,43 @@ from specedge.precision import DTYPES
 @click.command()
 @options.bundle
 @click.option("--check", is_flag=True, help="Hash every file, the weights too.")
+@click.option("--memory", is_flag=True, help="Show what loading and running it takes instead.")
+@options.device
+@options.ops
 @options.as_json
-def inspect(bundle: str | None, check: bool, as_json: bool) -> None:
+def inspect(
+    bundle: str | None, check: bool, memory: bool, device: str, ops: str, as_json: bool
+) -> None:
     """Show what a bundle holds, and where it came from."""
     from specedge import store
 
     found = Bundle.read(store.find(bundle))
     if check:
         _check(found)
+    if memory:
+        _memory(found, device, ops, as_json)
+        return
     click.echo(
         found.to_json() if as_json else "\n".join(map(one_line, _lines(found))), nl=not as_json
     )
+
+
+def _memory(bundle: Bundle, device: str, ops: str, as_json: bool) -> None:
+    """The predicted peak, its parts, and what is free."""
+    from specedge.runtime.backend.memory import left_bytes, shown
+    from specedge.runtime.backend.sessions import Device
+    from specedge.runtime.loading import memory_of
+
+    Device(device)  # refuses one that there is none of
+    need, left = memory_of(bundle, ops), left_bytes()
+    if as_json:
+        click.echo(json.dumps({"peak": need.peak, "parts": need.parts, "free": left}))
+        return
+    free = "unknown" if left is None else shown(left)
+    lines = {f"peak with {bundle.context_length} tokens": shown(need.peak), "free now": free}
+    lines |= {f"  {name}": shown(size) for name, size in need.parts.items()}
+    for name, text in lines.items():
+        click.echo(f"{name:28}{text:>10}")
 
 
 def _check(bundle: Bundle) -> None:

@@ -155,17 +155,38 @@ def _check_memory_message(message):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
 @pytest.mark.parametrize("megabytes", [10, 20])
-def test_loading_without_memory_says_what_was_needed_and_what_there_was(megabytes):
+def test_opening_without_memory_says_what_was_needed_and_what_there_was(megabytes):
+    opened = "OrtModel(bundle, bundle.target, Device(threads=1))"
+    found = limited(megabytes, opened)
+    assert found.startswith("DeviceError ")
+    _check_memory_message(found)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
+def test_a_pair_beyond_the_processs_limit_is_refused_with_what_would_help():
+    assert limited(150, "specedge.load(store.embedded(), threads=1)") == "loaded"
+    found = limited(15, "specedge.load(store.embedded(), threads=1)")
+    assert found.startswith("DeviceError not enough memory for python-9m and its draft")
+    assert "free" in found
+
+
+def limited(megabytes, action):
+    """What becomes of an action in a process that may take so much more memory."""
     code = f"""if True:
         import resource, specedge, specedge.runtime.loading, onnxruntime
         from specedge import store
+        from specedge.bundle import Bundle
+        from specedge.runtime.backend.onnx_model import OrtModel
+        from specedge.runtime.backend.sessions import Device
+        bundle = Bundle.read(store.embedded())
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + {megabytes}_000_000,) * 2)
         try:
-            specedge.load(store.embedded(), threads=1)
+            {action}
+            print("loaded")
         except specedge.SpecEdgeError as error:
             print(type(error).__name__, error)
         """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert result.stdout.startswith("DeviceError "), result.stderr
-    _check_memory_message(result.stdout)
+    assert result.returncode == 0, result.stderr
+    return result.stdout.strip()

@@ -1,0 +1,185 @@
+"""What a pair needs of memory, and the refusal where that is not there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+import measure_memory
+import specedge
+from specedge import store
+from specedge.bundle import Bundle
+from specedge.errors import DeviceError
+from specedge.graph_file import weights
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+from test_graph_files import INITIALIZER, NODE, field
+
+from specedge.runtime import loading
+from specedge.runtime.backend import memory
+from specedge.runtime.backend.memory import ModelMemory, PairMemory
+
+MB = 10**6
+
+
+def model(name="some/target", **sizes):
+    known = {"packed": 800, "lying": 80, "opening": 200, "caches": 400, "passes": 20}
+    known = {part: MB * size for part, size in (known | sizes).items()}
+    return ModelMemory(id=name, weights_dtype="float16", **known)
+
+
+@pytest.fixture
+def need():
+    """A pair that takes 1.3 GB opening and 1.6 GB running."""
+    small = dict.fromkeys(("packed", "lying", "opening", "caches", "passes"), 40)
+    draft = model("some/draft", **small)
+    return PairMemory(95 * MB, 5 * MB, model(), draft, context_length=4096)
+
+
+def leave(monkeypatch, megabytes):
+    monkeypatch.setattr(memory, "left_bytes", lambda: megabytes * MB)
+
+
+def graph(sizes, *nodes):
+    """A graph's bytes: weights by name and size, and nodes as operator, inputs and output."""
+    parts = []
+    for name, size in sizes.items():
+        entry = field(1, b"length") + field(2, str(size).encode())
+        parts.append(field(INITIALIZER, field(8, name.encode()) + field(13, entry)))
+    for op_type, *inputs, output in nodes:
+        read = b"".join(field(1, name.encode()) for name in inputs)
+        written = field(2, output.encode()) + field(2, b"second")
+        parts.append(field(NODE, read + written + field(4, op_type.encode())))
+    return field(7, b"".join(parts))
+
+
+def held(content):
+    """Packed and lying bytes of a graph's weights."""
+    found = [one for weight in weights(content) for one in memory._held(weight)]
+    return [sum(size for size, packed in found if packed is kind) for kind in (True, False)]
+
+
+def test_a_matrix_counts_once_and_as_wide_as_it_is_computed_in():
+    content = graph({"a": 10, "b": 20}, ("Cast", "a", "w"), ("MatMul", "x", "w", "y"),
+                    ("MatMulInteger", "x", "b", "z"))  # fmt: skip
+    assert held(content) == [40, 0]
+
+
+def test_a_table_whose_rows_are_taken_stays_in_its_file_unless_it_is_cast():
+    rows, head = ("Gather", "t", "ids", "rows"), ("Transpose", "t", "h")
+    assert held(graph({"t": 10}, rows)) == [0, 0]
+    assert held(graph({"t": 10}, rows, head, ("MatMul", "x", "h", "y"))) == [10, 0]
+    cast = [("Cast", "t", "w"), ("Gather", "w", "ids", "rows"), ("Transpose", "w", "h")]
+    assert held(graph({"t": 10}, *cast, ("MatMul", "x", "h", "y"))) == [20, 20]
+
+
+def test_what_two_products_read_is_packed_twice_and_what_others_read_lies_once():
+    twice = [("MatMul", "x", "a", "y"), ("MatMul", "z", "a", "u")]
+    assert held(graph({"a": 10}, *twice)) == [20, 0]
+    norms = [("RMSNormalization", "x", "a", "y"), ("RMSNormalization", "z", "a", "u")]
+    assert held(graph({"a": 10}, *norms)) == [0, 10]
+
+
+def test_casts_in_a_circle_come_to_an_end():
+    content = graph({"a": 10}, ("Cast", "a", "b"), ("Cast", "b", "a"), ("MatMul", "x", "a", "y"))
+    assert held(content) == [10, 0]
+
+
+def test_a_length_that_is_no_length_is_left_to_onnx_runtime():
+    assert held(graph({"a": "9" * 5000, "b": "-1"}, ("MatMul", "x", "a", "y"))) == [0, 0]
+
+
+def test_parts_add_up_to_the_peak(need):
+    found = loading.memory_of(Bundle.read(store.embedded()))
+    assert sum(found.parts.values()) == found.peak
+    large = replace(need, target=model(opening=900))
+    assert sum(large.parts.values()) == large.peak == large.opening
+    assert found.peak == max(found.running, found.opening)
+
+
+def test_caches_are_those_of_the_capacity():
+    bundle = Bundle.read(store.embedded())
+    found = loading.memory_of(bundle)
+    arrays = [
+        4 * layer.heads * (layer.key_size + layer.value_size) * one.cache.capacity
+        for one in bundle.models.values()
+        for layer in one.cache.layers
+    ]
+    assert found.parts["caches"] == sum(arrays)
+
+
+def test_a_pair_that_fits_is_not_refused(need, monkeypatch):
+    leave(monkeypatch, 1500)
+    memory.check_memory(need)
+    leave(monkeypatch, 1370)  # a tenth less than is predicted
+    memory.check_memory(need)
+    monkeypatch.setattr(memory, "left_bytes", lambda: None)
+    memory.check_memory(need)
+
+
+@pytest.mark.parametrize(
+    ("megabytes", "advice"),
+    [
+        (1300, "with --max-length 2560 (about 1.4 GB) or --precision int8 (about 840.0 MB)"),
+        (1000, "with --precision int8 (about"),
+        (700, "with --precision int8 --max-length "),
+        (100, "or take a smaller model"),
+    ],
+)
+def test_a_pair_that_cannot_fit_is_refused_with_figures_and_what_helps(
+    need, monkeypatch, megabytes, advice
+):
+    leave(monkeypatch, megabytes)
+    with pytest.raises(DeviceError) as caught:
+        memory.check_memory(need)
+    message = str(caught.value)
+    assert "some/target and its draft: they need about 1.6 GB (packed weights 840.0 MB" in message
+    assert f"{memory.shown(megabytes * MB)} are free" in message
+    assert advice in message
+
+
+def test_an_advised_length_fits(need):
+    for limit in range(900, 1700, 50):
+        shorter = need.shorter(limit * MB)
+        assert shorter is need or shorter.running <= limit * MB
+
+
+def test_weights_in_integers_are_not_advised_again(need):
+    ready = replace(need.target, weights_dtype="int8")
+    assert ready.rounded() is ready
+
+
+def test_a_load_that_cannot_fit_opens_nothing(monkeypatch):
+    def opened(*arguments):
+        raise AssertionError("a session was opened")
+
+    leave(monkeypatch, 1)
+    monkeypatch.setattr(loading, "OrtModel", opened)
+    with pytest.raises(DeviceError, match="not enough memory for"):
+        specedge.load(store.embedded())
+
+
+def test_a_groups_pages_of_files_are_free(tmp_path):
+    for name, text in (
+        ("memory.max", "1000"),
+        ("memory.current", "900"),
+        ("memory.stat", "anon 500\ninactive_file 300\nactive_file 50\n"),
+    ):
+        (tmp_path / name).write_text(text, "utf-8")
+    assert memory.group_left_bytes(tmp_path) == 450
+    (tmp_path / "memory.max").write_text("max\n", "utf-8")
+    with pytest.raises(ValueError, match="max"):
+        memory.group_left_bytes(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_is_predicted():
+    command = [sys.executable, measure_memory.__file__, "--one", str(store.embedded())]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    measured = int(said.stdout.split()[-1])
+    need = loading.memory_of(Bundle.read(store.embedded()))
+    assert need.peak == pytest.approx(measured, rel=0.15)
