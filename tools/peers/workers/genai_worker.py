@@ -68,7 +68,15 @@ def _build(place: Path, source: str, precision: str) -> None:
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
     options = ["-i", source, "-o", str(place), "-p", precision, "-e", "cpu"]
     with tempfile.TemporaryDirectory() as scratch:
-        subprocess.run([*builder, *options, "-c", scratch], check=True, stdout=sys.stderr)
+        done = subprocess.run(
+            [*builder, *options, "-c", scratch],
+            stdout=sys.stderr,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    sys.stderr.write(done.stderr)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def _export(place: Path, source: str, precision: str) -> None:
     group = {"sym": True, "group_size": 32} if bits == 4 else {}
     scheme = OVWeightQuantizationConfig(bits=bits, **group) if bits else None
     config = OVConfig(dtype="fp32") if scheme is None else OVConfig(quantization_config=scheme)
-    main_export(source, place, task="text-generation-with-past", ov_config=config)
+    # A pipeline with a draft model compares tokenizers, and so needs them.
+    task = "text-generation-with-past"
+    main_export(source, place, task=task, ov_config=config, convert_tokenizer=True)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ class SpecEdge:
     def generate(self, prompt: list[int], tokens: int, k: int) -> dict[str, Any]:
         self.pipeline.forget()
         one = self.pipeline.generate(
-            prompt, tokens, num_draft_tokens=k, drafter="draft", ignore_eos=True
+            prompt, tokens, num_draft_tokens=k, drafter="model", ignore_eos=True
         )
         return {
             "tokens": list(one.tokens),
