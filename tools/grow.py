@@ -36,6 +36,7 @@ NAMES = {
     "gpt2-xl": "openai-community/gpt2-xl",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+NUM_RARE = 64  # tokens whose rows are mixed for those that the source lacks
 WINDOW = 128  # tokens that the two models are compared on at a time
 CARD = """Weights of the shape of {shape} that compute the text of a small trained model.
 
@@ -75,7 +76,7 @@ def grow(
     named = [(name, parameter.shape) for name, parameter in model.named_parameters()]
     _check_space(folder.parent, sum(shape.numel() for _, shape in named) * dtype.itemsize)
     weights = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).state_dict()
-    growth = FAMILIES[small.model_type](weights, small, large, noise, seed)
+    growth = FAMILIES[small.model_type](weights, small, large, _rare(source), noise, seed)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
         place = Path(temporary, "new")
         place.mkdir()
@@ -95,6 +96,12 @@ def _config(source: Path) -> Any:
     if not (source / "config.json").is_file():
         raise GrowthError(f"{source} is no checkpoint: it has no config.json")
     return AutoConfig.from_pretrained(source)
+
+
+def _rare(source: Path) -> Tensor:
+    """The tokens that the source thinks least likely over held-out text. [NUM_RARE]"""
+    logits = _logits(source, _held_out(source, 1024))
+    return logits.log_softmax(-1).mean((0, 1)).argsort()[:NUM_RARE]
 
 
 def _check_space(place: Path, size: int) -> None:
@@ -118,15 +125,7 @@ def _write_tokenizer(source: Path, folder: Path, vocab_size: int) -> None:
 
 def compare(source: Path, folder: Path, num_tokens: int) -> Agreement:
     """Compare a grown checkpoint with its source on modules that the source was not trained on."""
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    windows: list[list[int]] = []
-    for name, text in library_files():
-        if not held_out(name):
-            continue
-        tokens = tokenizer(text, truncation=True, max_length=WINDOW)["input_ids"]
-        if len(tokens) == WINDOW and len(windows) * WINDOW < num_tokens:
-            windows.append(tokens)
-    ids = torch.tensor(windows)
+    ids = _held_out(source, num_tokens)
     a, b = (_logits(place, ids) for place in (source, folder))
     known, new = b[..., : a.shape[-1]], b.softmax(-1)[..., a.shape[-1] :]
     overlap = torch.minimum(a.softmax(-1), b.softmax(-1)[..., : a.shape[-1]]).sum(-1)
@@ -137,6 +136,19 @@ def compare(source: Path, folder: Path, num_tokens: int) -> Agreement:
         largest_difference=float((a - known).abs().max()),
         new_tokens=float(new.sum(-1).mean()),
     )
+
+
+def _held_out(source: Path, num_tokens: int) -> Tensor:
+    """The beginnings of modules that the source was not trained on. [windows, WINDOW]"""
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    windows: list[list[int]] = []
+    for name, text in library_files():
+        if not held_out(name):
+            continue
+        tokens = tokenizer(text, truncation=True, max_length=WINDOW)["input_ids"]
+        if len(tokens) == WINDOW and len(windows) * WINDOW < num_tokens:
+            windows.append(tokens)
+    return torch.tensor(windows)
 
 
 @torch.no_grad()

@@ -10,7 +10,7 @@ The larger model computes the smaller one's logits, but for rounding, while `noi
 * A rotary pair goes to the place that turns at its frequency, and queries are scaled for the larger
   head's division by `sqrt(head_dim)`.
 * A row of the tables for a token that the small model lacks is the mean of several of its rows, so
-  its logit is never the largest.
+  its logit is never the largest; they are those of rare tokens, so it is small.
 
 With noise every matrix that writes to the stream, and the embedding's other channels, have normal
 numbers added. H, D, N, V are the large model's hidden size, head size, layers and vocabulary, and
@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MIXED = 16  # rows that a new token's row is the mean of
+MIXED = 4  # rows that a new token's row is the mean of
 
 
 class GrowthError(ValueError):
@@ -55,13 +55,20 @@ class Axis:
 class Growth:
     """The tensors of a large model; of its subclasses one for each architecture.
 
-    `weights` are the small model's by their names, in float32, `small` and `large` configs.
+    `weights` are the small model's by their names, in float32, `small` and `large` configs, `rare`
+    tokens that it seldom gives.
     """
 
     def __init__(
-        self, weights: dict[str, Tensor], small: Any, large: Any, noise: float, seed: int
+        self,
+        weights: dict[str, Tensor],
+        small: Any,
+        large: Any,
+        rare: Tensor,
+        noise: float,
+        seed: int,
     ) -> None:
-        self.weights, self.small, self.large = weights, small, large
+        self.weights, self.small, self.large, self.rare = weights, small, large, rare
         self.noise, self.seed = noise, seed
         self.head_dim = _head_dim(large)
         for axis in self._axes():
@@ -177,7 +184,7 @@ class Growth:
         """An embedding's or a head's rows with those of the tokens it lacks. [v, H] -> [V, H]"""
         generator = torch.Generator().manual_seed(zlib.crc32(f"{self.seed} {name} rows".encode()))
         shape = self.large.vocab_size - len(table), MIXED
-        chosen = torch.randint(len(table), shape, generator=generator)
+        chosen = self.rare[torch.randint(len(self.rare), shape, generator=generator)]
         return torch.cat([table, nn.functional.embedding_bag(chosen, table, mode="mean")])
 
     def _inputs(self, name: str) -> Tensor:

@@ -1,0 +1,277 @@
+"""Measure specedge beside other libraries on one pair of checkpoints. Development only.
+
+    python tools/peers/compare.py TARGET DRAFT --prompts FILE --output FOLDER
+
+Each library runs in an environment and processes of its own, on the same prompts, greedily, each
+with the threads, K and draft precision that are its best here. docs/peers.md says what is measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+import platformdirs
+from tokenizers import Tokenizer
+
+from environments import PEERS, Peer, UnavailableError, check_precision, python_of
+from measuring import Prompt, Setting, Tried, best, in_turn, sweep
+from processes import GUESS, Loaded, Pool, Worker, WorkerError
+from reporting import Row, picture, row, table
+
+ROOT = Path(__file__).parents[2]
+WARM_UP = 8  # tokens after loading
+
+
+@dataclass
+class Bench:
+    """What is compared on what, and the converted models by (peer, precision, draft precision)."""
+
+    target: str
+    draft: str
+    prompts: list[Prompt]
+    cache: Path
+    log: Path
+    places: dict[tuple[str, str, str], dict[str, str]] = field(default_factory=dict)
+    pythons: dict[str, str] = field(default_factory=dict)
+
+    def worker(self, peer: str) -> Worker:
+        """A new process of a peer."""
+        paths = [str(ROOT), str(ROOT / "tools/peers/workers")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+        environment |= {"TOKENIZERS_PARALLELISM": "false", "ORT_DISABLE_TELEMETRY": "1"}
+        return Worker([self.pythons[peer], str(PEERS[peer].worker)], self.log, environment)
+
+    def convert(self, peer: str, precision: str, draft_precision: str) -> None:
+        """In a process of its own, so that its memory is not the model's. Raises WorkerError."""
+        with self.worker(peer) as worker:
+            found = worker.ask(
+                "convert",
+                model=self.target,
+                draft=self.draft,
+                precision=precision,
+                draft_precision=draft_precision,
+                cache=str(self.cache / "models"),
+            )
+        self.places[peer, precision, draft_precision] = found
+
+    def start(self, loaded: Loaded) -> tuple[Worker, dict[str, Any]]:
+        """A loaded and warm worker, and what it said of loading. Raises WorkerError."""
+        worker = self.worker(loaded.peer)
+        place = self._place(loaded)
+        draft = place["draft"] if loaded.draft_precision else None
+        try:
+            answer = worker.ask("load", target=place["target"], draft=draft, threads=loaded.threads)
+            k = 2 if loaded.draft_precision else 0
+            worker.ask("generate", prompt=self.prompts[0], tokens=WARM_UP, k=k)
+        except WorkerError:
+            worker.close()
+            raise
+        return worker, answer
+
+    def guess(self, loaded: Loaded) -> float:
+        """Bytes that a process may take before it was measured."""
+        place = self._place(loaded)
+        folders = [place["target"], place["draft"] if loaded.draft_precision else None]
+        sizes = [
+            path.stat().st_size
+            for folder in folders
+            if folder
+            for path in Path(folder).rglob("*")
+            if path.is_file()
+        ]
+        return GUESS * float(sum(sizes))
+
+    def _place(self, loaded: Loaded) -> dict[str, str]:
+        draft = loaded.draft_precision or loaded.precision
+        return self.places[loaded.peer, loaded.precision, draft]
+
+
+def prepare(
+    bench: Bench, peer: Peer, precision: str, drafts: list[str], given: dict[str, str]
+) -> list[str]:
+    """Environment and conversions; the draft precisions that there are. Raises UnavailableError."""
+    check_precision(peer, precision)
+    bench.pythons[peer.name] = python_of(peer, bench.cache / "environments", given)
+    found = []
+    for draft in dict.fromkeys([precision, *drafts]):
+        try:
+            check_precision(peer, draft)
+            bench.convert(peer.name, precision, draft)
+            found.append(draft)
+        except UnavailableError:
+            continue  # a draft in a precision that this peer lacks
+        except WorkerError as error:
+            if draft == precision:
+                raise UnavailableError(f"not converted: {error}") from error
+    return found
+
+
+@dataclass
+class Found:
+    """Both stages: what was tried, and the rows."""
+
+    tried: list[Tried]
+    rows: list[Row]
+
+
+def compare(
+    bench: Bench,
+    peers: list[str],
+    precisions: list[str],
+    given: dict[str, str],
+    length: int,
+    threads: list[int],
+    ks: list[int],
+    rounds: int,
+    limit: float,
+    said: Callable[[str], object],
+) -> Found:
+    """Sweep each peer in each precision, then run the best settings in turn."""
+    pool = Pool(bench.start, bench.guess, limit)
+    tried: list[Tried] = []
+    rows: list[Row] = []
+    settings: list[Setting] = []
+    for precision in precisions:
+        for name in peers:
+            said(f"{name} {precision}: finding its best settings")
+            try:
+                drafts = prepare(bench, PEERS[name], precision, precisions, given)
+            except UnavailableError as error:
+                rows += [Row(name, precision, mode, str(error)) for mode in ("plain", "draft")]
+                continue
+            part = sweep(pool, name, precision, drafts, bench.prompts[:1], length, threads, ks)
+            tried += part
+            for mode in ("plain", "draft"):
+                of_mode = [one for one in part if bool(one.setting.k) == (mode == "draft")]
+                if (chosen := best(of_mode)) is not None:
+                    settings.append(chosen)
+                else:
+                    reason = of_mode[0].reason if of_mode else "no plain decoding to begin from"
+                    rows.append(Row(name, precision, mode, reason))
+    try:
+        runs, failed = in_turn(pool, settings, bench.prompts, length, rounds, said)
+    finally:
+        pool.close()
+    for setting in settings:
+        loaded = setting.loaded
+        mode = "draft" if setting.k else "plain"
+        if setting in failed:
+            rows.append(Row(loaded.peer, loaded.precision, mode, failed[setting]))
+            continue
+        answers = pool.answers[loaded]
+        seconds = min(answer["seconds"] for answer in answers)
+        version = answers[0].get("version", "")
+        rows.append(row(setting, runs, seconds, pool.peak_bytes(loaded), version))
+    rows.sort(key=lambda one: (precisions.index(one.precision), one.mode, peers.index(one.peer)))
+    return Found(tried, rows)
+
+
+def read_prompts(path: Path, target: Path, longest: int) -> list[Prompt]:
+    """The last `longest` tokens of the prompt of each line of JSON."""
+    tokenizer = Tokenizer.from_file(str(target / "tokenizer.json"))
+    texts = [json.loads(line)["prompt"] for line in path.read_text("utf-8").splitlines() if line]
+    return [tokenizer.encode(text).ids[-longest:] for text in texts]
+
+
+def write(folder: Path, found: Found, facts: dict[str, Any], title: str) -> None:
+    """table.md, figures.json and picture.svg."""
+    folder.mkdir(parents=True, exist_ok=True)
+    versions = {one.peer: one.version for one in found.rows if one.version}
+    facts = {**facts, "versions": versions}
+    (folder / "table.md").write_text(table(found.rows), "utf-8")
+    (folder / "picture.svg").write_text(picture(found.rows, title), "utf-8")
+    parts = {name: [asdict(one) for one in getattr(found, name)] for name in ("rows", "tried")}
+    (folder / "figures.json").write_text(json.dumps(facts | parts, indent=1) + "\n", "utf-8")
+
+
+def _listed(_: Any, __: Any, value: str) -> list[str]:
+    return [part.strip() for part in value.split(",") if part.strip()]
+
+
+def _numbers(context: Any, parameter: Any, value: str) -> list[int]:
+    try:
+        found = [int(part) for part in _listed(context, parameter, value)]
+    except ValueError as error:
+        raise click.BadParameter("give whole numbers with commas between them") from error
+    if not found or min(found) < 1:
+        raise click.BadParameter("give whole numbers from 1")
+    return found
+
+
+FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("target", type=FOLDER)
+@click.argument("draft", type=FOLDER)
+@click.option("--prompts", type=click.Path(exists=True, path_type=Path), required=True)
+@click.option("--output", type=click.Path(path_type=Path), required=True)
+@click.option("--tokens", default=64, show_default=True, help="New tokens of each prompt.")
+@click.option("--precision", "precisions", default="fp32,int8,int4", callback=_listed)
+@click.option("--peers", default=",".join(PEERS), callback=_listed, show_default=True)
+@click.option("--threads", default="1,2", callback=_numbers, show_default=True)
+@click.option("-k", "ks", default="2,4,6", callback=_numbers, show_default=True)
+@click.option("--rounds", default=3, show_default=True)
+@click.option("--prompt-length", default=96, show_default=True, help="Tokens, at most.")
+@click.option("--count", default=5, show_default=True, help="Prompts, at most.")
+@click.option("--memory", default=16.0, show_default=True, help="GB for all processes.")
+@click.option("--python", "pythons", multiple=True, metavar="PEER=PATH", help="An environment.")
+@click.option("--cache", type=click.Path(path_type=Path), help="Environments and models.")
+@click.option("--label", default="", help="Words for the title, such as grown.")
+def main(
+    target: Path,
+    draft: Path,
+    prompts: Path,
+    output: Path,
+    tokens: int,
+    precisions: list[str],
+    peers: list[str],
+    threads: list[int],
+    ks: list[int],
+    rounds: int,
+    prompt_length: int,
+    count: int,
+    memory: float,
+    pythons: tuple[str, ...],
+    cache: Path | None,
+    label: str,
+) -> None:
+    """Compare libraries on TARGET with DRAFT and write table.md, figures.json and picture.svg."""
+    if unknown := [name for name in peers if name not in PEERS]:
+        raise click.UsageError(f"no peer {unknown[0]}; there are {', '.join(PEERS)}")
+    given = dict(part.split("=", 1) for part in pythons if "=" in part)
+    found_prompts = read_prompts(prompts, target, prompt_length)[:count]
+    if not found_prompts:
+        raise click.UsageError(f"{prompts} has no prompts")
+    place = (cache or Path(platformdirs.user_cache_dir("specedge")) / "peers").absolute()
+    place.mkdir(parents=True, exist_ok=True)
+    output.mkdir(parents=True, exist_ok=True)
+    bench = Bench(
+        str(target.absolute()), str(draft.absolute()), found_prompts, place, output / "log.txt"
+    )
+    found = compare(
+        bench, peers, precisions, given, tokens, threads, ks, rounds, memory * 1e9, _say
+    )
+    facts = {
+        "target": target.name, "draft": draft.name, "label": label, "tokens": tokens,
+        "prompts": [len(prompt) for prompt in found_prompts], "rounds": rounds,
+        "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
+    }  # fmt: skip
+    title = " ".join(filter(None, [f"{target.name} with {draft.name}", label and f"({label})"]))
+    write(output, found, facts, title)
+    click.echo(table(found.rows))
+
+
+def _say(line: str) -> None:
+    click.echo(line, err=True)
+
+
+if __name__ == "__main__":
+    main()
