@@ -4,7 +4,8 @@
 
 FOLDER gets a checkpoint with that shape's sizes and so its times and memory, and with the text of
 CHECKPOINT: two shapes grown from one CHECKPOINT are a pair whose acceptance the noise sets.
-growth.py has the arithmetic, docs/growing.md says what such figures do not show.
+growth.py and growth_families.py have the arithmetic; docs/growing.md says what such figures do
+not show.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from corpus import held_out, library_files
-from growth import FAMILIES, GrowthError, settings
+from growth import GrowthError
+from growth_families import FAMILIES, settings
 from shapes import SHAPES, write_weights
 
 NAMES = {
@@ -142,13 +145,16 @@ def _held_out(source: Path, num_tokens: int) -> Tensor:
     """The beginnings of modules that the source was not trained on. [windows, WINDOW]"""
     tokenizer = AutoTokenizer.from_pretrained(source)
     windows: list[list[int]] = []
-    for name, text in library_files():
-        if not held_out(name):
-            continue
+    for text in _texts():
         tokens = tokenizer(text, truncation=True, max_length=WINDOW)["input_ids"]
         if len(tokens) == WINDOW and len(windows) * WINDOW < num_tokens:
             windows.append(tokens)
     return torch.tensor(windows)
+
+
+@cache
+def _texts() -> list[str]:
+    return [text for name, text in library_files() if held_out(name)]
 
 
 @torch.no_grad()

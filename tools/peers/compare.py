@@ -89,88 +89,121 @@ class Bench:
         return GUESS * float(sum(sizes))
 
     def _place(self, loaded: Loaded) -> dict[str, str]:
-        draft = loaded.draft_precision or loaded.precision
-        return self.places[loaded.peer, loaded.precision, draft]
+        if loaded.draft_precision:
+            return self.places[loaded.peer, loaded.precision, loaded.draft_precision]
+        known = (
+            place
+            for key, place in self.places.items()
+            if key[:2] == (loaded.peer, loaded.precision)
+        )
+        return next(known)
 
 
-def prepare(
-    bench: Bench, peer: Peer, precision: str, drafts: list[str], given: dict[str, str]
-) -> list[str]:
-    """Environment and conversions; the draft precisions that there are. Raises UnavailableError."""
-    check_precision(peer, precision)
-    bench.pythons[peer.name] = python_of(peer, bench.cache / "environments", given)
-    found = []
-    for draft in dict.fromkeys([precision, *drafts]):
-        try:
-            check_precision(peer, draft)
-            bench.convert(peer.name, precision, draft)
-            found.append(draft)
-        except UnavailableError:
-            continue  # a draft in a precision that this peer lacks
-        except WorkerError as error:
-            if draft == precision:
-                raise UnavailableError(f"not converted: {error}") from error
-    return found
+@dataclass(frozen=True)
+class Plan:
+    """What is measured: names of peers and precisions, and the settings of the sweep."""
+
+    peers: list[str]
+    precisions: list[str]
+    draft_precisions: list[str]
+    threads: list[int]
+    ks: list[int]
+    tokens: int
+    rounds: int
 
 
 @dataclass
 class Found:
-    """Both stages: what was tried, and the rows."""
+    """What was tried, the rows, and what could not be tried."""
 
-    tried: list[Tried]
-    rows: list[Row]
+    tried: list[Tried] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
 
 def compare(
-    bench: Bench,
-    peers: list[str],
-    precisions: list[str],
-    given: dict[str, str],
-    length: int,
-    threads: list[int],
-    ks: list[int],
-    rounds: int,
-    limit: float,
-    said: Callable[[str], object],
+    bench: Bench, plan: Plan, given: dict[str, str], limit: float, said: Callable[[str], object]
 ) -> Found:
-    """Sweep each peer in each precision, then run the best settings in turn."""
+    """Sweep each peer in each precision, then run the best settings in turn.
+
+    `given` are Pythons by peer, `limit` the bytes that all processes may take.
+    """
     pool = Pool(bench.start, bench.guess, limit)
-    tried: list[Tried] = []
-    rows: list[Row] = []
-    settings: list[Setting] = []
-    for precision in precisions:
-        for name in peers:
-            said(f"{name} {precision}: finding its best settings")
-            try:
-                drafts = prepare(bench, PEERS[name], precision, precisions, given)
-            except UnavailableError as error:
-                rows += [Row(name, precision, mode, str(error)) for mode in ("plain", "draft")]
-                continue
-            part = sweep(pool, name, precision, drafts, bench.prompts[:1], length, threads, ks)
-            tried += part
-            for mode in ("plain", "draft"):
-                of_mode = [one for one in part if bool(one.setting.k) == (mode == "draft")]
-                if (chosen := best(of_mode)) is not None:
-                    settings.append(chosen)
-                else:
-                    reason = of_mode[0].reason if of_mode else "no plain decoding to begin from"
-                    rows.append(Row(name, precision, mode, reason))
+    found = Found()
     try:
-        runs, failed = in_turn(pool, settings, bench.prompts, length, rounds, said)
+        settings = []
+        for precision in plan.precisions:
+            for name in plan.peers:
+                said(f"{name} {precision}: finding its best settings")
+                settings += _chosen(bench, pool, plan, (name, precision), given, found)
+        runs, failed = in_turn(pool, settings, bench.prompts, plan.tokens, plan.rounds, said)
     finally:
         pool.close()
     for setting in settings:
-        loaded = setting.loaded
-        mode = "draft" if setting.k else "plain"
         if setting in failed:
-            rows.append(Row(loaded.peer, loaded.precision, mode, failed[setting]))
-            continue
-        answers = pool.answers[loaded]
-        seconds = min(answer["seconds"] for answer in answers)
-        version = answers[0].get("version", "")
-        rows.append(row(setting, runs, seconds, pool.peak_bytes(loaded), version))
-    rows.sort(key=lambda one: (precisions.index(one.precision), one.mode, peers.index(one.peer)))
-    return Found(tried, rows)
+            loaded, mode = setting.loaded, "draft" if setting.k else "plain"
+            found.rows.append(Row(loaded.peer, loaded.precision, mode, failed[setting]))
+        else:
+            answers, peak = pool.answers[setting.loaded], pool.peak_bytes(setting.loaded)
+            seconds = min(answer["seconds"] for answer in answers)
+            found.rows.append(row(setting, runs, seconds, peak, answers[0].get("version", "")))
+    order = plan.precisions.index, plan.peers.index
+    found.rows.sort(key=lambda one: (order[0](one.precision), one.mode, order[1](one.peer)))
+    return found
+
+
+def _chosen(
+    bench: Bench,
+    pool: Pool,
+    plan: Plan,
+    which: tuple[str, str],
+    given: dict[str, str],
+    found: Found,
+) -> list[Setting]:
+    """The best plain and the best speculative setting of a peer in a precision."""
+    name, precision = which
+    try:
+        drafts = _prepare(bench, PEERS[name], precision, plan.draft_precisions, given, found)
+    except UnavailableError as error:
+        found.rows += [Row(name, precision, mode, str(error)) for mode in ("plain", "draft")]
+        return []
+    prompts = bench.prompts[:1]
+    tried = sweep(pool, name, precision, drafts, prompts, plan.tokens, plan.threads, plan.ks)
+    found.tried += tried
+    settings = []
+    for mode in ("plain", "draft"):
+        of_mode = [one for one in tried if bool(one.setting.k) == (mode == "draft")]
+        if (chosen := best(of_mode)) is not None:
+            settings.append(chosen)
+        else:
+            reason = of_mode[0].reason if of_mode else "no plain decoding to begin from"
+            found.rows.append(Row(name, precision, mode, reason))
+    return settings
+
+
+def _prepare(
+    bench: Bench,
+    peer: Peer,
+    precision: str,
+    drafts: list[str],
+    given: dict[str, str],
+    found: Found,
+) -> list[str]:
+    """Environment and conversions; the draft precisions that there are. Raises UnavailableError."""
+    check_precision(peer, precision)
+    bench.pythons[peer.name] = python_of(peer, bench.cache / "environments", given)
+    made = []
+    for draft in dict.fromkeys(drafts):
+        try:
+            check_precision(peer, draft)
+            bench.convert(peer.name, precision, draft)
+            made.append(draft)
+        except (UnavailableError, WorkerError) as error:
+            what = f"{peer.label} {precision} with a draft in {draft}"
+            found.notes.append(f"{what}: {error}")
+    if not made:
+        raise UnavailableError(f"not converted: {found.notes.pop()}")
+    return made
 
 
 def read_prompts(path: Path, target: Path, longest: int) -> list[Prompt]:
@@ -184,15 +217,20 @@ def write(folder: Path, found: Found, facts: dict[str, Any], title: str) -> None
     """table.md, figures.json and picture.svg."""
     folder.mkdir(parents=True, exist_ok=True)
     versions = {one.peer: one.version for one in found.rows if one.version}
-    facts = {**facts, "versions": versions}
-    (folder / "table.md").write_text(table(found.rows), "utf-8")
+    facts = {**facts, "versions": versions, "notes": found.notes}
+    (folder / "table.md").write_text(page(found), "utf-8")
     (folder / "picture.svg").write_text(picture(found.rows, title), "utf-8")
     parts = {name: [asdict(one) for one in getattr(found, name)] for name in ("rows", "tried")}
     (folder / "figures.json").write_text(json.dumps(facts | parts, indent=1) + "\n", "utf-8")
 
 
-def _listed(_: Any, __: Any, value: str) -> list[str]:
-    return [part.strip() for part in value.split(",") if part.strip()]
+def page(found: Found) -> str:
+    """The table, and what could not be tried below it."""
+    return "\n".join([table(found.rows), *(f"* {note}" for note in found.notes)])
+
+
+def _listed(_: Any, __: Any, value: str | None) -> list[str]:
+    return [part.strip() for part in (value or "").split(",") if part.strip()]
 
 
 def _numbers(context: Any, parameter: Any, value: str) -> list[int]:
@@ -215,6 +253,7 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 @click.option("--tokens", default=64, show_default=True, help="New tokens of each prompt.")
 @click.option("--precision", "precisions", default="fp32,int8,int4", callback=_listed)
+@click.option("--draft-precision", "drafts", callback=_listed, help="[default: as --precision]")
 @click.option("--peers", default=",".join(PEERS), callback=_listed, show_default=True)
 @click.option("--threads", default="1,2", callback=_numbers, show_default=True)
 @click.option("-k", "ks", default="2,4,6", callback=_numbers, show_default=True)
@@ -232,6 +271,7 @@ def main(
     output: Path,
     tokens: int,
     precisions: list[str],
+    drafts: list[str],
     peers: list[str],
     threads: list[int],
     ks: list[int],
@@ -256,9 +296,8 @@ def main(
     bench = Bench(
         str(target.absolute()), str(draft.absolute()), found_prompts, place, output / "log.txt"
     )
-    found = compare(
-        bench, peers, precisions, given, tokens, threads, ks, rounds, memory * 1e9, _say
-    )
+    plan = Plan(peers, precisions, drafts or precisions, threads, ks, tokens, rounds)
+    found = compare(bench, plan, given, memory * 1e9, _say)
     facts = {
         "target": target.name, "draft": draft.name, "label": label, "tokens": tokens,
         "prompts": [len(prompt) for prompt in found_prompts], "rounds": rounds,
@@ -266,7 +305,7 @@ def main(
     }  # fmt: skip
     title = " ".join(filter(None, [f"{target.name} with {draft.name}", label and f"({label})"]))
     write(output, found, facts, title)
-    click.echo(table(found.rows))
+    click.echo(page(found))
 
 
 def _say(line: str) -> None:
