@@ -164,6 +164,9 @@ def _like(
     return part
 
 
+_KINDS = {torch.float64: np.float64, torch.int8: np.int8, torch.uint8: np.uint8}
+
+
 class Memory:
     """Memory for one widened matrix after another: new pages cost more than the widening."""
 
@@ -175,7 +178,7 @@ class Memory:
         """Room for so many numbers while the context lasts; huge ones are not kept. [size]"""
         fitting = [b for b in self._free if b.numel() >= size and b.dtype == dtype]
         # Not `torch.empty`: for exact results that gives the model's own type.
-        kind = {torch.float64: np.float64, torch.int8: np.int8}.get(dtype, np.float32)
+        kind = _KINDS.get(dtype, np.float32)
         new = torch.from_numpy(np.empty(0 if fitting else size, kind))
         buffer = min(fitting, key=torch.numel) if fitting else new
         self._free = [b for b in self._free if b is not buffer]

@@ -217,7 +217,7 @@ def _layer(name: str) -> str:
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
     """The type that stored numbers are computed with: integers as they are, others in float32."""
-    return dtype if dtype == torch.int8 else torch.float32
+    return dtype if dtype in (torch.int8, torch.uint8) else torch.float32
 
 
 def _given(name: str, value: torch.Tensor) -> onnx.TensorProto:

@@ -30,7 +30,7 @@ STORED = {
     "float32": (torch.float32, ir.DataType.FLOAT),
 }
 TYPES = {kind.value: dtype for dtype, kind in STORED.values()}
-TYPES[ir.DataType.INT8.value] = torch.int8
+TYPES |= {ir.DataType.INT8.value: torch.int8, ir.DataType.UINT8.value: torch.uint8}
 _PIECE = 8 << 20  # bytes that are read, converted and written at a time
 
 

@@ -15,6 +15,7 @@ from .smoothing import powers
 STRENGTHS = (0.5, 0.75)  # of smoothing; 0.5 shares a channel's size between input and weights
 PARTS = (2, 4, 8)  # of K, with scales of their own
 BUDGET = 0.02  # the error, in the size of the product, from which on K is cut into parts
+SLOW = 0.05  # from which on 8 bits in blocks are tried, whose passes over several tokens are slower
 WORST = 0.2  # and from which on, however it is cut, a group stays in its own type
 NUM_ROWS = 48  # of the text, that errors are measured with
 
@@ -56,7 +57,7 @@ def in_columns(group: Group, x: np.ndarray, can_smooth: bool, can_cut: bool) -> 
             break
         error = _worst(weights, some, best.powers, num_parts)
         best = Choice(best.powers, num_parts, error, plain.error)
-    if best.error > BUDGET and can_cut:
+    if best.error > SLOW and can_cut:
         blocks = in_blocks(group, x, 8)
         if blocks.num_parts and blocks.error < best.error:
             best = replace(blocks, plain_error=plain.error)
