@@ -89,7 +89,9 @@ class Device:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
         # AVX2 without VNNI saturates where bytes of both kinds are multiplied; others ignore it.
-        options.add_session_config_entry("session.x64quantprecision", "1")
+        # Before 1.30 ONNX Runtime aborts the process over a MatMulInteger without a zero point.
+        if _version(ort) >= (1, 30):
+            options.add_session_config_entry("session.x64quantprecision", "1")
         # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB
         # of 135 million parameters in int8, for no time that could be measured.
         options.enable_mem_pattern = False
@@ -164,6 +166,11 @@ def _make_pool(ort: Any, threads: int | None, usual: int | None) -> None:
                 f"thread pool{f', of {made}' if made else ''}; leave threads out, or use a new "
                 "process"
             )
+
+
+def _version(ort: Any) -> tuple[int, ...]:
+    """Its first two numbers."""
+    return tuple(int(part) for part in str(ort.__version__).split(".")[:2])
 
 
 def _first_line(error: Exception) -> str:
