@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -249,7 +250,8 @@ def _copy(node: ir.Node, values: dict[ir.Value, ir.Value], index: int) -> ir.Nod
 
 
 def _like(value: ir.Value, name: str) -> ir.Value:
-    return ir.Value(name=name, shape=value.shape, type=value.type)
+    # A type of its own: setting a value's dtype changes the type in place.
+    return ir.Value(name=name, shape=value.shape, type=copy(value.type))
 
 
 def _order_initializers(graph: ir.Graph, names: list[str]) -> None:

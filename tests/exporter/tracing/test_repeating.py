@@ -108,6 +108,14 @@ def test_repeated_layers_have_experts_of_their_own(name, ops):
     assert described(repeated.graph) == described(whole.graph)
 
 
+def test_weights_of_repeated_layers_have_types_of_their_own():
+    """Storing one in 16 bits must not change what another is said to be."""
+    model, shape, layers = parts_of(model_of("qwen2", layers=3))
+    with swapped(model, CONTEXT):
+        weights = repeating._repeated(model, shape, "onnx", layers).graph.initializers.values()
+    assert len({id(value.type) for value in weights}) == len(weights)
+
+
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 def test_layers_with_weights_of_their_own_are_alike(ops):
     assert alike(model_of(layers=4), ops) == [0, 0, 0, 0]
