@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,16 +27,17 @@ class GenAI:
         if draft:
             described = json.loads(Path(draft, "genai_config.json").read_text("utf-8"))
             model["draft"] = described["model"]["decoder"]
+        self._folder = tempfile.TemporaryDirectory()
+        place = Path(self._folder.name)
+        for path in Path(target).glob("*.json"):
+            shutil.copy(path, place)
         for part, folder in (("decoder", target), ("draft", draft)):
             if folder:
-                _set(model[part], folder, threads)
-        self._folder = tempfile.TemporaryDirectory()
-        for path in Path(target).glob("*.json"):
-            Path(self._folder.name, path.name).symlink_to(path.resolve())
-        place = Path(self._folder.name, "genai_config.json")
-        place.unlink()
-        place.write_text(json.dumps(config), "utf-8")
-        self.model = og.Model(self._folder.name)
+                (place / part).symlink_to(folder)  # files must lie below the configuration
+                model[part]["filename"] = f"{part}/{model[part]['filename']}"
+                model[part].setdefault("session_options", {})["intra_op_num_threads"] = threads
+        (place / "genai_config.json").write_text(json.dumps(config), "utf-8")
+        self.model = og.Model(str(place))
         return {"version": og.__version__}
 
     def generate(self, prompt: list[int], tokens: int, k: int) -> dict[str, Any]:
@@ -57,11 +58,6 @@ class GenAI:
             found["drafted"] = stats["draft_tokens_proposed"]
             found["accepted"] = stats["draft_tokens_accepted"]
         return {"tokens": [int(t) for t in generator.get_sequence(0)[len(prompt) :]], **found}
-
-
-def _set(decoder: dict[str, Any], folder: str, threads: int) -> None:
-    decoder["filename"] = os.path.join(folder, decoder["filename"])
-    decoder.setdefault("session_options", {})["intra_op_num_threads"] = threads
 
 
 def _build(place: Path, source: str, precision: str) -> None:
