@@ -19,7 +19,7 @@ from specedge.manifest import File
 from ..checkpoint.lazy_tensors import numbers
 from ..checkpoint.lazy_weights import Sources
 from ..progress import Advance
-from .nodes import constant, insert
+from .nodes import constant, insert, producer
 
 FILE = "weights.bin"
 SMALLEST = 1024  # bytes; what is smaller stays in the graph
@@ -86,6 +86,7 @@ class Weights:
                 shape = ir.Shape(_array(value).shape)
                 known[place] = _stored(graph, value, seen_as(place, shape, value.name))
         fold_reshapes(graph)
+        widen_rows(graph)
         drop_unused(graph)
 
     def _put(self, array: np.ndarray, name: str) -> ir.ExternalTensor:
@@ -185,6 +186,26 @@ def fold_reshapes(graph: ir.Graph) -> None:
             stored.shape = source.shape = output.shape
             output.replace_all_uses_with(source)
             graph.remove(node, safe=True)
+
+
+def widen_rows(graph: ir.Graph) -> None:
+    """Rows are cast as they are taken: of a table cast as a whole ONNX Runtime keeps an array."""
+    for node in [n for n in graph if n.op_type == "Gather"]:
+        cast = producer(node.inputs[0], "Cast")
+        table = cast.inputs[0] if cast is not None else None
+        if cast is None or table is None or not isinstance(table.const_value, ir.ExternalTensor):
+            continue
+        rows = node.outputs[0]
+        wide = ir.node("Cast", [rows], {"to": ir.DataType.FLOAT})
+        wide.outputs[0].name = f"{rows.name}.float32"
+        wide.outputs[0].shape, wide.outputs[0].type = rows.shape, rows.type
+        graph.insert_after(node, wide)
+        rows.replace_all_uses_with(wide.outputs[0])
+        wide.replace_input_with(0, rows)
+        node.replace_input_with(0, table)
+        rows.type = ir.TensorType(table.const_value.dtype)
+        if not cast.outputs[0].uses():
+            graph.remove(cast, safe=True)
 
 
 def seen_as(tensor: ir.ExternalTensor, shape: ir.Shape, name: str | None) -> ir.ExternalTensor:

@@ -9,6 +9,7 @@ import traces
 from specedge.bundle import Bundle
 from specedge.exporter import export
 from specedge.exporter.graph import graphs
+from specedge.graph_file import weights_of
 
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop", "Memcpy"}
 
@@ -108,6 +109,15 @@ def test_a_half_precision_checkpoint_stays_half(pairs):
     assert kinds == {onnx.TensorProto.BFLOAT16}
     with safe_open(pairs.checkpoint("bfloat16")[1] / "model.safetensors", "pt") as file:
         assert len(file.keys()) > 10
+
+
+def test_rows_of_a_table_are_cast_and_not_the_table(pairs):
+    """Cast as a whole it would lie in memory in float32, beside the head's packed matrix."""
+    bundle = pairs.bundle("bfloat16")
+    for _, graph, _ in protos(bundle):
+        forms = [form for one in weights_of(bundle, graph.file) for form in one.forms]
+        assert any("Gather" in readers for steps, readers in forms if not steps)
+        assert not any("Gather" in readers for steps, readers in forms if steps)
 
 
 def test_graph_files_are_small_and_refer_to_the_weights_beside_them(exported):
