@@ -233,7 +233,7 @@ def test_the_table_lists_what_could_not_be_measured_with_its_reason():
 
 def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
     class Peerless(Peer):
-        requirements = tmp_path / "peerless.txt"
+        requirements = worker = tmp_path / "peerless.txt"
 
     Peerless.requirements.write_text("# without: pip\n")
     peer = Peerless("peerless", "Peerless", ("fp32",))
@@ -262,6 +262,9 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
 def test_a_program_that_is_not_there_and_a_precision_without_conversion_are_reasons(tmp_path):
     with pytest.raises(UnavailableError, match="not built: llama-server is not on the PATH"):
         environments.python_of(PEERS["llamacpp"], tmp_path, {"llamacpp": "/usr/bin/python"})
+    lacking = Peer("lacking", "Lacking", ("fp32",), program="sh")
+    with pytest.raises(UnavailableError, match="nothing here runs it yet"):
+        environments.python_of(lacking, tmp_path, {})
     with pytest.raises(UnavailableError, match="int8 is not measured"):
         environments.check_precision(PEERS["transformers"], "int8")
     environments.check_precision(PEERS["specedge"], "int8-block")
