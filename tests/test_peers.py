@@ -25,6 +25,8 @@ FAKE = """
         def convert(self, request):
             make = lambda place: place.mkdir()
             name = "fake-" + request["precision"]
+            if request["precision"] == "int5":
+                raise NotImplementedError("five bits")
             target = cached(request["cache"], [request["model"]], name, make)
             return {"target": target, "draft": target}
 
@@ -233,7 +235,7 @@ def test_the_table_lists_what_could_not_be_measured_with_its_reason():
 
 def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
     class Peerless(Peer):
-        requirements = tmp_path / "peerless.txt"
+        requirements = worker = tmp_path / "peerless.txt"
 
     Peerless.requirements.write_text("# without: pip\n")
     peer = Peerless("peerless", "Peerless", ("fp32",))
@@ -262,6 +264,9 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
 def test_a_program_that_is_not_there_and_a_precision_without_conversion_are_reasons(tmp_path):
     with pytest.raises(UnavailableError, match="not built: llama-server is not on the PATH"):
         environments.python_of(PEERS["llamacpp"], tmp_path, {"llamacpp": "/usr/bin/python"})
+    lacking = Peer("lacking", "Lacking", ("fp32",), program="sh")
+    with pytest.raises(UnavailableError, match="nothing here runs it yet"):
+        environments.python_of(lacking, tmp_path, {})
     with pytest.raises(UnavailableError, match="int8 is not measured"):
         environments.check_precision(PEERS["transformers"], "int8")
     environments.check_precision(PEERS["specedge"], "int8-block")
@@ -274,7 +279,7 @@ def test_the_whole_comparison_with_two_fakes(fake, tmp_path, monkeypatch):
 
     peers = {
         "specedge": Fake("specedge", "specedge", (), own_environment=False),
-        "genai": Fake("genai", "ORT GenAI", ("fp32",), own_environment=False),
+        "genai": Fake("genai", "ORT GenAI", ("fp32", "int5"), own_environment=False),
         "llamacpp": Peer("llamacpp", "llama.cpp", ("fp32",), program="no-such-program"),
     }
     for name, peer in peers.items():
@@ -283,17 +288,27 @@ def test_the_whole_comparison_with_two_fakes(fake, tmp_path, monkeypatch):
     prompts.write_text('{"prompt": "def f"}\n{"prompt": "class C"}\n')
     folder = tmp_path / "out"
     arguments = [str(PYTHON_1M), str(PYTHON_1M), "--prompts", str(prompts), "--output", str(folder)]
-    arguments += ["--precision", "fp32,int8", "--peers", "specedge,genai,llamacpp", "--tokens", "4"]
+    arguments += [
+        "--precision",
+        "fp32,int8,int5",
+        "--peers",
+        "specedge,genai,llamacpp",
+        "--tokens",
+        "4",
+    ]
     result = CliRunner().invoke(compare.main, [*arguments, "--cache", str(tmp_path / "cache")])
     assert result.exit_code == 0, result.output
     figures = json.loads((folder / "figures.json").read_text())
     rows = {(r["peer"], r["precision"], r["mode"]): r for r in figures["rows"]}
-    assert len(rows) == len(figures["rows"]) == 3 * 2 * 2
+    assert len(rows) == len(figures["rows"]) == 3 * 3 * 2
     best_row = rows["genai", "fp32", "draft"]
     assert (best_row["k"], best_row["threads"]) == (4, 2)
     assert best_row["speedup"] == pytest.approx((1 + 4) / (1 + 2))
     assert best_row["same_as_ours"] == "2/2"
     assert rows["genai", "int8", "plain"]["reason"].startswith("int8 is not measured")
+    reason = "not converted: NotImplementedError: five bits"
+    assert rows["genai", "int5", "plain"]["reason"] == reason
+    assert "ORT GenAI fp32 with a draft in int8: int8 is not measured" in figures["notes"][0]
     assert rows["llamacpp", "fp32", "draft"]["reason"].startswith("not built")
     assert rows["specedge", "int8", "plain"]["min_ms"] == pytest.approx(1250)
     assert "no-such-program" in (folder / "table.md").read_text()

@@ -192,17 +192,22 @@ def _prepare(
     """Environment and conversions; the draft precisions that there are. Raises UnavailableError."""
     check_precision(peer, precision)
     bench.pythons[peer.name] = python_of(peer, bench.cache / "environments", given)
-    made = []
+    made: list[str] = []
+    errors: list[Exception] = []
     for draft in dict.fromkeys(drafts):
         try:
             check_precision(peer, draft)
             bench.convert(peer.name, precision, draft)
             made.append(draft)
         except (UnavailableError, WorkerError) as error:
+            errors.append(error)
             what = f"{peer.label} {precision} with a draft in {draft}"
             found.notes.append(f"{what}: {error}")
     if not made:
-        raise UnavailableError(f"not converted: {found.notes.pop()}")
+        errors.sort(
+            key=lambda error: isinstance(error, UnavailableError)
+        )  # what failed comes first
+        raise UnavailableError(f"not converted: {errors[0]}")
     return made
 
 

@@ -64,6 +64,8 @@ def python_of(peer: Peer, cache: Path, given: dict[str, str]) -> str:
     """
     if peer.program and not shutil.which(peer.program):
         raise UnavailableError(f"not built: {peer.program} is not on the PATH")
+    if not peer.worker.exists():
+        raise UnavailableError("not measured: nothing here runs it yet")
     if found := given.get(peer.name):
         return found
     if not peer.own_environment:
