@@ -192,6 +192,7 @@ def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> C
 
 def alone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...], list[str]]:
     """Ask a graph of itself alone: the T whose rows keep their bits, and the files with others."""
+    tokens = tokens[: runner.geometry.context_length]
     held: dict[int, bool] = {}
     differing: list[str] = []
     ways = [independence(runner, tokens, held)]

@@ -61,7 +61,7 @@ class Pairs:
             with self.once(name, "bundle") as done:
                 if not done.exists():
                     progress = Progress()
-                    export(draft, target, output, progress=progress)
+                    export(draft, target, output, draft_precision="fp32", progress=progress)
                     done.write_text(json.dumps(progress.notes), "utf-8")
             self.bundles[name] = Bundle.read(output)
             self.notes[name] = json.loads(done.read_text("utf-8"))

@@ -11,6 +11,7 @@ from checkpoints import greedy_tokens
 PROMPTS = {"embedded": "def read_config(path):"}  # for the others, any tokens
 LENGTH = 200
 NEAR = 1e-4  # of the logits' spread: what float32 sums in another order may differ by
+NEAR_ROUNDED = 0.1  # and what int8 may
 
 
 SLOW = [
@@ -40,7 +41,7 @@ def plain(pipeline, prompt):
 
 def test_speculative_tokens_equal_plain_decoding_bit_for_bit(pipeline, name, prompt, report):
     expected = plain(pipeline, prompt).tokens
-    assert len(set(expected)) >= 30
+    assert len(set(expected)) >= 25
     for k in (1, 2, 4, 8):
         one = pipeline.generate(prompt, LENGTH, num_draft_tokens=k, ignore_eos=True)
         assert one.tokens == expected, k
@@ -61,7 +62,7 @@ def test_tokens_equal_the_greedy_generate_of_transformers(pipeline, name, prompt
     for i in flips:
         margin = float((logits[i].max() - logits[i][tokens[i]]) / logits[i].std())
         report(f"{name}: near-tie against transformers at token {i}, margin {margin:.1e}")
-        assert margin < NEAR
+        assert margin < (NEAR_ROUNDED if pipeline.bundle.target.quantisation else NEAR)
     assert first == LENGTH or first in flips
 
 

@@ -155,7 +155,7 @@ def exported(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     target = make(folder, request.param, torch.bfloat16)
     progress = Progress()
-    bundle = export(target, target, folder / "bundle", progress=progress)
+    bundle = export(target, target, folder / "bundle", draft_precision="fp32", progress=progress)
     assert all("states no licence" in note for note in progress.notes)
     return target, bundle, progress
 
