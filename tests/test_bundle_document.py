@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import document_reader as reader
+import specedge
 from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle
 from specedge.strict_json import JsonError
@@ -101,6 +102,13 @@ def test_the_document_and_the_code_refuse_the_same_keys_and_types():
 def test_a_reader_written_from_the_document_reads_the_embedded_pair():
     manifest = reader.read(store.embedded())
     assert manifest == json.loads(Bundle.read(store.embedded()).to_json())
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    """In the reader's op set: of rounded weights each op set is a function of its own."""
+    pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+    return specedge.load(store.embedded(), ops="onnx")
 
 
 @pytest.fixture(scope="module")

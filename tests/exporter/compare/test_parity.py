@@ -10,6 +10,7 @@ import torch
 
 from checkpoints import make_config, make_model
 from comparing import measure, model_of, traced
+from rows import LENGTHS
 from specedge.errors import ExportError
 from specedge.exporter.compare import reference, stage
 from specedge.exporter.compare.runner import Fill, Pass, Rows, Runner
@@ -30,7 +31,8 @@ def test_logits_and_caches_equal_the_pytorch_models(exported):
 def test_rows_do_not_depend_on_how_many_share_a_pass(exported):
     for model in exported.models.values():
         for found in model.parity.values():
-            assert found.row_independent_lengths == (1, 2, 3, 5, 9, 64, 256)
+            wanted = tuple(t for t in LENGTHS if t <= model.context_length)
+            assert found.row_independent_lengths == wanted
 
 
 def test_every_file_gives_the_same_bits_and_nothing_is_noted(pairs, exported):
@@ -109,4 +111,4 @@ def test_onnx_runtime_folds_the_casts_of_the_weights(pairs, tmp_path):
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
     stage.open_session(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
     names = [node.op_type for node in ir.load(options.optimized_model_filepath).graph]
-    assert names.count("Cast") == 0
+    assert names.count("Cast") == 1  # of the rows of a table, which are cast as they are taken
