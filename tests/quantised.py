@@ -42,3 +42,22 @@ class Made:
             precision=precision, progress=self.progress, **options,
         )  # fmt: skip
         self.pipeline = specedge.load(self.bundle.folder)
+
+    def check_greedy_text(self, length, k):
+        """It is plain decoding's, with log-probabilities to the bit."""
+        for prompt in PROMPTS:
+            plain, found = (
+                self.pipeline.generate(
+                    prompt, length, num_draft_tokens=n, logprobs=2, ignore_eos=True
+                )
+                for n in (0, k)
+            )
+            assert found.tokens == plain.tokens
+            assert found.logprobs == plain.logprobs
+
+    def check_rows(self):
+        """They keep their bits whatever shares their pass."""
+        for model in self.bundle.models.values():
+            for report in model.parity.values():
+                assert {1, 2, 3, 5, 9, 64} <= {*report.row_independent_lengths}
+        assert not [note for note in self.progress.notes if "bits" in note]

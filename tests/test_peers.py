@@ -26,7 +26,7 @@ FAKE = """
             make = lambda place: place.mkdir()
             name = "fake-" + request["precision"]
             if request["precision"] == "int5":
-                raise NotImplementedError("five bits")
+                raise ValueError("five bits")
             target = cached(request["cache"], [request["model"]], name, make)
             return {"target": target, "draft": target}
 
@@ -306,7 +306,7 @@ def test_the_whole_comparison_with_two_fakes(fake, tmp_path, monkeypatch):
     assert best_row["speedup"] == pytest.approx((1 + 4) / (1 + 2))
     assert best_row["same_as_ours"] == "2/2"
     assert rows["genai", "int8", "plain"]["reason"].startswith("int8 is not measured")
-    reason = "not converted: NotImplementedError: five bits"
+    reason = "not converted: ValueError: five bits"
     assert rows["genai", "int5", "plain"]["reason"] == reason
     assert "ORT GenAI fp32 with a draft in int8: int8 is not measured" in figures["notes"][0]
     assert rows["llamacpp", "fp32", "draft"]["reason"].startswith("not built")

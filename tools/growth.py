@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import re
 import zlib
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,7 +53,7 @@ class Axis:
     large: int
 
 
-class Growth:
+class Growth(ABC):
     """The tensors of a large model; of its subclasses one for each architecture.
 
     `weights` are the small model's by their names, in float32, `small` and `large` configs, `rare`
@@ -82,9 +83,9 @@ class Growth:
         n, N = small.num_hidden_layers, large.num_hidden_layers  # noqa: N806
         self.layers = {(2 * i + 1) * N // (2 * n): i for i in range(n)}
 
+    @abstractmethod
     def tensor(self, name: str, shape: torch.Size) -> Tensor:
         """A tensor of the large model in float32."""
-        raise NotImplementedError
 
     def _axes(self) -> list[Axis]:
         small, large = self.small, self.large
@@ -120,9 +121,9 @@ class Growth:
         parts = fan_in * (2 * self.large.num_hidden_layers + 1)
         return self._random(name, *shape).mul_(float(self.noise * size / parts**0.5))
 
+    @abstractmethod
     def _embedding(self) -> Tensor:
         """The small model's. [v, h]"""
-        raise NotImplementedError
 
     def _heads(self, source: Tensor, target: Tensor, count: int, entries: Tensor) -> Places:
         """Head `source[i]` becomes head `target[i]` of `count`, entry j of one `entries[j]`."""

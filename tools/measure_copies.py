@@ -16,6 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
+from measure_drafters import counts
 from measure_pair import prompts
 from specedge import Pipeline, load
 from specedge.options import Sampling
@@ -96,15 +97,7 @@ def along(drafter: Drafter, prompt: list[int], text: list[int], most: int) -> Co
 
 def count(pipeline: Pipeline, text: list[int], **options: Any) -> Counter[str]:
     """The counts of a request."""
-    stats = pipeline.generate(text, **options).stats
-    return Counter(
-        tokens=stats.num_new_tokens,
-        rounds=stats.num_rounds,
-        drafted=stats.num_drafted,
-        tested=stats.num_tested,
-        accepted=stats.num_accepted,
-        passes=stats.num_draft_passes,
-    )
+    return counts(pipeline.generate(text, **options).stats)
 
 
 def shown(total: Counter[str]) -> list[str]:

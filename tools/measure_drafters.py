@@ -22,6 +22,7 @@ from corpus import held_out, library_files
 from measure_pair import PROMPT_LENGTH, prompts
 from specedge import Pipeline, load
 from specedge.runtime.drafters import ngram_files, ngrams
+from specedge.runtime.stats import Stats
 
 DRAFTERS = ("model", "lookup", "suffix", "chain", "ngram", "block")
 
@@ -69,7 +70,12 @@ def run(pipeline: Pipeline, text: list[int], **options: Any) -> tuple[float, Cou
     """Seconds of a request, and its counts."""
     pipeline.forget()
     stats = pipeline.generate(text, **options).stats
-    counts = Counter(
+    return stats.prefill_seconds + stats.decode_seconds, counts(stats)
+
+
+def counts(stats: Stats) -> Counter[str]:
+    """What a request did, by what it is called."""
+    return Counter(
         tokens=stats.num_new_tokens,
         rounds=stats.num_rounds,
         drafted=stats.num_drafted,
@@ -77,7 +83,6 @@ def run(pipeline: Pipeline, text: list[int], **options: Any) -> tuple[float, Cou
         accepted=stats.num_accepted,
         passes=stats.num_draft_passes,
     )
-    return stats.prefill_seconds + stats.decode_seconds, counts
 
 
 @click.command()

@@ -29,6 +29,7 @@ from .rewriting import Rewriter
 from .storing import Store
 from .texts import Texts
 
+NAMED = 3  # matrices of a group in a line of the report
 Choices = dict[tuple[int, ...], Choice]
 Report = tuple[Quantisation, tuple[int, ...]]  # and the T whose rows keep their bits
 
@@ -137,9 +138,15 @@ def _choices(model: Written, precision: str, texts: Texts, known: Choices) -> Ch
     found: Choices = {}
     for group in new:
         choice = _choice(group, inputs.get(group.key), precision, model.model, tables)
-        names = ", ".join(matrix.stored.tensor.name or "" for matrix in group.matrices)
-        found[group.key] = replace(choice, why=choice.why and f"{names}: {choice.why}")
+        found[group.key] = replace(choice, why=choice.why and f"{_names(group)}: {choice.why}")
     return found
+
+
+def _names(group: Group) -> str:
+    """The names of its first matrices, and how many more there are."""
+    names = [matrix.stored.tensor.name or "" for matrix in group.matrices]
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return ", ".join(name[:120] for name in names[:NAMED]) + more
 
 
 def _choice(

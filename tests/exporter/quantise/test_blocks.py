@@ -118,18 +118,11 @@ def test_layers_are_in_blocks_and_the_head_in_columns(made):
 
 @pytest.mark.parametrize("k", range(1, 9))
 def test_greedy_text_in_blocks_is_plain_decodings_to_the_bit(made, k):
-    for prompt in PROMPTS:
-        plain = made.pipeline.generate(prompt, 24, num_draft_tokens=0, logprobs=2, ignore_eos=True)
-        found = made.pipeline.generate(prompt, 24, num_draft_tokens=k, logprobs=2, ignore_eos=True)
-        assert found.tokens == plain.tokens
-        assert found.logprobs == plain.logprobs
+    made.check_greedy_text(24, k)
 
 
 def test_rows_in_blocks_keep_their_bits_whatever_shares_their_pass(made):
-    for model in made.bundle.models.values():
-        for report in model.parity.values():
-            assert {1, 2, 3, 5, 9, 64} <= {*report.row_independent_lengths}
-    assert not [note for note in made.progress.notes if "bits" in note]
+    made.check_rows()
 
 
 @pytest.mark.parametrize("precision", ["int4", "int8"])

@@ -64,18 +64,11 @@ def test_each_number_is_stored_once_for_all_graphs(made):
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_greedy_text_is_plain_decodings_to_the_bit(made, k):
-    for prompt in PROMPTS:
-        plain = made.pipeline.generate(prompt, 40, num_draft_tokens=0, logprobs=2, ignore_eos=True)
-        found = made.pipeline.generate(prompt, 40, num_draft_tokens=k, logprobs=2, ignore_eos=True)
-        assert found.tokens == plain.tokens
-        assert found.logprobs == plain.logprobs
+    made.check_greedy_text(40, k)
 
 
 def test_rows_keep_their_bits_whatever_shares_their_pass(made):
-    for model in made.bundle.models.values():
-        for report in model.parity.values():
-            assert {1, 2, 3, 5, 9, 64} <= {*report.row_independent_lengths}
-    assert not [note for note in made.progress.notes if "bits" in note]
+    made.check_rows()
 
 
 def test_the_text_is_the_same_on_one_thread_and_on_two(made):
