@@ -11,7 +11,8 @@ from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle, describe, pack_ids
 from specedge.declared import whole
 from specedge.errors import ExportError
-from specedge.manifest import OPS, File, Model
+from specedge.manifest import File, Model
+from specedge.op_sets import COMPUTED, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.precision import CHOICES, HALVES, QUANTISED
 from specedge.version import __version__
@@ -22,7 +23,9 @@ from .checkpoint.checkpoints import Checkpoint
 from .model_files import export_model
 from .progress import Progress
 from .quantise import drafting, texts
-from .quantise.quantising import Written, quantise
+from .quantise.computing import compute_in
+from .quantise.quantising import quantise
+from .quantise.written import Written
 from .tokenizers import frequent, pair
 from .tracing import dry_run
 
@@ -41,10 +44,16 @@ class Request:
     draft_precision: str | None  # None where it is to be chosen
     calibration: str | None
     draft_vocab: int | None
+    compute: str | None
 
     def of(self, role: str) -> str:
         """A model's precision, as far as that is known without its weights."""
         return (self.draft_precision if role == "draft" else None) or self.precision
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a draft's precision is the fastest here: not where it is for other devices."""
+        return self.draft_precision is None and self.compute is None
 
     def __post_init__(self) -> None:
         for precision in (self.precision, self.draft_precision):
@@ -54,6 +63,7 @@ class Request:
                 )
         if self.ops not in ("auto", *OPS):
             raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
+        self._check_compute({self.of("target"), self.of("draft")})
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)
@@ -61,6 +71,21 @@ class Request:
             whole("draft_vocab", self.draft_vocab, 1)
         if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
             raise ValueError(f"tolerance must be above 0 and finite, got {self.tolerance}")
+
+    def _check_compute(self, precisions: set[str]) -> None:
+        if self.compute not in (*COMPUTED, None):
+            raise ValueError(f"compute must be one of {', '.join(COMPUTED)}, got {self.compute!r}")
+        rounded = sorted(precisions & {*QUANTISED})
+        if self.compute == "fp32" and not rounded:
+            raise ValueError(
+                "all graphs of these precisions compute in fp32; leave compute out, or give a "
+                f"precision of {', '.join(QUANTISED)}"
+            )
+        if self.compute == "bf16" and rounded:
+            raise ValueError(
+                f"weights in {rounded[0]} cannot be widened to bf16: ONNX Runtime multiplies them "
+                "with fp32 and fp16 alone"
+            )
 
 
 def export(
@@ -75,6 +100,7 @@ def export(
     precision: str = "fp32",
     draft_precision: str | None = None,
     draft_vocab: int | None = None,
+    compute: str | None = None,
     calibrate: str | os.PathLike[str] | None = None,
     draft_revision: str | None = None,
     target_revision: str | None = None,
@@ -101,13 +127,18 @@ def export(
     With `draft_vocab` the draft's head is cut to that many tokens, the most frequent ones of the
     same text: it drafts no others, reads them all, and its passes are cheaper.
 
+    With `compute`, "fp16" or "bf16" or of rounded weights "fp32" or "fp16", there are op sets, too,
+    that compute in this type, for devices that do: "onnx-fp16" beside "onnx". They read the same
+    weights, and are functions of their own. A draft then has the target's precision.
+
     Raises SpecEdgeError, or ValueError for a bad option.
     """
     progress = progress or Progress()
     file = None if calibrate is None else os.fspath(calibrate)
     request = Request(
-        num_draft_tokens, max_length, ops, tolerance, precision, draft_precision, file, draft_vocab
-    )
+        num_draft_tokens, max_length, ops, tolerance, precision, draft_precision, file, draft_vocab,
+        compute,
+    )  # fmt: skip
     draft, target = os.fspath(draft), os.fspath(target)
     adapters = [None if a is None else os.fspath(a) for a in (adapter, draft_adapter)]
     num_layers = self_draft.asked(draft, draft_revision, adapters[1])
@@ -177,7 +208,8 @@ def _write(
             work / checkpoint.role, progress, num_layers, request.tolerance, own,
         )  # fmt: skip
         precision = request.of(checkpoint.role)
-        if models and request.draft_precision is None and drafting.matters(exported[0]):
+        roles = dict(zip((checkpoint.role, "draft"), exported, strict=False))
+        if models and request.chooses and drafting.matters(exported[0]):
             pieces = _pieces(exported[0], calibration, work)
             first = Written("target", models[0], work / "target")
             one, weights = drafting.fastest(
@@ -186,10 +218,13 @@ def _write(
             exported = [one]
         elif precision in QUANTISED:
             pieces = _pieces(exported[0], calibration, work)
-            roles = dict(zip((checkpoint.role, "draft"), exported, strict=False))
             exported, weights = quantise(
-                roles, work / checkpoint.role, precision, pieces, own, progress
+                roles, work / checkpoint.role, precision, pieces, own, progress, request.compute
             )
+        elif request.compute in HALVES:
+            pieces = _pieces(exported[0], calibration, work)
+            folder = work / checkpoint.role
+            exported = compute_in(request.compute, roles, folder, pieces, own, progress)
         models += exported
         hashed[exported[0].weights] = weights
     ours, theirs = (model.vocab_size for model in models)

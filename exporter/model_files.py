@@ -12,8 +12,10 @@ from typing import TypeVar
 import torch
 
 from specedge.errors import ExportError
-from specedge.manifest import OPS, Cache, File, Model, Parity, Source, signatures
+from specedge.manifest import Cache, File, Model, Source, signatures
+from specedge.op_sets import OPS
 from specedge.precision import FLOAT32
+from specedge.reports import Parity
 
 from .checkpoint import heads, licences, loading, self_draft
 from .checkpoint.checkpoints import Checkpoint

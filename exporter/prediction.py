@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from specedge.errors import ExportError
-from specedge.manifest import OPS, chunk_length
+from specedge.manifest import chunk_length
+from specedge.op_sets import OPS
 
 from .checkpoint.checkpoints import Checkpoint
 from .graph.graphs import Length, lengths

@@ -34,7 +34,8 @@ def load(
     for all sessions of the process, which is faster for small models; sessions that the app makes
     itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
-    `ops` is the op set to run, "onnx", "gqa", or "auto" for the better one.
+    `ops` is the op set to run, "onnx", "gqa", one of those that compute in a type of their own,
+    such as "gqa-fp16", or "auto" for the better one here.
 
     Raises BundleError, DeviceError, also where the memory left cannot hold the pair, or
     MissingExtraError.

@@ -18,11 +18,14 @@ from pathlib import Path
 
 from .declared import whole
 from .errors import BundleError
-from .manifest import CURE, File, Model, check_line
+from .manifest import CURE, File, Model
+from .op_sets import attention
 from .options import MAX_DRAFT_TOKENS, Filters
+from .reports import check_line
 from .strict_json import LARGEST, JsonError, build, parse, plain, text_of
 
-FORMAT = 6
+FORMAT = 7
+FORMATS = (6, FORMAT)  # that are read: 6 has the op sets without a type alone
 MANIFEST = "bundle.json"
 LARGEST_MANIFEST = 16 * 2**20
 LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
@@ -101,7 +104,7 @@ class Bundle:
                 raise ValueError(f"{key}: {graph.name} must have length {lengths[graph.name]}")
         longest = max(g.length or 0 for g in model.graphs if g.name != "prefill")
         longest = max(longest, self.num_draft_tokens + 1)
-        need = model.context_length + longest + ("gqa" in model.parity)
+        need = model.context_length + longest + ("gqa" in map(attention, model.parity))
         if model.cache.capacity < need:
             raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
 
@@ -177,7 +180,7 @@ class Bundle:
     def from_json(cls, text: str) -> Bundle:
         """The manifest alone, without looking at any file."""
         value = parse(text)
-        if isinstance(value, dict) and value.get("format") != FORMAT:
+        if isinstance(value, dict) and value.get("format") not in FORMATS:
             raise FormatError(_other_format(value.get("format")))
         return build(cls, value)
 
@@ -283,7 +286,7 @@ def _other_format(found: object) -> str:
         return f"format must be {FORMAT}; {CURE}"
     cure = "export the pair again" if 0 < found < FORMAT else "use the specedge that wrote it"
     shown = found if abs(found) <= LARGEST else "a huge number"
-    return f"format is {shown}, this specedge reads format {FORMAT}; {cure}"
+    return f"format is {shown}, this specedge reads {' and '.join(map(str, FORMATS))}; {cure}"
 
 
 def _unreadable(folder: Path, error: Exception) -> str:

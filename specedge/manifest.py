@@ -5,16 +5,16 @@ The whole, and the format's number, are in `bundle.py`.
 
 from __future__ import annotations
 
-import math
 import re
 from dataclasses import dataclass, replace
 
 from .errors import BundleError
+from .op_sets import OP_SETS, OPS, attention, computed, is_rounded
 from .precision import DTYPES, PRECISIONS, QUANTISED, Precision, precision_of
+from .reports import Parity, Quantisation, check_line
 from .signature import Signature, Tensor
 
 CURE = "export the pair again, or copy the bundle again"
-OPS = ("onnx", "gqa")
 PREFILL_LENGTH = 64  # tokens of the prefill graph
 GRAPHS = ("decoder", "step", "catchup", "verify", "prefill")  # what this format knows by name
 
@@ -70,6 +70,12 @@ class Cache:
         if self.capacity < 1 or not self.layers:
             raise ValueError("a cache has at least one row and one layer")
 
+    @property
+    def size(self) -> int:
+        """Bytes of all buffers."""
+        row = sum(layer.heads * (layer.key_size + layer.value_size) for layer in self.layers)
+        return DTYPES[self.dtype] * self.capacity * row
+
 
 @dataclass(frozen=True)
 class Graph:
@@ -83,8 +89,8 @@ class Graph:
     file: str
 
     def __post_init__(self) -> None:
-        if self.ops not in OPS:
-            raise ValueError(f"ops is one of {', '.join(OPS)}, got '{self.ops}'")
+        if self.ops not in OP_SETS:
+            raise ValueError(f"ops is one of {', '.join(OP_SETS)}, got '{self.ops}'")
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,39}", self.name):
             raise ValueError(f"name is up to 40 of a-z, 0-9, - and _, got '{self.name}'")
         if self.batch < 1 or (self.length is not None and self.length < 1):
@@ -94,123 +100,16 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Parity:
-    """What the export measured against the PyTorch model.
-
-    `structure_error` compares both in float64, where only a graph that is another model differs; it
-    is relative to the row of logits, or of one head's keys or values. The others are of float32,
-    against the same float64 and relative to the largest value of the output: the graph's and
-    float32's own, which is PyTorch's and that of three runs with other kernels' roundings.
-    `error_ratio` is the largest of the graph's errors as a multiple of that in the same row,
-    `tolerance` what `--tolerance` allowed instead. `num_left_out` counts tokens left out because
-    rounding could have chosen other experts. `row_independent_lengths` are the pass lengths T whose
-    rows had the same bits as one pass over all of them. `versions` are those of the packages that
-    took part.
-    """
-
-    structure_error: float
-    logits_error: float
-    cache_error: float
-    float32_logits_error: float
-    float32_cache_error: float
-    error_ratio: float
-    tolerance: float | None
-    logits_std: float
-    num_positions: int
-    num_left_out: int
-    row_independent_lengths: tuple[int, ...]
-    versions: dict[str, str]
-
-    def __post_init__(self) -> None:
-        numbers = {n: v for n, v in vars(self).items() if isinstance(v, int | float)}
-        if low := [name for name, value in numbers.items() if not 0 <= value < math.inf]:
-            raise ValueError(f"{low[0]} is at least 0 and finite")
-        if min(self.row_independent_lengths, default=1) < 1:
-            raise ValueError("row_independent_lengths are at least 1")
-        for text in (*self.versions, *self.versions.values()):
-            check_line("versions", text)
-
-    def summary(self, precision: Precision) -> str:
-        """Both questions and their answers in one line."""
-        allowed = f"limit {precision.multiple:g}"
-        if self.tolerance is not None:
-            allowed = f"--tolerance {self.tolerance:g}"
-        return (
-            f"matches the model to {self.structure_error:.0e} in float64; in float32 logits are "
-            f"off by {self.logits_error:.1e} "
-            f"(float32 itself by up to {self.float32_logits_error:.1e}), "
-            f"caches by {self.cache_error:.1e} ({self.float32_cache_error:.1e}), the worst row by "
-            f"{self.error_ratio:.1f} times float32's own ({allowed}); "
-            f"{self.num_positions} positions"
-        )
-
-    def bound(self, precision: Precision) -> float:
-        """How far from exact a right graph may be, relative to the largest value."""
-        if self.tolerance is not None:
-            return self.tolerance
-        own = max(self.float32_logits_error, self.float32_cache_error)
-        return precision.multiple * own + precision.floor
-
-
-@dataclass(frozen=True)
-class Quantisation:
-    """What rounding an op set's weights and inputs to integers cost, measured on a text.
-
-    `perplexity` is the model's, `original_perplexity` that of the float graph it was made of;
-    `agreement` is how often their likeliest tokens are the same, `divergence` the mean
-    Kullback-Leibler divergence in nats, `error` the largest difference of a value of logits or
-    cache, in the largest value. Of the groups of matrices that read one input `num_smoothed` had
-    channels' sizes moved, `num_cut` have several scales a row, `num_in_blocks` one for every block
-    of numbers, `num_left` are not rounded; `exceptions` say of each that is not as the precision
-    has it what was done and why.
-    `product_error` is the worst product's, root of the mean square over the product's own;
-    `plain_product_error` what it would be with neither.
-    """
-
-    text: str
-    num_tokens: int
-    perplexity: float
-    original_perplexity: float
-    agreement: float
-    divergence: float
-    error: float
-    num_smoothed: int
-    num_cut: int
-    num_left: int
-    num_in_blocks: int
-    product_error: float
-    plain_product_error: float
-    exceptions: tuple[str, ...]
-
-    def __post_init__(self) -> None:
-        for line in (self.text, *self.exceptions):
-            check_line("text and exceptions", line)
-        for name, value in vars(self).items():
-            if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is at least 0 and finite")
-
-    def summary(self) -> str:
-        """All of it in one line."""
-        return (
-            f"perplexity {self.perplexity:.4g} on {self.num_tokens} tokens of {self.text}, in "
-            f"float {self.original_perplexity:.4g}; the likeliest token is the same in "
-            f"{self.agreement:.1%}, KL {self.divergence:.2g}; the worst product is off by "
-            f"{self.product_error:.1%} (rounded plainly {self.plain_product_error:.1%}; "
-            f"{self.num_smoothed} smoothed, {self.num_cut} cut, {self.num_in_blocks} in blocks, "
-            f"{self.num_left} not rounded)"
-        )
-
-
-@dataclass(frozen=True)
 class Model:
     """One exported model. It reads `vocab_size` tokens: of the target's tokenizer, as many as the
     model has an embedding for. Logits have `padded_vocab_size` columns, of which the first
     `vocab_size` are these tokens, or fewer, for which the bundle has an id map.
 
-    `num_experts` are those of a layer, 0 where no layer chooses among any. `graphs` come in one or
-    two op sets, each with a report in `parity`; `signatures` are what they take and give. Where
-    weights are integers each op set has a report in `quantisation`, too; parity's errors are then
-    those of the float graphs that were rounded.
+    `num_experts` are those of a layer, 0 where no layer chooses among any. `graphs` come in op
+    sets, each with a report in `parity`; `signatures` are what they take and give. `dtype` and the
+    cache's are those of the op sets whose names have none. Each op set of integers, or that
+    computes in 16 bits, has a report in `quantisation`, too; parity's errors are then those of the
+    float graphs that were rounded.
     """
 
     source: Source
@@ -235,8 +134,6 @@ class Model:
         if self.weights_dtype not in (*DTYPES, *QUANTISED):
             known = ", ".join((*DTYPES, *QUANTISED))
             raise ValueError(f"weights_dtype is one of {known}, got '{self.weights_dtype}'")
-        if (self.weights_dtype in QUANTISED) is not bool(self.quantisation):
-            raise ValueError("quantisation has a report where weights are integers, and only there")
         if min(self.vocab_size, self.padded_vocab_size) < 1:
             raise ValueError("vocab_size and padded_vocab_size are at least 1")
         if not 1 <= self.context_length <= self.cache.capacity:
@@ -247,8 +144,13 @@ class Model:
         ops = {ops for name, ops in names if name == "decoder"}
         if not ops or ops != {ops for _, ops in names} or ops != self.parity.keys():
             raise ValueError("each op set in graphs has a decoder and an entry in parity")
-        if self.quantisation and self.quantisation.keys() != ops:
-            raise ValueError("each op set in graphs has an entry in quantisation, or none has")
+        if ops.isdisjoint(OPS):
+            raise ValueError("one op set in graphs has a name without a type")
+        if self.quantisation.keys() != {one for one in ops if is_rounded(one, self.weights_dtype)}:
+            raise ValueError(
+                "quantisation has a report where weights are integers or an op set computes in 16 "
+                "bits, and only there"
+            )
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts are at least 0")
         for graph in self.graphs:
@@ -264,16 +166,30 @@ class Model:
         found = self.signatures.get(graph.signature)
         if found is None:
             raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
-        wanted = signatures(self.cache, self.padded_vocab_size)[kind_of(graph.name)]
+        cache = self.cache_of(graph.ops)
+        wanted = signatures(cache, self.padded_vocab_size)[kind_of(graph.name)]
         if graph.name in GRAPHS and not found.has(wanted):
             raise ValueError(f"{graph.name}'s signature is not that of cache and logits")
+
+    def cache_of(self, ops: str) -> Cache:
+        """The cache that an op set's graphs take."""
+        return self.cache if ops == attention(ops) else replace(self.cache, dtype=computed(ops))
+
+    def op_set(self, ops: str) -> str | None:
+        """The op set of a name, if the model has it; of float weights the one without a type
+        computes in float32.
+        """
+        plain = attention(ops)
+        same = computed(ops) == computed(plain) and not is_rounded(plain, self.weights_dtype)
+        return next((name for name in (ops, *[plain] * same) if name in self.parity), None)
 
     def parity_line(self, ops: str) -> str:
         """What the export found of an op set's graphs, in one line."""
         found = self.parity[ops].summary(self.precision)
         if ops in self.quantisation:
             cost = self.quantisation[ops].summary()
-            return f"{self.weights_dtype}: {cost}; before that it {found}"
+            how = f" computed in {computed(ops)}" if ops != attention(ops) else ""
+            return f"{self.weights_dtype}{how}: {cost}; before that it {found}"
         return found
 
     def bound(self, ops: str) -> float:
@@ -330,12 +246,6 @@ def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:
         "with_logits": Signature(tuple(inputs), (logits, *caches)),
         "caches_alone": Signature(tuple(inputs), tuple(caches)),
     }
-
-
-def check_line(name: str, text: str | None) -> None:
-    """Refuse text that could write over a terminal or pass for two lines."""
-    if text is not None and (len(text) > 500 or re.search(r"[\x00-\x1f\x7f-\x9f]", text)):
-        raise ValueError(f"{name} is one line of at most 500 characters, none of them for control")
 
 
 def _check_dtype(name: str) -> None:

@@ -81,7 +81,7 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
 def parse(text: str) -> dict:
     """The manifest as plain values, of the types that the tables say."""
     manifest = json.loads(text)
-    wanted(isinstance(manifest, dict) and manifest.get("format") == 6, "format")
+    wanted(isinstance(manifest, dict) and manifest.get("format") in (6, 7), "format")
     check("bundle", manifest, tables())
     return manifest
 

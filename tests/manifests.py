@@ -7,8 +7,9 @@ from pathlib import Path
 from specedge import bundle as b
 from specedge import manifest as m
 from specedge.options import Filters
+from specedge.reports import Parity
 
-PARITY = m.Parity(
+PARITY = Parity(
     structure_error=1e-15,
     logits_error=1e-6,
     cache_error=1e-7,

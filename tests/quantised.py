@@ -25,6 +25,8 @@ def with_outliers(model):
                     matrix.weight[:, 3] /= 256
             mlp.up_proj.weight[7] *= 256
             mlp.down_proj.weight[:, 7] /= 256
+            attention.v_proj.weight[5 :: attention.head_dim] *= 256
+            attention.o_proj.weight[:, 5 :: attention.head_dim] /= 256
     return model
 
 

@@ -161,13 +161,13 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
 
 
 @pytest.mark.parametrize(
-    ("found", "cure"), [(5, "export the pair again"), (7, "use the specedge that wrote it")]
+    ("found", "cure"), [(5, "export the pair again"), (8, "use the specedge that wrote it")]
 )
 def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
-    said = f"format is {found}, this specedge reads format 6; {cure}"
+    said = f"format is {found}, this specedge reads 6 and 7; {cure}"
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 

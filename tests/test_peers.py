@@ -3,6 +3,7 @@
 import json
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -18,7 +19,7 @@ from reporting import picture, row, table
 WORKERS = Path(compare.__file__).parent / "workers"
 PYTHON_1M = Path(__file__).parents[1] / "models/checkpoints/python-1m"
 FAKE = """
-    import os, sys
+    import os, subprocess, sys
     from serving import cached, serve
 
     class Fake:
@@ -41,6 +42,8 @@ FAKE = """
                 raise RuntimeError("unlucky\\nsecond line")
             if prompt[0] == 14:
                 sys.exit("fell over")
+            if prompt[0] == 15:
+                subprocess.run(["sleep", "600"])
             seconds = self.speed * (0.5 + (k - 4) ** 2 / 100 if k else 1) * tokens
             found = {"prefill_seconds": 1.0, "decode_seconds": seconds}
             return {"tokens": [t + prompt[0] for t in range(tokens)], **found}
@@ -106,6 +109,23 @@ def test_a_worker_that_ends_says_its_last_words(fake):
         worker.ask("load", target="t", draft=None, threads=1)
         with pytest.raises(WorkerError, match="ended with 1: fell over"):
             worker.ask("generate", prompt=[14], tokens=3, k=0)
+
+
+def test_a_worker_that_hangs_is_ended_with_what_it_started(fake):
+    with Worker(*fake, patience=1.0) as worker:
+        worker.ask("load", target="t", draft=None, threads=1)
+        with pytest.raises(WorkerError, match=r"^no answer to generate in 1 seconds$"):
+            worker.ask("generate", prompt=[15], tokens=3, k=0)
+        group = str(worker._process.pid)
+        assert [s for s in _stats() if s[4] == group and s[2] != "Z"] == []
+
+
+def _stats():
+    """The fields of every process's stat, by proc(5)."""
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            name, _, rest = path.read_text().rpartition(")")
+            yield [*name.split("(", 1), *rest.split()]
 
 
 def test_a_conversion_is_kept_until_its_source_changes(fake, tmp_path):
@@ -174,7 +194,8 @@ def test_without_plain_decoding_no_draft_is_tried():
 def test_every_round_has_every_setting_and_begins_with_another():
     settings = [Setting(loaded(name), 0) for name in "abc"]
     pool = Answers(lambda one, k: None if one.peer == "c" else 1.0)
-    runs, failed = in_turn(pool, settings, [[1], [2]], 5, 3)
+    *early, (runs, failed) = in_turn(pool, settings, [[1], [2]], 5, 3)
+    assert len(early) == 2
     assert [one.peer for one, _ in pool.asked] == list("aabbcbbaaaabb")
     assert len(runs) == 3 * 2 * 2
     assert failed == {settings[2]: "has no such thing"}
@@ -261,12 +282,15 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
     assert environments.python_of(peer, tmp_path, {"peerless": "/other"}) == "/other"
 
 
-def test_a_program_that_is_not_there_and_a_precision_without_conversion_are_reasons(tmp_path):
-    with pytest.raises(UnavailableError, match="not built: llama-server is not on the PATH"):
-        environments.python_of(PEERS["llamacpp"], tmp_path, {"llamacpp": "/usr/bin/python"})
-    lacking = Peer("lacking", "Lacking", ("fp32",), program="sh")
-    with pytest.raises(UnavailableError, match="nothing here runs it yet"):
-        environments.python_of(lacking, tmp_path, {})
+def test_a_build_that_is_not_named_and_a_precision_without_conversion_are_reasons(
+    tmp_path, monkeypatch
+):
+    given = {"llamacpp": "/usr/bin/python"}
+    monkeypatch.delenv("LLAMA_CPP", raising=False)
+    with pytest.raises(UnavailableError, match="not built: LLAMA_CPP names no folder"):
+        environments.python_of(PEERS["llamacpp"], tmp_path, given)
+    monkeypatch.setenv("LLAMA_CPP", "/built")
+    assert environments.python_of(PEERS["llamacpp"], tmp_path, given) == "/usr/bin/python"
     with pytest.raises(UnavailableError, match="int8 is not measured"):
         environments.check_precision(PEERS["transformers"], "int8")
     environments.check_precision(PEERS["specedge"], "int8-block")
@@ -280,7 +304,7 @@ def test_the_whole_comparison_with_two_fakes(fake, tmp_path, monkeypatch):
     peers = {
         "specedge": Fake("specedge", "specedge", (), own_environment=False),
         "genai": Fake("genai", "ORT GenAI", ("fp32", "int5"), own_environment=False),
-        "llamacpp": Peer("llamacpp", "llama.cpp", ("fp32",), program="no-such-program"),
+        "llamacpp": Peer("llamacpp", "llama.cpp", ("fp32",), variable="NO_SUCH_VARIABLE"),
     }
     for name, peer in peers.items():
         monkeypatch.setitem(PEERS, name, peer)
@@ -311,8 +335,15 @@ def test_the_whole_comparison_with_two_fakes(fake, tmp_path, monkeypatch):
     assert "ORT GenAI fp32 with a draft in int8: int8 is not measured" in figures["notes"][0]
     assert rows["llamacpp", "fp32", "draft"]["reason"].startswith("not built")
     assert rows["specedge", "int8", "plain"]["min_ms"] == pytest.approx(1250)
-    assert "no-such-program" in (folder / "table.md").read_text()
+    assert "NO_SUCH_VARIABLE" in (folder / "table.md").read_text()
     assert "<svg" in (folder / "picture.svg").read_text()
+
+
+def test_a_draft_precision_may_be_one_librarys_alone():
+    drafts = ["int8", "genai:int4", "openvino:int8-block"]
+    plan = compare.Plan([], [], drafts, [], [], 0, 0)
+    assert plan.drafts_of("genai") == ["int8", "int4"]
+    assert plan.drafts_of("specedge") == ["int8"]
 
 
 @pytest.mark.parametrize(

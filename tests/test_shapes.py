@@ -20,6 +20,7 @@ NUM_PARAMETERS = {
     "meta-llama/Llama-3.2-1B": 1_235_814_400,
     "TinyLlama/TinyLlama_v1.1": 1_100_048_384,
     "openai-community/gpt2": 124_439_808,
+    "openai-community/gpt2-medium": 354_823_168,
     "openai-community/gpt2-xl": 1_557_611_200,
 }
 SMALL = {"vocab_size": 600, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}

@@ -36,6 +36,7 @@ NAMES = {
     "llama-3.2-1b": "meta-llama/Llama-3.2-1B",
     "llama-3.1-8b": "meta-llama/Llama-3.1-8B",
     "gpt2": "openai-community/gpt2",
+    "gpt2-medium": "openai-community/gpt2-medium",
     "gpt2-xl": "openai-community/gpt2-xl",
 }
 DTYPES = ("float32", "bfloat16", "float16")

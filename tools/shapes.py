@@ -88,6 +88,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
     "openai-community/gpt2": _GPT2,
+    "openai-community/gpt2-medium": {**_GPT2, "n_embd": 1024, "n_layer": 24, "n_head": 16},
     "openai-community/gpt2-xl": {**_GPT2, "n_embd": 1600, "n_layer": 48, "n_head": 25},
 }  # fmt: skip
 VOCAB_SIZE = 512

@@ -33,7 +33,8 @@ from specedge.errors import ParityError, SpecEdgeError
 from specedge.exporter import export
 from specedge.exporter.tracing import tracing
 from specedge.exporter.tracing.module_patches import fix_rotary
-from specedge.manifest import OPS, Parity
+from specedge.op_sets import OPS
+from specedge.reports import Parity
 
 DEPTHS, SEEDS = (2, 8, 32), (0, 1, 2)
 PROMPT = list(range(40, 52))

@@ -164,7 +164,9 @@ def _like(
     return part
 
 
-_KINDS = {torch.float64: np.float64, torch.int8: np.int8, torch.uint8: np.uint8}
+_KINDS = {
+    torch.float64: np.float64, torch.float16: np.float16, torch.int8: np.int8, torch.uint8: np.uint8
+}  # fmt: skip
 
 
 class Memory:

@@ -11,7 +11,7 @@ import onnxscript
 import torch
 import transformers
 
-from specedge.manifest import Parity
+from specedge.reports import Parity
 
 from ..progress import Advance
 from . import checks, structure

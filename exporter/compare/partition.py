@@ -7,6 +7,7 @@ multiplies with: twice to four times a model's size. Of a part that is little.
 from __future__ import annotations
 
 import contextlib
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -72,7 +73,7 @@ class Split:
         graph.value_info.extend(self._types[name] for name in inner if name in self._types)
         for name in part.constants:
             stored = self._stored.get(name)
-            graph.initializer.append(stored or _given(name, self.compute(name)))
+            graph.initializer.append(stored or _given(name, self.shape(name), self._type(name)))
         return model.SerializeToString()
 
     @contextlib.contextmanager
@@ -83,7 +84,7 @@ class Split:
             for name in self.parts[index].constants:
                 if name in self._computed:
                     value = self.compute(name)
-                    kind = _widened(value.dtype)
+                    kind = self._type(name)
                     room = stack.enter_context(memory.taken(value.numel(), kind))
                     rows = room.view(value.shape)
                     for piece in pieces(value, kind):
@@ -99,11 +100,19 @@ class Split:
             return mapped(self._stored[name], self.folder)
         value = self.compute(node.input[0])
         if node.op_type == "Cast":
-            return value  # to float32, by whoever copies it
+            return value  # cast by whoever copies it
         if node.op_type == "Reshape":
             return value.reshape(tuple(onnx.numpy_helper.to_array(self._stored[node.input[1]])))
         (order,) = (list(a.ints) for a in node.attribute if a.name == "perm")
         return value.permute(order)
+
+    def _type(self, name: str) -> torch.dtype:
+        """What a constant is computed with: the type that it is cast to, or stored in."""
+        node = self._computed.get(name)
+        if node is None:
+            return TYPES[self._stored[name].data_type]
+        casts = [a.i for a in node.attribute if node.op_type == "Cast" and a.name == "to"]
+        return TYPES[casts[0]] if casts else self._type(node.input[0])
 
     def form(self, index: int) -> tuple[tuple[object, ...], list[str]]:
         """What a part is but for names and weights, and its names in the order of their use.
@@ -215,18 +224,12 @@ def _layer(name: str) -> str:
     return name.rpartition(".")[0] if name.startswith("past_key_values.") else ""
 
 
-def _widened(dtype: torch.dtype) -> torch.dtype:
-    """The type that stored numbers are computed with: integers as they are, others in float32."""
-    return dtype if dtype in (torch.int8, torch.uint8) else torch.float32
-
-
-def _given(name: str, value: torch.Tensor) -> onnx.TensorProto:
+def _given(name: str, shape: list[int], dtype: torch.dtype) -> onnx.TensorProto:
     """A constant that whoever loads the model gives; what it says of a file is not read."""
-    dtype = _widened(value.dtype)
     kind = next(kind for kind, known in TYPES.items() if known == dtype)
-    tensor = onnx.TensorProto(name=name, data_type=kind, dims=value.shape)
+    tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
-    size = value.numel() * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     for key, text in (("location", FILE), ("offset", 0), ("length", size)):
         tensor.external_data.add(key=key, value=str(text))
     return tensor

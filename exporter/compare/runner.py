@@ -13,6 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from specedge.errors import ExportError
+from specedge.op_sets import computed
 
 from ..checkpoint.lazy_weights import Memory
 from ..graph.graphs import Length
@@ -82,6 +83,7 @@ class Runner:
         self.folder, self.geometry, self.ops = folder, geometry, ops
         self.lengths = {length.name: length for length in lengths}
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
+        self._dtype = computed(ops)
         self._shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
         self._splits: dict[str, partition.Split] = {}
         self.num_stages = 1
@@ -94,7 +96,7 @@ class Runner:
             self.num_stages = len(first.parts)
         else:
             self._whole = Stage(
-                self._shapes, lambda name, packed: self._load(name, ort.SessionOptions())
+                self._shapes, self._dtype, lambda name, _: self._load(name, ort.SessionOptions())
             )
 
     @functools.cached_property
@@ -162,9 +164,24 @@ class Runner:
     def check_files(self) -> None:
         """Load every file as it is, without copies of its weights."""
         for name in self.lengths:
-            options = unpacked()
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
-            self._load(name, options)
+            self._check_file(name)
+
+    def can_run(self) -> bool:
+        """Load every file, too; False where all that ONNX Runtime lacks is kernels."""
+        found = True
+        for name in self.lengths:
+            try:
+                self._check_file(name)
+            except ExportError as error:
+                if type(error.__cause__).__name__ != "NotImplemented":
+                    raise
+                found = False
+        return found
+
+    def _check_file(self, name: str) -> None:
+        options = unpacked()
+        options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
+        self._load(name, options)
 
     def _stages(self) -> Generator[Stage, None, None]:
         if not self.in_parts:
@@ -175,7 +192,8 @@ class Runner:
             caches = {n: shape for n, shape in self._shapes.items() if n in part.inputs}
             with decoder.computed(i, memory) as given:
                 values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()}
-                stage = Stage(caches, functools.partial(self._open_part, i, values))
+                open_ = functools.partial(self._open_part, i, values)
+                stage = Stage(caches, self._dtype, open_)
                 try:
                     yield stage
                 finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,15 +24,19 @@ class Stage:
     def __init__(
         self,
         shapes: dict[str, tuple[int, int, int, int]],
+        dtype: str,
         open_: Callable[[str, bool], ort.InferenceSession | None],
     ) -> None:
-        self.caches = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()}
-        self._bound = {n: ort.OrtValue.ortvalue_from_numpy(c) for n, c in self.caches.items()}
+        self.caches = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
         self._open = open_
         self._sessions: dict[tuple[str, bool], ort.InferenceSession | None] = {}
         self._random = np.random.default_rng(0)
         size = max((cache.size for cache in self.caches.values()), default=0) + _OFFSETS
         self._noise = NOISE * self._random.standard_normal(size, np.float32)
+
+    @functools.cached_property
+    def _bound(self) -> dict[str, ort.OrtValue]:
+        return {n: ort.OrtValue.ortvalue_from_numpy(c) for n, c in self.caches.items()}
 
     def close(self) -> None:
         """Unload the sessions, which map files and use memory that is used again."""

@@ -12,6 +12,8 @@ import onnxscript.optimizer
 
 from specedge.errors import ExportError
 from specedge.manifest import PREFILL_LENGTH, Graph, kind_of
+from specedge.op_sets import computed
+from specedge.precision import FLOAT32
 
 from ..private import versions
 from .head import keep_rows
@@ -35,7 +37,14 @@ class Length:
 
     def entry(self, folder: str, ops: str) -> Graph:
         file = f"{folder}/{self.file(ops)}"
-        return Graph(self.name, ops, 1, self.length, kind_of(self.name), file)
+        signature = signature_of(kind_of(self.name), ops)
+        return Graph(self.name, ops, 1, self.length, signature, file)
+
+
+def signature_of(kind: str, ops: str) -> str:
+    """What a kind of signature is called in an op set: caches may have another type there."""
+    dtype = computed(ops)
+    return kind if dtype == FLOAT32.cache else f"{kind}_{dtype}"
 
 
 def lengths(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[Length]:

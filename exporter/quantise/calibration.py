@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -14,15 +15,39 @@ from ..graph.graphs import Length
 from ..tracing.geometry import Geometry
 from .matrices import groups
 
+NUM_ROWS = 48  # of the texts, that errors are measured with
 _DECODER = Length("decoder", None, prefix="calibration-")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a group read: of each channel the largest and the mean square [K], and rows [n, K]."""
+
+    largest: np.ndarray
+    square: np.ndarray
+    rows: np.ndarray
+
+    @classmethod
+    def of(cls, x: np.ndarray, num_rows: int = NUM_ROWS) -> Seen:
+        """A value of a pass, and rows of it that are evenly apart. [T, K]"""
+        return cls(np.abs(x).max(0), np.square(x).mean(0), x[:: max(1, len(x) // num_rows)].copy())
+
+    @classmethod
+    def all(cls, parts: Sequence[Seen]) -> Seen:
+        """Of several passes over about as many tokens each."""
+        return cls(
+            np.max([part.largest for part in parts], axis=0),
+            np.mean([part.square for part in parts], axis=0),
+            np.concatenate([part.rows for part in parts]),
+        )
 
 
 def inputs(
     decoder: Path, geometry: Geometry, ops: str, texts: Sequence[np.ndarray]
-) -> dict[tuple[int, ...], np.ndarray]:
-    """The input of each group of a graph for any length, over texts that begin anew.
+) -> dict[tuple[int, ...], Seen]:
+    """What each group of a graph for any length reads, over texts that begin anew. [T] each
 
-    None of a group that reads a cache itself. [T] each -> [all T, K] by the group's key
+    Nothing of a group that reads a cache itself. By the group's key.
     """
     model = ir.load(decoder)
     found = {group.value.name: group.key for group in groups(model.graph)}
@@ -32,11 +57,13 @@ def inputs(
             model.graph.outputs.append(group.value)
     path = decoder.parent / _DECODER.file(ops)
     ir.save(model, path)
-    rows: dict[tuple[int, ...], list[np.ndarray]] = {key: [] for key in found.values()}
+    parts: dict[tuple[int, ...], list[Seen]] = {key: [] for key in found.values()}
+    num_rows = max(1, NUM_ROWS // len(texts))
 
     def told(made: Values) -> None:
         for name in made.keys() & found.keys():
-            rows[found[name]].append(made[name].reshape(-1, made[name].shape[-1]))
+            x = made[name].reshape(-1, made[name].shape[-1])
+            parts[found[name]].append(Seen.of(x, num_rows))
 
     try:
         runner = Runner(decoder.parent, [_DECODER], geometry, ops)
@@ -45,4 +72,4 @@ def inputs(
         runner.run([], through=[noise, *passes])
     finally:
         path.unlink()
-    return {key: np.concatenate(parts) for key, parts in rows.items() if parts}
+    return {key: Seen.all(seen) for key, seen in parts.items() if seen}

@@ -9,15 +9,17 @@ import numpy as np
 import torch
 
 from . import rounding
+from .calibration import Seen
 from .matrices import Group
 from .smoothing import powers
 
 STRENGTHS = (0.5, 0.75)  # of smoothing; 0.5 shares a channel's size between input and weights
 PARTS = (2, 4, 8)  # of K, with scales of their own
-BUDGET = 0.02  # the error, in the size of the product, from which on K is cut into parts
+BUDGET = 0.04  # the error, in the size of the product, from which on K is cut into parts
 SLOW = 0.05  # from which on 8 bits in blocks are tried, whose passes over several tokens are slower
 WORST = 0.2  # and from which on, however it is cut, a group stays in its own type
-NUM_ROWS = 48  # of the text, that errors are measured with
+NUM_COLUMNS = 512  # of a matrix, that errors are measured with
+NUM_EXPERTS = 4  # and of a block of experts, each
 
 
 @dataclass(frozen=True)
@@ -38,24 +40,24 @@ class Choice:
     why: str = ""
 
 
-def in_columns(group: Group, x: np.ndarray, can_smooth: bool, can_cut: bool) -> Choice:
-    """One scale a column, or a few, for a group whose inputs are, among others, these. [n, K]
+def in_columns(group: Group, x: Seen, channels: np.ndarray | None, can_cut: bool) -> Choice:
+    """One scale a column, or a few, for a group that reads x.
 
-    Blocks of 8 bits where that is not enough, if the weights are the group's own.
+    Sizes of channels may be moved if `channels` say which have one power, [K]. Blocks of 8 bits
+    where that is not enough, if the weights are the group's own. A stored block of experts has
+    neither.
     """
-    weights = [matrix.stored.numbers() for matrix in group.matrices]
-    if any(w.ndim != 2 for w in weights):
-        return Choice(None, 1, 0.0, 0.0)
-    some = _some(x)
-    plain = best = Choice(None, 1, error := _worst(weights, some), error)
-    for strength in STRENGTHS if can_smooth else ():
-        by = powers(x, _sizes(weights), strength)
-        if (error := _worst(weights, some, by)) < best.error:
+    weights = _some(group)
+    if any(len(matrix.stored.order) != 2 for matrix in group.matrices):
+        channels, can_cut = None, False
+    plain = best = Choice(None, 1, error := _worst(weights, x.rows), error)
+    for by in _powers(group, x, channels):
+        if (error := _worst(weights, x.rows, by)) < best.error:
             best = Choice(by, 1, error, plain.error)
     for num_parts in PARTS if can_cut else ():
-        if best.error <= BUDGET or x.shape[1] % num_parts:
+        if best.error <= BUDGET or len(x.largest) % num_parts:
             break
-        error = _worst(weights, some, best.powers, num_parts)
+        error = _worst(weights, x.rows, best.powers, num_parts)
         best = Choice(best.powers, num_parts, error, plain.error)
     if best.error > SLOW and can_cut:
         blocks = in_blocks(group, x, 8)
@@ -69,22 +71,35 @@ def in_columns(group: Group, x: np.ndarray, can_smooth: bool, can_cut: bool) -> 
     return replace(best, why=f"in {way}, off by {best.error:.1%}, in one by {plain.error:.1%}")
 
 
+def _powers(group: Group, x: Seen, channels: np.ndarray | None) -> list[np.ndarray]:
+    """What could be moved from a group's input."""
+    if channels is None:
+        return []
+    return [powers(x.largest, _sizes(group), strength, channels) for strength in STRENGTHS]
+
+
 def as_it_is(reason: str, plain_error: float = 0.0) -> Choice:
     """No rounding."""
     return Choice(None, 0, 0.0, plain_error, why=f"not rounded, as {reason}")
 
 
-def in_blocks(group: Group, x: np.ndarray, bits: int) -> Choice:
-    """One scale a block of so many bits, for a group whose inputs are, among others, these."""
-    weights, some = [matrix.stored.numbers() for matrix in group.matrices], _some(x)
-    error = max(rounding.error_in_blocks(w, some, bits) for w in weights)
+def in_blocks(group: Group, x: Seen, bits: int) -> Choice:
+    """One scale a block of so many bits, for a group that reads x."""
+    error = max(rounding.error_in_blocks(w, x.rows, bits) for w in _some(group))
     if error > WORST:
         return as_it_is(f"rounding would cost it {error:.1%}", error)
-    return Choice(None, 1, error, error, bits, np.square(x).mean(0))
+    return Choice(None, 1, error, error, bits, x.square)
 
 
-def _some(x: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(x[:: max(1, len(x) // NUM_ROWS)])
+def _some(group: Group) -> list[torch.Tensor]:
+    """As many columns of each matrix as errors are measured with, by chance: heads are regular."""
+    found = []
+    for whole in (matrix.stored.numbers() for matrix in group.matrices):
+        chosen = np.random.default_rng(0).permutation(whole.shape[-1])[:NUM_COLUMNS]
+        stack = whole if whole.ndim > 2 else whole[None]
+        step = -(-len(stack) // NUM_EXPERTS)
+        found += [one[:, np.sort(chosen)].contiguous() for one in stack[::step]]
+    return found
 
 
 def _worst(
@@ -96,7 +111,7 @@ def _worst(
     return max(rounding.error(w, x, powers, num_parts) for w in weights)
 
 
-def _sizes(weights: Sequence[torch.Tensor]) -> np.ndarray:
-    """The largest of each row of several matrices. [K]"""
-    found = [w.abs().amax(1).float() for w in weights]
+def _sizes(group: Group) -> np.ndarray:
+    """The largest of each row of a group's matrices. [K]"""
+    found = [matrix.stored.numbers().abs().amax(1).float() for matrix in group.matrices]
     return torch.stack(found).amax(0).numpy()

@@ -20,9 +20,10 @@ from specedge.manifest import File, Model
 from ..compare.runner import Runner
 from ..compare.stage import open_session
 from ..progress import Progress
-from .quantising import Written, quantise
+from .quantising import quantise
 from .report import logits
 from .texts import Texts
+from .written import Written
 
 LEAST_PARAMETERS = 4_000_000  # below, a pass costs what its nodes cost, not its weights
 KEPT = 0.9  # of the acceptance that the draft has in its own type

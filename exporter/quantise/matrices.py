@@ -88,6 +88,19 @@ def stored_in(value: ir.Value | None) -> Stored | None:
     return Stored(tensor, tuple(range(len(tensor.shape)) if order is None else order))
 
 
+def vector(value: ir.Value | None) -> np.ndarray | None:
+    """A constant's numbers, if it has one axis that is longer than 1: the last."""
+    stored = stored_in(value)
+    if stored is not None:
+        array = contents(stored.tensor).float().numpy()
+    elif value is not None and value.const_value is not None:
+        array = value.const_value.numpy()
+    else:
+        return None
+    is_vector = array.ndim > 0 and array.size == array.shape[-1] > 1
+    return array if array.dtype == np.float32 and is_vector else None
+
+
 def groups(graph: ir.Graph) -> list[Group]:
     """Every product with stored weights in their order, those that read one value together."""
     found: defaultdict[ir.Value, list[Matrix]] = defaultdict(list)

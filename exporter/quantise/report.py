@@ -1,13 +1,81 @@
-"""How far a quantised model is from the one that it was made of, on a text."""
+"""How far a rounded model is from the one that it was made of, on a text."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
+from specedge.errors import ExportError
+from specedge.op_sets import attention, computed
+from specedge.reports import Quantisation
+
+from ..compare import checks
 from ..compare.runner import Action, FillNoise, Pass, Rows, Runner
+from ..progress import Progress
+from . import smoothing
+from .choosing import Choice
+from .texts import Texts
+from .written import Report, Written
+
+
+def report(
+    model: Written,
+    folder: Path,
+    ops: str,
+    texts: Texts,
+    choices: Mapping[tuple[int, ...], Choice],
+    progress: Progress,
+) -> Report:
+    """Run an op set that was written, beside what it was made of and in every way that it is used.
+
+    What ONNX Runtime has no kernels for here is loaded alone, as far as that goes. Raises
+    ExportError where numbers are beyond the type that they are computed in.
+    """
+    who, runner = f"{model.role} ({ops})", model.runner(folder, ops)
+    if not runner.can_run():
+        progress.note(f"{who}: not run, as ONNX Runtime has no {computed(ops)} kernels here")
+        return _described(Distance(), texts, choices), ()
+    powers = {key: choice.powers for key, choice in choices.items()}
+    factors = smoothing.of_caches(ir.load(model.decoder(ops)).graph, powers)
+    before = model.runner(model.folder, attention(ops))
+    found = distance(before, runner, texts.report, factors, model.head)
+    if not math.isfinite(found.loss):
+        raise ExportError(
+            f"{who}: some numbers are beyond {computed(ops)}; give --compute another type, or "
+            "leave it out"
+        )
+    held, differing = checks.alone(runner, np.concatenate(texts.report))
+    if differing:
+        progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
+    return _described(found, texts, choices), held
+
+
+def _described(
+    found: Distance, texts: Texts, choices: Mapping[tuple[int, ...], Choice]
+) -> Quantisation:
+    made = choices.values()
+    count, scored = max(1, found.num_tokens), max(1, found.num_scored)
+    return Quantisation(
+        text=texts.name,
+        num_tokens=found.num_tokens,
+        perplexity=float(np.exp(found.loss / scored)),
+        original_perplexity=float(np.exp(found.original_loss / scored)),
+        agreement=found.num_same / count,
+        divergence=max(0.0, found.divergence / count),
+        error=found.error,
+        num_smoothed=sum(one.powers is not None for one in made),
+        num_cut=sum(one.num_parts > 1 for one in made),
+        num_left=sum(one.num_parts == 0 for one in made),
+        num_in_blocks=sum(one.bits > 0 for one in made),
+        product_error=max((one.error for one in made), default=0.0),
+        plain_product_error=max((one.plain_error for one in made), default=0.0),
+        exceptions=tuple(one.why for one in made if one.why),
+    )
 
 
 @dataclass
@@ -54,15 +122,23 @@ class Distance:
 
 
 def distance(
-    original: Runner, found: Runner, texts: Sequence[np.ndarray], head: np.ndarray | None = None
+    original: Runner,
+    found: Runner,
+    texts: Sequence[np.ndarray],
+    factors: Mapping[str, np.ndarray],
+    head: np.ndarray | None = None,
 ) -> Distance:
-    """Run both over texts that begin anew, [T] each; `head` [n] are their columns' tokens."""
+    """Run both over texts that begin anew, [T] each; `head` [n] are their columns' tokens.
+
+    `factors` are what caches that were found have to be multiplied by, [H, 1, D], by their names.
+    """
     total = Distance()
+    names = original.geometry.cache_names()
     results = zip(texts, _run(found, texts), _run(original, texts), strict=True)
     for text, (logits, caches), (wanted, wanted_caches) in results:
         total.add(logits, wanted, text, head)
-        for ours, theirs in zip(caches, wanted_caches, strict=True):
-            total.compare(ours, theirs)
+        for name, ours, theirs in zip(names, caches, wanted_caches, strict=True):
+            total.compare(ours * factors.get(name, 1), theirs)
     return total
 
 

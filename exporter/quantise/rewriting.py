@@ -46,7 +46,7 @@ class Rewriter:
         if choice.bits:
             self._blocks(first, group, choice)
             return
-        pieces = self._parts(first, group.value, choice)
+        pieces = [self._given(first, part) for part in self._parts(first, group.value, choice)]
         joined = len(group.matrices) > 1 and all(len(m.stored.order) == 2 for m in group.matrices)
         for matrices in [group.matrices] if joined else [(m,) for m in group.matrices]:
             self._product(first, matrices, pieces, choice)
@@ -63,20 +63,18 @@ class Rewriter:
         whole = self._node(node, "Mul", [wide, scale], f"{output.name}.whole", output)
         _take_over(output, whole)
 
-    def _parts(
-        self, before: ir.Node, value: ir.Value, choice: Choice
-    ) -> list[tuple[ir.Value, ir.Value]]:
-        """x as bytes and its scales, [..., T, K] and [..., T, 1], for each part of K."""
+    def _parts(self, before: ir.Node, value: ir.Value, choice: Choice) -> list[ir.Value]:
+        """x in parts of K."""
         if choice.num_parts == 1:
-            return [self._rounded(before, value)]
+            return [value]
         name, size = value.name, value.shape[-1] if value.shape is not None else None
         assert isinstance(size, int)
         sizes = np.full(choice.num_parts, size // choice.num_parts, np.int64)
         names = [f"{name}.part{i}" for i in range(choice.num_parts)]
-        parts = _split(before, value, constant(self.graph, sizes, f"{name}.parts"), names)
-        return [self._rounded(before, part) for part in parts]
+        return _split(before, value, constant(self.graph, sizes, f"{name}.parts"), names)
 
-    def _rounded(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ir.Value]:
+    def _given(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
+        """x as bytes and its scales, [..., T, K] and [..., T, 1]."""
         name = f"{value.name}.rounded"
         sizes = self._node(before, "Abs", [value], f"{name}.sizes", value)
         axis = self._constant("axis", np.array([-1], np.int64))
@@ -116,28 +114,40 @@ class Rewriter:
         self,
         before: ir.Node,
         matrices: Sequence[Matrix],
-        pieces: Sequence[tuple[ir.Value, ir.Value]],
+        pieces: Sequence[tuple[ir.Value, ...]],
         choice: Choice,
     ) -> None:
         """The products of matrices joined along N, of the parts of K added up."""
         name = f"{matrices[0].node.outputs[0].name}.int8"
         total: ir.Value | None = None
-        for i, (bytes_, scale) in enumerate(pieces):
+        like, width = matrices[0].node.outputs[0], sum(map(_width, matrices))
+        for i, piece in enumerate(pieces):
             label = f"{name}.{i}" if len(pieces) > 1 else name
-            values, scales = self._weights(before, matrices, choice, i)
-            like, width = matrices[0].node.outputs[0], sum(map(_width, matrices))
-            inputs = [bytes_, values, self._zero()]
-            kind = ir.DataType.INT32
-            sums = self._node(before, "MatMulInteger", inputs, f"{label}.sums", like, width, kind)
-            to = ir.DataType.FLOAT
-            wide = self._node(before, "Cast", [sums], f"{label}.wide", like, width, to=to)
-            rows = self._node(before, "Mul", [wide, scale], f"{label}.rows", like, width)
-            whole = self._node(before, "Mul", [rows, scales], f"{label}.whole", like, width)
+            weights = self._weights(before, matrices, choice, i)
+            whole = self._multiplied(before, piece, weights, label, like, width)
             if total is not None:
                 whole = self._node(before, "Add", [total, whole], f"{label}.sum", like, width)
             total = whole
         assert total is not None
         self._hand_over(before, matrices, total, name)
+
+    def _multiplied(
+        self,
+        before: ir.Node,
+        given: tuple[ir.Value, ...],
+        weights: tuple[ir.Value, ir.Value],
+        name: str,
+        like: ir.Value,
+        width: int,
+    ) -> ir.Value:
+        """A product of bytes, times both scales."""
+        (bytes_, scale), (values, scales) = given, weights
+        inputs = [bytes_, values, self._zero()]
+        kind, to = ir.DataType.INT32, ir.DataType.FLOAT
+        sums = self._node(before, "MatMulInteger", inputs, f"{name}.sums", like, width, kind)
+        wide = self._node(before, "Cast", [sums], f"{name}.wide", like, width, to=to)
+        rows = self._node(before, "Mul", [wide, scale], f"{name}.rows", like, width)
+        return self._node(before, "Mul", [rows, scales], f"{name}.whole", like, width)
 
     def _blocks(self, before: ir.Node, group: Group, choice: Choice) -> None:
         """The product of a group's matrices joined along N, in blocks."""

@@ -45,6 +45,14 @@ class Store:
         """Where a matrix's blocks lie, and their scales."""
         return self._pair(key, make, ir.DataType.UINT8)
 
+    def zeros(self, shape: tuple[int, ...]) -> ir.ExternalTensor:
+        """Where as many integers lie that are 0."""
+        key = ("zeros", shape)
+        if key not in self._known:
+            name = f"zeros{len(self._known)}"
+            self._known[key] = (self._put(np.zeros(shape, np.int8), ir.DataType.INT8, name),)
+        return self._known[key][0]
+
     def _pair(
         self, key: Hashable, make: Callable[[], Integers | Blocks], kind: ir.DataType
     ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:

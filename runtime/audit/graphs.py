@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specedge.bundle import Bundle
-from specedge.errors import BundleError
+from specedge.errors import BundleError, DeviceError
 from specedge.manifest import Graph, Model
 
 from ..backend.model_session import choose_ops
@@ -143,7 +143,13 @@ class _Comparison:
         if self.budget.over:
             self.missing.append(f"{role}'s {other} graphs")
             return
-        others = _run(self.open_(model, other, "decoder"), model, other)
+        try:
+            graph = self.open_(model, other, "decoder")
+        except DeviceError as error:
+            self.lines.append(f"{role}: not compared: {error}")
+            return
+        others = _run(graph, model, other)
+        del graph
         relative = _relative(others["decoder"], wanted["decoder"])
         self.facts[role][f"relative_difference_to_{other}"] = relative
         line = (

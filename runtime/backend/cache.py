@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specedge.manifest import Model
+from specedge import manifest
 
 from ..loop.model import shared_beginning
 from .buffers import Array, Buffers
@@ -17,14 +17,14 @@ class Cache:
     read, so forgetting costs nothing.
     """
 
-    def __init__(self, model: Model, buffers: Buffers) -> None:
+    def __init__(self, facts: manifest.Cache, buffers: Buffers) -> None:
         self.arrays: dict[str, Array] = {}
         self._buffers = buffers
         self._tokens: list[int] = []
-        for i, layer in enumerate(model.cache.layers):
+        for i, layer in enumerate(facts.layers):
             for name, size in (("key", layer.key_size), ("value", layer.value_size)):
-                shape = (1, layer.heads, model.cache.capacity, size)
-                self.arrays[f"{i}.{name}"] = buffers.zeros(shape, model.cache.dtype)
+                shape = (1, layer.heads, facts.capacity, size)
+                self.arrays[f"{i}.{name}"] = buffers.zeros(shape, facts.dtype)
 
     @property
     def length(self) -> int:

@@ -7,6 +7,7 @@ The figures are of the CPU; docs/measurements.md has what was measured beside th
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -17,12 +18,17 @@ from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.graph_file import Weight, weights_of
 from specedge.manifest import PREFILL_LENGTH, Model
-from specedge.precision import DTYPES, QUANTISED
+from specedge.op_sets import computed
+from specedge.precision import QUANTISED
 
 PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever the pair
 TOKENIZER = 11  # a loaded tokenizer in its file's size, measured with 150,000 entries
 CERTAIN = 0.9  # a prediction may be too large by the rest
 SHORTEST = 256  # tokens of a context that an advice may leave, and what it is a multiple of
+_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -3, 32 << 20  # of glibc's malloc.h, on 64 bits
+# Products that are not named so, with eighths of a weight: of integers that are widened ONNX
+# Runtime makes MatMulNBits, which has a scale for 32 of them.
+_PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9}
 _SIGNS = ("bad_alloc", "bad allocation", "failed to allocate", "cannot allocate", "out of memory")
 
 
@@ -136,26 +142,32 @@ def model_memory(bundle: Bundle, model: Model, ops: str) -> ModelMemory:
     """What one model takes, by its manifest and its decoder's file. Raises BundleError."""
     largest = bundle.files[model.weights].size  # what claims to be more, ONNX Runtime refuses
     found = weights_of(bundle, model.graph("decoder", ops).file)
-    held = list(chain.from_iterable(_held(weight) for weight in found if weight.size <= largest))
+    fitting = (weight for weight in found if weight.size <= largest)
+    is_narrow = computed(ops) != "float32"
+    held = list(chain.from_iterable(_held(weight, is_narrow) for weight in fitting))
     packed = [size for size, is_packed in held if is_packed]
-    sizes = (layer.heads * (layer.key_size + layer.value_size) for layer in model.cache.layers)
     return ModelMemory(
         id=model.source.id,
         weights_dtype=model.weights_dtype,
         packed=sum(packed),
         lying=sum(size for size, is_packed in held if not is_packed),
         opening=max(packed, default=0),
-        caches=DTYPES[model.cache.dtype] * model.cache.capacity * sum(sizes),
+        caches=model.cache_of(ops).size,
         passes=_passes(model, bundle.num_draft_tokens),
     )
 
 
-def _held(weight: Weight) -> Iterator[tuple[int, bool]]:
-    """What a session holds of a weight: bytes, and whether a kernel has packed them."""
+def _held(weight: Weight, is_narrow: bool = False) -> Iterator[tuple[int, bool]]:
+    """What a session holds of a weight: bytes, and whether a kernel has packed them.
+
+    A graph that is narrow multiplies 16 bits, which ONNX Runtime casts to 32 on the CPU.
+    """
     for steps, readers in weight.forms:
         size = weight.size * (2 if "Cast" in steps else 1)  # files have 16 bits, kernels 32
-        products = [op for op in readers if "MatMul" in op or op == "Gemm"]
-        yield from [(size, True)] * len(products)  # each packs its own
+        products = [op for op in readers if "MatMul" in op or op in _PRODUCTS]
+        for op in products:  # each packs its own
+            is_cast = is_narrow and op in ("MatMul", "Gemm") and "Cast" not in steps
+            yield size * (2 if is_cast else 1) * _PRODUCTS.get(op, 8) // 8, True
         if any(op not in products and (steps or op != "Gather") for op in readers):
             yield size, False
 
@@ -208,6 +220,31 @@ def enough_memory(need: Callable[[], ModelMemory]) -> Iterator[None]:
             f"(weights {shown(model.weights)}, caches {shown(model.caches)}), {found}; "
             "free some, or take a smaller model"
         ) from error
+
+
+@contextmanager
+def large_blocks_apart() -> Iterator[None]:
+    """Have glibc give blocks from 1 MB on back to the system as soon as they are freed.
+
+    While a session packs weights, those that it copied from would stay behind among the packed
+    ones: 420 MB beside 1.1 GB. Afterwards the limit is the one that glibc would have moved to by
+    itself. Other allocators are left alone.
+    """
+    set_option = _mallopt()
+    set_option(_MMAP_THRESHOLD, 1 << 20)
+    try:
+        yield
+    finally:
+        set_option(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
+
+
+def _mallopt() -> Callable[[int, int], object]:
+    """glibc's function of this name, else one that does nothing."""
+    try:
+        found: Callable[[int, int], object] = ctypes.CDLL(None).mallopt
+    except (AttributeError, OSError, TypeError):
+        return lambda option, value: None
+    return found
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from specedge.bundle import MANIFEST, Bundle
-from specedge.errors import BundleError
+from specedge.errors import BundleError, DeviceError
 from specedge.graph_file import check_graph
-from specedge.manifest import CURE, OPS, Graph, Model
+from specedge.manifest import CURE, Graph, Model
+from specedge.op_sets import OP_SETS, computed
 from specedge.precision import precision_of
 from specedge.signature import Signature, Tensor
 
@@ -20,7 +21,7 @@ from .cache import Cache
 from .memory import enough_memory, model_memory
 from .sessions import Device, translated_errors
 
-ORT_TYPES = {"float32": "float", "int64": "int64"}
+ORT_TYPES = {"float32": "float", "float16": "float16", "int64": "int64"}
 
 
 class ModelSession:
@@ -39,6 +40,13 @@ class ModelSession:
         self.buffers = Buffers()
         where = f"{bundle.folder / MANIFEST}: {model.source.id}"
         precision_of(where, model.dtype, model.cache.dtype)
+        if computed(self.ops) == "bfloat16":
+            others = ", ".join(name for name in model.parity if computed(name) != "bfloat16")
+            raise DeviceError(
+                f"{model.source.id}: the op set '{self.ops}' computes in bfloat16, which ONNX "
+                f"Runtime has no kernels for on {device.name}; leave --ops out, or take one of "
+                f"{others}"
+            )
         entry = model.graph(graph, self.ops)
         self._signature = model.signatures[entry.signature]
         path = bundle.path(entry.file)
@@ -51,7 +59,7 @@ class ModelSession:
     def cache(self) -> Cache:
         """An empty cache for its passes."""
         with enough_memory(self._need):
-            return Cache(self.model, self.buffers)
+            return Cache(self.model.cache_of(self.ops), self.buffers)
 
     def bind(self, cache: Cache, length: int, num_logits: int) -> Pass:
         """A pass of `length` tokens over a cache, each of whose buffers is input and output.
@@ -104,19 +112,22 @@ class Pass:
 
 def choose_ops(model: Model, ops: str = "auto") -> str:
     """The op set to run. On the CPU `gqa` is the faster one: it reads no more of the cache than is
-    filled. It is left out where `onnx` gives the same bits for more pass lengths.
+    filled. It is left out where `onnx` gives the same bits for more pass lengths. Sets that compute
+    in a type of their own are for other devices: the CPU runs them if asked.
     """
-    if ops not in ("auto", *OPS):
-        raise ValueError(f"ops must be auto, onnx or gqa, got {ops!r}")
+    if ops not in ("auto", *OP_SETS):
+        raise ValueError(f"ops must be one of auto, {', '.join(OP_SETS)}, got {ops!r}")
     if ops == "auto":
         held = {name: {*found.row_independent_lengths} for name, found in model.parity.items()}
         return "gqa" if "gqa" in held and held["gqa"] >= held.get("onnx", set()) else "onnx"
-    if ops not in model.parity:
+    if (found := model.op_set(ops)) is None:
+        plain, _, kind = ops.partition("-")
+        wanted = f"--ops {plain}" + (f" --compute {kind}" if kind else "")
         raise BundleError(
             f"{model.source.id} has no graphs in the op set '{ops}', only in "
-            f"{', '.join(model.parity)}; leave --ops out, or export the pair with --ops {ops}"
+            f"{', '.join(model.parity)}; leave --ops out, or export the pair with {wanted}"
         )
-    return ops
+    return found
 
 
 def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
 
-from .memory import is_out_of_memory
+from .memory import is_out_of_memory, large_blocks_apart
 
 DEVICES = ("cpu",)
 
@@ -74,7 +74,8 @@ class Device:
         """A session for one graph. MemoryError where ONNX Runtime has not enough of it."""
         ort = onnxruntime()
         try:
-            return self._open(ort, os.fspath(path))
+            with large_blocks_apart():
+                return self._open(ort, os.fspath(path))
         except Exception as error:
             if not _is_of_onnxruntime(error):
                 raise

@@ -12,7 +12,8 @@ from specedge.bundle import Bundle
 from specedge.cli import options
 from specedge.cli.inspect import licence
 from specedge.cli.terminal import lines, one_line
-from specedge.manifest import OPS, Model
+from specedge.manifest import Model
+from specedge.op_sets import COMPUTED, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.precision import CHOICES
 
@@ -59,6 +60,11 @@ from specedge.precision import CHOICES
     "--draft-precision",
     type=click.Choice(CHOICES),
     help="The same for the draft. [default: the fastest that is accepted as often, or nearly]",
+)
+@click.option(
+    "--compute",
+    type=click.Choice(tuple(COMPUTED)),
+    help="Add graphs that compute in this type, for devices that do, over the same weights.",
 )
 @click.option(
     "--draft-vocab",

@@ -10,9 +10,10 @@ from specedge.bundle import Bundle
 from specedge.cli import options
 from specedge.cli.progress import bar
 from specedge.cli.terminal import one_line
-from specedge.manifest import Model, Parity
+from specedge.manifest import Model
+from specedge.op_sets import OPS, computed
 from specedge.options import Filters
-from specedge.precision import DTYPES
+from specedge.reports import Parity
 
 
 @click.command()
@@ -108,8 +109,6 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
     source, cache = model.source, model.cache
     layers = cache.layers
     shared = " (the target's)" if role == "draft" and bundle.shares_weights else ""
-    row = sum(layer.heads * (layer.key_size + layer.value_size) for layer in layers)
-    item = DTYPES[cache.dtype]
     return [
         f"{role:16} {source.id}" + (f" at {source.revision}" if source.revision else ""),
         f"  licence        {licence(bundle, role, model)}",
@@ -119,7 +118,7 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
         f"  vocabulary     {model.vocab_size} tokens, {_columns(bundle, role, model)}",
         f"  weights        {bundle.files[model.weights].size / 1e6:.1f} MB{shared}, stored as"
         f" {model.weights_dtype}, computed in {model.dtype}",
-        f"  cache          {row * item * cache.capacity / 1e6:.1f} MB for {cache.capacity} rows",
+        f"  cache          {cache.size / 1e6:.1f} MB for {cache.capacity} rows",
         *(
             line
             for ops, parity in model.parity.items()
@@ -132,7 +131,13 @@ def _graph_lines(model: Model, ops: str, parity: Parity) -> list[str]:
     lengths = ", ".join(map(str, parity.row_independent_lengths)) or "none"
     return [
         f"  {ops:14} {', '.join(graph.name for graph in model.graphs if graph.ops == ops)}",
+        *(_own_type(model, ops) if ops not in OPS else ()),
         f"    parity       {model.parity_line(ops)}; "
         f"logits' standard deviation {parity.logits_std:.1f}",
         f"    same bits    for passes of {lengths} tokens",
     ]
+
+
+def _own_type(model: Model, ops: str) -> list[str]:
+    size = model.cache_of(ops).size / 1e6
+    return [f"    computed in  {computed(ops)}, with a cache of {size:.1f} MB"]

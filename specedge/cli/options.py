@@ -14,7 +14,7 @@ import click
 
 from specedge.cli.terminal import one_line
 from specedge.declared import declarations, shown_default
-from specedge.manifest import OPS
+from specedge.op_sets import OP_SETS
 from specedge.options import MAX_DRAFT_TOKENS, Rules
 from specedge.request import AUTO, Request
 
@@ -38,7 +38,7 @@ threads = click.option(
 )
 ops = click.option(
     "--ops",
-    type=click.Choice(("auto", *OPS)),
+    type=click.Choice(("auto", *OP_SETS)),
     default="auto",
     show_default=True,
     help="Run the graphs of this op set.",

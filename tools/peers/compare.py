@@ -11,8 +11,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ import platformdirs
 from tokenizers import Tokenizer
 
 from environments import PEERS, Peer, UnavailableError, check_precision, python_of
-from measuring import Prompt, Setting, Tried, best, in_turn, sweep
+from measuring import Prompt, Run, Setting, Tried, best, in_turn, sweep
 from processes import GUESS, Loaded, Pool, Worker, WorkerError
 from reporting import Row, picture, row, table
 
@@ -111,6 +111,11 @@ class Plan:
     tokens: int
     rounds: int
 
+    def drafts_of(self, peer: str) -> list[str]:
+        """A draft precision may be one peer's alone: PEER:PRECISION."""
+        parts = (one.rpartition(":") for one in self.draft_precisions)
+        return [precision for owner, _, precision in parts if owner in ("", peer)]
+
 
 @dataclass
 class Found:
@@ -123,10 +128,11 @@ class Found:
 
 def compare(
     bench: Bench, plan: Plan, given: dict[str, str], limit: float, said: Callable[[str], object]
-) -> Found:
+) -> Iterator[Found]:
     """Sweep each peer in each precision, then run the best settings in turn.
 
-    `given` are Pythons by peer, `limit` the bytes that all processes may take.
+    `given` are Pythons by peer, `limit` the bytes that all processes may take. Gives all that is
+    known after each round.
     """
     pool = Pool(bench.start, bench.guess, limit)
     found = Found()
@@ -136,20 +142,25 @@ def compare(
             for name in plan.peers:
                 said(f"{name} {precision}: finding its best settings")
                 settings += _chosen(bench, pool, plan, (name, precision), given, found)
-        runs, failed = in_turn(pool, settings, bench.prompts, plan.tokens, plan.rounds, said)
+        for runs, failed in in_turn(pool, settings, bench.prompts, plan.tokens, plan.rounds, said):
+            rows = found.rows + [_row(pool, setting, runs, failed) for setting in settings]
+            order = plan.precisions.index, plan.peers.index
+            rows.sort(key=lambda one: (order[0](one.precision), one.mode, order[1](one.peer)))
+            yield replace(found, rows=rows)
     finally:
         pool.close()
-    for setting in settings:
-        if setting in failed:
-            loaded, mode = setting.loaded, "draft" if setting.k else "plain"
-            found.rows.append(Row(loaded.peer, loaded.precision, mode, failed[setting]))
-        else:
-            answers, peak = pool.answers[setting.loaded], pool.peak_bytes(setting.loaded)
-            seconds = min(answer["seconds"] for answer in answers)
-            found.rows.append(row(setting, runs, seconds, peak, answers[0].get("version", "")))
-    order = plan.precisions.index, plan.peers.index
-    found.rows.sort(key=lambda one: (order[0](one.precision), one.mode, order[1](one.peer)))
-    return found
+
+
+def _row(pool: Pool, setting: Setting, runs: list[Run], failed: dict[Setting, str]) -> Row:
+    """A setting's line of the table."""
+    loaded = setting.loaded
+    if setting in failed:
+        mode = "draft" if setting.k else "plain"
+        return Row(loaded.peer, loaded.precision, mode, failed[setting])
+    answers = pool.answers[loaded]
+    seconds = min(answer["seconds"] for answer in answers)
+    version = answers[0].get("version", "")
+    return row(setting, runs, seconds, pool.peak_bytes(loaded), version)
 
 
 def _chosen(
@@ -163,7 +174,7 @@ def _chosen(
     """The best plain and the best speculative setting of a peer in a precision."""
     name, precision = which
     try:
-        drafts = _prepare(bench, PEERS[name], precision, plan.draft_precisions, given, found)
+        drafts = _prepare(bench, PEERS[name], precision, plan.drafts_of(name), given, found)
     except UnavailableError as error:
         found.rows += [Row(name, precision, mode, str(error)) for mode in ("plain", "draft")]
         return []
@@ -203,6 +214,8 @@ def _prepare(
             errors.append(error)
             what = f"{peer.label} {precision} with a draft in {draft}"
             found.notes.append(f"{what}: {error}")
+    if not drafts:
+        raise UnavailableError("not asked for: --draft-precision has none for it")
     if not made:
         errors.sort(
             key=lambda error: isinstance(error, UnavailableError)
@@ -258,11 +271,16 @@ FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 @click.option("--output", type=click.Path(path_type=Path), required=True)
 @click.option("--tokens", default=64, show_default=True, help="New tokens of each prompt.")
 @click.option("--precision", "precisions", default="fp32,int8,int4", callback=_listed)
-@click.option("--draft-precision", "drafts", callback=_listed, help="[default: as --precision]")
+@click.option(
+    "--draft-precision",
+    "drafts",
+    callback=_listed,
+    help="PEER:PRECISION is one library's alone.  [default: as --precision]",
+)
 @click.option("--peers", default=",".join(PEERS), callback=_listed, show_default=True)
 @click.option("--threads", default="1,2", callback=_numbers, show_default=True)
 @click.option("-k", "ks", default="2,4,6", callback=_numbers, show_default=True)
-@click.option("--rounds", default=3, show_default=True)
+@click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--prompt-length", default=96, show_default=True, help="Tokens, at most.")
 @click.option("--count", default=5, show_default=True, help="Prompts, at most.")
 @click.option("--memory", default=16.0, show_default=True, help="GB for all processes.")
@@ -302,14 +320,14 @@ def main(
         str(target.absolute()), str(draft.absolute()), found_prompts, place, output / "log.txt"
     )
     plan = Plan(peers, precisions, drafts or precisions, threads, ks, tokens, rounds)
-    found = compare(bench, plan, given, memory * 1e9, _say)
     facts = {
         "target": target.name, "draft": draft.name, "label": label, "tokens": tokens,
         "prompts": [len(prompt) for prompt in found_prompts], "rounds": rounds,
         "machine": f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores",
     }  # fmt: skip
     title = " ".join(filter(None, [f"{target.name} with {draft.name}", label and f"({label})"]))
-    write(output, found, facts, title)
+    for found in compare(bench, plan, given, memory * 1e9, _say):
+        write(output, found, facts, title)
     click.echo(page(found))
 
 

@@ -27,7 +27,7 @@ class Peer:
     label: str
     precisions: tuple[str, ...]
     own_environment: bool = True
-    program: str = ""  # what must be on the PATH
+    variable: str = ""  # what must be set
 
     @property
     def worker(self) -> Path:
@@ -46,7 +46,7 @@ PEERS = {
         Peer("transformers", "transformers", ("fp32",)),
         Peer("genai", "ORT GenAI", ("fp32", "int4")),
         Peer("openvino", "OpenVINO", ("fp32", "int8", "int4")),
-        Peer("llamacpp", "llama.cpp", ("fp32", "int8", "int4"), program="llama-server"),
+        Peer("llamacpp", "llama.cpp", ("fp32", "int8", "int4"), variable="LLAMA_CPP"),
     )
 }
 
@@ -62,10 +62,8 @@ def python_of(peer: Peer, cache: Path, given: dict[str, str]) -> str:
 
     Raises UnavailableError.
     """
-    if peer.program and not shutil.which(peer.program):
-        raise UnavailableError(f"not built: {peer.program} is not on the PATH")
-    if not peer.worker.exists():
-        raise UnavailableError("not measured: nothing here runs it yet")
+    if peer.variable and not os.environ.get(peer.variable):
+        raise UnavailableError(f"not built: {peer.variable} names no folder")
     if found := given.get(peer.name):
         return found
     if not peer.own_environment:

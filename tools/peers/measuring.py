@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -122,8 +122,11 @@ def in_turn(
     length: int,
     rounds: int,
     said: Callable[[str], object] = lambda line: None,
-) -> tuple[list[Run], dict[Setting, str]]:
-    """All settings in each round, another one first each time; and why some failed."""
+) -> Iterator[tuple[list[Run], dict[Setting, str]]]:
+    """All settings in each round, another one first each time; and why some failed.
+
+    Gives all that is known after each round.
+    """
     runs: list[Run] = []
     failed: dict[Setting, str] = {}
     for turn in range(rounds):
@@ -139,4 +142,4 @@ def in_turn(
                 ]
             except WorkerError as error:
                 failed[setting] = str(error)
-    return runs, failed
+        yield runs, failed

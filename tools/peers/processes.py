@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
+import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+PATIENCE = 3600.0  # seconds for an answer; a conversion takes the longest
 GUESS = 3  # times the size of the files is what a model takes, before it was measured
 
 
@@ -28,9 +33,15 @@ class Loaded:
 
 
 class Worker:
-    """A worker's process; use it as a context."""
+    """A worker's process and those that it starts; use it as a context."""
 
-    def __init__(self, command: list[str], log: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        command: list[str],
+        log: Path,
+        environment: dict[str, str],
+        patience: float = PATIENCE,
+    ) -> None:
         with log.open("ab") as stderr:
             self._process = subprocess.Popen(
                 command,
@@ -39,21 +50,28 @@ class Worker:
                 stderr=stderr,
                 text=True,
                 env=environment,
+                start_new_session=True,
             )
-        self._log = log
+        self._log, self._patience, self._is_late = log, patience, False
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
         """Send a request and wait for its answer. Raises WorkerError."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        alarm = threading.Timer(self._patience, self._give_up)
+        alarm.start()
         try:
             self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
         except BrokenPipeError:
             line = ""
+        finally:
+            alarm.cancel()
         if not line:
             self.close()
+            if self._is_late:
+                raise WorkerError(f"no answer to {op} in {self._patience:g} seconds")
             raise WorkerError(f"ended with {self._process.returncode}: {self._last_words()}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
@@ -67,7 +85,7 @@ class Worker:
             self._process.stdin.close()
             self._process.wait(60)
         except (BrokenPipeError, subprocess.TimeoutExpired):
-            self._process.kill()
+            self._kill()
             self._process.wait()
         assert self._process.stdout is not None
         self._process.stdout.close()
@@ -77,6 +95,14 @@ class Worker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _give_up(self) -> None:
+        self._is_late = True
+        self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
     def _last_words(self) -> str:
         lines = self._log.read_text("utf-8", "replace").strip().splitlines()

@@ -91,7 +91,7 @@ def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.02)
             assert report.agreement > 0.9
             assert 0 < report.divergence < 0.02
-            assert 0 < report.error < 0.2
+            assert 0 < report.error < 0.3
             assert report.num_left == 0
             assert f"perplexity {report.perplexity:.4g}" in model.parity_line(ops)
 
@@ -99,7 +99,8 @@ def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
 def test_channels_that_dwarf_the_others_are_smoothed_away(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, ops="onnx")
     (report,) = made.bundle.target.quantisation.values()
-    assert report.num_smoothed >= 3 * SIZES["layers"]
+    assert report.num_smoothed >= 4 * SIZES["layers"]
+    assert report.num_cut == report.num_in_blocks == 0
     assert report.plain_product_error > 0.1
     assert report.product_error < 0.03
 

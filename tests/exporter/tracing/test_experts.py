@@ -24,7 +24,7 @@ from specedge.exporter.compare.stage import open_session
 from specedge.exporter.tracing.attention import OPSET, TracedPass, running
 from specedge.exporter.tracing.experts import Experts, Swiglu, spelled_out
 from specedge.exporter.tracing.families import eager, registered
-from specedge.manifest import OPS
+from specedge.op_sets import OPS
 
 NUMBER, CHOSEN, HIDDEN, INNER = 8, 2, 64, 32
 _SIZES = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -57,9 +58,9 @@ def graph(sizes, *nodes):
     return field(7, b"".join(parts))
 
 
-def held(content):
+def held(content, is_narrow=False):
     """Packed and lying bytes of a graph's weights."""
-    found = [one for weight in weights(content) for one in memory._held(weight)]
+    found = [one for weight in weights(content) for one in memory._held(weight, is_narrow)]
     return [sum(size for size, packed in found if packed is kind) for kind in (True, False)]
 
 
@@ -82,6 +83,17 @@ def test_what_two_products_read_is_packed_twice_and_what_others_read_lies_once()
     assert held(graph({"a": 10}, *twice)) == [20, 0]
     norms = [("RMSNormalization", "x", "a", "y"), ("RMSNormalization", "z", "a", "u")]
     assert held(graph({"a": 10}, *norms)) == [0, 10]
+
+
+def test_16_bits_that_are_multiplied_as_they_are_are_widened_on_the_cpu():
+    content = graph({"a": 10, "b": 20}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
+                    ("MatMul", "x", "w", "z"))  # fmt: skip
+    assert held(content, is_narrow=True) == [60, 0]
+
+
+def test_integers_that_are_widened_are_multiplied_in_blocks_with_a_scale_each():
+    content = graph({"a": 32}, ("DequantizeLinear", "a", "s", "w"), ("MatMul", "x", "w", "y"))
+    assert held(content) == held(content, is_narrow=True) == [36, 0]
 
 
 def test_casts_in_a_circle_come_to_an_end():
@@ -183,3 +195,48 @@ def test_the_peak_is_predicted():
     measured = int(said.stdout.split()[-1])
     need = loading.memory_of(Bundle.read(store.embedded()))
     assert need.peak == pytest.approx(measured, rel=0.15)
+
+
+FREED = """
+import ctypes
+from contextlib import nullcontext
+from pathlib import Path
+from specedge.runtime.backend.memory import large_blocks_apart
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
+libc.free.argtypes, libc.free.restype = [ctypes.c_void_p], None
+
+def resident():
+    return 4096 * int(Path("/proc/self/statm").read_text().split()[1])
+
+def taken(size):
+    block = libc.malloc(size)
+    ctypes.memset(block, 1, size)
+    return block
+
+libc.free(taken(30_000_000))  # glibc takes smaller ones from its heap from now on
+before = resident()
+with {}():
+    pairs = [(taken(4_000_000), taken(100_000)) for _ in range(25)]
+    for large, _ in pairs:
+        libc.free(large)
+print(resident() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_large_blocks_that_a_session_frees_between_others_go_back_to_the_system():
+    left = {}
+    for way in ("large_blocks_apart", "nullcontext"):
+        command = [sys.executable, "-c", FREED.format(way)]
+        left[way] = int(subprocess.run(command, capture_output=True, check=True).stdout)
+    assert left["nullcontext"] > 80 * MB  # as it is without; or this test shows nothing
+    assert left["large_blocks_apart"] < 20 * MB
+
+
+def test_allocators_without_that_option_are_left_alone(monkeypatch):
+    for failure in (AttributeError, OSError, TypeError):
+        monkeypatch.setattr(memory.ctypes, "CDLL", Mock(side_effect=failure))
+        with memory.large_blocks_apart():
+            pass

@@ -63,13 +63,13 @@ def _answer(peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
                 raise ValueError(f"unknown op {other}")
     except Exception as error:  # whatever a library raises is this request's answer
         return {"error": f"{type(error).__name__}: {error}"}
-    return {**found, "seconds": time.perf_counter() - start, "peak_bytes": peak_bytes()}
+    return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(), **found}
 
 
-def peak_bytes() -> int:
-    """The most memory that this process had resident, without what its parent had."""
+def peak_bytes(process: int | str = "self") -> int:
+    """The most memory that a process had resident, without what its parent had."""
     try:
-        lines = Path("/proc/self/status").read_text().splitlines()
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else 1024

@@ -1,0 +1,155 @@
+"""A float32 graph into one that computes in 16 bits, over the same weights.
+
+Caches and all that is made of tokens get the type. What depends on positions alone stays in
+float32, as 16 bits tell few positions apart, and so do sums of squares, which overflow them; they
+are cast where they meet the rest. Logits are cast to float32 at the end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from .nodes import constant
+from .weights import drop_unused
+
+_WIDE = ir.DataType.FLOAT
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+# What a spelled-out norm begins with. Norms that are one node add up in float32 by themselves.
+_SUMS = {"Pow", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"}
+_FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
+
+
+def narrow(model: ir.Model, kind: ir.DataType) -> None:
+    """Let a model's graph compute in a type of 16 bits, in place."""
+    graph = model.graph
+    casts = _Casts(graph, kind)
+    for value in graph.inputs:
+        if value.dtype == _WIDE:
+            value.dtype = kind
+    for node in list(graph):
+        for output in node.outputs:
+            if output.dtype is None:
+                output.dtype = _left_out(node)
+        _retype(node, casts)
+    _widen_logits(graph, kind)
+    passes.RemoveUnusedNodesPass()(model)
+    drop_unused(graph)
+
+
+def _left_out(node: ir.Node) -> ir.DataType | None:
+    """The type of what a node makes that a rewrite put in without one: in most its input's."""
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    return next((x.dtype for x in node.inputs if x is not None), None)
+
+
+def _retype(node: ir.Node, casts: _Casts) -> None:
+    """Let a node read and make floats of one type."""
+    floats = [(i, x) for i, x in enumerate(node.inputs) if x is not None and _is_float(x)]
+    read = {x.dtype for _, x in floats if not _is_constant(x)}
+    squares = node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
+    if read <= {_WIDE} or node.op_type in _SUMS or squares:
+        for i, value in floats:
+            if value.dtype == casts.kind and not _is_constant(value):
+                node.replace_input_with(i, casts.wide(value))
+        return
+    for i, value in floats:
+        node.replace_input_with(i, casts.narrow(value))
+    for value in node.outputs:
+        if value.dtype == _WIDE:
+            value.dtype = casts.kind
+    if node.op_type == "Cast" and node.outputs[0].dtype == casts.kind:
+        assert node.inputs[0] is not None
+        node.outputs[0].replace_all_uses_with(node.inputs[0])
+
+
+def _widen_logits(graph: ir.Graph, kind: ir.DataType) -> None:
+    logits = graph.outputs[0]
+    if logits.dtype == kind:
+        name, logits.name = logits.name, f"{logits.name}.narrow"
+        graph.outputs[0] = _cast(graph, logits, _WIDE, name)
+
+
+class _Casts:
+    """Values in the type of 16 bits, and in float32, each made once."""
+
+    def __init__(self, graph: ir.Graph, kind: ir.DataType) -> None:
+        self.kind = kind
+        self._graph = graph
+        self._narrow: dict[ir.Value, ir.Value] = {}
+        self._wide: dict[ir.Value, ir.Value] = {}
+
+    def wide(self, value: ir.Value) -> ir.Value:
+        if value not in self._wide:
+            self._wide[value] = _cast(self._graph, value, _WIDE, f"{value.name}.wide")
+        return self._wide[value]
+
+    def narrow(self, value: ir.Value) -> ir.Value:
+        if value.dtype == self.kind:
+            return value
+        if value not in self._narrow:
+            self._narrow[value] = self._narrowed(value)
+        return self._narrow[value]
+
+    def _narrowed(self, value: ir.Value) -> ir.Value:
+        """Of a weight that is stored in the type the weight itself, else a cast."""
+        name, node = f"{value.name}.{self.kind.name.lower()}", value.producer()
+        tensor = value.const_value
+        if tensor is not None and not isinstance(tensor, ir.ExternalTensor):
+            return constant(self._graph, _fitting(tensor.numpy(), self.kind), name)
+        source = node.inputs[0] if node is not None else None
+        if node is None or source is None or not _is_constant(value):
+            return _cast(self._graph, value, self.kind, name)
+        if node.op_type == "Cast":
+            narrowed = source.dtype in _HALVES
+            return self.narrow(source) if narrowed else _cast(self._graph, value, self.kind, name)
+        # What floats it reads, and so what it makes, are the weight's, or the scales of integers.
+        inputs = [x if x is None or not _is_float(x) else self.narrow(x) for x in node.inputs]
+        made = ir.node(node.op_type, inputs, dict(node.attributes))
+        return _put(self._graph, node, made, value, self.kind, name)
+
+
+def _cast(graph: ir.Graph, value: ir.Value, kind: ir.DataType, name: str | None) -> ir.Value:
+    node = ir.node("Cast", [value], {"to": kind})
+    return _put(graph, value.producer(), node, value, kind, name)
+
+
+def _put(
+    graph: ir.Graph,
+    after: ir.Node | None,
+    node: ir.Node,
+    like: ir.Value,
+    kind: ir.DataType,
+    name: str | None,
+) -> ir.Value:
+    """The output of a new node behind another, or at the start, in the shape of `like`."""
+    output = node.outputs[0]
+    output.name, output.shape, output.dtype = name, like.shape, kind
+    if after is None:
+        graph.insert_before(graph[0], node)
+    else:
+        graph.insert_after(after, node)
+    return output
+
+
+def _fitting(array: np.ndarray, kind: ir.DataType) -> np.ndarray:
+    """Numbers in a type; finite ones stay finite."""
+    if kind == ir.DataType.FLOAT16:
+        largest = np.finfo(np.float16).max
+        array = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
+    return array.astype(kind.numpy())
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype in (_WIDE, *_HALVES)
+
+
+def _is_constant(value: ir.Value) -> bool:
+    """Whether it is stored, or made of what is."""
+    node = value.producer()
+    if node is None:
+        return value.const_value is not None
+    inputs = [x for x in node.inputs if x is not None]
+    return node.op_type in _FOLDED and all(map(_is_constant, inputs))

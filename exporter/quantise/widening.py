@@ -1,0 +1,56 @@
+"""The nodes of a graph whose stored integers are widened and multiplied as floats.
+
+For devices that do not multiply bytes of both kinds: of DequantizeLinear and MatMul ONNX Runtime
+makes a product of floats with integers on CUDA. Integers and scales are those of the other graphs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import onnx_ir as ir
+
+from ..graph.weights import seen_as
+from .rewriting import Rewriter
+
+
+class Widener(Rewriter):
+    """Replaces products and embeddings in one graph; what they read stays as it is.
+
+    Blocks are MatMulNBits here, too: DequantizeLinear and MatMul would be fused to nothing else.
+    """
+
+    def _given(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
+        return (value,)
+
+    def _multiplied(
+        self,
+        before: ir.Node,
+        given: tuple[ir.Value, ...],
+        weights: tuple[ir.Value, ir.Value],
+        name: str,
+        like: ir.Value,
+        width: int,
+    ) -> ir.Value:
+        (x,), wide = given, self._widened(before, *weights, name)
+        return self._node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
+
+    def _widened(self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str) -> ir.Value:
+        """Integers [..., K, N] times scales [..., 1, N]."""
+        stored = scales.const_value
+        assert isinstance(stored, ir.ExternalTensor)
+        if len(stored.shape) == 2:  # a scale a column: what ONNX Runtime knows how to fuse
+            columns = ir.Shape([stored.size])
+            scales = self._external(seen_as(stored, columns, f"{stored.name}.columns"))
+            sizes: dict[str, Any] = {"axis": 1}
+        else:
+            assert values.shape is not None
+            size = values.shape[-2]
+            assert isinstance(size, int)
+            sizes = {"axis": len(stored.shape) - 2, "block_size": size}
+        assert scales.shape is not None
+        # Without it, or where it is shared, ONNX Runtime fails over `session.x64quantprecision`.
+        zeros = self.store.zeros(scales.shape.numpy())
+        zero = self._external(seen_as(zeros, zeros.shape, f"{name}.zero"))
+        inputs = [values, scales, zero]
+        return self._node(before, "DequantizeLinear", inputs, f"{name}.wide", values, **sizes)

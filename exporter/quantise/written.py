@@ -1,0 +1,96 @@
+"""A model that was written and compared, which other graphs are made of."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from specedge.manifest import Model, signatures
+from specedge.op_sets import OPS, attention, computed, is_rounded
+from specedge.reports import Quantisation
+
+from ..compare.runner import Runner
+from ..graph import graphs
+from ..graph.graphs import Length, signature_of
+from ..graph.narrowing import narrow
+from ..graph.weights import STORED
+from ..tracing.geometry import Geometry
+
+Report = tuple[Quantisation, tuple[int, ...]]  # and the T whose rows keep their bits
+
+
+@dataclass(frozen=True)
+class Written:
+    """A model of floats, and the folder where it lies.
+
+    `head` [n] are the tokens of its logits where these are not all.
+    """
+
+    role: str
+    model: Model
+    folder: Path
+    head: np.ndarray | None = None
+
+    @property
+    def geometry(self) -> Geometry:
+        model = self.model
+        sizes = model.context_length, model.cache.capacity, model.padded_vocab_size
+        return Geometry(*sizes, model.cache.layers)
+
+    @property
+    def ops(self) -> list[str]:
+        """Its op sets, but for those with a type."""
+        return [ops for ops in OPS if ops in self.model.parity]
+
+    def rounded(self, weights_dtype: str, compute: str | None) -> list[str]:
+        """What is made of it: op sets over weights of a type, and those that compute in one."""
+        wanted = [*self.ops, *(f"{ops}-{compute}" for ops in self.ops if compute)]
+        return [ops for ops in wanted if is_rounded(ops, weights_dtype)]
+
+    @property
+    def lengths(self) -> list[Length]:
+        """Its files, by what they are called in any op set."""
+        return [
+            Length(
+                graph.name,
+                graph.length,
+                graph.signature != "caches_alone",
+                graph.file.rpartition("/")[2].partition(graph.name)[0],
+            )
+            for graph in self.model.graphs
+            if graph.ops == self.ops[0]
+        ]
+
+    def runner(self, folder: Path, ops: str) -> Runner:
+        return Runner(folder, self.lengths, self.geometry, ops)
+
+    def decoder(self, ops: str) -> Path:
+        """The file for any length of the op set that one with a type is made of."""
+        (decoder,) = (one for one in self.lengths if one.length is None)
+        return self.folder / decoder.file(attention(ops))
+
+    def write(self, made: ir.Model, folder: Path, ops: str) -> None:
+        """Write the files of an op set that was made of a decoder."""
+        if (kind := computed(ops)) != "float32":
+            narrow(made, STORED[kind][1])
+        graphs.write(made, folder, self.lengths, ops)
+
+    def with_reports(self, reports: dict[str, Report], weights_dtype: str) -> Model:
+        """The manifest with other weights, or further op sets, and what they cost."""
+        model, place = self.model, self.model.weights.rpartition("/")[0]
+        parity, quantisation = dict(model.parity), dict(model.quantisation)
+        entries, known = list(model.graphs), dict(model.signatures)
+        for ops, (report, held) in reports.items():
+            if ops not in parity:
+                entries += [length.entry(place, ops) for length in self.lengths]
+            parity[ops] = replace(parity[attention(ops)], row_independent_lengths=held)
+            quantisation[ops] = report
+            own = signatures(model.cache_of(ops), model.padded_vocab_size)
+            known |= {signature_of(kind, ops): signature for kind, signature in own.items()}
+        return replace(
+            model, weights_dtype=weights_dtype, signatures=known, graphs=tuple(entries),
+            parity=parity, quantisation=quantisation,
+        )  # fmt: skip

@@ -1,0 +1,241 @@
+"""Op sets that compute in a type of their own, over the weights that the others read."""
+
+import json
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from click.testing import CliRunner
+from onnx import TensorProto
+
+import specedge
+from quantised import PROMPTS, Made, with_outliers
+from specedge.bundle import Bundle
+from specedge.cli.inspect import inspect
+from specedge.cli.verify import verify
+from specedge.errors import BundleError, DeviceError, ExportError
+from specedge.exporter import export
+from specedge.exporter.compare import partition, runner
+from specedge.op_sets import OPS, computed
+from specedge.runtime.backend.model_session import choose_ops
+from specedge.runtime.loading import memory_of
+
+CASES = [
+    ("llama", "fp16", "fp16"),
+    ("gpt2", "int8", "fp32"),
+    pytest.param(("llama", "int8", "fp16"), marks=pytest.mark.slow),
+    pytest.param(("gpt2", "int4", "fp16"), marks=pytest.mark.slow),
+    pytest.param(("gpt2", "fp32", "fp16"), marks=pytest.mark.slow),
+]
+
+
+class Typed(Made):
+    def __init__(self, folder, kind, precision, compute):
+        change = with_outliers if kind == "llama" else (lambda model: model)
+        super().__init__(folder, kind, change, "self:1", precision, compute=compute)
+        self.compute = compute
+        self.sets = [f"{ops}-{compute}" for ops in OPS]
+
+    def graph(self, model, ops):
+        path = self.bundle.path(model.graph("decoder", ops).file)
+        return onnx.load(path, load_external_data=False).graph
+
+    def places(self, model, ops):
+        """Where a decoder's weights lie."""
+        found = set()
+        for tensor in self.graph(model, ops).initializer:
+            if where := {entry.key: entry.value for entry in tensor.external_data}:
+                found.add((where["location"], int(where["offset"]), int(where["length"])))
+        return found
+
+
+@pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
+def made(request, tmp_path_factory):
+    return Typed(tmp_path_factory.mktemp("typed"), *request.param)
+
+
+def test_each_op_set_has_another_beside_it_and_a_report_of_its_own(made):
+    for model in made.bundle.models.values():
+        assert list(model.parity) == [*OPS, *made.sets]
+        for ops in made.sets:
+            report = model.quantisation[ops]
+            assert report.num_tokens > 1000
+            assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.05)
+            assert report.divergence < 0.3
+            assert 0 < report.error < 1
+            assert computed(ops) in model.parity_line(ops)
+    assert made.bundle.to_json() == Bundle.from_json(made.bundle.to_json()).to_json()
+
+
+def test_both_read_the_same_bytes_of_one_file(made):
+    for model in made.bundle.models.values():
+        for plain, ops in zip(OPS, made.sets, strict=True):
+            known, found = made.places(model, plain), made.places(model, ops)
+            assert len(found) > 5
+            # Zero points, which are no copies of weights.
+            assert sum(size for *_, size in found - known) < 0.02 * sum(s for *_, s in known)
+
+
+def test_rows_keep_their_bits_in_each_op_set(made):
+    for model in made.bundle.models.values():
+        for report in model.parity.values():
+            assert {1, 2, 3, 5, 9, 64} <= {*report.row_independent_lengths}
+
+
+def test_greedy_text_is_that_of_plain_decoding_in_the_same_op_set(made):
+    for ops in made.sets:
+        pipeline = specedge.load(made.bundle.folder, ops=ops)
+        assert pipeline.target.ops == pipeline.draft.ops == ops
+        for k in range(1, 9):
+            plain, found = (
+                pipeline.generate(PROMPTS[k % 3], 24, num_draft_tokens=n, logprobs=2)
+                for n in (0, k)
+            )
+            assert found.tokens == plain.tokens
+            assert found.logprobs == plain.logprobs
+
+
+def test_caches_have_the_type_and_are_rolled_back_by_length(made):
+    for ops in made.sets:
+        model = specedge.load(made.bundle.folder, ops=ops).target
+        arrays = list(model.cache.arrays.values())
+        assert {array.dtype.name for array in arrays} == {computed(ops)}
+        model.truncate(0)
+        wanted = model.forward(range(1, 13)).array().copy()
+        rows = model.cache_rows(0, 12)
+        model.truncate(5)
+        for array in arrays:
+            array[:, :, 5:] = np.random.default_rng(0).normal(0, 4, array[:, :, 5:].shape)
+        assert np.array_equal(model.forward(range(6, 13)).array(), wanted[5:])
+        assert all(map(np.array_equal, model.cache_rows(0, 12), rows))
+
+
+def test_the_cpu_takes_none_of_them_unless_it_is_named(made):
+    assert made.pipeline.target.ops in OPS
+    assert {choose_ops(model) for model in made.bundle.models.values()} <= {*OPS}
+
+
+def test_memory_is_predicted_for_the_op_set_that_is_named(made):
+    own, typed = (memory_of(made.bundle, ops).target for ops in ("gqa", made.sets[1]))
+    share = 2 if made.compute == "fp16" else 1
+    assert own.caches == share * typed.caches
+
+
+def test_inspect_names_the_type_and_the_cache_of_each(made):
+    said = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)]).output
+    for ops in made.sets:
+        assert f"  {ops} " in said
+        assert f"computed in  {computed(ops)}, with a cache of" in said
+
+
+@pytest.mark.slow
+def test_verify_passes_in_each_op_set(made):
+    for ops in made.sets:
+        found = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder), "--ops", ops])
+        assert found.exit_code == 0, found.output
+        assert f"op set {ops}" in found.output
+
+
+def test_an_op_set_that_a_bundle_lacks_is_refused_with_the_options_that_make_it(made):
+    with pytest.raises(BundleError, match="export the pair with --ops onnx --compute bf16"):
+        specedge.load(made.bundle.folder, ops="onnx-bf16")
+
+
+def test_a_manifest_with_a_report_less_or_another_cache_is_refused(made):
+    value = json.loads(made.bundle.to_json())
+    del value["target"]["quantisation"][made.sets[0]]
+    with pytest.raises(ValueError, match="quantisation has a report where"):
+        Bundle.from_json(json.dumps(value))
+    value = json.loads(made.bundle.to_json())
+    for graph in value["target"]["graphs"]:
+        if graph["ops"] in made.sets and made.compute != "fp32":
+            graph["signature"] = "chosen_logits"
+            with pytest.raises(ValueError, match="signature is not that of cache and logits"):
+                Bundle.from_json(json.dumps(value))
+            return
+
+
+def test_weights_in_16_bits_are_multiplied_as_they_are_stored(made):
+    if made.bundle.target.weights_dtype != "float16":
+        pytest.skip("of weights in 16 bits")
+    for ops in made.sets:
+        graph = made.graph(made.bundle.target, ops)
+        stored = {t.name: t.data_type for t in graph.initializer if t.external_data}
+        products = [node for node in graph.node if node.op_type == "MatMul"]
+        assert products
+        assert {stored[node.input[1]] for node in products} == {TensorProto.FLOAT16}
+
+
+def test_integers_are_widened_a_column_and_no_input_is_rounded(made):
+    if made.bundle.target.weights_dtype != "int8":
+        pytest.skip("of weights in 8 bits")
+    for ops in made.sets:
+        graph = made.graph(made.bundle.target, ops)
+        ops_found = {node.op_type for node in graph.node}
+        assert {"DequantizeLinear", "MatMul"} <= ops_found
+        assert not {"QuantizeLinear", "MatMulInteger"} & ops_found
+        wide = {n.output[0] for n in graph.node if n.op_type == "DequantizeLinear"}
+        products = [node for node in graph.node if node.op_type == "MatMul"]
+        assert {node.input[1] for node in products} == wide
+
+
+@pytest.mark.slow
+def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path):
+    made = Made(tmp_path, "gpt2", draft="self:1", precision="bf16", compute="bf16", ops="gqa")
+    notes = [note for note in made.progress.notes if "no bfloat16 kernels here" in note]
+    assert [note.split(":")[0] for note in notes] == ["target (gqa-bf16)", "draft (gqa-bf16)"]
+    for model in made.bundle.models.values():
+        assert model.quantisation["gqa-bf16"].num_tokens == 0
+        assert model.parity["gqa-bf16"].row_independent_lengths == ()
+        assert "not run" in model.parity_line("gqa-bf16")
+    with pytest.raises(DeviceError, match="'gqa-bf16' computes in bfloat16, which ONNX Runtime"):
+        specedge.load(made.bundle.folder, ops="gqa-bf16")
+    said = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder)])
+    assert said.exit_code == 0, said.output
+
+
+@pytest.mark.slow
+def test_a_large_model_is_compared_in_parts(tmp_path, monkeypatch):
+    monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
+    monkeypatch.setattr(partition, "PART_BYTES", 100_000)
+    for precision in ("fp16", "int8"):
+        (tmp_path / precision).mkdir()
+        made = Typed(tmp_path / precision, "gpt2", precision, "fp16")
+        for ops in made.sets:
+            report = made.bundle.target.quantisation[ops]
+            assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.02)
+            assert {1, 2, 5} <= {*made.bundle.target.parity[ops].row_independent_lengths}
+
+
+@pytest.mark.slow
+def test_numbers_beyond_the_type_are_refused_by_its_name(tmp_path):
+    def change(model):
+        with torch.no_grad():
+            model.model.embed_tokens.weight *= 1e6
+        return model
+
+    with pytest.raises(ExportError, match=r"target \(onnx-fp16\): some numbers are beyond float16"):
+        Made(tmp_path, "llama", change, "self:1", "bf16", compute="fp16", ops="onnx")
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"compute": "int8"}, "compute must be one of fp32, fp16, bf16"),
+        ({"compute": "fp32"}, "compute in fp32; leave compute out"),
+        ({"compute": "bf16", "precision": "int8"}, "int8 cannot be widened to bf16"),
+        ({"compute": "bf16", "draft_precision": "int4"}, "int4 cannot be widened to bf16"),
+    ],
+)
+def test_a_type_that_changes_nothing_or_cannot_be_is_refused(tmp_path, options, said):
+    with pytest.raises(ValueError, match=said):
+        export("a", "b", tmp_path / "out", **options)
+
+
+@pytest.mark.slow
+def test_a_float_draft_beside_a_rounded_target_runs_in_its_own_float32(tmp_path):
+    made = Made(tmp_path, "gpt2", compute="fp32", draft_precision="fp32", ops="onnx")
+    assert list(made.bundle.draft.parity) == ["onnx"]
+    pipeline = specedge.load(made.bundle.folder, ops="onnx-fp32")
+    assert (pipeline.target.ops, pipeline.draft.ops) == ("onnx-fp32", "onnx")
