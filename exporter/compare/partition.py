@@ -39,18 +39,20 @@ class Split:
     """One graph file in parts; `first` names the inputs at which each part but the first begins.
 
     Without `first` it is cut where a layer's cache is first read, so that parts of like layers are
-    alike, and so that no part has more than PART_BYTES, if more than one constant.
+    alike, and so that no part has more than PART_BYTES, if more than one constant. What is computed
+    from weights is `given` to a part, once for all graphs; else ONNX Runtime computes it, which it
+    has to where it adds casts of its own: it would fold those out of what a given constant says of
+    a file.
     """
 
-    def __init__(self, path: Path, first: list[str] | None = None) -> None:
-        self.folder = path.parent
+    def __init__(self, path: Path, first: list[str] | None = None, given: bool = True) -> None:
+        self.folder, self._gives = path.parent, given
         self._model = onnx.load(path, load_external_data=False)
         graph = self._model.graph
         self._stored = {tensor.name: tensor for tensor in graph.initializer}
         self._types = {v.name: v for v in (*graph.input, *graph.output, *graph.value_info)}
         self._computed: dict[str, onnx.NodeProto] = {}
         for node in graph.node:
-            # ONNX Runtime would fold them out of what a given constant says of a file.
             if node.op_type in ("Cast", "Transpose", "Reshape") and self._is_large(node.input[0]):
                 self._computed[node.output[0]] = node
         self.first: list[str] = []
@@ -60,28 +62,40 @@ class Split:
         self._connect()
 
     def model(self, index: int) -> bytes:
-        """A part as a model, which has to be given the constants that are `computed`."""
+        """A part as a model; it has to be given the constants that are `computed`."""
         part, model = self.parts[index], onnx.ModelProto()
         model.ir_version = self._model.ir_version
         model.opset_import.extend(self._model.opset_import)
         graph = model.graph
         graph.name = self._model.graph.name
-        graph.node.extend(part.nodes)
         graph.input.extend(self._types[name] for name in part.inputs)
         graph.output.extend(self._types[name] for name in part.outputs)
         inner = {name for node in part.nodes for name in node.output} - set(part.outputs)
         graph.value_info.extend(self._types[name] for name in inner if name in self._types)
-        for name in part.constants:
+        computed = [] if self._gives else self._behind(part.constants)
+        graph.node.extend([*computed, *part.nodes])
+        made = {node.output[0] for node in computed}
+        names = [*part.constants, *(name for node in computed for name in node.input)]
+        for name in dict.fromkeys(name for name in names if name not in made):
             stored = self._stored.get(name)
             graph.initializer.append(stored or _given(name, self.shape(name), self._type(name)))
         return model.SerializeToString()
 
+    def _behind(self, constants: list[str]) -> list[onnx.NodeProto]:
+        """The nodes that compute constants from stored ones, in their order."""
+        found: dict[str, onnx.NodeProto] = {}
+        for name in constants:
+            if (node := self._computed.get(name)) is not None:
+                found |= {x.output[0]: x for x in self._behind([node.input[0]])}
+                found[name] = node
+        return [*found.values()]
+
     @contextlib.contextmanager
     def computed(self, index: int, memory: Memory) -> Iterator[dict[str, np.ndarray]]:
-        """A part's constants that are computed from stored ones, while the context lasts."""
+        """A part's constants that are computed and given, while the context lasts."""
         values = {}
         with contextlib.ExitStack() as stack:
-            for name in self.parts[index].constants:
+            for name in self.parts[index].constants if self._gives else ():
                 if name in self._computed:
                     value = self.compute(name)
                     kind = self._type(name)

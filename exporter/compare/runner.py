@@ -88,10 +88,12 @@ class Runner:
         self._splits: dict[str, partition.Split] = {}
         self.num_stages = 1
         if self.in_parts:
-            first = partition.Split(self.path("decoder"))
+            # The CPU has few kernels of 16 bits: casts come around the others.
+            given = self._dtype == "float32"
+            first = partition.Split(self.path("decoder"), given=given)
             others = (name for name in self.lengths if name != "decoder")
             self._splits = {"decoder": first} | {
-                name: partition.Split(self.path(name), first.first) for name in others
+                name: partition.Split(self.path(name), first.first, given) for name in others
             }
             self.num_stages = len(first.parts)
         else:
