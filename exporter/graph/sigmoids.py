@@ -16,15 +16,29 @@ from onnxscript.rewriter.pattern import RewriteRule, RewriteRuleSet
 
 def spell_out(model: ir.Model) -> None:
     """Replace every Sigmoid node in place; x * sigmoid(y) becomes x / (1 + exp(-y))."""
-    rules = [
-        RewriteRule(
-            lambda op, x, y: op.Mul(x, op.Sigmoid(y)), lambda op, x, y: op.Div(x, _divisor(op, y))
-        ),
-        RewriteRule(lambda op, y: op.Sigmoid(y), lambda op, y: op.Reciprocal(_divisor(op, y))),
-    ]
-    RewriteRuleSet(rules, commute=True).apply_to_model(model)
+    # One after the other: a set would replace the Sigmoid before it sees the product behind it.
+    _rewrite(model, _product, lambda op, x, y: op.Div(x, _divisor(op, y)))
+    _rewrite(model, _sigmoid, lambda op, y: op.Reciprocal(_divisor(op, y)))
     LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
     DeduplicateInitializersPass(size_limit=1)(model)
+
+
+def shorten(model: ir.Model) -> None:
+    """Undo it in place, where more is rounded than a Sigmoid is off by: fewer nodes take less."""
+    _rewrite(model, lambda op, x, y: op.Div(x, op.Add(op.Exp(op.Neg(y)), 1.0)), _product)
+    _rewrite(model, lambda op, y: op.Reciprocal(op.Add(op.Exp(op.Neg(y)), 1.0)), _sigmoid)
+
+
+def _rewrite(model: ir.Model, pattern: Any, replacement: Any) -> None:
+    RewriteRuleSet([RewriteRule(pattern, replacement)], commute=True).apply_to_model(model)
+
+
+def _product(op: Any, x: Any, y: Any) -> Any:
+    return op.Mul(x, op.Sigmoid(y))
+
+
+def _sigmoid(op: Any, y: Any) -> Any:
+    return op.Sigmoid(y)
 
 
 def _divisor(op: Any, y: Any) -> Any:

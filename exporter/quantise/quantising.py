@@ -15,6 +15,7 @@ from specedge.manifest import File, Model
 from specedge.op_sets import OPS
 from specedge.precision import BLOCKS
 
+from ..graph import sigmoids
 from ..graph.weights import FILE, drop_unused
 from ..progress import Progress
 from . import calibration, choosing, routes, smoothing
@@ -159,6 +160,7 @@ def _rewrite(model: Written, ops: str, choices: Choices, store: Store, folder: P
     for node, stored in tables.items():
         if stored.place in rounded or stored.place not in heads:
             rewriter.embedding(node, stored)
+    sigmoids.shorten(made)
     passes.RemoveUnusedNodesPass()(made)
     drop_unused(graph)
     for value in graph.initializers.values():

@@ -43,3 +43,19 @@ def test_what_overflows_the_exponential_is_zero():
     session = open_session(ir.to_proto(changed).SerializeToString(), onnxruntime.SessionOptions())
     (found,) = session.run(None, {"x": np.array([-1e4, -200, 200], np.float32)})
     assert found.tolist() == [0, 0, 200]
+
+
+def test_a_product_with_a_sigmoid_is_four_nodes_and_two_again():
+    changed = model(FORMULAS["x * sigmoid(x)"][0])
+    sigmoids.spell_out(changed)
+    assert [node.op_type for node in changed.graph] == ["Neg", "Exp", "Add", "Div"]
+    sigmoids.shorten(changed)
+    assert [node.op_type for node in changed.graph] == ["Sigmoid", "Mul"]
+
+
+def test_a_sigmoid_alone_is_four_nodes_and_one_again():
+    changed = model(FORMULAS["sigmoid(x)"][0])
+    sigmoids.spell_out(changed)
+    assert [node.op_type for node in changed.graph] == ["Neg", "Exp", "Add", "Reciprocal"]
+    sigmoids.shorten(changed)
+    assert [node.op_type for node in changed.graph] == ["Sigmoid"]
