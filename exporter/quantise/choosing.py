@@ -18,6 +18,7 @@ PARTS = (2, 4, 8)  # of K, with scales of their own
 BUDGET = 0.04  # the error, in the size of the product, from which on K is cut into parts
 SLOW = 0.05  # from which on 8 bits in blocks are tried, whose passes over several tokens are slower
 WORST = 0.2  # and from which on, however it is cut, a group stays in its own type
+HEAD = 0.01  # nats a token that a head in 4 bits may cost; beyond, it is in columns of 8
 NUM_COLUMNS = 512  # of a matrix, that errors are measured with
 NUM_EXPERTS = 4  # and of a block of experts, each
 
@@ -89,6 +90,21 @@ def in_blocks(group: Group, x: Seen, bits: int) -> Choice:
     if error > WORST:
         return as_it_is(f"rounding would cost it {error:.1%}", error)
     return Choice(None, 1, error, error, bits, x.square)
+
+
+def head_in_blocks(group: Group, x: Seen) -> Choice:
+    """Blocks of 4 bits for a head that reads x, which is an eighth of a small model's passes.
+
+    Columns of 8 bits where that costs too much.
+    """
+    (matrix,) = group.matrices
+    lost = rounding.divergence_in_blocks(matrix.stored.numbers(), x.rows, 4)
+    if lost <= HEAD:
+        return in_blocks(group, x, 4)
+    return replace(
+        in_columns(group, x, None, can_cut=False),
+        why=f"in columns of 8 bits, as 4 would cost it {lost:.3f} nats a token",
+    )
 
 
 def _some(group: Group) -> list[torch.Tensor]:

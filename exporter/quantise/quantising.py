@@ -83,8 +83,8 @@ def _choices(
 ) -> Choices:
     """How each group that is not known yet is rounded; the same in every op set.
 
-    Experts that are one stored block of matrices, and the head, whose rows a tied embedding reads,
-    are in columns whatever the precision: wide and few, they cost the least there.
+    Experts that are one stored block of matrices, and a head whose rows an embedding reads, are in
+    columns whatever the precision; another head is in blocks of 4 bits where that costs little.
     """
     ops = model.ops[0]
     graph = _graph(model, ops)
@@ -126,6 +126,8 @@ def _choice(
     if precision in BLOCKS and in_layers:
         return choosing.in_blocks(group, x, BLOCKS[precision])
     tied = bool(tables & {*group.key})
+    if precision == "int4" and not tied and len(shapes) == 1 and len(shapes[0]) == 2:
+        return choosing.head_in_blocks(group, x)
     return choosing.in_columns(group, x, None if tied else channels, not tied)
 
 

@@ -7,6 +7,7 @@ result depends on no other row.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -128,16 +129,30 @@ def _unpacked(blocks_: Blocks, bits: int) -> torch.Tensor:
 
 def error_in_blocks(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:
     """As `error`, in blocks. [K, N], [n, K]"""
-    wide = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
-    given = torch.from_numpy(rows(wide).reshape(len(x), -1))
-    exact, off, size = torch.from_numpy(x), 0.0, 0.0
-    for at in _strips(weights):
-        strip = weights[:, at]
-        wanted = exact @ strip.float()
-        found = given @ _unpacked(blocks(strip, bits, np.square(x).mean(0)), bits)
+    off = size = 0.0
+    for wanted, found in _products_in_blocks(weights, x, bits):
         off += float((found - wanted).square().sum())
         size += float(wanted.square().sum())
     return (off / max(size, _TINY)) ** 0.5
+
+
+def divergence_in_blocks(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:
+    """What rounding in blocks costs logits x W: Kullback-Leibler, nats a row. [K, V], [n, K]"""
+    pairs = zip(*_products_in_blocks(weights, x, bits), strict=True)
+    wanted, found = (torch.log_softmax(torch.cat(strips, 1).double(), 1) for strips in pairs)
+    return float((wanted.exp() * (wanted - found)).sum(1).mean())
+
+
+def _products_in_blocks(
+    weights: torch.Tensor, x: np.ndarray, bits: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """x W of some columns at a time, and what rounding both in blocks makes of it."""
+    wide = np.pad(x, ((0, 0), (0, -x.shape[1] % BLOCK))).reshape(len(x), -1, BLOCK)
+    given = torch.from_numpy(rows(wide).reshape(len(x), -1))
+    exact, weight = torch.from_numpy(x), np.square(x).mean(0)
+    for at in _strips(weights):
+        strip = weights[:, at]
+        yield exact @ strip.float(), given @ _unpacked(blocks(strip, bits, weight), bits)
 
 
 def rows(x: np.ndarray) -> np.ndarray:

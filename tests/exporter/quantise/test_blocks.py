@@ -116,6 +116,41 @@ def test_layers_are_in_blocks_and_the_head_in_columns(made):
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.1)
 
 
+def flatter(model):
+    """Logits of a hundredth of their size, for which 4 bits are plenty."""
+    with torch.no_grad():
+        model.lm_head.weight /= 100
+    return model
+
+
+def test_a_head_is_in_four_bits_where_that_costs_little_and_the_report_says_so_where_not(
+    tmp_path, made
+):
+    flat = Made(tmp_path, "llama", flatter, "self:1", "int4", ops="gqa")
+    for model in flat.bundle.models.values():
+        decoder = flat.bundle.path(model.graph("decoder", "gqa").file)
+        nodes = onnx.load(decoder, load_external_data=False).graph.node
+        (last,) = (node for node in nodes if "logits" in node.output)
+        assert last.op_type == "MatMulNBits"
+        assert "MatMulInteger" not in [node.op_type for node in nodes]
+    flat.check_greedy_text(16, 4)
+    flat.check_rows()
+    for report in made.bundle.target.quantisation.values():
+        said = [line for line in report.exceptions if "nats a token" in line]
+        assert len(said) == (made.bundle.target.weights_dtype == "int4")
+
+
+def test_what_a_head_in_blocks_costs_is_the_divergence_of_its_distributions(random):
+    x, weights = (random.standard_normal(shape, np.float32) for shape in ((48, 64), (64, 300)))
+    blocks = rounding.blocks(torch.from_numpy(weights), 4, np.square(x).mean(0))
+    wide = rounding.rows(x.reshape(48, 2, 32)).reshape(48, 64)
+    wanted, found = x @ weights, wide @ rounding._unpacked(blocks, 4).numpy()
+    p, q = (np.exp(z - z.max(1, keepdims=True), dtype=np.float64) for z in (wanted, found))
+    p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
+    exact = (p * np.log(p / q)).sum(1).mean()
+    assert rounding.divergence_in_blocks(torch.from_numpy(weights), x, 4) == pytest.approx(exact)
+
+
 @pytest.mark.parametrize("k", range(1, 9))
 def test_greedy_text_in_blocks_is_plain_decodings_to_the_bit(made, k):
     made.check_greedy_text(24, k)
