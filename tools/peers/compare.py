@@ -21,7 +21,7 @@ import platformdirs
 from tokenizers import Tokenizer
 
 from environments import PEERS, Peer, UnavailableError, check_precision, python_of
-from measuring import Prompt, Run, Setting, Tried, best, in_turn, sweep
+from measuring import AUTO, Prompt, Run, Setting, Tried, best, in_turn, sweep
 from processes import GUESS, Loaded, Pool, Worker, WorkerError
 from reporting import Row, picture, row, table
 
@@ -179,7 +179,8 @@ def _chosen(
         found.rows += [Row(name, precision, mode, str(error)) for mode in ("plain", "draft")]
         return []
     prompts = bench.prompts[:1]
-    tried = sweep(pool, name, precision, drafts, prompts, plan.tokens, plan.threads, plan.ks)
+    ks = [AUTO] if PEERS[name].plans else plan.ks
+    tried = sweep(pool, name, precision, drafts, prompts, plan.tokens, plan.threads, ks)
     found.tried += tried
     settings = []
     for mode in ("plain", "draft"):

@@ -21,13 +21,14 @@ class UnavailableError(Exception):
 
 @dataclass(frozen=True)
 class Peer:
-    """A rival, the precisions that it has here, and whether it runs in specedge's environment."""
+    """A library, the precisions that it has here, and whether it runs in specedge's environment."""
 
     name: str
     label: str
     precisions: tuple[str, ...]
     own_environment: bool = True
     variable: str = ""  # what must be set
+    plans: bool = False  # chooses K round by round
 
     @property
     def worker(self) -> Path:
@@ -42,7 +43,7 @@ ANY: tuple[str, ...] = ()  # whatever `specedge export` knows
 PEERS = {
     peer.name: peer
     for peer in (
-        Peer("specedge", "specedge", ANY, own_environment=False),
+        Peer("specedge", "specedge", ANY, own_environment=False, plans=True),
         Peer("transformers", "transformers", ("fp32",)),
         Peer("genai", "ORT GenAI", ("fp32", "int4")),
         Peer("openvino", "OpenVINO", ("fp32", "int8", "int4")),

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from processes import Loaded, WorkerError
 
 Prompt = list[int]
+AUTO = "auto"  # K of a library that chooses it round by round
 
 
 class Asked(Protocol):
@@ -19,10 +20,10 @@ class Asked(Protocol):
 
 @dataclass(frozen=True)
 class Setting:
-    """A loaded peer and its K; 0 is plain decoding."""
+    """A loaded peer and its K; 0 is plain decoding, AUTO its own choice."""
 
     loaded: Loaded
-    k: int
+    k: int | str
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def sweep(
     prompts: Sequence[Prompt],
     length: int,
     threads: Sequence[int],
-    ks: Sequence[int],
+    ks: Sequence[int | str],
 ) -> list[Tried]:
     """Plain decoding with every number of threads; with the best, every draft precision and K."""
     plain = [

@@ -30,7 +30,7 @@ class Row:
     version: str = ""
     draft_precision: str | None = None
     threads: int | None = None
-    k: int | None = None
+    k: int | str | None = None
     min_ms: float | None = None
     median_ms: float | None = None
     prefill_ms: float | None = None  # a prompt's, median

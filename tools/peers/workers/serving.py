@@ -33,10 +33,11 @@ class Peer(Protocol):
     def load(self, target: str, draft: str | None, threads: int) -> dict[str, Any]:
         """Facts to keep, such as versions."""
 
-    def generate(self, prompt: list[int], tokens: int, k: int) -> dict[str, Any]:
+    def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
         """{"tokens": ids, "prefill_seconds": s, "decode_seconds": s} and perhaps counts.
 
-        Greedy, past end tokens; `k` is 0 without a draft. The prefill ends with the first token.
+        Greedy, past end tokens; `k` is 0 without a draft, "auto" where the library chooses. The
+        prefill ends with the first token.
         """
 
 

@@ -31,10 +31,14 @@ class SpecEdge:
         runtime = importlib.metadata.version("onnxruntime")
         return {"version": f"{specedge.__version__} on onnxruntime {runtime}"}
 
-    def generate(self, prompt: list[int], tokens: int, k: int) -> dict[str, Any]:
+    def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
         self.pipeline.forget()
         one = self.pipeline.generate(
-            prompt, tokens, num_draft_tokens=k, drafter="model", ignore_eos=True
+            prompt,
+            tokens,
+            num_draft_tokens=None if k == "auto" else k,
+            drafter="model",
+            ignore_eos=True,
         )
         return {
             "tokens": list(one.tokens),
