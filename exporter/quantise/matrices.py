@@ -18,6 +18,8 @@ from ..graph.nodes import producer
 from ..graph.weights import TYPES
 
 NORMS = ("RMSNormalization", "LayerNormalization")
+PRODUCTS = ("MatMul", "Gemm", "MoE")
+_SHAPES = ("Cast", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 LEAST = 1024  # numbers; what is smaller stays as it is
 
 
@@ -110,6 +112,30 @@ def groups(graph: ir.Graph) -> list[Group]:
         if value is not None and stored is not None and stored.tensor.size >= LEAST:
             found[value].append(Matrix(node, stored))
     return [Group(value, tuple(matrices)) for value, matrices in found.items()]
+
+
+def others(graph: ir.Graph) -> dict[str, list[ir.ExternalTensor]]:
+    """Stored weights of products that are in no group, by the type of the nodes that read them."""
+    known = {matrix.place for group in groups(graph) for matrix in group.matrices}
+    found: defaultdict[str, list[ir.ExternalTensor]] = defaultdict(list)
+    for node in graph:
+        for value in node.inputs if node.op_type in PRODUCTS else ():
+            tensor = _behind(value)
+            if tensor is None or tensor.size < LEAST or len(tensor.shape) < 2:
+                continue
+            if tensor.offset not in known:
+                known.add(tensor.offset or 0)
+                found[node.op_type].append(tensor)
+    return found
+
+
+def _behind(value: ir.Value | None) -> ir.ExternalTensor | None:
+    """What a value is of the weights file, in whatever shape and type."""
+    while value is not None and value.const_value is None:
+        node = value.producer()
+        value = node.inputs[0] if node is not None and node.op_type in _SHAPES else None
+    tensor = value.const_value if value is not None else None
+    return tensor if isinstance(tensor, ir.ExternalTensor) else None
 
 
 def embeddings(graph: ir.Graph) -> Iterator[tuple[ir.Node, Stored]]:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specedge.manifest import File, Model
-from specedge.op_sets import OPS
+from specedge.op_sets import OPS, attention
 from specedge.precision import BLOCKS
 
 from ..graph import sigmoids
@@ -21,7 +21,7 @@ from ..progress import Progress
 from . import calibration, choosing, routes, smoothing
 from .calibration import Seen
 from .choosing import Choice
-from .matrices import Group, embeddings, groups
+from .matrices import Group, embeddings, groups, others
 from .report import report
 from .rewriting import Rewriter
 from .storing import Store
@@ -72,7 +72,8 @@ def quantise(
         reports = {}
         for ops in part.rounded(precision, compute):
             with progress.step(f"Comparing the {part.role} in {precision} ({ops})"):
-                reports[ops] = report(part, folder, ops, texts, choices, progress)
+                all_ = choices | _others(part, ops)
+                reports[ops] = report(part, folder, ops, texts, all_, progress)
         made.append(part.with_reports(reports, precision))
     shutil.rmtree(before)
     return made, store.file
@@ -97,13 +98,25 @@ def _choices(
     for group in new:
         x, own = inputs.get(group.key), channels.get(group.key)
         choice = _choice(group, x, precision, model.model, tables, own)
-        found[group.key] = replace(choice, why=choice.why and f"{_names(group)}: {choice.why}")
+        names = _names([matrix.stored.tensor for matrix in group.matrices])
+        found[group.key] = replace(choice, why=choice.why and f"{names}: {choice.why}")
     return found
 
 
-def _names(group: Group) -> str:
-    """The names of its first matrices, and how many more there are."""
-    names = [matrix.stored.tensor.name or "" for matrix in group.matrices]
+def _others(model: Written, ops: str) -> Choices:
+    """What stays as it is because no MatMul reads it as it is stored; one says so for all."""
+    found: Choices = {}
+    for op_type, tensors in others(_graph(model, attention(ops))).items():
+        choice = choosing.as_it_is(f"{op_type} nodes read it in another form")
+        first = replace(choice, why=f"{_names(tensors)}: {choice.why}")
+        of_each = (first, *(replace(choice, why="") for _ in tensors[1:]))
+        found |= {(t.offset or 0,): one for t, one in zip(tensors, of_each, strict=True)}
+    return found
+
+
+def _names(tensors: Sequence[ir.ExternalTensor]) -> str:
+    """The names of the first tensors, and how many more there are."""
+    names = [tensor.name or "" for tensor in tensors]
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return ", ".join(name[:120] for name in names[:NAMED]) + more
 

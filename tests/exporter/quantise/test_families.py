@@ -23,6 +23,9 @@ def test_a_family_in_int8_writes_what_its_target_alone_writes(name, tmp_path):
         assert {1, 2, 3, 5, 9, 64} <= {*bundle.target.parity[ops].row_independent_lengths}
         assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.05)
         assert report.divergence < 0.2
+        if name == "mixtral":
+            by = "MoE" if ops == "gqa" else "MatMul"
+            assert f"not rounded, as {by} nodes read it" in "\n".join(report.exceptions)
     pipeline = specedge.load(bundle.folder)
     plain, found = (
         pipeline.generate("def parse(", 32, num_draft_tokens=k, ignore_eos=True, logprobs=1)

@@ -11,7 +11,7 @@ from specedge.exporter.compare.stage import open_session
 from specedge.exporter.graph.weights import FILE, drop_unused
 from specedge.exporter.quantise import choosing
 from specedge.exporter.quantise.calibration import Seen
-from specedge.exporter.quantise.matrices import groups
+from specedge.exporter.quantise.matrices import groups, others
 from specedge.exporter.quantise.rewriting import Rewriter
 from specedge.exporter.quantise.storing import Store
 
@@ -33,11 +33,14 @@ def x(random):
     return random.standard_normal((ROWS, K), np.float32)
 
 
-def stored(weights, folder):
+PRODUCT = helper.make_node("MatMul", ["x", "w"], ["y"])
+
+
+def stored(weights, folder, nodes=(PRODUCT,)):
     """A model of one product, [T, K] -> [E, T, N], whose weights lie in a file."""
     model = helper.make_model(
         helper.make_graph(
-            [helper.make_node("MatMul", ["x", "w"], ["y"])],
+            nodes,
             "experts",
             [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", K])],
             [helper.make_tensor_value_info("y", TensorProto.FLOAT, [EXPERTS, "T", N])],
@@ -94,3 +97,18 @@ def test_a_block_that_rounding_would_spoil_stays_as_it_is(weights, x, tmp_path):
     assert choice.plain_error > choosing.WORST
     assert "not rounded, as rounding would cost it" in choice.why
     assert error(found, x @ weights) < 1e-6
+
+
+@pytest.mark.parametrize("op_type", ["MatMul", "Gemm", "MoE"])
+def test_weights_that_are_read_in_another_form_are_found(weights, tmp_path, op_type):
+    nodes = (
+        helper.make_node("Reshape", ["w", "shape"], ["flat"]),
+        helper.make_node(op_type, ["x", "flat"], ["y"]),
+    )
+    graph = stored(weights, tmp_path / "float", nodes).graph
+    assert not groups(graph)
+    assert {op: [t.name for t in found] for op, found in others(graph).items()} == {op_type: ["w"]}
+
+
+def test_weights_that_are_rounded_are_no_others(weights, tmp_path):
+    assert not others(stored(weights, tmp_path / "float").graph)
