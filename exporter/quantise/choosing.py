@@ -128,6 +128,13 @@ def _worst(
 
 
 def _sizes(group: Group) -> np.ndarray:
-    """The largest of each row of a group's matrices. [K]"""
-    found = [matrix.stored.numbers().abs().amax(1).float() for matrix in group.matrices]
+    """The largest of each row of a group's matrices, in its column's largest. [K]
+
+    A column has a scale of its own: what is large in a large column costs nothing.
+    """
+    found = []
+    for matrix in group.matrices:
+        sizes = matrix.stored.numbers().abs()
+        largest = sizes.amax(0)
+        found.append((sizes / largest.where(largest > 0, 1)).amax(1).float())
     return torch.stack(found).amax(0).numpy()

@@ -91,7 +91,7 @@ def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.02)
             assert report.agreement > 0.9
             assert 0 < report.divergence < 0.02
-            assert 0 < report.error < 0.3
+            assert 0 < report.error < 0.2
             assert report.num_left == 0
             assert f"perplexity {report.perplexity:.4g}" in model.parity_line(ops)
 
