@@ -46,9 +46,8 @@ def load(
     asked = Device(device, threads, share_threads)
     chosen = [choose_ops(model, ops) for model in found.models.values()]
     costs = KnownCosts(found, key_of(found, asked, ", ".join(chosen)))
-    runs_on = replace(asked, usual=costs.table.threads or None)
-    for model in found.models.values():
-        self_test.check_products(model, runs_on)
+    usual = replace(asked, usual=costs.table.threads or None)
+    runs_on = self_test.fitting(found.models.values(), usual)
     draft = OrtModel(found, found.draft, runs_on, ops)
     target = OrtModel(found, found.target, runs_on, ops)
     return Pipeline(

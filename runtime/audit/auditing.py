@@ -15,6 +15,7 @@ from specedge.manifest import Model
 
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
+from ..backend.self_test import fitting
 from ..backend.sessions import Device
 from ..text.prompts import Prompts, UserPrompt
 from ..text.tokenizing import encode, load_tokenizer
@@ -53,7 +54,7 @@ class Machinery:
 
     def open(self, bundle: Bundle, model: Model, ops: str, graph: str = "decoder") -> OrtModel:
         """One graph, loaded."""
-        return OrtModel(bundle, model, self.device, ops, graph)
+        return OrtModel(bundle, model, fitting([model], self.device), ops, graph)
 
 
 def audit(

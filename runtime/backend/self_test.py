@@ -5,6 +5,8 @@ T tokens a pass, K and N the sizes of a matrix.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -67,18 +69,22 @@ def _held(model: OrtModel, lengths: list[int]) -> set[int]:
     return held
 
 
-def check_products(model: Model, device: Device) -> None:
-    """Refuse a processor on which sums of products of bytes are not what they are.
+def fitting(models: Iterable[Model], device: Device) -> Device:
+    """The device as models need it: one on which sums of products of bytes are what they are.
 
     Those of unsigned and signed bytes saturate at 16 bits on AVX2 without VNNI, unless ONNX Runtime
-    is told to make both unsigned. DeviceError.
+    is told to make both unsigned. DeviceError where that does not help.
     """
-    if model.weights_dtype in QUANTISED and not _products_are_right(device):
-        raise DeviceError(
-            f"{model.source.id} has {model.weights_dtype} weights, and ONNX Runtime "
-            f"{onnxruntime().__version__} multiplies bytes wrongly on this processor (AVX2 without "
-            "VNNI saturates); upgrade ONNX Runtime, or export the pair with --precision fp32"
-        )
+    rounded = next((model for model in models if model.weights_dtype in QUANTISED), None)
+    if rounded is None or _products_are_right(device):
+        return device
+    if _products_are_right(unsigned := replace(device, unsigned=True)):
+        return unsigned
+    raise DeviceError(
+        f"{rounded.source.id} has {rounded.weights_dtype} weights, and ONNX Runtime "
+        f"{onnxruntime().__version__} multiplies bytes wrongly on this processor (AVX2 without "
+        "VNNI saturates); upgrade ONNX Runtime, or export the pair with --precision fp32"
+    )
 
 
 @cache

@@ -154,7 +154,7 @@ def _check_memory_message(message):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
-@pytest.mark.parametrize("megabytes", [10, 20])
+@pytest.mark.parametrize("megabytes", [5, 10])
 def test_opening_without_memory_says_what_was_needed_and_what_there_was(megabytes):
     opened = "OrtModel(bundle, bundle.target, Device(threads=1))"
     found = limited(megabytes, opened)

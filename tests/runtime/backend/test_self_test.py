@@ -96,7 +96,25 @@ def test_a_processor_that_multiplies_bytes_wrongly_is_refused_for_integers_alone
     object.__setattr__(whole, "weights_dtype", "float16")
     try:
         with pytest.raises(DeviceError, match="multiplies bytes wrongly on this processor"):
-            self_test.check_products(rounded, Device())
-        self_test.check_products(whole, Device())
+            self_test.fitting([whole, rounded], Device())
+        assert self_test.fitting([whole], Device()) == Device()
     finally:
         self_test._products_are_right.cache_clear()
+
+
+@pytest.mark.parametrize("saturates", [False, True])
+def test_bytes_are_multiplied_unsigned_only_where_both_kinds_saturate(
+    bundle, monkeypatch, saturates
+):
+    """Where they do not it would cost as much again."""
+    monkeypatch.setattr(
+        self_test, "_products_are_right", lambda device: device.unsigned or not saturates
+    )
+    device = Device(threads=1)
+    found = self_test.fitting(bundle.models.values(), device)
+    assert found == dataclasses.replace(device, unsigned=saturates)
+
+
+def test_both_ways_to_multiply_bytes_are_right_here():
+    """The one that this processor does not need, too; on AVX2 without VNNI only the unsigned."""
+    assert self_test._products_are_right(Device(unsigned=True))
