@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from .nodes import constant
+from .nodes import constant, producer
 from .weights import drop_unused
 
 _WIDE = ir.DataType.FLOAT
@@ -28,6 +28,13 @@ def narrow(model: ir.Model, kind: ir.DataType) -> None:
     for value in graph.inputs:
         if value.dtype == _WIDE:
             value.dtype = kind
+    lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
+    for value in dict.fromkeys(map(_embedded, lookups)):
+        if value.dtype == _WIDE:
+            users = list(value.uses())
+            narrowed = casts.narrow(value)
+            for user, index in users:
+                user.replace_input_with(index, narrowed)
     for node in list(graph):
         for output in node.outputs:
             if output.dtype is None:
@@ -36,6 +43,29 @@ def narrow(model: ir.Model, kind: ir.DataType) -> None:
     _widen_logits(graph, kind)
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(graph)
+
+
+def _is_lookup(node: ir.Node, ids: ir.Value) -> bool:
+    """Whether a node takes rows of a table by token."""
+    index = node.inputs[1] if node.op_type == "Gather" else None
+    while (before := producer(index, "Reshape")) is not None:
+        index = before.inputs[0]
+    table = node.inputs[0] if index is ids else None
+    return table is not None and _is_constant(table)
+
+
+def _embedded(lookup: ir.Node) -> ir.Value:
+    """What becomes of rows of a table: cast, and multiplied with their scales."""
+    value = lookup.outputs[0]
+    while len(users := [user for user, _ in value.uses()]) == 1:
+        (user,) = users
+        scaled = user.op_type == "Mul" and all(
+            made is not None and made.producer() is not None for made in user.inputs
+        )
+        if user.op_type != "Cast" and not scaled:
+            break
+        value = user.outputs[0]
+    return value
 
 
 def _left_out(node: ir.Node) -> ir.DataType | None:

@@ -92,19 +92,15 @@ def in_blocks(group: Group, x: Seen, bits: int) -> Choice:
     return Choice(None, 1, error, error, bits, x.square)
 
 
-def head_in_blocks(group: Group, x: Seen) -> Choice:
-    """Blocks of 4 bits for a head that reads x, which is an eighth of a small model's passes.
-
-    Columns of 8 bits where that costs too much.
-    """
+def of_head(group: Group, x: Seen, channels: np.ndarray | None) -> Choice:
+    """Blocks of 4 bits for a head that reads x, or 8 bits as in int8 where that costs too much."""
     (matrix,) = group.matrices
     lost = rounding.divergence_in_blocks(matrix.stored.numbers(), x.rows, 4)
     if lost <= HEAD:
         return in_blocks(group, x, 4)
-    return replace(
-        in_columns(group, x, None, can_cut=False),
-        why=f"in columns of 8 bits, as 4 would cost it {lost:.3f} nats a token",
-    )
+    found = in_columns(group, x, channels, can_cut=True)
+    way = found.why or "in columns of 8 bits"
+    return replace(found, why=f"{way}; 4 bits would cost {lost:.3f} nats a token")
 
 
 def _some(group: Group) -> list[torch.Tensor]:

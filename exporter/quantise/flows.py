@@ -106,7 +106,8 @@ def _reshape(node: ir.Node, index: int, columns: np.ndarray, flow: Flow) -> list
 
 
 def _transpose(node: ir.Node, index: int, columns: np.ndarray, flow: Flow) -> list[np.ndarray]:
-    return [columns.transpose(list(node.attributes["perm"].as_ints()))]
+    order = node.attributes.get("perm")
+    return [columns.transpose(None if order is None else list(order.as_ints()))]
 
 
 def _split(node: ir.Node, index: int, columns: np.ndarray, flow: Flow) -> list[np.ndarray]:

@@ -140,7 +140,7 @@ def _choice(
         return choosing.in_blocks(group, x, BLOCKS[precision])
     tied = bool(tables & {*group.key})
     if precision == "int4" and not tied and len(shapes) == 1 and len(shapes[0]) == 2:
-        return choosing.head_in_blocks(group, x)
+        return choosing.of_head(group, x, channels)
     return choosing.in_columns(group, x, None if tied else channels, not tied)
 
 

@@ -44,7 +44,7 @@ def report(
     factors = smoothing.of_caches(ir.load(model.decoder(ops)).graph, powers)
     before = model.runner(model.folder, attention(ops))
     found = distance(before, runner, texts.report, factors, model.head)
-    if not math.isfinite(found.loss):
+    if not math.isfinite(found.loss + found.divergence + found.error):
         raise ExportError(
             f"{who}: some numbers are beyond {computed(ops)}; give --compute another type, or "
             "leave it out"
@@ -118,7 +118,8 @@ class Distance:
     def compare(self, found: np.ndarray, wanted: np.ndarray) -> None:
         """Keep the largest difference of an output, in its largest value."""
         size = max(1e-30, float(np.abs(wanted).max()))
-        self.error = max(self.error, float(np.abs(found - wanted).max()) / size)
+        # Not `max`, which leaves out what is no number.
+        self.error = float(np.maximum(self.error, np.abs(found - wanted).max() / size))
 
 
 def distance(

@@ -91,7 +91,8 @@ def _parts(value: ir.Value | None, users: set[ir.Node]) -> list[Part] | None:
         return None
     if node.op_type in NORMS:
         vectors = [i for i in range(1, len(node.inputs)) if node.inputs[i] is not None]
-        return [Vector(node, i) for i in vectors] if _last_axis(node) else None
+        known = all(vector(node.inputs[i]) is not None for i in vectors)
+        return [Vector(node, i) for i in vectors] if known and _last_axis(node) else None
     if node.op_type == "MatMul":
         return [Columns(node)] if _width(node) else None
     if node.op_type == "Mul":

@@ -144,7 +144,8 @@ def model_memory(bundle: Bundle, model: Model, ops: str) -> ModelMemory:
     found = weights_of(bundle, model.graph("decoder", ops).file)
     fitting = (weight for weight in found if weight.size <= largest)
     is_narrow = computed(ops) != "float32"
-    held = list(chain.from_iterable(_held(weight, is_narrow) for weight in fitting))
+    is_wide = model.weights_dtype == "float32"
+    held = list(chain.from_iterable(_held(weight, is_narrow, is_wide) for weight in fitting))
     packed = [size for size, is_packed in held if is_packed]
     return ModelMemory(
         id=model.source.id,
@@ -157,16 +158,19 @@ def model_memory(bundle: Bundle, model: Model, ops: str) -> ModelMemory:
     )
 
 
-def _held(weight: Weight, is_narrow: bool = False) -> Iterator[tuple[int, bool]]:
+def _held(
+    weight: Weight, is_narrow: bool = False, is_wide: bool = False
+) -> Iterator[tuple[int, bool]]:
     """What a session holds of a weight: bytes, and whether a kernel has packed them.
 
-    A graph that is narrow multiplies 16 bits, which ONNX Runtime casts to 32 on the CPU.
+    A graph that is narrow multiplies 16 bits, which ONNX Runtime casts to 32 on the CPU; a weight
+    that is wide has those from the start.
     """
     for steps, readers in weight.forms:
-        size = weight.size * (2 if "Cast" in steps else 1)  # files have 16 bits, kernels 32
+        size = weight.size * (2 if "Cast" in steps and not is_wide else 1)
         products = [op for op in readers if "MatMul" in op or op in _PRODUCTS]
         for op in products:  # each packs its own
-            is_cast = is_narrow and op in ("MatMul", "Gemm") and "Cast" not in steps
+            is_cast = is_narrow and not is_wide and op in ("MatMul", "Gemm") and "Cast" not in steps
             yield size * (2 if is_cast else 1) * _PRODUCTS.get(op, 8) // 8, True
         if any(op not in products and (steps or op != "Gather") for op in readers):
             yield size, False

@@ -13,7 +13,7 @@ from specedge.errors import BundleError, DeviceError
 from specedge.graph_file import check_graph
 from specedge.manifest import CURE, Graph, Model
 from specedge.op_sets import OP_SETS, computed
-from specedge.precision import precision_of
+from specedge.precision import QUANTISED, precision_of
 from specedge.signature import Signature, Tensor
 
 from .buffers import Array, Buffers
@@ -121,13 +121,20 @@ def choose_ops(model: Model, ops: str = "auto") -> str:
         held = {name: {*found.row_independent_lengths} for name, found in model.parity.items()}
         return "gqa" if "gqa" in held and held["gqa"] >= held.get("onnx", set()) else "onnx"
     if (found := model.op_set(ops)) is None:
-        plain, _, kind = ops.partition("-")
-        wanted = f"--ops {plain}" + (f" --compute {kind}" if kind else "")
         raise BundleError(
             f"{model.source.id} has no graphs in the op set '{ops}', only in "
-            f"{', '.join(model.parity)}; leave --ops out, or export the pair with {wanted}"
+            f"{', '.join(model.parity)}; leave --ops out{_wanted(model, ops)}"
         )
     return found
+
+
+def _wanted(model: Model, ops: str) -> str:
+    """The options of an export that give an op set, if there are any."""
+    plain, _, kind = ops.partition("-")
+    rounded = model.weights_dtype in QUANTISED
+    if kind == ("bf16" if rounded else "fp32"):
+        return ""
+    return f", or export the pair with --ops {plain}" + (f" --compute {kind}" if kind else "")
 
 
 def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path) -> None:

@@ -1,6 +1,7 @@
 """Op sets that compute in a type of their own, over the weights that the others read."""
 
 import json
+from unittest.mock import Mock
 
 import numpy as np
 import onnx
@@ -167,6 +168,16 @@ def test_weights_in_16_bits_are_multiplied_as_they_are_stored(made):
         assert {stored[node.input[1]] for node in products} == {TensorProto.FLOAT16}
 
 
+def test_every_product_computes_in_the_type_from_the_first_layer_on(made):
+    wanted = {"fp16": TensorProto.FLOAT16, "fp32": TensorProto.FLOAT}[made.compute]
+    for ops in made.sets:
+        graph = made.graph(made.bundle.target, ops)
+        types = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
+        products = [node for node in graph.node if node.op_type in ("MatMul", "RMSNormalization")]
+        assert products
+        assert {types[node.input[0]] for node in products} == {wanted}
+
+
 def test_integers_are_widened_a_column_and_no_input_is_rounded(made):
     if made.bundle.target.weights_dtype != "int8":
         pytest.skip("of weights in 8 bits")
@@ -193,6 +204,23 @@ def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path
         specedge.load(made.bundle.folder, ops="gqa-bf16")
     said = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder)])
     assert said.exit_code == 0, said.output
+
+
+@pytest.mark.parametrize(
+    ("dtype", "ops", "advice"),
+    [
+        ("float32", "onnx-fp32", ""),
+        ("float32", "onnx-bf16", ", or export the pair with --ops onnx --compute bf16"),
+        ("int8", "gqa-fp32", ", or export the pair with --ops gqa --compute fp32"),
+        ("int8", "gqa-bf16", ""),
+        ("int4", "onnx", ", or export the pair with --ops onnx"),
+    ],
+)
+def test_only_an_export_that_there_is_is_advised_for_an_op_set(dtype, ops, advice):
+    model = Mock(weights_dtype=dtype, parity={"gqa": None}, op_set=lambda ops: None)
+    with pytest.raises(BundleError) as caught:
+        choose_ops(model, ops)
+    assert str(caught.value).endswith(f"only in gqa; leave --ops out{advice}")
 
 
 @pytest.mark.slow

@@ -30,6 +30,14 @@ def test_the_loss_is_of_the_tokens_that_follow(logits):
     assert (total.num_tokens, total.num_scored) == (4, 4)
 
 
+def test_a_cache_that_is_no_number_is_seen(logits):
+    total = Distance()
+    total.compare(*logits)
+    total.compare(np.array([1, np.nan]), np.array([1, 2]))
+    total.compare(*logits)
+    assert np.isnan(total.error)
+
+
 def test_the_loss_of_a_cut_head_is_of_the_tokens_that_it_has(logits):
     found, wanted = logits
     head = np.array([0, 1, 7])

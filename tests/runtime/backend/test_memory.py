@@ -58,9 +58,9 @@ def graph(sizes, *nodes):
     return field(7, b"".join(parts))
 
 
-def held(content, is_narrow=False):
+def held(content, is_narrow=False, is_wide=False):
     """Packed and lying bytes of a graph's weights."""
-    found = [one for weight in weights(content) for one in memory._held(weight, is_narrow)]
+    found = [one for weight in weights(content) for one in memory._held(weight, is_narrow, is_wide)]
     return [sum(size for size, packed in found if packed is kind) for kind in (True, False)]
 
 
@@ -89,6 +89,12 @@ def test_16_bits_that_are_multiplied_as_they_are_are_widened_on_the_cpu():
     content = graph({"a": 10, "b": 20}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
                     ("MatMul", "x", "w", "z"))  # fmt: skip
     assert held(content, is_narrow=True) == [60, 0]
+
+
+def test_32_bits_that_are_cast_to_16_are_held_once_however_they_are_cast():
+    content = graph({"a": 40, "b": 80}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
+                    ("MatMul", "x", "w", "z"))  # fmt: skip
+    assert held(content, is_narrow=True, is_wide=True) == [120, 0]
 
 
 def test_integers_that_are_widened_are_multiplied_in_blocks_with_a_scale_each():
