@@ -87,7 +87,7 @@ def bars(
 ) -> str:
     """Stacked bars with labels and totals, one below the other; `names` are the parts'."""
     longest = max([*(sum(sizes) for _, sizes in some), 1e-9])
-    scale = (_WIDTH - _LABELS - 90) / longest
+    scale = (_WIDTH - _LABELS - 130) / longest
     parts: list[str] = []
     for i, name in enumerate(names):
         parts.append(_box(_LABELS + 110 * i, 4, 12, 12, COLOURS[i]))
