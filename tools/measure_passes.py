@@ -1,6 +1,6 @@
 """What passes of T tokens take, beside reading the weights, and on what. Development only.
 
-    python tools/measure_passes.py BUNDLE [BUNDLE ...] [--role target] [--threads N]
+    python tools/measure_passes.py BUNDLE [BUNDLE ...] [--role target] [--threads N] [--unsigned]
 
 Milliseconds are the least and the median of passes over a cache of 100 tokens, bundles and T all
 in turn. The bound is the weights' bytes at the bandwidth that as many threads reach here, adding up
@@ -29,7 +29,7 @@ from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
-LENGTHS = range(1, 10)
+LENGTHS = (*range(1, 10), 96)
 PAST = 100
 ARRAY = 200_000_000  # bytes each thread adds up
 KINDS = {
@@ -108,10 +108,11 @@ def _zeros(value: Any, length: int) -> np.ndarray:
 @click.option("--role", type=click.Choice(["target", "draft"]), default="target")
 @click.option("--threads", type=int, default=os.cpu_count() or 1, show_default=True)
 @click.option("--repeats", default=20, show_default=True)
-def main(folders: tuple[Path, ...], role: str, threads: int, repeats: int) -> None:
+@click.option("--unsigned", is_flag=True, help="Multiply unsigned bytes, as AVX2 alone needs.")
+def main(folders: tuple[Path, ...], role: str, threads: int, repeats: int, unsigned: bool) -> None:
     """Measure and print three tables."""
     bundles = {folder.name: Bundle.read(folder) for folder in folders}
-    device = Device("cpu", threads)
+    device = Device("cpu", threads, unsigned=unsigned)
     models = {name: OrtModel(b, b.models[role], device) for name, b in bundles.items()}
     speed = bandwidth(threads)
     found = timed(models, repeats)

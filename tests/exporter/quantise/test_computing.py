@@ -131,11 +131,13 @@ def test_inspect_names_the_type_and_the_cache_of_each(made):
 
 
 @pytest.mark.slow
-def test_verify_passes_in_each_op_set(made):
-    for ops in made.sets:
-        found = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder), "--ops", ops])
-        assert found.exit_code == 0, found.output
-        assert f"op set {ops}" in found.output
+@pytest.mark.parametrize("made", CASES[:2], indirect=True, ids="-".join)
+def test_verify_passes_in_an_op_set_with_a_type(made):
+    """In one, as an audit takes two minutes."""
+    ops = made.sets[-1]
+    found = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder), "--ops", ops])
+    assert found.exit_code == 0, found.output
+    assert f"op set {ops}" in found.output
 
 
 def test_an_op_set_that_a_bundle_lacks_is_refused_by_its_name(made):
