@@ -7,7 +7,6 @@ The figures are of the CPU; docs/measurements.md has what was measured beside th
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever t
 TOKENIZER = 11  # a loaded tokenizer in its file's size, measured with 150,000 entries
 CERTAIN = 0.9  # a prediction may be too large by the rest
 SHORTEST = 256  # tokens of a context that an advice may leave, and what it is a multiple of
-_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD = -3, 32 << 20  # of glibc's malloc.h, on 64 bits
 # Products that are not named so, with eighths of a weight: of integers that are widened ONNX
 # Runtime makes MatMulNBits, which has a scale for 32 of them.
 _PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9}
@@ -224,31 +222,6 @@ def enough_memory(need: Callable[[], ModelMemory]) -> Iterator[None]:
             f"(weights {shown(model.weights)}, caches {shown(model.caches)}), {found}; "
             "free some, or take a smaller model"
         ) from error
-
-
-@contextmanager
-def large_blocks_apart() -> Iterator[None]:
-    """Have glibc give blocks from 1 MB on back to the system as soon as they are freed.
-
-    While a session packs weights, those that it copied from would stay behind among the packed
-    ones: 420 MB beside 1.1 GB. Afterwards the limit is the one that glibc would have moved to by
-    itself. Other allocators are left alone.
-    """
-    set_option = _mallopt()
-    set_option(_MMAP_THRESHOLD, 1 << 20)
-    try:
-        yield
-    finally:
-        set_option(_MMAP_THRESHOLD, _LARGEST_MMAP_THRESHOLD)
-
-
-def _mallopt() -> Callable[[int, int], object]:
-    """glibc's function of this name, else one that does nothing."""
-    try:
-        found: Callable[[int, int], object] = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):
-        return lambda option, value: None
-    return found
 
 
 def is_out_of_memory(error: BaseException) -> bool:

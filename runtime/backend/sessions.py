@@ -14,7 +14,8 @@ from typing import Any
 from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
 
-from .memory import is_out_of_memory, large_blocks_apart
+from .freed_blocks import large_blocks_apart
+from .memory import is_out_of_memory
 
 DEVICES = ("cpu",)
 

@@ -21,7 +21,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 from test_graph_files import INITIALIZER, NODE, field
 
 from specedge.runtime import loading
-from specedge.runtime.backend import memory
+from specedge.runtime.backend import freed_blocks, memory
 from specedge.runtime.backend.memory import ModelMemory, PairMemory
 
 MB = 10**6
@@ -207,7 +207,7 @@ FREED = """
 import ctypes
 from contextlib import nullcontext
 from pathlib import Path
-from specedge.runtime.backend.memory import large_blocks_apart
+from specedge.runtime.backend.freed_blocks import large_blocks_apart
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -243,6 +243,6 @@ def test_large_blocks_that_a_session_frees_between_others_go_back_to_the_system(
 
 def test_allocators_without_that_option_are_left_alone(monkeypatch):
     for failure in (AttributeError, OSError, TypeError):
-        monkeypatch.setattr(memory.ctypes, "CDLL", Mock(side_effect=failure))
-        with memory.large_blocks_apart():
+        monkeypatch.setattr(freed_blocks.ctypes, "CDLL", Mock(side_effect=failure))
+        with freed_blocks.large_blocks_apart():
             pass
