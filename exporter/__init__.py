@@ -8,11 +8,12 @@ from specedge.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from .exporting import export
+    from .hosts.embedding import embed
     from .progress import Progress
 
-__all__ = ["Progress", "export"]
+__all__ = ["Progress", "embed", "export"]
 
-_HOMES = {"export": "exporting", "Progress": "progress"}
+_HOMES = {"embed": "hosts.embedding", "export": "exporting", "Progress": "progress"}
 
 
 def __getattr__(name: str) -> Any:

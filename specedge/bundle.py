@@ -18,14 +18,15 @@ from pathlib import Path
 
 from .declared import whole
 from .errors import BundleError
-from .manifest import CURE, File, Model
+from .manifest import CURE, File, HostGraph, Model
 from .op_sets import attention
 from .options import MAX_DRAFT_TOKENS, Filters
 from .reports import check_line
 from .strict_json import LARGEST, JsonError, build, parse, plain, text_of
 
-FORMAT = 7
-FORMATS = (6, FORMAT)  # that are read: 6 has the op sets without a type alone
+FORMAT = 8
+WITH_HOSTS = 8  # the first format that has `hosts`
+FORMATS = (6, 7, FORMAT)  # that are read: 6 has the op sets without a type alone
 MANIFEST = "bundle.json"
 LARGEST_MANIFEST = 16 * 2**20
 LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
@@ -39,6 +40,7 @@ class Bundle:
 
     `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`. `id_map` is
     the file that says which tokens the columns of the draft's head are, if it was cut to some.
+    `hosts` are graphs of a round for apps without specedge.
     """
 
     format: int
@@ -52,6 +54,7 @@ class Bundle:
     target: Model
     draft: Model
     id_map: str | None
+    hosts: tuple[HostGraph, ...]
     files: dict[str, File]
     folder: Path = field(default=Path(), init=False, compare=False)
 
@@ -63,6 +66,9 @@ class Bundle:
         for key, model in self.models.items():
             self._check_model(key, model)
         self._check_columns()
+        for graph in self.hosts:
+            if graph.file not in self.files:
+                raise ValueError(f"hosts names '{graph.file}', which is not among the files")
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
         if self.draft.vocab_size > self.target.vocab_size:
@@ -182,11 +188,18 @@ class Bundle:
         value = parse(text)
         if isinstance(value, dict) and value.get("format") not in FORMATS:
             raise FormatError(_other_format(value.get("format")))
+        if isinstance(value, dict) and value["format"] < WITH_HOSTS:
+            if "hosts" in value:
+                raise JsonError("key 'hosts' is unknown")
+            value["hosts"] = []
         return build(cls, value)
 
     def to_json(self) -> str:
         """The manifest's text."""
-        return text_of(plain(self)) + "\n"
+        value = plain(self)
+        if self.format < WITH_HOSTS:
+            del value["hosts"]
+        return text_of(value) + "\n"
 
     def at(self, folder: Path) -> Bundle:
         """The same bundle in a folder."""
@@ -286,7 +299,8 @@ def _other_format(found: object) -> str:
         return f"format must be {FORMAT}; {CURE}"
     cure = "export the pair again" if 0 < found < FORMAT else "use the specedge that wrote it"
     shown = found if abs(found) <= LARGEST else "a huge number"
-    return f"format is {shown}, this specedge reads {' and '.join(map(str, FORMATS))}; {cure}"
+    *some, last = map(str, FORMATS)
+    return f"format is {shown}, this specedge reads {', '.join(some)} and {last}; {cure}"
 
 
 def _unreadable(folder: Path, error: Exception) -> str:

@@ -10,12 +10,14 @@ from dataclasses import dataclass, replace
 
 from .errors import BundleError
 from .op_sets import OP_SETS, OPS, attention, computed, is_rounded
+from .options import MAX_DRAFT_TOKENS
 from .precision import DTYPES, PRECISIONS, QUANTISED, Precision, precision_of
 from .reports import Parity, Quantisation, check_line
 from .signature import Signature, Tensor
 
 CURE = "export the pair again, or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
+HOST_GRAPHS = ("round", "draft", "accept")
 GRAPHS = ("decoder", "step", "catchup", "verify", "prefill")  # what this format knows by name
 
 
@@ -97,6 +99,27 @@ class Graph:
             raise ValueError("batch and length are at least 1")
         if self.name in GRAPHS and (self.length is None) is not (self.name == "decoder"):
             raise ValueError("decoder takes any length, and step, catchup, verify, prefill one")
+
+
+@dataclass(frozen=True)
+class HostGraph:
+    """One ONNX file of a round, for host apps: which part, its K (null: any), and its tensors."""
+
+    name: str
+    num_draft_tokens: int | None
+    ops: str
+    signature: Signature
+    file: str
+
+    def __post_init__(self) -> None:
+        if self.name not in HOST_GRAPHS:
+            raise ValueError(f"name is one of {', '.join(HOST_GRAPHS)}, got '{self.name}'")
+        if self.ops not in OP_SETS:
+            raise ValueError(f"ops is one of {', '.join(OP_SETS)}, got '{self.ops}'")
+        if (self.num_draft_tokens is None) is (self.name == "round"):
+            raise ValueError("round has one num_draft_tokens, and draft and accept any")
+        if not 1 <= (self.num_draft_tokens or 1) <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"num_draft_tokens is 1 to {MAX_DRAFT_TOKENS}")
 
 
 @dataclass(frozen=True)
@@ -182,6 +205,14 @@ class Model:
         plain = attention(ops)
         same = computed(ops) == computed(plain) and not is_rounded(plain, self.weights_dtype)
         return next((name for name in (ops, *[plain] * same) if name in self.parity), None)
+
+    @property
+    def cpu_ops(self) -> str:
+        """The better op set on the CPU: `gqa` reads no more of the cache than is filled. It is left
+        out where `onnx` gives the same bits for more pass lengths.
+        """
+        held = {name: {*found.row_independent_lengths} for name, found in self.parity.items()}
+        return "gqa" if "gqa" in held and held["gqa"] >= held.get("onnx", set()) else "onnx"
 
     def parity_line(self, ops: str) -> str:
         """What the export found of an op set's graphs, in one line."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+SIZES = ("B", "T", "R", "N", "K")
 ROLES = ("tokens", "past_length", "logits_from", "cache", "logits")
 
 
@@ -14,7 +15,8 @@ class Tensor:
 
     `buffer` says which buffer of the cache it is; input and output of one buffer may share memory.
     A dimension is a number, or "B" or "T", the graph's batch and length, or "R", the rows that
-    logits are asked of: T less `logits_from`.
+    logits are asked of: T less `logits_from`. In graphs for hosts "N" are the tokens to feed, "K"
+    the draft tokens, and "R" one more.
     """
 
     name: str
@@ -31,8 +33,9 @@ class Tensor:
         if (self.buffer is None) is (self.role == "cache"):
             raise ValueError(f"{self.name}: the cache's tensors name a buffer, and no others")
         for size in self.shape:
-            if size not in ("B", "T", "R") and (isinstance(size, str) or size < 1):
-                raise ValueError(f"{self.name}: a dimension is at least 1, B, T or R, got {size!r}")
+            if size not in SIZES and (isinstance(size, str) or size < 1):
+                known = ", ".join(SIZES)
+                raise ValueError(f"{self.name}: a dimension is at least 1 or {known}, got {size!r}")
 
     def at(self, batch: int, length: int, rows: int) -> list[int]:
         """The shape in a pass of that length, asked for the logits of so many rows."""

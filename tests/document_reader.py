@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "bundle.md"
+PRODUCT = Path(__file__).parents[1] / "runtime" / "backend" / "product.onnx"
 PLAIN = {"integer": int, "text": str, "boolean": bool}
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 
@@ -25,9 +26,14 @@ def session_options():
 
     with contextlib.suppress(Exception):
         onnxruntime.set_global_thread_pool_sizes(0, 1)
-    options = onnxruntime.SessionOptions()
-    options.use_per_session_threads = False
-    return options
+    plain, unsigned = onnxruntime.SessionOptions(), onnxruntime.SessionOptions()
+    unsigned.add_session_config_entry("session.x64quantprecision", "1")
+    products = []
+    for options in (plain, unsigned):
+        options.use_per_session_threads = False
+        session = onnxruntime.InferenceSession(PRODUCT, options)
+        products.append(session.run(None, {"x": np.full((1, 64), 255, np.uint8)})[0])
+    return plain if np.array_equal(*products) else unsigned
 
 
 @functools.cache
@@ -81,8 +87,11 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
 def parse(text: str) -> dict:
     """The manifest as plain values, of the types that the tables say."""
     manifest = json.loads(text)
-    wanted(isinstance(manifest, dict) and manifest.get("format") in (6, 7), "format")
-    check("bundle", manifest, tables())
+    wanted(isinstance(manifest, dict) and manifest.get("format") in (6, 7, 8), "format")
+    known = tables()
+    if manifest["format"] < 8:
+        known = known | {"bundle": {k: v for k, v in known["bundle"].items() if k != "hosts"}}
+    check("bundle", manifest, known)
     return manifest
 
 

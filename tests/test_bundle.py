@@ -131,8 +131,8 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (("target", "graphs", 1, "name"), "prefill", "prefill's signature is not that of cache"),
         (("target", "graphs", 0, "signature"), "caches_alone", "decoder's signature is not"),
         ((*OUTPUT, "dtype"), "float16", "decoder's signature is not that of cache and logits"),
-        ((*OUTPUT, "shape"), ["B", "X", 64], "a dimension is at least 1, B, T or R, got 'X'"),
-        ((*OUTPUT, "shape"), ["B", 0, 64], "a dimension is at least 1, B, T or R, got 0"),
+        ((*OUTPUT, "shape"), ["B", "X", 64], "a dimension is at least 1 or B, T, R, N, K, got 'X'"),
+        ((*OUTPUT, "shape"), ["B", 0, 64], "a dimension is at least 1 or B, T, R, N, K, got 0"),
         ((*OUTPUT, "shape"), ["B", "T", 6.5], "must be a whole number, got 6.5"),
         ((*OUTPUT, "role"), "cache", "the cache's tensors name a buffer, and no others"),
         ((*OUTPUT, "role"), "Logits", "a role is up to 40 of"),
@@ -161,13 +161,13 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
 
 
 @pytest.mark.parametrize(
-    ("found", "cure"), [(5, "export the pair again"), (8, "use the specedge that wrote it")]
+    ("found", "cure"), [(5, "export the pair again"), (9, "use the specedge that wrote it")]
 )
 def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
-    said = f"format is {found}, this specedge reads 6 and 7; {cure}"
+    said = f"format is {found}, this specedge reads 6, 7 and 8; {cure}"
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 

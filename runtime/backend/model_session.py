@@ -111,15 +111,13 @@ class Pass:
 
 
 def choose_ops(model: Model, ops: str = "auto") -> str:
-    """The op set to run. On the CPU `gqa` is the faster one: it reads no more of the cache than is
-    filled. It is left out where `onnx` gives the same bits for more pass lengths. Sets that compute
-    in a type of their own are for other devices: the CPU runs them if asked.
+    """The op set to run. Those that compute in a type of their own are for other devices: the CPU
+    runs them if asked.
     """
     if ops not in ("auto", *OP_SETS):
         raise ValueError(f"ops must be one of auto, {', '.join(OP_SETS)}, got {ops!r}")
     if ops == "auto":
-        held = {name: {*found.row_independent_lengths} for name, found in model.parity.items()}
-        return "gqa" if "gqa" in held and held["gqa"] >= held.get("onnx", set()) else "onnx"
+        return model.cpu_ops
     if (found := model.op_set(ops)) is None:
         raise BundleError(
             f"{model.source.id} has no graphs in the op set '{ops}', only in "

@@ -19,6 +19,7 @@ import click
 from specedge import starting
 from specedge.cli.bench import bench
 from specedge.cli.compare import compare
+from specedge.cli.embed import embed
 from specedge.cli.export import export
 from specedge.cli.generate import generate
 from specedge.cli.inspect import inspect
@@ -39,7 +40,7 @@ def cli() -> None:
 
 
 for command in (
-    *(export, generate, compare, tune, bench, inspect, verify),
+    *(export, embed, generate, compare, tune, bench, inspect, verify),
     *(list_, remove, theory, ngram),
 ):
     cli.add_command(command)

@@ -1,0 +1,259 @@
+"""Rows of logits as distributions, draws from them, and the accept rule, as ONNX nodes.
+
+The arithmetic of `runtime/sampling` and `runtime/loop/verify.py`, which docs/bundle.md states: in
+float32, but sums that decide a draw in double. Letters: R rows, V vocabulary entries, K draft
+tokens. There is no If, so a setting that is off costs its passes over the rows all the same, but no
+row is ever sorted whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .nodes import Nodes
+
+_DOUBLE, _FLOAT, _INT = ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT64
+_END = np.iinfo(np.int64).max
+_FEW = 256
+_BUCKETS = 512
+_DEEPEST = 104.0  # exp of less than minus this is 0 in float32
+_LEAST = np.array(-np.inf, np.float32)
+_LIMITS = np.finfo(np.float32)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a distribution depends on beside logits, [1] each, and the tokens seen [1, V]."""
+
+    temperature: ir.Value
+    top_k: ir.Value
+    top_p: ir.Value
+    min_p: ir.Value
+    penalty: ir.Value
+    seen: ir.Value
+
+
+def settings(nodes: Nodes, vocab_size: int) -> Settings:
+    """Inputs for them."""
+    return Settings(
+        nodes.input("temperature", _FLOAT, [1]),
+        nodes.input("top_k", _INT, [1]),
+        nodes.input("top_p", _DOUBLE, [1]),
+        nodes.input("min_p", _FLOAT, [1]),
+        nodes.input("repetition_penalty", _FLOAT, [1]),
+        nodes.input("seen", ir.DataType.BOOL, [1, vocab_size]),
+    )
+
+
+def penalised(nodes: Nodes, logits: ir.Value, seen: ir.Value, settings: Settings) -> ir.Value:
+    """Logits with those of seen tokens divided by the repetition penalty. [R, V], [R, V]"""
+    is_on = _is_penalised(nodes, settings)
+    (changed, rest), (seen, _) = (_part(nodes, x, is_on) for x in (logits, seen))
+    penalty = nodes("Max", settings.penalty, float(_LIMITS.tiny))
+    smaller, larger = nodes("Div", changed, penalty), nodes("Mul", changed, penalty)
+    penalised = nodes("Where", nodes("Less", changed, 0.0), larger, smaller)
+    penalised = nodes("Min", penalised, float(_LIMITS.max))
+    return nodes("Concat", nodes("Where", seen, penalised, changed), rest, axis=0)
+
+
+def _is_penalised(nodes: Nodes, settings: Settings) -> ir.Value:
+    return nodes("Not", nodes("Equal", settings.penalty, 1.0))
+
+
+def also_seen(nodes: Nodes, seen: ir.Value, token: ir.Value) -> ir.Value:
+    """What is seen after one more token. [1, V], [1] -> [1, V]"""
+    place = nodes("Reshape", token, [1, 1])
+    return nodes("ScatterElements", seen, place, np.ones((1, 1), bool), axis=1)
+
+
+def seen_before(nodes: Nodes, settings: Settings, tokens: ir.Value) -> ir.Value:
+    """What is seen before each of these tokens and after the last; the first row alone where
+    nothing is penalised. [K] -> [K + 1, V]
+    """
+    tokens, _ = _part(nodes, nodes("Unsqueeze", tokens, [1]), _is_penalised(nodes, settings))
+    before = nodes("Cast", settings.seen, to=_FLOAT)
+    zeros = nodes("Mul", nodes("Cast", tokens, to=_FLOAT), 0.0)
+    rows = nodes("Add", nodes("Mul", before, 0.0), zeros)
+    own = nodes("ScatterElements", rows, tokens, nodes("Add", zeros, 1.0), axis=1)
+    seen = nodes("CumSum", nodes("Concat", before, own, axis=0), np.array(0))
+    return nodes("Greater", seen, 0.0)
+
+
+def weights(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings) -> ir.Value:
+    """Rows as weights, the likeliest token's 1; at temperature 0 it has all. [R, V] -> [R, V]"""
+    is_greedy = nodes("Equal", settings.temperature, 0.0)
+    certain, uncertain = _part(nodes, logits, is_greedy)
+    likeliest = nodes("ArgMax", certain, axis=-1, keepdims=0)
+    alone = nodes("OneHot", likeliest, vocab_size, np.array([0, 1], np.float32))
+    return nodes("Concat", alone, _drawn(nodes, uncertain, vocab_size, settings), axis=0)
+
+
+def _part(nodes: Nodes, rows: ir.Value, condition: ir.Value) -> tuple[ir.Value, ir.Value]:
+    """All rows where a condition [1] holds and none, or none and all: what If would do."""
+    split = nodes("Mul", nodes("Cast", condition, to=_INT), _END)
+    first = nodes("Slice", rows, [0], split, [0])
+    return first, nodes("Slice", rows, split, [_END], [0])
+
+
+def _drawn(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings) -> ir.Value:
+    """The weights of rows above temperature 0. [R, V] -> [R, V]"""
+    largest = nodes("ReduceMax", logits, [-1])
+    divisor = nodes("Max", settings.temperature, float(_LIMITS.tiny))
+    divisor = nodes("Min", divisor, float(_LIMITS.max))
+    top_k, top_p, min_p = settings.top_k, settings.top_p, settings.min_p
+    is_few = nodes("And", nodes("Greater", top_k, 0), nodes("Less", top_k, vocab_size))
+    few, all_ = _part(nodes, logits, is_few)
+    best = nodes("TopK", few, nodes("Where", is_few, top_k, 1), sorted=0, num_outputs=2)
+    few = nodes("Where", nodes("Less", few, nodes("ReduceMin", best, [-1])), _LEAST, few)
+    logits = nodes("Concat", few, all_, axis=0)
+    heights = nodes("Div", nodes("Sub", logits, largest), divisor)
+    few, all_ = _part(nodes, heights, nodes("Less", top_p, np.ones(1)))
+    rest = _nucleus(nodes, few, vocab_size, top_p)
+    drawn = nodes("Concat", rest, nodes("Exp", all_), axis=0)
+    few, all_ = _part(nodes, drawn, nodes("Greater", min_p, 0.0))
+    few = nodes("Where", nodes("Less", few, min_p), 0.0, few)
+    return nodes("Concat", few, all_, axis=0)
+
+
+def _nucleus(nodes: Nodes, heights: ir.Value, vocab_size: int, share: ir.Value) -> ir.Value:
+    """Weights of these logarithms: the fewest that have this share of all, the first on ties.
+
+    Mostly they are among the few largest; rows are gone through where those are too few.
+    """
+    drawn = nodes("Exp", heights)
+    goal = nodes("Mul", _totals(nodes, drawn), share)
+    values = nodes("TopK", drawn, [min(_FEW, vocab_size)], num_outputs=2)
+    places = nodes.others(values)[0]
+    sums = nodes("CumSum", nodes("Cast", values, to=_DOUBLE), np.array(1))
+    is_short = nodes("Less", nodes("Slice", sums, [-1], [_END], [1]), goal)
+    is_short = nodes("Concat", nodes("Cast", is_short, to=_INT), [[0]], axis=0)
+    is_short = nodes("Greater", nodes("ReduceMax", is_short, [1, 0], keepdims=0), 0)
+    is_short = nodes("Reshape", is_short, [1])
+    parts = [_part(nodes, x, is_short) for x in (heights, drawn, goal)]
+    searched = _searched(nodes, *(short for short, _ in parts))
+    ahead = nodes("Sub", sums, nodes("Cast", values, to=_DOUBLE))
+    kept = nodes("Where", nodes("Less", ahead, goal), values, 0.0)
+    (_, kept), (_, places) = (_part(nodes, x, is_short) for x in (kept, places))
+    rest = nodes("Mul", parts[1][1], 0.0)
+    return nodes("Concat", searched, nodes("ScatterElements", rest, places, kept, axis=1), axis=0)
+
+
+def _searched(nodes: Nodes, heights: ir.Value, drawn: ir.Value, goal: ir.Value) -> ir.Value:
+    """The same, by rows that are looked at whole.
+
+    Weights are summed in buckets of their heights, and those of the bucket where the sum gets there
+    once more. Of what shares a bucket then, 0.0004 of height, the largest come first: a few tokens.
+    """
+    wide = nodes("Cast", drawn, to=_DOUBLE)
+    scaled = nodes("Mul", nodes("Max", heights, -_DEEPEST), (1 - _BUCKETS) / _DEEPEST)
+    none = nodes("Mul", goal, np.zeros(1))
+    ahead, inside, start, before = _bucket(nodes, scaled, wide, goal, none)
+    finer = nodes("Mul", nodes("Sub", scaled, nodes("Cast", start, to=_FLOAT)), float(_BUCKETS))
+    finer = nodes("Min", finer, float(_BUCKETS - 1))
+    finer = nodes("Where", inside, finer, 0.0)
+    wide = nodes("Where", inside, wide, np.zeros(1))
+    sooner, within, _, before = _bucket(nodes, finer, wide, goal, before)
+    within = nodes("And", inside, within)
+    kept = nodes("Or", ahead, nodes("And", inside, sooner))
+    kept = _largest(nodes, nodes("Where", within, drawn, -1.0), kept, goal, before)
+    return nodes("Where", kept, drawn, 0.0)
+
+
+def _bucket(
+    nodes: Nodes, scaled: ir.Value, wide: ir.Value, goal: ir.Value, before: ir.Value
+) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
+    """Where weights `wide` [R, V], in buckets by the whole part of `scaled`, first reach `goal`.
+
+    What lies in buckets ahead, what in that one, its number, and the sum ahead of it.
+    """
+    places = nodes("Cast", nodes("Floor", scaled), to=_INT)
+    empty = nodes("Mul", goal, np.zeros((1, _BUCKETS)))
+    sums = nodes("ScatterElements", empty, places, wide, axis=1, reduction="add")
+    aheads = nodes("Add", nodes("CumSum", sums, np.array(1), exclusive=1), before)
+    reached = nodes("Cast", nodes("Less", aheads, goal), to=_INT)
+    at = nodes("Sub", nodes("ReduceSum", reached, [-1]), 1)
+    at = nodes("Max", at, 0)
+    ahead, inside = nodes("Less", places, at), nodes("Equal", places, at)
+    return ahead, inside, at, nodes("GatherElements", aheads, at, axis=1)
+
+
+def _largest(
+    nodes: Nodes, candidates: ir.Value, kept: ir.Value, goal: ir.Value, before: ir.Value
+) -> ir.Value:
+    """`kept`, and those of `candidates`, which are not below 0, that it takes to reach `goal`."""
+    is_one = nodes("Cast", nodes("GreaterOrEqual", candidates, 0.0), to=_INT)
+    most = nodes(
+        "ReduceMax",
+        nodes("Concat", nodes("ReduceSum", is_one, [-1]), [[1]], axis=0),
+        [0, 1],
+        keepdims=0,
+    )
+    most = nodes("Reshape", most, [1])
+    values = nodes("TopK", candidates, most, num_outputs=2)
+    places = nodes.others(values)[0]
+    wide = nodes("Cast", nodes("Max", values, 0.0), to=_DOUBLE)
+    aheads = nodes("Add", nodes("CumSum", wide, np.array(1), exclusive=1), before)
+    wanted = nodes("And", nodes("Less", aheads, goal), nodes("GreaterOrEqual", values, 0.0))
+    wanted = nodes("Or", wanted, nodes("GatherElements", kept, places, axis=1))
+    return nodes("ScatterElements", kept, places, wanted, axis=1)
+
+
+def _totals(nodes: Nodes, rows: ir.Value) -> ir.Value:
+    """The sum of each row, in double. [R, V] -> [R, 1]"""
+    return nodes("ReduceSum", nodes("Cast", rows, to=_DOUBLE), [-1])
+
+
+def draw(nodes: Nodes, row: ir.Value, uniform: ir.Value) -> ir.Value:
+    """The first token up to which weights sum to more than this share. [1, V], [1] -> [1]"""
+    sums = nodes("CumSum", nodes("Cast", row, to=_DOUBLE), np.array(1))
+    last = nodes("Slice", sums, [-1], [_END], [1])
+    goal = nodes("Mul", last, uniform)
+    above = nodes("Cast", nodes("Greater", sums, goal), to=_FLOAT)
+    first, highest = (nodes("ArgMax", x, axis=1, keepdims=0) for x in (above, sums))
+    is_above = nodes("Reshape", nodes("Greater", last, goal), [1])
+    return nodes("Where", is_above, first, highest)
+
+
+def judge(
+    nodes: Nodes,
+    drafted: ir.Value,
+    draft: ir.Value,
+    target: ir.Value,
+    limit: ir.Value,
+    tests: ir.Value,
+    last: ir.Value,
+) -> tuple[ir.Value, ir.Value]:
+    """How many drafted tokens are accepted [1], and the token after them [1].
+
+    Leviathan et al. 2023, algorithm 1, of the first `limit` [1] tokens alone.
+
+    drafted [K], draft [K, V] and target [K + 1, V] weights, tests [K] and last [1] in double
+    """
+    totals, draft_totals = _totals(nodes, target), _totals(nodes, draft)
+    tokens = nodes("Unsqueeze", drafted, [1])
+    judged, judged_totals = (nodes("Slice", x, [0], [-1], [0]) for x in (target, totals))
+    t = _share(nodes, judged, judged_totals, tokens)
+    d = _share(nodes, draft, draft_totals, tokens)
+    passed = nodes("Less", nodes("Mul", tests, d), t)
+    numbers = nodes("CumSum", nodes("Add", nodes("Mul", drafted, 0), 1), np.array(0))
+    ends = nodes("Or", nodes("Not", passed), nodes("Greater", numbers, limit))
+    ends = nodes("Concat", nodes("Cast", ends, to=_INT), [1], axis=0)
+    accepted = nodes("ArgMax", ends, axis=0, keepdims=1)
+    row, total = nodes("Gather", target, accepted), nodes("Gather", totals, accepted)
+    is_cut = nodes("Less", accepted, limit)
+    at = nodes("Where", is_cut, accepted, 0)
+    draft_row, draft_total = nodes("Gather", draft, at), nodes("Gather", draft_totals, at)
+    scale = nodes("Cast", nodes("Div", total, draft_total), to=_FLOAT)
+    scale = nodes("Where", is_cut, scale, 0.0)
+    residual = nodes("Max", nodes("Sub", row, nodes("Mul", scale, draft_row)), 0.0)
+    is_left = nodes("Greater", nodes("ReduceMax", residual, [-1]), 0.0)
+    return accepted, draw(nodes, nodes("Where", is_left, residual, row), last)
+
+
+def _share(nodes: Nodes, rows: ir.Value, totals: ir.Value, tokens: ir.Value) -> ir.Value:
+    """The probability of a token of each row. [K, V], [K, 1], [K, 1] -> [K]"""
+    weight = nodes("Cast", nodes("GatherElements", rows, tokens, axis=1), to=_DOUBLE)
+    return nodes("Reshape", nodes("Div", weight, totals), [-1])

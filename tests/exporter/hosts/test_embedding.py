@@ -1,0 +1,108 @@
+"""`specedge embed`: graphs of a round in a bundle's folder, and in its manifest."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+from click.testing import CliRunner
+
+import specedge
+from round_host import Fused, Split
+from specedge import store
+from specedge.bundle import FORMAT, MANIFEST, Bundle
+from specedge.cli.embed import embed as command
+from specedge.errors import ExportError
+from specedge.exporter import embed
+from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.sessions import Device
+
+PROMPT = [60, 61, 62, 63]
+
+
+@pytest.fixture
+def folder(pairs, tmp_path):
+    """A bundle of the gpt2 pair that may be changed."""
+    return shutil.copytree(pairs.bundle("gpt2").folder, tmp_path / "bundle")
+
+
+def run(*arguments):
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def sessions(bundle):
+    device = fitting(bundle.models.values(), Device())
+    return {graph.name: device.open(bundle.path(graph.file)) for graph in bundle.hosts}
+
+
+@pytest.mark.parametrize("layout", ["fused", "split"])
+def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pipeline, layout):
+    output = tmp_path / "hosted"
+    done = run("--output", output, "--layout", layout)
+    assert done.exit_code == 0, done.output
+    bundle = Bundle.read(output)
+    made = {"fused": ["round.onnx"], "split": ["draft.onnx", "accept.onnx"]}[layout]
+    assert done.stdout.split() == [str(output / name) for name in made]
+    assert [graph.file for graph in bundle.hosts] == made
+    opened = sessions(bundle)
+    if layout == "fused":
+        host = Fused(opened["round"], bundle, bundle.end_tokens)
+    else:
+        decoder = bundle.path(bundle.target.graph("decoder", bundle.hosts[0].ops).file)
+        target = fitting([bundle.target], Device()).open(decoder)
+        host = Split((opened["draft"], target, opened["accept"]), bundle, 4, bundle.end_tokens)
+    wanted = pipeline.generate(PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model")
+    assert host.generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
+
+
+def test_the_manifest_lists_what_each_graph_takes_and_gives(folder):
+    bundle = embed(folder)
+    assert bundle.format == FORMAT
+    (graph,) = bundle.hosts
+    (session,) = sessions(bundle).values()
+    for tensors, values in (
+        (graph.signature.inputs, session.get_inputs()),
+        (graph.signature.outputs, session.get_outputs()),
+    ):
+        assert [t.name for t in tensors] == [v.name for v in values]
+        assert [list(t.shape) for t in tensors] == [v.shape for v in values]
+    buffers = {t.buffer for t in graph.signature.inputs} - {None}
+    assert buffers == {t.buffer for t in graph.signature.outputs} - {None}
+    assert graph.file in bundle.files
+
+
+def test_weights_are_not_written_again(folder):
+    embed(folder, num_draft_tokens=[2, 4])
+    assert (folder / "round-2.onnx").stat().st_size < 500_000
+    assert (folder / "round.onnx").stat().st_size < 500_000
+
+
+def test_another_layout_takes_the_place_of_the_first(folder):
+    embed(folder, num_draft_tokens=[2, 4])
+    bundle = embed(folder, layout="split")
+    assert [graph.name for graph in bundle.hosts] == ["draft", "accept"]
+    assert not list(folder.glob("round*"))
+    assert Bundle.read(folder) == bundle
+    assert specedge.load(folder).generate(PROMPT, 4).tokens
+
+
+def test_the_pair_inside_the_package_is_left_alone(tmp_path):
+    before = (store.embedded() / MANIFEST).read_bytes()
+    done = run()
+    assert done.exit_code
+    assert "give --output FOLDER" in str(done.exception)
+    assert (store.embedded() / MANIFEST).read_bytes() == before
+
+
+def test_more_draft_tokens_than_the_caches_have_room_for_are_refused(folder):
+    before = sorted(p.name for p in folder.iterdir())
+    with pytest.raises(ExportError, match="export the pair with --num-draft-tokens 9"):
+        embed(folder, num_draft_tokens=[9])
+    assert sorted(p.name for p in folder.iterdir()) == before
+
+
+def test_an_older_manifest_with_hosts_is_refused(folder):
+    text = (folder / MANIFEST).read_text("utf-8")
+    (folder / MANIFEST).write_text(text.replace(f'"format": {FORMAT}', '"format": 7'), "utf-8")
+    with pytest.raises(specedge.BundleError, match="'hosts' is unknown"):
+        Bundle.read(folder)

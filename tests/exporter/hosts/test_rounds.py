@@ -1,0 +1,111 @@
+"""A round in one graph writes the text of the runtime's loop."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import specedge
+from round_host import Fused, Split
+from specedge.exporter.hosts.rounds import fused
+from specedge.exporter.hosts.split import accept, draft
+from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.sessions import Device
+
+SAMPLINGS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "top_k": 50, "top_p": 0.95},
+]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """Hosts and pipelines by layout, bundle, K and op set."""
+    made = {}
+
+    def host(layout, bundle, num_draft_tokens, ops):
+        key = layout, bundle.folder, num_draft_tokens, ops
+        if key not in made:
+            folder = tmp_path_factory.mktemp("rounds") / "bundle"
+            shutil.copytree(bundle.folder, folder)
+            device = fitting([bundle.draft, bundle.target], Device())
+
+            def opened(model, name):
+                ir.save(model, folder / name)
+                return device.open(folder / name)
+
+            both = dict.fromkeys(bundle.models, ops)
+            if layout == "fused":
+                session = opened(fused(folder, bundle, num_draft_tokens, both), "round.onnx")
+                one = Fused(session, bundle, bundle.end_tokens)
+            else:
+                sessions = (
+                    opened(draft(folder, bundle, ops), "draft.onnx"),
+                    device.open(folder / bundle.target.graph("decoder", ops).file),
+                    opened(accept(bundle), "accept.onnx"),
+                )
+                one = Split(sessions, bundle, num_draft_tokens, bundle.end_tokens)
+            made[key] = one, specedge.load(folder, ops=ops)
+        return made[key]
+
+    return host
+
+
+EVERY_LAYOUT = pytest.mark.parametrize("layout", ["fused", "split"])
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("ops", ["gqa", "onnx"])
+@EVERY_LAYOUT
+def test_rounds_in_graphs_write_what_the_loop_writes(exported, hosts, layout, ops, sampling):
+    host, pipeline = hosts(layout, exported, 4, ops)
+    for seed in range(3):
+        prompt = np.random.default_rng(seed).integers(0, 200, 5 + 7 * seed).tolist()
+        wanted = pipeline.generate(
+            prompt, 40, seed=seed, num_draft_tokens=4, drafter="model", **sampling
+        )
+        tokens, accepted = host.generate(prompt, 40, seed=seed, **sampling)
+        assert tokens == wanted.tokens
+        assert sum(accepted) == wanted.stats.num_accepted
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 8])
+@EVERY_LAYOUT
+def test_rounds_of_another_k_write_what_the_loop_writes(exported, hosts, layout, num_draft_tokens):
+    host, pipeline = hosts(layout, exported, num_draft_tokens, "gqa")
+    for sampling in ({}, {"temperature": 1.0}):
+        options = {"seed": 5, "num_draft_tokens": num_draft_tokens, "drafter": "model"}
+        wanted = pipeline.generate([40, 41, 42], 40, **options, **sampling)
+        assert host.generate([40, 41, 42], 40, seed=5, **sampling)[0] == wanted.tokens
+
+
+@EVERY_LAYOUT
+def test_rounds_stop_at_the_end_of_the_context_where_the_loop_does(exported, hosts, layout):
+    host, pipeline = hosts(layout, exported, 4, "gqa")
+    length = exported.context_length - 9
+    prompt = np.random.default_rng(3).integers(0, 200, length).tolist()
+    for sampling in ({}, {"temperature": 1.0}):
+        options = {"seed": 1, "num_draft_tokens": 4, "drafter": "model", "ignore_eos": True}
+        wanted = pipeline.generate(prompt, 40, **options, **sampling)
+        host.ends, ends = set(), host.ends
+        assert host.generate(prompt, 40, seed=1, **sampling)[0] == wanted.tokens
+        host.ends = ends
+        assert len(wanted.tokens) == 9
+
+
+@EVERY_LAYOUT
+def test_a_prompt_in_pieces_leaves_the_caches_as_one_piece_does(exported, hosts, layout):
+    host, pipeline = hosts(layout, exported, 4, "gqa")
+    prompt = np.random.default_rng(4).integers(0, 200, 50).tolist()
+    for sampling in ({}, {"temperature": 1.0}):
+        options = {"seed": 1, "num_draft_tokens": 4, "drafter": "model"}
+        wanted = pipeline.generate(prompt, 20, **options, **sampling)
+        assert host.generate(prompt, 20, seed=1, piece=16, **sampling)[0] == wanted.tokens
