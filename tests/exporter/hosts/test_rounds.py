@@ -42,14 +42,14 @@ def hosts(tmp_path_factory):
                 ir.save(model, folder / name)
                 return device.open(folder / name)
 
-            both = dict.fromkeys(bundle.models, ops)
+            both = {r: m.cpu_ops if ops == "auto" else ops for r, m in bundle.models.items()}
             if layout == "fused":
                 session = opened(fused(folder, bundle, num_draft_tokens, both), "round.onnx")
                 one = Fused(session, bundle, bundle.end_tokens)
             else:
                 sessions = (
-                    opened(draft(folder, bundle, ops), "draft.onnx"),
-                    device.open(folder / bundle.target.graph("decoder", ops).file),
+                    opened(draft(folder, bundle, both["draft"]), "draft.onnx"),
+                    device.open(folder / bundle.target.graph("decoder", both["target"]).file),
                     opened(accept(bundle), "accept.onnx"),
                 )
                 one = Split(sessions, bundle, num_draft_tokens, bundle.end_tokens)
@@ -59,14 +59,16 @@ def hosts(tmp_path_factory):
     return host
 
 
+@pytest.fixture(params=["gpt2", "embedded"])
+def bundle(request, pairs):
+    """A pair in float32, and one in integers."""
+    return pairs.bundle(request.param)
+
+
 EVERY_LAYOUT = pytest.mark.parametrize("layout", ["fused", "split"])
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
-@pytest.mark.parametrize("ops", ["gqa", "onnx"])
-@EVERY_LAYOUT
-def test_rounds_in_graphs_write_what_the_loop_writes(exported, hosts, layout, ops, sampling):
-    host, pipeline = hosts(layout, exported, 4, ops)
+def check(host, pipeline, sampling):
     for seed in range(3):
         prompt = np.random.default_rng(seed).integers(0, 200, 5 + 7 * seed).tolist()
         wanted = pipeline.generate(
@@ -77,10 +79,23 @@ def test_rounds_in_graphs_write_what_the_loop_writes(exported, hosts, layout, op
         assert sum(accepted) == wanted.stats.num_accepted
 
 
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("ops", ["gqa", "onnx"])
+@EVERY_LAYOUT
+def test_rounds_in_graphs_write_what_the_loop_writes(bundle, hosts, layout, ops, sampling):
+    check(*hosts(layout, bundle, 4, ops), sampling)
+
+
+@EVERY_LAYOUT
+def test_rounds_of_every_pair_write_what_the_loop_writes(exported, hosts, layout):
+    for sampling in (SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[-1]):
+        check(*hosts(layout, exported, 4, "auto"), sampling)
+
+
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 8])
 @EVERY_LAYOUT
-def test_rounds_of_another_k_write_what_the_loop_writes(exported, hosts, layout, num_draft_tokens):
-    host, pipeline = hosts(layout, exported, num_draft_tokens, "gqa")
+def test_rounds_of_another_k_write_what_the_loop_writes(bundle, hosts, layout, num_draft_tokens):
+    host, pipeline = hosts(layout, bundle, num_draft_tokens, "gqa")
     for sampling in ({}, {"temperature": 1.0}):
         options = {"seed": 5, "num_draft_tokens": num_draft_tokens, "drafter": "model"}
         wanted = pipeline.generate([40, 41, 42], 40, **options, **sampling)
@@ -88,9 +103,9 @@ def test_rounds_of_another_k_write_what_the_loop_writes(exported, hosts, layout,
 
 
 @EVERY_LAYOUT
-def test_rounds_stop_at_the_end_of_the_context_where_the_loop_does(exported, hosts, layout):
-    host, pipeline = hosts(layout, exported, 4, "gqa")
-    length = exported.context_length - 9
+def test_rounds_stop_at_the_end_of_the_context_where_the_loop_does(bundle, hosts, layout):
+    host, pipeline = hosts(layout, bundle, 4, "gqa")
+    length = bundle.context_length - 9
     prompt = np.random.default_rng(3).integers(0, 200, length).tolist()
     for sampling in ({}, {"temperature": 1.0}):
         options = {"seed": 1, "num_draft_tokens": 4, "drafter": "model", "ignore_eos": True}
@@ -102,8 +117,8 @@ def test_rounds_stop_at_the_end_of_the_context_where_the_loop_does(exported, hos
 
 
 @EVERY_LAYOUT
-def test_a_prompt_in_pieces_leaves_the_caches_as_one_piece_does(exported, hosts, layout):
-    host, pipeline = hosts(layout, exported, 4, "gqa")
+def test_a_prompt_in_pieces_leaves_the_caches_as_one_piece_does(bundle, hosts, layout):
+    host, pipeline = hosts(layout, bundle, 4, "gqa")
     prompt = np.random.default_rng(4).integers(0, 200, 50).tolist()
     for sampling in ({}, {"temperature": 1.0}):
         options = {"seed": 1, "num_draft_tokens": 4, "drafter": "model"}

@@ -163,8 +163,7 @@ def test_rows_in_blocks_keep_their_bits_whatever_shares_their_pass(made):
 @pytest.mark.parametrize("precision", ["int4", "int8"])
 def test_a_large_model_is_rounded_and_compared_part_by_part(tmp_path, in_parts, precision):
     made = Made(tmp_path, "llama", precision=precision, ops="onnx", draft_precision="fp32")
-    parity = made.bundle.target.parity["onnx"]
-    assert {1, 2, 3, 5, 9, 64} <= {*parity.row_independent_lengths}
+    made.check_rows()
     plain = made.pipeline.generate(PROMPTS[0], 24, num_draft_tokens=0, ignore_eos=True)
     found = made.pipeline.generate(PROMPTS[0], 24, num_draft_tokens=4, ignore_eos=True)
     assert found.tokens == plain.tokens

@@ -1,6 +1,7 @@
 """Bad words, biases and least lengths, by the embedded pair's own tokens."""
 
 import dataclasses
+import re
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_a_bad_word_is_never_written_and_what_is_does_not_depend_on_k_at_tempera
     free = pipeline.generate(PROMPT, 80, temperature, seed=1)
     word = next(w for w in ("self", "return", "open", "if") if w in free.text)
     banned = pipeline.generate(PROMPT, 80, temperature, seed=1, bad_words=[word])
-    assert word not in banned.text
+    assert word not in re.findall(r"\w+", banned.text)  # within another it is no word
     if not temperature:
         plain = pipeline.generate(PROMPT, 80, bad_words=[word], num_draft_tokens=0)
         assert banned.tokens == plain.tokens
