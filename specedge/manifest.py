@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
+from .declared import whole
 from .errors import BundleError
 from .op_sets import OP_SETS, OPS, attention, computed, is_rounded
 from .options import MAX_DRAFT_TOKENS
@@ -118,8 +119,8 @@ class HostGraph:
             raise ValueError(f"ops is one of {', '.join(OP_SETS)}, got '{self.ops}'")
         if (self.num_draft_tokens is None) is (self.name == "round"):
             raise ValueError("round has one num_draft_tokens, and draft and accept any")
-        if not 1 <= (self.num_draft_tokens or 1) <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"num_draft_tokens is 1 to {MAX_DRAFT_TOKENS}")
+        if self.num_draft_tokens is not None:
+            whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle, describe
+from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import File, HostGraph
 from specedge.signature import Signature, Tensor
@@ -52,7 +53,7 @@ def embed(
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
     if output is None:
-        if found.folder == store.embedded():
+        if found.folder.resolve() == store.embedded().resolve():
             raise ExportError("the embedded pair is a part of specedge; give --output FOLDER")
         return _embed(found, num_draft_tokens, layout)
     with destination(Path(output)) as work:
@@ -66,6 +67,7 @@ def embed(
 def _embed(bundle: Bundle, ks: Iterable[int], layout: str) -> Bundle:
     ops = {role: model.cpu_ops for role, model in bundle.models.items()}
     ks = sorted({*ks} or {bundle.num_draft_tokens})
+    whole("num_draft_tokens", ks[0], 1)
     if room := [k for k in ks if k > bundle.num_draft_tokens]:
         raise ExportError(
             f"the caches have room for rounds of {bundle.num_draft_tokens} draft tokens, not of "

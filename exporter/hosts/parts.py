@@ -19,7 +19,7 @@ class Part:
 
     def __init__(self, root: Path, file: str) -> None:
         self._model = ir.load(root / file)
-        self._root, self._folder = root, Path(file).parent
+        self._root, self._file = root, Path(file)
         self._constants: dict[str, ir.Value] = {}
 
     def copy(
@@ -34,7 +34,7 @@ class Part:
         for name, value in list(graph.initializers.items()):
             # Without VNNI ONNX Runtime makes bytes unsigned, node by node, under one name.
             own = value.dtype == ir.DataType.INT8
-            key = f"{prefix if own else self._folder}.{name}"
+            key = f"{prefix if own else self._file.with_suffix('')}.{name}"
             if key not in self._constants:
                 self._constants[key] = nodes.stored(self._placed(value), key)
             value.replace_all_uses_with(self._constants[key])
@@ -67,7 +67,7 @@ class Part:
         if not isinstance(tensor, ir.ExternalTensor):
             return tensor
         return ir.ExternalTensor(
-            self._folder / tensor.location,
+            (self._file.parent / tensor.location).as_posix(),
             tensor.offset,
             tensor.length,
             tensor.dtype,

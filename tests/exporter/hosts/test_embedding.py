@@ -13,7 +13,7 @@ from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle
 from specedge.cli.embed import embed as command
 from specedge.errors import ExportError
-from specedge.exporter import embed
+from specedge.exporter import embed, export
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
 
@@ -106,3 +106,22 @@ def test_an_older_manifest_with_hosts_is_refused(folder):
     (folder / MANIFEST).write_text(text.replace(f'"format": {FORMAT}', '"format": 7'), "utf-8")
     with pytest.raises(specedge.BundleError, match="'hosts' is unknown"):
         Bundle.read(folder)
+
+
+@pytest.mark.parametrize("layout", ["fused", "split"])
+def test_a_draft_of_the_targets_own_layers_has_its_graphs_too(pairs, tmp_path, layout):
+    output = tmp_path / "self"
+    export("self:1", pairs.checkpoint("gpt2")[1], output, draft_precision="fp32")
+    bundle = embed(output, layout=layout)
+    opened = sessions(bundle)
+    if layout == "fused":
+        host = Fused(opened["round"], bundle, bundle.end_tokens)
+        wanted = specedge.load(output).generate(
+            PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model"
+        )
+        assert host.generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
+
+
+def test_no_draft_tokens_are_refused(folder):
+    with pytest.raises(ValueError, match="num_draft_tokens"):
+        embed(folder, num_draft_tokens=[0])
