@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle, describe, pack_ids
+from specedge.bundle import FORMAT, MANIFEST, Bundle, pack_ids
+from specedge.bundle_files import describe
 from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import File, Model

@@ -6,16 +6,15 @@ outside the folder, every file of the stated size, and models that agree with ea
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import os
 import re
-import stat
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from .bundle_files import check_inside, sha256, size_inside
 from .declared import whole
 from .errors import BundleError
 from .manifest import CURE, File, HostGraph, Model
@@ -62,7 +61,7 @@ class Bundle:
         check_line("specedge_version", self.specedge_version)
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         for name in self.files:
-            _check_inside(name)
+            check_inside(name)
         for key, model in self.models.items():
             self._check_model(key, model)
         self._check_columns()
@@ -223,7 +222,7 @@ class Bundle:
     def _check_size(self, name: str, file: File) -> None:
         path = self.path(name)
         try:
-            size = _size(self.folder, path)
+            size = size_inside(self.folder, path)
         except OSError as error:
             raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
         if size != file.size:
@@ -240,33 +239,10 @@ def unpack_ids(data: bytes) -> tuple[int, ...]:
     return struct.unpack(f"<{len(data) // ID_SIZE}i", data)
 
 
-def describe(path: Path) -> File:
-    """A file's entry for the manifest."""
-    return File(path.stat().st_size, sha256(path))
-
-
-def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """A file's SHA-256 in hexadecimal, read in pieces."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(4 * 2**20):
-            digest.update(piece)
-            if progress:
-                progress(len(piece))
-    return digest.hexdigest()
-
-
-def _check_inside(name: str) -> None:
-    """Refuse a path that could leave the folder on any system."""
-    part = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
-    if not re.fullmatch(f"{part}(/{part})*", name) or len(name) > 200:
-        raise ValueError(f"files has '{name}', which is not a plain path inside the bundle")
-
-
 def _manifest_text(folder: Path) -> str:
     path = folder / MANIFEST
     try:
-        size = _size(folder, path)
+        size = size_inside(folder, path)
         if size > LARGEST_MANIFEST:
             raise BundleError(
                 f"{path}: has {size} bytes, at most {LARGEST_MANIFEST} are read; {CURE}"
@@ -277,16 +253,6 @@ def _manifest_text(folder: Path) -> str:
         raise
     except (OSError, ValueError) as error:  # a NUL in a path is a ValueError
         raise BundleError(_unreadable(folder, error)) from error
-
-
-def _size(folder: Path, path: Path) -> int:
-    """A file's size; nothing outside the folder counts, and nothing that reading could wait for."""
-    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise BundleError(f"{path}: is a link out of the bundle; {CURE}")
-    facts = path.stat()
-    if not stat.S_ISREG(facts.st_mode):
-        raise BundleError(f"{path}: is no file; {CURE}")
-    return facts.st_size
 
 
 class FormatError(JsonError):

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "bundle.md"
-PRODUCT = Path(__file__).parents[1] / "runtime" / "backend" / "product.onnx"
+PRODUCT = Path(__file__).parents[1] / "specedge" / "product.onnx"
 PLAIN = {"integer": int, "text": str, "boolean": bool}
 PART = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from specedge import bundle as b
 from specedge import manifest as m
+from specedge.bundle_files import describe
 from specedge.options import Filters
 from specedge.reports import Parity
 
@@ -74,7 +75,7 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         draft=make_model("draft"),
         id_map=None,
         hosts=(),
-        files={name: b.describe(folder / name) for name in files},
+        files={name: describe(folder / name) for name in files},
     )
     (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")
     return bundle

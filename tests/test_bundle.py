@@ -8,7 +8,8 @@ import pytest
 
 from manifests import CACHE, make_bundle
 from specedge import store
-from specedge.bundle import MANIFEST, SMALL, Bundle, describe
+from specedge.bundle import MANIFEST, SMALL, Bundle
+from specedge.bundle_files import describe
 from specedge.errors import BundleError
 from specedge.manifest import signatures
 from specedge.strict_json import plain

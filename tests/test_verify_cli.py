@@ -19,7 +19,8 @@ from auditing import Ticks
 from installed import COMMAND, run, run_process
 from manifests import make_bundle
 from specedge import store
-from specedge.bundle import MANIFEST, Bundle, describe
+from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle_files import describe
 from specedge.cli.verify import verify
 from specedge.runtime.audit import auditing
 from specedge.runtime.audit.defects import DEFECTS

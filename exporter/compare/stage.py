@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 
+from specedge import products
 from specedge.errors import ExportError
 
 from ..quiet import explained
@@ -100,33 +100,15 @@ def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.Infere
     """A session on the CPU, whether or not the process has a thread pool for all of them, that
     multiplies bytes rightly.
     """
-    # Before 1.30 ONNX Runtime aborts the process over some of these products.
-    if tuple(map(int, ort.__version__.split(".")[:2])) >= (1, 30) and _saturates():
-        options.add_session_config_entry("session.x64quantprecision", "1")
+    if products.can_be_unsigned(ort.__version__) and not _products_are_right():
+        options.add_session_config_entry(products.UNSIGNED, "1")
     return _opened(model, options)
 
 
 @functools.cache
-def _saturates() -> bool:
-    """Whether products of unsigned and signed bytes add up in 16 bits, as with AVX2 but no VNNI.
-
-    The runtime's `self_test` says more of it.
-    """
-    size, largest = 64, 127
-    sum_ = size * largest * largest
-    x = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.UINT8, [1, size])
-    y = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.INT32, [1, size])
-    constants = [
-        onnx.numpy_helper.from_array(np.full((size, size), largest, np.int8), "w"),
-        onnx.numpy_helper.from_array(np.array(128, np.uint8), "zero"),
-    ]
-    node = onnx.helper.make_node("MatMulInteger", ["x", "w", "zero"], ["y"])
-    graph = onnx.helper.make_graph([node], "product", [x], [y], constants)
-    opsets = [onnx.helper.make_opsetid("", 24)]
-    model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    session = _opened(model.SerializeToString(), ort.SessionOptions())
-    (found,) = session.run(None, {"x": np.full((1, size), 255, np.uint8)})
-    return not (found == sum_).all()
+def _products_are_right() -> bool:
+    session = _opened(products.PRODUCT, ort.SessionOptions())
+    return products.are_right(lambda x: session.run(None, {"x": x})[0])
 
 
 def _opened(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:

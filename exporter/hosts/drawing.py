@@ -2,8 +2,8 @@
 
 The arithmetic of `runtime/sampling` and `runtime/loop/verify.py`, which docs/bundle.md states: in
 float32, but sums that decide a draw in double. Letters: R rows, V vocabulary entries, K draft
-tokens. There is no If, so a setting that is off costs its passes over the rows all the same, but no
-row is ever sorted whole.
+tokens. There is no If: where a setting is off it is asked of no rows (`_part`). Rows are not sorted
+whole, but where most of one ties.
 """
 
 from __future__ import annotations
@@ -13,14 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .nodes import Nodes
+from .nodes import DOUBLE, END, FLOAT, INT, LEAST, Nodes
 
-_DOUBLE, _FLOAT, _INT = ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT64
-_END = np.iinfo(np.int64).max
 _FEW = 256
 _BUCKETS = 512
 _DEEPEST = 104.0  # exp of less than minus this is 0 in float32
-_LEAST = np.array(-np.inf, np.float32)
 _LIMITS = np.finfo(np.float32)
 
 
@@ -39,11 +36,11 @@ class Settings:
 def settings(nodes: Nodes, vocab_size: int) -> Settings:
     """Inputs for them."""
     return Settings(
-        nodes.input("temperature", _FLOAT, [1]),
-        nodes.input("top_k", _INT, [1]),
-        nodes.input("top_p", _DOUBLE, [1]),
-        nodes.input("min_p", _FLOAT, [1]),
-        nodes.input("repetition_penalty", _FLOAT, [1]),
+        nodes.input("temperature", FLOAT, [1]),
+        nodes.input("top_k", INT, [1]),
+        nodes.input("top_p", DOUBLE, [1]),
+        nodes.input("min_p", FLOAT, [1]),
+        nodes.input("repetition_penalty", FLOAT, [1]),
         nodes.input("seen", ir.DataType.BOOL, [1, vocab_size]),
     )
 
@@ -69,17 +66,25 @@ def also_seen(nodes: Nodes, seen: ir.Value, token: ir.Value) -> ir.Value:
     return nodes("ScatterElements", seen, place, np.ones((1, 1), bool), axis=1)
 
 
-def seen_before(nodes: Nodes, settings: Settings, tokens: ir.Value) -> ir.Value:
+def _seen_before(nodes: Nodes, settings: Settings, tokens: ir.Value) -> ir.Value:
     """What is seen before each of these tokens and after the last; the first row alone where
     nothing is penalised. [K] -> [K + 1, V]
     """
     tokens, _ = _part(nodes, nodes("Unsqueeze", tokens, [1]), _is_penalised(nodes, settings))
-    before = nodes("Cast", settings.seen, to=_FLOAT)
-    zeros = nodes("Mul", nodes("Cast", tokens, to=_FLOAT), 0.0)
+    before = nodes("Cast", settings.seen, to=FLOAT)
+    zeros = nodes("Mul", nodes("Cast", tokens, to=FLOAT), 0.0)
     rows = nodes("Add", nodes("Mul", before, 0.0), zeros)
     own = nodes("ScatterElements", rows, tokens, nodes("Add", zeros, 1.0), axis=1)
     seen = nodes("CumSum", nodes("Concat", before, own, axis=0), np.array(0))
     return nodes("Greater", seen, 0.0)
+
+
+def target_weights(
+    nodes: Nodes, logits: ir.Value, tokens: ir.Value, vocab_size: int, settings: Settings
+) -> ir.Value:
+    """The target's rows after each of these drafted tokens and before them. [K + 1, V], [K]"""
+    rows = penalised(nodes, logits, _seen_before(nodes, settings, tokens), settings)
+    return weights(nodes, rows, vocab_size, settings)
 
 
 def weights(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings) -> ir.Value:
@@ -93,9 +98,9 @@ def weights(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings)
 
 def _part(nodes: Nodes, rows: ir.Value, condition: ir.Value) -> tuple[ir.Value, ir.Value]:
     """All rows where a condition [1] holds and none, or none and all: what If would do."""
-    split = nodes("Mul", nodes("Cast", condition, to=_INT), _END)
+    split = nodes("Mul", nodes("Cast", condition, to=INT), END)
     first = nodes("Slice", rows, [0], split, [0])
-    return first, nodes("Slice", rows, split, [_END], [0])
+    return first, nodes("Slice", rows, split, [END], [0])
 
 
 def _drawn(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings) -> ir.Value:
@@ -105,17 +110,17 @@ def _drawn(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings) 
     divisor = nodes("Min", divisor, float(_LIMITS.max))
     top_k, top_p, min_p = settings.top_k, settings.top_p, settings.min_p
     is_few = nodes("And", nodes("Greater", top_k, 0), nodes("Less", top_k, vocab_size))
-    few, all_ = _part(nodes, logits, is_few)
+    few, rest = _part(nodes, logits, is_few)
     best = nodes("TopK", few, nodes("Where", is_few, top_k, 1), sorted=0, num_outputs=2)
-    few = nodes("Where", nodes("Less", few, nodes("ReduceMin", best, [-1])), _LEAST, few)
-    logits = nodes("Concat", few, all_, axis=0)
+    few = nodes("Where", nodes("Less", few, nodes("ReduceMin", best, [-1])), LEAST, few)
+    logits = nodes("Concat", few, rest, axis=0)
     heights = nodes("Div", nodes("Sub", logits, largest), divisor)
-    few, all_ = _part(nodes, heights, nodes("Less", top_p, np.ones(1)))
-    rest = _nucleus(nodes, few, vocab_size, top_p)
-    drawn = nodes("Concat", rest, nodes("Exp", all_), axis=0)
-    few, all_ = _part(nodes, drawn, nodes("Greater", min_p, 0.0))
+    few, rest = _part(nodes, heights, nodes("Less", top_p, np.ones(1)))
+    few = _nucleus(nodes, few, vocab_size, top_p)
+    drawn = nodes("Concat", few, nodes("Exp", rest), axis=0)
+    few, rest = _part(nodes, drawn, nodes("Greater", min_p, 0.0))
     few = nodes("Where", nodes("Less", few, min_p), 0.0, few)
-    return nodes("Concat", few, all_, axis=0)
+    return nodes("Concat", few, rest, axis=0)
 
 
 def _nucleus(nodes: Nodes, heights: ir.Value, vocab_size: int, share: ir.Value) -> ir.Value:
@@ -127,14 +132,14 @@ def _nucleus(nodes: Nodes, heights: ir.Value, vocab_size: int, share: ir.Value) 
     goal = nodes("Mul", _totals(nodes, drawn), share)
     values = nodes("TopK", drawn, [min(_FEW, vocab_size)], num_outputs=2)
     places = nodes.others(values)[0]
-    sums = nodes("CumSum", nodes("Cast", values, to=_DOUBLE), np.array(1))
-    is_short = nodes("Less", nodes("Slice", sums, [-1], [_END], [1]), goal)
-    is_short = nodes("Concat", nodes("Cast", is_short, to=_INT), [[0]], axis=0)
+    sums = nodes("CumSum", nodes("Cast", values, to=DOUBLE), np.array(1))
+    is_short = nodes("Less", nodes("Slice", sums, [-1], [END], [1]), goal)
+    is_short = nodes("Concat", nodes("Cast", is_short, to=INT), [[0]], axis=0)
     is_short = nodes("Greater", nodes("ReduceMax", is_short, [1, 0], keepdims=0), 0)
     is_short = nodes("Reshape", is_short, [1])
     parts = [_part(nodes, x, is_short) for x in (heights, drawn, goal)]
     searched = _searched(nodes, *(short for short, _ in parts))
-    ahead = nodes("Sub", sums, nodes("Cast", values, to=_DOUBLE))
+    ahead = nodes("Sub", sums, nodes("Cast", values, to=DOUBLE))
     kept = nodes("Where", nodes("Less", ahead, goal), values, 0.0)
     (_, kept), (_, places) = (_part(nodes, x, is_short) for x in (kept, places))
     rest = nodes("Mul", parts[1][1], 0.0)
@@ -147,11 +152,11 @@ def _searched(nodes: Nodes, heights: ir.Value, drawn: ir.Value, goal: ir.Value) 
     Weights are summed in buckets of their heights, and those of the bucket where the sum gets there
     once more. Of what shares a bucket then, 0.0004 of height, the largest come first: a few tokens.
     """
-    wide = nodes("Cast", drawn, to=_DOUBLE)
+    wide = nodes("Cast", drawn, to=DOUBLE)
     scaled = nodes("Mul", nodes("Max", heights, -_DEEPEST), (1 - _BUCKETS) / _DEEPEST)
     none = nodes("Mul", goal, np.zeros(1))
     ahead, inside, start, before = _bucket(nodes, scaled, wide, goal, none)
-    finer = nodes("Mul", nodes("Sub", scaled, nodes("Cast", start, to=_FLOAT)), float(_BUCKETS))
+    finer = nodes("Mul", nodes("Sub", scaled, nodes("Cast", start, to=FLOAT)), float(_BUCKETS))
     finer = nodes("Min", finer, float(_BUCKETS - 1))
     finer = nodes("Where", inside, finer, 0.0)
     wide = nodes("Where", inside, wide, np.zeros(1))
@@ -169,11 +174,11 @@ def _bucket(
 
     What lies in buckets ahead, what in that one, its number, and the sum ahead of it.
     """
-    places = nodes("Cast", nodes("Floor", scaled), to=_INT)
+    places = nodes("Cast", nodes("Floor", scaled), to=INT)
     empty = nodes("Mul", goal, np.zeros((1, _BUCKETS)))
     sums = nodes("ScatterElements", empty, places, wide, axis=1, reduction="add")
     aheads = nodes("Add", nodes("CumSum", sums, np.array(1), exclusive=1), before)
-    reached = nodes("Cast", nodes("Less", aheads, goal), to=_INT)
+    reached = nodes("Cast", nodes("Less", aheads, goal), to=INT)
     at = nodes("Sub", nodes("ReduceSum", reached, [-1]), 1)
     at = nodes("Max", at, 0)
     ahead, inside = nodes("Less", places, at), nodes("Equal", places, at)
@@ -184,7 +189,7 @@ def _largest(
     nodes: Nodes, candidates: ir.Value, kept: ir.Value, goal: ir.Value, before: ir.Value
 ) -> ir.Value:
     """`kept`, and those of `candidates`, which are not below 0, that it takes to reach `goal`."""
-    is_one = nodes("Cast", nodes("GreaterOrEqual", candidates, 0.0), to=_INT)
+    is_one = nodes("Cast", nodes("GreaterOrEqual", candidates, 0.0), to=INT)
     most = nodes(
         "ReduceMax",
         nodes("Concat", nodes("ReduceSum", is_one, [-1]), [[1]], axis=0),
@@ -194,7 +199,7 @@ def _largest(
     most = nodes("Reshape", most, [1])
     values = nodes("TopK", candidates, most, num_outputs=2)
     places = nodes.others(values)[0]
-    wide = nodes("Cast", nodes("Max", values, 0.0), to=_DOUBLE)
+    wide = nodes("Cast", nodes("Max", values, 0.0), to=DOUBLE)
     aheads = nodes("Add", nodes("CumSum", wide, np.array(1), exclusive=1), before)
     wanted = nodes("And", nodes("Less", aheads, goal), nodes("GreaterOrEqual", values, 0.0))
     wanted = nodes("Or", wanted, nodes("GatherElements", kept, places, axis=1))
@@ -203,15 +208,15 @@ def _largest(
 
 def _totals(nodes: Nodes, rows: ir.Value) -> ir.Value:
     """The sum of each row, in double. [R, V] -> [R, 1]"""
-    return nodes("ReduceSum", nodes("Cast", rows, to=_DOUBLE), [-1])
+    return nodes("ReduceSum", nodes("Cast", rows, to=DOUBLE), [-1])
 
 
 def draw(nodes: Nodes, row: ir.Value, uniform: ir.Value) -> ir.Value:
     """The first token up to which weights sum to more than this share. [1, V], [1] -> [1]"""
-    sums = nodes("CumSum", nodes("Cast", row, to=_DOUBLE), np.array(1))
-    last = nodes("Slice", sums, [-1], [_END], [1])
+    sums = nodes("CumSum", nodes("Cast", row, to=DOUBLE), np.array(1))
+    last = nodes("Slice", sums, [-1], [END], [1])
     goal = nodes("Mul", last, uniform)
-    above = nodes("Cast", nodes("Greater", sums, goal), to=_FLOAT)
+    above = nodes("Cast", nodes("Greater", sums, goal), to=FLOAT)
     first, highest = (nodes("ArgMax", x, axis=1, keepdims=0) for x in (above, sums))
     is_above = nodes("Reshape", nodes("Greater", last, goal), [1])
     return nodes("Where", is_above, first, highest)
@@ -220,8 +225,8 @@ def draw(nodes: Nodes, row: ir.Value, uniform: ir.Value) -> ir.Value:
 def judge(
     nodes: Nodes,
     drafted: ir.Value,
-    draft: ir.Value,
-    target: ir.Value,
+    draft_weights: ir.Value,
+    target_weights: ir.Value,
     limit: ir.Value,
     tests: ir.Value,
     last: ir.Value,
@@ -230,23 +235,23 @@ def judge(
 
     Leviathan et al. 2023, algorithm 1, of the first `limit` [1] tokens alone.
 
-    drafted [K], draft [K, V] and target [K + 1, V] weights, tests [K] and last [1] in double
+    drafted [K], draft_weights [K, V], target_weights [K + 1, V], tests [K] and last [1] in double
     """
-    totals, draft_totals = _totals(nodes, target), _totals(nodes, draft)
+    totals, draft_totals = _totals(nodes, target_weights), _totals(nodes, draft_weights)
     tokens = nodes("Unsqueeze", drafted, [1])
-    judged, judged_totals = (nodes("Slice", x, [0], [-1], [0]) for x in (target, totals))
+    judged, judged_totals = (nodes("Slice", x, [0], [-1], [0]) for x in (target_weights, totals))
     t = _share(nodes, judged, judged_totals, tokens)
-    d = _share(nodes, draft, draft_totals, tokens)
+    d = _share(nodes, draft_weights, draft_totals, tokens)
     passed = nodes("Less", nodes("Mul", tests, d), t)
     numbers = nodes("CumSum", nodes("Add", nodes("Mul", drafted, 0), 1), np.array(0))
     ends = nodes("Or", nodes("Not", passed), nodes("Greater", numbers, limit))
-    ends = nodes("Concat", nodes("Cast", ends, to=_INT), [1], axis=0)
+    ends = nodes("Concat", nodes("Cast", ends, to=INT), [1], axis=0)
     accepted = nodes("ArgMax", ends, axis=0, keepdims=1)
-    row, total = nodes("Gather", target, accepted), nodes("Gather", totals, accepted)
     is_cut = nodes("Less", accepted, limit)
     at = nodes("Where", is_cut, accepted, 0)
-    draft_row, draft_total = nodes("Gather", draft, at), nodes("Gather", draft_totals, at)
-    scale = nodes("Cast", nodes("Div", total, draft_total), to=_FLOAT)
+    row, total = (nodes("Gather", x, accepted) for x in (target_weights, totals))
+    draft_row, draft_total = (nodes("Gather", x, at) for x in (draft_weights, draft_totals))
+    scale = nodes("Cast", nodes("Div", total, draft_total), to=FLOAT)
     scale = nodes("Where", is_cut, scale, 0.0)
     residual = nodes("Max", nodes("Sub", row, nodes("Mul", scale, draft_row)), 0.0)
     is_left = nodes("Greater", nodes("ReduceMax", residual, [-1]), 0.0)
@@ -255,5 +260,5 @@ def judge(
 
 def _share(nodes: Nodes, rows: ir.Value, totals: ir.Value, tokens: ir.Value) -> ir.Value:
     """The probability of a token of each row. [K, V], [K, 1], [K, 1] -> [K]"""
-    weight = nodes("Cast", nodes("GatherElements", rows, tokens, axis=1), to=_DOUBLE)
+    weight = nodes("Cast", nodes("GatherElements", rows, tokens, axis=1), to=DOUBLE)
     return nodes("Reshape", nodes("Div", weight, totals), [-1])

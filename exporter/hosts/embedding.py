@@ -12,7 +12,8 @@ from pathlib import Path
 import onnx_ir as ir
 
 from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle, describe
+from specedge.bundle import FORMAT, MANIFEST, Bundle
+from specedge.bundle_files import describe
 from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import File, HostGraph

@@ -14,9 +14,7 @@ import onnx_ir as ir
 
 from specedge.errors import ExportError
 
-from .nodes import Nodes
-
-_LEAST = np.array(-np.inf, np.float32)
+from .nodes import END, LEAST, Nodes
 
 
 class NewRows:
@@ -87,7 +85,7 @@ class NewRows:
         old = nodes("Slice", probs, [0], [self._capacity], [4])
         old = nodes("Reshape", old, [1, groups, -1, self._capacity])
         old = nodes("Reshape", nodes("MatMul", old, old_values), [1, heads, -1, size])
-        new = nodes("Slice", probs, [self._capacity], [np.iinfo(np.int64).max], [4])
+        new = nodes("Slice", probs, [self._capacity], [END], [4])
         new = nodes("MatMul", new, nodes("Unsqueeze", self._rows[old_values], [2]))
         return nodes("Add", old, nodes("Reshape", new, [1, heads, -1, size]))
 
@@ -106,7 +104,7 @@ class NewRows:
             new = nodes("Gather", apart, self._places, axis=-1)
             is_bool = mask.dtype == ir.DataType.BOOL
             combine: tuple[Any, ...] = (
-                ("And", apart, self._is_old) if is_bool else ("Where", self._is_old, apart, _LEAST)
+                ("And", apart, self._is_old) if is_bool else ("Where", self._is_old, apart, LEAST)
             )
             old = nodes(*combine)
             old.dtype = new.dtype = mask.dtype
@@ -116,7 +114,7 @@ class NewRows:
 
 def _hidden(nodes: Nodes, scores: ir.Value, mask: ir.Value) -> ir.Value:
     if mask.dtype == ir.DataType.BOOL:
-        return nodes("Where", mask, scores, _LEAST)
+        return nodes("Where", mask, scores, LEAST)
     return nodes("Add", scores, mask)
 
 

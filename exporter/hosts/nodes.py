@@ -10,6 +10,9 @@ import onnx_ir as ir
 
 from ..tracing.attention import OPSET
 
+DOUBLE, FLOAT, INT = ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT64
+END = np.iinfo(np.int64).max
+LEAST = np.array(-np.inf, np.float32)
 Operand: TypeAlias = ir.Value | np.ndarray | Sequence[int] | int | float | None
 
 

@@ -27,7 +27,7 @@ class Part:
         nodes: Nodes,
         prefix: str,
         inputs: Mapping[str, ir.Value],
-        rewrite: Rewrite = lambda node: False,
+        rewrite: Rewrite | None = None,
     ) -> dict[str, ir.Value]:
         """Put its nodes in, but those that `rewrite` replaces; the outputs by name."""
         graph = self._model.clone().graph
@@ -45,7 +45,7 @@ class Part:
         own_nodes = list(graph)
         graph.remove(own_nodes)
         for node in own_nodes:
-            if not self._is_known(node) and not rewrite(node):
+            if not self._is_known(node) and not (rewrite and rewrite(node)):
                 nodes.put(node, prefix)
         return outputs
 

@@ -6,55 +6,49 @@ decoder. Letters: N tokens to feed, K draft tokens, V the target's vocabulary en
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from specedge.bundle import Bundle
 
 from . import drawing
-from .nodes import Nodes
+from .nodes import DOUBLE, END, FLOAT, INT, Nodes
 from .parts import Part
-from .rounds import IR_VERSION, caches, commit, draft_weights, known, of_tokens, verdict
-
-_INT, _FLOAT, _DOUBLE = ir.DataType.INT64, ir.DataType.FLOAT, ir.DataType.DOUBLE
-_END = np.iinfo(np.int64).max
+from .rounds import IR_VERSION, caches, commit, draft_step, of_tokens, verdict
 
 
 def draft(root: Path, bundle: Bundle, ops: str) -> ir.Model:
     """A draft step: tokens to feed, and the token drawn after them with its distribution."""
     nodes, model, size = Nodes("draft"), bundle.draft, bundle.target.vocab_size
-    tokens = nodes.input("tokens", _INT, [1, "N"])
-    length = nodes.input("draft_length", _INT, [1])
+    tokens = nodes.input("tokens", INT, [1, "N"])
+    length = nodes.input("draft_length", INT, [1])
     settings = drawing.settings(nodes, size)
-    uniform = nodes.input("uniforms", _DOUBLE, [1])
+    uniform = nodes.input("uniforms", DOUBLE, [1])
     buffers = caches(nodes, "draft", model)
-    inputs = {"input_ids": known(nodes, tokens, model, size), "past_length": length} | buffers
-    inputs["logits_from"] = nodes("Identity", [-1])
-    made = Part(root, model.graph("decoder", ops).file).copy(nodes, "draft", inputs)
-    weights = draft_weights(nodes, made["logits"], bundle, settings.seen, settings)
-    nodes.output("token", drawing.draw(nodes, weights, uniform), _INT, [1])
-    nodes.output("weights", weights, _FLOAT, [1, size])
-    commit(nodes, "draft", buffers, made)
+    part = Part(root, model.graph("decoder", ops).file)
+    copy = partial(part.copy, nodes, "draft")
+    step = draft_step(nodes, bundle, copy, tokens, length, buffers, settings, uniform)
+    nodes.output("token", step.token, INT, [1])
+    nodes.output("weights", step.weights, FLOAT, [1, size])
+    commit(nodes, "draft", buffers, step.made)
     return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
 
 def accept(bundle: Bundle) -> ir.Model:
     """The accept rule over the logits of the target's pass, of any K."""
     nodes, model, size = Nodes("accept"), bundle.target, bundle.target.vocab_size
-    logits = nodes.input("logits", _FLOAT, [1, "R", model.padded_vocab_size])
-    tokens = nodes.input("tokens", _INT, ["K"])
-    weights = nodes.input("weights", _FLOAT, ["K", size])
-    limit = nodes.input("num_draft_tokens", _INT, [1])
+    logits = nodes.input("logits", FLOAT, [1, "R", model.padded_vocab_size])
+    tokens = nodes.input("tokens", INT, ["K"])
+    weights = nodes.input("weights", FLOAT, ["K", size])
+    limit = nodes.input("num_draft_tokens", INT, [1])
     settings = drawing.settings(nodes, size)
-    uniforms = nodes.input("uniforms", _DOUBLE, ["R"])
+    uniforms = nodes.input("uniforms", DOUBLE, ["R"])
     rows = of_tokens(nodes, logits, model, -1)
-    seen = drawing.seen_before(nodes, settings, tokens)
-    rows = drawing.penalised(nodes, rows, seen, settings)
-    rows = drawing.weights(nodes, rows, size, settings)
+    rows = drawing.target_weights(nodes, rows, tokens, size, settings)
     tests = nodes("Slice", uniforms, [0], [-1])
-    last = nodes("Slice", uniforms, [-1], [_END])
+    last = nodes("Slice", uniforms, [-1], [END])
     accepted, next_token = drawing.judge(nodes, tokens, weights, rows, limit, tests, last)
     verdict(nodes, tokens, accepted, next_token)
     return ir.Model(nodes.graph, ir_version=IR_VERSION)

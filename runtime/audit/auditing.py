@@ -9,7 +9,8 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from specedge.bundle import MANIFEST, Bundle, sha256
+from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle_files import sha256
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
 from specedge.manifest import Model
 

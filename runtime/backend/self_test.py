@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
+from specedge import products
 from specedge.errors import DeviceError
 from specedge.manifest import Model
 from specedge.precision import QUANTISED
@@ -20,7 +20,6 @@ from .onnx_model import OrtModel
 from .sessions import Device, onnxruntime, translated_errors
 
 LONGEST = 9  # tokens of a pass that is tried
-PRODUCT = Path(__file__).with_name("product.onnx")  # x [T, 64] times a constant [64, 32], in bytes
 KNOWN = {
     "int8-block": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
     "int4": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
@@ -72,8 +71,7 @@ def _held(model: OrtModel, lengths: list[int]) -> set[int]:
 def fitting(models: Iterable[Model], device: Device) -> Device:
     """The device as models need it: one on which sums of products of bytes are what they are.
 
-    Those of unsigned and signed bytes saturate at 16 bits on AVX2 without VNNI, unless ONNX Runtime
-    is told to make both unsigned. DeviceError where that does not help.
+    DeviceError where making both kinds unsigned does not help.
     """
     rounded = next((model for model in models if model.weights_dtype in QUANTISED), None)
     if rounded is None or _products_are_right(device):
@@ -90,17 +88,6 @@ def fitting(models: Iterable[Model], device: Device) -> Device:
 @cache
 def _products_are_right(device: Device) -> bool:
     """Whether products of the largest bytes are NumPy's, by one row and by several."""
-    session = device.open(PRODUCT)
-    rng = np.random.default_rng(0)
-    x = rng.choice(np.array([0, 1, 127, 128, 129, 254, 255], np.uint8), (5, 64))
-    x[0], weights = 255, product_weights()
-    wanted = (x.astype(np.int32) - 128) @ weights.astype(np.int32)
+    session = device.open(products.PRODUCT)
     with translated_errors("a product of bytes"):
-        found = [session.run(None, {"x": rows})[0] for rows in (x, x[:1])]
-    return np.array_equal(found[0], wanted) and np.array_equal(found[1], wanted[:1])
-
-
-def product_weights() -> np.ndarray:
-    """The constant in `PRODUCT`: the largest bytes, of both signs. [64, 32]"""
-    columns = np.arange(64 * 32).reshape(64, 32)
-    return np.where(columns % 3, 127, -127).astype(np.int8)
+        return products.are_right(lambda x: session.run(None, {"x": x})[0])

@@ -13,6 +13,7 @@ from typing import Any
 
 from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
+from specedge.products import UNSIGNED, can_be_unsigned
 
 from .freed_blocks import large_blocks_apart
 from .memory import is_out_of_memory
@@ -94,9 +95,8 @@ class Device:
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
-        # Before 1.30 ONNX Runtime aborts the process over a MatMulInteger without a zero point.
-        if self.unsigned and _version(ort) >= (1, 30):
-            options.add_session_config_entry("session.x64quantprecision", "1")
+        if self.unsigned and can_be_unsigned(ort.__version__):
+            options.add_session_config_entry(UNSIGNED, "1")
         # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB
         # of 135 million parameters in int8, for no time that could be measured.
         options.enable_mem_pattern = False
@@ -171,11 +171,6 @@ def _make_pool(ort: Any, threads: int | None, usual: int | None) -> None:
                 f"thread pool{f', of {made}' if made else ''}; leave threads out, or use a new "
                 "process"
             )
-
-
-def _version(ort: Any) -> tuple[int, ...]:
-    """Its first two numbers."""
-    return tuple(int(part) for part in str(ort.__version__).split(".")[:2])
 
 
 def _first_line(error: Exception) -> str:

@@ -32,10 +32,10 @@ from specedge.cli.terminal import one_line
     "--output",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Copy the bundle there first.",
+    help="Copy the bundle there first, in place of a bundle that is there.",
 )
 def embed(bundle: str | None, ks: tuple[int, ...], layout: str, output: Path | None) -> None:
-    """Give a bundle graphs that run a round for apps without specedge."""
+    """Give a bundle graphs of a round, in place of those it has, for apps without specedge."""
     from specedge.exporter import embed as run
 
     made = run(bundle, output, num_draft_tokens=ks, layout=layout)

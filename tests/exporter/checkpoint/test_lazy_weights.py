@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Gemma2Config
 
 from checkpoints import make_config, make_model, make_tokenizer, save
-from specedge.bundle import Bundle, describe
+from specedge.bundle import Bundle
+from specedge.bundle_files import describe
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, lazy_weights, loading

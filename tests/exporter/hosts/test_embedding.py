@@ -35,6 +35,16 @@ def sessions(bundle):
     return {graph.name: device.open(bundle.path(graph.file)) for graph in bundle.hosts}
 
 
+def hosted(bundle):
+    """A host of the bundle's graphs."""
+    opened = sessions(bundle)
+    if "round" in opened:
+        return Fused(opened["round"], bundle, bundle.end_tokens)
+    decoder = bundle.path(bundle.target.graph("decoder", bundle.hosts[0].ops).file)
+    target = fitting([bundle.target], Device()).open(decoder)
+    return Split((opened["draft"], target, opened["accept"]), bundle, 4, bundle.end_tokens)
+
+
 @pytest.mark.parametrize("layout", ["fused", "split"])
 def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pipeline, layout):
     output = tmp_path / "hosted"
@@ -44,13 +54,7 @@ def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pip
     made = {"fused": ["round.onnx"], "split": ["draft.onnx", "accept.onnx"]}[layout]
     assert done.stdout.split() == [str(output / name) for name in made]
     assert [graph.file for graph in bundle.hosts] == made
-    opened = sessions(bundle)
-    if layout == "fused":
-        host = Fused(opened["round"], bundle, bundle.end_tokens)
-    else:
-        decoder = bundle.path(bundle.target.graph("decoder", bundle.hosts[0].ops).file)
-        target = fitting([bundle.target], Device()).open(decoder)
-        host = Split((opened["draft"], target, opened["accept"]), bundle, 4, bundle.end_tokens)
+    host = hosted(bundle)
     wanted = pipeline.generate(PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model")
     assert host.generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
 
@@ -113,13 +117,10 @@ def test_a_draft_of_the_targets_own_layers_has_its_graphs_too(pairs, tmp_path, l
     output = tmp_path / "self"
     export("self:1", pairs.checkpoint("gpt2")[1], output, draft_precision="fp32")
     bundle = embed(output, layout=layout)
-    opened = sessions(bundle)
-    if layout == "fused":
-        host = Fused(opened["round"], bundle, bundle.end_tokens)
-        wanted = specedge.load(output).generate(
-            PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model"
-        )
-        assert host.generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
+    wanted = specedge.load(output).generate(
+        PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model"
+    )
+    assert hosted(bundle).generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
 
 
 def test_no_draft_tokens_are_refused(folder):

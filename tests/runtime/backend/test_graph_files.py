@@ -7,7 +7,8 @@ import shutil
 import pytest
 
 from specedge import store
-from specedge.bundle import MANIFEST, Bundle, describe
+from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle_files import describe
 from specedge.errors import BundleError
 from specedge.graph_file import WireError, external_files
 

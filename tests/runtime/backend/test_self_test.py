@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from specedge import store
+from specedge import products, store
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.runtime.backend import self_test
@@ -77,9 +77,9 @@ def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle
 
 def test_the_product_that_is_tried_is_of_the_largest_bytes_and_right_here():
     onnx = pytest.importorskip("onnx", reason="needs the export extra")
-    model = onnx.load(self_test.PRODUCT)
+    model = onnx.load(products.PRODUCT)
     weights = onnx.numpy_helper.to_array(model.graph.initializer[0])
-    assert np.array_equal(weights, self_test.product_weights())
+    assert np.array_equal(weights, products.weights())
     assert [node.op_type for node in model.graph.node] == ["MatMulInteger"]
     assert any(self_test._products_are_right(Device(unsigned=u)) for u in (False, True))
 
@@ -87,9 +87,9 @@ def test_the_product_that_is_tried_is_of_the_largest_bytes_and_right_here():
 def test_a_processor_that_multiplies_bytes_wrongly_is_refused_for_integers_alone(
     bundle, monkeypatch
 ):
-    saturated = self_test.product_weights().copy()
+    saturated = products.weights().copy()
     saturated[0] = 0
-    monkeypatch.setattr(self_test, "product_weights", lambda: saturated)
+    monkeypatch.setattr(products, "weights", lambda: saturated)
     self_test._products_are_right.cache_clear()
     rounded, whole = (dataclasses.replace(bundle.target) for _ in range(2))
     object.__setattr__(rounded, "weights_dtype", "int8")

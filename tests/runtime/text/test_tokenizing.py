@@ -11,7 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from specedge import store
-from specedge.bundle import MANIFEST, Bundle, describe
+from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle_files import describe
 from specedge.errors import BundleError
 from specedge.runtime.text.prompts import Prompts
 
