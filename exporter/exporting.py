@@ -244,7 +244,7 @@ def _write(
         target=models[0],
         draft=models[1],
         id_map=_write_ids(head, models[1], work),
-        hosts=(),
+        hosts=None,
         files=_files(work, hashed, progress),
     )
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")

@@ -17,7 +17,7 @@ from pathlib import Path
 from .bundle_files import check_inside, sha256, size_inside
 from .declared import whole
 from .errors import BundleError
-from .manifest import CURE, File, HostGraph, Model
+from .manifest import CURE, File, Hosts, Model
 from .op_sets import attention
 from .options import MAX_DRAFT_TOKENS, Filters
 from .reports import check_line
@@ -39,7 +39,7 @@ class Bundle:
 
     `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`. `id_map` is
     the file that says which tokens the columns of the draft's head are, if it was cut to some.
-    `hosts` are graphs of a round for apps without specedge.
+    `hosts` is what apps without specedge run, None where there is nothing for them.
     """
 
     format: int
@@ -53,7 +53,7 @@ class Bundle:
     target: Model
     draft: Model
     id_map: str | None
-    hosts: tuple[HostGraph, ...]
+    hosts: Hosts | None
     files: dict[str, File]
     folder: Path = field(default=Path(), init=False, compare=False)
 
@@ -65,9 +65,9 @@ class Bundle:
         for key, model in self.models.items():
             self._check_model(key, model)
         self._check_columns()
-        for graph in self.hosts:
-            if graph.file not in self.files:
-                raise ValueError(f"hosts names '{graph.file}', which is not among the files")
+        for file in self.hosts.files if self.hosts else ():
+            if file not in self.files:
+                raise ValueError(f"hosts names '{file}', which is not among the files")
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
         if self.draft.vocab_size > self.target.vocab_size:
@@ -190,7 +190,7 @@ class Bundle:
         if isinstance(value, dict) and value["format"] < WITH_HOSTS:
             if "hosts" in value:
                 raise JsonError("key 'hosts' is unknown")
-            value["hosts"] = []
+            value["hosts"] = None
         return build(cls, value)
 
     def to_json(self) -> str:

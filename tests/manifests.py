@@ -74,7 +74,7 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         target=make_model("target"),
         draft=make_model("draft"),
         id_map=None,
-        hosts=(),
+        hosts=None,
         files={name: describe(folder / name) for name in files},
     )
     (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")

@@ -5,25 +5,34 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import onnx_ir as ir
+import onnxruntime
 
 from specedge import store
 from specedge.bundle import FORMAT, MANIFEST, Bundle
 from specedge.bundle_files import describe
 from specedge.declared import whole
 from specedge.errors import ExportError
-from specedge.manifest import File, HostGraph
+from specedge.manifest import HostGraph, Hosts
+from specedge.precision import QUANTISED
 from specedge.signature import Signature, Tensor
 
 from ..writing import destination
 from .rounds import check_fused, fused
 from .split import accept, draft
+from .text_graphs import text_graphs
 
 LAYOUTS = ("auto", "fused", "split")
+GOLDEN = "golden.json"
+# Workers that spin after a run would take the cores of the next session's run.
+SESSION_OPTIONS = {"session.force_spinning_stop": "1"}
+# Before 1.30 bytes cannot be multiplied rightly on every processor.
+OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30"}
+Golden = Callable[[Bundle, Sequence[int]], str]
 
 
 @dataclass(frozen=True)
@@ -42,42 +51,70 @@ def embed(
     *,
     num_draft_tokens: Iterable[int] = (),
     layout: str = "auto",
+    golden: Golden | None = None,
 ) -> Bundle:
     """Give a bundle graphs of a round, in place of those that it has; in `output`, a copy of it.
 
     `num_draft_tokens` are those of "fused" rounds, one graph each, by default the bundle's own
     number; "split" graphs are for any. "auto" is fused, but where each draft step would copy large
-    caches or packed weights.
+    caches or packed weights. `golden` makes the golden transcripts of a bundle at these numbers of
+    draft tokens, as `specedge.runtime.golden.transcripts` does; without it there are none.
 
     Raises BundleError, or ExportError before anything is changed.
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
+    making = _Making([*num_draft_tokens], layout, golden)
     if output is None:
         if found.folder.resolve() == store.embedded().resolve():
             raise ExportError("the embedded pair is a part of specedge; give --output FOLDER")
-        return _embed(found, num_draft_tokens, layout)
+        return making.write(found)
     with destination(Path(output)) as work:
         for name in (MANIFEST, *found.files):
             (work / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(found.path(name), work / name)
-        made = _embed(Bundle.read(work), num_draft_tokens, layout)
+        made = making.write(Bundle.read(work))
     return made.at(Path(output))
 
 
-def _embed(bundle: Bundle, ks: Iterable[int], layout: str) -> Bundle:
-    ops = {role: model.cpu_ops for role, model in bundle.models.items()}
-    ks = sorted({*ks} or {bundle.num_draft_tokens})
-    whole("num_draft_tokens", ks[0], 1)
-    if room := [k for k in ks if k > bundle.num_draft_tokens]:
-        raise ExportError(
-            f"the caches have room for rounds of {bundle.num_draft_tokens} draft tokens, not of "
-            f"{room[0]}; export the pair with --num-draft-tokens {room[0]}"
+@dataclass(frozen=True)
+class _Making:
+    """What was asked for."""
+
+    num_draft_tokens: list[int]
+    layout: str
+    golden: Golden | None
+
+    def write(self, bundle: Bundle) -> Bundle:
+        ops = {role: model.cpu_ops for role, model in bundle.models.items()}
+        ks = sorted({*self.num_draft_tokens} or {bundle.num_draft_tokens})
+        whole("num_draft_tokens", ks[0], 1)
+        if room := [k for k in ks if k > bundle.num_draft_tokens]:
+            raise ExportError(
+                f"the caches have room for rounds of {bundle.num_draft_tokens} draft tokens, not "
+                f"of {room[0]}; export the pair with --num-draft-tokens {room[0]}"
+            )
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        made = None
+        if self.layout != "split":
+            made = _fused(bundle, ks, ops, self.layout == "auto")
+        made = made or _split(bundle, ops)
+        text = text_graphs(bundle.path(bundle.tokenizer))
+        if not isinstance(text, str):
+            made += [_Made(model, f"{name}.onnx", name) for name, model in text.items()]
+        has_integers = any(model.weights_dtype in QUANTISED for model in bundle.models.values())
+        hosts = Hosts(
+            ops["target"],
+            tuple(map(_entry, made)),
+            GOLDEN if self.golden else None,
+            text if isinstance(text, str) else None,
+            SESSION_OPTIONS,
+            onnxruntime.__version__,
+            OLDEST_ONNXRUNTIME["integers" if has_integers else "float"],
         )
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {layout!r}")
-    made = _fused(bundle, ks, ops, layout == "auto") if layout != "split" else None
-    return _write(bundle, made or _split(bundle, ops), ops["target"])
+        others = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
+        return _write(bundle, hosts, made, others)
 
 
 def _fused(
@@ -108,15 +145,18 @@ def _file(bundle: Bundle, num_draft_tokens: int) -> str:
     return "round.onnx" if own else f"round-{num_draft_tokens}.onnx"
 
 
-def _write(bundle: Bundle, made: list[_Made], ops: str) -> Bundle:
+def _write(bundle: Bundle, hosts: Hosts, made: list[_Made], texts: Mapping[str, str]) -> Bundle:
     """Write the graphs, then the manifest, which lists at no time what is not there."""
-    old = {graph.file for graph in bundle.hosts}
+    old = {*bundle.hosts.files} if bundle.hosts else set()
     files = {name: file for name, file in bundle.files.items() if name not in old}
-    without = replace(bundle, hosts=(), files=files)
-    hosts = tuple(_entry(one, ops) for one in made)
+    without = replace(bundle, hosts=None, files=files)
     try:
         with tempfile.TemporaryDirectory(dir=bundle.folder, prefix=".embed-") as work:
-            described = {one.file: _saved(one, Path(work)) for one in made}
+            for one in made:
+                ir.save(one.model, Path(work, one.file))
+            for name, text in texts.items():
+                Path(work, name).write_text(text, "utf-8")
+            described = {name: describe(Path(work, name)) for name in hosts.files}
             new = replace(bundle, format=FORMAT, hosts=hosts, files=files | described)
             if old:
                 _put(without.to_json(), Path(work), bundle.folder)
@@ -132,20 +172,15 @@ def _write(bundle: Bundle, made: list[_Made], ops: str) -> Bundle:
     return new.at(bundle.folder)
 
 
-def _saved(made: _Made, work: Path) -> File:
-    ir.save(made.model, work / made.file)
-    return describe(work / made.file)
-
-
 def _put(manifest: str, work: Path, folder: Path) -> None:
     (work / MANIFEST).write_text(manifest, "utf-8")
     os.replace(work / MANIFEST, folder / MANIFEST)
 
 
-def _entry(made: _Made, ops: str) -> HostGraph:
+def _entry(made: _Made) -> HostGraph:
     graph = made.model.graph
     signature = Signature(*(tuple(map(_tensor, x)) for x in (graph.inputs, graph.outputs)))
-    return HostGraph(made.name, made.num_draft_tokens, ops, signature, made.file)
+    return HostGraph(made.name, made.num_draft_tokens, signature, made.file)
 
 
 def _tensor(value: ir.Value) -> Tensor:
@@ -157,4 +192,5 @@ def _tensor(value: ir.Value) -> Tensor:
     if len(parts) == 4:
         role, buffer = "cache", ".".join((parts[0], *parts[2:]))
     shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
-    return Tensor(value.name, role, buffer, str(value.dtype.numpy()), shape)
+    dtype = "string" if value.dtype == ir.DataType.STRING else str(value.dtype.numpy())
+    return Tensor(value.name, role, buffer, dtype, shape)

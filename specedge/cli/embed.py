@@ -34,10 +34,24 @@ from specedge.cli.terminal import one_line
     metavar="FOLDER",
     help="Copy the bundle there first, in place of a bundle that is there.",
 )
-def embed(bundle: str | None, ks: tuple[int, ...], layout: str, output: Path | None) -> None:
+@click.option(
+    "--golden/--no-golden",
+    default=True,
+    show_default=True,
+    help="Write golden transcripts, which hosts replay: it takes a while and the pair's memory.",
+)
+def embed(
+    bundle: str | None, ks: tuple[int, ...], layout: str, output: Path | None, golden: bool
+) -> None:
     """Give a bundle graphs of a round, in place of those it has, for apps without specedge."""
     from specedge.exporter import embed as run
+    from specedge.runtime.golden import transcripts
 
-    made = run(bundle, output, num_draft_tokens=ks, layout=layout)
-    for graph in made.hosts:
-        click.echo(one_line(str(made.path(graph.file))))
+    made = run(
+        bundle, output, num_draft_tokens=ks, layout=layout, golden=transcripts if golden else None
+    )
+    assert made.hosts
+    for file in made.hosts.files:
+        click.echo(one_line(str(made.path(file))))
+    if made.hosts.ids_only:
+        click.echo(one_line(f"hosts take token ids alone: {made.hosts.ids_only}"), err=True)

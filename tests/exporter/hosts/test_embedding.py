@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import json
 import shutil
 
 import pytest
@@ -16,6 +18,7 @@ from specedge.errors import ExportError
 from specedge.exporter import embed, export
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
+from specedge.runtime.golden import LEAST_MARGIN, transcripts
 
 PROMPT = [60, 61, 62, 63]
 
@@ -30,17 +33,22 @@ def run(*arguments):
     return CliRunner().invoke(command, list(map(str, arguments)))
 
 
+def rounds(bundle):
+    """The graphs that every host has, without those of text."""
+    return [graph for graph in bundle.hosts.graphs if graph.name not in ("encode", "decode")]
+
+
 def sessions(bundle):
     device = fitting(bundle.models.values(), Device())
-    return {graph.name: device.open(bundle.path(graph.file)) for graph in bundle.hosts}
+    return {graph.name: device.open(bundle.path(graph.file)) for graph in rounds(bundle)}
 
 
 def hosted(bundle):
-    """A host of the bundle's graphs."""
+    """A host of the bundle's graphs, at K = 4."""
     opened = sessions(bundle)
     if "round" in opened:
         return Fused(opened["round"], bundle, bundle.end_tokens)
-    decoder = bundle.path(bundle.target.graph("decoder", bundle.hosts[0].ops).file)
+    decoder = bundle.path(bundle.target.graph("decoder", bundle.hosts.ops).file)
     target = fitting([bundle.target], Device()).open(decoder)
     return Split((opened["draft"], target, opened["accept"]), bundle, 4, bundle.end_tokens)
 
@@ -52,8 +60,10 @@ def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pip
     assert done.exit_code == 0, done.output
     bundle = Bundle.read(output)
     made = {"fused": ["round.onnx"], "split": ["draft.onnx", "accept.onnx"]}[layout]
+    made += ["encode.onnx", "decode.onnx", "golden.json"]
     assert done.stdout.split() == [str(output / name) for name in made]
-    assert [graph.file for graph in bundle.hosts] == made
+    assert bundle.hosts.files == made
+    assert bundle.hosts.ids_only is None
     host = hosted(bundle)
     wanted = pipeline.generate(PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model")
     assert host.generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
@@ -62,7 +72,7 @@ def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pip
 def test_the_manifest_lists_what_each_graph_takes_and_gives(folder):
     bundle = embed(folder)
     assert bundle.format == FORMAT
-    (graph,) = bundle.hosts
+    (graph,) = rounds(bundle)
     (session,) = sessions(bundle).values()
     for tensors, values in (
         (graph.signature.inputs, session.get_inputs()),
@@ -84,7 +94,7 @@ def test_weights_are_not_written_again(folder):
 def test_another_layout_takes_the_place_of_the_first(folder):
     embed(folder, num_draft_tokens=[2, 4])
     bundle = embed(folder, layout="split")
-    assert [graph.name for graph in bundle.hosts] == ["draft", "accept"]
+    assert [graph.name for graph in rounds(bundle)] == ["draft", "accept"]
     assert not list(folder.glob("round*"))
     assert Bundle.read(folder) == bundle
     assert specedge.load(folder).generate(PROMPT, 4).tokens
@@ -126,3 +136,50 @@ def test_a_draft_of_the_targets_own_layers_has_its_graphs_too(pairs, tmp_path, l
 def test_no_draft_tokens_are_refused(folder):
     with pytest.raises(ValueError, match="num_draft_tokens"):
         embed(folder, num_draft_tokens=[0])
+
+
+@pytest.mark.parametrize("layout", ["fused", "split"])
+def test_golden_transcripts_replay_token_for_token_and_no_decision_is_near(tmp_path, layout):
+    bundle = embed(
+        output=tmp_path / "hosted", num_draft_tokens=[2, 4], layout=layout, golden=transcripts
+    )
+    host = hosted(bundle)
+    golden = json.loads(bundle.path(bundle.hosts.golden).read_text("utf-8"))
+    assert golden["onnxruntime"] == bundle.hosts.onnxruntime
+    replayed = [one for one in golden["transcripts"] if one["num_draft_tokens"] == 4]
+    assert {one["temperature"] > 0 for one in replayed} == {True, False}
+    assert len(replayed) < len(golden["transcripts"])
+    for one in replayed:
+        names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+        options = {name: one[name] for name in names}
+        found = host.generate(one["prompt_tokens"], one["max_new_tokens"], **options)
+        assert found == (one["tokens"], one["num_accepted"])
+        assert len(one["margins"]) == len(one["num_accepted"])
+        assert min(one["margins"]) > LEAST_MARGIN
+
+
+def test_a_golden_transcript_is_what_the_runtime_writes(folder):
+    bundle = embed(folder, golden=transcripts)
+    pipeline = specedge.load(folder)
+    for one in json.loads(bundle.path(bundle.hosts.golden).read_text("utf-8"))["transcripts"]:
+        assert pipeline.prompts.tokens(one["prompt"]) == one["prompt_tokens"]
+        wanted = ("num_draft_tokens", "max_new_tokens", "temperature", "top_k", "top_p", "min_p")
+        options = {name: one[name] for name in (*wanted, "repetition_penalty", "seed")}
+        found = pipeline.generate(one["prompt_tokens"], drafter="model", **options)
+        assert (found.tokens, found.text) == (one["tokens"], one["text"])
+
+
+def test_hosts_that_lack_a_file_or_a_half_of_a_round_are_refused(folder):
+    bundle = embed(folder, layout="split")
+    manifest = json.loads(bundle.to_json())
+    for change, message in (
+        (lambda hosts: hosts["graphs"].pop(0), "rounds, or draft and accept"),
+        (lambda hosts: hosts["graphs"].append(hosts["graphs"][0]), "nothing twice"),
+        (lambda hosts: hosts.update(golden="other.json"), "'other.json', which is not among"),
+        (lambda hosts: hosts.update(ids_only="nothing"), "ids_only is null where"),
+        (lambda hosts: hosts["graphs"][0].update(file="target/decoder.onnx"), "folder itself"),
+    ):
+        changed = copy.deepcopy(manifest)
+        change(changed["hosts"])
+        with pytest.raises(ValueError, match=message):
+            Bundle.from_json(json.dumps(changed))

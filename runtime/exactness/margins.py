@@ -1,0 +1,122 @@
+"""How far logits may move before a decision of a round could turn.
+
+Where another machine, or another version of ONNX Runtime, gives other last bits, each logit moves
+by up to some e. At the temperature T that moves a probability p, of one token or of several, by at
+most 2 e p (1 - p) / T where e is small: the derivative of the softmax if their logits rise by e and
+all others fall by e. Margins are that e, in the units of the logits. K draft tokens, V vocabulary
+entries.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from specedge.options import Sampling
+
+from ..loop.verify import Verdict
+from ..sampling.distribution import Floats
+from ..sampling.history import History
+from ..sampling.logit_edits import edited
+from ..sampling.scores import Row
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The tokens that a row leaves to draw from, and the margin of what the filters cut.
+
+    probs [V] are probabilities in double precision, 0 of tokens that were cut.
+    """
+
+    probs: Floats
+    cut: float
+
+
+def greedy_margin(row: Row, sampling: Sampling, history: History) -> float:
+    """Half of what the likeliest token is ahead of the next."""
+    scores = edited(row.array(), sampling, history, row.ids)
+    if len(scores) < 2:
+        return math.inf
+    second, first = np.partition(scores, -2)[-2:]
+    return (float(first) - float(second)) / 2
+
+
+def shares(row: Row, sampling: Sampling, history: History, vocab_size: int) -> Shares:
+    """A row above temperature 0, through top-k, top-p and min-p."""
+    scores = edited(row.array(), sampling, history, row.ids).astype(np.float64)
+    order = np.argsort(-scores, kind="stable")
+    falling, temperature, cuts = scores[order], sampling.temperature, [math.inf]
+    num_kept = len(scores)
+    if 0 < sampling.top_k < num_kept:
+        num_kept = int(np.count_nonzero(falling >= falling[sampling.top_k - 1]))
+        cuts.append(_gap(falling, num_kept))
+    weights = np.exp((falling[:num_kept] - falling[0]) / temperature)
+    if sampling.top_p < 1:
+        sums = weights.cumsum() / weights.sum()
+        cuts.append(_distance(sums, sampling.top_p) * temperature)
+        num_kept = int(np.count_nonzero(sums - weights / weights.sum() < sampling.top_p))
+        cuts.append(_gap(falling, num_kept))
+    if sampling.min_p > 0:
+        distances = np.log(weights / sampling.min_p)
+        cuts.append(temperature * float(np.abs(distances).min()) / 2)
+        num_kept = min(num_kept, int(np.count_nonzero(distances >= 0)))
+    probs, kept = np.zeros(vocab_size), order[:num_kept]
+    probs[kept if row.ids is None else row.ids[kept]] = weights[:num_kept]
+    return Shares(probs / probs.sum(), min(cuts))
+
+
+def _gap(falling: Floats, num_kept: int) -> float:
+    """Half of what the last that is kept is ahead of the first that is not."""
+    if num_kept >= len(falling):
+        return math.inf
+    return (float(falling[num_kept - 1]) - float(falling[num_kept])) / 2
+
+
+def draw_margin(probs: Floats, uniform: float, temperature: float) -> float:
+    """By the distance of the random number from where the sums step from one token to the next."""
+    return _distance(probs[probs > 0].cumsum()[:-1], uniform) * temperature
+
+
+def _distance(sums: Floats, place: float) -> float:
+    """How far logits may move, at temperature 1, before one of these sums gets to a place."""
+    slack = 2 * sums * (1 - sums)
+    inside = slack > 0  # all of the probabilities is 1 wherever logits move
+    return float((np.abs(sums - place)[inside] / slack[inside]).min(initial=math.inf))
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A draft that was judged above temperature 0: its tokens [K], the distributions of the draft
+    [K] and the target [K + 1], and the random numbers of the tests [K or more] and the last draw.
+    """
+
+    tokens: list[int]
+    drafted: list[Shares]
+    targets: list[Shares]
+    tests: Floats
+    last: float
+    temperature: float
+
+    def margin(self, verdict: Verdict) -> float:
+        """The smallest of the tests, the filters of the target's rows, and the last draw."""
+        at, found = verdict.num_accepted, list[float]()
+        for i, token in enumerate(self.tokens[: at + 1]):
+            prob = float(self.targets[i].probs[token])
+            drafted = float(self.drafted[i].probs[token])
+            slack = 2 * (self.tests[i] * drafted * (1 - drafted) + prob * (1 - prob))
+            apart = abs(float(self.tests[i]) * drafted - prob)
+            found.append(self.temperature * apart / slack if slack else math.inf)
+        found += [target.cut for target in self.targets[: at + 1]]
+        target = self.targets[at].probs
+        if at == len(self.tokens):
+            return min(*found, draw_margin(target, self.last, self.temperature))
+        residual = np.maximum(target - self.drafted[at].probs, 0)
+        total = float(residual.sum())
+        if not total:
+            return 0.0
+        # Where both distributions move, what is left of them moves by up to both, in its own size.
+        sums = (residual / total).cumsum()
+        own = float(np.abs(sums[residual > 0][:-1] - self.last).min(initial=math.inf))
+        return min(*found, self.temperature * own * total / 4)

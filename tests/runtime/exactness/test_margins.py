@@ -1,0 +1,90 @@
+"""Margins: logits that move by less turn no decision, and some that move by more do."""
+
+import numpy as np
+import pytest
+
+from specedge.options import Sampling
+from specedge.runtime.exactness.margins import Judged, draw_margin, greedy_margin, shares
+from specedge.runtime.loop.verify import Draft, verify
+from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.probabilities import probabilities
+from specedge.runtime.sampling.scores import Row, Scores
+
+V = 12
+TEXT = History([1, 2])
+FILTERS = [
+    Sampling(temperature=1.0),
+    Sampling(temperature=0.7, top_k=5),
+    Sampling(temperature=1.3, top_p=0.8),
+    Sampling(temperature=1.0, top_k=8, top_p=0.9, min_p=0.1, repetition_penalty=1.3),
+]
+
+
+def rows(seed, count):
+    return np.random.default_rng(seed).normal(0, 2, (count, V)).astype(np.float32)
+
+
+def moved(logits, by, seed):
+    """Each logit up or down by this, which moves a probability the most."""
+    return logits + by * np.random.default_rng(seed).choice([-1, 1], logits.shape).astype(
+        np.float32
+    )
+
+
+def test_half_the_lead_is_the_margin_of_the_likeliest():
+    row = Row(np.array([0.0, 3.0, 2.0], np.float32))
+    assert greedy_margin(row, Sampling(), TEXT) == 0.5
+    assert greedy_margin(Row(np.zeros(1, np.float32)), Sampling(), TEXT) == np.inf
+
+
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_shares_are_the_distribution_that_the_runtime_draws_from(sampling):
+    for logits in rows(0, 20):
+        found = shares(Row(logits), sampling, TEXT, V)
+        wanted = probabilities(logits, sampling, TEXT).row(V)
+        np.testing.assert_allclose(found.probs, wanted, atol=1e-6)
+        assert found.cut > 0
+
+
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_logits_that_move_by_less_than_a_draws_margin_draw_the_same(sampling):
+    turned = 0
+    for seed, logits in enumerate(rows(1, 60)):
+        u = float(np.random.default_rng(seed).random())
+        found = shares(Row(logits), sampling, TEXT, V)
+        margin = min(found.cut, draw_margin(found.probs, u, sampling.temperature))
+        token = probabilities(logits, sampling, TEXT).pick(u)
+        for other in range(20):
+            near = moved(logits, 0.8 * min(margin, 0.2), other)
+            assert probabilities(near, sampling, TEXT).pick(u) == token
+            far = moved(logits, 4 * margin, other)
+            turned += probabilities(far, sampling, TEXT).pick(u) != token
+    assert turned > 10
+
+
+@pytest.mark.parametrize("sampling", FILTERS, ids=str)
+def test_logits_that_move_by_less_than_a_verdicts_margin_are_judged_the_same(sampling):
+    turned = 0
+    for seed in range(60):
+        ours, theirs = rows(seed, 3), rows(1000 + seed, 2)
+        rng = np.random.default_rng(seed)
+        tests, last = rng.random(2), float(rng.random())
+        dists = [probabilities(row, sampling, TEXT) for row in theirs]
+        draft = Draft([one.pick(float(rng.random())) for one in dists], dists)
+        verdict = verify(draft, Scores(ours), sampling, TEXT, tests, last)
+        texts = [TEXT.then(draft.tokens[:i]) for i in range(3)]
+        targets = [
+            shares(Row(row), sampling, text, V) for row, text in zip(ours, texts, strict=True)
+        ]
+        drafted = [shares(Row(row), sampling, TEXT, V) for row in theirs]
+        judged = Judged(draft.tokens, drafted, targets, tests, last, sampling.temperature)
+        margin = min(judged.margin(verdict), *(one.cut for one in drafted))
+        for other in range(20):
+            for by, is_near in ((0.8 * min(margin, 0.1), True), (6 * margin, False)):
+                dists = [probabilities(moved(row, by, other), sampling, TEXT) for row in theirs]
+                again = Draft(draft.tokens, dists)
+                rows_ = Scores(moved(ours, by, 100 + other))
+                same = verify(again, rows_, sampling, TEXT, tests, last) == verdict
+                assert same or not is_near
+                turned += not same
+    assert turned > 10
