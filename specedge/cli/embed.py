@@ -44,6 +44,18 @@ def embed(
     bundle: str | None, ks: tuple[int, ...], layout: str, output: Path | None, golden: bool
 ) -> None:
     """Give a bundle graphs of a round, in place of those it has, for apps without specedge."""
+    for path in add_graphs(bundle, output, ks, layout, golden):
+        click.echo(one_line(path))
+
+
+def add_graphs(
+    bundle: str | Path | None,
+    output: Path | None = None,
+    ks: tuple[int, ...] = (),
+    layout: str = "auto",
+    golden: bool = True,
+) -> list[str]:
+    """The paths of what was added to a bundle for hosts; a note on stderr if they get no text."""
     from specedge.exporter import embed as run
     from specedge.runtime.golden import transcripts
 
@@ -51,7 +63,6 @@ def embed(
         bundle, output, num_draft_tokens=ks, layout=layout, golden=transcripts if golden else None
     )
     assert made.hosts
-    for file in made.hosts.files:
-        click.echo(one_line(str(made.path(file))))
     if made.hosts.ids_only:
         click.echo(one_line(f"hosts take token ids alone: {made.hosts.ids_only}"), err=True)
+    return [str(made.path(file)) for file in made.hosts.files]

@@ -10,6 +10,7 @@ import click
 
 from specedge.bundle import Bundle
 from specedge.cli import options
+from specedge.cli.embed import add_graphs
 from specedge.cli.inspect import licence
 from specedge.cli.terminal import lines, one_line
 from specedge.manifest import Model
@@ -81,7 +82,8 @@ from specedge.precision import CHOICES
 @click.option("--target-revision", help="Branch, tag or commit of the target on the hub.")
 @click.option("--adapter", help="A LoRA adapter to merge into the target: a folder or a hub id.")
 @click.option("--draft-adapter", help="A LoRA adapter to merge into the draft.")
-def export(draft: str, target: str, output: str | None, **request: Any) -> None:
+@click.option("--hosts", is_flag=True, help="Add graphs for apps without specedge, as embed does.")
+def export(draft: str, target: str, output: str | None, hosts: bool, **request: Any) -> None:
     """Export a draft and a target model to one bundle of ONNX graphs."""
     from specedge.exporter import export as run
 
@@ -93,6 +95,8 @@ def export(draft: str, target: str, output: str | None, **request: Any) -> None:
         click.echo(lines(_summary(bundle, role, model)), err=True)
         click.echo(one_line(f"{role}: licence {licence(bundle, role, model)}"), err=True)
     click.echo(_times(progress.seconds), err=True)
+    if hosts:
+        add_graphs(bundle.folder)
     click.echo(bundle.folder)
 
 
