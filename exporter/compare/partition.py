@@ -42,7 +42,7 @@ class Split:
     alike, and so that no part has more than PART_BYTES, if more than one constant. What is computed
     from weights is `given` to a part, once for all graphs; else ONNX Runtime computes it, which it
     has to where it adds casts of its own: it would fold those out of what a given constant says of
-    a file.
+    a file. So it would the bytes that it makes unsigned, so integers are never given.
     """
 
     def __init__(self, path: Path, first: list[str] | None = None, given: bool = True) -> None:
@@ -72,7 +72,7 @@ class Split:
         graph.output.extend(self._types[name] for name in part.outputs)
         inner = {name for node in part.nodes for name in node.output} - set(part.outputs)
         graph.value_info.extend(self._types[name] for name in inner if name in self._types)
-        computed = [] if self._gives else self._behind(part.constants)
+        computed = self._behind([name for name in part.constants if not self._is_given(name)])
         graph.node.extend([*computed, *part.nodes])
         made = {node.output[0] for node in computed}
         names = [*part.constants, *(name for node in computed for name in node.input)]
@@ -95,8 +95,8 @@ class Split:
         """A part's constants that are computed and given, while the context lasts."""
         values = {}
         with contextlib.ExitStack() as stack:
-            for name in self.parts[index].constants if self._gives else ():
-                if name in self._computed:
+            for name in self.parts[index].constants:
+                if self._is_given(name):
                     value = self.compute(name)
                     kind = self._type(name)
                     room = stack.enter_context(memory.taken(value.numel(), kind))
@@ -106,6 +106,10 @@ class Split:
                         rows = rows[len(piece) :]
                     values[name] = room.view(value.shape).numpy()
             yield values
+
+    def _is_given(self, name: str) -> bool:
+        """Whether a part is given a constant, which is computed once."""
+        return self._gives and name in self._computed and self._type(name) != torch.int8
 
     def compute(self, name: str) -> torch.Tensor:
         """A constant's numbers, as far as possible still in the file."""

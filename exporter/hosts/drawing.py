@@ -15,8 +15,7 @@ import onnx_ir as ir
 
 from .nodes import DOUBLE, END, FLOAT, INT, LEAST, Nodes
 
-_FEW = 256
-_BUCKETS = 512
+_BUCKETS = 4096
 _DEEPEST = 104.0  # exp of less than minus this is 0 in float32
 _LIMITS = np.finfo(np.float32)
 
@@ -116,73 +115,30 @@ def _drawn(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings) 
     logits = nodes("Concat", few, rest, axis=0)
     heights = nodes("Div", nodes("Sub", logits, largest), divisor)
     few, rest = _part(nodes, heights, nodes("Less", top_p, np.ones(1)))
-    few = _nucleus(nodes, few, vocab_size, top_p)
-    drawn = nodes("Concat", few, nodes("Exp", rest), axis=0)
-    few, rest = _part(nodes, drawn, nodes("Greater", min_p, 0.0))
-    few = nodes("Where", nodes("Less", few, min_p), 0.0, few)
-    return nodes("Concat", few, rest, axis=0)
+    drawn = nodes("Concat", _nucleus(nodes, few, top_p), nodes("Exp", rest), axis=0)
+    return nodes("Where", nodes("Less", drawn, min_p), 0.0, drawn)
 
 
-def _nucleus(nodes: Nodes, heights: ir.Value, vocab_size: int, share: ir.Value) -> ir.Value:
+def _nucleus(nodes: Nodes, heights: ir.Value, share: ir.Value) -> ir.Value:
     """Weights of these logarithms: the fewest that have this share of all, the first on ties.
 
-    Mostly they are among the few largest; rows are gone through where those are too few.
+    Weights are summed in buckets of their heights. Of the bucket where the sums get there the
+    largest come first, a few tokens of a row that is not flat.
     """
     drawn = nodes("Exp", heights)
-    goal = nodes("Mul", _totals(nodes, drawn), share)
-    values = nodes("TopK", drawn, [min(_FEW, vocab_size)], num_outputs=2)
-    places = nodes.others(values)[0]
-    sums = nodes("CumSum", nodes("Cast", values, to=DOUBLE), np.array(1))
-    is_short = nodes("Less", nodes("Slice", sums, [-1], [END], [1]), goal)
-    is_short = nodes("Concat", nodes("Cast", is_short, to=INT), [[0]], axis=0)
-    is_short = nodes("Greater", nodes("ReduceMax", is_short, [1, 0], keepdims=0), 0)
-    is_short = nodes("Reshape", is_short, [1])
-    parts = [_part(nodes, x, is_short) for x in (heights, drawn, goal)]
-    searched = _searched(nodes, *(short for short, _ in parts))
-    ahead = nodes("Sub", sums, nodes("Cast", values, to=DOUBLE))
-    kept = nodes("Where", nodes("Less", ahead, goal), values, 0.0)
-    (_, kept), (_, places) = (_part(nodes, x, is_short) for x in (kept, places))
-    rest = nodes("Mul", parts[1][1], 0.0)
-    return nodes("Concat", searched, nodes("ScatterElements", rest, places, kept, axis=1), axis=0)
-
-
-def _searched(nodes: Nodes, heights: ir.Value, drawn: ir.Value, goal: ir.Value) -> ir.Value:
-    """The same, by rows that are looked at whole.
-
-    Weights are summed in buckets of their heights, and those of the bucket where the sum gets there
-    once more. Of what shares a bucket then, 0.0004 of height, the largest come first: a few tokens.
-    """
     wide = nodes("Cast", drawn, to=DOUBLE)
+    goal = nodes("Mul", nodes("ReduceSum", wide, [-1]), share)
     scaled = nodes("Mul", nodes("Max", heights, -_DEEPEST), (1 - _BUCKETS) / _DEEPEST)
-    none = nodes("Mul", goal, np.zeros(1))
-    ahead, inside, start, before = _bucket(nodes, scaled, wide, goal, none)
-    finer = nodes("Mul", nodes("Sub", scaled, nodes("Cast", start, to=FLOAT)), float(_BUCKETS))
-    finer = nodes("Min", finer, float(_BUCKETS - 1))
-    finer = nodes("Where", inside, finer, 0.0)
-    wide = nodes("Where", inside, wide, np.zeros(1))
-    sooner, within, _, before = _bucket(nodes, finer, wide, goal, before)
-    within = nodes("And", inside, within)
-    kept = nodes("Or", ahead, nodes("And", inside, sooner))
-    kept = _largest(nodes, nodes("Where", within, drawn, -1.0), kept, goal, before)
-    return nodes("Where", kept, drawn, 0.0)
-
-
-def _bucket(
-    nodes: Nodes, scaled: ir.Value, wide: ir.Value, goal: ir.Value, before: ir.Value
-) -> tuple[ir.Value, ir.Value, ir.Value, ir.Value]:
-    """Where weights `wide` [R, V], in buckets by the whole part of `scaled`, first reach `goal`.
-
-    What lies in buckets ahead, what in that one, its number, and the sum ahead of it.
-    """
-    places = nodes("Cast", nodes("Floor", scaled), to=INT)
+    places = nodes("Cast", scaled, to=INT)
     empty = nodes("Mul", goal, np.zeros((1, _BUCKETS)))
     sums = nodes("ScatterElements", empty, places, wide, axis=1, reduction="add")
-    aheads = nodes("Add", nodes("CumSum", sums, np.array(1), exclusive=1), before)
+    aheads = nodes("CumSum", sums, np.array(1), exclusive=1)
     reached = nodes("Cast", nodes("Less", aheads, goal), to=INT)
     at = nodes("Sub", nodes("ReduceSum", reached, [-1]), 1)
-    at = nodes("Max", at, 0)
-    ahead, inside = nodes("Less", places, at), nodes("Equal", places, at)
-    return ahead, inside, at, nodes("GatherElements", aheads, at, axis=1)
+    before = nodes("GatherElements", aheads, at, axis=1)
+    candidates = nodes("Where", nodes("Equal", places, at), drawn, -1.0)
+    kept = _largest(nodes, candidates, nodes("Less", places, at), goal, before)
+    return nodes("Where", kept, drawn, 0.0)
 
 
 def _largest(
