@@ -1,0 +1,99 @@
+using System;
+using System.Collections.Generic;
+using System.Globalization;
+using System.Linq;
+
+namespace SpecEdge
+{
+    /// <summary>What was asked for on the command line. What cannot be is an ArgumentException.</summary>
+    internal sealed class Arguments
+    {
+        internal const string Usage =
+            "usage: specedge-host BUNDLE [PROMPT] [-n N] [-k K] [--temperature T] [--top-k N] [--top-p P] [--min-p P]\n" +
+            "                     [--repetition-penalty R] [--seed S]\n" +
+            "       specedge-host BUNDLE --ids 5,17,3 ...     token ids in and out\n" +
+            "       specedge-host BUNDLE --golden             replay golden.json\n" +
+            "Without a prompt each line of the standard input goes on from the text so far.";
+
+        internal string Bundle { get; private set; }
+        internal string Prompt { get; private set; }
+        internal IReadOnlyList<long> Ids { get; private set; }
+        internal bool Golden { get; private set; }
+        internal int NumDraftTokens { get; private set; }
+        internal GenerationOptions Options { get; } = new GenerationOptions();
+
+        internal Arguments(IEnumerable<string> arguments)
+        {
+            var left = new Queue<string>(arguments);
+            while (left.Count > 0)
+                Take(left.Dequeue(), left);
+            if (Bundle == null)
+                throw new ArgumentException("BUNDLE is missing; give the folder of a bundle");
+            if ((Prompt != null ? 1 : 0) + (Ids != null ? 1 : 0) + (Golden ? 1 : 0) > 1)
+                throw new ArgumentException("give one of PROMPT, --ids and --golden");
+            Options.Check();
+        }
+
+        private void Take(string argument, Queue<string> left)
+        {
+            switch (argument)
+            {
+                case "-n": case "--max-new-tokens": Options.MaxNewTokens = (int)Whole(argument, left, 1); break;
+                case "-k": case "--num-draft-tokens": NumDraftTokens = (int)Whole(argument, left, 1); break;
+                case "--temperature": Options.Temperature = (float)Number(argument, left); break;
+                case "--top-k": Options.TopK = Whole(argument, left, 0); break;
+                case "--top-p": Options.TopP = Number(argument, left); break;
+                case "--min-p": Options.MinP = (float)Number(argument, left); break;
+                case "--repetition-penalty": Options.RepetitionPenalty = (float)Number(argument, left); break;
+                case "--seed": Options.Seed = Seed(Value(argument, left)); break;
+                case "--ids": Ids = Value(argument, left).Split(',').Select(Id).ToList(); break;
+                case "--golden": Golden = true; break;
+                default:
+                    if (argument.StartsWith("-", StringComparison.Ordinal) && argument.Length > 1 && Bundle == null)
+                        throw new ArgumentException($"there is no option {argument}");
+                    if (Bundle == null)
+                        Bundle = argument;
+                    else if (Prompt == null && !argument.StartsWith("--", StringComparison.Ordinal))
+                        Prompt = argument;
+                    else
+                        throw new ArgumentException($"unexpected {argument}; see specedge-host --help");
+                    break;
+            }
+        }
+
+        private static string Value(string option, Queue<string> left) =>
+            left.Count > 0 ? left.Dequeue() : throw new ArgumentException($"{option} needs a value");
+
+        private static long Whole(string option, Queue<string> left, long least)
+        {
+            string text = Value(option, left);
+            return long.TryParse(text, NumberStyles.AllowLeadingSign, CultureInfo.InvariantCulture, out long number) &&
+                   number >= least && number <= int.MaxValue
+                ? number
+                : throw new ArgumentException($"{option} must be a whole number from {least} to {int.MaxValue}, got '{text}'");
+        }
+
+        private static double Number(string option, Queue<string> left)
+        {
+            string text = Value(option, left);
+            return double.TryParse(text, NumberStyles.Float, CultureInfo.InvariantCulture, out double number)
+                ? number
+                : throw new ArgumentException($"{option} must be a number, got '{text}'");
+        }
+
+        /// <summary>Seeds that are equal modulo 2^64 are one.</summary>
+        private static ulong Seed(string text)
+        {
+            const decimal size = 18446744073709551616m;
+            if (!decimal.TryParse(text, NumberStyles.AllowLeadingSign, CultureInfo.InvariantCulture, out decimal seed) ||
+                seed < -size || seed > size)
+                throw new ArgumentException($"--seed must be a whole number from -2^64 to 2^64, got '{text}'");
+            return (ulong)(((seed % size) + size) % size);
+        }
+
+        private static long Id(string text) =>
+            long.TryParse(text, NumberStyles.AllowLeadingSign | NumberStyles.AllowLeadingWhite, CultureInfo.InvariantCulture, out long id)
+                ? id
+                : throw new ArgumentException($"--ids must be whole numbers with commas between them, got '{text}'");
+    }
+}

@@ -1,0 +1,92 @@
+using System;
+using System.Collections.Generic;
+using System.IO;
+using System.Linq;
+using Microsoft.ML.OnnxRuntime;
+
+namespace SpecEdge
+{
+    /// <summary>A graph that runs again and again on memory bound to its inputs and outputs.</summary>
+    /// <remarks>What is bound belongs to the caller, and has to be there at every run.</remarks>
+    internal sealed class BoundGraph : IDisposable
+    {
+        private readonly GraphEntry _entry;
+        private readonly InferenceSession _session;
+        private readonly OrtIoBinding _binding;
+        private readonly RunOptions _options = new RunOptions();
+
+        internal BoundGraph(Bundle bundle, GraphEntry entry, SessionOptions options)
+        {
+            _entry = entry;
+            _session = Opened(bundle, entry, options);
+            _binding = _session.CreateIoBinding();
+        }
+
+        /// <summary>A session for a graph whose file is the one that the bundle lists.</summary>
+        internal static InferenceSession Opened(Bundle bundle, GraphEntry entry, SessionOptions options)
+        {
+            string path = bundle.Open(entry.File);
+            try
+            {
+                return new InferenceSession(path, options);
+            }
+            catch (OnnxRuntimeException e)
+            {
+                throw Failed(entry, "open", e);
+            }
+        }
+
+        /// <summary>Binds each cache to one buffer, in and out, so that rows are written in place.</summary>
+        internal void BindCaches(Func<TensorEntry, OrtValue> buffer)
+        {
+            foreach (TensorEntry input in _entry.Inputs.Where(input => input.Role == "cache"))
+                _binding.BindInput(input.Name, buffer(input));
+            foreach (TensorEntry output in _entry.Outputs.Where(output => output.Role == "cache"))
+                _binding.BindOutput(output.Name, buffer(output));
+        }
+
+        /// <summary>Binds those of some tensors, by role, that the graph takes.</summary>
+        internal void BindInputs(IReadOnlyDictionary<string, OrtValue> values)
+        {
+            foreach (TensorEntry input in _entry.Inputs.Where(input => values.ContainsKey(input.Role)))
+                _binding.BindInput(input.Name, values[input.Role]);
+        }
+
+        internal void BindInput(string role, OrtValue value) =>
+            _binding.BindInput(Find(_entry.Inputs, role).Name, value);
+
+        internal void BindOutput(string role, OrtValue value) =>
+            _binding.BindOutput(Find(_entry.Outputs, role).Name, value);
+
+        /// <summary>The number of columns of an output.</summary>
+        internal int Columns(string role) => (int)Find(_entry.Outputs, role).Shape.Last();
+
+        internal void Run()
+        {
+            try
+            {
+                _session.RunWithBinding(_options, _binding);
+            }
+            catch (OnnxRuntimeException e)
+            {
+                throw Failed(_entry, "run", e);
+            }
+        }
+
+        public void Dispose()
+        {
+            _binding.Dispose();
+            _options.Dispose();
+            _session.Dispose();
+        }
+
+        private TensorEntry Find(IEnumerable<TensorEntry> entries, string role) =>
+            entries.FirstOrDefault(entry => entry.Role == role) ?? throw new InvalidDataException(
+                $"{_entry.File} has no '{role}'; run `specedge embed` again");
+
+        private static InvalidDataException Failed(GraphEntry entry, string what, OnnxRuntimeException e) =>
+            new InvalidDataException(
+                $"ONNX Runtime {OrtEnv.Instance().GetVersionString()} cannot {what} {entry.File} " +
+                $"({e.Message.Split('\n')[0]}); run `specedge embed` again", e);
+    }
+}

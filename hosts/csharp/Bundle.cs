@@ -1,0 +1,237 @@
+// A bundle's manifest (docs/bundle.md), as far as a host needs it, and the checks of its files.
+using System;
+using System.Collections.Generic;
+using System.IO;
+using System.Linq;
+using System.Security.Cryptography;
+using System.Text.RegularExpressions;
+
+namespace SpecEdge
+{
+    /// <summary>An input or output of a graph; its role says what it is for.</summary>
+    public sealed class TensorEntry
+    {
+        internal TensorEntry(JsonValue entry)
+        {
+            Name = entry["name"].Text;
+            Role = entry["role"].Text;
+            Buffer = entry["buffer"].IsNull ? null : entry["buffer"].Text;
+            Type = entry["dtype"].Text;
+            // A letter stands for a number that changes from run to run; that of a cache, B, is 1 here.
+            Shape = entry["shape"].Items.Select(size => size.IsInteger ? size.Integer : 1).ToArray();
+        }
+
+        public string Name { get; }
+        public string Role { get; }
+        public string Buffer { get; }
+        public string Type { get; }
+        public long[] Shape { get; }
+    }
+
+    /// <summary>An ONNX file with what it takes and gives.</summary>
+    public sealed class GraphEntry
+    {
+        internal GraphEntry(string name, int numDraftTokens, string file, JsonValue signature)
+        {
+            Name = name;
+            NumDraftTokens = numDraftTokens;
+            File = file;
+            Inputs = signature["inputs"].Items.Select(entry => new TensorEntry(entry)).ToList();
+            Outputs = signature["outputs"].Items.Select(entry => new TensorEntry(entry)).ToList();
+        }
+
+        public string Name { get; }
+
+        /// <summary>K of a fused round, else 0.</summary>
+        public int NumDraftTokens { get; }
+
+        public string File { get; }
+        public IReadOnlyList<TensorEntry> Inputs { get; }
+        public IReadOnlyList<TensorEntry> Outputs { get; }
+    }
+
+    /// <summary>A bundle with graphs for hosts. InvalidDataException says what is wrong with one.</summary>
+    public sealed class Bundle
+    {
+        private const int Format = 8;
+        private const string Manifest = "bundle.json";
+        private const long MaxHashed = 8 << 20;  // bytes; larger files are checked by their size
+        private const string Again = "copy the bundle again, or run `specedge embed` again";
+        private static readonly Regex SafePath = new Regex(@"^[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)*\z");
+
+        private readonly IReadOnlyDictionary<string, JsonValue> _files;
+        private readonly string _tokenizer;
+
+        private Bundle(string folder, JsonValue json)
+        {
+            Folder = folder;
+            _files = json["files"].Members;
+            _tokenizer = json["tokenizer"].Text;
+            JsonValue target = json["target"], draft = json["draft"], hosts = json["hosts"];
+            NumDraftTokens = (int)json["num_draft_tokens"].Integer;
+            ContextLength = (int)target["context_length"].Integer;
+            VocabSize = (int)target["vocab_size"].Integer;
+            DraftContextLength = (int)draft["context_length"].Integer;
+            Capacity = (int)Math.Min(target["cache"]["capacity"].Integer, draft["cache"]["capacity"].Integer);
+            EndTokens = new HashSet<long>(json["end_tokens"].Items.Select(token => token.Integer));
+            Weights = new[] { target["weights"].Text, draft["weights"].Text }.Distinct().ToList();
+            MultipliesBytes = new[] { target, draft }.Any(model => model["weights_dtype"].Text.StartsWith("int"));
+            if (hosts.IsNull)
+                throw new InvalidDataException(
+                    $"{folder} has no graphs for hosts; run `specedge embed --bundle {folder}`");
+            IdsOnly = hosts["ids_only"].IsNull ? null : hosts["ids_only"].Text;
+            Golden = hosts["golden"].IsNull ? null : hosts["golden"].Text;
+            OldestOnnxRuntime = hosts["oldest_onnxruntime"].Text;
+            SessionOptions = hosts["session_options"].Members.ToDictionary(pair => pair.Key, pair => pair.Value.Text);
+            Graphs = hosts["graphs"].Items.Select(graph => new GraphEntry(
+                graph["name"].Text,
+                graph["num_draft_tokens"].IsNull ? 0 : (int)graph["num_draft_tokens"].Integer,
+                graph["file"].Text,
+                graph["signature"])).ToList();
+            string ops = hosts["ops"].Text;
+            JsonValue decoder = target["graphs"].Items.FirstOrDefault(
+                graph => graph["name"].Text == "decoder" && graph["ops"].Text == ops);
+            if (decoder != null)
+                Decoder = new GraphEntry(
+                    "decoder", 0, decoder["file"].Text, target["signatures"][decoder["signature"].Text]);
+        }
+
+        public string Folder { get; }
+
+        /// <summary>K of the pair; a host may take others that there is a graph for.</summary>
+        public int NumDraftTokens { get; }
+
+        public int ContextLength { get; }
+        public int VocabSize { get; }
+        public int DraftContextLength { get; }
+
+        /// <summary>Rows of the smaller cache.</summary>
+        public int Capacity { get; }
+
+        public ISet<long> EndTokens { get; }
+        public bool MultipliesBytes { get; }
+
+        /// <summary>Why there are no graphs that encode and decode text, or null if there are.</summary>
+        public string IdsOnly { get; }
+
+        /// <summary>The file of golden transcripts, or null if there is none.</summary>
+        public string Golden { get; }
+
+        public string OldestOnnxRuntime { get; }
+        public IReadOnlyDictionary<string, string> SessionOptions { get; }
+
+        /// <summary>`round` of one K or several, or `draft` and `accept`; `encode` and `decode`.</summary>
+        public IReadOnlyList<GraphEntry> Graphs { get; }
+
+        /// <summary>The target's decoder that a split round runs.</summary>
+        public GraphEntry Decoder { get; }
+
+        private IReadOnlyList<string> Weights { get; }
+
+        /// <summary>The bundle in a folder; the size of each of its files is right.</summary>
+        public static Bundle Read(string folder)
+        {
+            if (!Directory.Exists(folder))
+                throw new InvalidDataException($"there is no folder {folder}; give that of a bundle");
+            if (!File.Exists(Path.Combine(folder, Manifest)))
+                throw new InvalidDataException($"{folder} is no bundle, it has no {Manifest}; give the folder of one");
+            JsonValue json = JsonValue.Read(folder, Manifest);
+            if (json["format"].Integer != Format)
+                throw new InvalidDataException(
+                    $"{folder} has format {json["format"].Integer}, this host reads format {Format}; run `specedge embed`");
+            var bundle = new Bundle(folder, json);
+            foreach (string file in bundle._files.Keys)
+                bundle.CheckSize(file);
+            foreach (string file in bundle.Weights)
+                bundle.Open(file);
+            return bundle;
+        }
+
+        /// <summary>Whether a round is one graph, rather than a draft step, the target's decoder and the accept rule.</summary>
+        public bool IsFused => Graphs.Any(graph => graph.Name == "round");
+
+        /// <summary>The K asked for, or by default the pair's own, if there are graphs for it.</summary>
+        public int CheckedNumDraftTokens(int asked)
+        {
+            if (IsFused)
+            {
+                int[] found = Graphs.Where(graph => graph.Name == "round").Select(graph => graph.NumDraftTokens).ToArray();
+                int k = asked != 0 ? asked : found.Contains(NumDraftTokens) ? NumDraftTokens : found[0];
+                return found.Contains(k) ? k : throw new ArgumentException(
+                    $"the bundle has rounds of {string.Join(", ", found)} draft tokens, not of {k}; run `specedge embed -k {k}`");
+            }
+            if (Graph("draft") == null || Graph("accept") == null || Decoder == null)
+                throw new InvalidDataException($"{Folder} has no graphs of a round; run `specedge embed --bundle {Folder}`");
+            if (DraftContextLength < ContextLength)
+                throw new InvalidDataException(
+                    $"the draft takes {DraftContextLength} tokens and the target {ContextLength}; this host needs a draft of the target's");
+            int most = Math.Max(NumDraftTokens, Capacity - ContextLength - 2);
+            if (asked < 0 || asked > most)
+                throw new ArgumentException($"num-draft-tokens must be from 1 to {most}, got {asked}");
+            return asked != 0 ? asked : NumDraftTokens;
+        }
+
+        /// <summary>Refuses a prompt that the models do not take.</summary>
+        public void CheckPrompt(IReadOnlyList<long> tokens)
+        {
+            if (tokens.Count < 1 || tokens.Count >= ContextLength)
+                throw new ArgumentException(
+                    $"the prompt has {tokens.Count} tokens, the bundle takes 1 to {ContextLength - 1}");
+            foreach (long token in tokens.Where(token => token < 0 || token >= VocabSize))
+                throw new ArgumentException($"token ids are from 0 to {VocabSize - 1}, got {token}");
+        }
+
+        /// <summary>Refuses to go on where there are no graphs for text.</summary>
+        public void RequireText()
+        {
+            if (IdsOnly != null)
+                throw new InvalidOperationException($"the bundle takes token ids alone: {IdsOnly}");
+        }
+
+        /// <summary>The graph of a name and, for `round`, of a K; null if there is none.</summary>
+        public GraphEntry Graph(string name, int numDraftTokens = 0) =>
+            Graphs.FirstOrDefault(graph => graph.Name == name && graph.NumDraftTokens == numDraftTokens);
+
+        /// <summary>The graph that encodes or decodes.</summary>
+        public GraphEntry TextGraph(string name) => Graph(name) ?? throw new InvalidDataException(
+            $"{Folder} has no '{name}' graph, though nothing says that it takes ids alone; {Again}");
+
+        /// <summary>The id of a token that the tokenizer has beside those of its vocabulary, such as a control token.</summary>
+        public long AddedToken(string content)
+        {
+            Open(_tokenizer);
+            JsonValue found = JsonValue.Read(Folder, _tokenizer)["added_tokens"].Items.FirstOrDefault(
+                token => token["content"].Text == content);
+            return found?["id"].Integer ?? throw new ArgumentException($"{_tokenizer} has no added token '{content}'");
+        }
+
+        /// <summary>The path of a file whose content is what the manifest says.</summary>
+        public string Open(string file)
+        {
+            string path = CheckSize(file);
+            if (new FileInfo(path).Length > MaxHashed)
+                return path;
+            using (var sha256 = SHA256.Create())
+            using (FileStream content = File.OpenRead(path))
+            {
+                string found = BitConverter.ToString(sha256.ComputeHash(content)).Replace("-", "").ToLowerInvariant();
+                if (found != _files[file]["sha256"].Text)
+                    throw new InvalidDataException($"{path} is not the file that {Manifest} lists, its SHA-256 differs; {Again}");
+            }
+            return path;
+        }
+
+        private string CheckSize(string file)
+        {
+            if (!SafePath.IsMatch(file) || !_files.ContainsKey(file))
+                throw new InvalidDataException($"'{file}' is not in the files of {Manifest}; {Again}");
+            var found = new FileInfo(Path.Combine(Folder, file));
+            if (!found.Exists)
+                throw new InvalidDataException($"{found.FullName} is missing; {Again}");
+            if (found.Length != _files[file]["size"].Integer)
+                throw new InvalidDataException(
+                    $"{found.FullName} has {found.Length} bytes, not {_files[file]["size"].Integer}; {Again}");
+            return found.FullName;
+        }
+    }
+}

@@ -1,0 +1,270 @@
+// A round of drafting, verifying and accepting, as docs/hosts.md has it: in one graph or in three.
+using System;
+using System.Collections.Generic;
+using System.IO;
+using System.Linq;
+using Microsoft.ML.OnnxRuntime;
+using Microsoft.ML.OnnxRuntime.Tensors;
+
+namespace SpecEdge
+{
+    /// <summary>The memory that graphs of a round read and write, allocated once.</summary>
+    internal sealed class RoundMemory : IDisposable
+    {
+        internal readonly int NumDraftTokens;  // K
+        internal readonly long[] Allowed = new long[1];  // n, how many of the K may be accepted
+        internal readonly long[] DraftLength = new long[1];
+        internal readonly long[] TargetLength = new long[1];
+        internal readonly float[] Temperature = new float[1];
+        internal readonly long[] TopK = new long[1];
+        internal readonly double[] TopP = new double[1];
+        internal readonly float[] MinP = new float[1];
+        internal readonly float[] RepetitionPenalty = new float[1];
+        internal readonly bool[] Seen;
+        internal readonly double[] Uniforms;
+        internal readonly long[] NextTokens;
+        internal readonly long[] NumAccepted = new long[1];
+
+        private readonly Dictionary<string, OrtValue> _inputs;
+        private readonly Dictionary<string, OrtValue> _caches = new Dictionary<string, OrtValue>();
+        private readonly List<OrtValue> _kept = new List<OrtValue>();
+
+        internal RoundMemory(int numDraftTokens, int vocabSize)
+        {
+            NumDraftTokens = numDraftTokens;
+            Seen = new bool[vocabSize];
+            Uniforms = new double[2 * numDraftTokens + 1];
+            NextTokens = new long[numDraftTokens + 1];
+            _inputs = new Dictionary<string, OrtValue>
+            {
+                ["num_draft_tokens"] = OrtValue.CreateTensorValueFromMemory(Allowed, new long[] { 1 }),
+                ["draft_length"] = OrtValue.CreateTensorValueFromMemory(DraftLength, new long[] { 1 }),
+                ["target_length"] = OrtValue.CreateTensorValueFromMemory(TargetLength, new long[] { 1 }),
+                ["temperature"] = OrtValue.CreateTensorValueFromMemory(Temperature, new long[] { 1 }),
+                ["top_k"] = OrtValue.CreateTensorValueFromMemory(TopK, new long[] { 1 }),
+                ["top_p"] = OrtValue.CreateTensorValueFromMemory(TopP, new long[] { 1 }),
+                ["min_p"] = OrtValue.CreateTensorValueFromMemory(MinP, new long[] { 1 }),
+                ["repetition_penalty"] = OrtValue.CreateTensorValueFromMemory(RepetitionPenalty, new long[] { 1 }),
+                ["seen"] = OrtValue.CreateTensorValueFromMemory(Seen, new long[] { 1, vocabSize }),
+                ["uniforms"] = OrtValue.CreateTensorValueFromMemory(Uniforms, new long[] { Uniforms.Length }),
+            };
+        }
+
+        /// <summary>The small inputs, by role.</summary>
+        internal IReadOnlyDictionary<string, OrtValue> Inputs => _inputs;
+
+        /// <summary>The buffer of a cache, zeroed when it is first asked for, outside of managed memory.</summary>
+        internal OrtValue Cache(TensorEntry entry, string model)
+        {
+            string name = model + entry.Buffer;
+            if (_caches.TryGetValue(name, out OrtValue cache))
+                return cache;
+            if (entry.Type != "float32")
+                throw new InvalidDataException($"cache {name} is of {entry.Type}, this host has float32 alone");
+            cache = OrtValue.CreateAllocatedTensorValue(OrtAllocator.DefaultInstance, TensorElementType.Float, entry.Shape);
+            cache.GetTensorMutableDataAsSpan<float>().Clear();  // what no pass wrote must be finite
+            return _caches[name] = cache;
+        }
+
+        internal IRound Open(Bundle bundle, SessionOptions options) =>
+            bundle.IsFused ? (IRound)new FusedRound(bundle, this, options) : new SplitRound(bundle, this, options);
+
+        /// <summary>Takes the settings of a text, and its prompt's tokens as those that are in it.</summary>
+        internal void Set(GenerationOptions options, IEnumerable<long> prompt)
+        {
+            Temperature[0] = options.Temperature;
+            TopK[0] = options.TopK;
+            TopP[0] = options.TopP;
+            MinP[0] = options.MinP;
+            RepetitionPenalty[0] = options.RepetitionPenalty;
+            Array.Clear(Seen, 0, Seen.Length);
+            foreach (long token in prompt)
+                Seen[token] = true;
+        }
+
+        /// <summary>How many rows of the caches count.</summary>
+        internal void SetLengths(int draft, int target)
+        {
+            DraftLength[0] = draft;
+            TargetLength[0] = target;
+        }
+
+        /// <summary>A tensor that lives as long as this memory.</summary>
+        internal OrtValue Keep(OrtValue value)
+        {
+            _kept.Add(value);
+            return value;
+        }
+
+        /// <summary>A row of tokens for one run.</summary>
+        internal static OrtValue Row(IEnumerable<long> tokens)
+        {
+            long[] row = tokens.ToArray();
+            return OrtValue.CreateTensorValueFromMemory(row, new long[] { 1, row.Length });
+        }
+
+        public void Dispose()
+        {
+            foreach (OrtValue value in _inputs.Values.Concat(_caches.Values).Concat(_kept))
+                value.Dispose();
+        }
+    }
+
+    /// <summary>The graphs of a round. Both calls read the text from the lengths in the memory on.</summary>
+    internal interface IRound : IDisposable
+    {
+        /// <summary>Fills the caches with the text up to a place, and draws nothing.</summary>
+        void Read(List<long> text, int end);
+
+        /// <summary>Drafts, verifies and accepts: gives the next tokens and how many were accepted.</summary>
+        void Run(List<long> text);
+    }
+
+    /// <summary>`round.onnx`: one run.</summary>
+    internal sealed class FusedRound : IRound
+    {
+        private readonly RoundMemory _memory;
+        private readonly BoundGraph _round;
+
+        internal FusedRound(Bundle bundle, RoundMemory memory, SessionOptions options)
+        {
+            _memory = memory;
+            _round = new BoundGraph(bundle, bundle.Graph("round", memory.NumDraftTokens), options);
+            _round.BindCaches(cache => memory.Cache(cache, ""));
+            _round.BindInputs(memory.Inputs);
+            long[] size = { memory.NextTokens.Length };
+            _round.BindOutput("next_tokens", memory.Keep(OrtValue.CreateTensorValueFromMemory(memory.NextTokens, size)));
+            size = new long[] { 1 };
+            _round.BindOutput("num_accepted", memory.Keep(OrtValue.CreateTensorValueFromMemory(memory.NumAccepted, size)));
+        }
+
+        public void Read(List<long> text, int end)
+        {
+            _memory.Allowed[0] = 0;
+            Feed(text, end);
+        }
+
+        public void Run(List<long> text) => Feed(text, text.Count);
+
+        public void Dispose() => _round.Dispose();
+
+        private void Feed(List<long> text, int end)
+        {
+            int start = (int)_memory.DraftLength[0];
+            using (OrtValue tokens = RoundMemory.Row(text.GetRange(start, end - start)))
+            {
+                _round.BindInput("tokens", tokens);
+                _round.Run();
+            }
+        }
+    }
+
+    /// <summary>`draft.onnx` K times, the target's decoder, and `accept.onnx`.</summary>
+    internal sealed class SplitRound : IRound
+    {
+        private readonly RoundMemory _memory;
+        private readonly BoundGraph _draft, _target, _accept;
+        private readonly bool[] _seen;  // with the drafted tokens
+        private readonly double[] _uniform = new double[1];
+        private readonly long[] _token = new long[1], _drafted, _from = new long[1];
+        private readonly OrtValue[] _weights;  // a row for each drafted token
+        private readonly OrtValue _lastLogits, _logits;
+
+        internal SplitRound(Bundle bundle, RoundMemory memory, SessionOptions options)
+        {
+            int k = memory.NumDraftTokens, v = bundle.VocabSize;
+            _memory = memory;
+            _seen = new bool[v];
+            _drafted = new long[k];
+            OrtMemoryInfo here = OrtMemoryInfo.DefaultInstance;
+            long[] one = { 1 };
+
+            _draft = new BoundGraph(bundle, bundle.Graph("draft"), options);
+            _draft.BindCaches(cache => memory.Cache(cache, ""));
+            _draft.BindInputs(memory.Inputs);
+            _draft.BindInput("uniforms", memory.Keep(OrtValue.CreateTensorValueFromMemory(_uniform, one)));
+            _draft.BindInput("seen", memory.Keep(OrtValue.CreateTensorValueFromMemory(_seen, new long[] { 1, v })));
+            _draft.BindOutput("token", memory.Keep(OrtValue.CreateTensorValueFromMemory(_token, one)));
+            var weights = new float[k * v];
+            _weights = Enumerable.Range(0, k).Select(i => memory.Keep(OrtValue.CreateTensorValueFromMemory(
+                here, new Memory<float>(weights, i * v, v), new long[] { 1, v }))).ToArray();
+
+            _target = new BoundGraph(bundle, bundle.Decoder, options);
+            _target.BindCaches(cache => memory.Cache(cache, "target."));
+            _target.BindInput("past_length", memory.Inputs["target_length"]);
+            _target.BindInput("logits_from", memory.Keep(OrtValue.CreateTensorValueFromMemory(_from, one)));
+            int columns = _target.Columns("logits");
+            var logits = new float[(k + 1) * columns];
+            _logits = memory.Keep(OrtValue.CreateTensorValueFromMemory(logits, new long[] { 1, k + 1, columns }));
+            _lastLogits = memory.Keep(OrtValue.CreateTensorValueFromMemory(logits, new long[] { 1, 1, columns }));
+
+            _accept = new BoundGraph(bundle, bundle.Graph("accept"), options);
+            _accept.BindInputs(memory.Inputs);
+            _accept.BindInput("logits", _logits);
+            _accept.BindInput("tokens", memory.Keep(OrtValue.CreateTensorValueFromMemory(_drafted, new long[] { k })));
+            _accept.BindInput("weights", memory.Keep(OrtValue.CreateTensorValueFromMemory(weights, new long[] { k, v })));
+            _accept.BindInput("uniforms", memory.Keep(OrtValue.CreateTensorValueFromMemory(
+                here, new Memory<double>(memory.Uniforms, k, k + 1), new long[] { k + 1 })));
+            _accept.BindOutput("next_tokens", memory.Keep(OrtValue.CreateTensorValueFromMemory(memory.NextTokens, new long[] { k + 1 })));
+            _accept.BindOutput("num_accepted", memory.Keep(OrtValue.CreateTensorValueFromMemory(memory.NumAccepted, one)));
+        }
+
+        public void Read(List<long> text, int end)
+        {
+            Draft(Range(text, _memory.DraftLength, end), 0);
+            if (_memory.TargetLength[0] < end)
+                Verify(Range(text, _memory.TargetLength, end), 1, _lastLogits);
+        }
+
+        public void Run(List<long> text)
+        {
+            Array.Copy(_memory.Seen, _seen, _seen.Length);
+            List<long> fed = Range(text, _memory.DraftLength, text.Count);
+            for (int i = 0; i < _drafted.Length; i++)
+            {
+                Draft(fed, i);
+                _memory.DraftLength[0] += fed.Count;
+                _drafted[i] = _token[0];
+                _seen[_token[0]] = true;
+                fed = new List<long> { _token[0] };
+            }
+            List<long> verified = Range(text, _memory.TargetLength, text.Count);
+            verified.AddRange(_drafted);
+            Verify(verified, _drafted.Length + 1, _logits);
+            _accept.Run();
+        }
+
+        public void Dispose()
+        {
+            foreach (BoundGraph graph in new[] { _draft, _target, _accept })
+                graph?.Dispose();
+        }
+
+        /// <summary>Feeds the draft, and draws the token that follows with random number i.</summary>
+        private void Draft(List<long> fed, int i)
+        {
+            _uniform[0] = _memory.Uniforms[i];
+            using (OrtValue tokens = RoundMemory.Row(fed))
+            {
+                _draft.BindInput("tokens", tokens);
+                _draft.BindOutput("weights", _weights[i]);
+                _draft.Run();
+            }
+        }
+
+        /// <summary>Feeds the target, and asks for the logits of the last rows.</summary>
+        private void Verify(List<long> fed, int rows, OrtValue logits)
+        {
+            _from[0] = fed.Count - rows;
+            using (OrtValue tokens = RoundMemory.Row(fed))
+            {
+                _target.BindInput("tokens", tokens);
+                _target.BindOutput("logits", logits);
+                _target.Run();
+            }
+        }
+
+        private static List<long> Range(List<long> text, long[] start, int end) =>
+            text.GetRange((int)start[0], end - (int)start[0]);
+    }
+}

