@@ -15,13 +15,6 @@ PRODUCT = Path(__file__).with_name("product.onnx")  # x [T, 64] times a constant
 UNSIGNED = "session.x64quantprecision"  # "1" makes both unsigned
 
 
-def can_be_unsigned(version: str) -> bool:
-    """Whether an ONNX Runtime takes `UNSIGNED`: before 1.30 it aborts the process over a
-    MatMulInteger without a zero point.
-    """
-    return tuple(int(part) for part in version.split(".")[:2]) >= (1, 30)
-
-
 def are_right(multiply: Callable[[np.ndarray], np.ndarray]) -> bool:
     """Whether `PRODUCT` gives NumPy's products of the largest bytes, by one row and by several."""
     rng = np.random.default_rng(0)

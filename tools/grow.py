@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from corpus import held_out, library_files
 from growth import GrowthError
 from growth_families import FAMILIES, settings
+from muon import BFLOAT16
 from shapes import SHAPES, write_weights
 
 NAMES = {
@@ -162,8 +163,8 @@ def _texts() -> list[str]:
 def _logits(folder: Path, ids: Tensor) -> Tensor:
     """[windows, WINDOW] -> [windows, WINDOW, V]"""
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    if model.dtype == torch.float16:
-        model = model.float()  # slow on a CPU, and the source is small
+    if model.dtype == torch.float16 or not BFLOAT16:
+        model = model.float()  # 16 bits are slow on such a CPU
     return torch.cat([model(row[None]).logits.float() for row in ids])
 
 

@@ -32,6 +32,7 @@ from transformers import (
 
 from byte_level import END, train_tokenizer
 from corpus import held_out, library_files
+from muon import BFLOAT16, Muon
 
 SEED = 1
 CARD = """---
@@ -87,7 +88,7 @@ class Trainer:
         matrices = [p for n, p in model.named_parameters() if n in inner]
         others = [p for n, p in model.named_parameters() if n not in inner]
         self.optimizers = [
-            torch.optim.Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
+            Muon(matrices, lr=rate, weight_decay=0.1, adjust_lr_fn="match_rms_adamw"),
             torch.optim.AdamW(others, lr=rate, betas=(0.9, 0.95), weight_decay=0.0),
         ]
         self.rate = rate
@@ -96,7 +97,7 @@ class Trainer:
             self.load()
 
     def logits(self, tokens: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
             return self.forward(tokens, use_cache=False).logits
 
     def update(self, loss: torch.Tensor) -> None:
@@ -160,7 +161,7 @@ def write_samples(target: GPT2LMHeadModel, train: torch.Tensor, path: Path) -> N
         greedy = (i // 64) % 2 == 0
         prompts = windows(train, 10_000_000 + i, 64)[:, :64]
         torch.manual_seed(SEED + i)
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
             rows.append(
                 target.generate(
                     prompts, max_length=CONTEXT, do_sample=not greedy, top_k=0,
@@ -184,7 +185,7 @@ def write_lessons(
     ids = torch.empty(len(rows), CONTEXT, LESSON, dtype=torch.int16)
     probs = torch.empty(len(rows), CONTEXT, LESSON, dtype=torch.float16)
     for i in range(0, len(rows), BATCH):
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=BFLOAT16):
             logits = teacher(rows[i : i + BATCH], use_cache=False).logits
         top = logits.float().softmax(-1).topk(LESSON, sorted=False)
         ids[i : i + BATCH], probs[i : i + BATCH] = top.indices, top.values

@@ -100,7 +100,7 @@ def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.Infere
     """A session on the CPU, whether or not the process has a thread pool for all of them, that
     multiplies bytes rightly.
     """
-    if products.can_be_unsigned(ort.__version__) and not _products_are_right():
+    if not _products_are_right():
         options.add_session_config_entry(products.UNSIGNED, "1")
     return _opened(model, options)
 

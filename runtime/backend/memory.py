@@ -24,9 +24,10 @@ PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever t
 TOKENIZER = 11  # a loaded tokenizer in its file's size, measured with 150,000 entries
 CERTAIN = 0.9  # a prediction may be too large by the rest
 SHORTEST = 256  # tokens of a context that an advice may leave, and what it is a multiple of
-# Products that are not named so, with eighths of a weight: of integers that are widened ONNX
-# Runtime makes MatMulNBits, which has a scale for 32 of them.
-_PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9}
+# Products that are not named so, or hold more than a weight, with eighths of it: of integers that
+# are widened ONNX Runtime makes MatMulNBits, which has a scale for 32 of them. Packed blocks of 4
+# bits have a sum beside each scale, and the scales stay as they were: 28 bytes where 20 lay.
+_PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11}
 _SIGNS = ("bad_alloc", "bad allocation", "failed to allocate", "cannot allocate", "out of memory")
 
 

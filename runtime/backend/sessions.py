@@ -13,7 +13,7 @@ from typing import Any
 
 from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
-from specedge.products import UNSIGNED, can_be_unsigned
+from specedge.products import UNSIGNED
 
 from .freed_blocks import large_blocks_apart
 from .memory import is_out_of_memory
@@ -54,7 +54,7 @@ class Device:
     process, in which no session can have a pool of its own from then on. `usual` is the number
     where `threads` is None and no pool has another one yet; None: one a core.
 
-    With `unsigned` products of bytes are of unsigned ones alone, from ONNX Runtime 1.30 on: right
+    With `unsigned` products of bytes are of unsigned ones alone: right
     on AVX2 without VNNI, which saturates else, and twice as slow where there is VNNI.
 
     Raises DeviceError for a device that there is none of, or a number of threads.
@@ -95,7 +95,7 @@ class Device:
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
-        if self.unsigned and can_be_unsigned(ort.__version__):
+        if self.unsigned:
             options.add_session_config_entry(UNSIGNED, "1")
         # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB
         # of 135 million parameters in int8, for no time that could be measured.

@@ -1,17 +1,24 @@
 """Large models are run part by part and compared as whole ones are."""
 
 import numpy as np
+import onnx
 import onnx_ir as ir
+import onnxruntime as ort
 import pytest
+from onnx import TensorProto, helper, numpy_helper
 
 from comparing import measure, model_of, traced
 from specedge.errors import ParityError
-from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.checkpoint.lazy_weights import Memory, Sources
 from specedge.exporter.compare import parity, reference
+from specedge.exporter.compare.partition import Split
 from specedge.exporter.compare.runner import Fill, Pass, Rows, Runner
+from specedge.exporter.compare.stage import unpacked
 from specedge.exporter.graph import graphs
+from specedge.exporter.graph.weights import FILE
 from specedge.exporter.tracing import geometry
 from specedge.precision import FLOAT32
+from specedge.products import UNSIGNED
 
 
 def compared_again(model, runner):
@@ -105,3 +112,38 @@ def test_of_large_models_the_start_and_the_end_are_compared():
     shape = geometry.Geometry(1024, 1032, 512, ())
     assert reference.positions_compared(shape, 50_000_000) == [(0, 1024)]
     assert reference.positions_compared(shape, 1_500_000_000) == [(0, 32), (1012, 1024)]
+
+
+def test_a_part_whose_bytes_are_made_unsigned_multiplies_by_a_turned_table_of_the_file(tmp_path):
+    table = np.random.default_rng(0).integers(-127, 128, (64, 32), np.int8)
+    (tmp_path / FILE).write_bytes(table.tobytes())
+    stored = TensorProto(name="table", data_type=TensorProto.INT8, dims=table.shape)
+    stored.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", FILE), ("offset", "0"), ("length", str(table.nbytes))):
+        stored.external_data.add(key=key, value=value)
+    nodes = [
+        helper.make_node("Transpose", ["table"], ["turned"], perm=[1, 0]),
+        helper.make_node("MatMulInteger", ["x", "turned", "zero"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "head",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, [3, 32])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [3, 64])],
+        [stored, numpy_helper.from_array(np.uint8(128), "zero")],
+    )  # fmt: skip
+    path = tmp_path / "decoder.onnx"
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path
+    )
+    split, options = Split(path), unpacked()
+    options.add_session_config_entry(UNSIGNED, "1")
+    folder = "session.model_external_initializers_file_folder_path"
+    options.add_session_config_entry(folder, str(tmp_path))
+    x = np.random.default_rng(1).integers(0, 256, (3, 32), np.uint8)
+    with split.computed(0, Memory()) as given:
+        values = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in given.items()}
+        for name, value in values.items():
+            options.add_initializer(name, value)
+        session = ort.InferenceSession(split.model(0), options, ["CPUExecutionProvider"])
+        (found,) = session.run(None, {"x": x})
+    assert np.array_equal(found, (x.astype(np.int32) - 128) @ table.T.astype(np.int32))

@@ -102,6 +102,10 @@ def test_integers_that_are_widened_are_multiplied_in_blocks_with_a_scale_each():
     assert held(content) == held(content, is_narrow=True) == [36, 0]
 
 
+def test_blocks_take_more_packed_than_in_their_file():
+    assert held(graph({"a": 16, "s": 4}, ("MatMulNBits", "x", "a", "s", "y"))) == [22 + 5, 0]
+
+
 def test_casts_in_a_circle_come_to_an_end():
     content = graph({"a": 10}, ("Cast", "a", "b"), ("Cast", "b", "a"), ("MatMul", "x", "a", "y"))
     assert held(content) == [10, 0]
