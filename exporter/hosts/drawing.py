@@ -89,10 +89,9 @@ def target_weights(
 def weights(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings) -> ir.Value:
     """Rows as weights, the likeliest token's 1; at temperature 0 it has all. [R, V] -> [R, V]"""
     is_greedy = nodes("Equal", settings.temperature, 0.0)
-    certain, uncertain = _part(nodes, logits, is_greedy)
-    likeliest = nodes("ArgMax", certain, axis=-1, keepdims=0)
+    likeliest = nodes("ArgMax", logits, axis=-1, keepdims=0)
     alone = nodes("OneHot", likeliest, vocab_size, np.array([0, 1], np.float32))
-    return nodes("Concat", alone, _drawn(nodes, uncertain, vocab_size, settings), axis=0)
+    return nodes("Where", is_greedy, alone, _drawn(nodes, logits, vocab_size, settings))
 
 
 def _part(nodes: Nodes, rows: ir.Value, condition: ir.Value) -> tuple[ir.Value, ir.Value]:
@@ -103,19 +102,24 @@ def _part(nodes: Nodes, rows: ir.Value, condition: ir.Value) -> tuple[ir.Value, 
 
 
 def _drawn(nodes: Nodes, logits: ir.Value, vocab_size: int, settings: Settings) -> ir.Value:
-    """The weights of rows above temperature 0. [R, V] -> [R, V]"""
+    """The weights of rows above temperature 0. [R, V] -> [R, V]
+
+    With ONNX Runtime 1.30 a TopK of no rows ends the process, and sums of none have another shape:
+    so a nucleus is asked of one row at least, which is dropped again.
+    """
     largest = nodes("ReduceMax", logits, [-1])
     divisor = nodes("Max", settings.temperature, float(_LIMITS.tiny))
     divisor = nodes("Min", divisor, float(_LIMITS.max))
     top_k, top_p, min_p = settings.top_k, settings.top_p, settings.min_p
     is_few = nodes("And", nodes("Greater", top_k, 0), nodes("Less", top_k, vocab_size))
-    few, rest = _part(nodes, logits, is_few)
-    best = nodes("TopK", few, nodes("Where", is_few, top_k, 1), sorted=0, num_outputs=2)
-    few = nodes("Where", nodes("Less", few, nodes("ReduceMin", best, [-1])), LEAST, few)
-    logits = nodes("Concat", few, rest, axis=0)
+    best = nodes("TopK", logits, nodes("Where", is_few, top_k, 1), sorted=0, num_outputs=2)
+    least = nodes("Where", is_few, nodes("ReduceMin", best, [-1]), LEAST)
+    logits = nodes("Where", nodes("Less", logits, least), LEAST, logits)
     heights = nodes("Div", nodes("Sub", logits, largest), divisor)
     few, rest = _part(nodes, heights, nodes("Less", top_p, np.ones(1)))
-    drawn = nodes("Concat", _nucleus(nodes, few, top_p), nodes("Exp", rest), axis=0)
+    few = nodes("Concat", few, nodes("Slice", heights, [0], [1], [0]), axis=0)
+    few = nodes("Slice", _nucleus(nodes, few, top_p), [0], [-1], [0])
+    drawn = nodes("Concat", few, nodes("Exp", rest), axis=0)
     return nodes("Where", nodes("Less", drawn, min_p), 0.0, drawn)
 
 
@@ -133,16 +137,20 @@ def _nucleus(nodes: Nodes, heights: ir.Value, share: ir.Value) -> ir.Value:
     empty = nodes("Mul", goal, np.zeros((1, _BUCKETS)))
     sums = nodes("ScatterElements", empty, places, wide, axis=1, reduction="add")
     aheads = nodes("CumSum", sums, np.array(1), exclusive=1)
-    reached = nodes("Cast", nodes("Less", aheads, goal), to=INT)
-    at = nodes("Sub", nodes("ReduceSum", reached, [-1]), 1)
-    before = nodes("GatherElements", aheads, at, axis=1)
+    is_ahead = nodes("Less", aheads, goal)
+    at = nodes("Sub", nodes("ReduceSum", nodes("Cast", is_ahead, to=INT), [-1]), 1)
+    before = nodes("ReduceMax", nodes("Where", is_ahead, aheads, np.zeros(1)), [-1])
     candidates = nodes("Where", nodes("Equal", places, at), drawn, -1.0)
     kept = _largest(nodes, candidates, nodes("Less", places, at), goal, before)
     return nodes("Where", kept, drawn, 0.0)
 
 
 def _largest(
-    nodes: Nodes, candidates: ir.Value, kept: ir.Value, goal: ir.Value, before: ir.Value
+    nodes: Nodes,
+    candidates: ir.Value,
+    kept: ir.Value,
+    goal: ir.Value,
+    before: ir.Value,
 ) -> ir.Value:
     """`kept`, and those of `candidates`, which are not below 0, that it takes to reach `goal`."""
     is_one = nodes("Cast", nodes("GreaterOrEqual", candidates, 0.0), to=INT)
@@ -158,8 +166,8 @@ def _largest(
     wide = nodes("Cast", nodes("Max", values, 0.0), to=DOUBLE)
     aheads = nodes("Add", nodes("CumSum", wide, np.array(1), exclusive=1), before)
     wanted = nodes("And", nodes("Less", aheads, goal), nodes("GreaterOrEqual", values, 0.0))
-    wanted = nodes("Or", wanted, nodes("GatherElements", kept, places, axis=1))
-    return nodes("ScatterElements", kept, places, wanted, axis=1)
+    none = nodes("Less", candidates, -1.0)
+    return nodes("Or", kept, nodes("ScatterElements", none, places, wanted, axis=1))
 
 
 def _totals(nodes: Nodes, rows: ir.Value) -> ir.Value:
