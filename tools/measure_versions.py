@@ -3,7 +3,7 @@
     python tools/measure_versions.py OTHER_PYTHON [--bundle FOLDER ...]
 
 OTHER_PYTHON is of an environment that has the other version and NumPy. Golden transcripts keep ten
-times the largest difference from every decision: `DIFFERENCES` in runtime/golden.py.
+times the largest difference from every decision: `LEAST_MARGIN` in runtime/audit/golden.py.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ def embed(
     `num_draft_tokens` are those of "fused" rounds, one graph each, by default the bundle's own
     number; "split" graphs are for any. "auto" is fused, but where each draft step would copy large
     caches or packed weights. `golden` makes the golden transcripts of a bundle at these numbers of
-    draft tokens, as `specedge.runtime.golden.transcripts` does; without it there are none.
+    draft tokens, as `specedge.runtime.audit.golden.transcripts` does; without it there are none.
 
     Raises BundleError, or ExportError before anything is changed.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -23,6 +23,10 @@ class Built:
     host: list[str]
     checks: list[str]
     environment: dict[str, str]
+
+    def on(self, library: Path) -> Built:
+        """The same on another native library of ONNX Runtime, where it is told by P/Invoke."""
+        return replace(self, environment=self.environment | {"SPECEDGE_ONNXRUNTIME": str(library)})
 
     def run(self, *arguments, given: str | None = None) -> subprocess.CompletedProcess[str]:
         """What the host says to some arguments, and `given` on its standard input."""
@@ -43,6 +47,7 @@ class Built:
         return subprocess.run(
             command,
             env=self.environment,
+            cwd=self.environment["HOME"],  # where Mono would leave word of a crash
             input=given or "",
             capture_output=True,
             encoding="utf-8",
@@ -54,6 +59,7 @@ def build(kind: str, folder: Path) -> Built:
     """One of "managed", "pinvoke" and "mono" in a new folder; skips the test without its tools."""
     folder.mkdir()
     home = folder / "home"
+    home.mkdir()
     environment = libraries() | {"HOME": str(home), "LC_ALL": "C.UTF-8"}
     if kind == "mono":
         return Built(*(_mono(folder, main) for main in ("Program", "Checks")), environment)

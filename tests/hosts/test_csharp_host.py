@@ -80,6 +80,15 @@ def test_golden_transcripts_are_written_again(host, bundle):
     )
 
 
+@pytest.mark.parametrize("host", ["pinvoke", "mono"], indirect=True)
+def test_golden_transcripts_are_written_again_on_an_older_onnxruntime(host, bundle):
+    (library,) = host_tools("node_modules/onnxruntime-node").glob(
+        "node_modules/onnxruntime-node/bin/*/linux/x64/libonnxruntime.so.1"
+    )
+    done = host.on(library).run(bundle, "--golden")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @each_platform
 @pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
 def test_a_difference_from_a_golden_transcript_is_an_error(host, fused_bundle, tmp_path, key):

@@ -129,7 +129,8 @@ cat >"$dir/env.sh" <<END
 export SPECEDGE_HOST_TOOLS=$dir
 export SPECEDGE_EXTENSIONS=$dir/lib/libortextensions.so
 SPECEDGE_ONNXRUNTIME=\$(python -c 'import glob, onnxruntime as o
-print(glob.glob(o.__path__[0] + "/capi/libonnxruntime.so*")[0])') && export SPECEDGE_ONNXRUNTIME
+print(glob.glob(o.__path__[0] + "/capi/libonnxruntime.so*")[0])' 2>/dev/null) && export SPECEDGE_ONNXRUNTIME ||
+    { unset SPECEDGE_ONNXRUNTIME; echo "this shell's python has no onnxruntime, and SPECEDGE_ONNXRUNTIME is not set" >&2; }
 case :\$PATH: in *:$dir/bin:*) ;; *) export PATH=$dir/bin:\$PATH ;; esac
 END
 echo "now: . $dir/env.sh"

@@ -13,7 +13,7 @@ from specedge.exporter.checkpoint.lazy_weights import Memory, Sources
 from specedge.exporter.compare import parity, reference
 from specedge.exporter.compare.partition import Split
 from specedge.exporter.compare.runner import Fill, Pass, Rows, Runner
-from specedge.exporter.compare.stage import unpacked
+from specedge.exporter.compare.stage import open_session, unpacked
 from specedge.exporter.graph import graphs
 from specedge.exporter.graph.weights import FILE
 from specedge.exporter.tracing import geometry
@@ -144,6 +144,6 @@ def test_a_part_whose_bytes_are_made_unsigned_multiplies_by_a_turned_table_of_th
         values = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in given.items()}
         for name, value in values.items():
             options.add_initializer(name, value)
-        session = ort.InferenceSession(split.model(0), options, ["CPUExecutionProvider"])
+        session = open_session(split.model(0), options)
         (found,) = session.run(None, {"x": x})
     assert np.array_equal(found, (x.astype(np.int32) - 128) @ table.T.astype(np.int32))

@@ -16,9 +16,9 @@ from specedge.bundle import FORMAT, MANIFEST, Bundle
 from specedge.cli.embed import embed as command
 from specedge.errors import ExportError
 from specedge.exporter import embed, export
+from specedge.runtime.audit.golden import LEAST_MARGIN, transcripts
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.golden import LEAST_MARGIN, transcripts
 
 PROMPT = [60, 61, 62, 63]
 

@@ -16,21 +16,22 @@ from specedge.bundle import Bundle
 from specedge.errors import PromptError
 from specedge.options import Sampling
 
-from .bench.prompts import SETS
-from .drafters.draft_model import DraftModel
-from .exactness.margins import Judged, Shares, draw_margin, greedy_margin, shares
-from .loading import load
-from .loop.decoding import SpeculativeDecoder
-from .loop.model import LanguageModel
-from .loop.randomness import uniforms
-from .loop.timing import Stopwatch
-from .loop.verify import Draft, Verdict, verify
-from .pipeline import Pipeline
-from .planning.plans import Fixed
-from .sampling.distribution import Floats
-from .sampling.history import History
-from .sampling.scores import Row, Scores
-from .text.tokenizing import decode
+from ..backend.sessions import onnxruntime
+from ..bench.prompts import SETS
+from ..drafters.draft_model import DraftModel
+from ..exactness.margins import Judged, Shares, draw_margin, greedy_margin, shares
+from ..loading import load
+from ..loop.decoding import SpeculativeDecoder
+from ..loop.model import LanguageModel
+from ..loop.randomness import uniforms
+from ..loop.timing import Stopwatch
+from ..loop.verify import Draft, Verdict, verify
+from ..pipeline import Pipeline
+from ..planning.plans import Fixed
+from ..sampling.distribution import Floats
+from ..sampling.history import History
+from ..sampling.scores import Row, Scores
+from ..text.tokenizing import decode
 
 LENGTH = 32  # new tokens
 MAX_TRIES = 64
@@ -76,12 +77,10 @@ def transcripts(bundle: Bundle, ks: Sequence[int]) -> str:
 
     Raises SpecEdgeError where the bundle cannot be loaded here.
     """
-    import onnxruntime
-
     pipeline = load(bundle.folder)
     made = [_best(pipeline, k, i) for k in ks for i in range(len(SETTINGS))]
     value = {
-        "onnxruntime": onnxruntime.__version__,
+        "onnxruntime": str(onnxruntime().__version__),
         "transcripts": [asdict(transcript) for transcript in made],
     }
     return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
