@@ -1,0 +1,402 @@
+"""The C host of hosts/c, on both layouts of a round."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from hosting import changed, host_tools, libraries
+
+from specedge.bundle_files import describe
+
+pytestmark = [pytest.mark.hosts]
+
+SOURCES = Path(__file__).parents[2] / "hosts" / "c"
+LIBRARIES = ("-ljansson", "-lcrypto", "-ldl")
+HOST_LINES = 300
+REQUESTS = {
+    "greedy": ("class Stack:\n    def push(", {}),
+    "drawn": ("Ein Café, 漢字 und 😀:\n", {"temperature": 0.8, "top_k": 20, "seed": 11}),
+    "with all filters": (
+        "import os\n\n\ndef find(folder",
+        {
+            "temperature": 1.0,
+            "top_k": 50,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "repetition_penalty": 1.2,
+            "seed": -3,
+        },
+    ),
+    "after a prompt of several pieces": ("x = [1, 2]\n" * 50, {"temperature": 0.7, "seed": 2**40}),
+}
+TURNS = r"""
+#include "specedge_host.h"
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+static bool print(void *num_rounds, const int64_t *tokens, int64_t num_tokens, int64_t num_accepted,
+                  const char *text, size_t size) {
+    (void)num_accepted, (void)text, (void)size;
+    for (int64_t i = 0; i < num_tokens; i++) printf("%d ", (int)tokens[i]);
+    return --*(int *)num_rounds;
+}
+
+/* Prompts of "5,6,7:3" are tokens, and after how many rounds to stop. */
+int main(int argc, char **argv) {
+    SpecedgeHost *host = specedge_open(argv[1], 0, getenv("SPECEDGE_ONNXRUNTIME"), NULL);
+    SpecedgeSettings settings = {20, 0.9, 0, 1, 0, 1, 4};
+    for (int i = 2; i < argc && !*specedge_error(host); i++) {
+        int64_t tokens[500], num_tokens = 0;
+        int num_rounds = atoi(strchr(argv[i], ':') + 1);
+        for (char *one = strtok(argv[i], ",:"); one; one = strtok(NULL, ",:"))
+            tokens[num_tokens++] = atoi(one);
+        specedge_generate(host, tokens, num_tokens - 1, &settings, print, &num_rounds);
+        printf("\n");
+    }
+    fprintf(stderr, "%s", specedge_error(host));
+    specedge_close(host);
+}
+"""
+
+
+def compile_host(output, *options, sources=()):
+    """The host's program, or one of `sources` and the host without its command line."""
+    tools = host_tools("include/onnxruntime_c_api.h", "lib/libortextensions.so")
+    if not shutil.which("cc"):
+        pytest.skip("there is no C compiler; install gcc")
+    needed = "#include <jansson.h>\n#include <openssl/evp.h>\nint main(void) { return 0; }\n"
+    given = {"input": needed, "text": True, "capture_output": True}
+    tried = subprocess.run(["cc", *options, "-xc", "-", *LIBRARIES, "-o", output], **given)
+    if tried.returncode:
+        pytest.skip(f"cc {' '.join(options)} lacks a library of the host: {tried.stderr.strip()}")
+    parts = [p for p in SOURCES.glob("*.c") if not sources or p.name != "main.c"]
+    command = ["cc", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *options]
+    command += ["-I", tools / "include", "-I", SOURCES, *parts, *sources, *LIBRARIES, "-o", output]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return output
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory):
+    """The host, built once."""
+    return compile_host(tmp_path_factory.mktemp("c") / "specedge_host")
+
+
+@pytest.fixture(scope="session")
+def checked_program(tmp_path_factory):
+    """The host with AddressSanitizer, which makes a leak or a wrong access exit with 23."""
+    output = tmp_path_factory.mktemp("c") / "checked_host"
+    return compile_host(output, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
+
+
+@pytest.fixture(params=["fused", "split"])
+def bundle(request):
+    """A bundle of each layout."""
+    return request.getfixturevalue(f"{request.param}_bundle")
+
+
+@pytest.fixture(scope="session")
+def pipeline(fused_bundle):
+    """specedge itself, on the same pair."""
+    import specedge
+
+    return specedge.load(fused_bundle)
+
+
+def run(program, *arguments, **variables):
+    environment = libraries() | {"ASAN_OPTIONS": "exitcode=23"} | variables
+    command = [program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+
+
+def options(settings):
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+    return [part for pair in pairs for part in pair]
+
+
+def generated(pipeline, prompt, num_new, settings, k=4):
+    return pipeline.generate(prompt, num_new, num_draft_tokens=k, drafter="model", **settings)
+
+
+def joined(tokens):
+    return ",".join(map(str, tokens)) + "\n"
+
+
+def check_refused(done, wanted):
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert wanted in line
+
+
+def test_golden_transcripts_are_written_again(program, bundle):
+    done = run(program, bundle, "--golden")
+    assert done.returncode == 0, done.stdout + done.stderr
+    golden = json.loads((bundle / "golden.json").read_text("utf-8"))
+    verdicts = [line.split()[0] for line in done.stdout.splitlines()]
+    assert verdicts == ["same"] * len(golden["transcripts"])
+    assert "alone" not in done.stdout
+
+
+@pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
+def test_a_difference_from_a_golden_transcript_is_an_error(program, fused_bundle, tmp_path, key):
+    def change(manifest):
+        file = tmp_path / "bundle" / "golden.json"
+        golden = json.loads(file.read_text("utf-8"))
+        value = golden["transcripts"][1][key]
+        other = value + "!" if isinstance(value, str) else [*value[:-1], value[-1] + 1]
+        golden["transcripts"][1][key] = other
+        file.write_text(json.dumps(golden), "utf-8")
+        manifest["files"]["golden.json"] = vars(describe(file))
+
+    done = run(program, changed(fused_bundle, tmp_path / "bundle", change), "--golden")
+    assert done.returncode == 1, done.stderr
+    verdicts = [line.split()[0] for line in done.stdout.splitlines()]
+    assert [i for i, verdict in enumerate(verdicts) if verdict == "DIFFERS"] == [1]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_text_is_that_of_specedge(program, bundle, pipeline, name):
+    prompt, settings = REQUESTS[name]
+    done = run(program, bundle, prompt, "-n", 40, *options(settings))
+    assert done.stdout == generated(pipeline, prompt, 40, settings).text + "\n", done.stderr
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
+def test_token_ids_are_those_of_specedge_and_need_no_extensions(
+    program, bundle, pipeline, settings
+):
+    arguments = ("--ids", "60,61,62,63", "-n", 33, *options(settings))
+    done = run(program, bundle, *arguments, SPECEDGE_EXTENSIONS="")
+    wanted = generated(pipeline, [60, 61, 62, 63], 33, settings).tokens
+    assert done.stdout == joined(wanted), done.stderr
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_a_split_round_may_have_another_number_of_draft_tokens(program, split_bundle, pipeline, k):
+    settings = {"temperature": 0.8, "seed": 3}
+    done = run(program, split_bundle, "--ids", "60,61", "-n", 30, "-k", k, *options(settings))
+    wanted = generated(pipeline, [60, 61], 30, settings, k).tokens
+    assert done.stdout == joined(wanted), done.stderr
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_draft_of_a_shorter_context_begins_anew(program, split_bundle, tmp_path, settings):
+    import specedge
+
+    def change(manifest):
+        manifest["draft"]["context_length"] = 64
+
+    bundle = changed(split_bundle, tmp_path / "bundle", change)
+    done = run(program, bundle, "--ids", "60,61", "-n", 200, *options(settings))
+    wanted = generated(specedge.load(bundle), [60, 61], 200, settings).tokens
+    assert done.stdout == joined(wanted), done.stderr
+
+
+def test_text_ends_where_the_context_does(program, bundle, pipeline):
+    prompt = "a b c d e f g " * 33
+    wanted = generated(pipeline, prompt, 500, {})
+    assert len(wanted.tokens) < 300
+    assert run(program, bundle, prompt, "-n", 500).stdout == wanted.text + "\n"
+
+
+def test_another_turn_and_one_after_stopping_go_on_from_the_caches(bundle, pipeline, tmp_path):
+    source = tmp_path / "turns.c"
+    source.write_text(TURNS)
+    program = compile_host(tmp_path / "turns", sources=[source])
+    prompts = [[60, 61, 62], [60, 61, 62, 63, 64, 65], [60, 61, 99], [5]]
+    ends = [99, 2, 99, 99]  # rounds
+    turns = [f"{','.join(map(str, p))}:{n}" for p, n in zip(prompts, ends, strict=True)]
+    done = run(program, bundle, *turns)
+    assert done.stderr == ""
+    found = [[int(token) for token in line.split()] for line in done.stdout.splitlines()]
+    wanted = [generated(pipeline, p, 20, {"temperature": 0.9, "seed": 4}).tokens for p in prompts]
+    assert len(found[1]) < 20
+    wanted[1] = wanted[1][: len(found[1])]
+    assert found == wanted
+
+
+def test_a_whole_character_is_written_at_a_time(program, bundle, pipeline):
+    """A text of many broken characters, which are U+FFFD each, as specedge shows them."""
+    settings = {"temperature": 2.0, "seed": 35}
+    wanted = generated(pipeline, "x", 300, settings)
+    assert "\ufffd" in wanted.text
+    assert run(program, bundle, "x", "-n", 300, *options(settings)).stdout == wanted.text + "\n"
+
+
+def test_control_c_ends_the_text_after_the_round_and_leaks_nothing(checked_program, bundle):
+    arguments = ["--ids", "60,61", "-n", "505", "--temperature", "1.5", "--seed", "8"]
+    environment = libraries() | {"SPECEDGE_EXTENSIONS": "", "ASAN_OPTIONS": "exitcode=23"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([checked_program, bundle, *arguments], env=environment, **pipes) as host:
+        assert host.stdout.read(1)
+        host.send_signal(signal.SIGINT)
+        left, said = host.communicate(timeout=120)
+    assert host.returncode == 130, said.decode()
+    assert 1 <= len(left.split(b",")) < 505
+
+
+@pytest.mark.parametrize("extensions", [False, True])
+def test_memory_is_used_rightly_and_all_is_freed(checked_program, bundle, extensions):
+    """Where ONNX Runtime Extensions are loaded, what they themselves lose does not count."""
+    variables = {} if extensions else {"SPECEDGE_EXTENSIONS": ""}
+    checks = f"exitcode=23:detect_leaks={int(not extensions)}"
+    done = run(checked_program, bundle, "--golden", ASAN_OPTIONS=checks, **variables)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--ids", "60,5000"), ("--ids", "60", "-k", "9")])
+def test_all_is_freed_where_something_fails(checked_program, split_bundle, arguments):
+    done = run(checked_program, split_bundle, *arguments, SPECEDGE_EXTENSIONS="")
+    assert done.returncode == 1, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([""], "the prompt is empty"),
+        (["x " * 600], "the prompt has 601 tokens, the bundle takes 512 with at least one new"),
+        ([b"a\xff"], "the prompt is not UTF-8"),
+        (["--ids", ""], "--ids are token ids with commas between them"),
+        (["--ids", "4096"], "token 4096 is not between 0 and 4095"),
+        (["--ids", "-1"], "token -1 is not between 0 and 4095"),
+        (["--ids", "1,x"], '--ids are token ids with commas between them, got "x"'),
+        (["x", "-n", "-1"], "max_new_tokens must be at least 0, got -1"),
+        (["x", "-k", "3"], "there are no rounds of 3 draft tokens"),
+        (["x", "--temperature", "-1"], "temperature must be at least 0, got -1"),
+        (["x", "--temperature", "nan"], "temperature must be at least 0, got nan"),
+        (["x", "--top-k", "-1"], "top_k must be at least 0, got -1"),
+        (["x", "--top-p", "0"], "top_p must be above 0, at most 1, got 0"),
+        (["x", "--min-p", "1.5"], "min_p must be 0 to 1, got 1.5"),
+        (["x", "--repetition-penalty", "0"], "repetition_penalty must be above 0, got 0"),
+        (["x", "--seed", "abc"], '--seed is a whole number of 64 bits, got "abc"'),
+        (["x", "--top-k", "1e"], '--top-k is a number, got "1e"'),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(program, fused_bundle, arguments, wanted):
+    command = [program, fused_bundle, *arguments]
+    done = subprocess.run(command, capture_output=True, env=libraries())
+    done.stdout, done.stderr = done.stdout.decode(), done.stderr.decode()
+    check_refused(done, wanted)
+
+
+@pytest.mark.parametrize("arguments", [[], ["{bundle}"], ["{bundle}", "x", "--nothing"]])
+def test_a_command_line_that_is_wrong_shows_the_right_one(program, fused_bundle, arguments):
+    done = run(program, *(one.format(bundle=fused_bundle) for one in arguments))
+    assert done.returncode == 1
+    assert "usage: specedge_host BUNDLE PROMPT" in done.stderr
+
+
+def test_a_missing_bundle_or_library_is_one_clear_line(program, fused_bundle, tmp_path):
+    check_refused(run(program, tmp_path / "nothing", "x"), "nothing is no bundle")
+    done = run(program, fused_bundle, "x", SPECEDGE_ONNXRUNTIME="/nothing.so")
+    check_refused(done, "ONNX Runtime does not load: /nothing.so")
+    done = run(program, fused_bundle, "x", SPECEDGE_EXTENSIONS="")
+    check_refused(done, "no path of libortextensions.so was given")
+
+
+def _removed(file):
+    file.unlink()
+
+
+def _longer(file):
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def _with_another_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["round.onnx", "encode.onnx", "draft/weights.bin"])
+@pytest.mark.parametrize(
+    ("damage", "wanted"),
+    [
+        (_removed, "is missing"),
+        (_longer, "bytes, bundle.json says"),
+        (_with_another_byte, "has another SHA-256"),
+    ],
+)
+def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage, wanted):
+    bundle = tmp_path / "bundle"
+    shutil.copytree(fused_bundle, bundle)
+    damage(bundle / name)
+    check_refused(run(program, bundle, "x"), wanted)
+
+
+def _graph(manifest):
+    return manifest["hosts"]["graphs"][0]
+
+
+def _of_format_7(manifest):
+    manifest["format"] = 7
+
+
+def _without_graphs(manifest):
+    manifest["hosts"] = None
+
+
+def _without_text(manifest):
+    manifest["hosts"]["ids_only"] = "the tokenizer is not a BPE of bytes"
+    del manifest["hosts"]["graphs"][1:]
+
+
+def _for_a_later_version(manifest):
+    manifest["hosts"]["oldest_onnxruntime"] = "9.0"
+
+
+def _with_smaller_caches(manifest):
+    for tensor in _graph(manifest)["signature"]["inputs"]:
+        if tensor["role"] == "cache":
+            tensor["shape"][2] = 64
+
+
+def _with_more_uniforms(manifest):
+    (tensor,) = (t for t in _graph(manifest)["signature"]["inputs"] if t["role"] == "uniforms")
+    tensor["shape"] = [11]
+
+
+def _with_another_role(manifest):
+    _graph(manifest)["signature"]["inputs"][0]["role"] = "image"
+
+
+def _with_a_path_that_goes_up(manifest):
+    manifest["files"]["../x.onnx"] = manifest["files"][_graph(manifest)["file"]]
+
+
+def _with_an_unlisted_graph(manifest):
+    del manifest["files"][_graph(manifest)["file"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (_of_format_7, "has format 7, this host reads 8; export the pair again"),
+        (_without_graphs, "has no graphs for hosts; run specedge embed --bundle"),
+        (_without_text, "only token ids can be taken: the tokenizer is not a BPE of bytes"),
+        (_for_a_later_version, "the bundle needs 9.0"),
+        (_with_smaller_caches, "the caches have no room for 4 draft tokens"),
+        (
+            _with_more_uniforms,
+            "this host has nothing for uniforms, of role uniforms and 11 numbers",
+        ),
+        (_with_another_role, "this host has nothing for tokens, of role image"),
+        (_with_a_path_that_goes_up, "bundle.json lists ../x.onnx, which is outside of the bundle"),
+        (_with_an_unlisted_graph, 'does not list the file "round.onnx" of a graph'),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(program, fused_bundle, tmp_path, change, wanted):
+    check_refused(run(program, changed(fused_bundle, tmp_path / "bundle", change), "x"), wanted)
+
+
+def test_the_host_is_at_most_300_lines():
+    assert len((SOURCES / "specedge_host.c").read_text("utf-8").splitlines()) <= HOST_LINES

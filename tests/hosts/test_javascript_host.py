@@ -1,0 +1,384 @@
+"""The JavaScript host of hosts/javascript, on both layouts of a round."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import signal
+import subprocess
+from pathlib import Path
+
+import pytest
+from hosting import changed, host_tools
+
+from specedge.bundle_files import describe
+
+pytestmark = [pytest.mark.hosts]
+
+SOURCES = Path(__file__).parents[2] / "hosts" / "javascript"
+HOST_LINES = 150
+REQUESTS = {
+    "greedy": ("class Stack:\n    def push(", {}),
+    "drawn": ("Ein Café, 漢字 und 😀:\n", {"temperature": 0.8, "top_k": 20, "seed": 11}),
+    "with all filters": (
+        "import os\n\n\ndef find(folder",
+        {
+            "temperature": 1.0,
+            "top_k": 50,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "repetition_penalty": 1.2,
+            "seed": 2**60 + 1,
+        },
+    ),
+    "after a prompt of several pieces": ("x = [1, 2]\n" * 50, {"temperature": 0.7, "seed": 2**40}),
+    "after a special token that is text": ("a<|endoftext|>b", {"temperature": 0.7, "seed": 1}),
+}
+CHECKS = r"""
+import assert from 'node:assert/strict';
+import { SpecedgeHost } from './specedge_host.js';
+
+const [folder, given] = [process.argv[2], JSON.parse(process.argv[3])];
+const settings = { temperature: 0.9, seed: 4, maxNewTokens: 20 };
+
+async function tokens(host, prompt, options = {}, onRound = () => {}) {
+  const found = [];
+  for await (const round of host.generate(prompt, { ...settings, ...options })) {
+    found.push(...round.tokens);
+    onRound();
+  }
+  return found;
+}
+
+const checks = {
+  async 'another turn goes on from the caches'(host) {
+    for (const [prompt, wanted] of given) assert.deepEqual(await tokens(host, prompt), wanted);
+  },
+  async 'a text that is left early can be followed by another'(host) {
+    for await (const _ of host.generate(given[0][0], settings)) break;
+    assert.deepEqual(await tokens(host, ...given[1].slice(0, 1)), given[1][1]);
+  },
+  async 'an aborted signal ends the text after the round, with its reason'(host) {
+    const controller = new AbortController();
+    let numRounds = 0;
+    const onRound = () => (++numRounds === 2 ? controller.abort() : null);
+    const started = tokens(host, given[0][0], { signal: controller.signal }, onRound);
+    await assert.rejects(started, { name: 'AbortError' });
+    assert.equal(numRounds, 2);
+    assert.deepEqual(await tokens(host, given[0][0]), given[0][1]);
+  },
+  async 'two texts at a time are refused'(host) {
+    const both = [tokens(host, [60]), tokens(host, [61])];
+    const [first, second] = await Promise.allSettled(both);
+    assert.equal(first.status, 'fulfilled');
+    assert.match(second.reason.message, /is writing another text/);
+  },
+  async 'NUL is text as any other'(host) {
+    const parts = [await host.encode('a'), await host.encode('\0'), await host.encode('b')];
+    assert.deepEqual(await host.encode('a\0b'), parts.flat());
+  },
+  async 'what cannot be is refused'(host) {
+    for (const bad of ['', [], [-1], [4096], [1.5], new Array(600).fill(5)]) {
+      await assert.rejects(tokens(host, bad), RangeError);
+    }
+    await assert.rejects(tokens(host, 'x', { topK: 1.5 }), /topK must be a whole number/);
+    await assert.rejects(tokens(host, 'x', { maxNewTokens: -1 }), /maxNewTokens must be/);
+    await assert.rejects(tokens(host, 'x', { nothing: 1 }), TypeError);
+  },
+  async 'release frees the sessions'(host) {
+    await host.release();
+    await assert.rejects(tokens(host, [60]));
+    await host.release();
+  },
+};
+for (const [name, check] of Object.entries(checks)) {
+  const host = await SpecedgeHost.open(folder);
+  await check(host);
+  await host.release();
+  console.log('passed', name);
+}
+"""
+
+
+@pytest.fixture(scope="session")
+def program(tmp_path_factory):
+    """The host beside the packages that it imports."""
+    tools = host_tools("javascript/node_modules/onnxruntime-node")
+    if not (node := shutil.which("node")):
+        pytest.skip("node is missing; install Node.js 20 or later")
+    folder = tmp_path_factory.mktemp("javascript")
+    for file in (*SOURCES.glob("*.js"), SOURCES / "package.json"):
+        shutil.copy(file, folder)
+    (folder / "node_modules").symlink_to(tools / "javascript" / "node_modules")
+    (folder / "checks.js").write_text(CHECKS)
+    return [node, folder / "cli.js"]
+
+
+@pytest.fixture(params=["fused", "split"])
+def bundle(request):
+    """A bundle of each layout."""
+    return request.getfixturevalue(f"{request.param}_bundle")
+
+
+@pytest.fixture(scope="session")
+def pipeline(fused_bundle):
+    """specedge itself, on the same pair."""
+    import specedge
+
+    return specedge.load(fused_bundle)
+
+
+def run(program, *arguments):
+    command = [*program, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300)
+
+
+def options(settings):
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+    return [part for pair in pairs for part in pair]
+
+
+def generated(pipeline, prompt, num_new, settings, k=4):
+    return pipeline.generate(prompt, num_new, num_draft_tokens=k, drafter="model", **settings)
+
+
+def joined(tokens):
+    return ",".join(map(str, tokens)) + "\n"
+
+
+def check_refused(done, wanted):
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert wanted in line
+
+
+def test_golden_transcripts_are_written_again(program, bundle):
+    done = run(program, bundle, "--golden")
+    assert done.returncode == 0, done.stdout + done.stderr
+    golden = json.loads((bundle / "golden.json").read_text("utf-8"))
+    verdicts = [line.split()[0] for line in done.stdout.splitlines()]
+    assert verdicts == ["same"] * len(golden["transcripts"])
+
+
+@pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
+def test_a_difference_from_a_golden_transcript_is_an_error(program, fused_bundle, tmp_path, key):
+    def change(manifest):
+        file = tmp_path / "bundle" / "golden.json"
+        golden = json.loads(file.read_text("utf-8"))
+        value = golden["transcripts"][1][key]
+        other = value + "!" if isinstance(value, str) else [*value[:-1], value[-1] + 1]
+        golden["transcripts"][1][key] = other
+        file.write_text(json.dumps(golden), "utf-8")
+        manifest["files"]["golden.json"] = vars(describe(file))
+
+    done = run(program, changed(fused_bundle, tmp_path / "bundle", change), "--golden")
+    assert done.returncode == 1, done.stderr
+    verdicts = [line.split()[0] for line in done.stdout.splitlines()]
+    assert [i for i, verdict in enumerate(verdicts) if verdict == "DIFFERS"] == [1]
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_text_is_that_of_specedge(program, bundle, pipeline, name):
+    prompt, settings = REQUESTS[name]
+    done = run(program, bundle, prompt, "-n", 40, *options(settings))
+    assert done.stdout == generated(pipeline, prompt, 40, settings).text + "\n", done.stderr
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
+def test_token_ids_are_those_of_specedge(program, bundle, pipeline, settings):
+    done = run(program, bundle, "--ids", "60,61,62,63", "-n", 33, *options(settings))
+    wanted = generated(pipeline, [60, 61, 62, 63], 33, settings).tokens
+    assert done.stdout == joined(wanted), done.stderr
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_a_split_round_may_have_another_number_of_draft_tokens(program, split_bundle, pipeline, k):
+    settings = {"temperature": 0.8, "seed": 3}
+    done = run(program, split_bundle, "--ids", "60,61", "-n", 30, "-k", k, *options(settings))
+    wanted = generated(pipeline, [60, 61], 30, settings, k).tokens
+    assert done.stdout == joined(wanted), done.stderr
+
+
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "seed": 5}])
+def test_a_draft_of_a_shorter_context_begins_anew(program, split_bundle, tmp_path, settings):
+    import specedge
+
+    def change(manifest):
+        manifest["draft"]["context_length"] = 64
+
+    bundle = changed(split_bundle, tmp_path / "bundle", change)
+    done = run(program, bundle, "--ids", "60,61", "-n", 200, *options(settings))
+    wanted = generated(specedge.load(bundle), [60, 61], 200, settings).tokens
+    assert done.stdout == joined(wanted), done.stderr
+
+
+def test_text_ends_where_the_context_does(program, bundle, pipeline):
+    prompt = "a b c d e f g " * 33
+    wanted = generated(pipeline, prompt, 500, {})
+    assert len(wanted.tokens) < 300
+    assert run(program, bundle, prompt, "-n", 500).stdout == wanted.text + "\n"
+
+
+def test_a_whole_character_is_written_at_a_time(program, bundle, pipeline):
+    """A text of some broken characters, which are U+FFFD each, as specedge shows them."""
+    settings = {"temperature": 2.0, "seed": 35}
+    wanted = generated(pipeline, "x", 300, settings)
+    assert "\ufffd" in wanted.text
+    assert run(program, bundle, "x", "-n", 300, *options(settings)).stdout == wanted.text + "\n"
+
+
+def test_turns_aborting_releasing_and_refusals_hold(program, bundle, pipeline):
+    prompts = [[60, 61, 62], [60, 61, 62, 63, 64, 65], [60, 61, 99], [5]]
+    settings = {"temperature": 0.9, "seed": 4}
+    given = [[prompt, generated(pipeline, prompt, 20, settings).tokens] for prompt in prompts]
+    node, cli = program
+    done = run([node, cli.with_name("checks.js")], bundle, json.dumps(given))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("passed ") == CHECKS.count("  async '")
+
+
+def test_control_c_ends_the_text_after_the_round(program, bundle):
+    arguments = ["--ids", "60,61", "-n", "505", "--temperature", "1.5", "--seed", "8"]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([*program, bundle, *arguments], **pipes) as host:
+        assert host.stdout.read(1)
+        host.send_signal(signal.SIGINT)
+        left, said = host.communicate(timeout=120)
+    assert host.returncode == 130, said.decode()
+    assert not said
+    assert 1 <= len(left.split(b",")) < 505
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ([""], "the prompt is empty"),
+        (["x " * 600], "the prompt has 601 tokens, the bundle takes 512 with at least one new"),
+        (["--ids", ""], '--ids takes a number, got ""'),
+        (["--ids", "4096"], "token 4096 is not between 0 and 4095"),
+        (["--ids=-1"], "token -1 is not between 0 and 4095"),
+        (["--ids", "1,x"], '--ids takes a number, got "x"'),
+        (["x", "--max-new-tokens=-1"], "maxNewTokens must be a whole number, at least 0, got -1"),
+        (["x", "-n", "many"], '--max-new-tokens takes a number, got "many"'),
+        (["x", "-k", "3"], "there are no rounds of 3 draft tokens"),
+        (["x", "--temperature=-1"], "temperature must be at least 0, got -1"),
+        (["x", "--temperature", "Infinity"], "temperature must be at least 0, got Infinity"),
+        (["x", "--top-k", "1.5"], "topK must be a whole number, at least 0, got 1.5"),
+        (["x", "--top-p", "0"], "topP must be above 0, at most 1, got 0"),
+        (["x", "--min-p", "1.5"], "minP must be 0 to 1, got 1.5"),
+        (["x", "--repetition-penalty", "0"], "repetitionPenalty must be above 0, got 0"),
+        (["x", "--seed", "abc"], '--seed takes a whole number, got "abc"'),
+        (["x", "--nothing"], "Unknown option '--nothing'"),
+    ],
+)
+def test_what_cannot_be_is_one_clear_line(program, fused_bundle, arguments, wanted):
+    check_refused(run(program, fused_bundle, *arguments), wanted)
+
+
+@pytest.mark.parametrize("arguments", [[], ["{bundle}"]])
+def test_a_command_line_that_is_wrong_shows_the_right_one(program, fused_bundle, arguments):
+    done = run(program, *(one.format(bundle=fused_bundle) for one in arguments))
+    assert done.returncode == 1
+    assert "usage: node cli.js BUNDLE PROMPT" in done.stderr
+
+
+def test_a_missing_bundle_is_one_clear_line(program, tmp_path):
+    check_refused(run(program, tmp_path / "nothing", "x"), "give the folder of a bundle")
+
+
+def _removed(file):
+    file.unlink()
+
+
+def _longer(file):
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def _with_another_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("name", ["round.onnx", "tokenizer.json", "draft/weights.bin"])
+@pytest.mark.parametrize(
+    ("damage", "wanted"),
+    [
+        (_removed, "is missing"),
+        (_longer, "bytes, bundle.json says"),
+        (_with_another_byte, "has another SHA-256"),
+    ],
+)
+def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage, wanted):
+    bundle = tmp_path / "bundle"
+    shutil.copytree(fused_bundle, bundle)
+    damage(bundle / name)
+    check_refused(run(program, bundle, "x"), wanted)
+
+
+def _graph(manifest):
+    return manifest["hosts"]["graphs"][0]
+
+
+def _of_format_7(manifest):
+    manifest["format"] = 7
+
+
+def _without_graphs(manifest):
+    manifest["hosts"] = None
+
+
+def _for_a_later_version(manifest):
+    manifest["hosts"]["oldest_onnxruntime"] = "9.0"
+
+
+def _with_smaller_caches(manifest):
+    for tensor in _graph(manifest)["signature"]["inputs"]:
+        if tensor["role"] == "cache":
+            tensor["shape"][2] = 64
+
+
+def _with_another_role(manifest):
+    _graph(manifest)["signature"]["inputs"][0]["role"] = "image"
+
+
+def _with_a_path_that_goes_up(manifest):
+    manifest["files"]["../x.onnx"] = manifest["files"][_graph(manifest)["file"]]
+
+
+def _with_an_unlisted_graph(manifest):
+    del manifest["files"][_graph(manifest)["file"]]
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        (_of_format_7, "has format 7, this host reads 8; export it again"),
+        (_without_graphs, "has no graphs for hosts; run specedge embed --bundle"),
+        (_for_a_later_version, "the bundle needs 9.0"),
+        (_with_smaller_caches, "the caches have no room for 4 draft tokens"),
+        (_with_another_role, "tokens has a role that is unknown here: image"),
+        (_with_a_path_that_goes_up, "bundle.json lists ../x.onnx, which lies outside"),
+        (_with_an_unlisted_graph, "bundle.json does not list a graph's file: round.onnx"),
+    ],
+)
+def test_a_manifest_that_does_not_fit_is_refused(program, fused_bundle, tmp_path, change, wanted):
+    check_refused(run(program, changed(fused_bundle, tmp_path / "bundle", change), "x"), wanted)
+
+
+def test_the_host_class_is_at_most_150_lines():
+    text = (SOURCES / "specedge_host.js").read_text("utf-8")
+    (body,) = re.findall(r"^export class SpecedgeHost \{\n(.*?)^\}", text, re.DOTALL | re.MULTILINE)
+    assert len(body.splitlines()) <= HOST_LINES
+
+
+def test_the_lock_names_no_place_to_fetch_from():
+    lock = json.loads((SOURCES / "package-lock.json").read_text("utf-8"))
+    package = json.loads((SOURCES / "package.json").read_text("utf-8"))
+    places = {entry.get("resolved", "") for entry in lock["packages"].values()}
+    assert all(re.match("$|https://registry.npmjs.org/", place) for place in places)
+    assert all(re.fullmatch(r"\d+\.\d+\.\d+", pin) for pin in package["dependencies"].values())
+    assert lock["packages"][""]["dependencies"] == package["dependencies"]
