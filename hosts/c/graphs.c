@@ -76,10 +76,10 @@ static bool open_runtime(SpecedgeHost *host, const char *path, const char *exten
     TRY(host, CreateSessionOptions(&host->options));
     TRY(host, CreateCpuMemoryInfo(OrtArenaAllocator, OrtMemTypeDefault, &host->memory));
     TRY(host, GetAllocatorWithDefaultOptions(&host->allocator));
+    json_t *options = json_object_get(host->hosts, "session_options"), *value;
     const char *key;
-    json_t *value;
-    json_object_foreach(json_object_get(host->hosts, "session_options"), key, value)
-        TRY(host, AddSessionConfigEntry(host->options, key, json_string_value(value)));
+    json_object_foreach(options, key, value)
+        TRY(host, AddSessionConfigEntry(host->options, key, text_of(options, key)));
     if ((has_integers(host, "draft") || has_integers(host, "target")) && saturates()) {
         if (release_of(version) < 1030)
             return fail(host, "ONNX Runtime %s multiplies bytes wrongly on this processor (AVX2 "
