@@ -18,6 +18,7 @@ RUNTIME=0.4.9        # npm com.github.asus4.onnxruntime: C# sources and C header
 RUNTIME_SHA=BkzxduSZ9IkeDP6Q8lz2TFU2ie7hSSvS7ZIfzMooExoq0CNzJnuuGaUJ7IsojBgqO4ouD1jXah8OYyJbCN29Fg==
 EXTENSIONS=0.4.9     # npm com.github.asus4.onnxruntime-extensions: libortextensions 0.14
 EXTENSIONS_SHA=aAt/rcVooUfftROQXTrQg6cIxO0nI5PmOt0i1jO99xhIW4JoBZwzSKSl2nROnCKh5TkMNRD2WIC0WEzGVJUM6Q==
+C_LIBRARIES="libjansson-dev libssl-dev"
 MONO="mono-mcs mono-runtime libmono-system-core4.0-cil"  # 6.8.0.105 in Debian 12, where it is fixed
 
 # step PIN FUNCTION WHAT: run it, unless PIN was done before; say what is missing if it fails.
@@ -115,6 +116,15 @@ mono() {
         { apt-get update -qq && apt-get install -y -qq --no-install-recommends $MONO; }
 }
 
+c_libraries() {
+    if printf '#include <jansson.h>\n#include <openssl/evp.h>\n' | cc -E - >/dev/null 2>&1; then return; fi
+    [ "$(id -u)" = 0 ] || { echo "as root: apt-get install --no-install-recommends $C_LIBRARIES"; return 1; }
+    command -v apt-get >/dev/null || { echo "there is no apt-get"; return 1; }
+    export DEBIAN_FRONTEND=noninteractive
+    apt-get install -y -qq --no-install-recommends $C_LIBRARIES ||
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends $C_LIBRARIES; }
+}
+
 step $DOTNET dotnet ".NET SDK 3.1.102 (npm)"
 step $RUNTIME sources "ONNX Runtime's C headers and C# sources (npm)"
 step $DOTNET-$RUNTIME managed "Microsoft.ML.OnnxRuntime.dll, compiled of these"
@@ -123,6 +133,7 @@ step "$(cksum "$root/hosts/javascript/package-lock.json" 2>&1)" javascript \
     "packages of the JavaScript host (npm)"
 command -v mcs >/dev/null || rm -f "$dir/.done/mono"
 step mono mono "Mono (Debian)"
+step c c_libraries "jansson and OpenSSL for C (Debian)"
 
 cat >"$dir/env.sh" <<END
 # What the tests and the READMEs of the sample hosts need; source it in a shell with specedge's Python.
