@@ -17,7 +17,8 @@ from pathlib import Path
 from .bundle_files import check_inside, sha256, size_inside
 from .declared import whole
 from .errors import BundleError
-from .manifest import CURE, File, Hosts, Model
+from .hosts import Hosts
+from .manifest import CURE, File, Model
 from .op_sets import attention
 from .options import MAX_DRAFT_TOKENS, Filters
 from .reports import check_line

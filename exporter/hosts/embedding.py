@@ -17,7 +17,7 @@ from specedge.bundle import FORMAT, MANIFEST, Bundle
 from specedge.bundle_files import describe
 from specedge.declared import whole
 from specedge.errors import ExportError
-from specedge.manifest import HostGraph, Hosts
+from specedge.hosts import HostGraph, Hosts
 from specedge.precision import QUANTISED
 from specedge.signature import Signature, Tensor
 
