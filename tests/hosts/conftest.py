@@ -26,3 +26,17 @@ def fused_bundle(tmp_path_factory):
 def split_bundle(tmp_path_factory):
     """The embedded pair with graphs of a draft step and of the accept rule."""
     return _embedded(tmp_path_factory.mktemp("split") / "bundle", "split")
+
+
+@pytest.fixture(params=["fused", "split"])
+def bundle(request):
+    """A bundle of each layout."""
+    return request.getfixturevalue(f"{request.param}_bundle")
+
+
+@pytest.fixture(scope="session")
+def pipeline(fused_bundle):
+    """specedge itself, on the same pair."""
+    import specedge
+
+    return specedge.load(fused_bundle)

@@ -9,7 +9,25 @@ from pathlib import Path
 
 import pytest
 
+from specedge.bundle_files import describe
+
 TOOLS = "SPECEDGE_HOST_TOOLS"
+REQUESTS = {
+    "greedy": ("class Stack:\n    def push(", {}),
+    "drawn": ("Ein Café, 漢字 und 😀:\n", {"temperature": 0.8, "top_k": 20, "seed": 11}),
+    "with all filters": (
+        "import os\n\n\ndef find(folder",
+        {
+            "temperature": 1.0,
+            "top_k": 50,
+            "top_p": 0.9,
+            "min_p": 0.02,
+            "repetition_penalty": 1.2,
+            "seed": -3,
+        },
+    ),
+    "after a prompt of several pieces": ("x = [1, 2]\n" * 50, {"temperature": 0.7, "seed": 2**40}),
+}
 SET_UP = "run tools/hosts/setup.sh DIR and set SPECEDGE_HOST_TOOLS to DIR"
 
 
@@ -49,4 +67,47 @@ def changed(bundle: Path, output: Path, change) -> Path:
     manifest = json.loads((output / "bundle.json").read_text("utf-8"))
     change(manifest)
     (output / "bundle.json").write_text(json.dumps(manifest), "utf-8")
+    return output
+
+
+def options(settings):
+    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
+    return [part for pair in pairs for part in pair]
+
+
+def generated(pipeline, prompt, num_new, settings, k=4):
+    return pipeline.generate(prompt, num_new, num_draft_tokens=k, drafter="model", **settings)
+
+
+def joined(tokens):
+    return ",".join(map(str, tokens)) + "\n"
+
+
+def check_refused(done, wanted):
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout == ""
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert wanted in line
+
+
+def with_another_transcript(bundle, output, key):
+    """A copy of a bundle whose second golden transcript has something else under a key."""
+
+    def change(manifest):
+        file = output / "golden.json"
+        golden = json.loads(file.read_text("utf-8"))
+        value = golden["transcripts"][1][key]
+        other = value + "!" if isinstance(value, str) else [*value[:-1], value[-1] + 1]
+        golden["transcripts"][1][key] = other
+        file.write_text(json.dumps(golden), "utf-8")
+        manifest["files"]["golden.json"] = vars(describe(file))
+
+    return changed(bundle, output, change)
+
+
+def damaged(bundle, output, name, damage):
+    """A copy of a bundle one of whose files is damaged."""
+    shutil.copytree(bundle, output)
+    damage(output / name)
     return output

@@ -8,32 +8,26 @@ import signal
 import subprocess
 from pathlib import Path
 
+import damages
 import pytest
-from hosting import changed, host_tools, libraries
-
-from specedge.bundle_files import describe
+from hosting import (
+    REQUESTS,
+    changed,
+    check_refused,
+    damaged,
+    generated,
+    host_tools,
+    joined,
+    libraries,
+    options,
+    with_another_transcript,
+)
 
 pytestmark = [pytest.mark.hosts]
 
 SOURCES = Path(__file__).parents[2] / "hosts" / "c"
 LIBRARIES = ("-ljansson", "-lcrypto", "-ldl")
 HOST_LINES = 300
-REQUESTS = {
-    "greedy": ("class Stack:\n    def push(", {}),
-    "drawn": ("Ein Café, 漢字 und 😀:\n", {"temperature": 0.8, "top_k": 20, "seed": 11}),
-    "with all filters": (
-        "import os\n\n\ndef find(folder",
-        {
-            "temperature": 1.0,
-            "top_k": 50,
-            "top_p": 0.9,
-            "min_p": 0.02,
-            "repetition_penalty": 1.2,
-            "seed": -3,
-        },
-    ),
-    "after a prompt of several pieces": ("x = [1, 2]\n" * 50, {"temperature": 0.7, "seed": 2**40}),
-}
 TURNS = r"""
 #include "specedge_host.h"
 #include <stdio.h>
@@ -96,45 +90,10 @@ def checked_program(tmp_path_factory):
     return compile_host(output, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
 
 
-@pytest.fixture(params=["fused", "split"])
-def bundle(request):
-    """A bundle of each layout."""
-    return request.getfixturevalue(f"{request.param}_bundle")
-
-
-@pytest.fixture(scope="session")
-def pipeline(fused_bundle):
-    """specedge itself, on the same pair."""
-    import specedge
-
-    return specedge.load(fused_bundle)
-
-
 def run(program, *arguments, **variables):
     environment = libraries() | {"ASAN_OPTIONS": "exitcode=23"} | variables
     command = [program, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
-
-
-def options(settings):
-    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
-    return [part for pair in pairs for part in pair]
-
-
-def generated(pipeline, prompt, num_new, settings, k=4):
-    return pipeline.generate(prompt, num_new, num_draft_tokens=k, drafter="model", **settings)
-
-
-def joined(tokens):
-    return ",".join(map(str, tokens)) + "\n"
-
-
-def check_refused(done, wanted):
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert wanted in line
 
 
 def test_golden_transcripts_are_written_again(program, bundle):
@@ -148,16 +107,7 @@ def test_golden_transcripts_are_written_again(program, bundle):
 
 @pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
 def test_a_difference_from_a_golden_transcript_is_an_error(program, fused_bundle, tmp_path, key):
-    def change(manifest):
-        file = tmp_path / "bundle" / "golden.json"
-        golden = json.loads(file.read_text("utf-8"))
-        value = golden["transcripts"][1][key]
-        other = value + "!" if isinstance(value, str) else [*value[:-1], value[-1] + 1]
-        golden["transcripts"][1][key] = other
-        file.write_text(json.dumps(golden), "utf-8")
-        manifest["files"]["golden.json"] = vars(describe(file))
-
-    done = run(program, changed(fused_bundle, tmp_path / "bundle", change), "--golden")
+    done = run(program, with_another_transcript(fused_bundle, tmp_path / "bundle", key), "--golden")
     assert done.returncode == 1, done.stderr
     verdicts = [line.split()[0] for line in done.stdout.splitlines()]
     assert [i for i, verdict in enumerate(verdicts) if verdict == "DIFFERS"] == [1]
@@ -303,46 +253,18 @@ def test_a_missing_bundle_or_library_is_one_clear_line(program, fused_bundle, tm
     check_refused(done, "no path of libortextensions.so was given")
 
 
-def _removed(file):
-    file.unlink()
-
-
-def _longer(file):
-    file.write_bytes(file.read_bytes() + b"x")
-
-
-def _with_another_byte(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize("name", ["round.onnx", "encode.onnx", "draft/weights.bin"])
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [
-        (_removed, "is missing"),
-        (_longer, "bytes, bundle.json says"),
-        (_with_another_byte, "has another SHA-256"),
+        (damages.removed, "is missing"),
+        (damages.longer, "bytes, bundle.json says"),
+        (damages.with_another_byte, "has another SHA-256"),
     ],
 )
 def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage, wanted):
-    bundle = tmp_path / "bundle"
-    shutil.copytree(fused_bundle, bundle)
-    damage(bundle / name)
+    bundle = damaged(fused_bundle, tmp_path / "bundle", name, damage)
     check_refused(run(program, bundle, "x"), wanted)
-
-
-def _graph(manifest):
-    return manifest["hosts"]["graphs"][0]
-
-
-def _of_format_7(manifest):
-    manifest["format"] = 7
-
-
-def _without_graphs(manifest):
-    manifest["hosts"] = None
 
 
 def _without_text(manifest):
@@ -350,48 +272,24 @@ def _without_text(manifest):
     del manifest["hosts"]["graphs"][1:]
 
 
-def _for_a_later_version(manifest):
-    manifest["hosts"]["oldest_onnxruntime"] = "9.0"
-
-
-def _with_smaller_caches(manifest):
-    for tensor in _graph(manifest)["signature"]["inputs"]:
-        if tensor["role"] == "cache":
-            tensor["shape"][2] = 64
-
-
-def _with_more_uniforms(manifest):
-    (tensor,) = (t for t in _graph(manifest)["signature"]["inputs"] if t["role"] == "uniforms")
-    tensor["shape"] = [11]
-
-
-def _with_another_role(manifest):
-    _graph(manifest)["signature"]["inputs"][0]["role"] = "image"
-
-
-def _with_a_path_that_goes_up(manifest):
-    manifest["files"]["../x.onnx"] = manifest["files"][_graph(manifest)["file"]]
-
-
-def _with_an_unlisted_graph(manifest):
-    del manifest["files"][_graph(manifest)["file"]]
-
-
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (_of_format_7, "has format 7, this host reads 8; export the pair again"),
-        (_without_graphs, "has no graphs for hosts; run specedge embed --bundle"),
+        (damages.of_format_7, "has format 7, this host reads 8; export the pair again"),
+        (damages.without_graphs, "has no graphs for hosts; run specedge embed --bundle"),
         (_without_text, "only token ids can be taken: the tokenizer is not a BPE of bytes"),
-        (_for_a_later_version, "the bundle needs 9.0"),
-        (_with_smaller_caches, "the caches have no room for 4 draft tokens"),
+        (damages.for_a_later_version, "the bundle needs 9.0"),
+        (damages.with_smaller_caches, "the caches have no room for 4 draft tokens"),
         (
-            _with_more_uniforms,
+            damages.with_more_uniforms,
             "this host has nothing for uniforms, of role uniforms and 11 numbers",
         ),
-        (_with_another_role, "this host has nothing for tokens, of role image"),
-        (_with_a_path_that_goes_up, "bundle.json lists ../x.onnx, which is outside of the bundle"),
-        (_with_an_unlisted_graph, 'does not list the file "round.onnx" of a graph'),
+        (damages.with_another_role, "this host has nothing for tokens, of role image"),
+        (
+            damages.with_a_path_that_goes_up,
+            "bundle.json lists ../x.onnx, which is outside of the bundle",
+        ),
+        (damages.with_an_unlisted_graph, 'does not list the file "round.onnx" of a graph'),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(program, fused_bundle, tmp_path, change, wanted):

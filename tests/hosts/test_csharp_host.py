@@ -11,32 +11,21 @@ import shutil
 import signal
 import subprocess
 
+import damages
 import pytest
 from csharp_builds import SOURCES, build
-from hosting import changed, host_tools
-
-from specedge.bundle_files import describe
+from hosting import (
+    REQUESTS,
+    changed,
+    check_refused,
+    damaged,
+    generated,
+    host_tools,
+    options,
+    with_another_transcript,
+)
 
 pytestmark = [pytest.mark.hosts]
-
-LAYOUTS = ("fused", "split")
-SETTINGS = {
-    "greedy": ("class Stack:\n    def push(", {}),
-    "drawn": ("Ein Café, 漢字 und 😀:\n", {"temperature": 0.8, "top_k": 20, "seed": 11}),
-    "with all filters": (
-        "import os\n\n\ndef find(folder",
-        {
-            "temperature": 1.0,
-            "top_k": 50,
-            "top_p": 0.9,
-            "min_p": 0.02,
-            "repetition_penalty": 1.2,
-            "seed": -3,
-        },
-    ),
-    "after a prompt of several pieces": ("x = [1, 2]\n" * 50, {"temperature": 0.7, "seed": 2**40}),
-}
-
 
 # What the program does around its session is the same on both libraries that .NET may take.
 each_platform = pytest.mark.parametrize("host", ["managed", "mono"], indirect=True)
@@ -46,29 +35,6 @@ each_platform = pytest.mark.parametrize("host", ["managed", "mono"], indirect=Tr
 def host(request, tmp_path_factory):
     """The host, built once."""
     return build(request.param, tmp_path_factory.mktemp("csharp") / request.param)
-
-
-@pytest.fixture(params=LAYOUTS)
-def bundle(request):
-    """A bundle of each layout."""
-    return request.getfixturevalue(f"{request.param}_bundle")
-
-
-@pytest.fixture(scope="session")
-def pipeline(fused_bundle):
-    """specedge itself, on the same pair."""
-    import specedge
-
-    return specedge.load(fused_bundle)
-
-
-def options(settings):
-    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
-    return [part for pair in pairs for part in pair]
-
-
-def generated(pipeline, prompt, num_new, settings, k=4):
-    return pipeline.generate(prompt, num_new, num_draft_tokens=k, drafter="model", **settings)
 
 
 def test_golden_transcripts_are_written_again(host, bundle):
@@ -92,24 +58,15 @@ def test_golden_transcripts_are_written_again_on_an_older_onnxruntime(host, bund
 @each_platform
 @pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
 def test_a_difference_from_a_golden_transcript_is_an_error(host, fused_bundle, tmp_path, key):
-    def change(manifest):
-        file = tmp_path / "bundle" / "golden.json"
-        golden = json.loads(file.read_text("utf-8"))
-        transcript = golden["transcripts"][1]
-        value = transcript[key]
-        transcript[key] = value + "!" if isinstance(value, str) else [*value[:-1], value[-1] + 1]
-        file.write_text(json.dumps(golden), "utf-8")
-        manifest["files"]["golden.json"] = vars(describe(file))
-
-    done = host.run(changed(fused_bundle, tmp_path / "bundle", change), "--golden")
+    done = host.run(with_another_transcript(fused_bundle, tmp_path / "bundle", key), "--golden")
     assert done.returncode == 1, done.stderr
     verdicts = [line.split()[0] for line in done.stdout.splitlines()]
     assert [i for i, verdict in enumerate(verdicts) if verdict == "DIFFERS"] == [1]
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", REQUESTS)
 def test_text_is_that_of_specedge(host, bundle, pipeline, name):
-    prompt, settings = SETTINGS[name]
+    prompt, settings = REQUESTS[name]
     done = host.run(bundle, prompt, "-n", 40, *options(settings))
     assert done.returncode == 0, done.stderr
     assert done.stdout == generated(pipeline, prompt, 40, settings).text + "\n"
@@ -209,60 +166,31 @@ def test_nul_in_a_prompt_is_refused(host, fused_bundle):
     check_refused(host.run(fused_bundle, given="a\0b\n"), "the prompt has a NUL character")
 
 
-def check_refused(done, wanted):
-    assert done.returncode == 1, done.stderr
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert wanted in line
-
-
-def _graph(manifest):
-    return manifest["hosts"]["graphs"][0]
-
-
-def _of_format_7(manifest):
-    manifest["format"] = 7
-
-
-def _without_graphs(manifest):
-    manifest["hosts"] = None
-
-
 def _without_text(manifest):
     manifest["hosts"]["ids_only"] = "the tokenizer is not a BPE of bytes"
 
 
-def _for_a_later_version(manifest):
-    manifest["hosts"]["oldest_onnxruntime"] = "9.0"
-
-
 def _with_smaller_caches(manifest):
-    for tensor in (
-        _graph(manifest)["signature"]["inputs"] + _graph(manifest)["signature"]["outputs"]
-    ):
+    damages.with_smaller_caches(manifest)
+    for tensor in damages.graph(manifest)["signature"]["outputs"]:
         if tensor["role"] == "cache":
             tensor["shape"][2] = 64
 
 
+def _with_a_path_that_goes_up(manifest):
+    damages.with_a_path_that_goes_up(manifest)
+    damages.graph(manifest)["file"] = "../x.onnx"
+
+
 def _with_caches_of_float16(manifest):
-    for tensor in _graph(manifest)["signature"]["inputs"]:
+    for tensor in damages.graph(manifest)["signature"]["inputs"]:
         if tensor["role"] == "cache":
             tensor["dtype"] = "float16"
 
 
 def _without_an_input(manifest):
-    inputs = _graph(manifest)["signature"]["inputs"]
+    inputs = damages.graph(manifest)["signature"]["inputs"]
     inputs[:] = [tensor for tensor in inputs if tensor["role"] != "tokens"]
-
-
-def _with_a_path_that_goes_up(manifest):
-    manifest["files"]["../x.onnx"] = manifest["files"][_graph(manifest)["file"]]
-    _graph(manifest)["file"] = "../x.onnx"
-
-
-def _with_an_unlisted_graph(manifest):
-    del manifest["files"][_graph(manifest)["file"]]
 
 
 def _without_a_key(manifest):
@@ -273,15 +201,15 @@ def _without_a_key(manifest):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (_of_format_7, "has format 7, this host reads format 8; run `specedge embed`"),
-        (_without_graphs, "has no graphs for hosts; run `specedge embed --bundle"),
+        (damages.of_format_7, "has format 7, this host reads format 8; run `specedge embed`"),
+        (damages.without_graphs, "has no graphs for hosts; run `specedge embed --bundle"),
         (_without_text, "takes token ids alone: the tokenizer is not a BPE of bytes"),
-        (_for_a_later_version, "the bundle needs ONNX Runtime 9.0 or later"),
+        (damages.for_a_later_version, "the bundle needs ONNX Runtime 9.0 or later"),
         (_with_smaller_caches, "cannot run round.onnx"),
         (_with_caches_of_float16, "is of float16, this host has float32 alone"),
         (_without_an_input, "round.onnx has no 'tokens'; run `specedge embed` again"),
         (_with_a_path_that_goes_up, "'../x.onnx' is not in the files of bundle.json"),
-        (_with_an_unlisted_graph, "'round.onnx' is not in the files of bundle.json"),
+        (damages.with_an_unlisted_graph, "'round.onnx' is not in the files of bundle.json"),
         (_without_a_key, "'hosts' has no 'graphs'"),
     ],
 )
@@ -297,34 +225,18 @@ def test_token_ids_need_no_graphs_for_text(host, fused_bundle, tmp_path):
     assert host.run(bundle, "--golden").returncode == 0
 
 
-def _removed(file):
-    file.unlink()
-
-
-def _longer(file):
-    file.write_bytes(file.read_bytes() + b"x")
-
-
-def _with_another_byte(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 @each_platform
 @pytest.mark.parametrize("name", ["round.onnx", "encode.onnx", "draft/weights.bin"])
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [
-        (_removed, "is missing"),
-        (_longer, "bytes, not"),
-        (_with_another_byte, "its SHA-256 differs"),
+        (damages.removed, "is missing"),
+        (damages.longer, "bytes, not"),
+        (damages.with_another_byte, "its SHA-256 differs"),
     ],
 )
 def test_a_damaged_file_is_refused(host, fused_bundle, tmp_path, name, damage, wanted):
-    bundle = tmp_path / "bundle"
-    shutil.copytree(fused_bundle, bundle)
-    damage(bundle / name)
+    bundle = damaged(fused_bundle, tmp_path / "bundle", name, damage)
     check_refused(host.run(bundle, "x"), wanted)
 
 

@@ -9,30 +9,28 @@ import signal
 import subprocess
 from pathlib import Path
 
+import damages
 import pytest
-from hosting import changed, host_tools
-
-from specedge.bundle_files import describe
+from hosting import (
+    REQUESTS,
+    changed,
+    check_refused,
+    damaged,
+    generated,
+    host_tools,
+    joined,
+    options,
+    with_another_transcript,
+)
 
 pytestmark = [pytest.mark.hosts]
 
 SOURCES = Path(__file__).parents[2] / "hosts" / "javascript"
 HOST_LINES = 150
-REQUESTS = {
-    "greedy": ("class Stack:\n    def push(", {}),
-    "drawn": ("Ein Café, 漢字 und 😀:\n", {"temperature": 0.8, "top_k": 20, "seed": 11}),
-    "with all filters": (
-        "import os\n\n\ndef find(folder",
-        {
-            "temperature": 1.0,
-            "top_k": 50,
-            "top_p": 0.9,
-            "min_p": 0.02,
-            "repetition_penalty": 1.2,
-            "seed": 2**60 + 1,
-        },
-    ),
-    "after a prompt of several pieces": ("x = [1, 2]\n" * 50, {"temperature": 0.7, "seed": 2**40}),
+# Node.js takes what begins with - for an option.
+FILTERED, FILTERS = REQUESTS["with all filters"]
+OWN_REQUESTS = REQUESTS | {
+    "with all filters": (FILTERED, FILTERS | {"seed": 2**60 + 1}),
     "after a special token that is text": ("a<|endoftext|>b", {"temperature": 0.7, "seed": 1}),
 }
 CHECKS = r"""
@@ -115,44 +113,9 @@ def program(tmp_path_factory):
     return [node, folder / "cli.js"]
 
 
-@pytest.fixture(params=["fused", "split"])
-def bundle(request):
-    """A bundle of each layout."""
-    return request.getfixturevalue(f"{request.param}_bundle")
-
-
-@pytest.fixture(scope="session")
-def pipeline(fused_bundle):
-    """specedge itself, on the same pair."""
-    import specedge
-
-    return specedge.load(fused_bundle)
-
-
 def run(program, *arguments):
     command = [*program, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=300)
-
-
-def options(settings):
-    pairs = ((f"--{name.replace('_', '-')}", str(value)) for name, value in settings.items())
-    return [part for pair in pairs for part in pair]
-
-
-def generated(pipeline, prompt, num_new, settings, k=4):
-    return pipeline.generate(prompt, num_new, num_draft_tokens=k, drafter="model", **settings)
-
-
-def joined(tokens):
-    return ",".join(map(str, tokens)) + "\n"
-
-
-def check_refused(done, wanted):
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert done.stdout == ""
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ")
-    assert wanted in line
 
 
 def test_golden_transcripts_are_written_again(program, bundle):
@@ -165,24 +128,15 @@ def test_golden_transcripts_are_written_again(program, bundle):
 
 @pytest.mark.parametrize("key", ["prompt", "tokens", "num_accepted", "text"])
 def test_a_difference_from_a_golden_transcript_is_an_error(program, fused_bundle, tmp_path, key):
-    def change(manifest):
-        file = tmp_path / "bundle" / "golden.json"
-        golden = json.loads(file.read_text("utf-8"))
-        value = golden["transcripts"][1][key]
-        other = value + "!" if isinstance(value, str) else [*value[:-1], value[-1] + 1]
-        golden["transcripts"][1][key] = other
-        file.write_text(json.dumps(golden), "utf-8")
-        manifest["files"]["golden.json"] = vars(describe(file))
-
-    done = run(program, changed(fused_bundle, tmp_path / "bundle", change), "--golden")
+    done = run(program, with_another_transcript(fused_bundle, tmp_path / "bundle", key), "--golden")
     assert done.returncode == 1, done.stderr
     verdicts = [line.split()[0] for line in done.stdout.splitlines()]
     assert [i for i, verdict in enumerate(verdicts) if verdict == "DIFFERS"] == [1]
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+@pytest.mark.parametrize("name", OWN_REQUESTS)
 def test_text_is_that_of_specedge(program, bundle, pipeline, name):
-    prompt, settings = REQUESTS[name]
+    prompt, settings = OWN_REQUESTS[name]
     done = run(program, bundle, prompt, "-n", 40, *options(settings))
     assert done.stdout == generated(pipeline, prompt, 40, settings).text + "\n", done.stderr
 
@@ -289,80 +243,30 @@ def test_a_missing_bundle_is_one_clear_line(program, tmp_path):
     check_refused(run(program, tmp_path / "nothing", "x"), "give the folder of a bundle")
 
 
-def _removed(file):
-    file.unlink()
-
-
-def _longer(file):
-    file.write_bytes(file.read_bytes() + b"x")
-
-
-def _with_another_byte(file):
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
-
-
 @pytest.mark.parametrize("name", ["round.onnx", "tokenizer.json", "draft/weights.bin"])
 @pytest.mark.parametrize(
     ("damage", "wanted"),
     [
-        (_removed, "is missing"),
-        (_longer, "bytes, bundle.json says"),
-        (_with_another_byte, "has another SHA-256"),
+        (damages.removed, "is missing"),
+        (damages.longer, "bytes, bundle.json says"),
+        (damages.with_another_byte, "has another SHA-256"),
     ],
 )
 def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage, wanted):
-    bundle = tmp_path / "bundle"
-    shutil.copytree(fused_bundle, bundle)
-    damage(bundle / name)
+    bundle = damaged(fused_bundle, tmp_path / "bundle", name, damage)
     check_refused(run(program, bundle, "x"), wanted)
-
-
-def _graph(manifest):
-    return manifest["hosts"]["graphs"][0]
-
-
-def _of_format_7(manifest):
-    manifest["format"] = 7
-
-
-def _without_graphs(manifest):
-    manifest["hosts"] = None
-
-
-def _for_a_later_version(manifest):
-    manifest["hosts"]["oldest_onnxruntime"] = "9.0"
-
-
-def _with_smaller_caches(manifest):
-    for tensor in _graph(manifest)["signature"]["inputs"]:
-        if tensor["role"] == "cache":
-            tensor["shape"][2] = 64
-
-
-def _with_another_role(manifest):
-    _graph(manifest)["signature"]["inputs"][0]["role"] = "image"
-
-
-def _with_a_path_that_goes_up(manifest):
-    manifest["files"]["../x.onnx"] = manifest["files"][_graph(manifest)["file"]]
-
-
-def _with_an_unlisted_graph(manifest):
-    del manifest["files"][_graph(manifest)["file"]]
 
 
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (_of_format_7, "has format 7, this host reads 8; export it again"),
-        (_without_graphs, "has no graphs for hosts; run specedge embed --bundle"),
-        (_for_a_later_version, "the bundle needs 9.0"),
-        (_with_smaller_caches, "the caches have no room for 4 draft tokens"),
-        (_with_another_role, "tokens has a role that is unknown here: image"),
-        (_with_a_path_that_goes_up, "bundle.json lists ../x.onnx, which lies outside"),
-        (_with_an_unlisted_graph, "bundle.json does not list a graph's file: round.onnx"),
+        (damages.of_format_7, "has format 7, this host reads 8; export it again"),
+        (damages.without_graphs, "has no graphs for hosts; run specedge embed --bundle"),
+        (damages.for_a_later_version, "the bundle needs 9.0"),
+        (damages.with_smaller_caches, "the caches have no room for 4 draft tokens"),
+        (damages.with_another_role, "tokens has a role that is unknown here: image"),
+        (damages.with_a_path_that_goes_up, "bundle.json lists ../x.onnx, which lies outside"),
+        (damages.with_an_unlisted_graph, "bundle.json does not list a graph's file: round.onnx"),
     ],
 )
 def test_a_manifest_that_does_not_fit_is_refused(program, fused_bundle, tmp_path, change, wanted):

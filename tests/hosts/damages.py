@@ -1,0 +1,56 @@
+"""What may be wrong with a bundle: a file of it, or its manifest, as a dict."""
+
+from __future__ import annotations
+
+
+def removed(file):
+    file.unlink()
+
+
+def longer(file):
+    file.write_bytes(file.read_bytes() + b"x")
+
+
+def with_another_byte(file):
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+
+
+def graph(manifest):
+    return manifest["hosts"]["graphs"][0]
+
+
+def of_format_7(manifest):
+    manifest["format"] = 7
+
+
+def without_graphs(manifest):
+    manifest["hosts"] = None
+
+
+def for_a_later_version(manifest):
+    manifest["hosts"]["oldest_onnxruntime"] = "9.0"
+
+
+def with_smaller_caches(manifest):
+    for tensor in graph(manifest)["signature"]["inputs"]:
+        if tensor["role"] == "cache":
+            tensor["shape"][2] = 64
+
+
+def with_more_uniforms(manifest):
+    (tensor,) = (t for t in graph(manifest)["signature"]["inputs"] if t["role"] == "uniforms")
+    tensor["shape"] = [11]
+
+
+def with_another_role(manifest):
+    graph(manifest)["signature"]["inputs"][0]["role"] = "image"
+
+
+def with_a_path_that_goes_up(manifest):
+    manifest["files"]["../x.onnx"] = manifest["files"][graph(manifest)["file"]]
+
+
+def with_an_unlisted_graph(manifest):
+    del manifest["files"][graph(manifest)["file"]]
