@@ -2,8 +2,8 @@
 
 The arithmetic of `runtime/sampling` and `runtime/loop/verify.py`, which docs/bundle.md states: in
 float32, but sums that decide a draw in double. Letters: R rows, V vocabulary entries, K draft
-tokens. There is no If: where a setting is off it is asked of no rows (`_part`). Rows are not sorted
-whole, but where most of one ties.
+tokens. There is no If: a setting that is off changes nothing of the rows, or is asked of none or
+one of them (`_part`). Rows are not sorted whole, but where most of one ties.
 """
 
 from __future__ import annotations
@@ -141,33 +141,24 @@ def _nucleus(nodes: Nodes, heights: ir.Value, share: ir.Value) -> ir.Value:
     at = nodes("Sub", nodes("ReduceSum", nodes("Cast", is_ahead, to=INT), [-1]), 1)
     before = nodes("ReduceMax", nodes("Where", is_ahead, aheads, np.zeros(1)), [-1])
     candidates = nodes("Where", nodes("Equal", places, at), drawn, -1.0)
-    kept = _largest(nodes, candidates, nodes("Less", places, at), goal, before)
+    last = _largest(nodes, candidates, goal, before)
+    kept = nodes("Or", nodes("Less", places, at), last)
     return nodes("Where", kept, drawn, 0.0)
 
 
-def _largest(
-    nodes: Nodes,
-    candidates: ir.Value,
-    kept: ir.Value,
-    goal: ir.Value,
-    before: ir.Value,
-) -> ir.Value:
-    """`kept`, and those of `candidates`, which are not below 0, that it takes to reach `goal`."""
-    is_one = nodes("Cast", nodes("GreaterOrEqual", candidates, 0.0), to=INT)
-    most = nodes(
-        "ReduceMax",
-        nodes("Concat", nodes("ReduceSum", is_one, [-1]), [[1]], axis=0),
-        [0, 1],
-        keepdims=0,
-    )
-    most = nodes("Reshape", most, [1])
-    values = nodes("TopK", candidates, most, num_outputs=2)
+def _largest(nodes: Nodes, candidates: ir.Value, goal: ir.Value, before: ir.Value) -> ir.Value:
+    """Which of `candidates`, which are not below 0, it takes from `before` on to reach `goal`, the
+    largest first. [R, V], [R, 1], [R, 1] -> [R, V]
+    """
+    is_one = nodes("GreaterOrEqual", candidates, 0.0)
+    counts = nodes("ReduceSum", nodes("Cast", is_one, to=INT), [-1])
+    most = nodes("Max", nodes("ReduceMax", counts, [0, 1], keepdims=0), 1)
+    values = nodes("TopK", candidates, nodes("Reshape", most, [1]), num_outputs=2)
     places = nodes.others(values)[0]
     wide = nodes("Cast", nodes("Max", values, 0.0), to=DOUBLE)
     aheads = nodes("Add", nodes("CumSum", wide, np.array(1), exclusive=1), before)
     wanted = nodes("And", nodes("Less", aheads, goal), nodes("GreaterOrEqual", values, 0.0))
-    none = nodes("Less", candidates, -1.0)
-    return nodes("Or", kept, nodes("ScatterElements", none, places, wanted, axis=1))
+    return nodes("ScatterElements", nodes("Less", candidates, -1.0), places, wanted, axis=1)
 
 
 def _totals(nodes: Nodes, rows: ir.Value) -> ir.Value:
