@@ -25,6 +25,7 @@ def load(
     threads: int | None = None,
     share_threads: bool = False,
     ops: str = "auto",
+    draft_device: str | None = None,
 ) -> Pipeline:
     """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the one exported last without
     an output folder, else the embedded pair.
@@ -34,25 +35,40 @@ def load(
     for all sessions of the process, which is faster for small models; sessions that the app makes
     itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
+    `device` is "cpu" or "cuda", of several GPUs with a number, such as "cuda:1"; the draft runs
+    there, too, unless `draft_device` names another.
+
     `ops` is the op set to run, "onnx", "gqa", one of those that compute in a type of their own,
-    such as "gqa-fp16", or "auto" for the better one here.
+    such as "gqa-fp16", or "auto" for the better one of each model on its device.
 
     Raises BundleError, DeviceError, also where the memory left cannot hold the pair, or
     MissingExtraError.
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
-    check_memory(memory_of(found, ops))
     asked = Device(device, threads, share_threads)
-    chosen = [choose_ops(model, ops) for model in found.models.values()]
-    costs = KnownCosts(found, key_of(found, asked, ", ".join(chosen)))
-    usual = replace(asked, usual=costs.table.threads or None)
-    runs_on = self_test.fitting(found.models.values(), usual)
-    draft = OrtModel(found, found.draft, runs_on, ops)
-    target = OrtModel(found, found.target, runs_on, ops)
-    return Pipeline(
-        found, load_tokenizer(found), target, draft, costs, self_test.run(target, found.target)
+    apart = replace(asked, name=draft_device or device)
+    if asked.is_cpu:
+        check_memory(memory_of(found, ops))
+    devices = {"target": asked, "draft": apart}
+    chosen = [choose_ops(model, ops, devices[role]) for role, model in found.models.items()]
+    costs = KnownCosts(found, key_of(found, asked, apart, ", ".join(chosen)))
+    usual = costs.table.threads or None
+    target_on, draft_on = (
+        self_test.fitting(found.models.values(), replace(one, usual=usual))
+        for one in (asked, apart)
     )
+    draft = OrtModel(found, found.draft, draft_on, ops)
+    target = OrtModel(found, found.target, target_on, ops)
+    longest = found.num_draft_tokens + 1
+    if not draft_on.is_cpu:
+        draft.warm_up(range(1, 3))
+    if target_on.is_cpu:
+        note = self_test.run(target, found.target)
+    else:
+        target.warm_up(range(1, longest + 1))
+        note = self_test.run_on_gpu(target, found.target, longest)
+    return Pipeline(found, load_tokenizer(found), target, draft, costs, note)
 
 
 def memory_of(bundle: Bundle, ops: str = "auto") -> PairMemory:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import Any, Unpack
+from typing import Any, Self, Unpack
 
 from tokenizers import Tokenizer
 
@@ -17,7 +17,7 @@ from .async_stream import AsyncStream
 from .drafters.registry import Drafters
 from .drafters.suffix import Remembered
 from .exactness.row_noise import Noise, holds
-from .loop.model import LanguageModel, TargetModel
+from .loop.model import LoadedModel, TargetModel
 from .loop.timing import Stopwatch, Timed
 from .planning.known_costs import KnownCosts
 from .planning.plans import plan_of
@@ -42,7 +42,7 @@ class Pipeline:
         bundle: Bundle,
         tokenizer: Tokenizer,
         target: TargetModel,
-        draft: LanguageModel,
+        draft: LoadedModel,
         costs: KnownCosts | None = None,
         note: str | None = None,
     ) -> None:
@@ -168,6 +168,17 @@ class Pipeline:
         self.drafters.remembered = Remembered()
         self.target.truncate(0)
         self.draft.truncate(0)
+
+    def close(self) -> None:
+        """Give back what its models hold, of a GPU above all; it generates no more."""
+        self.target.close()
+        self.draft.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     @property
     def max_planned_tokens(self) -> int:

@@ -16,7 +16,8 @@ from .signature import Signature, Tensor
 
 CURE = "export the pair again, or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
-GRAPHS = ("decoder", "step", "catchup", "verify", "prefill")  # what this format knows by name
+SCORED = "scored"  # a decoder that gives the best logits of each row, too
+GRAPHS = ("decoder", "step", "catchup", "verify", "prefill", SCORED)  # known by name
 
 
 @dataclass(frozen=True)
@@ -95,8 +96,10 @@ class Graph:
             raise ValueError(f"name is up to 40 of a-z, 0-9, - and _, got '{self.name}'")
         if self.batch < 1 or (self.length is not None and self.length < 1):
             raise ValueError("batch and length are at least 1")
-        if self.name in GRAPHS and (self.length is None) is not (self.name == "decoder"):
-            raise ValueError("decoder takes any length, and step, catchup, verify, prefill one")
+        if self.name in GRAPHS and (self.length is None) is not (self.name in ("decoder", SCORED)):
+            raise ValueError(
+                "decoder and scored take any length, and step, catchup, verify, prefill one"
+            )
 
 
 @dataclass(frozen=True)
@@ -168,12 +171,26 @@ class Model:
             raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
         cache = self.cache_of(graph.ops)
         wanted = signatures(cache, self.padded_vocab_size)[kind_of(graph.name)]
+        if graph.name == SCORED:
+            wanted = with_best(wanted, self.num_columns)
         if graph.name in GRAPHS and not found.has(wanted):
             raise ValueError(f"{graph.name}'s signature is not that of cache and logits")
+
+    @property
+    def num_columns(self) -> int:
+        """How many columns of the logits are tokens."""
+        return min(self.vocab_size, self.padded_vocab_size)
 
     def cache_of(self, ops: str) -> Cache:
         """The cache that an op set's graphs take."""
         return self.cache if ops == attention(ops) else replace(self.cache, dtype=computed(ops))
+
+    def is_for_gpus(self, ops: str) -> bool:
+        """Whether GPUs have kernels for an op set: no products of bytes, and GroupQueryAttention in
+        16 bits alone.
+        """
+        integers = ops == attention(ops) and self.weights_dtype in QUANTISED
+        return not integers and not (attention(ops) == "gqa" and computed(ops) == "float32")
 
     def op_set(self, ops: str) -> str | None:
         """The op set of a name, if the model has it; of float weights the one without a type
@@ -211,6 +228,10 @@ class Model:
         """What the model computes in; BundleError where this specedge does not know it."""
         return precision_of(self.source.id, self.dtype, self.cache.dtype)
 
+    def has(self, name: str, ops: str) -> bool:
+        """Whether there is a graph of a name in an op set."""
+        return any((graph.name, graph.ops) == (name, ops) for graph in self.graphs)
+
     def graph(self, name: str, ops: str) -> Graph:
         """The graph of a name in an op set: `decoder` takes any length, others have one."""
         for graph in self.graphs:
@@ -231,7 +252,24 @@ def chunk_length(capacity: int) -> int:
 
 def kind_of(graph: str) -> str:
     """Which of `signatures` a graph has that this format knows by name."""
-    return {"decoder": "chosen_logits", "prefill": "caches_alone"}.get(graph, "with_logits")
+    kinds = {"decoder": "chosen_logits", SCORED: "chosen_logits", "prefill": "caches_alone"}
+    return kinds.get(graph, "with_logits")
+
+
+def num_best(num_columns: int) -> int:
+    """How many logits of a row a scored graph gives apart from the row."""
+    return min(64, num_columns)
+
+
+def with_best(signature: Signature, num_columns: int) -> Signature:
+    """What a scored graph takes and gives, by its decoder's signature.
+
+    Of each row the best logits, the largest first, their columns, and a number that is 0 where all
+    of the row are finite.
+    """
+    shape = ("B", "R", 2 * num_best(num_columns) + 1)
+    best = Tensor("best", "best", None, "float32", shape)
+    return replace(signature, outputs=(*signature.outputs, best))
 
 
 def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:

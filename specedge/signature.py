@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 SIZES = ("B", "T", "R", "N", "K")
-ROLES = ("tokens", "past_length", "logits_from", "cache", "logits")
+ROLES = ("tokens", "past_length", "logits_from", "cache", "logits", "best")
 
 
 @dataclass(frozen=True)

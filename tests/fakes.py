@@ -67,6 +67,9 @@ class TableModel:
         assert length <= self.length
         self.length = length
 
+    def close(self) -> None:
+        pass
+
     def _write(self, token: int) -> None:
         assert 0 <= token < self.vocab_size
         assert self.length < self.context_length

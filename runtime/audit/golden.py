@@ -16,7 +16,7 @@ from specedge.bundle import Bundle
 from specedge.errors import PromptError
 from specedge.options import Sampling
 
-from ..backend.sessions import onnxruntime
+from ..backend.ort import onnxruntime
 from ..bench.prompts import SETS
 from ..drafters.draft_model import DraftModel
 from ..exactness.margins import Judged, Shares, draw_margin, greedy_margin, shares

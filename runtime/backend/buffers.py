@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,29 +11,57 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 
 
-class Buffers:
-    """Allocates, binds and fetches arrays; the CPU's memory is the host's, so none is copied."""
+class Buffers(Protocol):
+    """Allocates, binds and fetches arrays of one session, each of the type of its memory."""
 
-    device = "cpu"
+    def zeros(self, shape: Sequence[int], dtype: str) -> Any:
+        """An array that passes can be bound to."""
+
+    def given(self, shape: Sequence[int], dtype: str) -> Any:
+        """An array that the host writes before a pass."""
+
+    def constant(self, values: Sequence[int], dtype: str) -> Any:
+        """An array that nobody writes again."""
+
+    def write(self, array: Any, values: Sequence[int]) -> None:
+        """Set what an array holds."""
+
+    def fetch(self, array: Any) -> Array:
+        """What an array holds, in the host's memory; valid until the next pass writes it."""
+
+    def bind(self, binding: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
+        """Let passes of a session's binding read and write these, by the names of the graph."""
+
+    def options(self, captured: bool) -> Any:
+        """What ONNX Runtime is told of each run of a binding."""
+
+
+class HostBuffers:
+    """Arrays of a session on the CPU, whose memory is the host's: none is copied."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
-        """An array that passes can be bound to."""
         return np.zeros(shape, dtype)
 
+    def given(self, shape: Sequence[int], dtype: str) -> Array:
+        return np.zeros(shape, dtype)
+
+    def constant(self, values: Sequence[int], dtype: str) -> Array:
+        return np.array(values, dtype)
+
     def write(self, array: Array, values: Sequence[int]) -> None:
-        """Set what an array holds."""
         array.reshape(-1)[:] = values
 
     def fetch(self, array: Array) -> Array:
-        """What an array holds, in the host's memory; valid until the next pass writes it."""
         return array
 
     def bind(self, binding: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
-        """Let passes of a session's binding read and write these, by the names of the graph."""
         for name, array in inputs.items():
-            binding.bind_input(name, self.device, 0, *_described(array))
+            binding.bind_input(name, "cpu", 0, *_described(array))
         for name, array in outputs.items():
-            binding.bind_output(name, self.device, 0, *_described(array))
+            binding.bind_output(name, "cpu", 0, *_described(array))
+
+    def options(self, captured: bool) -> None:
+        return None
 
 
 def _described(array: Array) -> tuple[Any, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from specedge import manifest
 
@@ -18,7 +19,7 @@ class Cache:
     """
 
     def __init__(self, facts: manifest.Cache, buffers: Buffers) -> None:
-        self.arrays: dict[str, Array] = {}
+        self.arrays: dict[str, Any] = {}
         self._buffers = buffers
         self._tokens: list[int] = []
         for i, layer in enumerate(facts.layers):

@@ -211,15 +211,16 @@ def _advice(need: PairMemory, limit: int) -> str:
 
 
 @contextmanager
-def enough_memory(need: Callable[[], ModelMemory]) -> Iterator[None]:
+def enough_memory(need: Callable[[], ModelMemory], device: str = "cpu") -> Iterator[None]:
     """Turn a MemoryError into a DeviceError that says what the model needs and what there was."""
     try:
         yield
     except MemoryError as error:
-        left, model = left_bytes(), need()
+        left, model = left_bytes() if device == "cpu" else None, need()
         found = "less is free" if left is None else f"{shown(left)} are free"
+        where = "" if device == "cpu" else f" on {device}"
         raise DeviceError(
-            f"not enough memory for {model.id}: it needs about {shown(model.running)} "
+            f"not enough memory{where} for {model.id}: it needs about {shown(model.running)} "
             f"(weights {shown(model.weights)}, caches {shown(model.caches)}), {found}; "
             "free some, or take a smaller model"
         ) from error

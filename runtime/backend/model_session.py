@@ -11,17 +11,18 @@ from typing import Any
 from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError, DeviceError
 from specedge.graph_file import check_graph
-from specedge.manifest import CURE, Graph, Model
+from specedge.manifest import CURE, SCORED, Graph, Model
 from specedge.op_sets import OP_SETS, computed
 from specedge.precision import QUANTISED, precision_of
 from specedge.signature import Signature, Tensor
 
-from .buffers import Array, Buffers
 from .cache import Cache
 from .memory import enough_memory, model_memory
-from .sessions import Device, translated_errors
+from .ort import translated_errors
+from .sessions import Device
 
-ORT_TYPES = {"float32": "float", "float16": "float16", "int64": "int64"}
+ORT_TYPES = {"float32": "float"}  # where its name is another
+GIVEN = ("tokens", "past_length")  # what the host writes before a pass
 
 
 class ModelSession:
@@ -36,52 +37,60 @@ class ModelSession:
         graph: str,
     ) -> None:
         self.model = model
-        self.ops = choose_ops(model, ops)
-        self.buffers = Buffers()
+        self.ops = choose_ops(model, ops, device)
         where = f"{bundle.folder / MANIFEST}: {model.source.id}"
         precision_of(where, model.dtype, model.cache.dtype)
-        if computed(self.ops) == "bfloat16":
+        if device.is_cpu and computed(self.ops) == "bfloat16":
             others = ", ".join(name for name in model.parity if computed(name) != "bfloat16")
             raise DeviceError(
                 f"{model.source.id}: the op set '{self.ops}' computes in bfloat16, which ONNX "
                 f"Runtime has no kernels for on {device.name}; leave --ops out, or take one of "
                 f"{others}"
             )
+        if graph == "decoder" and not device.is_cpu and model.has(SCORED, self.ops):
+            graph = SCORED
         entry = model.graph(graph, self.ops)
         self._signature = model.signatures[entry.signature]
         path = bundle.path(entry.file)
         check_graph(bundle, entry.file)
         self._need = partial(model_memory, bundle, model, self.ops)
-        with enough_memory(self._need):
+        self._enough_memory = partial(enough_memory, self._need, device.name)
+        with self._enough_memory():
             self._session = device.open(path)
+        self.buffers = device.buffers(self._session)
         _check_contract(self._session, entry, self._signature, path)
 
     def cache(self) -> Cache:
         """An empty cache for its passes."""
-        with enough_memory(self._need):
+        with self._enough_memory():
             return Cache(self.model.cache_of(self.ops), self.buffers)
 
-    def bind(self, cache: Cache, length: int, num_logits: int) -> Pass:
+    def bind(self, cache: Cache, length: int, num_logits: int, captured: bool = False) -> Pass:
         """A pass of `length` tokens over a cache, each of whose buffers is input and output.
 
-        A graph for any length gives logits of the last `num_logits` rows.
+        A graph for any length gives logits of the last `num_logits` rows. What is `captured` a GPU
+        runs without its host, from the second time on.
         """
         signature = self._signature
         with self._translated():
-            new = Pass(self._session.io_binding(), cache)
+            new = Pass(self._session.io_binding(), cache, self.buffers.options(captured))
             sizes = length, num_logits
             inputs = {t.name: self._array(t, new, *sizes) for t in signature.inputs}
             outputs = {t.name: self._array(t, new, *sizes) for t in signature.outputs}
-            if "logits_from" in new.arrays:
-                self.buffers.write(new.arrays["logits_from"], [length - num_logits])
             self.buffers.bind(new.binding, inputs, outputs)
         return new
 
-    def _array(self, tensor: Tensor, bound: Pass, length: int, num_logits: int) -> Array:
+    def _array(self, tensor: Tensor, bound: Pass, length: int, num_logits: int) -> Any:
         """A buffer of the cache, or an array of the pass's own."""
         if tensor.buffer is not None:
             return bound.cache.arrays[tensor.buffer]
-        array = self.buffers.zeros(tensor.at(1, length, num_logits), tensor.dtype)
+        shape = tensor.at(1, length, num_logits)
+        if tensor.role == "logits_from":
+            array = self.buffers.constant([length - num_logits], tensor.dtype)
+        elif tensor.role in GIVEN:
+            array = self.buffers.given(shape, tensor.dtype)
+        else:
+            array = self.buffers.zeros(shape, tensor.dtype)
         bound.arrays[tensor.role] = array
         return array
 
@@ -90,32 +99,35 @@ class ModelSession:
         with self._translated():
             self.buffers.write(bound.arrays["tokens"], tokens)
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
-            self._session.run_with_iobinding(bound.binding)
+            self._session.run_with_iobinding(bound.binding, bound.options)
             bound.cache.extend(tokens)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
         """Turn what ONNX Runtime raises in a pass, binding included, into our errors."""
         what = f"a pass of {self.model.source.id}"
-        with enough_memory(self._need), translated_errors(what):
+        with self._enough_memory(), translated_errors(what):
             yield
 
 
 class Pass:
     """A binding for one number of tokens, with its arrays by their roles."""
 
-    def __init__(self, binding: Any, cache: Cache) -> None:
+    def __init__(self, binding: Any, cache: Cache, options: Any) -> None:
         self.binding = binding
         self.cache = cache
-        self.arrays: dict[str, Array] = {}
+        self.options = options
+        self.arrays: dict[str, Any] = {}
 
 
-def choose_ops(model: Model, ops: str = "auto") -> str:
-    """The op set to run. Those that compute in a type of their own are for other devices: the CPU
-    runs them if asked.
+def choose_ops(model: Model, ops: str = "auto", device: Device | None = None) -> str:
+    """The op set to run. Those that compute in a type of their own are for other devices than the
+    CPU, which runs them if asked.
     """
     if ops not in ("auto", *OP_SETS):
         raise ValueError(f"ops must be one of auto, {', '.join(OP_SETS)}, got {ops!r}")
+    if device is not None and not device.is_cpu:
+        return _gpu_ops(model, ops, device)
     if ops == "auto":
         return model.cpu_ops
     if (found := model.op_set(ops)) is None:
@@ -124,6 +136,21 @@ def choose_ops(model: Model, ops: str = "auto") -> str:
             f"{', '.join(model.parity)}; leave --ops out{_wanted(model, ops)}"
         )
     return found
+
+
+def _gpu_ops(model: Model, ops: str, device: Device) -> str:
+    """The op set to run on a GPU, or the one asked for, if it can."""
+    able = [one for one in device.preferred_ops if one in model.parity and model.is_for_gpus(one)]
+    if ops == "auto" and able:
+        return able[0]
+    if ops != "auto" and model.op_set(ops) in able:
+        return str(model.op_set(ops))
+    found = f"only {', '.join(able)}" if able else f"none of {', '.join(model.parity)}"
+    how = "--compute fp16" if model.dtype == "float32" else "--ops auto"
+    raise DeviceError(
+        f"{model.source.id}: {device.name} runs {found} of its op sets"
+        + (f", not '{ops}'" if ops != "auto" else f"; export the pair again with {how}")
+    )
 
 
 def _wanted(model: Model, ops: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from specedge.manifest import Model, chunk_length
 
 from ..sampling.scores import Scores
 from .buffers import Array
+from .device_scores import DeviceScores
 from .model_session import ModelSession, Pass
 from .sessions import Device
 
@@ -34,12 +35,12 @@ class OrtModel:
         ids = bundle.ids_of(model)
         self._ids = None if ids is None else np.array(ids, np.intp)
         parity = model.parity[self.ops]
-        self.row_independent_lengths = (
-            parity.row_independent_lengths if device.name == "cpu" else ()
-        )
+        self.row_independent_lengths = parity.row_independent_lengths if device.is_cpu else ()
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
         self._chunk_length = chunk_length(model.cache.capacity)
+        self._num_columns = model.num_columns
+        self._longest = bundle.num_draft_tokens + 1
         self._forget_all()
 
     def _forget_all(self) -> None:
@@ -53,11 +54,26 @@ class OrtModel:
     def forward(self, tokens: Sequence[int]) -> Scores:
         length = len(tokens)
         if length not in self._passes:
-            self._passes[length] = self._session.bind(self.cache, length, length)
+            captured = length <= self._longest
+            self._passes[length] = self._session.bind(self.cache, length, length, captured)
         bound = self._passes[length]
         self._session.run(bound, tokens)
-        logits = self._session.buffers.fetch(bound.arrays["logits"])
-        return Scores(logits[0, :, : self.vocab_size], self._ids)
+        fetch, arrays = self._session.buffers.fetch, bound.arrays
+        if "best" not in arrays:
+            return Scores(fetch(arrays["logits"])[0, :, : self._num_columns], self._ids)
+        return DeviceScores(
+            lambda: fetch(arrays["logits"])[0, :, : self._num_columns],
+            lambda: fetch(arrays["best"])[0],
+            self._num_columns,
+            self._ids,
+        )
+
+    def warm_up(self, lengths: Iterable[int]) -> None:
+        """Run passes of T once, for a GPU to capture; the cache is then empty."""
+        for length in lengths:
+            self.truncate(0)
+            self.forward([0] * length)
+        self.truncate(0)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), self._chunk_length):
@@ -80,3 +96,7 @@ class OrtModel:
         twin = copy.copy(self)
         twin._forget_all()
         return twin
+
+    def close(self) -> None:
+        """Give back the memory of its caches and, with its last twin, of its weights."""
+        del self.cache, self._passes, self._session

@@ -17,7 +17,8 @@ from specedge.manifest import Model
 from specedge.precision import QUANTISED
 
 from .onnx_model import OrtModel
-from .sessions import Device, onnxruntime, translated_errors
+from .ort import onnxruntime, translated_errors
+from .sessions import Device
 
 LONGEST = 9  # tokens of a pass that is tried
 KNOWN = {
@@ -48,20 +49,38 @@ def run(model: OrtModel, facts: Model) -> str | None:
     )
 
 
-def _held(model: OrtModel, lengths: list[int]) -> set[int]:
-    """The T whose rows, of logits and caches, have the bits of the longest pass."""
+def run_on_gpu(model: OrtModel, facts: Model, longest: int) -> str | None:
+    """Pass the last of a few tokens again in passes of every T that requests use, and let the model
+    rely on those whose rows have the bits of the longest. What is to be said of the others.
+
+    Ends with an empty cache.
+    """
+    lengths = list(range(1, min(longest, facts.context_length) + 1))
+    held = _held(model, lengths, caches=False)
+    if not (lost := sorted({*lengths} - held)):
+        model.row_independent_lengths = tuple(lengths)
+        return None
+    return (
+        f"{facts.source.id}: on this device passes of {', '.join(map(str, lost))} tokens give "
+        f"other last bits than those of {lengths[-1]}, so near-ties may be decided otherwise than "
+        "by the target alone; --exact decides as it does"
+    )
+
+
+def _held(model: OrtModel, lengths: list[int], caches: bool = True) -> set[int]:
+    """The T whose rows, of logits and perhaps of caches, have the bits of the longest pass."""
     longest = max(lengths)
     tokens = [7 * i % model.vocab_size for i in range(longest)]
     model.truncate(0)
     wanted = model.forward(tokens).array().copy()
-    rows = model.cache_rows(0, longest)
+    rows = model.cache_rows(0, longest) if caches else []
     held = {longest}
     for length in lengths:
         start = longest - length
         model.truncate(start)
         found = model.forward(tokens[start:]).array()
         same = np.array_equal(found, wanted[start:])
-        again = model.cache_rows(start, longest)
+        again = model.cache_rows(start, longest) if caches else []
         if same and all(np.array_equal(a, b[:, start:]) for a, b in zip(again, rows, strict=True)):
             held.add(length)
     model.truncate(0)
@@ -74,7 +93,7 @@ def fitting(models: Iterable[Model], device: Device) -> Device:
     DeviceError where making both kinds unsigned does not help.
     """
     rounded = next((model for model in models if model.weights_dtype in QUANTISED), None)
-    if rounded is None or _products_are_right(device):
+    if rounded is None or not device.is_cpu or _products_are_right(device):
         return device
     if _products_are_right(unsigned := replace(device, unsigned=True)):
         return unsigned

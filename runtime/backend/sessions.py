@@ -2,51 +2,33 @@
 
 from __future__ import annotations
 
-import importlib
 import os
+import re
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specedge.declared import whole
-from specedge.errors import BundleError, DeviceError, MissingExtraError, SpecEdgeError
+from specedge.errors import BundleError, DeviceError
+from specedge.precision import HALVES
 from specedge.products import UNSIGNED
 
+from . import gpu_sessions
+from .buffers import Buffers, HostBuffers
 from .freed_blocks import large_blocks_apart
+from .gpu_buffers import GpuBuffers
 from .memory import is_out_of_memory
+from .ort import first_line, is_of_onnxruntime, onnxruntime
 
-DEVICES = ("cpu",)
-
-
-def onnxruntime() -> Any:
-    """The onnxruntime module, or an error that says how to install it."""
-    try:
-        return importlib.import_module("onnxruntime")
-    except ImportError as error:
-        if _was_interrupted(error):
-            raise KeyboardInterrupt from error
-        how = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
-        if isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime":
-            raise MissingExtraError(f"ONNX Runtime is not installed: {how}") from error
-        raise MissingExtraError(
-            f"ONNX Runtime is installed but cannot be loaded ({_first_line(error)}); install what "
-            f"is missing, or again: {how}"
-        ) from error
-
-
-def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind it: C++ that is interrupted while it loads says ImportError."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
+CUDA = "CUDAExecutionProvider"
+DEVICES = {"cpu": "CPUExecutionProvider", "cuda": CUDA}  # and what ONNX Runtime calls them
 
 
 @dataclass(frozen=True)
 class Device:
-    """What sessions run on, with so many CPU threads, by default one a core.
+    """What sessions run on, "cpu" or "cuda" with, perhaps, a number, such as "cuda:1"; with so many
+    CPU threads, by default one a core.
 
     The workers of a session's own pool spin after a pass, and would take the cores of the other
     model's, so they are told to stop when a pass ends. `share_threads` makes one pool that serves
@@ -67,14 +49,49 @@ class Device:
     unsigned: bool = False
 
     def __post_init__(self) -> None:
-        if self.name not in DEVICES:
-            raise DeviceError(f"device must be one of {', '.join(DEVICES)}, got '{self.name}'")
+        if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", self.name):
+            raise DeviceError(
+                f"device must be one of {', '.join(DEVICES)}, a GPU's perhaps with its number as "
+                f"in 'cuda:1', got '{self.name}'"
+            )
         if self.threads is not None:
             try:
                 threads = whole("threads", self.threads, 1, max(os.cpu_count() or 1, 1))
             except ValueError as error:
                 raise DeviceError(f"{error}; there is no use in more threads than cores") from error
             object.__setattr__(self, "threads", threads)
+
+    @property
+    def kind(self) -> str:
+        """Its name without a number."""
+        return self.name.partition(":")[0]
+
+    @property
+    def index(self) -> int:
+        """Which of several GPUs it is."""
+        return int(self.name.partition(":")[2] or 0)
+
+    @property
+    def is_cpu(self) -> bool:
+        """Whether sessions share the host's memory."""
+        return self.kind == "cpu"
+
+    @property
+    def provider(self) -> str:
+        """What ONNX Runtime calls it."""
+        return DEVICES[self.kind]
+
+    @property
+    def preferred_ops(self) -> tuple[str, ...]:
+        """The op sets that it has kernels for, the fastest first; none of the CPU's own order."""
+        halves = [f"{ops}-{kind}" for kind in HALVES for ops in ("gqa", "onnx")]
+        return (*halves, "onnx-fp32", "onnx")
+
+    def buffers(self, session: Any) -> Buffers:
+        """What a session's passes are bound to."""
+        if self.is_cpu:
+            return HostBuffers()
+        return GpuBuffers(session, self.index)
 
     def open(self, path: Path) -> Any:
         """A session for one graph. MemoryError where ONNX Runtime has not enough of it."""
@@ -83,18 +100,20 @@ class Device:
             with large_blocks_apart():
                 return self._open(ort, os.fspath(path))
         except Exception as error:
-            if not _is_of_onnxruntime(error):
+            if not is_of_onnxruntime(error):
                 raise
             if is_out_of_memory(error):
                 raise MemoryError from error
             raise BundleError(
-                f"{path}: ONNX Runtime {ort.__version__} cannot load it ({_first_line(error)}); "
+                f"{path}: ONNX Runtime {ort.__version__} cannot load it ({first_line(error)}); "
                 "export the pair again, or upgrade ONNX Runtime"
             ) from error
 
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
+        if not self.is_cpu:
+            return gpu_sessions.opened(ort, path, self.name, self.provider, self.index, options)
         if self.unsigned:
             options.add_session_config_entry(UNSIGNED, "1")
         # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB
@@ -115,36 +134,6 @@ class Device:
         return ort.InferenceSession(path, options, providers, enable_fallback=False)
 
 
-@contextmanager
-def translated_errors(what: str) -> Iterator[None]:
-    """Turn an exception of ONNX Runtime, and no other, into ours, or into a MemoryError."""
-    try:
-        yield
-    except Exception as error:
-        if not _is_of_onnxruntime(error):
-            raise
-        if is_out_of_memory(error):
-            raise MemoryError from error
-        raise SpecEdgeError(f"{what} failed in ONNX Runtime: {_first_line(error)}") from error
-
-
-def _is_of_onnxruntime(error: Exception) -> bool:
-    """Whether ONNX Runtime raised it: by its type, or, as some have built-in types, by its place.
-
-    An app's signal handler runs inside a call, too, but in a frame of its own.
-    """
-    if _is_named_so(type(error).__module__):
-        return True
-    trace = error.__traceback__
-    while trace and trace.tb_next:
-        trace = trace.tb_next
-    return trace is not None and _is_named_so(trace.tb_frame.f_globals.get("__name__", ""))
-
-
-def _is_named_so(module: str) -> bool:
-    return module.partition(".")[0] == "onnxruntime"
-
-
 _pool_threads: list[int | None] = []  # of the process's pool; None is the default, or not known
 _pool_lock = threading.Lock()
 
@@ -162,7 +151,7 @@ def _make_pool(ort: Any, threads: int | None, usual: int | None) -> None:
                 ort.set_global_thread_pool_sizes(threads or usual or 0, 1)
                 _pool_threads.append(threads or usual)
             except Exception as error:
-                if not _is_of_onnxruntime(error):
+                if not is_of_onnxruntime(error):
                     raise
                 _pool_threads.append(None)  # the app has made it
         if threads is not None and threads != (made := _pool_threads[0]):
@@ -171,8 +160,3 @@ def _make_pool(ort: Any, threads: int | None, usual: int | None) -> None:
                 f"thread pool{f', of {made}' if made else ''}; leave threads out, or use a new "
                 "process"
             )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0][:300] if lines else type(error).__name__

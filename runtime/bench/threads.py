@@ -20,7 +20,7 @@ K = (0, 4)
 GAIN = 0.97  # of the time of one thread a core, from which on fewer are taken
 
 
-def fastest(bundle: str | os.PathLike[str] | None, device: str, ops: str) -> int | None:
+def fastest(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:
     """The best of one thread a core, half as many, and so on; None for one a core.
 
     Each count has sessions of its own, and each text goes to all of them in turn.
@@ -33,7 +33,7 @@ def fastest(bundle: str | os.PathLike[str] | None, device: str, ops: str) -> int
     size = sum(found.files[weights].size for weights in {m.weights for m in found.models.values()})
     if len(counts) == 1 or size > LARGE or has_pool():
         return None
-    pipelines = {n: _unlearning(loading.load(bundle, device, n, ops=ops)) for n in counts}
+    pipelines = {n: _unlearning(loading.load(bundle, threads=n, ops=ops)) for n in counts}
     seconds: dict[tuple[int, int], list[float]] = {(n, k): [] for n in counts for k in K}
     for i in range(REPEATS):
         for n in counts[:: -1 if i % 2 else 1]:

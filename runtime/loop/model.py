@@ -39,13 +39,20 @@ class LanguageModel(Protocol):
         """Forget every cached token past `length`."""
 
 
-class TargetModel(LanguageModel, Protocol):
+class LoadedModel(LanguageModel, Protocol):
+    """A model that holds memory of its own."""
+
+    def close(self) -> None:
+        """Give it back; the model is not used again."""
+
+
+class TargetModel(LoadedModel, Protocol):
     """A model that knows what was measured of its passes."""
 
     @property
     def row_independent_lengths(self) -> Collection[int]:
         """Pass lengths T at which a row's logits had the bits of longer passes, as measured at
-        export; none on other devices.
+        export, and on other devices than the CPU at load.
         """
 
     @property

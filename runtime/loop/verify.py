@@ -3,7 +3,7 @@
 Letters: V vocabulary entries, n draft tokens; t is the target's distribution of a token (p in the
 paper), d the draft's (q), u a uniform random number in [0, 1), which arrives as an argument. Row i
 of a model's logits predicts the token that follows the i-th token it was fed, so judging n draft
-tokens takes n + 1 target rows. `probabilities` makes every distribution: the draft's, the target's,
+tokens takes n + 1 target rows. `of_row` makes every distribution: the draft's, the target's,
 and plain decoding's.
 """
 
@@ -20,7 +20,7 @@ from specedge.options import Sampling
 
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
-from ..sampling.probabilities import choice, probabilities
+from ..sampling.probabilities import choice, of_row
 from ..sampling.scores import Row, Scores
 
 
@@ -71,16 +71,16 @@ def verify(
     if sampling.greedy:
         return _verify_greedy(draft.tokens, scores, sampling, history)
     for i, token in enumerate(draft.tokens):
-        logits = scores[i].array()
-        target = probabilities(logits, sampling, history.then(draft.tokens[:i]))
+        row = scores[i]
+        target = of_row(row, sampling, history.then(draft.tokens[:i]))
         drawn_from = draft.distribution(i)
         draft_prob = 1.0 if drawn_from is None else drawn_from.of(token)
         accepted = sampling.lenience * tests[i] * draft_prob < target.of(token)
         if not accepted:
-            residual = _residual(target, draft, i, len(logits))
+            residual = _residual(target, draft, i, len(row))
             return Verdict(i, (residual if residual.total else target).pick(last))
     num_drafted = len(draft.tokens)
-    target = probabilities(scores[num_drafted].array(), sampling, history.then(draft.tokens))
+    target = of_row(scores[num_drafted], sampling, history.then(draft.tokens))
     return Verdict(num_drafted, target.pick(last))
 
 
@@ -115,7 +115,7 @@ def draw(
     """For drafters: a token drawn from a row and the distribution it came from, None if chosen."""
     if sampling.greedy:
         return choice(row, sampling, history), None
-    distribution = probabilities(row.array(), sampling, history, row.ids)
+    distribution = of_row(row, sampling, history)
     return distribution.pick(uniform), distribution
 
 

@@ -15,7 +15,8 @@ from specedge.bundle import MANIFEST, Bundle
 from specedge.strict_json import JsonError, build, parse, plain
 from specedge.version import __version__
 
-from ..backend.sessions import Device, onnxruntime
+from ..backend.ort import onnxruntime
+from ..backend.sessions import Device
 from .cost_table import CostTable
 
 FORMAT = 6
@@ -51,18 +52,18 @@ class CostFile:
     costs: CostTable
 
 
-def key_of(bundle: Bundle, device: Device, ops: str) -> Key:
-    """The key of a loaded bundle; `ops` are those of both models.
+def key_of(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> Key:
+    """The key of a loaded bundle, by where its models are; `ops` are those of both.
 
     One table serves sessions with a shared pool and with their own: `specedge tune` has the former.
     """
     manifest = (bundle.folder / MANIFEST).read_bytes()
     return Key(
         bundle=hashlib.sha256(manifest).hexdigest(),
-        device=device.name,
-        provider="CPUExecutionProvider",
+        device=" and ".join(dict.fromkeys((target_on.name, draft_on.name))),
+        provider=" and ".join(dict.fromkeys((target_on.provider, draft_on.provider))),
         ops=ops,
-        threads=device.threads or 0,
+        threads=target_on.threads or 0,
         processor=processor(),
         specedge=__version__,
         onnxruntime=str(onnxruntime().__version__),

@@ -50,6 +50,13 @@ def probabilities(
     return Distribution(weights, ids)
 
 
+def of_row(row: Row, sampling: Sampling, history: History) -> Distribution:
+    """The same of a row, of which no more is asked for than the options need."""
+    if sampling.top_k and not sampling.edits:
+        row = row.for_top_k(sampling.top_k)
+    return probabilities(row.array(), sampling, history, row.ids)
+
+
 def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
     """The likeliest token's weight is 1.
 

@@ -20,6 +20,9 @@ class Row:
         self._logits = logits
         self.ids = ids
 
+    def __len__(self) -> int:
+        return len(self._logits)
+
     def largest(self, count: int) -> tuple[Ids, Floats]:
         """The `count` largest logits, fewer if n is smaller: their tokens and values, the largest
         first, the lower token first among equals. One that is not a number counts as the largest.
@@ -37,6 +40,10 @@ class Row:
     def array(self) -> Floats:
         """All logits of the row. -> [n]"""
         return self._logits
+
+    def for_top_k(self, k: int) -> Row:
+        """The row, or no more of it than the k largest logits and all that tie with the last."""
+        return self
 
 
 class Scores:

@@ -45,6 +45,7 @@ def _range(part: str) -> Iterator[int]:
 @click.command()
 @options.bundle
 @options.device
+@options.draft_device
 @click.option(
     "--set",
     "sets",
@@ -93,6 +94,7 @@ def _range(part: str) -> Iterator[int]:
 def bench(
     bundle: str | None,
     device: str,
+    draft_device: str | None,
     sets: tuple[str, ...],
     prompts: str | None,
     form: str | None,
@@ -122,13 +124,14 @@ def bench(
     named = {flag: path for flag, path, _ in outputs if path is not None}
     _check_outputs(named, prompts, overwrite)
     given = _read(sets, prompts, form)
-    pipeline = options.load(bundle, device=device, threads=threads, ops=ops)
+    pipeline = options.load(bundle, device, threads, ops, draft_device)
     for name in names:
         pipeline.drafters.check(name)
     tokens = _prompts(pipeline, given, request["special_tokens"])
     ks = lengths or range(1, min(_MOST, pipeline.max_planned_tokens) + 1)
     measured = _measure(pipeline, tokens, settings(names, ks), repeats, request)
-    facts = _facts(pipeline, device, threads, repeats, request)
+    devices = " and ".join(dict.fromkeys((device, draft_device or device)))
+    facts = _facts(pipeline, devices, threads, repeats, request)
     report = _report(pipeline, tokens, measured, request, facts)
     click.echo(
         bench_output.json_text(report) if as_json else lines(bench_output.table_text(report))
@@ -235,7 +238,7 @@ def _facts(
     request: dict[str, Any],
 ) -> dict[str, Any]:
     """What was measured, and on what."""
-    from specedge.runtime.backend.sessions import onnxruntime
+    from specedge.runtime.backend.ort import onnxruntime
     from specedge.runtime.planning.cost_files import processor
     from specedge.version import __version__
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 )
 @click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
 @click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
+@options.device
+@options.draft_device
 @options.threads
 @options.ops
 @options.as_json
@@ -32,6 +34,8 @@ def compare(
     repeats: int,
     chat: bool,
     system: str | None,
+    device: str,
+    draft_device: str | None,
     threads: int | None,
     ops: str,
     as_json: bool,
@@ -42,7 +46,7 @@ def compare(
 
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
-    pipeline = options.load(bundle, threads=threads, ops=ops)
+    pipeline = options.load(bundle, device, threads, ops, draft_device)
     given: str | list[int] = options.read_prompt(prompt, chat)
     with options.usage_errors():
         if isinstance(given, str) and chat:

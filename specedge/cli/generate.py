@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 @click.option("--output", metavar="FILE", help="With --prompts, write there. [default: stdout]")
 @click.option("--overwrite", is_flag=True, help="With --prompts, replace the output file.")
 @click.option("--resume", is_flag=True, help="With --output, keep what it has and do the rest.")
+@options.device
+@options.draft_device
 @options.threads
 @options.ops
 @options.as_json
@@ -49,6 +51,8 @@ def generate(
     output: str | None,
     overwrite: bool,
     resume: bool,
+    device: str,
+    draft_device: str | None,
     threads: int | None,
     ops: str,
     as_json: bool,
@@ -61,7 +65,13 @@ def generate(
         raise click.UsageError("--system needs --chat")
     if prompts is None and (form is not None or output is not None or overwrite or resume):
         raise click.UsageError("--format, --output, --overwrite and --resume need --prompts")
-    models = {"bundle": bundle, "threads": threads, "ops": ops}
+    models = {
+        "bundle": bundle,
+        "device": device,
+        "draft_device": draft_device,
+        "threads": threads,
+        "ops": ops,
+    }
     if prompts is not None:
         if traced or as_json or explain or replay is not None:
             raise click.UsageError("--trace, --json, --explain and --replay are for one PROMPT")

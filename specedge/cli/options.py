@@ -32,7 +32,13 @@ bundle = click.option(
     help="Use this bundle. [default: $SPECEDGE_BUNDLE, else the pair exported last without"
     " --output, else the embedded pair]",
 )
-device = click.option("--device", default="cpu", show_default=True, help="Run the models there.")
+device = click.option(
+    "--device", default="cpu", show_default=True,
+    help="Run the models there: cpu or cuda, of several GPUs with a number, as in cuda:1.",
+)  # fmt: skip
+draft_device = click.option(
+    "--draft-device", metavar="TEXT", help="Run the draft there. [default: beside the target]"
+)
 threads = click.option(
     "--threads", type=click.IntRange(1), help="Use this many CPU threads. [default: one a core]"
 )
@@ -53,12 +59,18 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with 
 
 
 def load(
-    bundle: str | None, device: str = "cpu", threads: int | None = None, ops: str = "auto"
+    bundle: str | None,
+    device: str = "cpu",
+    threads: int | None = None,
+    ops: str = "auto",
+    draft_device: str | None = None,
 ) -> Pipeline:
     """A bundle, with one thread pool for all sessions: no other code here has any."""
     from specedge.runtime import loading
 
-    pipeline = loading.load(bundle, device, threads, share_threads=True, ops=ops)
+    pipeline = loading.load(
+        bundle, device, threads, share_threads=True, ops=ops, draft_device=draft_device
+    )
     if pipeline.note:
         click.echo(one_line(f"note: {pipeline.note}"), err=True)
     return pipeline

@@ -21,18 +21,27 @@ if TYPE_CHECKING:
 @click.command()
 @options.bundle
 @options.device
+@options.draft_device
 @options.threads
 @options.ops
 @options.as_json
-def tune(bundle: str | None, device: str, threads: int | None, ops: str, as_json: bool) -> None:
+def tune(
+    bundle: str | None,
+    device: str,
+    draft_device: str | None,
+    threads: int | None,
+    ops: str,
+    as_json: bool,
+) -> None:
     """Measure what a bundle costs here, and remember it for `--num-draft-tokens auto`."""
     from rich.progress import TaskProgressColumn
 
     from specedge.runtime.bench import threads as counts
     from specedge.runtime.bench import tune as tuning
 
-    fewer = counts.fastest(bundle, device, ops) if threads is None else None
-    pipeline = options.load(bundle, device=device, threads=threads or fewer, ops=ops)
+    on_cpu = {device, draft_device or device} == {"cpu"}
+    fewer = counts.fastest(bundle, ops) if threads is None and on_cpu else None
+    pipeline = options.load(bundle, device, threads or fewer, ops, draft_device)
     pipeline.costs.check_writable()  # before measuring, which takes a while
     with bar("measuring", 1.0, TaskProgressColumn()) as (update, _):
         tuned = tuning.measure(pipeline, lambda share: update(completed=share))

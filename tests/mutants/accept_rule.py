@@ -66,8 +66,8 @@ ACCEPT_RULE = [
         "the bonus token is drawn from the target's row K, not K + 1",
         "",
         VERIFY,
-        "target = probabilities(scores[num_drafted].array(), sampling",
-        "target = probabilities(scores[num_drafted - 1].array(), sampling",
+        "target = of_row(scores[num_drafted], sampling",
+        "target = of_row(scores[num_drafted - 1], sampling",
         JOINT,
     ),
     Mutant(

@@ -38,8 +38,8 @@ DISTRIBUTIONS = [
         "penalties at a draft position count all drafted tokens",
         "",
         VERIFY,
-        "target = probabilities(logits, sampling, history.then(draft.tokens[:i]))",
-        "target = probabilities(logits, sampling, history.then(draft.tokens))",
+        "target = of_row(row, sampling, history.then(draft.tokens[:i]))",
+        "target = of_row(row, sampling, history.then(draft.tokens))",
         "tests/runtime/sampling/test_logit_edits.py"
         "::test_speculating_with_edits_is_speculating_with_distributions_that_have_them",
     ),

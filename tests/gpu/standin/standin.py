@@ -1,11 +1,11 @@
 """The stand-in CUDA from Python: built, loaded before the CUDA provider is, asked what it counted.
 
-    import standin
-    standin.load()  # in a process of its own: no real CUDA can be had in it afterwards
-    session = onnxruntime.InferenceSession(model, providers=["CUDAExecutionProvider"])
-    with standin.counted() as counts:
-        session.run_with_iobinding(binding)
-    assert counts["blocking"] <= 2
+import standin
+standin.load()  # in a process of its own: no real CUDA can be had in it afterwards
+session = onnxruntime.InferenceSession(model, providers=["CUDAExecutionProvider"])
+with standin.counted() as counts:
+    session.run_with_iobinding(binding)
+assert counts["blocking"] <= 2
 """
 
 import contextlib

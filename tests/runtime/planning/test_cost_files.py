@@ -20,7 +20,7 @@ from virtual import table
 @pytest.fixture
 def key():
     bundle = Bundle.read(store.embedded())
-    return cost_files.key_of(bundle, Device(), "gqa")
+    return cost_files.key_of(bundle, Device(), Device(), "gqa")
 
 
 def test_a_table_is_read_as_it_was_written(key):

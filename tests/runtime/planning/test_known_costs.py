@@ -26,7 +26,7 @@ def bundle():
 
 @pytest.fixture
 def key(bundle):
-    return cost_files.key_of(bundle, Device(), "gqa")
+    return cost_files.key_of(bundle, Device(), Device(), "gqa")
 
 
 def seen(**changes):

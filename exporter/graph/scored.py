@@ -1,0 +1,68 @@
+"""A decoder that also gives the best logits of each row, for devices whose memory is apart.
+
+There a row of 128,000 logits is half a megabyte to fetch, and most requests need a few of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from specedge.manifest import SCORED, Graph, Model, num_best, with_best
+
+from .graphs import signature_of
+from .nodes import constant
+
+
+def add(model: Model, folder: Path) -> Model:
+    """Write such a graph for each op set that a GPU can run, beside its decoder in the bundle's
+    `folder`; the manifest with them.
+    """
+    entries, known = list(model.graphs), dict(model.signatures)
+    for ops in filter(model.is_for_gpus, model.parity):
+        decoder = model.graph("decoder", ops)
+        file = decoder.file.replace("decoder", SCORED)
+        signature = signature_of("best_logits", ops)
+        known[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
+        entries.append(Graph(SCORED, ops, 1, None, signature, file))
+        ir.save(_scored(ir.load(folder / decoder.file), model), folder / file)
+    return replace(model, graphs=tuple(entries), signatures=known)
+
+
+def _scored(decoder: ir.Model, model: Model) -> ir.Model:
+    """The graph with an output more: of each row the best logits, the largest first, their columns,
+    and a number that is 0 if all logits are finite. [1, R, 2 * num_best + 1]
+    """
+    graph = decoder.graph
+    logits = graph.outputs[0]
+    columns = logits
+    if model.num_columns < model.padded_vocab_size:
+        ends = [constant(graph, np.array([n]), f"best.{n}") for n in (0, model.num_columns, 2)]
+        columns = _put(graph, "Slice", [logits, *ends], "best.columns")
+    count = constant(graph, np.array([num_best(model.num_columns)]), "best.count")
+    top = ir.node("TopK", [columns, count], num_outputs=2)
+    graph.append(top)
+    for output, name in zip(top.outputs, ("values", "places"), strict=True):
+        output.name = f"best.{name}"
+    places = _put(graph, "Cast", [top.outputs[1]], "best.numbers", to=ir.DataType.FLOAT)
+    zero = constant(graph, np.zeros(1, np.float32), "best.zero")
+    zeros = _put(graph, "Mul", [columns, zero], "best.zeros")
+    axis = constant(graph, np.array([-1]), "best.axis")
+    wrong = _put(graph, "ReduceSum", [zeros, axis], "best.wrong")
+    best = _put(graph, "Concat", [top.outputs[0], places, wrong], "best", axis=-1)
+    best.dtype = ir.DataType.FLOAT
+    best.shape = ir.Shape([1, "R", 2 * num_best(model.num_columns) + 1])
+    graph.outputs.append(best)
+    return decoder
+
+
+def _put(
+    graph: ir.Graph, op_type: str, inputs: list[ir.Value], name: str, **attributes: object
+) -> ir.Value:
+    node = ir.node(op_type, inputs, attributes)
+    node.outputs[0].name = name
+    graph.append(node)
+    return node.outputs[0]

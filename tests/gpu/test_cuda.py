@@ -1,0 +1,248 @@
+"""What the host does for a GPU: placement, copies, waits, captured graphs, memory, errors.
+
+Over a stand-in for CUDA, where kernels compute nothing: what a pass would have written is planted.
+"""
+
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import specedge
+from gpu.conftest import PAIRS, run
+from specedge.bundle import Bundle
+from specedge.errors import DeviceError
+from specedge.manifest import num_best
+from specedge.runtime.backend import gpu_buffers
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
+
+PROMPT = "def f(self):"
+VOCAB_SIZE = 512
+K = 4
+
+
+@contextmanager
+def loaded(folder, **options):
+    pipeline = specedge.load(folder, device="cuda", **options)
+    try:
+        yield pipeline
+    finally:
+        pipeline.close()
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Let every pass have said that its best logits are of the tokens 1, 2, 3 ..."""
+    fetch = gpu_buffers.GpuBuffers.fetch
+
+    def planting(self, array):
+        found = fetch(self, array)
+        num = (array.shape[-1] - 1) // 2
+        if array.shape[-1] == 2 * num_best(VOCAB_SIZE) + 1:
+            found[..., :] = [*-np.arange(num), *(1 + np.arange(num)), 0]
+        return found
+
+    monkeypatch.setattr(gpu_buffers.GpuBuffers, "fetch", planting)
+
+
+@pytest.fixture
+def pipeline(cuda, pairs, planted):
+    with loaded(pairs("fp32-fp16")) as found:
+        yield found
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_no_node_of_any_graph_is_on_the_cpu_nor_copied_to_it(cuda, pairs, name):
+    import placement
+
+    bundle = Bundle.read(pairs(name))
+    for model in bundle.models.values():
+        graphs = [graph for graph in model.graphs if model.is_for_gpus(graph.ops)]
+        assert {graph.name for graph in graphs} >= {"scored", "decoder", "step", "verify"}
+        for graph in graphs:
+            path = str(bundle.path(graph.file))
+            _, placed, copies, _ = placement.open_session(path, forbid_cpu=True, graph=True)
+            assert set(placed) == {"CUDAExecutionProvider"}, graph.file
+            assert not copies
+
+
+def test_float32_groupqueryattention_is_no_kernel_of_a_gpu(cuda, pairs):
+    with pytest.raises(DeviceError, match=r"cuda runs only .*onnx of its op sets, not 'gqa'"):
+        specedge.load(pairs("fp32-fp16"), device="cuda", ops="gqa")
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    path = bundle.path(bundle.target.graph("decoder", "gqa").file)
+    with pytest.raises(DeviceError, match="no kernels for: 2 GroupQueryAttention; take another"):
+        Device("cuda").open(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "ops"),
+    [
+        ("fp32-fp16", "gqa-fp16"),
+        ("int8-fp16", "gqa-fp16"),
+        ("int4-fp16", "gqa-fp16"),
+        ("fp32-bf16", "gqa-bf16"),
+        ("int8-fp32", "onnx-fp32"),
+    ],
+)
+def test_a_request_runs_through_in_the_best_op_set(cuda, pairs, name, ops):
+    with loaded(pairs(name)) as pipeline:
+        assert (pipeline.target.ops, pipeline.draft.ops) == (ops, ops)
+        for options in ({}, {"temperature": 0.8, "top_k": 20}, {"temperature": 1.0}):
+            found = pipeline.generate(PROMPT, 12, ignore_eos=True, seed=1, **options)
+            assert len(found.tokens) == 12
+
+
+def cost_of_rounds(cuda, pipeline, **options):
+    """What the second half of a long request does, and how many passes it has."""
+    found = []
+    for length in (20, 20, 40):
+        pipeline.forget()
+        with cuda.counted() as counts:
+            request = {"ignore_eos": True, "seed": 1, "num_draft_tokens": K, **options}
+            stats = pipeline.generate(PROMPT, length, **request).stats
+        found.append(counts | {"passes": stats.num_draft_passes + stats.num_target_passes})
+    return {name: found[2][name] - found[1][name] for name in found[2]}
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_k": 20}])
+def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pipeline, options):
+    counts = cost_of_rounds(cuda, pipeline, **options)
+    assert counts["passes"] > K
+    assert counts["blocking"] <= 2 * counts["passes"]
+    assert counts["d2h"] == counts["graph_launches"] == counts["passes"]
+    assert counts["d2h_bytes"] < 4096 * counts["passes"]
+    assert counts["h2d"] == counts["async_h2d"] == counts["async_d2h"] == counts["launches"] == 0
+    assert counts["racing_copies"] == 0
+    assert counts["mallocs"] <= 0
+
+
+def test_drawing_from_all_tokens_fetches_whole_rows_once_a_pass(cuda, pipeline):
+    counts = cost_of_rounds(cuda, pipeline, temperature=1.0)
+    assert counts["d2h"] == counts["passes"]
+    assert counts["blocking"] == 2 * counts["passes"]
+
+
+def test_each_length_is_captured_at_load_and_only_replayed_afterwards(cuda, pairs):
+    with cuda.counted() as counts:
+        pipeline = specedge.load(pairs("fp32-fp16"), device="cuda")
+    assert counts["captures"] == K + 1 + 2
+    assert counts["failed_captures"] == 0
+    with cuda.counted() as counts:
+        for length in range(1, K + 2):
+            pipeline.target.truncate(0)
+            pipeline.target.forward([1] * length)
+    assert (counts["launches"], counts["captures"]) == (0, 0)
+    assert counts["graph_launches"] == K + 1
+    pipeline.close()
+
+
+def test_a_length_beyond_the_exported_one_runs_without_a_graph(cuda, pipeline):
+    for _ in range(2):
+        with cuda.counted() as counts:
+            pipeline.target.truncate(0)
+            pipeline.target.forward([1] * (K + 2))
+    assert counts["launches"] > 0
+    assert counts["captures"] == counts["graph_launches"] == 0
+
+
+def test_a_twin_has_graphs_of_its_own_over_its_own_cache(cuda, pipeline):
+    twin = pipeline.target.twin()
+    with cuda.counted() as counts:
+        twin.forward([1])
+    assert counts["captures"] == 1
+    first, second = (m.cache.arrays["0.key"].value.data_ptr() for m in (pipeline.target, twin))
+    assert first != second
+
+
+def test_caches_are_written_where_they_are_read(cuda, pipeline):
+    addresses = [a.value.data_ptr() for a in pipeline.target.cache.arrays.values()]
+    with cuda.counted() as counts:
+        pipeline.target.truncate(0)
+        pipeline.target.forward([1])
+    cache = pipeline.bundle.target.cache_of(pipeline.target.ops)
+    assert counts["d2d_bytes"] + counts["async_d2d_bytes"] < cache.size
+    assert addresses == [a.value.data_ptr() for a in pipeline.target.cache.arrays.values()]
+
+
+def test_memory_returns_when_a_pipeline_is_closed(cuda, pairs):
+    names = ("device_bytes", "pinned_bytes", "streams", "events", "graph_execs")
+    before = cuda.counts()
+    for _ in range(2):
+        with loaded(pairs("fp32-fp16")) as pipeline:
+            pipeline.generate(PROMPT, 12, ignore_eos=True, temperature=1.0)
+            held = cuda.counts()
+        assert held["device_bytes"] > before["device_bytes"]
+        assert held["pinned_bytes"] > before["pinned_bytes"]
+        after = cuda.counts()
+        assert {name: after[name] for name in names} == {name: before[name] for name in names}
+
+
+def test_a_draft_on_the_cpu_beside_a_target_on_the_gpu(cuda, pairs):
+    with loaded(pairs("fp32-fp16"), draft_device="cpu") as pipeline:
+        assert (pipeline.target.ops, pipeline.draft.ops) == ("gqa-fp16", "gqa")
+        found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=2)
+        assert len(found.tokens) == 12
+        assert found.stats.num_draft_passes
+
+
+def test_without_the_private_way_to_pinned_memory_public_calls_serve(
+    cuda, pairs, planted, monkeypatch
+):
+    monkeypatch.setattr(gpu_buffers.GpuBuffers, "_make_pinned", None)
+    with loaded(pairs("fp32-fp16")) as pipeline:
+        found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
+        assert found.tokens == [1] * 12
+        tokens = pipeline.target._passes[K + 1].arrays["tokens"]
+        assert tokens.value.numpy().tolist() == [[1] * (K + 1)]
+
+
+def test_what_the_host_writes_is_what_the_device_reads(cuda, pipeline):
+    pipeline.target.truncate(0)
+    pipeline.target.forward([5, 6])
+    pipeline.target.forward([7, 8])
+    arrays = pipeline.target._passes[2].arrays
+    assert arrays["tokens"].value.numpy().tolist() == [[7, 8]]
+    assert arrays["past_length"].value.numpy().tolist() == [2]
+
+
+def test_a_pass_of_the_cpu_is_asked_for_in_vain_of_a_gpu_model(cuda, pairs):
+    bundle = Bundle.read(pairs("int8-fp16"))
+    model = OrtModel(bundle, bundle.target, Device("cuda"))
+    assert model.ops == "gqa-fp16"
+    model.close()
+    with pytest.raises(DeviceError, match="not 'onnx'"):
+        OrtModel(bundle, bundle.target, Device("cuda"), "onnx")
+
+
+def test_a_whole_request_of_the_command_line(cuda, pairs):
+    done = run(
+        "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda",
+        "-n", "12", "--ignore-eos",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "12 tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"STANDIN_DEVICES": 0}, "cuda: CUDA failure 100: no CUDA-capable device is detected"),
+        ({"STANDIN_DRIVER": 12040}, "cuda: CUDA failure 35: CUDA driver version is insufficient"),
+        ({"STANDIN_MEMORY_MB": 0}, "specedge: not enough memory on cuda for "),
+    ],
+)
+def test_a_machine_that_lacks_something_is_one_clear_line(cuda, pairs, setting, message):
+    done = run(
+        "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda", **setting
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_device_that_there_is_not_is_named(cuda, pairs):
+    with pytest.raises(DeviceError, match="cuda:7"):
+        specedge.load(pairs("fp32-fp16"), device="cuda:7")

@@ -1,0 +1,107 @@
+"""Scores that lie on a device: what is asked of them is what whole rows give, of less."""
+
+import numpy as np
+import pytest
+
+from specedge.errors import SpecEdgeError
+from specedge.manifest import num_best
+from specedge.options import Sampling
+from specedge.runtime.backend.device_scores import DeviceScores
+from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.probabilities import choice, of_row
+from specedge.runtime.sampling.scores import Scores
+
+NOTHING = History([0])
+
+
+class Device:
+    """Rows as a scored graph has them; `fetches` is what was fetched of it."""
+
+    def __init__(self, logits, ids=None):
+        self.logits, self.fetches = np.asarray(logits, np.float32), []
+        self.scores = DeviceScores(self.all, self.best, self.logits.shape[1], ids)
+        self.whole = Scores(self.logits, ids)
+
+    def all(self):
+        self.fetches.append("all")
+        return self.logits
+
+    def best(self):
+        self.fetches.append("best")
+        num = num_best(self.logits.shape[1])
+        order = np.argsort(-self.logits, axis=1, kind="stable")[:, :num]
+        with np.errstate(invalid="ignore"):
+            wrong = (self.logits * 0).sum(1, keepdims=True)
+        values = np.take_along_axis(self.logits, order, 1)
+        return np.concatenate([values, order, wrong], 1, dtype=np.float32)
+
+
+def rows(kind, width):
+    random = np.random.default_rng(width)
+    logits = random.standard_normal((3, width)).astype(np.float32)
+    return np.round(4 * logits) / 4 if kind == "tied" else logits
+
+
+@pytest.mark.parametrize("width", [5, 64, 65, 3000])
+@pytest.mark.parametrize("kind", ["apart", "tied"])
+def test_the_largest_logits_are_those_of_the_whole_row(kind, width):
+    logits = rows(kind, width)
+    for count in (1, 2, 7, 63, 64, 65):
+        device = Device(logits)
+        for i in range(len(logits)):
+            found, wanted = device.scores[i].largest(count), device.whole[i].largest(count)
+            assert found[0].tolist() == wanted[0].tolist()
+            assert found[1].tobytes() == wanted[1].tobytes()
+
+
+@pytest.mark.parametrize("width", [5, 64, 65, 3000])
+@pytest.mark.parametrize("kind", ["apart", "tied"])
+@pytest.mark.parametrize("ids", [False, True])
+def test_a_distribution_has_the_bits_of_the_whole_rows(kind, width, ids):
+    logits = rows(kind, width)
+    tokens = np.arange(width) * 3 if ids else None
+    for top_k in (1, 4, 20, 63, 64, 70, 0):
+        for sampling in (Sampling(0.7, top_k=top_k), Sampling(1.0, top_k=top_k, top_p=0.8)):
+            device = Device(logits, tokens)
+            for i in range(len(logits)):
+                found, wanted = (
+                    of_row(scores[i], sampling, NOTHING).row(3 * width)
+                    for scores in (device.scores, device.whole)
+                )
+                assert found.tobytes() == wanted.tobytes()
+
+
+def test_no_row_is_fetched_for_a_greedy_choice_nor_for_top_k():
+    device = Device(rows("apart", 3000))
+    assert choice(device.scores[2], Sampling(), NOTHING) == device.logits[2].argmax()
+    of_row(device.scores[1], Sampling(1.0, top_k=20), NOTHING)
+    assert device.fetches == ["best"]
+    of_row(device.scores[1], Sampling(1.0, top_k=64), NOTHING)
+    assert device.fetches == ["best", "all"]
+
+
+def test_a_row_is_fetched_where_the_last_of_the_best_ties_with_one_that_may_not_be_among_them():
+    logits = rows("apart", 3000)
+    logits[0, 100:200] = logits.max() + 1
+    device = Device(logits)
+    assert device.scores[0].largest(1)[0] == [100]
+    assert device.fetches == ["best", "all"]
+    assert len(of_row(device.scores[0], Sampling(1.0, top_k=20), NOTHING).weights) == 100
+
+
+def test_an_option_for_some_token_sees_the_whole_row():
+    device = Device(rows("apart", 3000))
+    least = int(device.logits[0].argmin())
+    sampling = Sampling(1.0, top_k=2, logit_bias={least: 100.0})
+    assert of_row(device.scores[0], sampling, NOTHING).of(least) > 0.99
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_logit_that_is_no_number_is_an_error_wherever_it_is_among_them(value):
+    logits = rows("apart", 3000)
+    logits[:, 7] = value
+    for sampling in (Sampling(), Sampling(1.0, top_k=20)):
+        device = Device(logits)
+        drawn = choice if sampling.greedy else of_row
+        with pytest.raises(SpecEdgeError, match="logits are not numbers"):
+            drawn(device.scores[0], sampling, NOTHING)
