@@ -92,7 +92,7 @@ def runtime(tell: Tell) -> None:
         version=ort.__version__,
         cuda=getattr(ort, "cuda_version", None) or None,
         providers=ort.get_available_providers(),
-        folder=str(Path(ort.__file__).parent),
+        folder=ort.__path__[0],
     )
 
 
@@ -176,7 +176,7 @@ def _run(session: Any, x: np.ndarray) -> Any:
 
 
 def _plug_in(tell: Tell, ort: Any, options: Any) -> bool:
-    """Take up NVIDIA's plug-in; False where there is none, or none of its devices."""
+    """Take up NVIDIA's plug-in, with its first GPU; False where it is not installed."""
     tell(stage="loading the plug-in")
     try:
         plug_in = importlib.import_module(PLUG_IN)
@@ -187,10 +187,10 @@ def _plug_in(tell: Tell, ort: Any, options: Any) -> bool:
         return False
     ort.register_execution_provider_library(PROVIDERS["rtx"], plug_in.get_library_path())
     found = [one for one in ort.get_ep_devices() if one.ep_name == PROVIDERS["rtx"]]
-    tell(plug_in_devices=len(found))
-    if found:
-        options.add_provider_for_devices(found[:1], {})
-    return bool(found)
+    if not found:
+        raise RuntimeError(f"{PLUG_IN} shows no GPU that it would run on")
+    options.add_provider_for_devices(found[:1], {})
+    return True
 
 
 def _libraries(tell: Tell, ort: Any, name: str) -> None:

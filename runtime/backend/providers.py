@@ -82,11 +82,11 @@ def _in_the_way(name: str, machine: Machine, facts: dict[str, Any]) -> Iterator[
     if machine.jetson and name != "rtx":
         yield _jetson(machine)
     yield from machine.gpu_missing
+    for gpu in machine.driver.facts.get("gpus", [])[:1]:  # the one that would be used
+        yield from _unsupported(name, gpu, facts.get("codes", []))
     if facts.get("lacking"):
         yield _lacking(name, machine)
     yield from _libraries(name, facts)
-    for gpu in machine.driver.facts.get("gpus", [])[:1]:  # the one that would be used
-        yield from _unsupported(name, gpu, facts.get("codes", []))
 
 
 def _lacking(name: str, machine: Machine) -> Finding:
@@ -113,7 +113,7 @@ def _libraries(name: str, facts: dict[str, Any]) -> Iterator[Finding]:
     for folder in sorted({*found.values()}):
         names = ", ".join(library for library in missing if found.get(library) == folder)
         yield Finding(
-            f"{names} is in {folder}, where ONNX Runtime does not look",
+            f"ONNX Runtime does not look into {folder}, which has {names}",
             f'export LD_LIBRARY_PATH="{folder}:$LD_LIBRARY_PATH"',
         )
     absent = [library for library in missing if library not in found]

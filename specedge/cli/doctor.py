@@ -90,13 +90,10 @@ def _gpu(gpu: dict[str, Any]) -> str:
 def _device(one: Device, said: list[Finding]) -> Iterator[str]:
     from specedge.runtime.doctor import can_use
 
-    if one.works:
-        later = "" if can_use(one.name) else f"; specedge has no --device {one.name} yet"
-        yield f"{one.name:16} works{later}"
-        for note in one.notes:
-            yield f"  {note}"
-        return
-    yield f"{one.name:16} does not work"
+    later = "" if can_use(one.name) else f"; specedge has no --device {one.name} yet"
+    yield f"{one.name:16} {'works' if one.works else 'does not work'}{later}"
+    for note in one.notes:
+        yield f"  {note}"
     for reason in one.reasons:
         if reason in said:
             yield f"  {reason.what} (see above)"
