@@ -15,6 +15,7 @@ from specedge.runtime.backend.child import ask
 
 ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 GONE = "raise ModuleNotFoundError(\"No module named 'onnxruntime'\", name='onnxruntime')"
 FAKE = """
 import os, numpy
@@ -89,7 +90,7 @@ def test_it_is_right_about_this_machine():
             assert not found["devices"][name]["works"]
             reasons = " ".join(one["what"] for one in found["devices"][name]["reasons"])
             assert f"has no {providers.NAMES[name]}" in reasons
-    assert "no NVIDIA driver" in result.stdout or "gpus" in found["driver"]
+    assert found["driver"].keys() & {"missing", "gpus", "error"}
 
 
 def test_text_has_a_line_for_each_device_and_the_commands_that_help():
@@ -136,11 +137,12 @@ def test_why_not_is_one_line_or_none():
             "onnxruntime-gpu 1.31.0 is installed but cannot be loaded (libfoo.so.1: cannot open",
             'pip uninstall -y onnxruntime-gpu && pip install "specedge[gpu]"',
         ),
-        (
+        pytest.param(
             "import os; os.kill(os.getpid(), 11)",
             [("onnxruntime", "1.31.0")],
             "cannot be loaded (ended by signal 11 (SIGSEGV) while importing onnxruntime)",
             "pip uninstall -y onnxruntime && ",
+            marks=POSIX,
         ),
         (
             "print('a half')",
@@ -193,7 +195,11 @@ def test_results_are_believed_before_what_would_explain_a_failure(fake):
         ({"result": "right + numpy.eye(4, 32)"}, "its results are wrong: 4 of 128 numbers"),
         ({"result": "right * numpy.nan"}, "its results are wrong: 128 of 128 numbers"),
         ({"result": "right[:3]"}, "its results are wrong: shape [3, 32], wanted [4, 32]"),
-        ({"result": "os.kill(os.getpid(), 11)"}, "ended by signal 11 (SIGSEGV) while running a"),
+        pytest.param(
+            {"result": "os.kill(os.getpid(), 11)"},
+            "trying it ended by signal 11 (SIGSEGV) while running a graph",
+            marks=POSIX,
+        ),
         ({"opening": "os._exit(3)"}, "trying it ended with exit code 3 while opening a session"),
     ],
 )

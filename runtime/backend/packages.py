@@ -9,7 +9,6 @@ from importlib import metadata
 # The oldest that specedge takes, as in pyproject.toml; a test compares them.
 FLOORS = {"onnxruntime": "1.30", "onnxruntime-gpu": "1.31"}
 RELATED = re.compile(r"(onnxruntime|ort-|nvidia-|tensorrt|torch$|numpy$|tokenizers$)")
-NO_RUNTIME = re.compile(r"onnxruntime-(ep-|extensions|genai|tools)")
 PLUG_IN = "onnxruntime-ep-nv-tensorrt-rtx-cu13"
 
 
@@ -42,14 +41,16 @@ def related() -> dict[str, str]:
 def runtimes() -> tuple[Package, ...]:
     """The packages that install the module `onnxruntime`; there should be one.
 
-    Names say it, and the files that pip installed: those with a module of another name have none.
+    Those with another name are known by their files: onnxruntime-extensions, say, has others.
     """
     return tuple(
         Package(name, found.version)
         for name, found in sorted(_distributions().items())
-        if name.startswith(("onnxruntime", "ort-"))
-        and not NO_RUNTIME.match(name)
-        and (found.files is None or any(str(f) == "onnxruntime/__init__.py" for f in found.files))
+        if name in FLOORS
+        or (
+            name.startswith(("onnxruntime", "ort-"))
+            and "onnxruntime/__init__.py" in map(str, found.files or ())
+        )
     )
 
 

@@ -134,6 +134,16 @@ def test_a_broken_library_is_named(some):
     assert reason["fix"] == 'pip install "nvidia-curand~=10.0"'
 
 
+def test_what_a_library_needs_in_turn_is_named(some, tmp_path):
+    path, source = some / "libcurand.so.10", ["-x", "c", os.devnull]
+    path.unlink()
+    for out, more in ((tmp_path / "libdeep.so", ["-Wl,-soname,libdeep.so.1"]), (path, [])):
+        subprocess.run([*COMPILE, str(out), "-Wl,--no-as-needed", *more, *source], check=True)
+        source += ["-x", "none", str(out)]
+    (reason,) = reasons(some)
+    assert reason == {"what": "libraries cannot be loaded: libdeep.so.1 (not found)", "fix": None}
+
+
 def test_a_library_that_crashes_as_it_loads_is_a_finding(some):
     path = some / "libcurand.so.10"
     path.unlink()

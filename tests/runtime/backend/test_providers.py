@@ -102,6 +102,15 @@ def test_the_first_reason_has_the_fix(monkeypatch, driver, name, facts, what, fi
     assert fix == first.fix if fix is None else fix in first.fix
 
 
+def test_of_several_gpus_the_first_is_the_one_that_counts(monkeypatch):
+    facts = {"codes": ["sm_86"], "error": "CUDA failure 999"}
+    other = GPU | {"capability": [10, 0]}
+    (reason,) = on(monkeypatch, DRIVER | {"gpus": [GPU, other]}, "cuda", facts)
+    assert reason.what == "ONNX Runtime fails: CUDA failure 999"
+    (reason,) = on(monkeypatch, DRIVER | {"gpus": [other, GPU]}, "cuda", facts)
+    assert "compute capability 10.0" in reason.what
+
+
 def test_gpus_that_a_variable_hides(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "-1")
     (reason,) = on(monkeypatch, DRIVER | {"gpus": []}, "cuda", {"error": "no"})
