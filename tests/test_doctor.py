@@ -128,7 +128,7 @@ def test_why_not_is_one_line_or_none():
         (
             GONE,
             [("onnxruntime", "1.31.0")],
-            "onnxruntime 1.31.0 is installed, but its module is gone",
+            "onnxruntime 1.31.0 is installed, but its files are gone",
             'pip uninstall -y onnxruntime && pip install "specedge[cpu]"',
         ),
         (
@@ -147,7 +147,7 @@ def test_why_not_is_one_line_or_none():
         (
             "print('a half')",
             [("onnxruntime", "1.31.0")],
-            "the module onnxruntime is what another package left in",
+            "site/onnxruntime is left of one)",
             "pip uninstall -y onnxruntime && ",
         ),
     ],

@@ -71,14 +71,11 @@ class Machine:
     def broken(self) -> Finding | None:
         """Why ONNX Runtime runs on no device at all."""
         facts, again = self.runtime.facts, self._again()
-        if facts.get("absent"):
+        if facts.get("absent") or "hollow" in facts:
+            left = f" ({', '.join(facts['hollow'])} is left of one)" if facts.get("hollow") else ""
             if self.packages:
-                return Finding(f"{self._names} is installed, but its module is gone", again)
-            return Finding("ONNX Runtime is not installed", self.extra)
-        if "hollow" in facts:
-            return Finding(
-                f"the module onnxruntime is what another package left in {facts['hollow']}", again
-            )
+                return Finding(f"{self._names} is installed, but its files are gone{left}", again)
+            return Finding(f"ONNX Runtime is not installed{left}", self.extra)
         if reason := facts.get("error") or self.runtime.ended:
             what = self._names or "a module onnxruntime of no package"
             return Finding(f"{what} is installed but cannot be loaded ({reason})", again)
@@ -156,8 +153,8 @@ class Machine:
 
     def _again(self) -> str:
         """The commands that take away every ONNX Runtime and install one."""
-        names = " ".join(one.name for one in self.packages) or "onnxruntime onnxruntime-gpu"
-        return f"pip uninstall -y {names} && {self.extra}"
+        names = " ".join(one.name for one in self.packages)
+        return f"pip uninstall -y {names} && {self.extra}" if names else self.extra
 
 
 _REINSTALL = "see what nvidia-smi says; install the driver, 580 or newer, again and restart"
