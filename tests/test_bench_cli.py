@@ -151,18 +151,18 @@ def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX pipes and links")
 def test_a_link_is_followed_and_a_pipe_stays_one(tmp_path):
-    from specedge.cli.bench import _write
+    from specedge.cli.options import write_output
 
     real, link, pipe = (tmp_path / name for name in ("real.csv", "link.csv", "pipe"))
     real.write_text("old", "utf-8")
     link.symlink_to(real)
-    _write(str(link), "new", True, "--csv")
+    write_output(str(link), "new", True, "--csv")
     assert link.is_symlink()
     assert real.read_text("utf-8") == "new"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
     try:
-        _write(str(pipe), "new", False, "--csv")
+        write_output(str(pipe), "new", False, "--csv")
         assert os.read(reader, 10) == b"new"
     finally:
         os.close(reader)

@@ -19,6 +19,7 @@ import click
 from specedge import starting
 from specedge.cli.bench import bench
 from specedge.cli.compare import compare
+from specedge.cli.doctor import doctor
 from specedge.cli.embed import embed
 from specedge.cli.export import export
 from specedge.cli.generate import generate
@@ -41,7 +42,7 @@ def cli() -> None:
 
 for command in (
     *(export, embed, generate, compare, tune, bench, inspect, verify),
-    *(list_, remove, theory, ngram),
+    *(list_, remove, theory, ngram, doctor),
 ):
     cli.add_command(command)
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import options, progress
-from specedge.cli.terminal import lines, one_line
+from specedge.cli.terminal import lines
 from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import AUTO, DrafterName, Request
 
@@ -138,7 +138,7 @@ def bench(
     )
     for flag, path, write in outputs:
         if path is not None:
-            _write(path, write(report), overwrite, flag)
+            options.write_output(path, write(report), overwrite, flag)
 
 
 def _check_outputs(outputs: dict[str, str], prompts: str | None, overwrite: bool) -> None:
@@ -261,15 +261,3 @@ def _facts(
         if name in ("max_new_tokens", "temperature", "seed")
         or (value or None) != (getattr(default, name) or None)
     }
-
-
-def _write(path: str, text: str, overwrite: bool, flag: str) -> None:
-    from specedge.store import named_errors, replace_text
-
-    options.check_output(path, [], overwrite, flag)  # measuring took a while
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device stays one
-        with named_errors(path):
-            Path(path).write_text(text, "utf-8")
-    else:
-        replace_text(Path(os.path.realpath(path)), text)
-    click.echo(one_line(f"wrote {path}"), err=True)

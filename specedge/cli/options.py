@@ -230,6 +230,19 @@ def check_output(
         raise click.UsageError(f"{output} exists; name another file, or give --overwrite")
 
 
+def write_output(path: str, text: str, overwrite: bool, flag: str) -> None:
+    """Write a text file whole or not at all, unless it is there by now, and say so."""
+    from specedge.store import named_errors, replace_text
+
+    check_output(path, [], overwrite, flag)  # the work took a while
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device stays one
+        with named_errors(path):
+            Path(path).write_text(text, "utf-8")
+    else:
+        replace_text(Path(os.path.realpath(path)), text)
+    click.echo(one_line(f"wrote {path}"), err=True)
+
+
 def messages(question: str, system: str | None) -> list[dict[str, str]]:
     """A chat of one question, perhaps with a system message before it."""
     asked = [{"role": "user", "content": question}]

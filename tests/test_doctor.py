@@ -1,0 +1,288 @@
+"""`specedge doctor` on any machine: right about this one, and about those that are made up here."""
+
+import json
+import os
+from importlib import util
+from pathlib import Path
+
+import pytest
+
+from distributions import install, only
+from installed import run, run_process
+from specedge.cli import cli
+from specedge.runtime.backend import probe, providers
+from specedge.runtime.backend.child import ask
+
+ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+GONE = "raise ModuleNotFoundError(\"No module named 'onnxruntime'\", name='onnxruntime')"
+FAKE = """
+import os, numpy
+from specedge.runtime.backend import probe
+
+__version__, cuda_version = "1.31.1", "13.0"
+SessionOptions = type("SessionOptions", (), {"add_session_config_entry": lambda *x: None})
+
+def get_available_providers():
+    return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+
+def preload_dlls():
+    print("what a library prints is no answer")
+
+class InferenceSession:
+    def __init__(self, path, options, providers, enable_fallback):
+        assert not enable_fallback
+        OPEN
+
+    def get_providers(self):
+        return FIRST
+
+    def run(self, outputs, inputs):
+        weights, bias = probe.constants()
+        right = numpy.maximum(inputs["x"] @ weights + bias, 0)
+        return [RESULT]
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Make Python import another onnxruntime, and pip know of these packages alone."""
+
+    def make(content, *installed):
+        folder = tmp_path / "site"
+        (folder / "onnxruntime").mkdir(parents=True)
+        (folder / "onnxruntime/__init__.py").write_text(content)
+        for name, version in installed:
+            install(folder, name, version)
+        monkeypatch.syspath_prepend(str(folder))
+        only(monkeypatch, folder)
+
+    return make
+
+
+@pytest.fixture
+def fake(module):
+    """An onnxruntime-gpu of Python alone."""
+
+    def make(result="right", first='["CUDAExecutionProvider"]', opening="pass"):
+        content = FAKE.replace("RESULT", result).replace("FIRST", first).replace("OPEN", opening)
+        module(content, ("onnxruntime-gpu", "1.31.1"))
+
+    return make
+
+
+def diagnosis(*arguments):
+    result = run("doctor", "--json", *arguments)
+    return result.returncode, json.loads(result.stdout)
+
+
+def test_it_is_right_about_this_machine():
+    result = run_process("doctor", "--json")
+    found = json.loads(result.stdout)
+    assert result.returncode == 0
+    assert found["onnxruntime"]["version"] == ort.__version__
+    assert found["devices"].keys() == {"cpu", "cuda", "tensorrt", "rtx"}
+    assert found["devices"]["cpu"]["works"]
+    assert found["devices"]["cpu"]["facts"]["products"] in ("as they are", "unsigned")
+    for name, provider in list(probe.PROVIDERS.items())[1:3]:
+        if provider not in ort.get_available_providers():
+            assert not found["devices"][name]["works"]
+            reasons = " ".join(one["what"] for one in found["devices"][name]["reasons"])
+            assert f"has no {providers.NAMES[name]}" in reasons
+    assert found["driver"].keys() & {"missing", "gpus", "error"}
+
+
+def test_text_has_a_line_for_each_device_and_the_commands_that_help():
+    result = run("doctor")
+    assert result.returncode == 0
+    assert f"ONNX Runtime     {ort.__version__}" in result.stdout
+    assert "\ncpu              works\n  a graph gave NumPy's numbers" in result.stdout
+    for name in ("cuda", "tensorrt", "rtx"):
+        assert f"\n{name:16} " in result.stdout
+    assert result.stdout.count("there is no NVIDIA driver: libcuda.so.1 is not found\n  fix") <= 1
+
+
+@pytest.mark.skipif(util.find_spec(probe.PLUG_IN) is not None, reason="the plug-in is installed")
+def test_a_device_that_was_asked_for_and_does_not_work_exits_1():
+    code, found = diagnosis("--device", "rtx")
+    assert code == 1
+    assert list(found["devices"]) == ["rtx"]
+    fixes = [one["fix"] for one in found["devices"]["rtx"]["reasons"]]
+    assert 'pip install "onnxruntime-ep-nv-tensorrt-rtx-cu13~=0.5"' in fixes
+
+
+def test_why_not_is_one_line_or_none():
+    assert providers.why_not("cpu") is None
+    if "CUDAExecutionProvider" not in ort.get_available_providers():
+        line = providers.why_not("cuda")
+        assert line.startswith("cuda does not work here: ")
+        assert "specedge doctor" in line
+        assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("content", "installed", "what", "fix"),
+    [
+        (GONE, [], "ONNX Runtime is not installed", 'pip install "specedge[cpu]"'),
+        (
+            GONE,
+            [("onnxruntime", "1.31.0")],
+            "onnxruntime 1.31.0 is installed, but its files are gone",
+            'pip uninstall -y onnxruntime && pip install "specedge[cpu]"',
+        ),
+        (
+            "raise ImportError('libfoo.so.1: cannot open shared object file')",
+            [("onnxruntime-gpu", "1.31.0")],
+            "onnxruntime-gpu 1.31.0 is installed but cannot be loaded (libfoo.so.1: cannot open",
+            'pip uninstall -y onnxruntime-gpu && pip install "specedge[gpu]"',
+        ),
+        pytest.param(
+            "import os; os.kill(os.getpid(), 11)",
+            [("onnxruntime", "1.31.0")],
+            "cannot be loaded (ended by signal 11 (SIGSEGV) while importing onnxruntime)",
+            "pip uninstall -y onnxruntime && ",
+            marks=POSIX,
+        ),
+        (
+            "print('a half')",
+            [("onnxruntime", "1.31.0")],
+            "site/onnxruntime is left of one)",
+            "pip uninstall -y onnxruntime && ",
+        ),
+    ],
+)
+def test_an_onnx_runtime_that_does_not_run_is_a_finding(module, content, installed, what, fix):
+    module(content, *installed)
+    result = run("doctor")
+    assert result.returncode == 1
+    assert what in result.stdout
+    assert f"  fix: {fix}" in result.stdout
+    assert "Traceback" not in result.stdout + result.stderr
+    assert result.stdout.count(what) == 1 + 4  # each device points there
+
+
+def test_two_packages_of_one_module_are_a_finding(module):
+    module(
+        FAKE.replace("RESULT", "right"), ("onnxruntime", "1.31.1"), ("onnxruntime-gpu", "1.31.1")
+    )
+    _, found = diagnosis("--device", "cpu")
+    (finding,) = found["findings"]
+    assert finding["what"].startswith("onnxruntime 1.31.1 and onnxruntime-gpu 1.31.1 are installed")
+    expected = 'pip uninstall -y onnxruntime onnxruntime-gpu && pip install "specedge[gpu]"'
+    assert finding["fix"] == expected
+
+
+def test_a_module_of_another_version_than_pips_is_a_finding(module):
+    module(FAKE.replace("RESULT", "right"), ("onnxruntime-gpu", "1.32.0"))
+    _, found = diagnosis("--device", "cpu")
+    (finding,) = found["findings"]
+    assert "but Python imports ONNX Runtime 1.31.1 from" in finding["what"]
+
+
+def test_results_are_believed_before_what_would_explain_a_failure(fake):
+    fake()
+    code, found = diagnosis("--device", "cuda")
+    assert code == 0
+    assert found["devices"]["cuda"]["works"]
+    assert found["devices"]["cuda"]["reasons"] == []
+
+
+@pytest.mark.parametrize(
+    ("made", "what"),
+    [
+        ({"result": "0 * right"}, "its results are wrong: 60 of 128 numbers: y[0, 0] is 0, wanted"),
+        ({"result": "right + numpy.eye(4, 32)"}, "its results are wrong: 4 of 128 numbers"),
+        ({"result": "right * numpy.nan"}, "its results are wrong: 128 of 128 numbers"),
+        ({"result": "right[:3]"}, "its results are wrong: shape [3, 32], wanted [4, 32]"),
+        pytest.param(
+            {"result": "os.kill(os.getpid(), 11)"},
+            "trying it ended by signal 11 (SIGSEGV) while running a graph",
+            marks=POSIX,
+        ),
+        ({"opening": "os._exit(3)"}, "trying it ended with exit code 3 while opening a session"),
+    ],
+)
+def test_a_provider_that_fails_is_a_finding(fake, made, what):
+    fake(**made)
+    code, found = diagnosis("--device", "cuda")
+    assert code == 1
+    assert what in found["devices"]["cuda"]["reasons"][-1]["what"]
+
+
+def test_a_session_that_another_provider_took_is_no_success(fake):
+    fake(first='["CPUExecutionProvider"]')
+    _, found = diagnosis("--device", "cuda")
+    assert not found["devices"]["cuda"]["works"]
+    assert found["devices"]["cuda"]["facts"]["error"].endswith("CPUExecutionProvider instead")
+
+
+def test_a_provider_that_hangs_is_ended(module):
+    module("import time; time.sleep(60)")
+    answer = ask("runtime", seconds=3)
+    assert answer.ended == "no end in 3 s while importing onnxruntime"
+
+
+def test_a_report_is_one_file_with_all_that_json_prints(tmp_path, monkeypatch):
+    monkeypatch.setenv("LD_LIBRARY_PATH", f"{Path.home()}/lib")
+    path = tmp_path / "report.json"
+    result = run("doctor", "--device", "cpu", "--report", path)
+    assert result.returncode == 0
+    assert result.stderr == f"wrote {path}\n"
+    found = json.loads(path.read_text("utf-8"))
+    assert found["devices"]["cpu"]["works"]
+    assert found["environment"]["LD_LIBRARY_PATH"] == "~/lib"
+    assert str(Path.home()) not in path.read_text("utf-8")
+    assert os.listdir(tmp_path) == ["report.json"]
+
+
+def test_a_report_replaces_no_file_unasked(tmp_path):
+    path = tmp_path / "report.json"
+    path.write_text("mine")
+    result = run("doctor", "--device", "cpu", "--report", path)
+    assert result.returncode == 1
+    assert "exists; name another file, or give --overwrite" in result.stderr
+    assert path.read_text() == "mine"
+    assert run("doctor", "--device", "cpu", "--report", path, "--overwrite").returncode == 0
+    assert json.loads(path.read_text("utf-8"))
+
+
+def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    result = run("doctor", "--device", "cpu", "--report", tmp_path / "report.json")
+    assert result.returncode == 1
+    assert "No space left on device" in result.stderr
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--device", "tpu"], "'tpu' is not one of"),
+        (["--overwrite"], "--overwrite needs --report"),
+        (["--report", "nowhere/report.json"], "lies in no folder"),
+    ],
+)
+def test_bad_options_are_one_clear_line(arguments, message):
+    result = run("doctor", *arguments)
+    assert result.returncode == 1
+    assert message in result.stderr
+    assert result.stdout == ""
+
+
+def test_the_commands_devices_are_those_that_can_be_tried():
+    (device,) = [one for one in cli.commands["doctor"].params if one.name == "device"]
+    assert list(device.type.choices) == list(probe.PROVIDERS)
+
+
+def test_the_graph_is_what_its_test_says():
+    onnx = pytest.importorskip("onnx")
+    model = onnx.load(probe.GRAPH)
+    assert [node.op_type for node in model.graph.node] == ["MatMul", "Add", "Relu"]
+    stored = [onnx.numpy_helper.to_array(one) for one in model.graph.initializer]
+    for found, wanted in zip(stored, probe.constants(), strict=True):
+        assert found.dtype == wanted.dtype
+        assert (found == wanted).all()
