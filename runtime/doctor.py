@@ -13,10 +13,10 @@ from typing import Any
 
 from specedge.version import __version__
 
-from .backend import packages, providers
-from .backend.machine import Finding, Machine
-from .backend.providers import Device
 from .backend.sessions import DEVICES
+from .diagnosis import packages, providers
+from .diagnosis.machine import Finding, Machine
+from .diagnosis.providers import Device
 
 # What may change where libraries are found, or which GPUs are seen.
 VARIABLES = (

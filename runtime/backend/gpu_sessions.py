@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import re
+import contextlib
+import io
 from collections import Counter
 from typing import Any
 
 from specedge.errors import DeviceError
 
+from ..diagnosis.providers import why_not
 from .memory import is_out_of_memory
 
 _NO_FALLBACK = "session.disable_cpu_ep_fallback"
@@ -16,21 +18,33 @@ _PLACEMENT = "session.record_ep_graph_assignment_info"
 
 def opened(ort: Any, path: str, name: str, provider: str, index: int, options: Any) -> Any:
     """A session that captures passes as graphs of CUDA. DeviceError where it cannot be one."""
-    if provider not in ort.get_available_providers():
-        raise DeviceError(
-            f"{name}: the ONNX Runtime that is installed has no {provider}; "
-            "pip uninstall onnxruntime, then pip install 'specedge[gpu]'"
-        )
+    _load_libraries(ort)
     options.add_session_config_entry(_NO_FALLBACK, "1")
+    providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
     try:
-        providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
         return ort.InferenceSession(path, options, providers, enable_fallback=False)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        if (reason := _reason(ort, path, provider, index)) is None:
-            raise
-        raise DeviceError(f"{name}: {reason}") from error
+        if nodes := _elsewhere(ort, path, provider, index):
+            raise DeviceError(
+                f"{name}: {path} has nodes that it has no kernels for: {nodes}; take another op set"
+            ) from error
+        if reason := why_not(name.partition(":")[0]):
+            raise DeviceError(reason) from error
+        if index:
+            raise DeviceError(
+                f"{name}: there is none, or it fails; see 'specedge doctor'"
+            ) from error
+        raise
+
+
+def _load_libraries(ort: Any) -> None:
+    """Load CUDA from NVIDIA's Python packages, where no search path leads; it prints what is not
+    there, which may be elsewhere.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        ort.preload_dlls(cudnn=False)
 
 
 def _provider_options(index: int) -> dict[str, str]:
@@ -45,24 +59,20 @@ def _provider_options(index: int) -> dict[str, str]:
     }
 
 
-def _reason(ort: Any, path: str, provider: str, index: int) -> str | None:
-    """Why a session that forbids the CPU cannot be, by one that allows it."""
+def _elsewhere(ort: Any, path: str, provider: str, index: int) -> str | None:
+    """The nodes that a session which may use the CPU leaves to it; None if there is no session."""
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.add_session_config_entry(_PLACEMENT, "1")
     providers = [(provider, _provider_options(index)), "CPUExecutionProvider"]
     try:
         session = ort.InferenceSession(path, options, providers, enable_fallback=False)
-    except Exception as error:
-        found = re.search(r"CUDA failure \d+: [^;]+|Invalid [^;:]*device[^;]*", str(error))
-        return None if found is None else f"{found[0].strip()}; run 'specedge doctor' for the cure"
-    if provider not in session.get_providers():
-        return "its libraries cannot be loaded; run 'specedge doctor', which names them"
-    elsewhere = {name: count for name, count in placed(session).items() if name[0] != provider}
-    if not elsewhere:
+    except Exception:
         return None
-    listed = ", ".join(f"{count} {op}" for (_, op), count in sorted(elsewhere.items()))
-    return f"{path} has nodes that the device has no kernels for: {listed}; take another op set"
+    if provider not in session.get_providers():
+        return None
+    found = {name: count for name, count in placed(session).items() if name[0] != provider}
+    return ", ".join(f"{count} {op}" for (_, op), count in sorted(found.items()))
 
 
 def placed(session: Any) -> Counter[tuple[str, str]]:

@@ -14,18 +14,24 @@ from .memory import is_out_of_memory
 
 def onnxruntime() -> Any:
     """The onnxruntime module, or an error that says how to install it."""
+    how = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
     try:
-        return importlib.import_module("onnxruntime")
+        module = importlib.import_module("onnxruntime")
     except ImportError as error:
         if _was_interrupted(error):
             raise KeyboardInterrupt from error
-        how = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
         if isinstance(error, ModuleNotFoundError) and error.name == "onnxruntime":
             raise MissingExtraError(f"ONNX Runtime is not installed: {how}") from error
         raise MissingExtraError(
             f"ONNX Runtime is installed but cannot be loaded ({first_line(error)}); install what "
             f"is missing, or again: {how}"
         ) from error
+    if not hasattr(module, "InferenceSession"):  # its folder is there, and its files are gone
+        raise MissingExtraError(
+            "ONNX Runtime's files are gone, as they are when one of two of its packages is "
+            f"uninstalled; uninstall the others, too, and install one: {how}"
+        )
+    return module
 
 
 def _was_interrupted(error: BaseException | None) -> bool:

@@ -12,8 +12,8 @@ from specedge.cli import options, progress
 from specedge.cli.terminal import one_line
 
 if TYPE_CHECKING:
-    from specedge.runtime.backend.machine import Finding
-    from specedge.runtime.backend.providers import Device
+    from specedge.runtime.diagnosis.machine import Finding
+    from specedge.runtime.diagnosis.providers import Device
     from specedge.runtime.doctor import Diagnosis
 
 DEVICES = ("cpu", "cuda", "tensorrt", "rtx")

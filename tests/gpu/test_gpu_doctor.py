@@ -11,8 +11,8 @@ import pytest
 import standin
 
 from installed import run
-from specedge.runtime.backend import providers
-from specedge.runtime.backend.shared_library import gpu_codes, needed
+from specedge.runtime.diagnosis import providers
+from specedge.runtime.diagnosis.shared_library import gpu_codes, needed
 
 pytestmark = pytest.mark.skipif(standin.why_not() is not None, reason=str(standin.why_not()))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from specedge.runtime.backend import shared_library
-from specedge.runtime.backend.shared_library import gpu_codes, needed, runs_on
+from specedge.runtime.diagnosis import shared_library
+from specedge.runtime.diagnosis.shared_library import gpu_codes, needed, runs_on
 
 HEADER = 64  # bytes of an ELF file's, and of a section's
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from specedge.runtime.backend import machine, packages, providers
-from specedge.runtime.backend.child import Answer
-from specedge.runtime.backend.machine import Machine
+from specedge.runtime.diagnosis import machine, packages, providers
+from specedge.runtime.diagnosis.child import Answer
+from specedge.runtime.diagnosis.machine import Machine
 
 GPU = {"name": "A card", "capability": [8, 6], "memory": 8 << 30, "free": 1 << 30}
 DRIVER = {"version": "580.95", "cuda": "13.0", "gpus": [GPU]}

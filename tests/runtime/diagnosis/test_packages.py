@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from distributions import install, only
-from specedge.runtime.backend import packages, probe, providers
-from specedge.runtime.backend.machine import Machine
+from specedge.runtime.diagnosis import packages, probe, providers
+from specedge.runtime.diagnosis.machine import Machine
 
 PROJECT = tomllib.loads(Path(__file__).parents[3].joinpath("pyproject.toml").read_text("utf-8"))
 

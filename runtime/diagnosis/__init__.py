@@ -1,0 +1,1 @@
+"""What is installed on a machine, and what works there."""
