@@ -244,5 +244,6 @@ def test_a_machine_that_lacks_something_is_one_clear_line(cuda, pairs, setting, 
 
 
 def test_a_device_that_there_is_not_is_named(cuda, pairs):
-    with pytest.raises(DeviceError, match="cuda:7"):
-        specedge.load(pairs("fp32-fp16"), device="cuda:7")
+    done = run("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:7")
+    assert done.returncode == 1
+    assert "specedge: cuda:7: there is none, or it fails" in done.stderr
