@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from dataclasses import replace
 
 from specedge import store
 from specedge.bundle import Bundle
+from specedge.errors import DeviceError
 
 from .backend import self_test
 from .backend.memory import PairMemory, check_memory, pair_memory
 from .backend.model_session import choose_ops
 from .backend.onnx_model import OrtModel
 from .backend.sessions import Device
+from .diagnosis.providers import why_not
 from .pipeline import Pipeline
 from .planning.cost_files import key_of
 from .planning.known_costs import KnownCosts
 from .text.tokenizing import load_tokenizer
+
+AUTO = "auto"
 
 
 def load(
@@ -35,8 +40,9 @@ def load(
     for all sessions of the process, which is faster for small models; sessions that the app makes
     itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
-    `device` is "cpu" or "cuda", of several GPUs with a number, such as "cuda:1"; the draft runs
-    there, too, unless `draft_device` names another.
+    `device` is "cpu" or "cuda", of several GPUs with a number, such as "cuda:1", or "auto": "cuda"
+    where that works and the bundle has graphs for it, else "cpu". The draft runs there, too, unless
+    `draft_device` names another.
 
     `ops` is the op set to run, "onnx", "gqa", one of those that compute in a type of their own,
     such as "gqa-fp16", or "auto" for the better one of each model on its device.
@@ -46,8 +52,8 @@ def load(
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
-    asked = Device(device, threads, share_threads)
-    apart = replace(asked, name=draft_device or device)
+    asked = Device(_chosen(device, found, ops), threads, share_threads)
+    apart = replace(asked, name=_chosen(draft_device, found, ops)) if draft_device else asked
     if asked.is_cpu:
         check_memory(memory_of(found, ops))
     devices = {"target": asked, "draft": apart}
@@ -69,6 +75,18 @@ def load(
         target.warm_up(range(1, longest + 1))
         note = self_test.run_on_gpu(target, found.target, longest)
     return Pipeline(found, load_tokenizer(found), target, draft, costs, note)
+
+
+def _chosen(device: str, bundle: Bundle, ops: str) -> str:
+    """The device that "auto" is here; another is itself."""
+    if device != AUTO:
+        return device
+    with suppress(DeviceError):
+        for model in bundle.models.values():
+            choose_ops(model, ops, Device("cuda"))
+        if why_not("cuda") is None:
+            return "cuda"
+    return "cpu"
 
 
 def memory_of(bundle: Bundle, ops: str = "auto") -> PairMemory:

@@ -14,7 +14,7 @@ import onnx_ir as ir
 from specedge.manifest import SCORED, Graph, Model, num_best, with_best
 
 from .graphs import signature_of
-from .nodes import constant
+from .nodes import constant, producer
 
 
 def add(model: Model, folder: Path) -> Model:
@@ -37,6 +37,7 @@ def _scored(decoder: ir.Model, model: Model) -> ir.Model:
     and a number that is 0 if all logits are finite. [1, R, 2 * num_best + 1]
     """
     graph = decoder.graph
+    _share_tables(graph)
     logits = graph.outputs[0]
     columns = logits
     if model.num_columns < model.padded_vocab_size:
@@ -57,6 +58,30 @@ def _scored(decoder: ir.Model, model: Model) -> ir.Model:
     best.shape = ir.Shape([1, "R", 2 * num_best(model.num_columns) + 1])
     graph.outputs.append(best)
     return decoder
+
+
+def _share_tables(graph: ir.Graph) -> None:
+    """Multiply with a table that rows are taken of, too, as it lies: its transpose would be a copy.
+
+    On the CPU kernels pack it anyhow; a GPU then holds it once.
+    """
+    for node in [n for n in graph if n.op_type == "MatMul"]:
+        turned = producer(node.inputs[1], "Transpose")
+        table = turned.inputs[0] if turned is not None else None
+        if turned is None or table is None or not _is_table(table):
+            continue
+        if len(turned.outputs[0].uses()) == 1 and [*turned.attributes["perm"].as_ints()] == [1, 0]:
+            node.replace_input_with(1, table)
+            node.op_type, node.domain = "FusedMatMul", "com.microsoft"
+            node.attributes["transB"] = ir.AttrInt64("transB", 1)
+            graph.remove(turned, safe=True)
+
+
+def _is_table(value: ir.Value) -> bool:
+    """Whether it is a stored matrix, or what it was cast to."""
+    cast = producer(value, "Cast")
+    source = cast.inputs[0] if cast is not None else value
+    return source is not None and isinstance(source.const_value, ir.ExternalTensor)
 
 
 def _put(

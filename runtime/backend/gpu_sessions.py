@@ -30,12 +30,11 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
             raise DeviceError(
                 f"{name}: {path} has nodes that it has no kernels for: {nodes}; take another op set"
             ) from error
-        if reason := why_not(name.partition(":")[0]):
-            raise DeviceError(reason) from error
         if index:
-            raise DeviceError(
-                f"{name}: there is none, or it fails; see 'specedge doctor'"
-            ) from error
+            what = "there is none of this number, or it fails; 'specedge doctor' lists them"
+            raise DeviceError(f"{name}: {what}") from error
+        if reason := why_not(name):
+            raise DeviceError(reason) from error
         raise
 
 

@@ -13,6 +13,7 @@ from gpu.conftest import PAIRS, run
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.manifest import num_best
+from specedge.runtime import loading
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -179,6 +180,25 @@ def test_memory_returns_when_a_pipeline_is_closed(cuda, pairs):
         assert {name: after[name] for name in names} == {name: before[name] for name in names}
 
 
+def test_a_tied_table_is_on_the_device_once(cuda, pairs):
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    before = cuda.counts()["device_bytes"]
+    session = Device("cuda").open(bundle.path(bundle.target.graph("scored", "gqa-fp16").file))
+    held = cuda.counts()["device_bytes"] - before
+    assert held < 1.05 * bundle.files[bundle.target.weights].size + 2**16
+    del session
+
+
+def test_auto_is_the_gpu_where_it_works_and_the_bundle_has_graphs_for_it(cuda, pairs, monkeypatch):
+    for reason, ops in ((None, "gqa-fp16"), ("no driver", "gqa")):
+        monkeypatch.setattr(loading, "why_not", lambda device, reason=reason: reason)
+        pipeline = specedge.load(pairs("fp32-fp16"), device="auto")
+        assert pipeline.target.ops == ops
+        pipeline.close()
+    monkeypatch.setattr(loading, "why_not", lambda device: None)
+    assert specedge.load(device="auto").target.ops == "gqa"  # the embedded pair has none
+
+
 def test_a_draft_on_the_cpu_beside_a_target_on_the_gpu(cuda, pairs):
     with loaded(pairs("fp32-fp16"), draft_device="cpu") as pipeline:
         assert (pipeline.target.ops, pipeline.draft.ops) == ("gqa-fp16", "gqa")
@@ -246,4 +266,4 @@ def test_a_machine_that_lacks_something_is_one_clear_line(cuda, pairs, setting, 
 def test_a_device_that_there_is_not_is_named(cuda, pairs):
     done = run("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:7")
     assert done.returncode == 1
-    assert "specedge: cuda:7: there is none, or it fails" in done.stderr
+    assert "specedge: cuda:7: there is none of this number, or it fails" in done.stderr

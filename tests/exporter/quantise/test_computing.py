@@ -20,7 +20,10 @@ from specedge.exporter import export
 from specedge.exporter.compare import partition, runner
 from specedge.op_sets import OPS, computed
 from specedge.runtime.backend.model_session import choose_ops
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
 from specedge.runtime.loading import memory_of
+from specedge.runtime.sampling.scores import Row
 
 CASES = [
     ("llama", "fp16", "fp16"),
@@ -54,6 +57,21 @@ class Typed(Made):
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: "-".join(case))
 def made(request, tmp_path_factory):
     return Typed(tmp_path_factory.mktemp("typed"), *request.param)
+
+
+def test_a_scored_graph_gives_a_decoders_logits_and_the_best_of_them(made):
+    bundle = made.bundle
+    for model in bundle.models.values():
+        ops = made.sets[0]
+        whole, scored = (OrtModel(bundle, model, Device(), ops, g) for g in ("decoder", "scored"))
+        wanted, found = (one.forward([5, 6, 7, 8]) for one in (whole, scored))
+        assert found.best[:, -1].tolist() == [0] * 4
+        assert np.allclose(found.array(), wanted.array(), atol=1e-3)
+        for i in range(4):
+            own = Row(found.array()[i], found.ids)
+            for count in (1, 5):
+                assert found[i].largest(count)[0].tolist() == own.largest(count)[0].tolist()
+                assert found[i].largest(count)[1].tolist() == own.largest(count)[1].tolist()
 
 
 def test_each_op_set_has_another_beside_it_and_a_report_of_its_own(made):
