@@ -79,9 +79,11 @@ class Subject:
         """Find the noise of both models, and what a pass of the target takes; once."""
         if self.noise:
             return
-        for role in ("target", "draft"):
+        for role, part in (("draft", 0.5), ("target", 1.0)):
+            # A draft in blocks may lose few bits, and seldom: it needs a time of its own.
             tokens, lengths = self.text(role), [1, *(k + 1 for k in self.greedy_ks)]
-            found = row_differences(getattr(self, role), tokens, lengths, budget)
+            share = budget.share(part)
+            found = row_differences(getattr(self, role), tokens, lengths, share)
             self.noise[role] = max((d.largest for d in found.values()), default=0.0)
         begun = budget.clock.used
         self.target.truncate(0)
