@@ -184,13 +184,12 @@ class Pipeline:
     def max_planned_tokens(self) -> int:
         """The largest K that is chosen without being asked for: as far as rows keep their bits.
 
-        Where those of float weights keep none, they are off by little; integers may turn anywhere.
+        Where those of floats keep none, they are off by little; integers may turn anywhere.
         """
-        held = self.target.row_independent_lengths
+        held, fast = self.target.row_independent_lengths, self.target.fast_length
         exact = takewhile(lambda k: holds(k + 1, held), range(1, MAX_EXPORTED_DRAFT_TOKENS + 1))
-        return max(
-            exact, default=0 if self.bundle.target.quantisation else self.bundle.num_draft_tokens
-        )
+        none = 0 if self.target.rounds_inputs else self.bundle.num_draft_tokens
+        return min(max(exact, default=none), fast - 1)
 
     def chat(
         self,

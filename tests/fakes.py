@@ -30,6 +30,8 @@ class TableModel:
     row_independent_lengths = tuple(range(1, 66))
     float32_error = 5e-6
     num_experts = 0
+    rounds_inputs = False
+    fast_length = sys.maxsize
 
     def __init__(
         self,

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from specedge.bundle import Bundle
 from specedge.manifest import Model, chunk_length
+from specedge.op_sets import attention
+from specedge.precision import QUANTISED
 
 from ..sampling.scores import Scores
 from .buffers import Array
@@ -38,6 +41,11 @@ class OrtModel:
         self.row_independent_lengths = parity.row_independent_lengths if device.is_cpu else ()
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
+        bits = model.weights_dtype
+        self.rounds_inputs = bits in QUANTISED and self.ops == attention(self.ops)
+        # MatMulNBits of 8 bits widens the whole matrix on CUDA beyond 5 rows.
+        narrow = not device.is_cpu and bits in ("int8", "int8-block")
+        self.fast_length = 5 if narrow else sys.maxsize
         self._chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1

@@ -60,5 +60,13 @@ class TargetModel(LoadedModel, Protocol):
         """How far logits were from float64 at export, relative to the largest."""
 
     @property
+    def rounds_inputs(self) -> bool:
+        """Whether products round what they multiply: then a last bit may turn all that follows."""
+
+    @property
+    def fast_length(self) -> int:
+        """The longest pass that kernels here are made for, beyond which they are much slower."""
+
+    @property
     def num_experts(self) -> int:
         """Among how many experts a layer chooses; 0 where none does."""

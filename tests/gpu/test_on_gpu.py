@@ -1,0 +1,129 @@
+"""What only a GPU can show: numbers, texts, and what is left of its memory. `pytest -m gpu`.
+
+Run them alone: the other tests of this folder load a stand-in for CUDA into the process.
+"""
+
+import gc
+
+import numpy as np
+import pytest
+from click.testing import CliRunner
+
+import specedge
+from gpu.conftest import PAIRS
+from specedge.bundle import Bundle
+from specedge.cli.verify import verify
+from specedge.op_sets import computed
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
+from specedge.runtime.diagnosis.machine import Machine
+from specedge.runtime.diagnosis.providers import why_not
+
+pytestmark = pytest.mark.gpu
+PROMPT = "def read(self, path):"
+K = 4
+# Of the largest logit: float32 without TF32, and what 11 and 8 bits of a mantissa leave.
+ALLOWED = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 0.2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def gpu():
+    if reason := why_not("cuda"):
+        pytest.skip(reason)
+
+
+def runnable(model):
+    return [ops for ops in model.parity if model.is_for_gpus(ops)]
+
+
+def logits(model, tokens, lengths):
+    """Those of passes of these T, one after the other."""
+    model.truncate(0)
+    found, at = [], 0
+    for length in lengths:
+        found.append(model.forward(tokens[at : at + length]).array().copy())
+        at += length
+    return np.concatenate(found)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_logits_are_the_cpus_within_the_types_precision(pairs, name):
+    bundle = Bundle.read(pairs(name))
+    tokens = [int(t) for t in np.random.default_rng(0).integers(512, size=48)]
+    for model in bundle.models.values():
+        for ops in runnable(model):
+            on_cpu = model.cpu_ops if computed(ops) == "bfloat16" else ops
+            wanted = logits(OrtModel(bundle, model, Device(), on_cpu), tokens, [40, 1, 2, 5])
+            there = OrtModel(bundle, model, Device("cuda"), ops)
+            found = logits(there, tokens, [40, 1, 2, 5])
+            there.close()
+            off = np.abs(found - wanted).max() / np.abs(wanted).max()
+            assert off < ALLOWED[computed(ops)], (ops, off)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_captured_pass_has_the_bits_of_one_that_runs_as_it_comes(pairs, name):
+    bundle = Bundle.read(pairs(name))
+    model = OrtModel(bundle, bundle.target, Device("cuda"))
+    tokens = list(range(40, 90))
+    for length in range(1, K + 2):
+        captured = logits(model, tokens, [20, length, length])[20:]
+        model.truncate(20)
+        bound = model._session.bind(model.cache, length, length)
+        eager = []
+        for at in (20, 20 + length):
+            model._session.run(bound, tokens[at : at + length])
+            eager.append(model._session.buffers.fetch(bound.arrays["logits"])[0].copy())
+        assert np.array_equal(captured, np.concatenate(eager)[:, : captured.shape[1]]), length
+    model.close()
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name):
+    with specedge.load(pairs(name), device="cuda") as pipeline:
+        plain = pipeline.generate(PROMPT, 64, num_draft_tokens=0, ignore_eos=True)
+        for k in range(1, K + 1):
+            for exact in (False, True):
+                found = pipeline.generate(
+                    PROMPT, 64, num_draft_tokens=k, ignore_eos=True, exact=exact
+                )
+                differing = [
+                    i
+                    for i, (a, b) in enumerate(zip(found.tokens, plain.tokens, strict=True))
+                    if a != b
+                ]
+                ties = {tie.position for tie in found.near_ties}
+                assert not differing or (not exact and differing[0] in ties), (k, exact)
+
+
+@pytest.mark.parametrize("name", ["fp32-fp16", "int4-fp16"])
+def test_the_audit_passes(pairs, name):
+    arguments = ["--bundle", str(pairs(name)), "--device", "cuda", "--minutes", "3"]
+    done = CliRunner().invoke(verify, arguments)
+    assert done.exit_code == 0, done.output
+
+
+def test_the_best_logits_are_those_of_the_whole_rows(pairs):
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    model = OrtModel(bundle, bundle.target, Device("cuda"))
+    scores = model.forward(list(range(60, 65)))
+    best, whole = scores.best.copy(), scores.array()
+    num = best.shape[1] // 2
+    for row, all_of_it in zip(best, whole, strict=True):
+        assert row[-1] == 0
+        assert np.array_equal(row[:num], np.sort(all_of_it)[::-1][:num])
+        assert np.array_equal(all_of_it[row[num:-1].astype(int)], row[:num])
+    model.close()
+
+
+def test_memory_returns_when_a_pipeline_is_closed(pairs):
+    def free():
+        gc.collect()
+        return Machine().driver.facts["gpus"][0]["free"]
+
+    with specedge.load(pairs("fp32-fp16"), device="cuda") as pipeline:
+        pipeline.generate(PROMPT, 8)
+    before = free()  # what CUDA itself holds of a process stays
+    with specedge.load(pairs("fp32-fp16"), device="cuda") as pipeline:
+        pipeline.generate(PROMPT, 8)
+    assert abs(free() - before) < 8 * 2**20
