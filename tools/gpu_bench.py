@@ -253,10 +253,10 @@ def table(report: dict[str, Any]) -> str:
                 f"{asked['same_text']} of {asked['num_texts']} |"
             )
         if isinstance(other := found.get("transformers"), dict):
+            plain, helped = other["plain"]["median"], other["assisted"]["median"]
             lines.append(
-                f"| {pair} | transformers, float16 | | | | | | | | {other['plain']['median']:.2f} | "
-                f"{other['assisted']['median']:.2f} | "
-                f"{other['plain']['median'] / other['assisted']['median']:.2f} | |"
+                f"| {pair} | transformers, float16 | | | | | | | | {plain:.2f} | {helped:.2f} | "
+                f"{plain / helped:.2f} | |"
             )
     return "\n".join(lines)
 

@@ -53,6 +53,10 @@ class Machinery:
     device: Device = field(default_factory=Device)
     ops: str = "auto"
 
+    def op_set(self, model: Model) -> str:
+        """The op set of a model that is run."""
+        return choose_ops(model, self.ops, self.device)
+
     def open(self, bundle: Bundle, model: Model, ops: str, graph: str = "decoder") -> OrtModel:
         """One graph, loaded."""
         return OrtModel(bundle, model, fitting([model], self.device), ops, graph)
@@ -91,7 +95,7 @@ def audit(
 def graphs_of(bundle: Bundle, machinery: Machinery, budget: Budget) -> Finding:
     """The check of the graphs; one that cannot be loaded or run has failed it."""
     open_ = partial(machinery.open, bundle)
-    return _guarded("graphs", lambda: graphs.graphs(bundle, machinery.ops, open_, budget))
+    return _guarded("graphs", lambda: graphs.graphs(bundle, machinery.op_set, open_, budget))
 
 
 def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> Report:
@@ -167,7 +171,7 @@ def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) ->
     """Both models loaded, with the prompts to try them on."""
     models = {role: machinery.open(bundle, m, machinery.ops) for role, m in bundle.models.items()}
     tolerance = max(
-        graphs.allowed(model, choose_ops(model, machinery.ops)) for model in bundle.models.values()
+        graphs.allowed(model, machinery.op_set(model)) for model in bundle.models.values()
     )
     k = bundle.num_draft_tokens
     return Subject(models["target"], models["draft"], bundle.models, k, tolerance, prompts)
@@ -224,7 +228,7 @@ def _prompts(
 
 def _about(bundle: Bundle, machinery: Machinery) -> dict[str, str]:
     parity = bundle.target.parity
-    ops = {role: choose_ops(model, machinery.ops) for role, model in bundle.models.items()}
+    ops = {role: machinery.op_set(model) for role, model in bundle.models.items()}
     used = ", ".join(f"{package} {v}" for package, v in parity[ops["target"]].versions.items())
     ids = {
         role: f"{model.source.id}"

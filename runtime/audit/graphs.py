@@ -18,7 +18,6 @@ from specedge.bundle import Bundle
 from specedge.errors import BundleError, DeviceError
 from specedge.manifest import Graph, Model
 
-from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from .budget import Budget
 from .cached import Array
@@ -59,18 +58,20 @@ def files(bundle: Bundle, budget: Budget) -> Finding:
     return Finding("files", PASSED, f"{what}: every SHA-256 is as listed", (), facts)
 
 
-def graphs(bundle: Bundle, ops: str, open_: Open, budget: Budget) -> Finding:
-    """Compare the graphs with each other, those that are run first; one is loaded at a time."""
+def graphs(bundle: Bundle, op_set: Callable[[Model], str], open_: Open, budget: Budget) -> Finding:
+    """Compare the graphs with each other, first those of the op set that is run; one is loaded at a
+    time.
+    """
     found = _Comparison(open_, budget)
     wanted = {}
     for role, model in bundle.models.items():
-        own = choose_ops(model, ops)
+        own = op_set(model)
         graph = open_(model, own, "decoder")
         found.rows(role, model, own, graph)
         wanted[role] = _run(graph, model, own)
         del graph
     for role, model in bundle.models.items():
-        own = choose_ops(model, ops)
+        own = op_set(model)
         found.fixed(role, model, own, wanted[role])
         for other in (name for name in model.parity if name != own):
             found.other_ops(role, model, (own, other), wanted[role])
