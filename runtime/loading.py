@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from specedge import store
 from specedge.bundle import Bundle
+from specedge.declared import whole
 
 from .backend import self_test
 from .backend.memory import PairMemory, check_memory, pair_memory
@@ -25,6 +26,8 @@ def load(
     threads: int | None = None,
     share_threads: bool = False,
     ops: str = "auto",
+    slots: int = 1,
+    max_length: int | None = None,
 ) -> Pipeline:
     """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the one exported last without
     an output folder, else the embedded pair.
@@ -34,6 +37,9 @@ def load(
     for all sessions of the process, which is faster for small models; sessions that the app makes
     itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
+    `slots` requests may run at a time, each in caches of its own, with texts of at most
+    `max_length` tokens, prompt included, by default the target's context.
+
     `ops` is the op set to run, "onnx", "gqa", one of those that compute in a type of their own,
     such as "gqa-fp16", or "auto" for the better one here.
 
@@ -42,7 +48,7 @@ def load(
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
-    check_memory(memory_of(found, ops))
+    check_memory(memory_of(found, ops, slots, max_length))
     asked = Device(device, threads, share_threads)
     chosen = [choose_ops(model, ops) for model in found.models.values()]
     costs = KnownCosts(found, key_of(found, asked, ", ".join(chosen)))
@@ -50,11 +56,28 @@ def load(
     runs_on = self_test.fitting(found.models.values(), usual)
     draft = OrtModel(found, found.draft, runs_on, ops)
     target = OrtModel(found, found.target, runs_on, ops)
+    note = self_test.run(target, found.target)
+    more = [(target.twin(), draft.twin()) for _ in range(slots - 1)]
     return Pipeline(
-        found, load_tokenizer(found), target, draft, costs, self_test.run(target, found.target)
+        _shortened(found, max_length), load_tokenizer(found), target, draft, costs, note, more
     )
 
 
-def memory_of(bundle: Bundle, ops: str = "auto") -> PairMemory:
-    """What a process that loads and runs a bundle holds at its peak. Raises BundleError."""
-    return pair_memory(bundle, choose_ops(bundle.target, ops), choose_ops(bundle.draft, ops))
+def memory_of(
+    bundle: Bundle, ops: str = "auto", slots: int = 1, max_length: int | None = None
+) -> PairMemory:
+    """What a process that loads and runs a bundle holds at its peak. Raises BundleError, and
+    ValueError for a number of slots or a length that cannot be.
+    """
+    whole("slots", slots, 1)
+    if max_length is not None:
+        whole("max_length", max_length, 2, bundle.context_length)
+    target, draft = (choose_ops(model, ops) for model in (bundle.target, bundle.draft))
+    return pair_memory(bundle, target, draft, slots, max_length)
+
+
+def _shortened(bundle: Bundle, max_length: int | None) -> Bundle:
+    """The bundle as if its target took only so many tokens."""
+    length = bundle.context_length if max_length is None else max_length
+    target = replace(bundle.target, context_length=length)
+    return replace(bundle, target=target).at(bundle.folder)

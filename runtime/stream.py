@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
@@ -13,10 +14,10 @@ from .planning.known_costs import Seen
 from .planning.plans import recorded
 from .run import Run
 from .sampling.logprobs import TokenLogprobs
+from .slots import Slots
 from .stats import Stats
 from .text.assembler import Assembler, FinishReason
 from .text.spans import Span, fates
-from .turns import Turns
 
 
 @dataclass(frozen=True)
@@ -58,15 +59,17 @@ class Generation:
 class Stream:
     """The pieces of a request's text, as they become certain. Close it or leave it at any time.
 
-    It has its turn from the start to the end of its text, or until it is closed, cancelled or
-    dropped. `learn` is told of the run and of the new tokens when the text has ended.
+    It has a slot from the start to the end of its text, or until it is closed, cancelled or
+    dropped; its rounds take turns with those of other slots. `learn` is told of the run and of the
+    new tokens when the text has ended.
     """
 
     def __init__(
-        self, run: Run, text: Assembler, turns: Turns, learn: Callable[[Run, list[int]], None]
+        self, run: Run, text: Assembler, slots: Slots, learn: Callable[[Run, list[int]], None]
     ) -> None:
-        self._run, self._text, self._turns, self._learn = run, text, turns, learn
-        self._rounds: Generator[Round] = run.rounds()
+        self._run, self._text, self._slots, self._learn = run, text, slots, learn
+        self._rounds: Generator[Round | None] = run.rounds()
+        self._running = threading.Lock()  # held for a round
         self._cancelled = False
 
     def __iter__(self) -> Iterator[str]:
@@ -74,10 +77,10 @@ class Stream:
 
     def __next__(self) -> str:
         while not (self._text.finished or self._cancelled):
-            if not self._turns.has(self):
+            if not self._slots.has(self):
                 raise SpecEdgeError("this stream ended when its pipeline began another request")
             try:
-                with self._turns.round, self._run.watch.part("other"):
+                with self._slots.turns, self._running, self._run.watch.part("other"):
                     piece = self._next_piece()
             except BaseException:
                 self.cancel()
@@ -106,12 +109,12 @@ class Stream:
     def cancel(self) -> None:
         """Stop here, or after the round that a thread is in; that thread looks when it is done."""
         self._cancelled = True
-        if self._turns.round.acquire(blocking=False):
+        if self._running.acquire(blocking=False):
             try:
                 self._rounds.close()
-                self._turns.give_back(self)
+                self._slots.give_back(self)
             finally:
-                self._turns.round.release()
+                self._running.release()
 
     @property
     def plan(self) -> Plan:
@@ -159,10 +162,13 @@ class Stream:
         return found[: len(self._text.tokens)]
 
     def _next_piece(self) -> str:
-        """What the next round adds to the text."""
-        round_ = next(self._rounds, None)
-        if round_ is None:  # it was closed meanwhile
+        """What the next round adds to the text; nothing, if more of the prompt was read."""
+        try:
+            round_ = next(self._rounds)
+        except StopIteration:  # it was closed meanwhile
             self._cancelled = True
+            return ""
+        if round_ is None:
             return ""
         piece = self._text.feed(zip(round_.tokens, fates(round_), strict=True))
         self._run.done.append(round_)
