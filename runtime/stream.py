@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, Planned
@@ -122,6 +123,11 @@ class Stream:
         return self._run.plan
 
     @property
+    def finish_reason(self) -> FinishReason:
+        """Why the text has ended, if it has."""
+        return self._text.finish_reason
+
+    @property
     def num_rounds(self) -> int:
         """How many rounds there were so far."""
         return len(self._run.done)
@@ -149,17 +155,16 @@ class Stream:
             stats=run.stats,
             rounds=list(rounds),
             spans=spans,
-            logprobs=self._logprobs(),
+            logprobs=None if run.request.logprobs is None else self.logprobs(),
             lossy=None if k == 0 else run.sampling.lossy,
             near_ties=[t for r in rounds for t in r.near_ties if t.position < len(text.tokens)],
             noise=run.logit_noise,
         )
 
-    def _logprobs(self) -> list[TokenLogprobs] | None:
-        if self._run.request.logprobs is None:
-            return None
-        found = [one for round_ in self._run.done for one in round_.logprobs or ()]
-        return found[: len(self._text.tokens)]
+    def logprobs(self, start: int = 0) -> list[TokenLogprobs]:
+        """Those of the tokens so far from one on, if they were asked for."""
+        found = (one for round_ in self._run.done for one in round_.logprobs or ())
+        return list(islice(found, start, len(self._text.tokens)))
 
     def _next_piece(self) -> str:
         """What the next round adds to the text; nothing, if more of the prompt was read."""

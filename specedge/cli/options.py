@@ -53,12 +53,25 @@ as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with 
 
 
 def load(
-    bundle: str | None, device: str = "cpu", threads: int | None = None, ops: str = "auto"
+    bundle: str | None,
+    device: str = "cpu",
+    threads: int | None = None,
+    ops: str = "auto",
+    slots: int = 1,
+    max_length: int | None = None,
 ) -> Pipeline:
     """A bundle, with one thread pool for all sessions: no other code here has any."""
     from specedge.runtime import loading
 
-    pipeline = loading.load(bundle, device, threads, share_threads=True, ops=ops)
+    pipeline = loading.load(
+        bundle,
+        device,
+        threads,
+        share_threads=True,
+        ops=ops,
+        slots=slots,
+        max_length=max_length,
+    )
     if pipeline.note:
         click.echo(one_line(f"note: {pipeline.note}"), err=True)
     return pipeline
