@@ -31,6 +31,7 @@ from .shapes import Chat, Completion, Shape
 from .tokens import Tokens
 
 OPEN = "/health"  # what needs no key
+DRAINED = 4  # times the limit of a body
 Reads = Callable[[object, int], Asked]
 Shapes = Callable[[str, Asked, Tokens], Shape]
 
@@ -143,16 +144,11 @@ class _Server:
             raise ApiError(
                 "the Content-Type must be application/json", code="invalid_content_type", status=415
             )
-        found, most = bytearray(), self._settings.max_body
+        size, most = int(request.headers.get("content-length", "0")), self._settings.max_body
         try:
             async with asyncio.timeout(self._settings.body_timeout):
-                if int(request.headers.get("content-length", "0")) <= most:
-                    async for part in request.stream():
-                        found += part
-                        if len(found) > most:
-                            break
-                    else:
-                        return bytes(found)
+                if size <= DRAINED * most and (found := await _read(request, most)) is not None:
+                    return found
         except TimeoutError as error:
             raise ApiError(
                 f"the body did not come within {self._settings.body_timeout:g} seconds",
@@ -204,6 +200,20 @@ class _Server:
 
     async def _measured(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+async def _read(request: Request, most: int) -> bytes | None:
+    """A body of at most so many bytes. Somewhat more is read, too, so that its sender is there to
+    hear that it was too much.
+    """
+    found, size = bytearray(), 0
+    async for part in request.stream():
+        size += len(part)
+        if size <= most:
+            found += part
+        elif size > DRAINED * most:
+            break
+    return bytes(found) if size <= most else None
 
 
 async def _said(request: Request, error: Exception) -> Response:

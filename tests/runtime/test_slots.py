@@ -39,7 +39,7 @@ def in_threads(*functions):
         except Exception as error:
             found[i] = error
 
-    threads = [threading.Thread(target=run, args=(i,)) for i in range(len(functions))]
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -101,9 +101,15 @@ def test_a_body_in_endless_chunks_is_refused_where_it_is_too_large(port, connect
         b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
     )
-    for _ in range(6):
+    for _ in range(20):  # as many as are read, so that nothing is left to reset the connection
         connection.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
     assert answer(connection)[0] == 413
+
+
+def test_who_sends_somewhat_too_much_hears_so_at_the_end(port):
+    body = json.dumps(SHORT | {"prompt": "a" * 60_000}).encode()
+    status, _, said = ask(port, "POST", "/v1/completions", body)
+    assert (status, error_of(said)["code"]) == (413, "body_too_large")
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(port, connection):
@@ -177,15 +183,16 @@ def test_texts_that_can_never_be_at_a_time_are_refused(port):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slot_and_its_place_in_the_queue(port, slowly, stream):
-    body = json.dumps(LONG | {"stream": stream}).encode()
+    plain = {"speculative": {"off": True}, "stream": stream}  # some 8 seconds
+    body = json.dumps(LONG | plain).encode()
     gone = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
     for one in gone:
         one.sendall(head(len(body)) + body)
     until(lambda: (health(port)["running"], health(port)["waiting"]) == (1, 1))
     gone[1].close()  # the one that waits
-    until(lambda: (health(port)["running"], health(port)["waiting"]) == (1, 0))
+    until(lambda: (health(port)["running"], health(port)["waiting"]) == (1, 0), 2)
     gone[0].close()
-    until(lambda: health(port)["running"] == 0)
+    until(lambda: health(port)["running"] == 0, 2)
     assert answers(port)
 
 
