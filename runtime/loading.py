@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from specedge import store
 from specedge.bundle import Bundle
+from specedge.declared import whole
 from specedge.errors import DeviceError
 
 from .backend import self_test
@@ -31,6 +32,8 @@ def load(
     share_threads: bool = False,
     ops: str = "auto",
     draft_device: str | None = None,
+    slots: int = 1,
+    max_length: int | None = None,
 ) -> Pipeline:
     """Load a bundle: the folder named, else SPECEDGE_BUNDLE's, else the one exported last without
     an output folder, else the embedded pair.
@@ -43,6 +46,8 @@ def load(
     `device` is "cpu" or "cuda", of several GPUs with a number, such as "cuda:1", or "auto": "cuda"
     where that works and the bundle has graphs for it, else "cpu". The draft runs there, too, unless
     `draft_device` names another.
+    `slots` requests may run at a time, each in caches of its own, with texts of at most
+    `max_length` tokens, prompt included, by default the target's context.
 
     `ops` is the op set to run, "onnx", "gqa", one of those that compute in a type of their own,
     such as "gqa-fp16", or "auto" for the better one of each model on its device.
@@ -54,8 +59,9 @@ def load(
     store.check_large_files(found)
     asked = Device(_chosen(device, found, ops), threads, share_threads)
     apart = replace(asked, name=_chosen(draft_device, found, ops)) if draft_device else asked
+    need = memory_of(found, ops, slots, max_length)
     if asked.is_cpu:
-        check_memory(memory_of(found, ops))
+        check_memory(need)
     devices = {"target": asked, "draft": apart}
     chosen = [choose_ops(model, ops, devices[role]) for role, model in found.models.items()]
     costs = KnownCosts(found, key_of(found, asked, apart, ", ".join(chosen)))
@@ -66,15 +72,19 @@ def load(
     )
     draft = OrtModel(found, found.draft, draft_on, ops)
     target = OrtModel(found, found.target, target_on, ops)
+    more = [(target.twin(), draft.twin()) for _ in range(slots - 1)]
     longest = found.num_draft_tokens + 1
-    if not draft_on.is_cpu:
-        draft.warm_up(range(1, 3))
+    for one, other in [(target, draft), *more]:
+        if not target_on.is_cpu:
+            one.warm_up(range(1, longest + 1))
+        if not draft_on.is_cpu:
+            other.warm_up(range(1, 3))
     if target_on.is_cpu:
         note = self_test.run(target, found.target)
     else:
-        target.warm_up(range(1, longest + 1))
         note = self_test.run_on_gpu(target, found.target, longest)
-    return Pipeline(found, load_tokenizer(found), target, draft, costs, note)
+    shorter = _shortened(found, max_length)
+    return Pipeline(shorter, load_tokenizer(found), target, draft, costs, note, more)
 
 
 def _chosen(device: str, bundle: Bundle, ops: str) -> str:
@@ -89,6 +99,21 @@ def _chosen(device: str, bundle: Bundle, ops: str) -> str:
     return "cpu"
 
 
-def memory_of(bundle: Bundle, ops: str = "auto") -> PairMemory:
-    """What a process that loads and runs a bundle holds at its peak. Raises BundleError."""
-    return pair_memory(bundle, choose_ops(bundle.target, ops), choose_ops(bundle.draft, ops))
+def memory_of(
+    bundle: Bundle, ops: str = "auto", slots: int = 1, max_length: int | None = None
+) -> PairMemory:
+    """What a process that loads and runs a bundle holds at its peak. Raises BundleError, and
+    ValueError for a number of slots or a length that cannot be.
+    """
+    whole("slots", slots, 1)
+    if max_length is not None:
+        whole("max_length", max_length, 2, bundle.context_length)
+    target, draft = (choose_ops(model, ops) for model in (bundle.target, bundle.draft))
+    return pair_memory(bundle, target, draft, slots, max_length)
+
+
+def _shortened(bundle: Bundle, max_length: int | None) -> Bundle:
+    """The bundle as if its target took only so many tokens."""
+    length = bundle.context_length if max_length is None else max_length
+    target = replace(bundle.target, context_length=length)
+    return replace(bundle, target=target).at(bundle.folder)

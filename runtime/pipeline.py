@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, Self, Unpack
 
 from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
+from specedge.manifest import chunk_length
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 from specedge.request import AUTO, Options, Request, request_of
 
@@ -22,19 +23,21 @@ from .loop.timing import Stopwatch, Timed
 from .planning.known_costs import KnownCosts
 from .planning.plans import plan_of
 from .run import Run
+from .slots import Slot, Slots
 from .stream import Generation, Stream
 from .text.assembler import Assembler, FinishReason
 from .text.bad_words import sampling_of
 from .text.prompts import Prompts
-from .turns import Turns
 
 
 class Pipeline:
-    """A draft and a target ready to generate, one request at a time.
+    """A draft and a target ready to generate, in each slot one request at a time.
 
-    A new request ends an unfinished stream of the same thread, and waits for one of another thread
-    to end; with `wait` False it is a SpecEdgeError instead. Two pipelines are independent. `note`
-    is what the self-test at load found of this machine, None if nothing.
+    A slot has caches of its own; weights are shared, and rounds of running requests take turns.
+    Where no slot is free, a new request ends an unfinished stream of the same thread, or waits for
+    one of another thread to end; with `wait` False it is a SpecEdgeError instead. `more` are the
+    target and the draft of each slot but the first. Two pipelines are independent. `note` is what
+    the self-test at load found of this machine, None if nothing.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Pipeline:
         draft: LoadedModel,
         costs: KnownCosts | None = None,
         note: str | None = None,
+        more: Iterable[tuple[TargetModel, LoadedModel]] = (),
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
@@ -54,7 +58,8 @@ class Pipeline:
         self.noise = Noise(target, bundle.context_length)
         self.costs = costs or KnownCosts(bundle)
         self.note = note
-        self.turns = Turns()
+        others = [Slot(one, other, self.noise.over(one)) for one, other in more]
+        self.slots = Slots([Slot(target, draft, self.noise), *others])
         self.prompts = Prompts(bundle, tokenizer)
 
     def generate(
@@ -128,6 +133,7 @@ class Pipeline:
             watch=watch,
             noise=self.noise,
             drafter=AUTO if planned else next(iter(drafters.values())).name,
+            chunk_length=chunk_length(self.bundle.target.cache.capacity),
         )
         text = Assembler(
             self.tokenizer,
@@ -137,8 +143,8 @@ class Pipeline:
             limit=limit,
             at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
         )
-        stream = Stream(run, text, self.turns, self._learn)
-        self.turns.take(stream, wait)  # last, so that nothing that is refused before has the turn
+        stream = Stream(run, text, self.slots, self._learn)
+        run.use(self.slots.take(stream, prompt, wait))  # last: what is refused takes no slot
         return stream
 
     def _learn(self, run: Run, tokens: list[int]) -> None:
@@ -162,17 +168,19 @@ class Pipeline:
         )
 
     def forget(self) -> None:
-        """Begin anew, for measurements: the next request reads all of its prompt, and no output is
-        remembered.
+        """Begin anew, for measurements, while nothing runs: the next request reads all of its
+        prompt, and no output is remembered.
         """
         self.drafters.remembered = Remembered()
-        self.target.truncate(0)
-        self.draft.truncate(0)
+        for slot in self.slots.all:
+            slot.target.truncate(0)
+            slot.draft.truncate(0)
 
     def close(self) -> None:
         """Give back what its models hold, of a GPU above all; it generates no more."""
-        self.target.close()
-        self.draft.close()
+        for slot in self.slots.all:
+            slot.target.close()
+            slot.draft.close()
 
     def __enter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ from .loop.timing import Stopwatch, Timed
 from .planning.choices import MODEL
 from .planning.known_costs import Seen
 from .planning.plans import Auto
+from .slots import Slot
 from .stats import Stats, stats_of
 
 
@@ -24,6 +25,7 @@ from .stats import Stats, stats_of
 class Run:
     """The rounds of a request; `prompt`, `sampling` and `seed` are derived from it.
 
+    Of a long prompt `chunk_length` tokens are read at a time.
     `again` is the target where it decides near-ties. `logit_noise`, which `noise` measures, is by
     how much a logit may differ from plain decoding's, 0 if by no bit. `drafter` is the
     name of what drafts, AUTO where rounds choose.
@@ -41,21 +43,39 @@ class Run:
     watch: Stopwatch
     noise: Noise
     drafter: str
+    chunk_length: int
     done: list[Round] = field(default_factory=list, init=False)
     num_new_tokens: int = field(default=0, init=False)
+    num_reused_tokens: int = field(default=0, init=False)
     logit_noise: float = field(default=0.0, init=False)
 
-    def rounds(self) -> Generator[Round]:
+    def use(self, slot: Slot) -> None:
+        """Run in the caches of a slot."""
+        self.target.model = self.again.model = slot.target
+        self.draft.model, self.noise = slot.draft, slot.noise
+
+    def rounds(self) -> Generator[Round | None]:
         """Run them; where wider passes have other last bits, greedy ones have a referee.
 
-        An exact request reads its prompt anew: what is cached may be of wider passes.
+        None comes before them, after each chunk of a long prompt but the last, so that other
+        requests have their turns meanwhile. An exact request reads its prompt anew: what is cached
+        may be of wider passes.
         """
         if self.request.exact:
             self.target.truncate(0)
         decoder = SpeculativeDecoder(self.target, self.plan, self.watch, self._referee())
+        yield from self._reading(self.prompt[:-1])
         yield from decoder.rounds(
             self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs
         )
+
+    def _reading(self, tokens: list[int]) -> Generator[None]:
+        """Read all but the last chunk of what the target's cache lacks; the decoder reads that."""
+        self.num_reused_tokens = self.target.reuse(tokens)
+        for start in range(self.num_reused_tokens, len(tokens), self.chunk_length):
+            if (end := start + self.chunk_length) < len(tokens):
+                self.target.prefill(tokens[start:end])
+                yield
 
     def _referee(self) -> Referee | None:
         if not self.sampling.greedy:
@@ -79,7 +99,7 @@ class Run:
             self.watch.seconds,
             num_prompt_tokens=len(self.prompt),
             num_new_tokens=self.num_new_tokens,
-            num_reused_tokens=self.target.num_reused,
+            num_reused_tokens=self.num_reused_tokens,
             num_draft_passes=self.draft.num_passes,
             num_target_passes=self.target.num_passes,
             num_exact_passes=self.again.num_passes,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, Planned
@@ -13,10 +15,10 @@ from .planning.known_costs import Seen
 from .planning.plans import recorded
 from .run import Run
 from .sampling.logprobs import TokenLogprobs
+from .slots import Slots
 from .stats import Stats
 from .text.assembler import Assembler, FinishReason
 from .text.spans import Span, fates
-from .turns import Turns
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,17 @@ class Generation:
 class Stream:
     """The pieces of a request's text, as they become certain. Close it or leave it at any time.
 
-    It has its turn from the start to the end of its text, or until it is closed, cancelled or
-    dropped. `learn` is told of the run and of the new tokens when the text has ended.
+    It has a slot from the start to the end of its text, or until it is closed, cancelled or
+    dropped; its rounds take turns with those of other slots. `learn` is told of the run and of the
+    new tokens when the text has ended.
     """
 
     def __init__(
-        self, run: Run, text: Assembler, turns: Turns, learn: Callable[[Run, list[int]], None]
+        self, run: Run, text: Assembler, slots: Slots, learn: Callable[[Run, list[int]], None]
     ) -> None:
-        self._run, self._text, self._turns, self._learn = run, text, turns, learn
-        self._rounds: Generator[Round] = run.rounds()
+        self._run, self._text, self._slots, self._learn = run, text, slots, learn
+        self._rounds: Generator[Round | None] = run.rounds()
+        self._running = threading.Lock()  # held for a round
         self._cancelled = False
 
     def __iter__(self) -> Iterator[str]:
@@ -74,10 +78,10 @@ class Stream:
 
     def __next__(self) -> str:
         while not (self._text.finished or self._cancelled):
-            if not self._turns.has(self):
+            if not self._slots.has(self):
                 raise SpecEdgeError("this stream ended when its pipeline began another request")
             try:
-                with self._turns.round, self._run.watch.part("other"):
+                with self._slots.turns, self._running, self._run.watch.part("other"):
                     piece = self._next_piece()
             except BaseException:
                 self.cancel()
@@ -106,17 +110,22 @@ class Stream:
     def cancel(self) -> None:
         """Stop here, or after the round that a thread is in; that thread looks when it is done."""
         self._cancelled = True
-        if self._turns.round.acquire(blocking=False):
+        if self._running.acquire(blocking=False):
             try:
                 self._rounds.close()
-                self._turns.give_back(self)
+                self._slots.give_back(self)
             finally:
-                self._turns.round.release()
+                self._running.release()
 
     @property
     def plan(self) -> Plan:
         """What decides each round."""
         return self._run.plan
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        """Why the text has ended, if it has."""
+        return self._text.finish_reason
 
     @property
     def num_rounds(self) -> int:
@@ -146,23 +155,25 @@ class Stream:
             stats=run.stats,
             rounds=list(rounds),
             spans=spans,
-            logprobs=self._logprobs(),
+            logprobs=None if run.request.logprobs is None else self.logprobs(),
             lossy=None if k == 0 else run.sampling.lossy,
             near_ties=[t for r in rounds for t in r.near_ties if t.position < len(text.tokens)],
             noise=run.logit_noise,
         )
 
-    def _logprobs(self) -> list[TokenLogprobs] | None:
-        if self._run.request.logprobs is None:
-            return None
-        found = [one for round_ in self._run.done for one in round_.logprobs or ()]
-        return found[: len(self._text.tokens)]
+    def logprobs(self, start: int = 0) -> list[TokenLogprobs]:
+        """Those of the tokens so far from one on, if they were asked for."""
+        found = (one for round_ in self._run.done for one in round_.logprobs or ())
+        return list(islice(found, start, len(self._text.tokens)))
 
     def _next_piece(self) -> str:
-        """What the next round adds to the text."""
-        round_ = next(self._rounds, None)
-        if round_ is None:  # it was closed meanwhile
+        """What the next round adds to the text; nothing, if more of the prompt was read."""
+        try:
+            round_ = next(self._rounds)
+        except StopIteration:  # it was closed meanwhile
             self._cancelled = True
+            return ""
+        if round_ is None:
             return ""
         piece = self._text.feed(zip(round_.tokens, fates(round_), strict=True))
         self._run.done.append(round_)

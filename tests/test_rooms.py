@@ -49,6 +49,20 @@ def test_only_sessions_import_onnxruntime_in_the_runtime():
     assert not names  # backend/sessions.py imports it by name, to turn its absence into our error
 
 
+def test_the_server_knows_the_runtime_and_only_its_command_knows_the_server():
+    assert ("app.py", "specedge.runtime.pipeline.Pipeline") in list(imports("serve"))
+    strangers = ("specedge.exporter", "specedge.cli")
+    assert not [i for i in imports("serve") if i[1].startswith(strangers)]
+    serve = "specedge.serve"
+    knowing = {
+        name
+        for name, imported in modules().items()
+        if not name.startswith(serve) and any(other.startswith(serve) for other in imported)
+    }
+    assert knowing == {"specedge.cli.serve"}
+    assert not loaded_after("import specedge.cli") & {"starlette", "uvicorn", "prometheus_client"}
+
+
 # Each room of the runtime imports those before it, never one behind it; "" is what lies on top.
 ROOMS = (
     "sampling", "loop", "diagnosis", "backend", "drafters", "planning", "exactness", "text",
@@ -60,7 +74,7 @@ def modules():
     """Every module of specedge by its full name, and the modules that it imports anywhere."""
     paths = {
         ".".join(["specedge", *path.relative_to(ROOT).with_suffix("").parts]): path
-        for folder in ("*.py", "cli/*.py", "exporter/**/*.py", "runtime/**/*.py")
+        for folder in ("*.py", "cli/*.py", "serve/*.py", "exporter/**/*.py", "runtime/**/*.py")
         for path in sorted(ROOT.glob(folder))
     }
     found = {}
@@ -75,7 +89,7 @@ def test_a_wheel_has_every_folder_of_python():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))
     found = {
         ".".join(["specedge", *path.relative_to(ROOT).parent.parts])
-        for folder in ("*", "cli/*", "models/*", "exporter/**/*", "runtime/**/*")
+        for folder in ("*", "cli/*", "serve/*", "models/*", "exporter/**/*", "runtime/**/*")
         for path in ROOT.glob(folder)
         if path.name == "__init__.py"
     }

@@ -40,9 +40,13 @@ class Cache:
         assert 0 <= length <= self.length
         del self._tokens[length:]
 
+    def shared(self, tokens: Sequence[int]) -> int:
+        """The length of the longest beginning that is one of `tokens`."""
+        return shared_beginning(self._tokens, tokens)
+
     def reuse(self, tokens: Sequence[int]) -> int:
         """Forget all but the longest beginning that is one of `tokens`; its length."""
-        self.truncate(shared_beginning(self._tokens, tokens))
+        self.truncate(self.shared(tokens))
         return self.length
 
     def rows(self, start: int, end: int) -> list[Array]:

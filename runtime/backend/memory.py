@@ -38,7 +38,7 @@ class ModelMemory:
     packed: matrices as kernels want them
     lying: weights that are read as they lie, but for tables whose rows are taken from the file
     opening: what is there beside them while the session opens: its largest matrix, not yet packed
-    caches: keys and values of the whole context
+    caches: keys and values of the whole context, of every slot
     passes: logits, and what a pass and drawing from it compute
     """
 
@@ -77,6 +77,12 @@ class PairMemory:
     target: ModelMemory
     draft: ModelMemory
     context_length: int
+    slots: int = 1
+
+    @property
+    def slot(self) -> int:
+        """The caches of one slot."""
+        return (self.target.caches + self.draft.caches) // self.slots
 
     @property
     def opening(self) -> int:
@@ -126,24 +132,38 @@ class PairMemory:
         return replace(self, target=target, draft=draft, context_length=length)
 
 
-def pair_memory(bundle: Bundle, target_ops: str, draft_ops: str) -> PairMemory:
-    """What loading and running a pair takes, by its files. Raises BundleError."""
+def pair_memory(
+    bundle: Bundle,
+    target_ops: str,
+    draft_ops: str,
+    slots: int = 1,
+    max_length: int | None = None,
+) -> PairMemory:
+    """What loading and running a pair takes, by its files. Raises BundleError.
+
+    Rows of a cache past `max_length` take nothing: the system gives memory when it is written.
+    """
+    length = bundle.context_length if max_length is None else max_length
     return PairMemory(
         process=PROCESS,
         tokenizer=TOKENIZER * bundle.files[bundle.tokenizer].size,
-        target=model_memory(bundle, bundle.target, target_ops),
-        draft=model_memory(bundle, bundle.draft, draft_ops),
-        context_length=bundle.context_length,
+        target=model_memory(bundle, bundle.target, target_ops, slots, max_length),
+        draft=model_memory(bundle, bundle.draft, draft_ops, slots, max_length),
+        context_length=length,
+        slots=slots,
     )
 
 
-def model_memory(bundle: Bundle, model: Model, ops: str) -> ModelMemory:
+def model_memory(
+    bundle: Bundle, model: Model, ops: str, slots: int = 1, max_length: int | None = None
+) -> ModelMemory:
     """What one model takes, by its manifest and its decoder's file. Raises BundleError."""
     largest = bundle.files[model.weights].size  # what claims to be more, ONNX Runtime refuses
     found = weights_of(bundle, model.graph("decoder", ops).file)
     fitting = (weight for weight in found if weight.size <= largest)
     is_narrow = computed(ops) != "float32"
     is_wide = model.weights_dtype == "float32"
+    cache = model.cache_of(ops)
     held = list(chain.from_iterable(_held(weight, is_narrow, is_wide) for weight in fitting))
     packed = [size for size, is_packed in held if is_packed]
     return ModelMemory(
@@ -152,8 +172,11 @@ def model_memory(bundle: Bundle, model: Model, ops: str) -> ModelMemory:
         packed=sum(packed),
         lying=sum(size for size, is_packed in held if not is_packed),
         opening=max(packed, default=0),
-        caches=model.cache_of(ops).size,
-        passes=_passes(model, bundle.num_draft_tokens),
+        caches=slots
+        * cache.size
+        * min(max_length or cache.capacity, cache.capacity)
+        // cache.capacity,
+        passes=_passes(model, bundle.num_draft_tokens, slots),
     )
 
 
@@ -175,14 +198,14 @@ def _held(
             yield size, False
 
 
-def _passes(model: Model, num_draft_tokens: int) -> int:
+def _passes(model: Model, num_draft_tokens: int, slots: int) -> int:
     """A pass over a prompt, as much as logits of 64 rows, in int8 twice: measured when it computed
     these, and not again since it reads 256 tokens for one; logits of every pass up to the verify
-    pass, and two distributions of its rows.
+    pass, in each slot, and two distributions of its rows.
     """
     rows = num_draft_tokens + 1
     prompt = PREFILL_LENGTH * (2 if model.weights_dtype in QUANTISED else 1)
-    return 4 * model.padded_vocab_size * (prompt + rows * (rows + 1) // 2 + 4 * rows)
+    return 4 * model.padded_vocab_size * (prompt + slots * rows * (rows + 1) // 2 + 4 * rows)
 
 
 def check_memory(need: PairMemory) -> None:

@@ -89,6 +89,9 @@ class OrtModel:
             # One row of logits, which nobody reads: of none ONNX Runtime 1.28 makes no products.
             self._session.run(self._session.bind(self.cache, len(chunk), 1), chunk)
 
+    def shared(self, tokens: Sequence[int]) -> int:
+        return self.cache.shared(tokens)
+
     def reuse(self, tokens: Sequence[int]) -> int:
         return self.cache.reuse(tokens)
 

@@ -5,6 +5,7 @@ T tokens a pass, V vocabulary entries, n tokens of text.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -60,8 +61,13 @@ class Noise:
     def __init__(self, target: TargetModel, context_length: int) -> None:
         self._target = target
         self._context_length = context_length
-        self._by_length: dict[int, float] = {}
-        self._largest = 0.0
+        self._measured: list[Measured] = []
+
+    def over(self, target: TargetModel) -> Noise:
+        """The same, measured in another cache of the same weights; what is measured is shared."""
+        twin = copy.copy(self)
+        twin._target = target
+        return twin
 
     def bound(self, prompt: Sequence[int], num_draft_tokens: int, trusting: bool) -> float:
         """By how much a logit of a pass of up to K + 1 rows may differ from plain decoding's.
@@ -79,16 +85,20 @@ class Noise:
             num_rows = max(ROWS, 2 * max(missing))
             end = min(PLACE + num_rows // 2, self._context_length)
             tokens = (list(prompt) * -(-end // len(prompt)))[:end]
-            found = measure(self._target, tokens, missing, num_rows)
-            self._by_length |= found.by_length
-            self._largest = max(self._largest, found.largest)
-        measured = max((self._by_length[t] for t in ends), default=0.0)
+            self._measured.append(measure(self._target, tokens, missing, num_rows))
+        by_length = self._by_length
+        measured = max((by_length[t] for t in ends), default=0.0)
         if measured and self._target.num_experts:
             return ANY
         # Two right passes are each as far from exact as the export saw, so twice that from each
         # other; noise may begin where nothing was measured.
-        least = 2 * self._target.float32_error * self._largest
+        largest = max((found.largest for found in self._measured), default=0.0)
+        least = 2 * self._target.float32_error * largest
         return max(SAFETY * measured, least) if ends else 0.0
+
+    @property
+    def _by_length(self) -> dict[int, float]:
+        return {t: noise for found in self._measured for t, noise in found.by_length.items()}
 
 
 def holds(length: int, held: Collection[int]) -> bool:

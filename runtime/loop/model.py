@@ -49,6 +49,9 @@ class LoadedModel(LanguageModel, Protocol):
 class TargetModel(LoadedModel, Protocol):
     """A model that knows what was measured of its passes."""
 
+    def shared(self, tokens: Sequence[int]) -> int:
+        """How long the prefix is that the cache and `tokens` share."""
+
     @property
     def row_independent_lengths(self) -> Collection[int]:
         """Pass lengths T at which a row's logits had the bits of longer passes, as measured at

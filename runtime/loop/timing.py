@@ -40,16 +40,14 @@ class Timed:
     """A language model whose passes are counted and timed as one part of a run.
 
     `firsts` are the seconds of each round's first pass, by how many tokens it read; `whole_rounds`
-    those of all its passes, by the tokens of the first and how many there were. `num_reused` tokens
-    needed no reading, since the cache held them.
+    those of all its passes, by the tokens of the first and how many there were.
     """
 
     def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
-        self._model = model
+        self.model = model  # another of the same weights, until the first pass
         self._watch = watch
         self._part = part
         self.num_passes = 0
-        self.num_reused = 0
         self.firsts: defaultdict[int, list[float]] = defaultdict(list)
         self.whole_rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._round: list[float] = []
@@ -57,13 +55,13 @@ class Timed:
 
     @property
     def length(self) -> int:
-        return self._model.length
+        return self.model.length
 
     def forward(self, tokens: Sequence[int]) -> Scores:
         self.num_passes += 1
         begin = time.perf_counter()
         with self._watch.part(self._part):
-            logits = self._model.forward(tokens)
+            logits = self.model.forward(tokens)
         took = time.perf_counter() - begin
         if not self._round:
             self._first_tokens = len(tokens)
@@ -74,15 +72,14 @@ class Timed:
     def prefill(self, tokens: Sequence[int]) -> None:
         """Counted as "prefill" before the first pass, as this model's part afterwards."""
         with self._watch.part(self._part if self.num_passes else "prefill"):
-            self._model.prefill(tokens)
+            self.model.prefill(tokens)
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        self.num_reused = self._model.reuse(tokens)
-        return self.num_reused
+        return self.model.reuse(tokens)
 
     def truncate(self, length: int) -> None:
         """The loop truncates once a round, at its end."""
-        self._model.truncate(length)
+        self.model.truncate(length)
         if self._round:
             self.whole_rounds[self._first_tokens, len(self._round)].append(sum(self._round))
             self._round = []

@@ -26,6 +26,7 @@ from specedge.cli.generate import generate
 from specedge.cli.inspect import inspect
 from specedge.cli.library import list_, remove
 from specedge.cli.ngram import ngram
+from specedge.cli.serve import serve
 from specedge.cli.terminal import lines, one_line
 from specedge.cli.theory import theory
 from specedge.cli.tune import tune
@@ -42,7 +43,7 @@ def cli() -> None:
 
 for command in (
     *(export, embed, generate, compare, tune, bench, inspect, verify),
-    *(list_, remove, theory, ngram, doctor),
+    *(serve, list_, remove, theory, ngram, doctor),
 ):
     cli.add_command(command)
 

@@ -64,12 +64,21 @@ def load(
     threads: int | None = None,
     ops: str = "auto",
     draft_device: str | None = None,
+    slots: int = 1,
+    max_length: int | None = None,
 ) -> Pipeline:
     """A bundle, with one thread pool for all sessions: no other code here has any."""
     from specedge.runtime import loading
 
     pipeline = loading.load(
-        bundle, device, threads, share_threads=True, ops=ops, draft_device=draft_device
+        bundle,
+        device,
+        threads,
+        share_threads=True,
+        ops=ops,
+        draft_device=draft_device,
+        slots=slots,
+        max_length=max_length,
     )
     if pipeline.note:
         click.echo(one_line(f"note: {pipeline.note}"), err=True)

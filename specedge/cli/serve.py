@@ -1,0 +1,145 @@
+"""`specedge serve`."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+from typing import TYPE_CHECKING
+
+import click
+
+from specedge.cli import options
+from specedge.cli.terminal import counted, one_line
+from specedge.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from specedge.runtime.pipeline import Pipeline
+
+KEY = "SPECEDGE_API_KEY"
+
+
+@click.command()
+@options.bundle
+@click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
+@click.option(
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8000,
+    show_default=True,
+    help="Listen on this port; 0 takes a free one.",
+)
+@click.option("--model-name", metavar="NAME", help="Call the pair so. [default: its target's id]")
+@click.option(
+    "--slots",
+    type=click.IntRange(1),
+    default=4,
+    show_default=True,
+    help="Run this many requests at a time, each in caches of its own.",
+)
+@click.option(
+    "--max-length",
+    type=click.IntRange(2),
+    help="Take texts of at most this many tokens, prompt included. [default: the context]",
+)
+@click.option(
+    "--queue",
+    type=click.IntRange(0),
+    default=32,
+    show_default=True,
+    help="Let this many requests wait for a slot; refuse more.",
+)
+@click.option(
+    "--timeout",
+    type=options.Number(0, min_open=True),
+    default=600,
+    show_default=True,
+    help="End a request after this many seconds, waiting included.",
+)
+@click.option(
+    "--grace",
+    type=click.IntRange(0),
+    default=30,
+    show_default=True,
+    help="After SIGTERM let running requests end for this many seconds.",
+)
+@click.option(
+    "--max-body",
+    type=click.IntRange(1),
+    default=8 * 2**20,
+    show_default=True,
+    help="Refuse a request's body of more bytes.",
+)
+@click.option(
+    "--cors",
+    metavar="ORIGIN",
+    multiple=True,
+    help="Let web pages of this origin ask; may be given repeatedly.",
+)
+@options.device
+@options.draft_device
+@options.threads
+@options.ops
+def serve(
+    bundle: str | None,
+    host: str,
+    port: int,
+    model_name: str | None,
+    slots: int,
+    max_length: int | None,
+    queue: int,
+    timeout: float,
+    grace: int,
+    max_body: int,
+    cors: tuple[str, ...],
+    device: str,
+    draft_device: str | None,
+    threads: int | None,
+    ops: str,
+) -> None:
+    """Serve a pair to clients of OpenAI's API; $SPECEDGE_API_KEY, if set, is their key."""
+    try:
+        from specedge.serve import app, serving
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"{error.name} is not installed: pip install 'specedge[serve]'"
+        ) from error
+    listening = serving.listen(host, port)  # before the pair is loaded, which takes a while
+    with listening, options.usage_errors():
+        pipeline = options.load(bundle, device, threads, ops, draft_device, slots, max_length)
+        settings = app.Settings(
+            model=model_name,
+            max_waiting=queue,
+            timeout=timeout,
+            max_body=max_body,
+            api_key=(key := os.environ.get(KEY) or None),
+            origins=cors,
+        )
+        url = serving.url_of(listening)
+
+        def ready() -> None:
+            click.echo(one_line(_started(url, model_name, pipeline, ops)), err=True)
+            if key is None and not _is_loopback(host):
+                click.echo(f"note: whoever reaches {host} can ask; set ${KEY}", err=True)
+
+        serving.serve(app.make_app(pipeline, settings), listening, grace, ready)
+    click.echo("specedge: stopped", err=True)
+
+
+def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
+    from specedge.runtime.backend.memory import shown
+    from specedge.runtime.loading import memory_of
+
+    slots, length = len(pipeline.slots.all), pipeline.bundle.context_length
+    need = memory_of(pipeline.bundle, ops, slots, length)
+    return (
+        f"specedge: {url} serves {name or pipeline.bundle.target.source.id} in "
+        f"{counted(slots, 'slot')} of {length} tokens and {shown(need.slot)} each; "
+        f"memory up to {shown(need.peak)}"
+    )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

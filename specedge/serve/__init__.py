@@ -1,0 +1,1 @@
+"""A server with OpenAI's API over a pipeline's slots."""

@@ -1,0 +1,149 @@
+"""One request from its admission to its last byte; a client that goes away ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.stream import Generation, Stream
+
+from .asking import Asked
+from .errors import ApiError, failed
+from .jobs import Event, Jobs, merged
+from .metrics import Metrics
+from .shapes import Choice, Shape
+
+T = TypeVar("T")
+
+LAST_WORDS = 5.0  # seconds that an error may take to be sent behind a part of a stream
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class Answer:
+    """An ASGI application for one request. `timeout` seconds may pass until its last byte."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        jobs: Jobs,
+        metrics: Metrics,
+        shape: Shape,
+        asked: Asked,
+        prompts: list[list[int]],
+        timeout: float,
+    ) -> None:
+        self._pipeline, self._jobs, self._metrics = pipeline, jobs, metrics
+        self._shape, self._asked, self._prompts = shape, asked, prompts
+        self._arrived, self._timeout = time.perf_counter(), timeout
+        self._choices = [Choice() for _ in range(asked.num_choices)]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._jobs.admitted(self._asked.num_choices):
+            if self._asked.stream:
+                await _while_connected(receive, self._stream(send))
+            elif found := await _while_connected(receive, self._whole()):
+                await JSONResponse(found)(scope, receive, send)
+
+    async def _whole(self) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._timeout), aclosing(self._events()) as events:
+                async for index, event in events:
+                    self._add(self._choices[index], event)
+        except Exception as error:
+            raise self._failed(error) from error
+        return self._shape.whole(self._choices)
+
+    async def _stream(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            async with asyncio.timeout(self._timeout), aclosing(self._lines()) as lines:
+                async for line in lines:
+                    await _write(send, line)
+        except Exception as error:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS):
+                    for line in self._shape.failed(self._failed(error)):
+                        await _write(send, line)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _lines(self) -> AsyncGenerator[str]:
+        for line in self._shape.begin():
+            yield line
+        async with aclosing(self._events()) as events:
+            async for index, event in events:
+                choice = self._choices[index]
+                if not isinstance(event, Generation):
+                    for line in self._shape.piece(index, event, choice):
+                        yield line
+                self._add(choice, event)
+                if isinstance(event, Generation):
+                    for line in self._shape.end(index, choice):
+                        yield line
+        for line in self._shape.finish(self._choices):
+            yield line
+
+    def _events(self) -> AsyncGenerator[tuple[int, Event]]:
+        """Of all choices, each a job; those of a prompt have seeds in a row."""
+        prompts = [prompt for prompt in self._prompts for _ in range(self._asked.n)]
+        jobs = (partial(self._begin, i % self._asked.n, one) for i, one in enumerate(prompts))
+        return merged([self._jobs.run(begin) for begin in jobs])
+
+    def _begin(self, place: int, prompt: list[int]) -> Stream:
+        options = dict(self._asked.options)
+        if (seed := options.get("seed")) is not None:
+            options["seed"] = (seed + place) % 2**64
+        return self._pipeline.stream(prompt, **options)
+
+    def _add(self, choice: Choice, event: Event) -> None:
+        if isinstance(event, Generation):
+            choice.done = event
+            self._metrics.ended(event, choice.first)
+            return
+        if choice.first is None:
+            choice.first = time.perf_counter()
+            self._metrics.first.observe(choice.first - self._arrived)
+        choice.add(event)
+
+    def _failed(self, error: Exception) -> ApiError:
+        if isinstance(error, TimeoutError):
+            return ApiError(
+                f"the request took longer than the {self._timeout:g} seconds that this server "
+                "allows, waiting included",
+                code="timeout",
+                status=504,
+            )
+        return failed(error)
+
+
+async def _write(send: Send, line: str) -> None:
+    await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """What the work gives; None, and an end to it, if the client goes away first."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

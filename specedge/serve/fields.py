@@ -1,0 +1,198 @@
+"""The fields of OpenAI's requests: which are supported, under which names, and what others mean.
+
+docs/serving.md has the table of them all, which a test compares.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from typing import Any
+
+from specedge.declared import declarations, nearest
+from specedge.request import DrafterName, Request, request_of
+
+from .errors import UNSUPPORTED, ApiError
+
+ANY = object()
+
+# Options of a request by their names in the API.
+OPTIONS = {
+    "temperature": "temperature",
+    "top_p": "top_p",
+    "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty",
+    "logit_bias": "logit_bias",
+    "seed": "seed",
+    "stop": "stop",
+}
+# Those that OpenAI's API does not have: of their own names.
+OWN = ("top_k", "min_p", "typical_p", "repetition_penalty", "bad_words", "min_new_tokens")
+SPECULATIVE = ("drafter", "num_draft_tokens", "off")
+
+# Fields without an effect, with the values that they may have: what is done in any case.
+_COMMON: dict[str, Any] = {
+    "user": ANY,
+    "metadata": ANY,
+    "safety_identifier": ANY,
+    "prompt_cache_key": ANY,
+    "service_tier": ("auto", "default"),
+}
+_TOOLS: dict[str, Any] = {"tools": ([],), "tool_choice": ("none",), "parallel_tool_calls": ()}
+NEUTRAL: dict[str, dict[str, Any]] = {
+    "chat": _COMMON
+    | _TOOLS
+    | {
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"],),
+        "store": (False,),
+        "functions": ([],),
+        "function_call": ("none",),
+        "reasoning_effort": ("none",),
+        "verbosity": (),
+        "prediction": (),
+        "audio": (),
+        "web_search_options": (),
+    },
+    "completions": _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)},
+    "responses": _COMMON
+    | _TOOLS
+    | {
+        "text": ({}, {"format": {"type": "text"}}),
+        "store": (False,),
+        "background": (False,),
+        "truncation": ("disabled",),
+        "include": ([],),
+        "max_tool_calls": (),
+        "previous_response_id": (),
+        "conversation": (),
+        "prompt": (),
+        "reasoning": ({}, {"effort": "none"}),
+    },
+}
+MAX_CHOICES = 16
+MAX_TOP_LOGPROBS = 20
+
+
+class Fields:
+    """The fields of a request's object, each taken once; null is not given."""
+
+    def __init__(self, facts: object) -> None:
+        if not isinstance(facts, dict):
+            raise ApiError("the body must be a JSON object", code="invalid_type")
+        self._left = {name: value for name, value in facts.items() if value is not None}
+        self._known: list[str] = []
+
+    def take(self, name: str) -> Any:
+        self._known.append(name)
+        return self._left.pop(name, None)
+
+    def typed(self, name: str, kind: type, what: str) -> Any:
+        """A field of one type; `what` says which."""
+        value = self.take(name)
+        if value is not None and type(value) is not kind:
+            raise ApiError(f"{name} must be {what}, got {shown(value)}", name, "invalid_type")
+        return value
+
+    def flag(self, name: str) -> bool:
+        return bool(self.typed(name, bool, "true or false"))
+
+    def whole(self, name: str, least: int, most: int | None = None) -> int | None:
+        value: int | None = self.typed(name, int, "a whole number")
+        if value is not None and (value < least or (most is not None and value > most)):
+            limits = f"at least {least}" if most is None else f"between {least} and {most}"
+            raise ApiError(f"{name} must be {limits}, got {shown(value)}", name, "invalid_value")
+        return value
+
+    def skip(self, neutral: dict[str, Any]) -> None:
+        """Take what has no effect; any other value of it is refused."""
+        for name, values in neutral.items():
+            value = self.take(name)
+            if value is None or values is ANY or any(_same(value, one) for one in values):
+                continue
+            may = f", or be {' or '.join(map(json.dumps, values))}" if values else ""
+            raise ApiError(
+                f"{name} is not supported yet, got {shown(value)}; it must be left out{may}",
+                name,
+                UNSUPPORTED,
+            )
+
+    def end(self) -> None:
+        """Refuse what was not taken."""
+        for name in self._left:
+            hint = nearest(name, self._known)
+            raise ApiError(f"there is no field {shown(name)}{hint}", name[:100], "unknown_field")
+
+
+def _same(value: Any, other: Any) -> bool:
+    return type(value) is type(other) and bool(value == other)
+
+
+def shown(value: Any) -> str:
+    """A value in an error, cut."""
+    text = json.dumps(value, ensure_ascii=True)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def options_of(fields: Fields, max_new_tokens: int, limit_name: str) -> dict[str, Any]:
+    """The options of the pipeline's request that the fields give, checked."""
+    names = OPTIONS | {name: name for name in OWN}
+    given = {
+        ours: value for name, ours in names.items() if (value := fields.take(name)) is not None
+    }
+    if ignores := fields.flag("ignore_eos"):
+        given["ignore_eos"] = ignores
+    given |= _speculative(fields.typed("speculative", dict, "an object"))
+    given = {"temperature": 1.0, "max_new_tokens": max_new_tokens} | given
+    for name, value in given.items():
+        if isinstance(value, bool) and name != "ignore_eos":
+            raise ApiError(f"{name} must not be {json.dumps(value)}", name, "invalid_type")
+    try:
+        request_of(**given)
+    except ValueError as error:
+        said = str(error).replace("max_new_tokens", limit_name)
+        raise ApiError(said, _named(str(error), limit_name), "invalid_value") from error
+    return given
+
+
+def _named(message: str, limit_name: str) -> str | None:
+    """The field that an error of the pipeline begins with."""
+    words = message.replace(":", " ").split()
+    first: Iterable[str] = [word for word in words if word in declarations(Request)]
+    name = next(iter(first), None)
+    if name == "max_new_tokens":
+        return limit_name
+    return f"speculative.{name}" if name in SPECULATIVE else name
+
+
+def _speculative(facts: dict[str, Any] | None) -> dict[str, Any]:
+    """What drafts: a name, never a file or an object of one's own, and how many tokens a round."""
+    if facts is None:
+        return {}
+    fields = Fields(facts)
+    try:
+        drafter = fields.typed("drafter", str, "a name")
+        k, off = fields.take("num_draft_tokens"), fields.flag("off")
+        fields.end()
+    except ApiError as error:
+        error.param = f"speculative.{error.param}"
+        error.message = f"speculative: {error.message}"
+        raise
+    if drafter is not None and drafter not in [*DrafterName]:
+        names = ", ".join(DrafterName)
+        raise ApiError(
+            f"speculative.drafter must be one of {names}, got {shown(drafter)}",
+            "speculative.drafter",
+            "invalid_value",
+        )
+    if off and (drafter or k):
+        raise ApiError(
+            "speculative.off leaves nothing to draft; leave drafter and num_draft_tokens out",
+            "speculative.off",
+            "invalid_value",
+        )
+    if isinstance(k, bool):
+        name = "speculative.num_draft_tokens"
+        raise ApiError(f"{name} must be a whole number or auto", name, "invalid_type")
+    found = {"drafter": drafter, "num_draft_tokens": 0 if off else k}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,195 @@
+"""The answers of the older endpoints: whole, and as the chunks of a stream."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specedge.runtime.sampling.logprobs import TokenLogprobs
+from specedge.runtime.stream import Generation
+from specedge.runtime.text.assembler import FinishReason
+from specedge.version import __version__
+
+from .asking import Asked
+from .errors import ApiError
+from .jobs import Piece
+from .tokens import Tokens
+
+FINGERPRINT = f"specedge-{__version__}"
+REASONS = {
+    FinishReason.END: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CONTEXT: "length",
+}
+
+
+@dataclass
+class Choice:
+    """A text as it grows, when its first piece came, and what became of it."""
+
+    text: str = ""
+    first: float | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    done: Generation | None = None
+
+    def add(self, piece: Piece) -> None:
+        self.text += piece.text
+        self.logprobs += piece.logprobs
+
+    @property
+    def generation(self) -> Generation:
+        assert self.done is not None
+        return self.done
+
+
+class Shape(Protocol):
+    """One endpoint's way to say things. Lines are of a stream of server-sent events."""
+
+    def begin(self) -> Iterator[str]:
+        """Before any text."""
+
+    def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
+        """A piece of a choice that had come so far before."""
+
+    def end(self, index: int, choice: Choice) -> Iterator[str]:
+        """A choice has ended."""
+
+    def finish(self, choices: Sequence[Choice]) -> Iterator[str]:
+        """All have."""
+
+    def failed(self, error: ApiError) -> Iterator[str]:
+        """It goes no further."""
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        """The answer at once."""
+
+
+def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
+    """What all choices took; those of one prompt share its tokens."""
+    stats = [choice.generation.stats for choice in choices]
+    prompt, new = sum(s.num_prompt_tokens for s in stats[::n]), sum(s.num_new_tokens for s in stats)
+    drafted, accepted = sum(s.num_drafted for s in stats), sum(s.num_accepted for s in stats)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(s.num_reused_tokens for s in stats[::n])},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+        "speculative": {
+            "num_rounds": sum(s.num_rounds for s in stats),
+            "num_drafted": drafted,
+            "num_accepted": accepted,
+        },
+    }
+
+
+def event(facts: Mapping[str, Any], name: str | None = None) -> str:
+    """A server-sent event."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(facts, ensure_ascii=False)}\n\n"
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+class Chunked:
+    """What chats and completions have in common."""
+
+    prefix = object_name = chunk_name = ""
+
+    def __init__(self, model: str, asked: Asked, tokens: Tokens) -> None:
+        self.asked, self.tokens = asked, tokens
+        self._facts = {"id": new_id(self.prefix), "created": int(time.time()), "model": model}
+        self._facts["system_fingerprint"] = FINGERPRINT
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> str:
+        usage = {"usage": None} if self.asked.include_usage else {}
+        return event(self._facts | {"object": self.chunk_name, "choices": choices} | usage)
+
+    def finish(self, choices: Sequence[Choice]) -> Iterator[str]:
+        if self.asked.include_usage:
+            usage = usage_of(choices, self.asked.n)
+            named = {"object": self.chunk_name, "choices": [], "usage": usage}
+            yield event(self._facts | named)
+        yield "data: [DONE]\n\n"
+
+    def failed(self, error: ApiError) -> Iterator[str]:
+        yield event(error.body)
+
+    def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
+        found = [self._choice(i, choice) for i, choice in enumerate(choices)]
+        named = {"object": self.object_name, "choices": found}
+        return self._facts | named | {"usage": usage_of(choices, self.asked.n)}
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _ended(self, index: int, choice: Choice) -> dict[str, Any]:
+        one = choice.generation
+        return {"index": index, "finish_reason": REASONS[one.finish_reason], "seed": one.seed}
+
+    @property
+    def _has_logprobs(self) -> bool:
+        return "logprobs" in self.asked.options
+
+
+class Chat(Chunked):
+    prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def begin(self) -> Iterator[str]:
+        for i in range(self.asked.num_choices):
+            yield self._delta(i, {"role": "assistant", "content": ""})
+
+    def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
+        yield self._delta(index, {"content": piece.text}, self._logprobs(piece.logprobs))
+
+    def end(self, index: int, choice: Choice) -> Iterator[str]:
+        yield self._chunk([self._ended(index, choice) | {"delta": {}, "logprobs": None}])
+
+    def _delta(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> str:
+        one = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+        return self._chunk([one])
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        logprobs = self._logprobs(choice.logprobs)
+        return self._ended(index, choice) | {"message": message, "logprobs": logprobs}
+
+    def _logprobs(self, found: list[TokenLogprobs]) -> dict[str, Any] | None:
+        return self.tokens.of_chat(found) if self._has_logprobs else None
+
+
+class Completion(Chunked):
+    prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
+
+    def begin(self) -> Iterator[str]:
+        yield from ()
+
+    def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
+        logprobs = self._logprobs(piece.logprobs, before.logprobs)
+        one = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
+        yield self._chunk([one])
+
+    def end(self, index: int, choice: Choice) -> Iterator[str]:
+        yield self._chunk([self._ended(index, choice) | {"text": "", "logprobs": None}])
+
+    def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
+        logprobs = self._logprobs(choice.logprobs, [])
+        return self._ended(index, choice) | {"text": choice.text, "logprobs": logprobs}
+
+    def _logprobs(
+        self, found: list[TokenLogprobs], before: list[TokenLogprobs]
+    ) -> dict[str, Any] | None:
+        if not self._has_logprobs:
+            return None
+        start = sum(len(self.tokens.text(one.token)) for one in before)
+        return self.tokens.of_completion(found, start)

@@ -1,0 +1,367 @@
+"""Requests that run side by side: each in a slot of its own, over one set of weights."""
+
+import gc
+import threading
+import time
+
+import pytest
+
+import specedge
+from specedge import store
+from specedge.errors import ContextLengthError, SpecEdgeError
+from specedge.runtime.loading import memory_of
+from specedge.runtime.loop.randomness import Uniforms
+from specedge.runtime.turns import Turns
+
+PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]
+OPTIONS = {"num_draft_tokens": 4, "ignore_eos": True}
+LONG = "\n".join(f"value_{i} = read({i})" for i in range(46))
+
+
+@pytest.fixture(scope="module")
+def alone():
+    return specedge.load(store.embedded())
+
+
+@pytest.fixture(scope="module")
+def slots():
+    """A pipeline of three slots."""
+    return specedge.load(store.embedded(), slots=3)
+
+
+def in_threads(*functions):
+    """What functions give that run at the same time, each in a thread; their errors, too."""
+    found = [None] * len(functions)
+
+    def run(i):
+        try:
+            found[i] = functions[i]()
+        except Exception as error:
+            found[i] = error
+
+    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive(), "it waits for ever"
+    return found
+
+
+def places(pipeline):
+    """The slots by number: which are free, and how many tokens each target has read."""
+    return [(slot.is_free, slot.target.length) for slot in pipeline.slots.all]
+
+
+def slot_of(pipeline, stream):
+    return next(i for i, s in enumerate(pipeline.slots.all) if s.owner and s.owner() is stream)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("num_requests", [3, 8])  # as many as slots, and more
+def test_requests_side_by_side_write_what_each_writes_alone(
+    alone, slots, temperature, num_requests
+):
+    def request(pipeline, i):
+        prompt, length = PROMPTS[i % 4] + f" # {i}", 10 + 7 * i
+        options = OPTIONS | {"num_draft_tokens": 1 + i % 5, "seed": i}
+        return pipeline.generate(prompt, length, temperature, **options)
+
+    wanted = [request(alone, i) for i in range(num_requests)]
+    found = in_threads(*(lambda i=i: request(slots, i) for i in range(num_requests)))
+    assert [(f.text, f.tokens) for f in found] == [(w.text, w.tokens) for w in wanted]
+    assert all(free for free, _ in places(slots))
+
+
+def test_streams_of_one_thread_go_on_side_by_side(alone, slots):
+    wanted = [alone.generate(prompt, 24, **OPTIONS).text for prompt in PROMPTS[:3]]
+    streams = [slots.stream(prompt, 24, **OPTIONS) for prompt in PROMPTS[:3]]
+    found = ["", "", ""]
+    for _ in range(24):
+        for i, stream in enumerate(streams):
+            found[i] += next(stream, "")
+    assert found == wanted
+
+
+def test_logits_of_one_slot_outlive_a_pass_of_another(slots):
+    first, second, _ = (slot.target for slot in slots.slots.all)
+    slots.forget()
+    logits = first.forward([1, 2, 3]).array()
+    kept = logits.copy()
+    second.forward([7, 8, 9])
+    assert (logits == kept).all()
+    slots.forget()
+
+
+def test_running_requests_take_turns_round_by_round(slots, monkeypatch):
+    """A long request begins first; a short one that comes later still ends long before it."""
+    order = []
+    monkeypatch.setattr(
+        Uniforms,
+        "take",
+        lambda self, n, take=Uniforms.take: order.append(id(self)) or take(self, n),
+    )
+    begun = threading.Event()
+
+    def long():
+        for _ in slots.stream(PROMPTS[0], 200, num_draft_tokens=0, ignore_eos=True):
+            begun.set()
+
+    def short():
+        begun.wait(30)
+        slots.generate(PROMPTS[1], 10, num_draft_tokens=0, ignore_eos=True)
+
+    in_threads(long, short)
+    first = order[0]
+    began = next(i for i, one in enumerate(order) if one != first)
+    rounds = order[began : began + 19]
+    assert sum(one == first for one in rounds) in (9, 10)
+
+
+def test_a_long_prompt_is_read_in_turns_with_other_requests(slots):
+    slots.forget()
+    other = slots.stream(PROMPTS[0], 24, **OPTIONS)
+    stream = slots.stream(LONG, 2, **OPTIONS)
+    target = slots.slots.all[slot_of(slots, stream)].target
+    seen = []
+
+    def between():
+        while len(seen) < 1:
+            with slots.slots.turns:
+                if target.length > 0:
+                    seen.append(target.length)
+
+    num_tokens = len(slots.prompts.tokens(LONG))
+    thread = threading.Thread(target=between)
+    thread.start()
+    for _ in stream:
+        pass
+    thread.join()
+    assert seen[0] == 256 < num_tokens - 1
+    other.close()
+
+
+def test_a_chunked_prompt_counts_what_was_reused_and_reads_the_rest(alone):
+    alone.forget()
+    first = alone.generate(LONG, 4, **OPTIONS)
+    again = alone.generate(LONG, 4, **OPTIONS)
+    num_tokens = first.stats.num_prompt_tokens
+    assert num_tokens > 256
+    assert (first.stats.num_reused_tokens, again.stats.num_reused_tokens) == (0, num_tokens - 1)
+    assert first.text == again.text
+
+
+def test_a_request_takes_the_free_slot_that_has_read_most_of_it(slots):
+    slots.forget()
+    texts = ["import json\n\ndef read(path):", "class Parser:\n    def", "for i in range(10):"]
+    for text in texts:  # each an empty slot, since it shares nothing with what is cached
+        slots.generate(text, 4, **OPTIONS)
+    assert all(length for _, length in places(slots))
+    for text in reversed(texts):
+        one = slots.generate(text + " x", 4, **OPTIONS)
+        assert one.stats.num_reused_tokens >= len(slots.prompts.tokens(text)) - 1
+    first = slots.stream(texts[1] + " x", 4, **OPTIONS)
+    other = slots.stream(texts[1] + " x", 4, **OPTIONS)  # the slot that has it is taken
+    assert slot_of(slots, first) != slot_of(slots, other)
+    first.close()
+    other.close()
+
+
+def test_of_slots_that_share_nothing_the_least_recently_used_is_given_up(slots):
+    slots.forget()
+    taken = []
+    for i in range(6):
+        stream = slots.stream([100 + i, 200 + i], 2, **OPTIONS)
+        taken.append(slot_of(slots, stream))
+        list(stream)
+    assert sorted(taken[:3]) == [0, 1, 2]
+    assert taken[3:] == taken[:3]
+
+
+@pytest.mark.parametrize("end", ["close", "cancel from another thread", "drop"])
+def test_a_stream_that_ends_early_frees_its_slot_and_no_other(slots, end):
+    streams = [slots.stream(prompt, 400, **OPTIONS) for prompt in PROMPTS[:3]]
+    for stream in streams:
+        next(stream)
+    place = slot_of(slots, streams[1])
+    del stream
+    gc.disable()
+    try:
+        if end == "close":
+            streams[1].close()
+        elif end == "drop":
+            del streams[1]
+        else:
+            in_threads(streams[1].cancel)
+        assert [free for free, _ in places(slots)] == [i == place for i in range(3)]
+        assert next(streams[0])
+    finally:
+        gc.enable()
+    for stream in streams:
+        stream.close()
+
+
+def test_a_stream_is_cancelled_while_another_slots_round_runs(slots):
+    waiting, running = (slots.stream(prompt, 40, **OPTIONS) for prompt in PROMPTS[:2])
+    next(waiting)
+    with slots.slots.turns:  # as in a round of `running`
+        assert in_threads(waiting.cancel) == [None]
+        assert not slots.slots.has(waiting)
+    assert list(waiting) == []
+    assert next(running)
+    running.close()
+
+
+def test_where_every_slot_is_taken_a_request_waits_or_is_refused(slots):
+    streams = [slots.stream(prompt, 40, **OPTIONS) for prompt in PROMPTS[:3]]
+    (error,) = in_threads(lambda: slots.generate(PROMPTS[3], 4, wait=False))
+    assert isinstance(error, SpecEdgeError)
+    assert "run in all 3 slots of this pipeline" in str(error)
+    found = []
+    thread = threading.Thread(target=lambda: found.append(slots.generate(PROMPTS[3], 4)))
+    thread.start()
+    time.sleep(0.05)
+    assert not found
+    streams[2].close()
+    thread.join(30)
+    assert found[0].text
+    for stream in streams:
+        stream.close()
+
+
+def test_a_thread_that_has_every_slot_loses_the_oldest_stream(slots):
+    streams = [slots.stream(prompt, 40, **OPTIONS) for prompt in PROMPTS[:3]]
+    assert slots.generate(PROMPTS[3], 4, **OPTIONS).text
+    with pytest.raises(SpecEdgeError, match="began another request"):
+        next(streams[0])
+    assert next(streams[1])
+    for stream in streams:
+        stream.close()
+
+
+def test_an_error_of_one_request_leaves_the_others_alone(alone, slots):
+    class Broken:
+        name = "broken"
+
+        def truncate(self, length):
+            pass
+
+        def propose(self, history, *rest):
+            if history.length > 20:
+                raise ZeroDivisionError
+            return specedge.Draft([])
+
+    def text(pipeline, i, **options):
+        return pipeline.generate(PROMPTS[i], 30, **(OPTIONS | options)).text
+
+    wanted = [text(alone, 0), text(alone, 1)]
+    found = in_threads(
+        lambda: text(slots, 0), lambda: text(slots, 2, drafter=Broken()), lambda: text(slots, 1)
+    )
+    assert isinstance(found[1], ZeroDivisionError)
+    assert [found[0], found[2]] == wanted
+    assert all(free for free, _ in places(slots))
+
+
+def test_rounds_of_others_are_not_a_requests_own_time(slots):
+    """Of three that wait for each other's rounds, what is counted is at most what passed."""
+    begin = time.perf_counter()
+    ran = in_threads(
+        *(lambda prompt=prompt: slots.generate(prompt, 60, **OPTIONS) for prompt in PROMPTS[:3])
+    )
+    passed = time.perf_counter() - begin
+    assert sum(one.stats.decode_seconds + one.stats.prefill_seconds for one in ran) < passed
+
+
+def test_noise_is_measured_in_the_slots_own_cache(slots):
+    """What measuring leaves is an empty cache: another slot's text must not lose its rows."""
+    slots.forget()
+    kept, own, _ = slots.slots.all
+    kept.target.prefill([1, 2, 3])
+    own.target.prefill([4, 5, 6])
+    bound = own.noise.bound([1, 2], 4, trusting=False)
+    assert (kept.target.length, own.target.length) == (3, 0)
+    assert kept.noise.bound([1, 2], 4, trusting=False) == bound
+    assert kept.target.length == 3  # measured once for all
+    slots.forget()
+
+
+def test_a_pipelines_length_bounds_prompt_and_text():
+    pipeline = specedge.load(store.embedded(), max_length=40)
+    one = pipeline.generate([7] * 30, 100, ignore_eos=True)
+    assert (len(one.tokens), one.finish_reason) == (10, "context")
+    with pytest.raises(ContextLengthError, match="takes 40 with at least one new"):
+        pipeline.generate([7] * 40)
+
+
+def test_the_memory_of_slots_is_stated(alone):
+    one, four = memory_of(alone.bundle), memory_of(alone.bundle, slots=4)
+    assert (
+        four.slot
+        == one.slot
+        == sum(
+            array.nbytes
+            for model in (alone.target, alone.draft)
+            for array in model.cache.arrays.values()
+        )
+    )
+    assert four.parts["caches"] == 4 * one.slot
+    assert four.parts["packed weights"] == one.parts["packed weights"]
+    half = memory_of(alone.bundle, slots=4, max_length=alone.bundle.context_length // 2)
+    assert half.slot == pytest.approx(one.slot / 2, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slots": 0}, "slots must be at least 1, got 0"),
+        ({"slots": True, "max_length": 10**6}, "max_length must be between 2 and"),
+        ({"slots": "2"}, "slots must be a whole number"),
+    ],
+)
+def test_a_number_of_slots_or_a_length_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        specedge.load(store.embedded(), **options)
+
+
+def test_turns_go_round_though_everyone_wants_them_again_at_once():
+    turns, order = Turns(), []
+
+    def run(name):
+        for _ in range(50):
+            with turns:
+                order.append(name)
+                time.sleep(0.0002)
+
+    in_threads(*(lambda name=name: run(name) for name in "abc"))
+    middle = order[30:100]
+    assert all(len({*middle[i : i + 3]}) == 3 for i in range(len(middle) - 2))
+
+
+@pytest.mark.parametrize("has_it", [False, True])
+def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatch, has_it):
+    turns, lock = Turns(), threading.Lock
+
+    class Interrupted:
+        def __init__(self):
+            self.lock, self.times = lock(), 0
+
+        def acquire(self):
+            self.times += 1
+            if self.times == 1:
+                return self.lock.acquire()
+            if has_it:  # the turn came just before the interrupt
+                turns.__exit__()
+            raise KeyboardInterrupt
+
+        def release(self):
+            self.lock.release()
+
+    turns.__enter__()
+    monkeypatch.setattr(threading, "Lock", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        turns.__enter__()
+    monkeypatch.undo()
+    if not has_it:
+        turns.__exit__()
+    assert in_threads(turns.__enter__) == [None]

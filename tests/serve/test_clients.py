@@ -1,0 +1,315 @@
+"""The official OpenAI client against a server of the embedded pair, over loopback."""
+
+import json
+
+import pytest
+
+import specedge
+from specedge import store
+
+openai = pytest.importorskip("openai", reason="needs the test extra")
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+
+from served import MODEL, PROMPT, ask, chat_pair, client, health, serving, until  # noqa: E402
+
+MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "A class."}]
+GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What the server's answers must equal: the same pair, one request at a time."""
+    return chat_pair(1)
+
+
+@pytest.fixture(scope="module")
+def port():
+    with serving(chat_pair(2), timeout=60) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def ai(port):
+    with client(port) as found:
+        yield found
+
+
+def test_a_chat_is_what_the_pipeline_answers(ai, alone):
+    wanted = alone.chat(MESSAGES, 24)
+    found = ai.chat.completions.create(messages=MESSAGES, **GREEDY)
+    assert found.choices[0].message.content == wanted.text
+    assert found.choices[0].message.role == "assistant"
+    assert found.choices[0].finish_reason == "length"
+    assert (found.model, found.object) == (MODEL, "chat.completion")
+
+
+def test_a_streamed_chat_joins_to_the_same_text(ai, alone):
+    chunks = list(ai.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY))
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == alone.chat(MESSAGES, 24).text
+    assert [chunk.choices[0].finish_reason for chunk in chunks[-2:]] == [None, "length"]
+    assert len({chunk.id for chunk in chunks}) == 1
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_parts_and_developer_messages_are_text_and_system_messages(ai, alone):
+    parts = [
+        {"role": "developer", "content": "Write Python."},
+        {"role": "user", "content": [{"type": "text", "text": t} for t in ("A ", "class.")]},
+    ]
+    found = ai.chat.completions.create(messages=parts, **GREEDY)
+    assert found.choices[0].message.content == alone.chat(MESSAGES, 24).text
+
+
+def test_a_completion_of_each_kind_of_prompt(ai, alone):
+    ids = alone.prompts.tokens("import json")
+    wanted = [alone.generate(prompt, 24).text for prompt in (PROMPT, "import json")]
+    several = ai.completions.create(prompt=[PROMPT, "import json"], **GREEDY)
+    assert [choice.text for choice in several.choices] == wanted
+    assert ai.completions.create(prompt=ids, **GREEDY).choices[0].text == wanted[1]
+    assert [
+        choice.text for choice in ai.completions.create(prompt=[ids, ids], **GREEDY).choices
+    ] == [wanted[1]] * 2
+
+
+def test_choices_have_seeds_in_a_row_and_each_is_what_it_is_alone(ai, alone):
+    given = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 1, "seed": 5}
+    speculative = {"speculative": {"num_draft_tokens": 3, "drafter": "model"}}
+    whole = ai.completions.create(n=3, extra_body=speculative, **given)
+    wanted = [
+        alone.generate(PROMPT, 20, 1.0, seed=5 + i, num_draft_tokens=3, drafter="model").text
+        for i in range(3)
+    ]
+    assert [choice.text for choice in whole.choices] == wanted
+    assert [choice.seed for choice in whole.choices] == [5, 6, 7]
+    found = ["", "", ""]
+    for chunk in ai.completions.create(n=3, stream=True, extra_body=speculative, **given):
+        found[chunk.choices[0].index] += chunk.choices[0].text
+    assert found == wanted
+
+
+def test_penalties_biases_filters_and_stops_reach_the_sampler(ai, alone):
+    ours = {
+        "top_p": 0.9,
+        "presence_penalty": 0.5,
+        "frequency_penalty": 0.25,
+        "logit_bias": {7: 2.5, 9: -100},
+        "stop": ["return", "\n\n\n"],
+        "seed": 3,
+    }
+    own = {"top_k": 40, "min_p": 0.01, "repetition_penalty": 1.1, "bad_words": ["self"]}
+    theirs = ours | {"logit_bias": {"7": 2.5, "9": -100}}
+    off = {"speculative": {"off": True}}
+    found = ai.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=60, temperature=0.8, extra_body=own | off, **theirs
+    )
+    wanted = alone.generate(PROMPT, 60, 0.8, num_draft_tokens=0, **ours, **own)
+    assert found.choices[0].text == wanted.text
+    assert "return" not in wanted.text
+    assert found.usage.speculative["num_drafted"] == 0
+
+
+def test_a_stop_string_and_a_full_context_are_told_apart(ai):
+    stopped = ai.completions.create(prompt=PROMPT, stop="\n", **GREEDY)
+    assert (stopped.choices[0].text, stopped.choices[0].finish_reason) == ("", "stop")
+    full = ai.completions.create(prompt=[9] * 500, model=MODEL, max_tokens=100, temperature=0)
+    assert (full.usage.completion_tokens, full.choices[0].finish_reason) == (12, "length")
+
+
+def test_usage_counts_tokens_reused_accepted_and_drafted(ai):
+    given = GREEDY | {"prompt": f"{PROMPT} # usage", "stream": True}
+    list(ai.completions.create(**given))
+    *chunks, last = ai.completions.create(stream_options={"include_usage": True}, **given)
+    usage, counts = last.usage, last.usage.speculative
+    assert (last.choices, usage.completion_tokens) == ([], 24)
+    assert usage.total_tokens == usage.prompt_tokens + 24
+    assert usage.prompt_tokens_details.cached_tokens == usage.prompt_tokens - 1
+    assert 24 - counts["num_accepted"] <= counts["num_rounds"] + 1
+    details = usage.completion_tokens_details
+    assert details.accepted_prediction_tokens == counts["num_accepted"] > 0
+    assert details.rejected_prediction_tokens == counts["num_drafted"] - counts["num_accepted"]
+    assert all(chunk.usage is None for chunk in chunks)
+
+
+def test_choices_of_one_prompt_share_its_tokens_in_usage(ai, alone):
+    prompts = [PROMPT, "import json and more"]
+    one, two = (len(alone.prompts.tokens(prompt)) for prompt in prompts)
+    usage = ai.completions.create(prompt=prompts, n=2, **GREEDY).usage
+    assert one != two
+    assert (usage.prompt_tokens, usage.completion_tokens) == (one + two, 4 * 24)
+
+
+def test_log_probabilities_of_a_chat_streamed_or_not(ai, alone):
+    wanted = alone.chat(MESSAGES, 24, logprobs=3)
+    given = GREEDY | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}
+    whole = ai.chat.completions.create(**given).choices[0].logprobs.content
+    streamed = [
+        entry
+        for chunk in ai.chat.completions.create(stream=True, **given)
+        if chunk.choices[0].logprobs
+        for entry in chunk.choices[0].logprobs.content
+    ]
+    assert [one.logprob for one in whole] == [one.logprob for one in wanted.logprobs]
+    assert streamed == whole
+    assert "".join(one.token for one in whole) == wanted.text
+    assert bytes(byte for one in whole for byte in one.bytes).decode() == wanted.text
+    for entry, one in zip(whole, wanted.logprobs, strict=True):
+        assert [top.logprob for top in entry.top_logprobs] == [value for _, value in one.top]
+
+
+def test_log_probabilities_of_a_completion_streamed_or_not(ai, alone):
+    wanted = alone.generate(PROMPT, 24, logprobs=2)
+    whole = ai.completions.create(prompt=PROMPT, logprobs=2, **GREEDY).choices[0].logprobs
+    assert whole.token_logprobs == [one.logprob for one in wanted.logprobs]
+    for token, offset in zip(whole.tokens, whole.text_offset, strict=True):
+        assert wanted.text[offset:].startswith(token)
+    assert all(len(top) == 2 for top in whole.top_logprobs)
+    chunks = list(ai.completions.create(prompt=PROMPT, logprobs=2, stream=True, **GREEDY))
+    streamed = [chunk.choices[0].logprobs for chunk in chunks if chunk.choices[0].logprobs]
+    assert [o for one in streamed for o in one.text_offset] == whole.text_offset
+
+
+def test_an_end_token_ends_a_text_and_has_no_log_probability(ai, alone):
+    end = alone.bundle.end_tokens[0]
+    given = GREEDY | {"logit_bias": {str(end): 100}, "logprobs": 0}
+    found = ai.completions.create(prompt=PROMPT, **given).choices[0]
+    assert (found.text, found.finish_reason, found.logprobs.tokens) == ("", "stop", [])
+
+
+def test_a_response_whole_and_streamed(ai, alone):
+    given = {"model": MODEL, "instructions": "Write Python.", "temperature": 0}
+    whole = ai.responses.create(input="A class.", max_output_tokens=24, **given)
+    assert whole.output_text == alone.chat(MESSAGES, 24).text
+    assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    assert whole.usage.output_tokens == 24
+    events = list(
+        ai.responses.create(input=[MESSAGES[1]], max_output_tokens=24, stream=True, **given)
+    )
+    deltas = [event.delta for event in events if event.type == "response.output_text.delta"]
+    assert "".join(deltas) == whole.output_text
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
+    assert events[-1].response.output_text == whole.output_text
+
+
+def test_the_stream_helper_of_responses_understands_the_events(ai, alone):
+    text = alone.chat(MESSAGES, 40).text
+    stop = text[-20:]
+    given = {"model": MODEL, "input": MESSAGES, "temperature": 0, "extra_body": {"stop": stop}}
+    with ai.responses.stream(**given) as stream:
+        found = stream.get_final_response()
+    assert found.output_text == text[: text.index(stop)]
+    assert (found.status, found.incomplete_details) == ("completed", None)
+
+
+def test_models_are_listed_and_described(ai):
+    assert [one.id for one in ai.models.list()] == [MODEL]
+    assert ai.models.retrieve(MODEL).context_length == 512
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here"):
+        ai.models.retrieve("gpt-5")
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here") as caught:
+        ai.completions.create(prompt=PROMPT, **(GREEDY | {"model": "gpt-5"}))
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"seed": True}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"n": 17}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"extra_body": {"topp": 1}}, "topp"),
+        ({"extra_body": {"speculative": {"drafter": "ngram:/etc/passwd"}}}, "speculative.drafter"),
+        ({"extra_body": {"speculative": {"num_draft_tokens": 99}}}, "speculative.num_draft_tokens"),
+        ({"extra_body": {"speculative": {"of": True}}}, "speculative.of"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_a_field_that_cannot_be_is_a_400_that_names_it(ai, change, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ai.chat.completions.create(**(GREEDY | {"messages": MESSAGES} | change))
+    assert caught.value.param == param
+    assert param.split(".")[-1].partition("[")[0] in str(caught.value)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_a_text_that_is_too_long_says_so_by_its_code(ai):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ai.completions.create(prompt=[7] * 512, **GREEDY)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+
+
+def test_a_pair_without_a_template_takes_completions_alone():
+    with serving(specedge.load(store.embedded())) as port, client(port) as ai:
+        with pytest.raises(openai.BadRequestError, match="has no chat template; ask /v1/comp"):
+            ai.chat.completions.create(messages=MESSAGES, **GREEDY)
+        assert ai.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+
+
+def test_null_means_not_given(port, alone):
+    fields = (
+        "temperature",
+        "top_p",
+        "n",
+        "stop",
+        "tools",
+        "response_format",
+        "speculative",
+        "user",
+    )
+    body = {"prompt": PROMPT, "max_tokens": 24, "logit_bias": {}} | dict.fromkeys(fields)
+    body |= {"temperature": 0, "stream": None}
+    status, _, said = ask(port, "POST", "/v1/completions", body)
+    assert (status, json.loads(said)["choices"][0]["text"]) == (
+        200,
+        alone.generate(PROMPT, 24).text,
+    )
+
+
+def test_a_client_that_leaves_its_stream_frees_the_slot(ai, port):
+    long = {"model": MODEL, "prompt": PROMPT, "max_tokens": 480, "temperature": 0}
+    long["extra_body"] = {"speculative": {"off": True}, "ignore_eos": True}
+    streams = [ai.completions.create(stream=True, **long) for _ in range(2)]
+    for stream in streams:
+        next(iter(stream))
+    assert health(port)["running"] == 2
+    for stream in streams:
+        stream.close()
+    until(lambda: health(port)["running"] == 0)
+    assert ai.completions.create(prompt=PROMPT, **GREEDY).choices[0].text
+
+
+def test_metrics_count_what_was_done(ai, port):
+    def counts():
+        lines = ask(port, "GET", "/metrics")[2].decode().splitlines()
+        return {
+            name: float(value)
+            for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
+        }
+
+    before = counts()
+    ai.completions.create(prompt=PROMPT, **GREEDY)
+    until(lambda: counts()["specedge_running"] == 0)
+    after = counts()
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    assert grown['specedge_requests_total{path="/v1/completions",status="200"}'] == 1
+    assert grown['specedge_tokens_total{kind="new"}'] == 24
+    assert grown["specedge_time_to_first_token_seconds_count"] == 1
+    assert grown["specedge_time_per_token_seconds_count"] == 1
+    assert grown['specedge_draft_tokens_total{kind="accepted"}'] > 0
+    assert (after["specedge_slots"], after["specedge_queue"]) == (2, 0)

@@ -1,0 +1,266 @@
+"""Clients that are slow, broken or too many: each is answered or dropped, and others go on."""
+
+import asyncio
+import json
+import socket
+import threading
+import time
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+
+from served import MODEL, PROMPT, answer, ask, chat_pair, health, serving, until
+from specedge.runtime.loop.decoding import SpeculativeDecoder
+
+SHORT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+LONG = SHORT | {"max_tokens": 400, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return chat_pair(1)
+
+
+@pytest.fixture(scope="module")
+def port(pair):
+    with serving(pair, max_waiting=1, max_body=20_000, body_timeout=1.0) as found:
+        yield found
+
+
+@pytest.fixture
+def slowly(monkeypatch):
+    """Rounds take 20 ms at least."""
+    fast = SpeculativeDecoder._round
+
+    def slow(self, *arguments):
+        time.sleep(0.02)
+        return fast(self, *arguments)
+
+    monkeypatch.setattr(SpeculativeDecoder, "_round", slow)
+
+
+@pytest.fixture
+def connection(port):
+    with socket.create_connection(("127.0.0.1", port), 30) as found:
+        yield found
+
+
+def head(length, kind="application/json"):
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def error_of(said):
+    return json.loads(said)["error"]
+
+
+def answers(port):
+    status, _, said = ask(port, "POST", "/v1/completions", SHORT)
+    return status == 200 and bool(json.loads(said)["choices"][0]["text"])
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": "a", "prompt": "b"}',
+        b'{"prompt": NaN}',
+        b'{"prompt": ' + b"9" * 5000 + b"}",
+        b'{"prompt": ' + b"[" * 9000 + b"]" * 9000 + b"}",
+        b'{"a":' * 3000 + b"1" + b"}" * 3000,
+        b'{"prompt": "\\ud800"}',
+        b'{"model": {"a": [1]}, "prompt": "a"}',
+        b'{"model": "' + b"x" * 9000 + b'", "prompt": "a"}',
+        b'{"' + b"y" * 9000 + b'": 1, "prompt": "a"}',
+    ],
+)
+def test_a_body_that_is_no_request_is_refused_in_one_short_line(port, body):
+    status, headers, said = ask(port, "POST", "/v1/completions", body)
+    assert status in (400, 404)
+    assert headers["content-type"] == "application/json"
+    assert len(said) < 1000
+    assert "\n" not in error_of(said)["message"]
+
+
+def test_a_body_that_is_too_large_is_refused_before_it_is_read(port, connection):
+    connection.sendall(head(10**12))
+    status, headers, said = answer(connection)
+    assert (status, error_of(said)["code"]) == (413, "body_too_large")
+    assert headers["connection"] == "close"
+
+
+def test_a_body_in_endless_chunks_is_refused_where_it_is_too_large(port, connection):
+    connection.sendall(
+        b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n"
+    )
+    for _ in range(20):  # as many as are read, so that nothing is left to reset the connection
+        connection.sendall(b"1000\r\n" + b"x" * 4096 + b"\r\n")
+    assert answer(connection)[0] == 413
+
+
+def test_who_sends_somewhat_too_much_hears_so_at_the_end(port):
+    body = json.dumps(SHORT | {"prompt": "a" * 60_000}).encode()
+    status, _, said = ask(port, "POST", "/v1/completions", body)
+    assert (status, error_of(said)["code"]) == (413, "body_too_large")
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(port, connection):
+    connection.sendall(head(100) + b'{"prompt":')
+    begin = time.monotonic()
+    status, _, said = answer(connection)
+    assert (status, error_of(said)["code"]) == (408, "timeout")
+    assert time.monotonic() - begin < 10
+
+
+def test_other_content_is_refused_so_that_no_web_page_can_ask_unasked(port):
+    kinds = ("text/plain", "application/x-www-form-urlencoded", "")
+    for kind in kinds:
+        status, headers, said = ask(port, "POST", "/v1/completions", SHORT, Content_Type=kind)
+        assert (status, error_of(said)["code"]) == (415, "invalid_content_type")
+        assert "access-control-allow-origin" not in headers
+
+
+def test_paths_and_methods_that_there_are_not_are_errors_in_the_same_shape(port):
+    assert error_of(ask(port, "GET", "/v1/nothing")[2])["message"] == "there is no such path"
+    status, _, said = ask(port, "GET", "/v1/completions")
+    assert (status, error_of(said)["type"]) == (405, "invalid_request_error")
+    assert ask(port, "POST", "/../../etc/passwd", {})[0] == 404
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET /v1/mod", b"\x16\x03\x01" * 50, b"POST / HTTP/1.1\r\nA: " + b"b" * 70_000, head(50)],
+)
+def test_half_a_request_keeps_nobody(port, connection, sent):
+    connection.sendall(sent)
+    assert answers(port)
+
+
+def test_many_idle_connections_keep_nobody(port):
+    idle = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(300)]
+    try:
+        assert answers(port)
+    finally:
+        for one in idle:
+            one.close()
+
+
+def test_who_does_not_read_its_stream_keeps_nobody(port, connection):
+    body = json.dumps(LONG | {"stream": True, "logprobs": 20}).encode()
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    connection.sendall(head(len(body)) + body)
+    until(lambda: health(port)["running"] == 0, 60)  # its text ended though nobody read it
+    assert answers(port)
+
+
+def test_more_than_can_wait_are_told_to_come_again(port, slowly):
+    def long():
+        assert ask(port, "POST", "/v1/completions", LONG | {"max_tokens": 60})[0] == 200
+
+    threads = [threading.Thread(target=long) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    until(lambda: (health(port)["running"], health(port)["waiting"]) == (1, 1))
+    status, headers, said = ask(port, "POST", "/v1/completions", SHORT)
+    assert (status, headers["retry-after"]) == (429, "1")
+    assert error_of(said)["type"] == "rate_limit_error"
+    for thread in threads:
+        thread.join(60)
+    assert answers(port)
+
+
+def test_texts_that_can_never_be_at_a_time_are_refused(port):
+    status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"n": 3})
+    assert (status, error_of(said)["param"]) == (400, "n")
+    assert "asks for 3 texts, this server takes 2" in error_of(said)["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_slot_and_its_place_in_the_queue(port, slowly, stream):
+    plain = {"speculative": {"off": True}, "stream": stream}  # some 8 seconds
+    body = json.dumps(LONG | plain).encode()
+    gone = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(2)]
+    for one in gone:
+        one.sendall(head(len(body)) + body)
+    until(lambda: (health(port)["running"], health(port)["waiting"]) == (1, 1))
+    gone[1].close()  # the one that waits
+    until(lambda: (health(port)["running"], health(port)["waiting"]) == (1, 0), 2)
+    gone[0].close()
+    until(lambda: health(port)["running"] == 0, 2)
+    assert answers(port)
+
+
+def test_a_request_that_takes_too_long_ends_with_an_error(pair, slowly):
+    with serving(pair, timeout=0.5) as port:
+        status, _, said = ask(port, "POST", "/v1/completions", LONG)
+        assert (status, error_of(said)["code"]) == (504, "timeout")
+        status, _, said = ask(port, "POST", "/v1/completions", LONG | {"stream": True})
+        assert status == 200
+        assert b'"code": "timeout"' in said
+        assert b"[DONE]" not in said
+        until(lambda: health(port)["running"] == 0)
+
+
+def test_an_error_inside_a_round_is_told_and_leaves_the_server_up(port, monkeypatch, caplog):
+    def fails(self, *arguments):
+        raise ZeroDivisionError("secret")
+
+    monkeypatch.setattr(SpeculativeDecoder, "_round", fails)
+    status, _, said = ask(port, "POST", "/v1/completions", SHORT)
+    assert (status, error_of(said)["type"]) == (500, "server_error")
+    assert b"secret" not in said
+    assert "ZeroDivisionError: secret" in caplog.text
+    streamed = ask(port, "POST", "/v1/completions", SHORT | {"stream": True})[2]
+    assert b"server_error" in streamed
+    monkeypatch.undo()
+    assert answers(port)
+
+
+def test_a_key_is_asked_for_everywhere_but_of_health(pair):
+    with serving(pair, api_key="geheim") as port:
+        assert ask(port, "GET", "/health")[0] == 200
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            for sent in ({}, {"Authorization": "Bearer falsch"}, {"Authorization": "geheim"}):
+                status, _, said = ask(port, "GET", path, **sent)
+                assert (status, error_of(said)["code"]) == (401, "invalid_api_key")
+        assert ask(port, "GET", "/v1/models", Authorization="Bearer geheim")[0] == 200
+
+
+def test_only_named_origins_may_ask_from_a_web_page(pair):
+    with serving(pair, origins=("https://good.example",), api_key="k") as port:
+
+        def allowed(origin):
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            return ask(port, "OPTIONS", "/v1/completions", **asked)[1].get(
+                "access-control-allow-origin"
+            )
+
+        assert allowed("https://good.example") == "https://good.example"
+        assert allowed("https://evil.example") is None
+
+
+def test_the_app_needs_no_socket(pair):
+    from specedge.serve.app import make_app
+
+    sent = []
+
+    async def main():
+        async def receive():
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "headers": []}
+        await make_app(pair)(scope | {"query_string": b"", "root_path": ""}, receive, send)
+
+    asyncio.run(main())
+    assert json.loads(sent[1]["body"])["data"][0]["id"] == MODEL

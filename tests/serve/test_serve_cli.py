@@ -1,0 +1,129 @@
+"""`specedge serve` as a process: what it says, whom it serves, and how it stops."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+
+from installed import run
+from served import MODEL, PROMPT, ask
+
+posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
+SHORT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
+LONG = SHORT | {"max_tokens": 480, "ignore_eos": True, "speculative": {"off": True}}
+
+
+@contextmanager
+def served(*arguments, **environment):
+    """A process that serves, its port, and its first line."""
+    command = [sys.executable, "-m", "specedge", "serve", "--port", "0", *map(str, arguments)]
+    process = subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, env=os.environ | environment
+    )
+    try:
+        line = process.stderr.readline()
+        yield process, int(re.search(r":(\d+)/v1", line)[1]), line
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_it_says_in_one_line_where_what_and_how_much():
+    with served("--slots", 2, "--max-length", 256, "--model-name", "pair") as (_, port, line):
+        assert re.fullmatch(
+            rf"specedge: http://127\.0\.0\.1:{port}/v1 serves pair in 2 slots of 256 tokens and "
+            r"4\.6 MB each; memory up to \d+\.\d MB\n",
+            line,
+        )
+        assert json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]["id"] == "pair"
+        assert json.loads(ask(port, "GET", "/health")[2])["slots"] == 2
+        too_long = SHORT | {"prompt": [7] * 256}
+        assert (
+            b"takes 256 with at least one new" in ask(port, "POST", "/v1/completions", too_long)[2]
+        )
+
+
+@posix
+def test_sigterm_lets_a_running_request_end_and_refuses_new_ones():
+    with served("--slots", 1) as (process, port, _):
+        wanted = json.loads(ask(port, "POST", "/v1/completions", LONG)[2])["choices"][0]["text"]
+        found = []
+        thread = threading.Thread(
+            target=lambda: found.append(ask(port, "POST", "/v1/completions", LONG))
+        )
+        thread.start()
+        while not json.loads(ask(port, "GET", "/health")[2])["running"]:
+            time.sleep(0.005)
+        process.send_signal(signal.SIGTERM)
+        thread.join(60)
+        assert json.loads(found[0][2])["choices"][0]["text"] == wanted
+        assert process.wait(20) == 0
+        assert process.stderr.read() == "specedge: stopped\n"
+        with pytest.raises(OSError, match="refused"):
+            ask(port, "GET", "/health")
+
+
+@posix
+def test_what_runs_longer_than_the_grace_time_is_ended():
+    with served("--grace", 0, "--slots", 1) as (process, port, _):
+        stream = LONG | {"stream": True, "n": 16, "prompt": [PROMPT, PROMPT]}  # many seconds
+        thread = threading.Thread(target=ask, args=(port, "POST", "/v1/completions", stream))
+        thread.start()
+        while not json.loads(ask(port, "GET", "/health")[2])["running"]:
+            time.sleep(0.005)
+        begin = time.monotonic()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(20) == 0
+        assert time.monotonic() - begin < 5
+        thread.join(20)
+
+
+def test_the_key_of_the_environment_is_asked_for():
+    with served(SPECEDGE_API_KEY="geheim") as (_, port, _):
+        assert ask(port, "GET", "/v1/models")[0] == 401
+        assert ask(port, "GET", "/v1/models", Authorization="Bearer geheim")[0] == 200
+
+
+def test_a_server_that_all_may_reach_without_a_key_says_so():
+    with served("--host", "0.0.0.0") as (process, port, _):
+        assert "whoever reaches 0.0.0.0 can ask; set $SPECEDGE_API_KEY" in process.stderr.readline()
+        assert json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]["id"] == MODEL
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--max-length", 513], "max_length must be between 2 and 512, got 513"),
+        (["--slots", 0], "0 is not in the range"),
+        (["--host", "no.such.host.invalid"], "cannot listen on no.such.host.invalid, port 8000"),
+        (["--slots", 10**6], "not enough memory for python-9m"),
+    ],
+)
+def test_what_cannot_be_served_is_one_line(arguments, said):
+    result = run("serve", *arguments)
+    assert result.returncode
+    assert said in result.stderr.strip().splitlines()[-1]
+
+
+def test_a_port_that_is_taken_is_told_before_the_pair_is_loaded():
+    with served() as (_, port, _):
+        result = run("serve", "--port", port)
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1, port {port}: Address already in use" in result.stderr
+
+
+def test_without_its_extra_it_says_what_to_install():
+    code = "import sys; sys.modules['uvicorn'] = None; from specedge.cli import main; main()"
+    result = subprocess.run([sys.executable, "-c", code, "serve"], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert "pip install 'specedge[serve]'" in result.stderr

@@ -1,0 +1,93 @@
+"""A server of the embedded pair on a loopback port, and a pair that chats."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import specedge
+from specedge import store
+from specedge.runtime.pipeline import Pipeline
+from specedge.serve.app import Settings, make_app
+from specedge.serve.serving import Server, listen
+from templates import CHATML
+
+MODEL = "python-9m"
+PROMPT = "def read_config(path):"
+
+
+def chat_pair(slots):
+    """The embedded pair with a chat template: it answers chats with Python."""
+    pipeline = specedge.load(store.embedded(), slots=slots)
+    bundle = dataclasses.replace(pipeline.bundle, chat_template=CHATML).at(pipeline.bundle.folder)
+    first, *more = pipeline.slots.all
+    more = [(slot.target, slot.draft) for slot in more]
+    return Pipeline(bundle, pipeline.tokenizer, first.target, first.draft, more=more)
+
+
+@contextmanager
+def serving(pipeline, **settings):
+    """The port of a server that runs meanwhile."""
+    import uvicorn
+
+    listening, ready = listen("127.0.0.1", 0), threading.Event()
+    config = uvicorn.Config(
+        make_app(pipeline, Settings(**settings)), http="h11", lifespan="off", log_config=None
+    )
+    server = Server(config, ready.set)
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    try:
+        assert ready.wait(20)
+        yield listening.getsockname()[1]
+    finally:
+        server.should_exit = server.force_exit = True
+        thread.join(20)
+        listening.close()
+    assert not thread.is_alive()
+
+
+def client(port, key="none", **options):
+    import openai
+
+    url = f"http://127.0.0.1:{port}/v1"
+    return openai.OpenAI(base_url=url, api_key=key, max_retries=0, timeout=60, **options)
+
+
+def ask(port, method, path, body=b"", **headers):
+    """A bare request: its status, its headers in lower case, and its body."""
+    if not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    lines = [f"{method} {path} HTTP/1.1", "Host: here", "Connection: close"]
+    given = {"Content_Type": "application/json", "Content_Length": len(body)} | headers
+    lines += [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
+    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
+        return answer(connection)
+
+
+def answer(connection):
+    """What a server says until it closes the connection."""
+    said = b""
+    while part := connection.recv(2**16):
+        said += part
+    head, _, body = said.partition(b"\r\n\r\n")
+    first, *lines = head.decode().split("\r\n")
+    headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
+    return int(first.split()[1]), headers, body
+
+
+def health(port):
+    return json.loads(ask(port, "GET", "/health")[2])
+
+
+def until(condition, seconds=20):
+    """Wait for a condition, as long as it may take on a slow machine."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it never came"
+        time.sleep(0.01)
