@@ -12,7 +12,6 @@ from ..tracing.attention import OPSET
 
 DOUBLE, FLOAT, INT = ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT64
 END = np.iinfo(np.int64).max
-LEAST = np.array(-np.inf, np.float32)
 Operand: TypeAlias = ir.Value | np.ndarray | Sequence[int] | int | float | None
 
 
