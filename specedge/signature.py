@@ -45,17 +45,18 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Signature:
-    """The inputs and outputs of a graph."""
+    """The inputs and outputs of a graph. A buffer is what the last of its outputs says."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
         for tensors in (self.inputs, self.outputs):
-            for what in ("name", "buffer"):
-                found = [x for x in (getattr(t, what) for t in tensors) if x is not None]
-                if len(set(found)) < len(found):
-                    raise ValueError(f"no {what} appears twice among inputs, nor among outputs")
+            if len({tensor.name for tensor in tensors}) < len(tensors):
+                raise ValueError("no name appears twice among inputs, nor among outputs")
+        buffers = [tensor.buffer for tensor in self.inputs if tensor.buffer]
+        if len({*buffers}) < len(buffers):
+            raise ValueError("no buffer appears twice among inputs")
 
     @property
     def logits(self) -> Tensor | None:

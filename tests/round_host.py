@@ -7,33 +7,47 @@ import onnxruntime as ort
 
 from specedge.runtime.loop.randomness import uniforms
 
+DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
+
 
 class Graph:
-    """A session whose caches are bound in place."""
+    """A session whose memory is bound once; its outputs have K + 1 rows."""
 
-    def __init__(self, session):
-        self.session = session
+    def __init__(self, session, num_rows):
+        self.session, self.binding = session, session.io_binding()
         self.shapes = {value.name: value.shape for value in session.get_inputs()}
-        self.results = [v.name for v in session.get_outputs() if "present." not in v.name]
         self.buffers = {
             name: ort.OrtValue.ortvalue_from_numpy(np.zeros(shape, np.float32))
             for name, shape in self.shapes.items()
             if "past_key_values." in name
         }
+        self.given, self.results, self.writes = {}, {}, {}
+        for name, buffer in self.buffers.items():
+            self.binding.bind_ortvalue_input(name, buffer)
+        for value in session.get_outputs():
+            if "present." in value.name:
+                self.writes[value.name] = _read_as(value.name)
+                place = self.buffers[self.writes[value.name]]
+            else:
+                shape = [{"B": 1, "R": num_rows}.get(size, size) for size in value.shape]
+                zeros = np.zeros(shape, DTYPES[value.type])
+                place = self.results[value.name] = ort.OrtValue.ortvalue_from_numpy(zeros)
+            self.binding.bind_ortvalue_output(value.name, place)
 
     def run(self, given):
-        binding = self.session.io_binding()
         for name in self.shapes.keys() - self.buffers.keys():
-            binding.bind_cpu_input(name, given[name])
-        for name, buffer in self.buffers.items():
-            binding.bind_ortvalue_input(name, buffer)
-            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), buffer)
-        for name in self.results:
-            binding.bind_output(name)
-        self.session.run_with_iobinding(binding)
-        names = [*(n.replace("past_key_values", "present") for n in self.buffers), *self.results]
-        found = dict(zip(names, binding.get_outputs(), strict=True))
-        return {name: found[name].numpy() for name in self.results}
+            if self.given.get(name) is not given[name]:
+                self.given[name] = given[name]
+                self.binding.bind_cpu_input(name, given[name])
+        self.session.run_with_iobinding(self.binding)
+        return {name: value.numpy().copy() for name, value in self.results.items()}
+
+
+def _read_as(present):
+    """The input of an output's buffer: of draft.2.present.0.key, draft.past_key_values.0.key."""
+    before, after = present.split("present.")
+    role = f"{before.split('.')[0]}." if before else ""
+    return f"{role}past_key_values.{after}"
 
 
 class Host:
@@ -59,6 +73,7 @@ class Host:
             "repetition_penalty": np.array([repetition_penalty], np.float32),
             "seen": np.zeros((1, self.bundle.target.vocab_size), bool),
         }
+        settings["seen"][0, prompt] = True
         draft_length = target_length = 0
         while piece and len(prompt) - draft_length > piece:
             nothing = settings | {"num_draft_tokens": np.array([0], np.int64)}
@@ -67,13 +82,13 @@ class Host:
             draft_length = target_length = len(read)
         while len(tokens) < limit:
             wanted, length = limit - len(tokens), len(tokens)
-            settings["seen"][0, tokens] = True
             settings["num_draft_tokens"] = np.array([min(k, wanted - (temperature == 0))], np.int64)
             numbers = uniforms(seed, len(accepted) * (2 * k + 1), 2 * k + 1)
             new, num_accepted = self.round(settings, tokens, draft_length, target_length, numbers)
             accepted.append(min(num_accepted, wanted))
             for token in new[: num_accepted + 1][:wanted]:
                 tokens.append(token)
+                settings["seen"][0, token] = True
                 if token in self.ends:
                     return tokens[len(prompt) :], accepted
             target_length = len(tokens) - 1
@@ -85,8 +100,9 @@ class Fused(Host):
     """One run a round."""
 
     def __init__(self, session, bundle, ends=()):
-        self.graph = Graph(session)
-        super().__init__(bundle, self.graph.shapes["uniforms"][0] // 2, ends)
+        (num_uniforms,) = next(v.shape for v in session.get_inputs() if v.name == "uniforms")
+        super().__init__(bundle, num_uniforms // 2, ends)
+        self.graph = Graph(session, self.num_draft_tokens + 1)
 
     def round(self, settings, tokens, draft_length, target_length, numbers):
         found = self.graph.run(
@@ -105,7 +121,9 @@ class Split(Host):
     """A run for each draft token, one of the target, and one of the accept rule."""
 
     def __init__(self, sessions, bundle, num_draft_tokens, ends=()):
-        self.draft, self.target, self.accept = map(Graph, sessions)
+        self.draft, self.target, self.accept = (
+            Graph(session, num_draft_tokens + 1) for session in sessions
+        )
         super().__init__(bundle, num_draft_tokens, ends)
 
     def round(self, settings, tokens, draft_length, target_length, numbers):

@@ -187,10 +187,10 @@ def _tensor(value: ir.Value) -> Tensor:
     assert value.name is not None
     assert value.dtype is not None
     assert value.shape is not None
-    parts = value.name.split(".")  # draft.past_key_values.0.key
+    parts = value.name.split(".")  # draft.past_key_values.0.key, draft.2.present.0.key
     role, buffer = value.name, None
-    if len(parts) == 4:
-        role, buffer = "cache", ".".join((parts[0], *parts[2:]))
+    if len(parts) > 1:
+        role, buffer = "cache", ".".join((parts[0], *parts[-2:]))
     shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
     dtype = "string" if value.dtype == ir.DataType.STRING else str(value.dtype.numpy())
     return Tensor(value.name, role, buffer, dtype, shape)

@@ -12,7 +12,6 @@ from ..tracing.attention import OPSET
 
 DOUBLE, FLOAT, INT = ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT64
 END = np.iinfo(np.int64).max
-LEAST = np.array(-np.inf, np.float32)
 Operand: TypeAlias = ir.Value | np.ndarray | Sequence[int] | int | float | None
 
 
@@ -32,7 +31,7 @@ class Nodes:
         self, op_type: str, *inputs: Operand, num_outputs: int = 1, **attributes: Any
     ) -> ir.Value:
         """The first output of a new node; `others` has the rest."""
-        values = [self._value(x) for x in inputs]
+        values = [x if x is None else self.constant(x) for x in inputs]
         node = ir.node(op_type, values, attributes, num_outputs=num_outputs)
         self.put(node, "round")
         return node.outputs[0]
@@ -71,8 +70,9 @@ class Nodes:
         self.graph.register_initializer(value)
         return value
 
-    def _value(self, x: Operand) -> ir.Value | None:
-        if x is None or isinstance(x, ir.Value):
+    def constant(self, x: ir.Value | np.ndarray | Sequence[int] | int | float) -> ir.Value:
+        """What it is to nodes that take it; a value is itself."""
+        if isinstance(x, ir.Value):
             return x
         if isinstance(x, float):
             array = np.array(x, np.float32)

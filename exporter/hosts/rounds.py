@@ -16,15 +16,14 @@ import onnx_ir as ir
 
 from specedge.bundle import Bundle
 from specedge.manifest import Model
-from specedge.precision import DTYPES
+from specedge.precision import QUANTISED
 
 from . import drawing
-from .joining import NewRows
 from .nodes import DOUBLE, END, FLOAT, INT, Nodes
 from .parts import Part
 
 IR_VERSION = 10
-_SMALL = 8 << 20  # bytes of caches and weights that each draft step may copy
+_SMALL = 8 << 20  # bytes of packed weights that each draft step may have of its own
 
 
 def fused(root: Path, bundle: Bundle, num_draft_tokens: int, ops: Mapping[str, str]) -> ir.Model:
@@ -52,75 +51,71 @@ class _Round:
 
     def model(self) -> ir.Model:
         nodes, k = self._nodes, self._k
-        steps, written = self._draft()
+        sizes = np.array([1] * k + [k, 1])
+        first = nodes("Split", self._uniforms, sizes, axis=0, num_outputs=k + 2)
+        *uniforms, tests, last = first, *nodes.others(first)
+        steps = self._draft(uniforms)
         tokens = nodes("Concat", *(step.token for step in steps), axis=0)
         distributions = nodes("Concat", *(step.weights for step in steps), axis=0)
-        rows, made = self._verify(tokens)
-        tests = nodes("Slice", self._uniforms, [k], [2 * k])
-        last = nodes("Slice", self._uniforms, [2 * k], [2 * k + 1])
-        judged = drawing.judge(nodes, tokens, distributions, rows, self._limit, tests, last)
+        seen = nodes("Concat", self._settings.seen, *(step.seen for step in steps), axis=0)
+        rows, made = self._verify(tokens, seen)
+        judged = drawing.judge(
+            nodes, tokens, distributions, rows, self._limit, tests, last, self._settings
+        )
         verdict(nodes, tokens, *judged)
-        commit(nodes, "draft", self._caches["draft"], written)
+        for i, step in enumerate(steps[:-1]):
+            commit(nodes, f"draft.{i}", self._caches["draft"], step.made)
+        commit(nodes, "draft", self._caches["draft"], steps[-1].made)
         commit(nodes, "target", self._caches["target"], made)
         return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
-    def _draft(self) -> tuple[list[Step], dict[str, ir.Value]]:
-        """K steps, and the buffers as they are then by what graphs call them as outputs."""
+    def _draft(self, uniforms: list[ir.Value]) -> list[Step]:
+        """K steps, of which each writes the buffers that the one before it gives."""
         nodes, draft = self._nodes, self._bundle.draft
-        joined = _is_joined(draft)
-        ops = "onnx" if joined else self._ops["draft"]
-        part = Part(self._root, draft.graph("decoder", ops).file)
-        new = NewRows(nodes, self._draft_length, draft.cache.capacity) if joined else None
-        buffers, settings, steps = dict(self._caches["draft"]), self._settings, list[Step]()
-        fed, place, places = self._tokens, self._draft_length, self._places()
-        for i in range(self._k):
-            if new is not None:
-                new.step(places)
-            rewrite = new.rewrite if new is not None else None
-            copy = partial(part.copy, nodes, f"draft.{i}", rewrite=rewrite)
-            uniform = nodes("Slice", self._uniforms, [i], [i + 1])
-            step = draft_step(nodes, self._bundle, copy, fed, place, buffers, settings, uniform)
-            if new is None:
-                buffers = {name: step.made[present(name)] for name in buffers}
-            seen = drawing.also_seen(nodes, settings.seen, step.token)
-            settings = replace(settings, seen=seen)
-            fed = nodes("Reshape", step.token, [1, 1])
-            places = place = nodes("Add", nodes("Slice", places, [-1], [END]), 1)
+        part = Part(self._root, draft.graph("decoder", self._ops["draft"]).file)
+        buffers, settings, steps = self._caches["draft"], self._settings, list[Step]()
+        fed, length, num_fed = self._tokens, self._draft_length, self._num_fed()
+        for i, uniform in enumerate(uniforms):
+            copy = partial(part.copy, nodes, f"draft.{i}")
+            step = draft_step(nodes, self._bundle, copy, fed, length, buffers, settings, uniform)
+            buffers = {name: step.made[present(name)] for name in buffers}
+            settings = replace(settings, seen=step.seen)
+            fed, length, num_fed = step.token, nodes("Add", length, num_fed), nodes.constant([1])
             steps.append(step)
-        if new is not None:
-            committed = new.commit()
-            buffers = {name: committed[value] for name, value in buffers.items()}
-        return steps, {present(name): value for name, value in buffers.items()}
+        return steps
 
-    def _places(self) -> ir.Value:
-        """Where the fed tokens are in the text. [N]"""
+    def _num_fed(self) -> ir.Value:
+        """N. [1]"""
         nodes = self._nodes
-        numbers = nodes("CumSum", nodes("Add", nodes("Mul", self._tokens, 0), 1), np.array(1))
-        offsets = nodes("Reshape", nodes("Sub", numbers, 1), [-1])
-        return nodes("Add", offsets, self._draft_length)
+        ones = nodes("Add", nodes("Mul", self._tokens, 0), 1)
+        return nodes("ReduceSum", ones, [1], keepdims=0)
 
-    def _verify(self, tokens: ir.Value) -> tuple[ir.Value, dict[str, ir.Value]]:
-        """The target's weights after each drafted token and before them [K + 1, V], and all that
-        its pass gives.
+    def _verify(self, tokens: ir.Value, seen: ir.Value) -> tuple[drawing.Rows, dict[str, ir.Value]]:
+        """The target's rows after each drafted token and before them, and all that its pass gives.
+
+        tokens [K, 1], seen [K + 1, V]
         """
         nodes, k, target = self._nodes, self._k, self._bundle.target
         missing = nodes("Sub", self._target_length, self._draft_length)
         fed = nodes("Slice", self._tokens, missing, [END], [1])
         fed = nodes("Concat", fed, nodes("Reshape", tokens, [1, k]), axis=1)
         inputs = {"input_ids": fed, "past_length": self._target_length}
-        inputs |= {"logits_from": nodes("Identity", [-1 - k])} | self._caches["target"]
+        inputs |= {"logits_from": nodes.constant([-1 - k])} | self._caches["target"]
         part = Part(self._root, target.graph("decoder", self._ops["target"]).file)
         made = part.copy(nodes, "target", inputs)
-        rows = of_tokens(nodes, made["logits"], target, k + 1)
-        return drawing.target_weights(nodes, rows, tokens, target.vocab_size, self._settings), made
+        logits = of_tokens(nodes, made["logits"], target, k + 1)
+        return drawing.rows(nodes, logits, seen, target.vocab_size, self._settings), made
 
 
 @dataclass(frozen=True)
 class Step:
-    """A draft token [1], its distribution [1, V], and all that the draft's pass gives."""
+    """A draft token [1, 1], its distribution [1, C], what is seen after it [1, V], and all that the
+    draft's pass gives.
+    """
 
     token: ir.Value
     weights: ir.Value
+    seen: ir.Value
     made: dict[str, ir.Value]
 
 
@@ -136,19 +131,11 @@ def draft_step(
 ) -> Step:
     """Feed tokens [1, N] to a copy of the draft and draw the next one."""
     fed = _known(nodes, tokens, bundle.draft, bundle.target.vocab_size)
-    last = nodes("Identity", [-1])
+    last = nodes.constant([-1])
     made = copy({"input_ids": fed, "past_length": length, "logits_from": last} | buffers)
-    row = _draft_weights(nodes, made["logits"], bundle, settings)
-    return Step(drawing.draw(nodes, row, uniform), row, made)
-
-
-def _is_joined(draft: Model) -> bool:
-    """Whether draft steps attend over old and new rows apart, which copies no buffer.
-
-    Their last bits are not the runtime's. In float32 that changes a draw in a million; where x is
-    rounded to bytes it is one in thousands, so there steps copy their buffers.
-    """
-    return draft.weights_dtype in DTYPES
+    row = _draft_row(nodes, made["logits"], bundle, settings)
+    token = drawing.choose(nodes, row, uniform, settings)
+    return Step(token, row.weights, drawing.also_seen(nodes, settings.seen, token), made)
 
 
 def check_fused(bundle: Bundle) -> str | None:
@@ -156,14 +143,11 @@ def check_fused(bundle: Bundle) -> str | None:
     draft = bundle.draft
     if draft.context_length < bundle.target.context_length:
         return f"{draft.source.id} has a shorter context than the target, which one graph cannot do"
-    if _is_joined(draft):
-        ops = draft.parity.keys()
-        return None if "onnx" in ops else f"{draft.source.id} has no graphs in the op set 'onnx'"
     weights = bundle.files[draft.weights].size
-    if draft.cache.size + weights > _SMALL:
+    if draft.weights_dtype in QUANTISED and weights > _SMALL:
         return (
-            f"{draft.source.id} is in {draft.weights_dtype}: in one graph each step would copy "
-            f"{draft.cache.size >> 20} MB of caches and hold {weights >> 20} MB of weights"
+            f"{draft.source.id} is in {draft.weights_dtype}: in one graph each step would hold "
+            f"{weights >> 20} MB of weights of its own"
         )
     return None
 
@@ -195,11 +179,14 @@ def commit(
 
 
 def verdict(nodes: Nodes, tokens: ir.Value, accepted: ir.Value, next_token: ir.Value) -> None:
-    """Outputs for the tokens of a round, [K + 1], and how many of them were drafted."""
-    padded = nodes("Concat", tokens, next_token, axis=0)
-    places = nodes("Sub", nodes("CumSum", nodes("Add", nodes("Mul", padded, 0), 1), np.array(0)), 1)
-    found = nodes("Where", nodes("Less", places, accepted), padded, next_token)
-    nodes.output("next_tokens", found, INT, ["R"])
+    """Outputs for the tokens of a round, [K + 1], and how many of them were drafted.
+
+    tokens [K, 1], accepted [1], next_token [1, 1]
+    """
+    place = nodes("Unsqueeze", accepted, [1])
+    found = nodes("Concat", tokens, next_token, axis=0)
+    found = nodes("ScatterElements", found, place, next_token, axis=0)
+    nodes.output("next_tokens", nodes("Reshape", found, [-1]), INT, ["R"])
     nodes.output("num_accepted", accepted, INT, [1])
 
 
@@ -218,25 +205,26 @@ def _known(nodes: Nodes, tokens: ir.Value, draft: Model, vocab_size: int) -> ir.
     return nodes("Where", nodes("Less", tokens, draft.vocab_size), tokens, 0)
 
 
-def _draft_weights(
+def _draft_row(
     nodes: Nodes, logits: ir.Value, bundle: Bundle, settings: drawing.Settings
-) -> ir.Value:
-    """The weights of a draft's row among all tokens of the target. [1, 1, C] -> [1, V]"""
+) -> drawing.Rows:
+    """A draft's row among all tokens of the target. [1, 1, C]"""
     draft, size, seen = bundle.draft, bundle.target.vocab_size, settings.seen
     ids = bundle.ids_of(draft)
     if ids is not None:
         columns = np.array(ids)
-        row = nodes("Reshape", logits, [1, len(ids)])
-        row = drawing.penalised(nodes, row, nodes("Gather", seen, columns, axis=1), settings)
-        weights = drawing.weights(nodes, row, len(ids), settings)
+        logits = nodes("Reshape", logits, [1, len(ids)])
+        seen = nodes("Gather", seen, columns, axis=1)
+        row = drawing.rows(nodes, logits, seen, len(ids), settings, is_one=True)
         empty = nodes("Expand", 0.0, [1, size])
-        return nodes("ScatterElements", empty, columns[None], weights, axis=1)
-    row = of_tokens(nodes, logits, draft, 1)
+        places = drawing.of_columns(nodes, nodes.constant(columns[None]), settings)
+        weights = nodes("ScatterElements", empty, places, row.weights, axis=1)
+        likeliest = nodes("Gather", columns, row.likeliest)
+        return drawing.Rows(likeliest, drawing.of_columns(nodes, weights, settings))
+    logits = of_tokens(nodes, logits, draft, 1)
     if draft.vocab_size == size:
-        row = drawing.penalised(nodes, row, seen, settings)
-        return drawing.weights(nodes, row, size, settings)
-    row = drawing.penalised(
-        nodes, row, nodes("Slice", seen, [0], [draft.vocab_size], [1]), settings
-    )
-    weights = drawing.weights(nodes, row, draft.vocab_size, settings)
-    return nodes("Pad", weights, [0, 0, 0, size - draft.vocab_size])
+        return drawing.rows(nodes, logits, seen, size, settings, is_one=True)
+    seen = nodes("Slice", seen, [0], [draft.vocab_size], [1])
+    row = drawing.rows(nodes, logits, seen, draft.vocab_size, settings, is_one=True)
+    weights = nodes("Pad", row.weights, [0, 0, 0, size - draft.vocab_size])
+    return drawing.Rows(row.likeliest, drawing.of_columns(nodes, weights, settings))

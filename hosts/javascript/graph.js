@@ -20,7 +20,10 @@ export class Graph {
     const graph = new Graph();
     graph.#session = await ort.InferenceSession.create(path, options);
     graph.#inputs = inputs;
-    graph.#outputs = outputs;
+    // Each output comes back as a copy, so of a buffer the last alone is asked for.
+    graph.#outputs = outputs.filter(
+      ({ buffer }, i) => !buffer || i === outputs.findLastIndex((one) => one.buffer === buffer),
+    );
     for (const { buffer, shape } of inputs.filter(({ role }) => role === 'cache')) {
       const dims = shape.map((size) => (size === 'B' ? 1 : size));
       const zeros = new Float32Array(dims.reduce((a, b) => a * b));

@@ -44,13 +44,16 @@ def session(vocab_size, num_draft_tokens):
         nodes.input(name, FLOAT, [num, vocab_size])
         for name, num in (("draft", num_draft_tokens), ("target", num_draft_tokens + 1))
     ]
-    tokens = nodes.input("tokens", INT, [num_draft_tokens])
+    tokens = nodes.input("tokens", INT, [num_draft_tokens, 1])
     limit = nodes.input("limit", INT, [1])
     tests = nodes.input("tests", DOUBLE, [num_draft_tokens])
     last = nodes.input("last", DOUBLE, [1])
-    draft, target = (drawing.weights(nodes, row, vocab_size, settings) for row in rows)
-    verdict = drawing.judge(nodes, tokens, draft, target, limit, tests, last)
-    found = {"of_draft": draft, "of_target": target, "accepted": verdict[0], "next": verdict[1]}
+    draft, target = (drawing.rows(nodes, row, settings.seen, vocab_size, settings) for row in rows)
+    verdict = drawing.judge(nodes, tokens, draft.weights, target, limit, tests, last, settings)
+    weights = [row.weights for row in (draft, target)]
+    found = dict(
+        zip(("of_draft", "of_target", "accepted", "next"), [*weights, *verdict], strict=True)
+    )
     for name, value in found.items():
         nodes.output(name, value, FLOAT if name.startswith("of") else INT, [None])
     model = ir.Model(nodes.graph, ir_version=10)
@@ -74,7 +77,7 @@ def run(draft, target, tokens, sampling, uniforms, limit=None):
             "seen": np.zeros((1, vocab_size), bool),
             "draft": draft,
             "target": target,
-            "tokens": np.array(tokens),
+            "tokens": np.array(tokens)[:, None],
             "limit": np.array([num_draft_tokens if limit is None else limit]),
             "tests": uniforms[num_draft_tokens : 2 * num_draft_tokens],
             "last": uniforms[-1:],
@@ -106,7 +109,7 @@ def check(draft, target, sampling, uniforms, limit):
             np.testing.assert_allclose((weights + rows)[odd], (least + 0 * rows)[odd], rtol=0.01)
             return
         np.testing.assert_allclose(weights, rows, rtol=1e-6)
-    assert (int(accepted[0]), int(next_token[0])) == (wanted.num_accepted, wanted.next_token)
+    assert (int(accepted[0]), int(next_token[0, 0])) == (wanted.num_accepted, wanted.next_token)
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -155,5 +158,5 @@ def test_the_first_new_token_follows_the_targets_distribution_whatever_is_drafte
         for test, last in itertools.product(grid, repeat=2):
             uniforms = np.array([0, test, last])
             _, _, accepted, next_token = run(draft, target, [token], sampling, uniforms)
-            seen[token if accepted[0] else int(next_token[0])] += share / num**2
+            seen[token if accepted[0] else int(next_token[0, 0])] += share / num**2
     np.testing.assert_allclose(seen, [0.2, 0.3, 0.5], atol=0.02)

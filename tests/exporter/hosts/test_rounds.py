@@ -10,6 +10,7 @@ import pytest
 
 import specedge
 from round_host import Fused, Split
+from specedge.exporter import export
 from specedge.exporter.hosts.rounds import fused
 from specedge.exporter.hosts.split import accept, draft
 from specedge.runtime.backend.self_test import fitting
@@ -90,6 +91,22 @@ def test_rounds_in_graphs_write_what_the_loop_writes(bundle, hosts, layout, ops,
 def test_rounds_of_every_pair_write_what_the_loop_writes(exported, hosts, layout):
     for sampling in (SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[-1]):
         check(*hosts(layout, exported, 4, "auto"), sampling)
+
+
+@pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.slow)])
+def cut(request, pairs, tmp_path_factory):
+    """A pair whose draft knows 200 of 512 tokens."""
+    output = tmp_path_factory.mktemp("cut") / "bundle"
+    options = {"draft_vocab": 200, "draft_precision": request.param}
+    return export(*pairs.checkpoint("gpt2"), output, **options)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@EVERY_LAYOUT
+def test_rounds_of_a_draft_with_a_cut_head_write_what_the_loop_writes(cut, hosts, layout, sampling):
+    ids = cut.ids_of(cut.draft)
+    assert list(ids) != list(range(len(ids)))
+    check(*hosts(layout, cut, 4, "auto"), sampling)
 
 
 @pytest.mark.parametrize("num_draft_tokens", [1, 2, 8])
