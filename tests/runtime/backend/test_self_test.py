@@ -64,15 +64,19 @@ def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target
 
 
 def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle, target):
-    tokenizer = load_tokenizer(bundle)
-    for report, most in (({}, bundle.num_draft_tokens), ({"onnx": "a report"}, 0)):
-        facts = dataclasses.replace(bundle.target)
-        object.__setattr__(facts, "quantisation", report)
-        changed = dataclasses.replace(bundle)
-        object.__setattr__(changed, "target", facts)
-        pipeline = Pipeline(changed.at(bundle.folder), tokenizer, Moved(target, ()), None)
-        pipeline.target.row_independent_lengths = ()
+    pipeline = Pipeline(bundle, load_tokenizer(bundle), Moved(target, ()), None)
+    pipeline.target.row_independent_lengths = ()
+    for rounds, most in ((False, bundle.num_draft_tokens), (True, 0)):
+        pipeline.target.rounds_inputs = rounds
         assert pipeline.max_planned_tokens == most
+
+
+def test_no_more_is_planned_than_kernels_are_made_for(bundle, target):
+    pipeline = Pipeline(bundle, load_tokenizer(bundle), Moved(target, ()), None)
+    pipeline.target.row_independent_lengths = target.row_independent_lengths
+    assert pipeline.max_planned_tokens > 4
+    pipeline.target.fast_length = 5
+    assert pipeline.max_planned_tokens == 4
 
 
 def test_the_product_that_is_tried_is_of_the_largest_bytes_and_right_here():
