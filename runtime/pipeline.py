@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Self, Unpack
 
@@ -27,6 +28,7 @@ from .slots import Slot, Slots
 from .stream import Generation, Stream
 from .text.assembler import Assembler, FinishReason
 from .text.bad_words import sampling_of
+from .text.grammars import Grammars
 from .text.prompts import Prompts
 
 
@@ -61,6 +63,7 @@ class Pipeline:
         others = [Slot(one, other, self.noise.over(one)) for one, other in more]
         self.slots = Slots([Slot(target, draft, self.noise), *others])
         self.prompts = Prompts(bundle, tokenizer)
+        self.grammars = Grammars(bundle, tokenizer)
 
     def generate(
         self,
@@ -84,7 +87,8 @@ class Pipeline:
         are the match lengths of lookup, by which auto and chain copy if they are given; with
         `remember` suffix drafts from earlier outputs, too. `exact` decides near-ties at temperature
         0 as plain decoding does, on any device. A prompt or a message that spells a special token
-        is text, unless `special_tokens`.
+        is text, unless `special_tokens`. `json_schema`, `regex` or `grammar` is what the text must
+        follow; the distribution is then the target's under the mask of what may come next.
 
         The other options are those of `specedge.request.Request`, which says what they mean.
         `lenience` below 1 gives up the target's distribution for speed. `logprobs` asks for the
@@ -109,9 +113,14 @@ class Pipeline:
     ) -> Stream:
         """As `generate`, in pieces of text that join to exactly `Generation.text`."""
         request = request_of(max_new_tokens=max_new_tokens, temperature=temperature, **options)
-        sampling = sampling_of(request, self.bundle, self.tokenizer)
+        sampling = self.sampling(request)
         tokens = self.prompts.tokens(prompt, request.special_tokens)
         return self._begin(request, sampling, tokens, wait)
+
+    def sampling(self, request: Request) -> Sampling:
+        """How the text of one request is drawn; OptionError for what this bundle cannot have."""
+        sampling = sampling_of(request, self.bundle, self.tokenizer)
+        return replace(sampling, constraint=self.grammars.constraint(request))
 
     def _begin(self, request: Request, sampling: Sampling, prompt: list[int], wait: bool) -> Stream:
         wanted, room = request.max_new_tokens, self.bundle.context_length - len(prompt)

@@ -5,9 +5,9 @@ name it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, Protocol
 
 from .declared import Declared, number, other, settle, whole, whole_number
 
@@ -112,15 +112,23 @@ class Rules(Filters):
         object.__setattr__(self, name, value)
 
 
+class Constraint(Protocol):
+    """Rules of which tokens may follow a text, such as a grammar."""
+
+    def banned(self, history: Any) -> Any:
+        """Whether each token cannot follow a `History`; an array. -> [V]"""
+
+
 @dataclass(frozen=True)
 class Sampling(Rules):
     """How the next token is drawn: `Rules`, with bad words as token ids alone.
 
     `end_tokens` are what `min_new_tokens` holds back. As in transformers, a bad word that is one
-    end token does not count.
+    end token does not count. `constraint` bans tokens by the text before them, of one request.
     """
 
     end_tokens: tuple[int, ...] = ()
+    constraint: Constraint | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,7 +140,8 @@ class Sampling(Rules):
     @property
     def edits(self) -> bool:
         """Whether logits are edited before they are filtered."""
-        return bool(self.counts or self.logit_bias or self.bad_words or self.min_new_tokens)
+        options = self.counts or self.logit_bias or self.bad_words or self.min_new_tokens
+        return bool(options or self.constraint)
 
     @property
     def counts(self) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from .declared import Name, declarations, flag, nearest, other, whole, whole_number
+from .declared import Name, declarations, flag, nearest, other, quoted, whole, whole_number
 from .options import MAX_DRAFT_TOKENS, Rules, Sampling
+from .strict_json import JsonError, parse
 
 MAX_MATCH = 64
 NGRAM = "ngram:"  # and a file's name
 MAX_REPLAYED_ROUNDS = 2**20
+GRAMMARS = ("json_schema", "regex", "grammar")  # at most one of these
+MAX_GRAMMAR = 2**18  # characters
 
 
 class DrafterName(Name):
@@ -41,6 +45,9 @@ class Request(Rules):
     `num_draft_tokens` is "auto" (as None is) or fixed; 0 is plain decoding. `replay` repeats the
     drafter and K of each round of an earlier run, `Generation.plan`. `special_tokens` lets a prompt
     or a message that spells a special token have it; else that is text as any other.
+
+    `json_schema`, an object or its JSON text, `regex` or `grammar`, in Lark's syntax, is what the
+    text must follow, as llguidance reads it; a text that is cut follows it as far as it goes.
 
     None is an option's default. A value that cannot be is a ValueError that names it.
     """
@@ -79,8 +86,15 @@ class Request(Rules):
         "Let text that spells a special token control the model; else it is text."
     )
 
+    json_schema: str | Mapping[str, Any] | None = other(
+        None, "Write JSON of this schema only.", "a schema, or its JSON text"
+    )
+    regex: str | None = other(None, "Write only what this regular expression matches.", "text")
+    grammar: str | None = other(None, "Write only what this Lark grammar allows.", "text")
+
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_grammar()
         if self.min_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
@@ -116,6 +130,29 @@ class Request(Rules):
                 f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
                 f"{self.lookup_max}"
             )
+
+    def _check_grammar(self) -> None:
+        self._set("json_schema", _schema(self.json_schema))
+        given = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(given) > 1:
+            raise ValueError(f"{given[1]} and {given[0]} cannot both be given; leave one out")
+        for name in given:
+            text = getattr(self, name)
+            if not isinstance(text, str) or not text:
+                raise ValueError(f"{name} must be text that is not empty, got {quoted(text)}")
+            if len(text) > MAX_GRAMMAR:
+                raise ValueError(f"{name} must have at most {MAX_GRAMMAR} characters")
+            if self.ignore_eos:
+                raise ValueError(
+                    f"{name} needs the end tokens, with which a text that follows it ends; leave "
+                    "ignore_eos out"
+                )
+
+    @property
+    def grammar_given(self) -> tuple[str, str] | None:
+        """What the text must follow, if anything: the option's name, and its text."""
+        given = ((name, getattr(self, name)) for name in GRAMMARS)
+        return next(((name, text) for name, text in given if text is not None), None)
 
     @property
     def fixed_k(self) -> int | None:
@@ -167,6 +204,25 @@ class Options(TypedDict, total=False):
     exact: bool
     replay: Sequence[Sequence[Any]] | None
     special_tokens: bool
+    json_schema: str | Mapping[str, Any] | None
+    regex: str | None
+    grammar: str | None
+
+
+def _schema(schema: object) -> str | None:
+    """A schema as JSON text; ValueError for what is no JSON object."""
+    if schema is None:
+        return None
+    try:
+        text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
+        facts = parse(text)
+    except JsonError as error:
+        raise ValueError(f"json_schema is {error}") from error
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"json_schema cannot be written as JSON: {error}") from error
+    if not isinstance(facts, dict):
+        raise ValueError(f"json_schema must be an object, got {quoted(text)}")
+    return text
 
 
 def _planned(rounds: object) -> tuple[Planned, ...]:

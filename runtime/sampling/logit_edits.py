@@ -1,5 +1,5 @@
 """What is done to logits before they become a distribution: penalties, biases and bans, in this
-order.
+order; last what a grammar bans.
 
 Repetition penalty, bad words and held back end tokens are transformers'; presence and frequency
 penalties and the bias by token are OpenAI's and vLLM's.
@@ -33,6 +33,9 @@ def edited(logits: Floats, sampling: Sampling, history: History, ids: Ids | None
     if history.num_new_tokens < sampling.min_new_tokens:
         for token in sampling.end_tokens:
             logits[_place(token, ids)] = -np.inf
+    if sampling.constraint:
+        banned = sampling.constraint.banned(history)
+        logits[banned[: len(logits)] if ids is None else banned[ids]] = -np.inf
     return logits
 
 

@@ -116,6 +116,6 @@ _NOT_A_NUMBER = (
     "try 'specedge inspect --check', or export it again"
 )
 NOTHING_LEFT = (
-    "logit_bias, bad_words and min_new_tokens leave no token to go on with; allow one of those "
-    "they forbid"
+    "the grammar, logit_bias, bad_words and min_new_tokens leave no token to go on with; allow one "
+    "of those they forbid"
 )

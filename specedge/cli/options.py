@@ -113,6 +113,11 @@ def _biases(
     return found
 
 
+def _file(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    """The text of the file that an option names."""
+    return None if value is None else read_text(value)
+
+
 class NumDraftTokens(click.ParamType):  # type: ignore[type-arg]
     """A number of draft tokens, or "auto"."""
 
@@ -135,6 +140,8 @@ _ON_THE_COMMAND_LINE: dict[str, dict[str, Any]] = {
     "stop": {"multiple": True},
     "drafter": {"metavar": "NAME"},
     "logprobs": {"metavar": "N"},
+    "json_schema": {"metavar": "FILE", "callback": _file},
+    "grammar": {"metavar": "FILE", "callback": _file},
 }
 _FLAGS = {
     "max_new_tokens": ("-n", "--max-new-tokens"),

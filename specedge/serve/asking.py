@@ -7,8 +7,8 @@ from typing import Any
 
 from specedge.request import request_of
 from specedge.runtime.pipeline import Pipeline
-from specedge.runtime.text.bad_words import sampling_of
 
+from . import formats
 from .errors import UNSUPPORTED, ApiError, refused
 from .fields import ANY, MAX_CHOICES, MAX_TOP_LOGPROBS, NEUTRAL, Fields, options_of, shown
 
@@ -21,7 +21,8 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 class Asked:
     """What a client asks for. `prompts` are a text, token ids or messages each, with `n` choices.
 
-    `facts` are those of its fields that an answer repeats.
+    `facts` are those of its fields that an answer repeats, `form` is the one that may have given a
+    JSON schema.
     """
 
     prompts: list[Any]
@@ -31,6 +32,7 @@ class Asked:
     include_usage: bool
     where: str  # the field that holds the prompts
     facts: dict[str, Any]
+    form: str | None
 
     @property
     def num_choices(self) -> int:
@@ -43,14 +45,15 @@ def chat(facts: object, longest: int) -> Asked:
     messages = _messages(fields.take("messages"), "messages")
     limits = {name: fields.whole(name, 1) for name in ("max_completion_tokens", "max_tokens")}
     name = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
-    options = options_of(fields, limits[name] or longest, name)
+    form = formats.of_chat(fields)
+    options = options_of(fields, limits[name] or longest, name, form.schema)
     wanted = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None and not wanted:
         raise ApiError("top_logprobs needs logprobs", "top_logprobs", "invalid_value")
     if wanted:
         options["logprobs"] = top or 0
-    return _asked(fields, "chat", "messages", [messages], options)
+    return _asked(fields, "chat", "messages", [messages], options, form=form.name)
 
 
 def completions(facts: object, longest: int) -> Asked:
@@ -75,9 +78,11 @@ def responses(facts: object, longest: int) -> Asked:
     if instructions is not None:
         messages = [{"role": "system", "content": instructions}, *messages]
     limit = fields.whole("max_output_tokens", 1)
-    options = options_of(fields, limit or longest, "max_output_tokens")
+    form = formats.of_responses(fields)
+    options = options_of(fields, limit or longest, "max_output_tokens", form.schema)
     repeated = {"instructions": instructions, "max_output_tokens": limit}
-    return _asked(fields, "responses", "input", [messages], options, repeated)
+    repeated |= {"text": {"format": form.facts}}
+    return _asked(fields, "responses", "input", [messages], options, repeated, form.name)
 
 
 def _asked(
@@ -87,6 +92,7 @@ def _asked(
     prompts: list[Any],
     options: dict[str, Any],
     facts: dict[str, Any] | None = None,
+    form: str | None = None,
 ) -> Asked:
     fields.typed("model", str, "a name")
     n = (fields.whole("n", 1, MAX_CHOICES) if endpoint != "responses" else None) or 1
@@ -101,7 +107,7 @@ def _asked(
         inner.end()
     fields.skip(NEUTRAL[endpoint])
     fields.end()
-    return Asked(prompts, options, n, stream, include_usage, where, facts or {})
+    return Asked(prompts, options, n, stream, include_usage, where, facts or {}, form)
 
 
 def tokens_of(pipeline: Pipeline, asked: Asked) -> list[list[int]]:
@@ -113,13 +119,14 @@ def tokens_of(pipeline: Pipeline, asked: Asked) -> list[list[int]]:
             "no_chat_template",
         )
     try:
-        sampling_of(request_of(**asked.options), pipeline.bundle, pipeline.tokenizer)
+        pipeline.sampling(request_of(**asked.options))
         return [pipeline.prompts.tokens_of(prompt) for prompt in asked.prompts]
     except ValueError as error:
         name = str(error).split()[0]
-        raise ApiError(
-            str(error), name if name in asked.options else None, "invalid_value"
-        ) from error
+        param, said = name if name in asked.options else None, str(error)
+        if param == "json_schema" and asked.form is not None:
+            param, said = asked.form, f"{asked.form}: {said}"
+        raise ApiError(said, param, "invalid_value") from error
     except Exception as error:
         raise refused(error, asked.where) from error
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from specedge.declared import declarations, nearest
-from specedge.request import DrafterName, Request, request_of
+from specedge.request import GRAMMARS, DrafterName, Request, request_of
 
 from .errors import UNSUPPORTED, ApiError
 
@@ -27,7 +27,10 @@ OPTIONS = {
     "stop": "stop",
 }
 # Those that OpenAI's API does not have: of their own names.
-OWN = ("top_k", "min_p", "typical_p", "repetition_penalty", "bad_words", "min_new_tokens")
+OWN = (
+    "top_k", "min_p", "typical_p", "repetition_penalty", "bad_words", "min_new_tokens", *GRAMMARS,
+)  # fmt: skip
+MAX_GRAMMAR = 2**16  # characters: of more, some take seconds to read
 SPECULATIVE = ("drafter", "num_draft_tokens", "off")
 
 # Fields without an effect, with the values that they may have: what is done in any case.
@@ -43,7 +46,6 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "chat": _COMMON
     | _TOOLS
     | {
-        "response_format": ({"type": "text"},),
         "modalities": (["text"],),
         "store": (False,),
         "functions": ([],),
@@ -58,7 +60,6 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     "responses": _COMMON
     | _TOOLS
     | {
-        "text": ({}, {"format": {"type": "text"}}),
         "store": (False,),
         "background": (False,),
         "truncation": ("disabled",),
@@ -134,8 +135,12 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def options_of(fields: Fields, max_new_tokens: int, limit_name: str) -> dict[str, Any]:
-    """The options of the pipeline's request that the fields give, checked."""
+def options_of(
+    fields: Fields, max_new_tokens: int, limit_name: str, schema: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The options of the pipeline's request that the fields give, checked. `schema` is that of the
+    answer's format.
+    """
     names = OPTIONS | {name: name for name in OWN}
     given = {
         ours: value for name, ours in names.items() if (value := fields.take(name)) is not None
@@ -144,14 +149,22 @@ def options_of(fields: Fields, max_new_tokens: int, limit_name: str) -> dict[str
         given["ignore_eos"] = ignores
     given |= _speculative(fields.typed("speculative", dict, "an object"))
     given = {"temperature": 1.0, "max_new_tokens": max_new_tokens} | given
+    if schema is not None:
+        if "json_schema" in given:
+            said = "json_schema and a format of the answer cannot both be given; leave one out"
+            raise ApiError(said, "json_schema", "invalid_value")
+        given["json_schema"] = schema
     for name, value in given.items():
         if isinstance(value, bool) and name != "ignore_eos":
             raise ApiError(f"{name} must not be {json.dumps(value)}", name, "invalid_type")
     try:
-        request_of(**given)
+        request = request_of(**given)
     except ValueError as error:
         said = str(error).replace("max_new_tokens", limit_name)
         raise ApiError(said, _named(str(error), limit_name), "invalid_value") from error
+    if (grammar := request.grammar_given) and len(grammar[1]) > MAX_GRAMMAR:
+        said = f"{grammar[0]} must have at most {MAX_GRAMMAR} characters"
+        raise ApiError(said, grammar[0], "invalid_value")
     return given
 
 

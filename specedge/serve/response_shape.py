@@ -39,7 +39,6 @@ class Response:
             "tools": [],
             "temperature": given["temperature"],
             "top_p": given.get("top_p", 1.0),
-            "text": {"format": {"type": "text"}},
             "store": False,
             "usage": None,
             **asked.facts,

@@ -118,7 +118,7 @@ def test_every_option_that_is_taken_is_one_of_a_request():
         "repetition_penalty": 1.1,
         "bad_words": ["a"],
         "min_new_tokens": 1,
-        "ignore_eos": True,
+        "json_schema": {"type": "object"},
     }
     found = reads(body | own, 10).options
     assert found == own | {"max_new_tokens": 10}

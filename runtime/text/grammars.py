@@ -1,0 +1,193 @@
+"""Texts that follow a grammar: which of V tokens may come next, as llguidance says.
+
+What may follow depends on the text alone, never on who asks: so draft, target and plain decoding
+mask their logits alike, and the text follows the target's distribution under that mask, token by
+token. A JSON schema, a regular expression or a Lark grammar; nothing but an end token follows a
+text that is complete and cannot go on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from tokenizers import Tokenizer
+
+from specedge.bundle import Bundle
+from specedge.errors import MissingExtraError, OptionError
+from specedge.options import MAX_DRAFT_TOKENS
+from specedge.request import Request
+
+from ..sampling.history import History
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+NUM_KEPT = 16  # compiled grammars: lines of a file and a request's choices share theirs
+# A state of the lexer takes one or two kilobytes. llguidance's own limit is 250,000.
+_LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+
+
+class Grammars:
+    """The grammars of a bundle's requests. The tokenizer is handed over when one is first used."""
+
+    def __init__(self, bundle: Bundle, tokenizer: Tokenizer) -> None:
+        self._bundle, self._tokenizer = bundle, tokenizer
+        self._tokens: Any = None
+        self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def constraint(self, request: Request) -> Constraint | None:
+        """What a request's text must follow, if anything; OptionError where it cannot be had."""
+        given = request.grammar_given
+        if given is None:
+            return None
+        ends = self._bundle.end_tokens
+        if not ends:
+            raise OptionError(
+                f"{given[0]} needs an end token, {self._bundle.target.source.id} has none; "
+                "leave it out"
+            )
+        found = Constraint(self._matcher(*given), self._bundle.target.vocab_size, ends)
+        if found.banned(History([])).all():
+            raise OptionError(f"{given[0]} allows no text that this bundle's tokens can spell")
+        return found
+
+    def _matcher(self, name: str, text: str) -> LLMatcher:
+        """A matcher that has read nothing, and must not."""
+        with self._lock:
+            self._tokens = self._tokens or self._handed_over(name)
+            if found := self._compiled.get((name, text)):
+                self._compiled.move_to_end((name, text))
+                return found
+        made = compiled(self._tokens, name, text)
+        with self._lock:
+            self._compiled[name, text] = made
+            while len(self._compiled) > NUM_KEPT:
+                self._compiled.popitem(last=False)
+        return made
+
+    def _handed_over(self, name: str) -> Any:
+        """The tokenizer as llguidance takes it."""
+        try:
+            import llguidance
+        except ImportError as error:
+            raise MissingExtraError(
+                f'{name} needs llguidance: pip install "specedge[grammar]"'
+            ) from error
+        size = max(self._bundle.target.vocab_size, self._tokenizer.get_vocab_size())
+        ends = list(self._bundle.end_tokens)
+        try:
+            return llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
+        except Exception as error:  # of no type of its own
+            raise OptionError(
+                f"{name} cannot be used with this bundle's tokenizer: {_one_line(str(error))}"
+            ) from error
+
+
+def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
+    """A matcher for a grammar of that kind; OptionError where llguidance refuses it."""
+    from llguidance import LLMatcher, LLParserLimits
+
+    read = {
+        "json_schema": LLMatcher.grammar_from_json_schema,
+        "regex": LLMatcher.grammar_from_regex,
+        "grammar": LLMatcher.grammar_from_lark,
+    }[name]
+    try:
+        made = LLMatcher(tokens, read(text), log_level=0, limits=LLParserLimits(**_LIMITS))
+        reason = made.get_error()
+    except ValueError as error:
+        reason = str(error)
+    if reason:
+        raise OptionError(f"{name} is refused by llguidance: {_one_line(reason)}")
+    return made
+
+
+class Constraint:
+    """What may follow a text that begins to follow a grammar after its prompt.
+
+    `matcher` has read nothing and is copied; `ends` end a text that is complete. It goes along with
+    whoever asks, over a draft and back to where another one begins, and remembers the masks of as
+    many positions as a round has, so that draft and target share them.
+    """
+
+    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
+        self._fresh, self._matcher = matcher, matcher.deep_copy()
+        self._ends = frozenset(ends)
+        self._only_ends = np.ones(vocab_size, bool)
+        self._only_ends[list(ends)] = False
+        self._read: list[int] = []
+        self._num_consumed = 0  # of these by the matcher: not the end, nor what follows it
+        self._masks: dict[int, NDArray[np.bool_]] = {}
+
+    def banned(self, history: History) -> NDArray[np.bool_]:
+        """Whether each token cannot follow a text. OptionError if that breaks the grammar, as a
+        text that a drafter only reckons with may. -> [V]
+        """
+        new = history.last(history.num_new_tokens)
+        shared = _shared(self._read, new)
+        if shared < len(new) or shared not in self._masks:
+            self._go_back(shared)
+            self._read_on(new[shared:])
+            self._masks[len(new)] = self._mask()
+            self._masks.pop(len(new) - 2 * MAX_DRAFT_TOKENS, None)
+        return self._masks[len(new)]
+
+    def _go_back(self, length: int) -> None:
+        if self._num_consumed > length:
+            self._matcher.rollback(self._num_consumed - length)
+            self._num_consumed = length
+        for at in range(length + 1, len(self._read) + 1):
+            self._masks.pop(at, None)
+        del self._read[length:]
+
+    def _read_on(self, tokens: Sequence[int]) -> None:
+        for token in tokens:
+            if not self._ended and token not in self._ends:
+                if not self._matcher.try_consume_tokens([token]):
+                    self._check()
+                    raise OptionError("the text so far breaks the grammar")
+                self._num_consumed += 1
+            self._read.append(token)
+
+    @property
+    def _ended(self) -> bool:
+        return self._num_consumed < len(self._read)
+
+    def _mask(self) -> NDArray[np.bool_]:
+        if self._ended:
+            return self._only_ends
+        allowed = np.frombuffer(self._matcher.compute_logit_bias(), np.uint8)
+        self._check()
+        banned: NDArray[np.bool_] = allowed[: len(self._only_ends)] == 0
+        return banned
+
+    def _check(self) -> None:
+        """OptionError where llguidance's limits stopped it, which ends a matcher. Another one takes
+        its place: a draft may go where the text never does.
+        """
+        if reason := self._matcher.get_error():
+            self._matcher = self._fresh.deep_copy()
+            self._read, self._num_consumed, self._masks = [], 0, {}
+            raise OptionError(f"the grammar cannot be followed here: {_one_line(reason)}")
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """How many tokens two texts begin with alike, found by halves: both may be long."""
+    low, high = 0, min(len(one), len(other))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _one_line(reason: str) -> str:
+    return " ".join(reason.split())[:300]

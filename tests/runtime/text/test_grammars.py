@@ -1,0 +1,172 @@
+"""What a grammar allows after a text, and which grammars are refused."""
+
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+pytest.importorskip("llguidance", reason="needs the grammar extra")
+
+from grammars import END, allowed_of, constraint, texts_of
+from specedge.errors import OptionError, SpecEdgeError
+from specedge.request import MAX_GRAMMAR, DrafterName, Request
+from specedge.runtime.sampling.history import History
+from specedge.runtime.text import grammars
+from specedge.runtime.text.grammars import NUM_KEPT, Grammars
+
+WORDS = ["a", "ab", "abca", "cab", "bbb"]
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 8},
+        "age": {"type": "integer", "minimum": 0, "maximum": 999},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "cd"]}, "maxItems": 3},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+    "x-guidance": {"whitespace_flexible": False},
+}
+
+
+def allowed(one, *new):
+    return [int(token) for token in np.flatnonzero(~one.banned(History([7, 8], new)))]
+
+
+def test_what_is_allowed_depends_on_the_text_alone_wherever_one_was_before():
+    one, texts = constraint("regex", "|".join(WORDS)), texts_of(*WORDS)
+    beginnings = sorted({text[:i] for text in texts for i in range(len(text) + 1)})
+    beginnings += [(*text, *[END] * n) for text in sorted(texts) for n in (1, 2)]
+    order = np.random.default_rng(0).permutation(5 * len(beginnings))
+    for i in order:
+        new = beginnings[i % len(beginnings)]
+        assert allowed(one, *new) == allowed_of(texts, new)
+
+
+def test_after_a_whole_text_only_end_tokens_follow_and_after_these_too():
+    one = constraint("regex", "ab", ends=(END, 2))
+    assert allowed(one) == [0]
+    assert allowed(one, 0, 1) == allowed(one, 0, 1, 2, 0) == [2, END]
+    assert allowed(one, 0) == [1]
+
+
+def test_a_text_that_breaks_the_grammar_is_an_error_and_others_go_on():
+    one = constraint("regex", "ab|cc")
+    for _ in range(2):
+        with pytest.raises(OptionError, match="breaks the grammar"):
+            one.banned(History([], [0, 0]))
+        assert allowed(one, 0) == [1]
+        assert allowed(one, 2) == [2]
+
+
+def test_a_text_that_llguidance_cannot_follow_stops_no_other_one():
+    one = constraint("grammar", 'start: "b" "a" | "a" rest\nrest: "c" rest')
+    for _ in range(2):
+        assert allowed(one, 0) == [2]
+        with pytest.raises(OptionError, match=r"cannot be followed here: .*Too many items"):
+            one.banned(History([], [0, 2]))
+        assert allowed(one, 1) == [0]
+
+
+def test_a_mask_is_computed_once_for_draft_and_target(monkeypatch):
+    one, asked = constraint("regex", "[ab]*c"), []
+    mask = one._mask
+    monkeypatch.setattr(one, "_mask", lambda: asked.append(list(one._read)) or mask())
+    text = History([7], [0, 1])
+    for _ in range(2):
+        for i in range(4):
+            one.banned(text.then([1] * i))
+    assert len(asked) == 4
+    text.extend([1, 0])
+    one.banned(text)
+    assert asked[-1] == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"regex": "(a"}, "regex is refused by llguidance: .*unclosed group"),
+        ({"grammar": "start: rest"}, "grammar is refused by llguidance: .*unknown name"),
+        ({"grammar": "start: " + "(" * 10**5}, "grammar is refused.*too deeply nested"),
+        ({"json_schema": {"type": "strin"}}, "json_schema is refused by llguidance: Invalid type"),
+        ({"json_schema": {"not": {}}}, r"json_schema is refused by llguidance: .*not"),
+        ({"json_schema": '{"minLength": 5, "maxLength": 2, "type": "string"}'}, "Unsatisfiable"),
+        ({"json_schema": {"$ref": "http://localhost:1/x"}}, "json_schema is refused"),
+    ],
+)
+def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options, reason):
+    with pytest.raises(OptionError, match=reason) as caught:
+        pipeline.stream("a", 9, **options)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"regex": "a", "grammar": "b"}, "grammar and regex cannot both be given"),
+        ({"regex": ""}, "regex must be text that is not empty"),
+        ({"regex": 3}, "regex must be text"),
+        ({"regex": "a" * (MAX_GRAMMAR + 1)}, "regex must have at most"),
+        ({"regex": "a", "ignore_eos": True}, "leave ignore_eos out"),
+        ({"json_schema": "[1"}, "json_schema is not valid JSON"),
+        ({"json_schema": "[" * 10**5}, "json_schema is not valid JSON"),
+        ({"json_schema": [1]}, "json_schema must be an object"),
+        ({"json_schema": {"a": {1, 2}}}, "json_schema cannot be written as JSON"),
+    ],
+)
+def test_a_grammar_that_is_none_is_one_clear_error(options, reason):
+    with pytest.raises(ValueError, match=reason) as caught:
+        Request(**options)
+    assert len(str(caught.value)) < 400
+
+
+def test_a_grammar_that_the_options_leave_no_token_is_an_error_that_says_so(pipeline):
+    with pytest.raises(OptionError, match=r"grammar.*leave no token"):
+        pipeline.generate("a", 9, regex="a", min_new_tokens=9)
+
+
+def test_a_grammar_is_compiled_once_for_the_requests_that_name_it(pipeline, monkeypatch):
+    made, compiled = [], grammars.compiled
+
+    def counted(*given):
+        made.append(given[-1])
+        return compiled(*given)
+
+    monkeypatch.setattr(grammars, "compiled", counted)
+    kept = Grammars(pipeline.bundle, pipeline.tokenizer)
+    for text in ["a", "b", "a", *"c" * 3, *map(str, range(NUM_KEPT)), "a"]:
+        kept.constraint(Request(regex=text))
+    assert made == ["a", "b", "c", *map(str, range(NUM_KEPT)), "a"]
+
+
+def test_a_bundle_without_end_tokens_is_refused(pipeline):
+    class Endless:
+        end_tokens, target = (), pipeline.bundle.target
+
+    with pytest.raises(OptionError, match="regex needs an end token"):
+        Grammars(Endless, pipeline.tokenizer).constraint(Request(regex="a"))
+
+
+def test_without_llguidance_the_error_says_how_to_install_it(pipeline, monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
+    with pytest.raises(SpecEdgeError, match=r'pip install "specedge\[grammar\]"'):
+        Grammars(pipeline.bundle, pipeline.tokenizer).constraint(Request(regex="a"))
+
+
+@pytest.mark.parametrize("drafter", [*DrafterName])
+def test_greedy_json_is_plain_masked_decodings_with_every_drafter(pipeline, drafter):
+    options = {"json_schema": PERSON, "max_new_tokens": 60}
+    plain = pipeline.generate("data = ", num_draft_tokens=0, **options)
+    assert plain.finish_reason == "end"
+    for k in (1, 4, 8, "auto"):
+        found = pipeline.generate("data = ", num_draft_tokens=k, drafter=drafter, **options)
+        assert (found.tokens, found.text) == (plain.tokens, plain.text)
+    assert list(json.loads(plain.text)) == ["name", "age", "tags"]
+
+
+def test_a_text_cut_inside_json_says_so(pipeline):
+    cut = pipeline.generate("data = ", 5, json_schema=PERSON)
+    whole = pipeline.generate("data = ", 60, json_schema=PERSON)
+    assert (cut.finish_reason, whole.finish_reason) == ("length", "end")
+    assert whole.text.startswith(cut.text)
