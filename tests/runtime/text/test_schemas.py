@@ -1,0 +1,34 @@
+"""Texts of the embedded pair under twenty JSON schemas."""
+
+import json
+
+import pytest
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+pytest.importorskip("llguidance", reason="needs the grammar extra")
+jsonschema = pytest.importorskip("jsonschema", reason="needs the test extra")
+
+from schemas import SCHEMAS  # noqa: E402
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("seeds", [range(2), range(2, 50)], ids=["2 seeds", "48 seeds"])
+def test_a_text_is_valid_or_says_that_it_was_cut(pipeline, seeds):
+    reasons = []
+    for schema in SCHEMAS:
+        for seed in seeds:
+            made = pipeline.generate("data = ", 80, 1.0, json_schema=schema, seed=seed)
+            reasons.append(made.finish_reason)
+            if made.finish_reason == "end":
+                jsonschema.validate(json.loads(made.text), schema)
+            else:
+                assert (made.finish_reason, len(made.tokens)) == ("length", 80)
+    assert reasons.count("end") > len(reasons) / 2
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=map(str, range(len(SCHEMAS))))
+def test_greedy_text_under_a_schema_is_plain_masked_decodings(pipeline, schema):
+    options = {"max_new_tokens": 40, "json_schema": schema}
+    plain = pipeline.generate("data = ", num_draft_tokens=0, **options)
+    for k in (2, 5, "auto"):
+        assert pipeline.generate("data = ", num_draft_tokens=k, **options).tokens == plain.tokens

@@ -1,0 +1,61 @@
+"""What the masks of a grammar cost a round. Development only.
+
+    python tools/measure_masks.py [--bundle FOLDER] [-k 4] [--seeds 5]
+
+Texts of the embedded pair under the twenty schemas of tests/schemas.py, at temperature 1. A mask is
+timed where it is computed, once a position; the host's part of a round is all but the passes.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+import numpy as np
+
+from specedge import load
+from specedge.runtime.text.grammars import Constraint
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
+
+from schemas import SCHEMAS
+
+
+@click.command()
+@click.option("--bundle", help="The bundle to measure. [default: as for specedge generate]")
+@click.option("-k", "num_draft_tokens", default=4, show_default=True)
+@click.option("--seeds", default=5, show_default=True, help="Texts of each schema.")
+def main(bundle: str | None, num_draft_tokens: int, seeds: int) -> None:
+    """Print the masks' time, and the rounds' beside it."""
+    pipeline = load(bundle, threads=1)
+    seconds: list[float] = []
+    made = Constraint.banned
+
+    def timed(self: Constraint, history: Any) -> Any:
+        computed = len(self._masks), list(self._masks)
+        start = time.perf_counter()
+        found = made(self, history)
+        if (len(self._masks), list(self._masks)) != computed:
+            seconds.append(time.perf_counter() - start)
+        return found
+
+    Constraint.banned = timed  # type: ignore[method-assign]
+    rounds, whole, tokens = 0, 0.0, 0
+    for schema in SCHEMAS:
+        for seed in range(seeds):
+            stats = pipeline.generate(
+                "data = ", 80, 1.0, seed=seed, num_draft_tokens=num_draft_tokens, json_schema=schema
+            ).stats
+            rounds, tokens = rounds + stats.num_rounds, tokens + stats.num_new_tokens
+            whole += stats.decode_seconds
+    low, middle, high = np.percentile(seconds, [10, 50, 90]) * 1e6
+    print(f"a mask: {middle:.0f} us (10% to 90%: {low:.0f} to {high:.0f}), of {len(seconds)}")
+    print(f"a round: {len(seconds) / rounds:.2f} masks, {sum(seconds) / rounds * 1e6:.0f} us")
+    print(f"of {whole / rounds * 1e6:.0f} us, {tokens / rounds:.2f} tokens a round")
+
+
+if __name__ == "__main__":
+    main()
