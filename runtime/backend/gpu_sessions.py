@@ -20,9 +20,10 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
     """A session that captures passes as graphs of CUDA. DeviceError where it cannot be one."""
     _load_libraries(ort)
     options.add_session_config_entry(_NO_FALLBACK, "1")
+    options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none
     providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
     try:
-        return ort.InferenceSession(path, options, providers, enable_fallback=False)
+        return _session(ort, path, options, providers)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -36,6 +37,17 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
         if reason := why_not(name):
             raise DeviceError(reason) from error
         raise
+
+
+def _session(ort: Any, path: str, options: Any, providers: list[Any]) -> Any:
+    """A session, also beside a thread pool that all sessions of the process share."""
+    try:
+        return ort.InferenceSession(path, options, providers, enable_fallback=False)
+    except Exception as error:
+        if "per_session_threads" not in str(error):
+            raise
+    options.use_per_session_threads = False
+    return ort.InferenceSession(path, options, providers, enable_fallback=False)
 
 
 def _load_libraries(ort: Any) -> None:
@@ -65,7 +77,7 @@ def _elsewhere(ort: Any, path: str, provider: str, index: int) -> str | None:
     options.add_session_config_entry(_PLACEMENT, "1")
     providers = [(provider, _provider_options(index)), "CPUExecutionProvider"]
     try:
-        session = ort.InferenceSession(path, options, providers, enable_fallback=False)
+        session = _session(ort, path, options, providers)
     except Exception:
         return None
     if provider not in session.get_providers():

@@ -245,6 +245,15 @@ def test_a_whole_request_of_the_command_line(cuda, pairs):
     assert "12 tokens" in done.stderr
 
 
+def test_the_command_lines_thread_pool_serves_a_draft_on_the_cpu_beside_a_gpu(cuda, pairs):
+    done = run(
+        "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda",
+        "--draft-device", "cpu", "-n", "12", "--ignore-eos", "-k", "2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "12 tokens" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
