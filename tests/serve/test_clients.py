@@ -132,6 +132,14 @@ def test_usage_counts_tokens_reused_accepted_and_drafted(ai):
     assert all(chunk.usage is None for chunk in chunks)
 
 
+def test_choices_of_one_prompt_share_its_tokens_in_usage(ai, alone):
+    prompts = [PROMPT, "import json and more"]
+    one, two = (len(alone.prompts.tokens(prompt)) for prompt in prompts)
+    usage = ai.completions.create(prompt=prompts, n=2, **GREEDY).usage
+    assert one != two
+    assert (usage.prompt_tokens, usage.completion_tokens) == (one + two, 4 * 24)
+
+
 def test_log_probabilities_of_a_chat_streamed_or_not(ai, alone):
     wanted = alone.chat(MESSAGES, 24, logprobs=3)
     given = GREEDY | {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3}
@@ -200,6 +208,9 @@ def test_models_are_listed_and_described(ai):
     assert ai.models.retrieve(MODEL).context_length == 512
     with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here"):
         ai.models.retrieve("gpt-5")
+    with pytest.raises(openai.NotFoundError, match="there is no model 'gpt-5' here") as caught:
+        ai.completions.create(prompt=PROMPT, **(GREEDY | {"model": "gpt-5"}))
+    assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
 
 
 @pytest.mark.parametrize(

@@ -76,13 +76,15 @@ def test_sigterm_lets_a_running_request_end_and_refuses_new_ones():
 @posix
 def test_what_runs_longer_than_the_grace_time_is_ended():
     with served("--grace", 0, "--slots", 1) as (process, port, _):
-        stream = LONG | {"stream": True}
+        stream = LONG | {"stream": True, "n": 16, "prompt": [PROMPT, PROMPT]}  # many seconds
         thread = threading.Thread(target=ask, args=(port, "POST", "/v1/completions", stream))
         thread.start()
         while not json.loads(ask(port, "GET", "/health")[2])["running"]:
             time.sleep(0.005)
+        begin = time.monotonic()
         process.send_signal(signal.SIGTERM)
         assert process.wait(20) == 0
+        assert time.monotonic() - begin < 5
         thread.join(20)
 
 
