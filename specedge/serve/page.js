@@ -50,7 +50,7 @@ async function* events(response) {
     rest = lines.pop();
     for (const line of lines) {
       const data = line.replace(/^data: /, "");
-      if (data === "[DONE]") return;
+      if (data === "[DONE]") continue;
       const event = JSON.parse(data);
       if (event.error) throw new Error(event.error.message);
       yield event;
