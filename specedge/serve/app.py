@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.resources import files
 from typing import Any
@@ -98,7 +98,8 @@ class _Server:
             *(Route(path, _file(path)) for path in FILES),
             Route("/metrics", self._measured),
         ]
-        middleware = [Middleware(_Counted, metrics=self._metrics)]
+        known = frozenset(route.path for route in routes)
+        middleware = [Middleware(_Counted, metrics=self._metrics, known=known)]
         if self._settings.origins:
             middleware.append(
                 Middleware(
@@ -274,10 +275,10 @@ class _Keyed:
 
 
 class _Counted:
-    """Counts requests by their path, if there is such a path, and their status."""
+    """Counts requests by their path, if it is a known one, and their status."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: Metrics, known: Collection[str]) -> None:
+        self._app, self._metrics, self._known = app, metrics, known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         statuses: list[int] = []
@@ -291,7 +292,6 @@ class _Counted:
             await self._app(scope, receive, noted)
         finally:
             if scope["type"] == "http":
-                route = scope.get("route")
-                path = route.path if route is not None else "other"
+                path = scope["path"] if scope["path"] in self._known else "other"
                 status = str(statuses[0]) if statuses else "gone"
                 self._metrics.requests.labels(path, status).inc()
