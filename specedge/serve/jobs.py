@@ -74,10 +74,10 @@ class Jobs:
         that runs.
         """
         async with self._slots:
-            self.num_running += 1
             work = _Work(asyncio.get_running_loop(), begin)
+            work.thread.start()  # where there is no thread to be had, there is none to wait for
+            self.num_running += 1
             try:
-                work.thread.start()
                 while True:
                     event = await work.events.get()
                     if isinstance(event, BaseException):
