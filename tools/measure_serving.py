@@ -6,22 +6,23 @@
 `load`: clients in threads stream requests of mixed lengths, greedy and drawn with a seed. Of 20 one
 goes away after its first text, and one is malformed. Each other text must be the one that the
 pipeline gives alone. Prints a row of a table for each number of slots. `overhead`: one client, in
-turn with the pipeline in this process. Development only.
+turn with the pipeline in this process, by the processor time of each. Development only.
 """
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import quantiles
 from typing import Any
 
 import click
@@ -46,10 +47,11 @@ class Seen:
 
 
 @contextmanager
-def server(bundle: str | None, slots: int) -> Iterator[tuple[OpenAI, Path]]:
+def server(bundle: str | None, slots: int, *more: str) -> Iterator[tuple[OpenAI, Path]]:
     """A client of a server in a process of its own, and where the system tells its memory."""
     command = [sys.executable, "-m", "specedge", "serve", "--port", "0", "--slots", str(slots)]
     command += ["--queue", "1000"] + ([] if bundle is None else ["--bundle", bundle])
+    command += more
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:
             found = re.search(r"http://\S+", process.stderr.readline() if process.stderr else "")
@@ -165,18 +167,18 @@ def _row(slots: int, seen: Seen, seconds: float, memory: list[float]) -> str:
 
 @main.command()
 @click.option("--bundle", default=None)
-@click.option("--repeats", default=40, show_default=True)
+@click.option("--repeats", default=60, show_default=True)
 @click.option("--length", default=64, show_default=True)
 def overhead(bundle: str | None, repeats: int, length: int) -> None:
-    """Ask the server and the pipeline in turn, whole and streamed; the least milliseconds and the
-    median: other programs only add.
+    """Ask the server and the pipeline the same; milliseconds of processor time a request, on one
+    thread, which what else runs on the machine changes least.
     """
     import specedge
 
-    pipeline = specedge.load(bundle, share_threads=True)
-    seconds: dict[str, list[float]] = {"pipeline": [], "whole": [], "streamed": []}
+    pipeline = specedge.load(bundle, threads=1, share_threads=True)
     ours: dict[str, Any] = {"num_draft_tokens": 4, "ignore_eos": True}
-    with server(bundle, 1) as (client, _):
+    texts = [f"{TEXTS[i % len(TEXTS)]}  # {i}" for i in range(repeats)]
+    with server(bundle, 1, "--threads", "1") as (client, statm):
         own = {"ignore_eos": True, "speculative": {"num_draft_tokens": 4}}
         given: dict[str, Any] = {
             "model": client.models.list().data[0].id,
@@ -184,20 +186,30 @@ def overhead(bundle: str | None, repeats: int, length: int) -> None:
             "temperature": 0,
             "extra_body": own,
         }
-        for i in range(repeats):
-            text = f"{TEXTS[i % len(TEXTS)]}  # {i}"
-            begin = time.perf_counter()
-            pipeline.generate(text, length, **ours)
-            seconds["pipeline"].append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            client.completions.create(prompt=text, **given)
-            seconds["whole"].append(time.perf_counter() - begin)
-            begin = time.perf_counter()
-            list(client.completions.create(prompt=f"{text}!", stream=True, **given))
-            seconds["streamed"].append(time.perf_counter() - begin)
-    print(f"{length} tokens, milliseconds, the least and the median of {repeats - 4}:")
-    for name, values in seconds.items():
-        print(f"  {name:10}{1e3 * min(values[4:]):8.1f}{1e3 * median(values[4:]):8.1f}")
+
+        def streamed(text: str) -> None:
+            list(client.completions.create(prompt=text, stream=True, **given))
+
+        def spent() -> float:
+            fields = statm.with_name("stat").read_text("utf-8").rpartition(")")[2].split()
+            return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+        ways: dict[str, tuple[Callable[[str], Any], Callable[[], float]]] = {
+            "pipeline": (lambda text: pipeline.generate(text, length, **ours), time.process_time),
+            "whole": (lambda text: client.completions.create(prompt=text, **given), spent),
+            "streamed": (streamed, spent),
+        }
+        seconds = dict.fromkeys(ways, 0.0)
+        for ask_it, _ in ways.values():
+            ask_it(texts[0])  # binds buffers
+        for text in texts:
+            for name, (ask_it, clock) in ways.items():
+                begin = clock()
+                ask_it(text)
+                seconds[name] += clock() - begin
+    print(f"{length} tokens, milliseconds of processor time a request, mean of {repeats}:")
+    for name, value in seconds.items():
+        print(f"  {name:10}{1e3 * value / repeats:8.1f}")
 
 
 if __name__ == "__main__":
