@@ -21,7 +21,8 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 class Asked:
     """What a client asks for. `prompts` are a text, token ids or messages each, with `n` choices.
 
-    `facts` are those of its fields that an answer repeats.
+    With `trace` a stream tells what became of each token. `facts` are those of its fields that an
+    answer repeats.
     """
 
     prompts: list[Any]
@@ -29,6 +30,7 @@ class Asked:
     n: int
     stream: bool
     include_usage: bool
+    trace: bool
     where: str  # the field that holds the prompts
     facts: dict[str, Any]
 
@@ -89,7 +91,9 @@ def _asked(
     facts: dict[str, Any] | None = None,
 ) -> Asked:
     fields.typed("model", str, "a name")
-    n = (fields.whole("n", 1, MAX_CHOICES) if endpoint != "responses" else None) or 1
+    n, trace = 1, False
+    if endpoint != "responses":
+        n, trace = fields.whole("n", 1, MAX_CHOICES) or 1, fields.flag("trace")
     stream, include_usage = fields.flag("stream"), False
     given = fields.typed("stream_options", dict, "an object")
     if given is not None:
@@ -101,7 +105,7 @@ def _asked(
         inner.end()
     fields.skip(NEUTRAL[endpoint])
     fields.end()
-    return Asked(prompts, options, n, stream, include_usage, where, facts or {})
+    return Asked(prompts, options, n, stream, include_usage, trace, where, facts or {})
 
 
 def tokens_of(pipeline: Pipeline, asked: Asked) -> list[list[int]]:

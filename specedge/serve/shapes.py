@@ -87,6 +87,7 @@ def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
             "num_rounds": sum(s.num_rounds for s in stats),
             "num_drafted": drafted,
             "num_accepted": accepted,
+            "decode_seconds": sum(s.decode_seconds for s in stats),
         },
     }
 
@@ -137,6 +138,9 @@ class Chunked:
         one = choice.generation
         return {"index": index, "finish_reason": REASONS[one.finish_reason], "seed": one.seed}
 
+    def _spans(self, piece: Piece) -> dict[str, Any]:
+        return {"spans": [vars(span) for span in piece.spans]} if self.asked.trace else {}
+
     @property
     def _has_logprobs(self) -> bool:
         return "logprobs" in self.asked.options
@@ -147,17 +151,17 @@ class Chat(Chunked):
 
     def begin(self) -> Iterator[str]:
         for i in range(self.asked.num_choices):
-            yield self._delta(i, {"role": "assistant", "content": ""})
+            yield self._chunk([self._delta({"role": "assistant", "content": ""}) | {"index": i}])
 
     def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
-        yield self._delta(index, {"content": piece.text}, self._logprobs(piece.logprobs))
+        one = self._delta({"content": piece.text}, self._logprobs(piece.logprobs))
+        yield self._chunk([one | {"index": index} | self._spans(piece)])
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         yield self._chunk([self._ended(index, choice) | {"delta": {}, "logprobs": None}])
 
-    def _delta(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> str:
-        one = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return self._chunk([one])
+    def _delta(self, delta: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
+        return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -177,7 +181,7 @@ class Completion(Chunked):
     def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
         logprobs = self._logprobs(piece.logprobs, before.logprobs)
         one = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
-        yield self._chunk([one])
+        yield self._chunk([one | self._spans(piece)])
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         yield self._chunk([self._ended(index, choice) | {"text": "", "logprobs": None}])
