@@ -50,6 +50,7 @@ class ModelSession:
         if graph == "decoder" and not device.is_cpu and model.has(SCORED, self.ops):
             graph = SCORED
         entry = model.graph(graph, self.ops)
+        self.length = entry.length
         self._signature = model.signatures[entry.signature]
         path = bundle.path(entry.file)
         check_graph(bundle, entry.file)
@@ -73,7 +74,7 @@ class ModelSession:
         """
         signature = self._signature
         with self._translated():
-            new = Pass(self._session.io_binding(), cache, self.buffers.options(captured))
+            new = Pass(self._session.io_binding(), cache, self.buffers.options(captured), length)
             sizes = length, num_logits
             inputs = {t.name: self._array(t, new, *sizes) for t in signature.inputs}
             outputs = {t.name: self._array(t, new, *sizes) for t in signature.outputs}
@@ -95,9 +96,13 @@ class ModelSession:
         return array
 
     def run(self, bound: Pass, tokens: Sequence[int]) -> None:
-        """Read the tokens into the cache, and into what logits the pass has."""
+        """Read the tokens into the cache, and into what logits the pass has.
+
+        Where the pass is longer it is padded: the rows behind theirs count for nothing.
+        """
+        padding = [0] * (bound.length - len(tokens))
         with self._translated():
-            self.buffers.write(bound.arrays["tokens"], tokens)
+            self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
             self._session.run_with_iobinding(bound.binding, bound.options)
             bound.cache.extend(tokens)
@@ -113,10 +118,11 @@ class ModelSession:
 class Pass:
     """A binding for one number of tokens, with its arrays by their roles."""
 
-    def __init__(self, binding: Any, cache: Cache, options: Any) -> None:
+    def __init__(self, binding: Any, cache: Cache, options: Any, length: int) -> None:
         self.binding = binding
         self.cache = cache
         self.options = options
+        self.length = length
         self.arrays: dict[str, Any] = {}
 
 
