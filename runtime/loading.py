@@ -7,8 +7,10 @@ from dataclasses import replace
 
 from specedge import store
 from specedge.bundle import Bundle
+from specedge.manifest import Model
 
 from .backend import self_test
+from .backend.fixed_lengths import FixedLengthModel
 from .backend.memory import PairMemory, check_memory, pair_memory
 from .backend.model_session import choose_ops
 from .backend.onnx_model import OrtModel
@@ -35,8 +37,9 @@ def load(
     for all sessions of the process, which is faster for small models; sessions that the app makes
     itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
-    `device` is "cpu" or "cuda", of several GPUs with a number, such as "cuda:1"; the draft runs
-    there, too, unless `draft_device` names another.
+    `device` is "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number, such as "cuda:1";
+    the draft runs there, too, unless `draft_device` names another. The last two run engines that
+    `specedge build` has built.
 
     `ops` is the op set to run, "onnx", "gqa", one of those that compute in a type of their own,
     such as "gqa-fp16", or "auto" for the better one of each model on its device.
@@ -58,8 +61,8 @@ def load(
         self_test.fitting(found.models.values(), replace(one, usual=usual))
         for one in (asked, apart)
     )
-    draft = OrtModel(found, found.draft, draft_on, ops)
-    target = OrtModel(found, found.target, target_on, ops)
+    draft = _opened(found, found.draft, draft_on, ops)
+    target = _opened(found, found.target, target_on, ops)
     longest = found.num_draft_tokens + 1
     if not draft_on.is_cpu:
         draft.warm_up(range(1, 3))
@@ -69,6 +72,11 @@ def load(
         target.warm_up(range(1, longest + 1))
         note = self_test.run_on_gpu(target, found.target, longest)
     return Pipeline(found, load_tokenizer(found), target, draft, costs, note)
+
+
+def _opened(bundle: Bundle, model: Model, device: Device, ops: str) -> OrtModel:
+    """A model as its device runs it."""
+    return (FixedLengthModel if device.has_engines else OrtModel)(bundle, model, device, ops)
 
 
 def memory_of(bundle: Bundle, ops: str = "auto") -> PairMemory:

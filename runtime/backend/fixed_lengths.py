@@ -81,6 +81,6 @@ class FixedLengthModel(OrtModel):
             fitting = {self._prefill_length: self._prefill}
         length = min(fitting)
         if length not in self._passes:
-            self._passes[length] = fitting[length].bind(self.cache, length, length, captured=True)
+            self._passes[length] = fitting[length].bind(self.cache, length, length)
         fitting[length].run(self._passes[length], tokens)
         return self._passes[length]

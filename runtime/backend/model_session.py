@@ -16,6 +16,7 @@ from specedge.op_sets import OP_SETS, computed
 from specedge.precision import QUANTISED, precision_of
 from specedge.signature import Signature, Tensor
 
+from . import engines
 from .cache import Cache
 from .memory import enough_memory, model_memory
 from .ort import translated_errors
@@ -57,9 +58,15 @@ class ModelSession:
         self._need = partial(model_memory, bundle, model, self.ops)
         self._enough_memory = partial(enough_memory, self._need, device.name)
         with self._enough_memory():
-            self._session = device.open(path)
+            self._session = device.open(self._engine(bundle, entry, device) or path)
         self.buffers = device.buffers(self._session)
         _check_contract(self._session, entry, self._signature, path)
+
+    def _engine(self, bundle: Bundle, entry: Graph, device: Device) -> Path | None:
+        """The graph's engine, where the device runs engines."""
+        if not device.has_engines:
+            return None
+        return engines.require(bundle, self.model, entry, device.platform(), device.name)
 
     def cache(self) -> Cache:
         """An empty cache for its passes."""
@@ -147,6 +154,11 @@ def choose_ops(model: Model, ops: str = "auto", device: Device | None = None) ->
 def _gpu_ops(model: Model, ops: str, device: Device) -> str:
     """The op set to run on a GPU, or the one asked for, if it can."""
     able = [one for one in device.preferred_ops if one in model.parity and model.is_for_gpus(one)]
+    if device.has_engines and model.weights_dtype in QUANTISED:
+        raise DeviceError(
+            f"{model.source.id} has {model.weights_dtype} weights, and {device.name} compiles no "
+            "graph over them; export the pair with --precision fp16 --compute fp16"
+        )
     if ops == "auto" and able:
         return able[0]
     if ops != "auto" and model.op_set(ops) in able:

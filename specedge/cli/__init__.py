@@ -18,6 +18,7 @@ import click
 
 from specedge import starting
 from specedge.cli.bench import bench
+from specedge.cli.build import build
 from specedge.cli.compare import compare
 from specedge.cli.doctor import doctor
 from specedge.cli.embed import embed
@@ -42,7 +43,7 @@ def cli() -> None:
 
 for command in (
     *(export, embed, generate, compare, tune, bench, inspect, verify),
-    *(list_, remove, theory, ngram, doctor),
+    *(list_, remove, theory, ngram, doctor, build),
 ):
     cli.add_command(command)
 
