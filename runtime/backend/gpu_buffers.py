@@ -36,17 +36,23 @@ class GpuBuffers:
 
     What the host writes lies in pinned memory, which kernels read in place: no copy, and no call
     that waits. NumPy's own arrays are never bound: they would be copied once, when they are.
+
+    What ONNX Runtime makes for a session it binds to no other. So where several sessions share
+    caches, `is_shared`, arrays are the process's: the next ones get that memory, nobody else.
     """
 
-    def __init__(self, session: Any, index: int) -> None:
-        self._session, self._index = session, index
+    def __init__(self, session: Any, index: int, is_shared: bool = False) -> None:
+        self._session, self._index, self._is_shared = session, index, is_shared
         self._num_graphs = 0
 
     def zeros(self, shape: Sequence[int], dtype: str) -> GpuArray:
         """An array on the device. What no pass has written is never used, but read: no NaN."""
-        value = self._session.create_ortvalue_from_shape_and_type(
-            [*shape], _type(dtype), "cuda", self._index
+        make = (
+            onnxruntime().OrtValue.ortvalue_from_shape_and_type
+            if self._is_shared
+            else self._session.create_ortvalue_from_shape_and_type
         )
+        value = make([*shape], _type(dtype), "cuda", self._index)
         value.update_inplace(np.zeros(shape, "uint16" if dtype == "bfloat16" else dtype))
         return GpuArray(value, tuple(shape), dtype)
 

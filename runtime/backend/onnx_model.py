@@ -30,9 +30,12 @@ class OrtModel:
         device: Device,
         ops: str = "auto",
         graph: str = "decoder",
+        session: ModelSession | None = None,
     ) -> None:
-        """Open one of the model's graphs; one of a fixed shape takes passes of its length alone."""
-        self._session = ModelSession(bundle, model, device, ops, graph)
+        """Open one of the model's graphs, or take one that is open; one of a fixed shape takes
+        passes of its length alone.
+        """
+        self._session = session or ModelSession(bundle, model, device, ops, graph)
         self.ops = self._session.ops
         self.vocab_size = model.vocab_size
         ids = bundle.ids_of(model)
@@ -66,9 +69,13 @@ class OrtModel:
             self._passes[length] = self._session.bind(self.cache, length, length, captured)
         bound = self._passes[length]
         self._session.run(bound, tokens)
+        return self._scores(bound, length)
+
+    def _scores(self, bound: Pass, length: int) -> Scores:
+        """What a pass gives of its first `length` rows."""
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
-            return Scores(fetch(arrays["logits"])[0, :, : self._num_columns], self._ids)
+            return Scores(fetch(arrays["logits"])[0, :length, : self._num_columns], self._ids)
         return DeviceScores(
             lambda: fetch(arrays["logits"])[0, :, : self._num_columns],
             lambda: fetch(arrays["best"])[0],
