@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import standin
 
 import specedge
 from gpu.conftest import PAIRS, run
@@ -18,6 +19,8 @@ from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
+if reason := standin.why_not():
+    pytest.skip(reason, allow_module_level=True)
 PROMPT = "def f(self):"
 VOCAB_SIZE = 512
 K = 4

@@ -10,6 +10,7 @@ from specedge.bundle import Bundle
 from specedge.exporter import export
 from specedge.exporter.graph import graphs
 from specedge.graph_file import weights_of
+from specedge.manifest import num_best
 
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop", "Memcpy"}
 
@@ -50,6 +51,8 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
         rows = graph.length or "R"
         logits = [("logits", [1, rows, model.padded_vocab_size])] if graph.length != 64 else []
         chosen = [("logits_from", [1])] if graph.length is None else []
+        num = 2 * num_best(model.num_columns) + 1
+        best = [("best", [1, rows, num])] if graph.name == "scored" else []
         assert [(v.name, shape(v)) for v in proto.graph.input] == [
             ("input_ids", [1, length]),
             ("past_length", [1]),
@@ -59,6 +62,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
         assert [(v.name, shape(v)) for v in proto.graph.output] == [
             *logits,
             *((f"present.{name}", dims) for name, dims in caches),
+            *best,
         ]
         declared = model.signatures[graph.signature]
         for values, tensors in (
@@ -84,6 +88,8 @@ def test_the_files_have_the_lengths_that_the_manifest_states(exported):
             "prefill": (64, "caches_alone"),
         }
         wanted = {(name, ops): found for name, found in lengths.items() for ops in model.parity}
+        for ops in filter(model.is_for_gpus, model.parity):
+            wanted["scored", ops] = (None, "best_logits")
         assert {(g.name, g.ops): (g.length, g.signature) for g in model.graphs} == wanted
         assert model.cache.capacity >= model.context_length + exported.num_draft_tokens + 2
 
