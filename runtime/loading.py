@@ -74,6 +74,8 @@ def load(
     else:
         target.warm_up(range(1, longest + 1))
         note = self_test.run_on_gpu(target, found.target, longest)
+    if not draft_on.is_cpu:
+        draft.unroll(found, found.draft, draft_on)
     return Pipeline(found, load_tokenizer(found), target, draft, costs, note)
 
 

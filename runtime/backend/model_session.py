@@ -60,6 +60,11 @@ class ModelSession:
         self.buffers = device.buffers(self._session)
         _check_contract(self._session, entry, self._signature, path)
 
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens a pass drafts, of a graph that does."""
+        return self._signature.num_drafted
+
     def cache(self) -> Cache:
         """An empty cache for its passes."""
         with self._enough_memory():
