@@ -87,6 +87,9 @@ def load(
         note = self_test.run(target, found.target)
     else:
         note = self_test.run_on_gpu(target, found.target, longest)
+    if not draft_on.is_cpu and not draft_on.has_engines:
+        for _, other in [(target, draft), *more]:
+            other.unroll(found, found.draft, draft_on)
     shorter = _shortened(found, max_length)
     return Pipeline(shorter, load_tokenizer(found), target, draft, costs, note, more)
 

@@ -15,11 +15,15 @@ Rewrite = Callable[[ir.Node], bool]  # whether it took the node's place
 class Part:
     """A graph file. Its copies share its weights, by paths from the folder of the larger graph, and
     what they are cast to, which ONNX Runtime computes once, when it loads the graph.
+
+    Without VNNI ONNX Runtime makes bytes unsigned on the CPU, node by node, under one name: there
+    each copy has bytes of its own, unless it `shares_bytes`.
     """
 
-    def __init__(self, root: Path, file: str) -> None:
+    def __init__(self, root: Path, file: str, shares_bytes: bool = False) -> None:
         self._model = ir.load(root / file)
         self._root, self._file = root, Path(file)
+        self._shares_bytes = shares_bytes
         self._constants: dict[str, ir.Value] = {}
 
     def copy(
@@ -32,8 +36,7 @@ class Part:
         """Put its nodes in, but those that `rewrite` replaces; the outputs by name."""
         graph = self._model.clone().graph
         for name, value in list(graph.initializers.items()):
-            # Without VNNI ONNX Runtime makes bytes unsigned, node by node, under one name.
-            own = value.dtype == ir.DataType.INT8
+            own = value.dtype == ir.DataType.INT8 and not self._shares_bytes
             key = f"{prefix if own else self._file.with_suffix('')}.{name}"
             if key not in self._constants:
                 self._constants[key] = nodes.stored(self._placed(value), key)

@@ -68,6 +68,11 @@ class ModelSession:
             return None
         return engines.require(bundle, self.model, entry, device.platform(), device.name)
 
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens a pass drafts, of a graph that does."""
+        return self._signature.num_drafted
+
     def cache(self) -> Cache:
         """An empty cache for its passes."""
         with self._enough_memory():

@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from specedge.bundle import Bundle
-from specedge.manifest import Model, chunk_length
+from specedge.errors import DeviceError
+from specedge.manifest import UNROLLED, Model, chunk_length
 from specedge.op_sets import attention
 from specedge.precision import QUANTISED
 
@@ -18,6 +20,7 @@ from .buffers import Array
 from .device_scores import DeviceScores
 from .model_session import ModelSession, Pass
 from .sessions import Device
+from .unrolled import Unrolled
 
 
 class OrtModel:
@@ -52,11 +55,13 @@ class OrtModel:
         self._chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
+        self._unrolled: Unrolled | None = None
         self._forget_all()
 
     def _forget_all(self) -> None:
         self.cache = self._session.cache()
         self._passes: dict[int, Pass] = {}
+        self._unrolled = self._unrolled and self._unrolled.over(self.cache)
 
     @property
     def length(self) -> int:
@@ -90,6 +95,26 @@ class OrtModel:
             self.forward([0] * length)
         self.truncate(0)
 
+    def unroll(self, bundle: Bundle, model: Model, device: Device) -> None:
+        """Let it draft greedily in one call where the bundle has a graph for that, memory for its
+        own copy of the weights is left, and it is faster, as is measured; the cache is then empty.
+        """
+        if not model.has(UNROLLED, self.ops):
+            return
+        with suppress(DeviceError):
+            session = ModelSession(bundle, model, device, self.ops, UNROLLED)
+            unrolled = Unrolled(session, self.cache)
+            unrolled.measure(lambda: self.forward([0])[-1].largest(1))
+            self._unrolled = unrolled if unrolled.least <= unrolled.num_steps else None
+
+    def draft_greedily(self, tokens: Sequence[int], count: int) -> list[int] | None:
+        """The `count` likeliest tokens after these, which are read, too; None where passes are
+        faster.
+        """
+        if self._unrolled is None or count < self._unrolled.least:
+            return None
+        return self._unrolled.draft(tokens, count)
+
     def prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), self._chunk_length):
             chunk = tokens[start : start + self._chunk_length]
@@ -117,4 +142,4 @@ class OrtModel:
 
     def close(self) -> None:
         """Give back the memory of its caches and, with its last twin, of its weights."""
-        del self.cache, self._passes, self._session
+        del self.cache, self._passes, self._unrolled, self._session
