@@ -97,7 +97,8 @@ class OrtModel:
 
     def unroll(self, bundle: Bundle, model: Model, device: Device) -> None:
         """Let it draft greedily in one call where the bundle has a graph for that, memory for its
-        own copy of the weights is left, and it is faster, as is measured; the cache is then empty.
+        own copy of the weights is left, it drafts what passes draft, and faster, as is measured;
+        the cache is then empty.
         """
         if not model.has(UNROLLED, self.ops):
             return
@@ -105,7 +106,18 @@ class OrtModel:
             session = ModelSession(bundle, model, device, self.ops, UNROLLED)
             unrolled = Unrolled(session, self.cache)
             unrolled.measure(lambda: self.forward([0])[-1].largest(1))
-            self._unrolled = unrolled if unrolled.least <= unrolled.num_steps else None
+            count = unrolled.num_steps
+            is_right = unrolled.draft([0], count) == self._drafted(count)
+            self._unrolled = unrolled if is_right and unrolled.least <= count else None
+
+    def _drafted(self, count: int) -> list[int]:
+        """The likeliest tokens after token 0, by passes; the cache is then empty."""
+        self.truncate(0)
+        found = [0]
+        for _ in range(count):
+            found.append(int(self.forward(found[-1:])[-1].largest(1)[0][0]))
+        self.truncate(0)
+        return found[1:]
 
     def draft_greedily(self, tokens: Sequence[int], count: int) -> list[int] | None:
         """The `count` likeliest tokens after these, which are read, too; None where passes are

@@ -49,6 +49,8 @@ def planted(monkeypatch):
         if array.shape[-1] == 2 * num_best(VOCAB_SIZE) + 1:
             found[..., :] = [*-np.arange(num), *(1 + np.arange(num)), 0]
         if array.dtype == "int64":
+            found[...] = 1  # what an unrolled graph drafts
+        if array.dtype == "int64":
             found[...] = 1
         return found
 
