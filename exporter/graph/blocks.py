@@ -23,11 +23,11 @@ class Blocks:
         self._nodes = nodes
         self._made: dict[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
 
-    def rewrite(self, node: ir.Node) -> bool:
-        """Whether a product with bytes was replaced."""
+    def rewrite(self, node: ir.Node) -> ir.Value | None:
+        """A product with bytes anew; None where a node is no such product."""
         widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
         if widened is None or "block_size" in widened.attributes:
-            return False
+            return None
         matrix, scales, *_ = widened.inputs
         assert matrix is not None
         assert scales is not None
@@ -42,10 +42,9 @@ class Blocks:
         found = ir.node("MatMulNBits", inputs, sizes, domain="com.microsoft")
         output = node.outputs[0]
         found.outputs[0].type, found.outputs[0].shape = output.type, output.shape
-        output.replace_all_uses_with(found.outputs[0])
         node.replace_input_with(1, None)
         self._nodes.put(found, str(node.name))
-        return True
+        return found.outputs[0]
 
     def _blocks(
         self, source: ir.Value, scales: ir.Value, rows: int, columns: int, turn: bool

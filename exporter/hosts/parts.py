@@ -9,7 +9,7 @@ import onnx_ir as ir
 
 from .nodes import Nodes
 
-Rewrite = Callable[[ir.Node], bool]  # whether it took the node's place
+Rewrite = Callable[[ir.Node], ir.Value | None]  # what takes the place of a node's output
 
 
 class Part:
@@ -48,8 +48,15 @@ class Part:
         own_nodes = list(graph)
         graph.remove(own_nodes)
         for node in own_nodes:
-            if not self._is_known(node) and not (rewrite and rewrite(node)):
+            if self._is_known(node):
+                continue
+            made = rewrite(node) if rewrite is not None else None
+            if made is None:
                 nodes.put(node, prefix)
+                continue
+            (gone,) = node.outputs
+            gone.replace_all_uses_with(made)
+            outputs |= {name: made for name, value in outputs.items() if value is gone}
         return outputs
 
     def _is_known(self, node: ir.Node) -> bool:
