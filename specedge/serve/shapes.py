@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -102,7 +103,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-class Chunked:
+class Chunked(ABC):
     """What chats and completions have in common."""
 
     prefix = object_name = chunk_name = ""
@@ -131,8 +132,9 @@ class Chunked:
         named = {"object": self.object_name, "choices": found}
         return self._facts | named | {"usage": usage_of(choices, self.asked.n)}
 
+    @abstractmethod
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole text, as an answer that is no stream has it."""
 
     def _ended(self, index: int, choice: Choice) -> dict[str, Any]:
         one = choice.generation
