@@ -11,6 +11,7 @@ from specedge.errors import DeviceError
 
 from ..diagnosis.providers import why_not
 from .memory import is_out_of_memory
+from .ort import inference_session
 
 _NO_FALLBACK = "session.disable_cpu_ep_fallback"
 _PLACEMENT = "session.record_ep_graph_assignment_info"
@@ -23,7 +24,7 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
     options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none
     providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
     try:
-        return _session(ort, path, options, providers)
+        return inference_session(path, options, providers)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -37,17 +38,6 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
         if reason := why_not(name):
             raise DeviceError(reason) from error
         raise
-
-
-def _session(ort: Any, path: str, options: Any, providers: list[Any]) -> Any:
-    """A session, also beside a thread pool that all sessions of the process share."""
-    try:
-        return ort.InferenceSession(path, options, providers, enable_fallback=False)
-    except Exception as error:
-        if "per_session_threads" not in str(error):
-            raise
-    options.use_per_session_threads = False
-    return ort.InferenceSession(path, options, providers, enable_fallback=False)
 
 
 def _load_libraries(ort: Any) -> None:
@@ -77,7 +67,7 @@ def _elsewhere(ort: Any, path: str, provider: str, index: int) -> str | None:
     options.add_session_config_entry(_PLACEMENT, "1")
     providers = [(provider, _provider_options(index)), "CPUExecutionProvider"]
     try:
-        session = _session(ort, path, options, providers)
+        session = inference_session(path, options, providers)
     except Exception:
         return None
     if provider not in session.get_providers():

@@ -12,7 +12,7 @@ from specedge.errors import DeviceError
 from ..diagnosis import packages, plug_in
 from ..diagnosis.providers import why_not
 from .engines import Platform
-from .ort import first_line, is_of_onnxruntime
+from .ort import first_line, inference_session, is_of_onnxruntime
 
 GPUS = ("sm86", "sm89", "sm120", "sm121")  # that TensorRT-RTX 1.7.1 compiles for
 
@@ -48,7 +48,7 @@ def opened(ort: Any, path: str, index: int) -> Any:
     """A session of an engine. ONNX Runtime's errors where it does not load."""
     options = _options(ort)
     options.add_provider_for_devices([_device(ort, index)], {})
-    return ort.InferenceSession(path, options, enable_fallback=False)
+    return inference_session(path, options)
 
 
 def _options(ort: Any) -> Any:

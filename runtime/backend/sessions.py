@@ -20,7 +20,7 @@ from .buffers import Buffers, HostBuffers
 from .freed_blocks import large_blocks_apart
 from .gpu_buffers import GpuBuffers
 from .memory import is_out_of_memory
-from .ort import first_line, is_of_onnxruntime, onnxruntime
+from .ort import first_line, is_for_want_of_own_threads, is_of_onnxruntime, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
 DEVICES = {  # and what ONNX Runtime calls them
@@ -155,8 +155,7 @@ class Device:
             try:
                 return ort.InferenceSession(path, options, providers, enable_fallback=False)
             except Exception as error:
-                # Beside a shared pool no session has one of its own.
-                if "per_session_threads" not in str(error):
+                if not is_for_want_of_own_threads(error):
                     raise
         _make_pool(ort, self.threads, self.usual)
         options.use_per_session_threads = False

@@ -21,7 +21,7 @@ from ..diagnosis import nvidia_driver
 from ..diagnosis.machine import TEGRA
 from ..diagnosis.providers import why_not
 from .engines import Platform, cache_folder
-from .ort import first_line, is_of_onnxruntime
+from .ort import first_line, inference_session, is_of_onnxruntime
 
 PROVIDER = "TensorrtExecutionProvider"
 VERSIONS = ((10, 15), (10, 16))  # before, TensorScatter is no layer; ONNX Runtime links 10
@@ -102,7 +102,7 @@ def _session(ort: Any, path: str, provider: Mapping[str, str]) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = 4  # failures arrive as exceptions
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    return ort.InferenceSession(path, options, [(PROVIDER, provider)], enable_fallback=False)
+    return inference_session(path, options, [(PROVIDER, provider)])
 
 
 def _version() -> int:

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import pytest
 
 from specedge.exporter.graph import unrolled as unrolling
@@ -105,7 +104,7 @@ def test_a_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
     shutil.copytree(bundle.folder / "draft", tmp_path / "draft")
     plain = replace(draft, graphs=tuple(g for g in draft.graphs if g.name != UNROLLED))
     made = unrolling.add(plain, tmp_path, k, ids)
-    session = ort.InferenceSession(tmp_path / made.graph(UNROLLED, OPS).file)
+    session = Device().open(tmp_path / made.graph(UNROLLED, OPS).file)
     feed = {
         t.name: np.zeros(t.at(1, 1, 1), t.dtype)
         for t in made.signatures[made.graph(UNROLLED, OPS).signature].inputs
