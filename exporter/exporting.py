@@ -21,7 +21,7 @@ from specedge.version import __version__
 from . import prediction, resident, writing
 from .checkpoint import checkpoints, heads, hub, self_draft
 from .checkpoint.checkpoints import Checkpoint
-from .graph import scored
+from .graph import scored, unrolled
 from .model_files import export_model
 from .progress import Progress
 from .quantise import drafting, texts
@@ -234,6 +234,7 @@ def _write(
     models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
     with progress.step("Writing graphs for GPUs"):
         models = [scored.add(model, work) for model in models]
+        models[1] = unrolled.add(models[1], work, request.num_draft_tokens, head)
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     bundle = Bundle(
         format=FORMAT,

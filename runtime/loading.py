@@ -10,8 +10,10 @@ from specedge import store
 from specedge.bundle import Bundle
 from specedge.declared import whole
 from specedge.errors import DeviceError
+from specedge.manifest import Model
 
 from .backend import self_test
+from .backend.fixed_lengths import FixedLengthModel
 from .backend.memory import PairMemory, check_memory, pair_memory
 from .backend.model_session import choose_ops
 from .backend.onnx_model import OrtModel
@@ -43,9 +45,11 @@ def load(
     for all sessions of the process, which is faster for small models; sessions that the app makes
     itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
-    `device` is "cpu" or "cuda", of several GPUs with a number, such as "cuda:1", or "auto": "cuda"
-    where that works and the bundle has graphs for it, else "cpu". The draft runs there, too, unless
-    `draft_device` names another.
+    `device` is "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number, such as "cuda:1",
+    or "auto": "cuda" where that works and the bundle has graphs for it, else "cpu". The draft runs
+    there, too, unless `draft_device` names another. "tensorrt" and "rtx" run engines that
+    `specedge build` has built.
+
     `slots` requests may run at a time, each in caches of its own, with texts of at most
     `max_length` tokens, prompt included, by default the target's context.
 
@@ -70,8 +74,8 @@ def load(
         self_test.fitting(found.models.values(), replace(one, usual=usual))
         for one in (asked, apart)
     )
-    draft = OrtModel(found, found.draft, draft_on, ops)
-    target = OrtModel(found, found.target, target_on, ops)
+    draft = _opened(found, found.draft, draft_on, ops)
+    target = _opened(found, found.target, target_on, ops)
     more = [(target.twin(), draft.twin()) for _ in range(slots - 1)]
     longest = found.num_draft_tokens + 1
     for one, other in [(target, draft), *more]:
@@ -83,8 +87,16 @@ def load(
         note = self_test.run(target, found.target)
     else:
         note = self_test.run_on_gpu(target, found.target, longest)
+    if not draft_on.is_cpu and not draft_on.has_engines:
+        for _, other in [(target, draft), *more]:
+            other.unroll(found, found.draft, draft_on)
     shorter = _shortened(found, max_length)
     return Pipeline(shorter, load_tokenizer(found), target, draft, costs, note, more)
+
+
+def _opened(bundle: Bundle, model: Model, device: Device, ops: str) -> OrtModel:
+    """A model as its device runs it."""
+    return (FixedLengthModel if device.has_engines else OrtModel)(bundle, model, device, ops)
 
 
 def _chosen(device: str, bundle: Bundle, ops: str) -> str:

@@ -17,7 +17,9 @@ from .signature import Signature, Tensor
 CURE = "export the pair again, or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
 SCORED = "scored"  # a decoder that gives the best logits of each row, too
-GRAPHS = ("decoder", "step", "catchup", "verify", "prefill", SCORED)  # known by name
+UNROLLED = "unrolled"  # K greedy draft steps
+ANY_LENGTH = ("decoder", SCORED, UNROLLED)
+GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # known by name
 
 
 @dataclass(frozen=True)
@@ -96,9 +98,9 @@ class Graph:
             raise ValueError(f"name is up to 40 of a-z, 0-9, - and _, got '{self.name}'")
         if self.batch < 1 or (self.length is not None and self.length < 1):
             raise ValueError("batch and length are at least 1")
-        if self.name in GRAPHS and (self.length is None) is not (self.name in ("decoder", SCORED)):
+        if self.name in GRAPHS and (self.length is None) is not (self.name in ANY_LENGTH):
             raise ValueError(
-                "decoder and scored take any length, and step, catchup, verify, prefill one"
+                f"{', '.join(ANY_LENGTH)} take any length, and step, catchup, verify, prefill one"
             )
 
 
@@ -173,6 +175,8 @@ class Model:
         wanted = signatures(cache, self.padded_vocab_size)[kind_of(graph.name)]
         if graph.name == SCORED:
             wanted = with_best(wanted, self.num_columns)
+        if graph.name == UNROLLED:
+            wanted = unrolled(wanted, found.num_drafted)
         if graph.name in GRAPHS and not found.has(wanted):
             raise ValueError(f"{graph.name}'s signature is not that of cache and logits")
 
@@ -252,7 +256,7 @@ def chunk_length(capacity: int) -> int:
 
 def kind_of(graph: str) -> str:
     """Which of `signatures` a graph has that this format knows by name."""
-    kinds = {"decoder": "chosen_logits", SCORED: "chosen_logits", "prefill": "caches_alone"}
+    kinds = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
     return kinds.get(graph, "with_logits")
 
 
@@ -270,6 +274,23 @@ def with_best(signature: Signature, num_columns: int) -> Signature:
     shape = ("B", "R", 2 * num_best(num_columns) + 1)
     best = Tensor("best", "best", None, "float32", shape)
     return replace(signature, outputs=(*signature.outputs, best))
+
+
+def unrolled(signature: Signature, num_draft_tokens: int) -> Signature:
+    """What an unrolled graph takes and gives, by its decoder's signature: the tokens, and what each
+    step makes of the buffers.
+    """
+    inputs = tuple(t for t in signature.inputs if t.role != "logits_from")
+    tokens = Tensor("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
+    caches = [t for t in signature.outputs if t.role == "cache"]
+    steps = range(num_draft_tokens)
+    made = (replace(t, name=made_by(i, t.name)) for i in steps for t in caches)
+    return Signature(inputs, (tokens, *made))
+
+
+def made_by(step: int, name: str) -> str:
+    """What an unrolled graph calls an output of a decoder that a step makes."""
+    return f"step.{step}.{name}"
 
 
 def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:

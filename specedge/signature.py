@@ -6,14 +6,14 @@ import re
 from dataclasses import dataclass
 
 SIZES = ("B", "T", "R", "N", "K")
-ROLES = ("tokens", "past_length", "logits_from", "cache", "logits", "best")
+ROLES = ("tokens", "past_length", "logits_from", "cache", "logits", "best", "drafted")
 
 
 @dataclass(frozen=True)
 class Tensor:
     """An input or output: its name in the graph, what it is for, its type and its shape.
 
-    `buffer` says which buffer of the cache it is; input and output of one buffer may share memory.
+    `buffer` says which buffer of the cache it is; input and outputs of one buffer may share memory.
     A dimension is a number, or "B" or "T", the graph's batch and length, or "R", the rows that
     logits are asked of: T less `logits_from`. In graphs for hosts "N" are the tokens to feed, "K"
     the draft tokens, and "R" one more.
@@ -62,6 +62,12 @@ class Signature:
     def logits(self) -> Tensor | None:
         """The output that has the logits."""
         return next((t for t in self.outputs if t.role == "logits"), None)
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens it drafts, 1 if that is not said as a number."""
+        sizes = [t.shape[-1] for t in self.outputs if t.role == "drafted" and t.shape]
+        return next((size for size in sizes if isinstance(size, int)), 1)
 
     def has(self, other: Signature) -> bool:
         """Whether it is the other one, with nothing more than tensors of roles unknown here."""

@@ -37,7 +37,7 @@ def _scored(decoder: ir.Model, model: Model) -> ir.Model:
     and a number that is 0 if all logits are finite. [1, R, 2 * num_best + 1]
     """
     graph = decoder.graph
-    _share_tables(graph)
+    share_tables(graph)
     logits = graph.outputs[0]
     columns = logits
     if model.num_columns < model.padded_vocab_size:
@@ -60,7 +60,7 @@ def _scored(decoder: ir.Model, model: Model) -> ir.Model:
     return decoder
 
 
-def _share_tables(graph: ir.Graph) -> None:
+def share_tables(graph: ir.Graph) -> None:
     """Multiply with a table that rows are taken of, too, as it lies: its transpose would be a copy.
 
     On the CPU kernels pack it anyhow; a GPU then holds it once.

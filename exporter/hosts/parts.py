@@ -9,17 +9,21 @@ import onnx_ir as ir
 
 from .nodes import Nodes
 
-Rewrite = Callable[[ir.Node], bool]  # whether it took the node's place
+Rewrite = Callable[[ir.Node], ir.Value | None]  # what takes the place of a node's output
 
 
 class Part:
     """A graph file. Its copies share its weights, by paths from the folder of the larger graph, and
     what they are cast to, which ONNX Runtime computes once, when it loads the graph.
+
+    Without VNNI ONNX Runtime makes bytes unsigned on the CPU, node by node, under one name: there
+    each copy has bytes of its own, unless it `shares_bytes`.
     """
 
-    def __init__(self, root: Path, file: str) -> None:
+    def __init__(self, root: Path, file: str, shares_bytes: bool = False) -> None:
         self._model = ir.load(root / file)
         self._root, self._file = root, Path(file)
+        self._shares_bytes = shares_bytes
         self._constants: dict[str, ir.Value] = {}
 
     def copy(
@@ -32,8 +36,7 @@ class Part:
         """Put its nodes in, but those that `rewrite` replaces; the outputs by name."""
         graph = self._model.clone().graph
         for name, value in list(graph.initializers.items()):
-            # Without VNNI ONNX Runtime makes bytes unsigned, node by node, under one name.
-            own = value.dtype == ir.DataType.INT8
+            own = value.dtype == ir.DataType.INT8 and not self._shares_bytes
             key = f"{prefix if own else self._file.with_suffix('')}.{name}"
             if key not in self._constants:
                 self._constants[key] = nodes.stored(self._placed(value), key)
@@ -45,8 +48,15 @@ class Part:
         own_nodes = list(graph)
         graph.remove(own_nodes)
         for node in own_nodes:
-            if not self._is_known(node) and not (rewrite and rewrite(node)):
+            if self._is_known(node):
+                continue
+            made = rewrite(node) if rewrite is not None else None
+            if made is None:
                 nodes.put(node, prefix)
+                continue
+            (gone,) = node.outputs
+            gone.replace_all_uses_with(made)
+            outputs |= {name: made for name, value in outputs.items() if value is gone}
         return outputs
 
     def _is_known(self, node: ir.Node) -> bool:

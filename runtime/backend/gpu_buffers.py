@@ -21,7 +21,8 @@ _BFLOAT16 = 16  # ONNX's number of a type that NumPy lacks
 @dataclass(eq=False)
 class GpuArray:
     """A tensor that sessions are bound to: `value` is an OrtValue, `host` its memory as the host
-    sees it, if it does, and `fetched` pinned memory that it was fetched into.
+    sees it, if it does, and `fetched` pinned memory that it was fetched into. `session` is the one
+    that it is of: to others ONNX Runtime binds it by its address alone.
     """
 
     value: Any
@@ -29,6 +30,7 @@ class GpuArray:
     dtype: str
     host: Array | None = None
     fetched: GpuArray | None = None
+    session: Any = None
 
 
 class GpuBuffers:
@@ -36,19 +38,25 @@ class GpuBuffers:
 
     What the host writes lies in pinned memory, which kernels read in place: no copy, and no call
     that waits. NumPy's own arrays are never bound: they would be copied once, when they are.
+
+    What ONNX Runtime makes for a session it binds to no other. So where several sessions share
+    caches, `is_shared`, arrays are the process's: the next ones get that memory, nobody else.
     """
 
-    def __init__(self, session: Any, index: int) -> None:
-        self._session, self._index = session, index
+    def __init__(self, session: Any, index: int, is_shared: bool = False) -> None:
+        self._session, self._index, self._is_shared = session, index, is_shared
         self._num_graphs = 0
 
     def zeros(self, shape: Sequence[int], dtype: str) -> GpuArray:
         """An array on the device. What no pass has written is never used, but read: no NaN."""
-        value = self._session.create_ortvalue_from_shape_and_type(
-            [*shape], _type(dtype), "cuda", self._index
+        make = (
+            onnxruntime().OrtValue.ortvalue_from_shape_and_type
+            if self._is_shared
+            else self._session.create_ortvalue_from_shape_and_type
         )
+        value = make([*shape], _type(dtype), "cuda", self._index)
         value.update_inplace(np.zeros(shape, "uint16" if dtype == "bfloat16" else dtype))
-        return GpuArray(value, tuple(shape), dtype)
+        return GpuArray(value, tuple(shape), dtype, session=self._session)
 
     def given(self, shape: Sequence[int], dtype: str) -> GpuArray:
         """An array that the host writes before a pass."""
@@ -82,9 +90,18 @@ class GpuBuffers:
     ) -> None:
         """Let passes of a session's binding read and write these, by the names of the graph."""
         for name, array in inputs.items():
-            binding.bind_ortvalue_input(name, array.value)
+            if array.session in (None, self._session):
+                binding.bind_ortvalue_input(name, array.value)
+            else:
+                binding.bind_input(name, *self._described(array))
         for name, array in outputs.items():
-            binding.bind_ortvalue_output(name, array.value)
+            if array.session in (None, self._session):
+                binding.bind_ortvalue_output(name, array.value)
+            else:
+                binding.bind_output(name, *self._described(array))
+
+    def _described(self, array: GpuArray) -> tuple[Any, ...]:
+        return "cuda", self._index, _type(array.dtype), array.shape, array.value.data_ptr()
 
     def options(self, captured: bool) -> Any:
         """What a run of a binding is told: its own graph of CUDA, or none.

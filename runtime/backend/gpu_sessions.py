@@ -11,6 +11,7 @@ from specedge.errors import DeviceError
 
 from ..diagnosis.providers import why_not
 from .memory import is_out_of_memory
+from .ort import inference_session
 
 _NO_FALLBACK = "session.disable_cpu_ep_fallback"
 _PLACEMENT = "session.record_ep_graph_assignment_info"
@@ -20,9 +21,10 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
     """A session that captures passes as graphs of CUDA. DeviceError where it cannot be one."""
     _load_libraries(ort)
     options.add_session_config_entry(_NO_FALLBACK, "1")
+    options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none
     providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
     try:
-        return ort.InferenceSession(path, options, providers, enable_fallback=False)
+        return inference_session(path, options, providers)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -65,7 +67,7 @@ def _elsewhere(ort: Any, path: str, provider: str, index: int) -> str | None:
     options.add_session_config_entry(_PLACEMENT, "1")
     providers = [(provider, _provider_options(index)), "CPUExecutionProvider"]
     try:
-        session = ort.InferenceSession(path, options, providers, enable_fallback=False)
+        session = inference_session(path, options, providers)
     except Exception:
         return None
     if provider not in session.get_providers():

@@ -16,6 +16,7 @@ from specedge.op_sets import OP_SETS, computed
 from specedge.precision import QUANTISED, precision_of
 from specedge.signature import Signature, Tensor
 
+from . import engines
 from .cache import Cache
 from .memory import enough_memory, model_memory
 from .ort import translated_errors
@@ -50,15 +51,27 @@ class ModelSession:
         if graph == "decoder" and not device.is_cpu and model.has(SCORED, self.ops):
             graph = SCORED
         entry = model.graph(graph, self.ops)
+        self.length = entry.length
         self._signature = model.signatures[entry.signature]
         path = bundle.path(entry.file)
         check_graph(bundle, entry.file)
         self._need = partial(model_memory, bundle, model, self.ops)
         self._enough_memory = partial(enough_memory, self._need, device.name)
         with self._enough_memory():
-            self._session = device.open(path)
+            self._session = device.open(self._engine(bundle, entry, device) or path)
         self.buffers = device.buffers(self._session)
         _check_contract(self._session, entry, self._signature, path)
+
+    def _engine(self, bundle: Bundle, entry: Graph, device: Device) -> Path | None:
+        """The graph's engine, where the device runs engines."""
+        if not device.has_engines:
+            return None
+        return engines.require(bundle, self.model, entry, device.platform(), device.name)
+
+    @property
+    def num_drafted(self) -> int:
+        """How many tokens a pass drafts, of a graph that does."""
+        return self._signature.num_drafted
 
     def cache(self) -> Cache:
         """An empty cache for its passes."""
@@ -73,7 +86,7 @@ class ModelSession:
         """
         signature = self._signature
         with self._translated():
-            new = Pass(self._session.io_binding(), cache, self.buffers.options(captured))
+            new = Pass(self._session.io_binding(), cache, self.buffers.options(captured), length)
             sizes = length, num_logits
             inputs = {t.name: self._array(t, new, *sizes) for t in signature.inputs}
             outputs = {t.name: self._array(t, new, *sizes) for t in signature.outputs}
@@ -95,9 +108,13 @@ class ModelSession:
         return array
 
     def run(self, bound: Pass, tokens: Sequence[int]) -> None:
-        """Read the tokens into the cache, and into what logits the pass has."""
+        """Read the tokens into the cache, and into what logits the pass has.
+
+        Where the pass is longer it is padded: the rows behind theirs count for nothing.
+        """
+        padding = [0] * (bound.length - len(tokens))
         with self._translated():
-            self.buffers.write(bound.arrays["tokens"], tokens)
+            self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
             self._session.run_with_iobinding(bound.binding, bound.options)
             bound.cache.extend(tokens)
@@ -113,10 +130,11 @@ class ModelSession:
 class Pass:
     """A binding for one number of tokens, with its arrays by their roles."""
 
-    def __init__(self, binding: Any, cache: Cache, options: Any) -> None:
+    def __init__(self, binding: Any, cache: Cache, options: Any, length: int) -> None:
         self.binding = binding
         self.cache = cache
         self.options = options
+        self.length = length
         self.arrays: dict[str, Any] = {}
 
 
@@ -141,6 +159,11 @@ def choose_ops(model: Model, ops: str = "auto", device: Device | None = None) ->
 def _gpu_ops(model: Model, ops: str, device: Device) -> str:
     """The op set to run on a GPU, or the one asked for, if it can."""
     able = [one for one in device.preferred_ops if one in model.parity and model.is_for_gpus(one)]
+    if device.has_engines and model.weights_dtype in QUANTISED:
+        raise DeviceError(
+            f"{model.source.id} has {model.weights_dtype} weights, and {device.name} compiles no "
+            "graph over them; export the pair with --precision fp16 --compute fp16"
+        )
     if ops == "auto" and able:
         return able[0]
     if ops != "auto" and model.op_set(ops) in able:

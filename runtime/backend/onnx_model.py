@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 
 import numpy as np
 
 from specedge.bundle import Bundle
-from specedge.manifest import Model, chunk_length
+from specedge.errors import DeviceError
+from specedge.manifest import UNROLLED, Model, chunk_length
 from specedge.op_sets import attention
 from specedge.precision import QUANTISED
 
@@ -18,6 +20,7 @@ from .buffers import Array
 from .device_scores import DeviceScores
 from .model_session import ModelSession, Pass
 from .sessions import Device
+from .unrolled import Unrolled
 
 
 class OrtModel:
@@ -30,9 +33,12 @@ class OrtModel:
         device: Device,
         ops: str = "auto",
         graph: str = "decoder",
+        session: ModelSession | None = None,
     ) -> None:
-        """Open one of the model's graphs; one of a fixed shape takes passes of its length alone."""
-        self._session = ModelSession(bundle, model, device, ops, graph)
+        """Open one of the model's graphs, or take one that is open; one of a fixed shape takes
+        passes of its length alone.
+        """
+        self._session = session or ModelSession(bundle, model, device, ops, graph)
         self.ops = self._session.ops
         self.vocab_size = model.vocab_size
         ids = bundle.ids_of(model)
@@ -49,11 +55,13 @@ class OrtModel:
         self._chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
+        self._unrolled: Unrolled | None = None
         self._forget_all()
 
     def _forget_all(self) -> None:
         self.cache = self._session.cache()
         self._passes: dict[int, Pass] = {}
+        self._unrolled = self._unrolled and self._unrolled.over(self.cache)
 
     @property
     def length(self) -> int:
@@ -66,9 +74,13 @@ class OrtModel:
             self._passes[length] = self._session.bind(self.cache, length, length, captured)
         bound = self._passes[length]
         self._session.run(bound, tokens)
+        return self._scores(bound, length)
+
+    def _scores(self, bound: Pass, length: int) -> Scores:
+        """What a pass gives of its first `length` rows."""
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
-            return Scores(fetch(arrays["logits"])[0, :, : self._num_columns], self._ids)
+            return Scores(fetch(arrays["logits"])[0, :length, : self._num_columns], self._ids)
         return DeviceScores(
             lambda: fetch(arrays["logits"])[0, :, : self._num_columns],
             lambda: fetch(arrays["best"])[0],
@@ -82,6 +94,38 @@ class OrtModel:
             self.truncate(0)
             self.forward([0] * length)
         self.truncate(0)
+
+    def unroll(self, bundle: Bundle, model: Model, device: Device) -> None:
+        """Let it draft greedily in one call where the bundle has a graph for that, memory for its
+        own copy of the weights is left, it drafts what passes draft, and faster, as is measured;
+        the cache is then empty.
+        """
+        if not model.has(UNROLLED, self.ops):
+            return
+        with suppress(DeviceError):
+            session = ModelSession(bundle, model, device, self.ops, UNROLLED)
+            unrolled = Unrolled(session, self.cache)
+            unrolled.measure(lambda: self.forward([0])[-1].largest(1))
+            count = unrolled.num_steps
+            is_right = unrolled.draft([0], count) == self._drafted(count)
+            self._unrolled = unrolled if is_right and unrolled.least <= count else None
+
+    def _drafted(self, count: int) -> list[int]:
+        """The likeliest tokens after token 0, by passes; the cache is then empty."""
+        self.truncate(0)
+        found = [0]
+        for _ in range(count):
+            found.append(int(self.forward(found[-1:])[-1].largest(1)[0][0]))
+        self.truncate(0)
+        return found[1:]
+
+    def draft_greedily(self, tokens: Sequence[int], count: int) -> list[int] | None:
+        """The `count` likeliest tokens after these, which are read, too; None where passes are
+        faster.
+        """
+        if self._unrolled is None or count < self._unrolled.least:
+            return None
+        return self._unrolled.draft(tokens, count)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), self._chunk_length):
@@ -110,4 +154,4 @@ class OrtModel:
 
     def close(self) -> None:
         """Give back the memory of its caches and, with its last twin, of its weights."""
-        del self.cache, self._passes, self._session
+        del self.cache, self._passes, self._unrolled, self._session

@@ -34,6 +34,26 @@ def onnxruntime() -> Any:
     return module
 
 
+def inference_session(source: Any, options: Any, providers: list[Any] | None = None) -> Any:
+    """A session, which has no threads of its own where the process's sessions share theirs.
+
+    Raises what ONNX Runtime raises.
+    """
+    make = onnxruntime().InferenceSession
+    try:
+        return make(source, options, providers, enable_fallback=False)
+    except Exception as error:
+        if not is_for_want_of_own_threads(error):
+            raise
+    options.use_per_session_threads = False
+    return make(source, options, providers, enable_fallback=False)
+
+
+def is_for_want_of_own_threads(error: Exception) -> bool:
+    """Whether a session failed since, beside a shared pool, none has threads of its own."""
+    return "per_session_threads" in str(error)
+
+
 def _was_interrupted(error: BaseException | None) -> bool:
     """Whether Ctrl-C is behind it: C++ that is interrupted while it loads says ImportError."""
     while error is not None and not isinstance(error, KeyboardInterrupt):

@@ -21,6 +21,7 @@ from .ort import onnxruntime, translated_errors
 from .sessions import Device
 
 LONGEST = 9  # tokens of a pass that is tried
+PASTS = (0, 512)  # rows of the cache before it, on a GPU, whose kernels may split long ones
 KNOWN = {
     "int8-block": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
     "int4": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
@@ -56,7 +57,8 @@ def run_on_gpu(model: OrtModel, facts: Model, longest: int) -> str | None:
     Ends with an empty cache.
     """
     lengths = list(range(1, min(longest, facts.context_length) + 1))
-    held = _held(model, lengths, caches=False)
+    pasts = {min(past, facts.context_length - lengths[-1]) for past in PASTS}
+    held = set.intersection(*(_held(model, lengths, past, caches=False) for past in pasts))
     if not (lost := sorted({*lengths} - held)):
         model.row_independent_lengths = tuple(lengths)
         return None
@@ -67,21 +69,25 @@ def run_on_gpu(model: OrtModel, facts: Model, longest: int) -> str | None:
     )
 
 
-def _held(model: OrtModel, lengths: list[int], caches: bool = True) -> set[int]:
-    """The T whose rows, of logits and perhaps of caches, have the bits of the longest pass."""
-    longest = max(lengths)
+def _held(model: OrtModel, lengths: list[int], past: int = 0, caches: bool = True) -> set[int]:
+    """The T whose rows, of logits and perhaps of caches, have the bits of the longest pass behind
+    `past` rows.
+    """
+    longest = past + max(lengths)
     tokens = [7 * i % model.vocab_size for i in range(longest)]
     model.truncate(0)
-    wanted = model.forward(tokens).array().copy()
-    rows = model.cache_rows(0, longest) if caches else []
-    held = {longest}
+    model.prefill(tokens[:past])
+    wanted = model.forward(tokens[past:]).array().copy()
+    rows = model.cache_rows(past, longest) if caches else []
+    held = {max(lengths)}
     for length in lengths:
         start = longest - length
         model.truncate(start)
         found = model.forward(tokens[start:]).array()
-        same = np.array_equal(found, wanted[start:])
+        at = start - past
+        same = np.array_equal(found, wanted[at:])
         again = model.cache_rows(start, longest) if caches else []
-        if same and all(np.array_equal(a, b[:, start:]) for a, b in zip(again, rows, strict=True)):
+        if same and all(np.array_equal(a, b[:, at:]) for a, b in zip(again, rows, strict=True)):
             held.add(length)
     model.truncate(0)
     return held

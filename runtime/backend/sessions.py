@@ -14,21 +14,27 @@ from specedge.errors import BundleError, DeviceError
 from specedge.precision import HALVES
 from specedge.products import UNSIGNED
 
-from . import gpu_sessions
+from ..diagnosis import plug_in
+from . import engines, gpu_sessions, rtx, tensorrt
 from .buffers import Buffers, HostBuffers
 from .freed_blocks import large_blocks_apart
 from .gpu_buffers import GpuBuffers
 from .memory import is_out_of_memory
-from .ort import first_line, is_of_onnxruntime, onnxruntime
+from .ort import first_line, is_for_want_of_own_threads, is_of_onnxruntime, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
-DEVICES = {"cpu": "CPUExecutionProvider", "cuda": CUDA}  # and what ONNX Runtime calls them
+DEVICES = {  # and what ONNX Runtime calls them
+    "cpu": "CPUExecutionProvider",
+    "cuda": CUDA,
+    "tensorrt": tensorrt.PROVIDER,
+    "rtx": plug_in.PROVIDER,
+}
 
 
 @dataclass(frozen=True)
 class Device:
-    """What sessions run on, "cpu" or "cuda" with, perhaps, a number, such as "cuda:1"; with so many
-    CPU threads, by default one a core.
+    """What sessions run on, "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number, such
+    as "cuda:1"; with so many CPU threads, by default one a core.
 
     The workers of a session's own pool spin after a pass, and would take the cores of the other
     model's, so they are told to stop when a pass ends. `share_threads` makes one pool that serves
@@ -49,7 +55,7 @@ class Device:
     unsigned: bool = False
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"cpu|cuda(:\d{1,2})?", self.name):
+        if not re.fullmatch(r"cpu|(cuda|tensorrt|rtx)(:\d{1,2})?", self.name):
             raise DeviceError(
                 f"device must be one of {', '.join(DEVICES)}, a GPU's perhaps with its number as "
                 f"in 'cuda:1', got '{self.name}'"
@@ -77,6 +83,19 @@ class Device:
         return self.kind == "cpu"
 
     @property
+    def has_engines(self) -> bool:
+        """Whether sessions are of engines, built ahead of time of graphs of fixed lengths."""
+        return self.kind in ("tensorrt", "rtx")
+
+    def platform(self, gpu: str | None = None) -> engines.Platform:
+        """What its engines hang on, for the GPU that is here or one that is named."""
+        if self.kind == "rtx":
+            return rtx.platform(onnxruntime(), self.index, gpu)
+        if gpu is not None:
+            raise DeviceError(f"TensorRT builds for the GPU that is here alone, not for '{gpu}'")
+        return tensorrt.platform(onnxruntime(), self.index)
+
+    @property
     def provider(self) -> str:
         """What ONNX Runtime calls it."""
         return DEVICES[self.kind]
@@ -84,17 +103,20 @@ class Device:
     @property
     def preferred_ops(self) -> tuple[str, ...]:
         """The op sets that it has kernels for, the fastest first; none of the CPU's own order."""
-        halves = [f"{ops}-{kind}" for kind in HALVES for ops in ("gqa", "onnx")]
+        attentions = ("onnx",) if self.has_engines else ("gqa", "onnx")
+        halves = tuple(f"{ops}-{kind}" for kind in HALVES for ops in attentions)
+        if self.kind == "rtx":  # which has no attention in float32
+            return halves
         return (*halves, "onnx-fp32", "onnx")
 
     def buffers(self, session: Any) -> Buffers:
         """What a session's passes are bound to."""
         if self.is_cpu:
             return HostBuffers()
-        return GpuBuffers(session, self.index)
+        return GpuBuffers(session, self.index, is_shared=self.has_engines)
 
     def open(self, path: Path) -> Any:
-        """A session for one graph. MemoryError where ONNX Runtime has not enough of it."""
+        """A session for a graph, or an engine. MemoryError where ONNX Runtime has too little."""
         ort = onnxruntime()
         try:
             with large_blocks_apart():
@@ -104,6 +126,11 @@ class Device:
                 raise
             if is_out_of_memory(error):
                 raise MemoryError from error
+            if self.has_engines:
+                raise DeviceError(
+                    f"{path}: {self.name} cannot load this engine ({first_line(error)}); delete "
+                    f"its folder and build it again: specedge build --device {self.name}"
+                ) from error
             raise BundleError(
                 f"{path}: ONNX Runtime {ort.__version__} cannot load it ({first_line(error)}); "
                 "export the pair again, or upgrade ONNX Runtime"
@@ -112,6 +139,8 @@ class Device:
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
+        if self.has_engines:
+            return (rtx if self.kind == "rtx" else tensorrt).opened(ort, path, self.index)
         if not self.is_cpu:
             return gpu_sessions.opened(ort, path, self.name, self.provider, self.index, options)
         if self.unsigned:
@@ -126,8 +155,7 @@ class Device:
             try:
                 return ort.InferenceSession(path, options, providers, enable_fallback=False)
             except Exception as error:
-                # Beside a shared pool no session has one of its own.
-                if "per_session_threads" not in str(error):
+                if not is_for_want_of_own_threads(error):
                     raise
         _make_pool(ort, self.threads, self.usual)
         options.use_per_session_threads = False

@@ -23,17 +23,16 @@ import numpy as np
 
 from specedge import products
 
-from . import nvidia_driver, shared_library
+from . import nvidia_driver, plug_in, shared_library
 
 GRAPH = Path(__file__).with_name("probe.onnx")  # y = Relu(x w + b), in float32
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
-    "rtx": "NvTensorRTRTXExecutionProvider",
+    "rtx": plug_in.PROVIDER,
 }
 OPTIONS = {"tensorrt": {"trt_builder_optimization_level": "0"}}  # the quickest build of an engine
-PLUG_IN = "onnxruntime_ep_nv_tensorrt_rtx"
 
 Tell = Callable[..., None]
 
@@ -179,16 +178,14 @@ def _plug_in(tell: Tell, ort: Any, options: Any) -> bool:
     """Take up NVIDIA's plug-in, with its first GPU; False where it is not installed."""
     tell(stage="loading the plug-in")
     try:
-        plug_in = importlib.import_module(PLUG_IN)
+        found = plug_in.devices(ort)
     except ModuleNotFoundError as error:
-        if error.name != PLUG_IN:
+        if error.name != plug_in.MODULE:
             raise
         tell(lacking=True)
         return False
-    ort.register_execution_provider_library(PROVIDERS["rtx"], plug_in.get_library_path())
-    found = [one for one in ort.get_ep_devices() if one.ep_name == PROVIDERS["rtx"]]
     if not found:
-        raise RuntimeError(f"{PLUG_IN} shows no GPU that it would run on")
+        raise RuntimeError(f"{plug_in.MODULE} shows no GPU that it would run on")
     options.add_provider_for_devices(found[:1], {})
     return True
 

@@ -21,8 +21,8 @@ BRINGS = {
     "libcufft": "nvidia-cufft~=12.0",
     "libnvrtc": "nvidia-cuda-nvrtc~=13.0",
     "libcudnn": "nvidia-cudnn-cu13~=9.0",
-    "libnvinfer": "tensorrt-cu13>=10.15,<11",
-    "libnvonnxparser": "tensorrt-cu13>=10.15,<11",
+    "libnvinfer": "tensorrt-cu13>=10.15,<10.17",
+    "libnvonnxparser": "tensorrt-cu13>=10.15,<10.17",
 }
 RTX_CAPABILITIES = ((8, 6), (8, 9))  # and from 12.0; TensorRT-RTX 1.7.1
 FAULT = "see what nvidia-smi says; send the file that 'specedge doctor --report FILE' writes"

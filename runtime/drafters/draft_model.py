@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
-from ..loop.model import LanguageModel
+from ..loop.model import GreedyModel, LanguageModel
 from ..loop.verify import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
@@ -22,7 +22,8 @@ class DraftModel:
 
     After a full acceptance its cache is two tokens behind, otherwise one: the first pass of the
     next round feeds both, so a round of n tokens always costs n passes. Where others drafted
-    meanwhile it is further behind, and reads what it missed as it reads a prompt.
+    meanwhile it is further behind, and reads what it missed as it reads a prompt. At temperature 0
+    without edits a model that can drafts them all at once.
 
     The model may know less than the target. A token that it lacks is fed as `PLACEHOLDER`: with
     none there, all that follow would have other positions. When its context is full, it reads a
@@ -51,11 +52,16 @@ class DraftModel:
         if not max_tokens:
             return Draft([])
         feed, room = self.catch_up(history)
+        count = min(max_tokens, room)
+        if sampling.greedy and not sampling.edits and isinstance(self.model, GreedyModel):
+            drafted = self.model.draft_greedily(feed, count)
+            if drafted is not None:
+                return Draft(drafted)
 
         def next_row(drafted: list[int]) -> Row:
             return self.model.forward(drafted[-1:] or feed)[-1]
 
-        return draw_draft(next_row, history, min(max_tokens, room), sampling, uniforms)
+        return draw_draft(next_row, history, count, sampling, uniforms)
 
     def behind_and_room(self, length: int, read: int) -> tuple[int, int]:
         """Of a text of that length, how many tokens it has not read after it was asked at `read`

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ..sampling.scores import Scores
 
@@ -37,6 +37,16 @@ class LanguageModel(Protocol):
 
     def truncate(self, length: int) -> None:
         """Forget every cached token past `length`."""
+
+
+@runtime_checkable
+class GreedyModel(LanguageModel, Protocol):
+    """A model that may draft without its host."""
+
+    def draft_greedily(self, tokens: Sequence[int], count: int) -> list[int] | None:
+        """Append 1 or 2 tokens, and give the `count` likeliest that follow, each after those before
+        it; the last alone is not appended. None, and nothing done, where passes are to do it.
+        """
 
 
 class LoadedModel(LanguageModel, Protocol):

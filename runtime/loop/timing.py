@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from ..sampling.scores import Scores
-from .model import LanguageModel
+from .model import GreedyModel, LanguageModel
 
 
 class Stopwatch:
@@ -62,12 +62,27 @@ class Timed:
         begin = time.perf_counter()
         with self._watch.part(self._part):
             logits = self.model.forward(tokens)
-        took = time.perf_counter() - begin
-        if not self._round:
-            self._first_tokens = len(tokens)
-            self.firsts[len(tokens)].append(took)
-        self._round.append(took)
+        self._passed(len(tokens), [time.perf_counter() - begin])
         return logits
+
+    def _passed(self, num_tokens: int, took: list[float]) -> None:
+        """Note passes' seconds, and how many tokens the first of them read."""
+        if not self._round:
+            self._first_tokens = num_tokens
+            self.firsts[num_tokens].append(took[0])
+        self._round += took
+
+    def draft_greedily(self, tokens: Sequence[int], count: int) -> list[int] | None:
+        """Counted as so many passes, which took the same time each."""
+        if not isinstance(self.model, GreedyModel):
+            return None
+        begin = time.perf_counter()
+        with self._watch.part(self._part):
+            drafted = self.model.draft_greedily(tokens, count)
+        if drafted is not None:
+            self.num_passes += count
+            self._passed(len(tokens), [(time.perf_counter() - begin) / count] * count)
+        return drafted
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Counted as "prefill" before the first pass, as this model's part afterwards."""

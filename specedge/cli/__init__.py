@@ -18,6 +18,7 @@ import click
 
 from specedge import starting
 from specedge.cli.bench import bench
+from specedge.cli.build import build
 from specedge.cli.compare import compare
 from specedge.cli.doctor import doctor
 from specedge.cli.embed import embed
@@ -43,7 +44,7 @@ def cli() -> None:
 
 for command in (
     *(export, embed, generate, compare, tune, bench, inspect, verify),
-    *(serve, list_, remove, theory, ngram, doctor),
+    *(build, serve, list_, remove, theory, ngram, doctor),
 ):
     cli.add_command(command)
 

@@ -34,7 +34,8 @@ bundle = click.option(
 )
 device = click.option(
     "--device", default="cpu", show_default=True,
-    help="Run the models there: cpu, cuda, of several GPUs with a number, as in cuda:1, or auto.",
+    help="Run the models there: cpu, cuda, tensorrt or rtx, of several GPUs with a number, as in"
+    " cuda:1, or auto.",
 )  # fmt: skip
 draft_device = click.option(
     "--draft-device", metavar="TEXT", help="Run the draft there. [default: beside the target]"

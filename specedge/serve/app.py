@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -30,7 +31,16 @@ from .response_shape import Response as ResponseShape
 from .shapes import Chat, Completion, Shape
 from .tokens import Tokens
 
-OPEN = "/health"  # what needs no key
+# The page to try it in a browser: it can load and ask nothing but what this server has.
+FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
+    "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
+    "frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+OPEN = ("/health", *FILES)  # what needs no key
 DRAINED = 4  # times the limit of a body
 Reads = Callable[[object, int], Asked]
 Shapes = Callable[[str, Asked, Tokens], Shape]
@@ -84,10 +94,12 @@ class _Server:
         routes += [
             Route("/v1/models", self._models),
             Route("/v1/models/{name:path}", self._one_model),
-            Route(OPEN, self._health),
+            Route("/health", self._health),
+            *(Route(path, _file(path)) for path in FILES),
             Route("/metrics", self._measured),
         ]
-        middleware = [Middleware(_Counted, metrics=self._metrics)]
+        known = frozenset(route.path for route in routes)
+        middleware = [Middleware(_Counted, metrics=self._metrics, known=known)]
         if self._settings.origins:
             middleware.append(
                 Middleware(
@@ -174,6 +186,7 @@ class _Server:
     def _described(self) -> dict[str, Any]:
         bundle = self._pipeline.bundle
         return {
+            "chat": bundle.chat_template is not None,
             "id": self._model,
             "object": "model",
             "created": 0,
@@ -200,6 +213,18 @@ class _Server:
 
     async def _measured(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def _file(path: str) -> Callable[[Request], Any]:
+    """What serves one of the page's files."""
+    name = FILES[path]
+
+    async def serve(request: Request) -> Response:
+        text = files(__package__).joinpath(name).read_text("utf-8")
+        kind = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+        return Response(text, headers=PAGE_HEADERS, media_type=kind[name.rpartition(".")[2]])
+
+    return serve
 
 
 async def _read(request: Request, most: int) -> bytes | None:
@@ -233,7 +258,7 @@ class _Keyed:
         self._app, self._key = app, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] == OPEN or self._knows(scope):
+        if scope["type"] != "http" or scope["path"] in OPEN or self._knows(scope):
             await self._app(scope, receive, send)
             return
         error = ApiError(
@@ -250,10 +275,10 @@ class _Keyed:
 
 
 class _Counted:
-    """Counts requests by their path, if there is such a path, and their status."""
+    """Counts requests by their path, if it is a known one, and their status."""
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
-        self._app, self._metrics = app, metrics
+    def __init__(self, app: ASGIApp, metrics: Metrics, known: Collection[str]) -> None:
+        self._app, self._metrics, self._known = app, metrics, known
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         statuses: list[int] = []
@@ -267,7 +292,6 @@ class _Counted:
             await self._app(scope, receive, noted)
         finally:
             if scope["type"] == "http":
-                route = scope.get("route")
-                path = route.path if route is not None else "other"
+                path = scope["path"] if scope["path"] in self._known else "other"
                 status = str(statuses[0]) if statuses else "gone"
                 self._metrics.requests.labels(path, status).inc()

@@ -21,8 +21,8 @@ TEXT_PARTS = ("text", "input_text", "output_text")
 class Asked:
     """What a client asks for. `prompts` are a text, token ids or messages each, with `n` choices.
 
-    `facts` are those of its fields that an answer repeats, `form` is the one that may have given a
-    JSON schema.
+    With `trace` a stream tells what became of each token. `facts` are those of its fields that an
+    answer repeats, `form` is the one that may have given a JSON schema.
     """
 
     prompts: list[Any]
@@ -30,6 +30,7 @@ class Asked:
     n: int
     stream: bool
     include_usage: bool
+    trace: bool
     where: str  # the field that holds the prompts
     facts: dict[str, Any]
     form: str | None
@@ -95,7 +96,9 @@ def _asked(
     form: str | None = None,
 ) -> Asked:
     fields.typed("model", str, "a name")
-    n = (fields.whole("n", 1, MAX_CHOICES) if endpoint != "responses" else None) or 1
+    n, trace = 1, False
+    if endpoint != "responses":
+        n, trace = fields.whole("n", 1, MAX_CHOICES) or 1, fields.flag("trace")
     stream, include_usage = fields.flag("stream"), False
     given = fields.typed("stream_options", dict, "an object")
     if given is not None:
@@ -107,7 +110,7 @@ def _asked(
         inner.end()
     fields.skip(NEUTRAL[endpoint])
     fields.end()
-    return Asked(prompts, options, n, stream, include_usage, where, facts or {}, form)
+    return Asked(prompts, options, n, stream, include_usage, trace, where, facts or {}, form)
 
 
 def tokens_of(pipeline: Pipeline, asked: Asked) -> list[list[int]]:

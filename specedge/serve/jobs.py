@@ -7,11 +7,12 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.runtime.stream import Generation, Stream
 from specedge.runtime.text.assembler import FinishReason
+from specedge.runtime.text.spans import Span
 
 from .errors import ApiError
 
@@ -20,10 +21,16 @@ RETRY_AFTER = 1  # seconds; a slot is free again when the shortest of its texts 
 
 @dataclass(frozen=True)
 class Piece:
-    """Text that has become certain, and the log-probabilities of the tokens that came with it."""
+    """Text that has become certain, by token, and the log-probabilities of the tokens that came
+    with it.
+    """
 
-    text: str
-    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    spans: list[Span]
+    logprobs: list[TokenLogprobs]
+
+    @property
+    def text(self) -> str:
+        return "".join(span.text for span in self.spans)
 
 
 Event = Piece | Generation  # pieces of a text, and then what became of it
@@ -67,10 +74,10 @@ class Jobs:
         that runs.
         """
         async with self._slots:
-            self.num_running += 1
             work = _Work(asyncio.get_running_loop(), begin)
+            work.thread.start()  # where there is no thread to be had, there is none to wait for
+            self.num_running += 1
             try:
-                work.thread.start()
                 while True:
                     event = await work.events.get()
                     if isinstance(event, BaseException):
@@ -113,14 +120,14 @@ class _Work:
         self._tell(self.ended.set)
 
     def _read(self, stream: Stream) -> None:
-        num_told = 0
+        num_told, pieces = 0, stream.traced()
         while not self._cancelled:
-            text = next(stream, None)
+            spans = next(pieces, None)
             found = _logprobs(stream, num_told)
             num_told += len(found)
-            if text or found:
-                self._tell(self.events.put_nowait, Piece(text or "", found))
-            if text is None:
+            if spans or found:
+                self._tell(self.events.put_nowait, Piece(spans or [], found))
+            if spans is None:
                 self._tell(self.events.put_nowait, stream.generation)
                 return
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -87,6 +88,7 @@ def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
             "num_rounds": sum(s.num_rounds for s in stats),
             "num_drafted": drafted,
             "num_accepted": accepted,
+            "decode_seconds": sum(s.decode_seconds for s in stats),
         },
     }
 
@@ -101,7 +103,7 @@ def new_id(prefix: str) -> str:
     return f"{prefix}-{secrets.token_hex(12)}"
 
 
-class Chunked:
+class Chunked(ABC):
     """What chats and completions have in common."""
 
     prefix = object_name = chunk_name = ""
@@ -130,12 +132,16 @@ class Chunked:
         named = {"object": self.object_name, "choices": found}
         return self._facts | named | {"usage": usage_of(choices, self.asked.n)}
 
+    @abstractmethod
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        raise NotImplementedError
+        """A whole text, as an answer that is no stream has it."""
 
     def _ended(self, index: int, choice: Choice) -> dict[str, Any]:
         one = choice.generation
         return {"index": index, "finish_reason": REASONS[one.finish_reason], "seed": one.seed}
+
+    def _spans(self, piece: Piece) -> dict[str, Any]:
+        return {"spans": [vars(span) for span in piece.spans]} if self.asked.trace else {}
 
     @property
     def _has_logprobs(self) -> bool:
@@ -147,17 +153,17 @@ class Chat(Chunked):
 
     def begin(self) -> Iterator[str]:
         for i in range(self.asked.num_choices):
-            yield self._delta(i, {"role": "assistant", "content": ""})
+            yield self._chunk([self._delta({"role": "assistant", "content": ""}) | {"index": i}])
 
     def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
-        yield self._delta(index, {"content": piece.text}, self._logprobs(piece.logprobs))
+        one = self._delta({"content": piece.text}, self._logprobs(piece.logprobs))
+        yield self._chunk([one | {"index": index} | self._spans(piece)])
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         yield self._chunk([self._ended(index, choice) | {"delta": {}, "logprobs": None}])
 
-    def _delta(self, index: int, delta: dict[str, Any], logprobs: Any = None) -> str:
-        one = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
-        return self._chunk([one])
+    def _delta(self, delta: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
+        return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         message = {"role": "assistant", "content": choice.text, "refusal": None}
@@ -177,7 +183,7 @@ class Completion(Chunked):
     def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
         logprobs = self._logprobs(piece.logprobs, before.logprobs)
         one = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
-        yield self._chunk([one])
+        yield self._chunk([one | self._spans(piece)])
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         yield self._chunk([self._ended(index, choice) | {"text": "", "logprobs": None}])

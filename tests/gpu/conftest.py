@@ -23,8 +23,6 @@ PAIRS = {
 @pytest.fixture(scope="session")
 def cuda():
     """The stand-in, loaded: from then on CUDA is not the real one in this process."""
-    if (reason := standin.why_not()) is not None:
-        pytest.skip(reason)
     standin.load()
     return standin
 

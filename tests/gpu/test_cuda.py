@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import pytest
+import standin
 
 import specedge
 from gpu.conftest import PAIRS, run
@@ -17,7 +18,10 @@ from specedge.runtime import loading
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
+from specedge.runtime.backend.unrolled import Unrolled
 
+if reason := standin.why_not():
+    pytest.skip(reason, allow_module_level=True)
 PROMPT = "def f(self):"
 VOCAB_SIZE = 512
 K = 4
@@ -34,7 +38,9 @@ def loaded(folder, **options):
 
 @pytest.fixture
 def planted(monkeypatch):
-    """Let every pass have said that its best logits are of the tokens 1, 2, 3 ..."""
+    """Let every pass have said that its best logits are of the tokens 1, 2, 3 ..., and every draft
+    that it is of token 1.
+    """
     fetch = gpu_buffers.GpuBuffers.fetch
 
     def planting(self, array):
@@ -42,13 +48,23 @@ def planted(monkeypatch):
         num = (array.shape[-1] - 1) // 2
         if array.shape[-1] == 2 * num_best(VOCAB_SIZE) + 1:
             found[..., :] = [*-np.arange(num), *(1 + np.arange(num)), 0]
+        if array.dtype == "int64":
+            found[...] = 1  # what an unrolled graph drafts
+        if array.dtype == "int64":
+            found[...] = 1
         return found
 
     monkeypatch.setattr(gpu_buffers.GpuBuffers, "fetch", planting)
 
 
 @pytest.fixture
-def pipeline(cuda, pairs, planted):
+def one_call(monkeypatch):
+    """A draft of K tokens by one call takes as long as one pass."""
+    monkeypatch.setattr(Unrolled, "_median", lambda self, run: 1.0)
+
+
+@pytest.fixture
+def pipeline(cuda, pairs, planted, one_call):
     with loaded(pairs("fp32-fp16")) as found:
         yield found
 
@@ -58,9 +74,10 @@ def test_no_node_of_any_graph_is_on_the_cpu_nor_copied_to_it(cuda, pairs, name):
     import placement
 
     bundle = Bundle.read(pairs(name))
-    for model in bundle.models.values():
+    for role, model in bundle.models.items():
         graphs = [graph for graph in model.graphs if model.is_for_gpus(graph.ops)]
         assert {graph.name for graph in graphs} >= {"scored", "decoder", "step", "verify"}
+        assert ("unrolled" in {graph.name for graph in graphs}) is (role == "draft")
         for graph in graphs:
             path = str(bundle.path(graph.file))
             _, placed, copies, _ = placement.open_session(path, forbid_cpu=True, graph=True)
@@ -103,13 +120,43 @@ def cost_of_rounds(cuda, pipeline, **options):
         with cuda.counted() as counts:
             request = {"ignore_eos": True, "seed": 1, "num_draft_tokens": K, **options}
             stats = pipeline.generate(PROMPT, length, **request).stats
-        found.append(counts | {"passes": stats.num_draft_passes + stats.num_target_passes})
+        passes = stats.num_draft_passes + stats.num_target_passes
+        found.append(counts | {"passes": passes, "rounds": stats.num_rounds})
     return {name: found[2][name] - found[1][name] for name in found[2]}
 
 
-@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_k": 20}])
-def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pipeline, options):
-    counts = cost_of_rounds(cuda, pipeline, **options)
+def test_a_greedy_round_waits_twice_for_its_draft_and_twice_for_the_target(cuda, pipeline):
+    counts = cost_of_rounds(cuda, pipeline)
+    assert counts["passes"] == (K + 1) * counts["rounds"] > K
+    assert counts["blocking"] <= 4 * counts["rounds"]
+    assert counts["d2h"] == counts["graph_launches"] == 2 * counts["rounds"]
+    assert counts["d2h_bytes"] < 4096 * counts["rounds"]
+    assert counts["h2d"] == counts["async_h2d"] == counts["async_d2h"] == counts["launches"] == 0
+    assert counts["racing_copies"] == 0
+    assert counts["mallocs"] <= 0
+
+
+def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline):
+    session, cache = pipeline.draft._unrolled._session, pipeline.draft.cache
+    for length in (1, 2):
+        bound = session.bind(cache, length, 1)
+        with cuda.counted() as counts:
+            session.run(bound, [5] * length)
+        assert counts["launches"] > K
+        copied = counts["d2d_bytes"] + counts["async_d2d_bytes"]
+        assert copied < pipeline.bundle.draft.cache_of("gqa-fp16").size / len(cache.arrays)
+
+
+def test_a_draft_that_one_call_makes_no_faster_takes_passes(cuda, pairs, planted, monkeypatch):
+    seconds = iter([K + 0.5, 1.0])
+    monkeypatch.setattr(Unrolled, "_median", lambda self, run: next(seconds))
+    with loaded(pairs("fp32-fp16")) as pipeline:
+        counts = cost_of_rounds(cuda, pipeline)
+        assert counts["graph_launches"] == counts["passes"] > K
+
+
+def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pipeline):
+    counts = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20)
     assert counts["passes"] > K
     assert counts["blocking"] <= 2 * counts["passes"]
     assert counts["d2h"] == counts["graph_launches"] == counts["passes"]
@@ -128,7 +175,7 @@ def test_drawing_from_all_tokens_fetches_whole_rows_once_a_pass(cuda, pipeline):
 def test_each_length_is_captured_at_load_and_only_replayed_afterwards(cuda, pairs):
     with cuda.counted() as counts:
         pipeline = specedge.load(pairs("fp32-fp16"), device="cuda")
-    assert counts["captures"] == K + 1 + 2
+    assert counts["captures"] == K + 1 + 2 + 2  # the target's, the draft's, and of K steps
     assert counts["failed_captures"] == 0
     with cuda.counted() as counts:
         for length in range(1, K + 2):
@@ -240,6 +287,15 @@ def test_a_whole_request_of_the_command_line(cuda, pairs):
     done = run(
         "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda",
         "-n", "12", "--ignore-eos",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "12 tokens" in done.stderr
+
+
+def test_the_command_lines_thread_pool_serves_a_draft_on_the_cpu_beside_a_gpu(cuda, pairs):
+    done = run(
+        "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda",
+        "--draft-device", "cpu", "-n", "12", "--ignore-eos", "-k", "2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert "12 tokens" in done.stderr

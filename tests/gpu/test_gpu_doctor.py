@@ -14,7 +14,8 @@ from installed import run
 from specedge.runtime.diagnosis import providers
 from specedge.runtime.diagnosis.shared_library import gpu_codes, needed
 
-pytestmark = pytest.mark.skipif(standin.why_not() is not None, reason=str(standin.why_not()))
+if reason := standin.why_not():
+    pytest.skip(reason, allow_module_level=True)
 
 COMPILE = [os.environ.get("CC", "gcc"), "-std=gnu11", "-fPIC", "-shared", "-o"]
 

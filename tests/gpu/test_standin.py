@@ -11,7 +11,8 @@ import pytest
 import standin
 
 HERE = pathlib.Path(standin.__file__).resolve().parent
-pytestmark = pytest.mark.skipif(standin.why_not() is not None, reason=str(standin.why_not()))
+if reason := standin.why_not():
+    pytest.skip(reason, allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

@@ -124,8 +124,7 @@ ACCEPT_RULE = [
         "",
         VERIFY,
         "return distribution.pick(uniform), distribution",
-        "return distribution.pick(uniform), "
-        "probabilities(row.array(), Sampling(sampling.temperature), history)",
+        "return distribution.pick(uniform), of_row(row, Sampling(sampling.temperature), history)",
         "tests/runtime/test_pipeline.py::test_the_first_tokens_follow_the_targets_own_distribution",
     ),
     Mutant(
@@ -134,7 +133,7 @@ ACCEPT_RULE = [
         "jaymody/speculative-sampling, toyllm, candle, Speculative-Sampling",
         VERIFY,
         "return choice(row, sampling, history), None",
-        "return probabilities(row.array(), Sampling(1e-6), history).pick(uniform), None",
+        "return of_row(row, Sampling(1e-6), history).pick(uniform), None",
         "tests/runtime/loop/test_verify.py::test_greedy_takes_the_lowest_id_on_ties",
     ),
     Mutant(

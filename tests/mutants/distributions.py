@@ -56,9 +56,9 @@ DISTRIBUTIONS = [
         "columns-for-tokens",
         "the columns of a draft's cut head are taken for the tokens from 0 on",
         "",
-        VERIFY,
-        "distribution = probabilities(row.array(), sampling, history, row.ids)",
-        "distribution = probabilities(row.array(), sampling, history)",
+        PROBABILITIES,
+        "return probabilities(row.array(), sampling, history, row.ids)",
+        "return probabilities(row.array(), sampling, history)",
         "tests/runtime/loop/test_cut_heads.py::test_only_what_the_head_has_is_drafted",
     ),
     Mutant(

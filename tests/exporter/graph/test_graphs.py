@@ -10,6 +10,7 @@ from specedge.bundle import Bundle
 from specedge.exporter import export
 from specedge.exporter.graph import graphs
 from specedge.graph_file import weights_of
+from specedge.manifest import num_best
 
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop", "Memcpy"}
 
@@ -49,7 +50,17 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
         ]
         rows = graph.length or "R"
         logits = [("logits", [1, rows, model.padded_vocab_size])] if graph.length != 64 else []
-        chosen = [("logits_from", [1])] if graph.length is None else []
+        chosen = [("logits_from", [1])] if graph.name in ("decoder", "scored") else []
+        made = [(f"present.{name}", dims) for name, dims in caches]
+        best = (
+            [("best", [1, rows, 2 * num_best(model.num_columns) + 1])]
+            if graph.name == "scored"
+            else []
+        )
+        if graph.name == "unrolled":
+            k = exported.num_draft_tokens
+            logits = [("drafted", [1, k])]
+            made = [(f"step.{i}.{name}", dims) for i in range(k) for name, dims in made]
         assert [(v.name, shape(v)) for v in proto.graph.input] == [
             ("input_ids", [1, length]),
             ("past_length", [1]),
@@ -58,7 +69,8 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
         ]
         assert [(v.name, shape(v)) for v in proto.graph.output] == [
             *logits,
-            *((f"present.{name}", dims) for name, dims in caches),
+            *made,
+            *best,
         ]
         declared = model.signatures[graph.signature]
         for values, tensors in (
@@ -75,7 +87,7 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
 
 
 def test_the_files_have_the_lengths_that_the_manifest_states(exported):
-    for model in exported.models.values():
+    for role, model in exported.models.items():
         lengths = {
             "decoder": (None, "chosen_logits"),
             "step": (1, "with_logits"),
@@ -84,6 +96,10 @@ def test_the_files_have_the_lengths_that_the_manifest_states(exported):
             "prefill": (64, "caches_alone"),
         }
         wanted = {(name, ops): found for name, found in lengths.items() for ops in model.parity}
+        for ops in filter(model.is_for_gpus, model.parity):
+            wanted["scored", ops] = None, "best_logits"
+            if role == "draft":
+                wanted["unrolled", ops] = None, "drafted"
         assert {(g.name, g.ops): (g.length, g.signature) for g in model.graphs} == wanted
         assert model.cache.capacity >= model.context_length + exported.num_draft_tokens + 2
 
@@ -123,7 +139,8 @@ def test_rows_of_a_table_are_cast_and_not_the_table(pairs):
 def test_graph_files_are_small_and_refer_to_the_weights_beside_them(exported):
     for model, graph, proto in protos(exported):
         layer = 20_000 if model.quantisation else 12_000
-        assert exported.files[graph.file].size < 20_000 + layer * len(model.cache.layers)
+        steps = exported.num_draft_tokens if graph.name == "unrolled" else 1
+        assert exported.files[graph.file].size < steps * (20_000 + layer * len(model.cache.layers))
         places = [{e.key: e.value for e in t.external_data} for t in proto.graph.initializer]
         assert {p["location"] for p in places if p} == {"weights.bin"}
         assert not any(int(p["offset"]) % 64 for p in places if p)

@@ -13,6 +13,7 @@ import pytest
 from round_host import Fused
 from specedge import products
 from specedge.exporter import embed
+from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
 
@@ -76,7 +77,7 @@ def test_a_run_makes_no_block_of_a_caches_size_but_those_that_are_bound(bundle, 
     options.profile_file_prefix = str(tmp_path / "profile")
     options.add_session_config_entry(products.UNSIGNED, "1")
     path = bundle.path("round.onnx")
-    session = ort.InferenceSession(path, options, ["CPUExecutionProvider"])
+    session = inference_session(path, options, ["CPUExecutionProvider"])
     Fused(session, bundle).generate(PROMPT, 8)
     outputs = ir.load(path).graph.outputs
     caches = [value for value in outputs if "present." in value.name]

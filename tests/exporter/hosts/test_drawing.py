@@ -13,6 +13,7 @@ import pytest
 from specedge.exporter.hosts import drawing
 from specedge.exporter.hosts.nodes import Nodes
 from specedge.options import Sampling
+from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.loop.verify import Draft, verify
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
@@ -61,7 +62,7 @@ def session(vocab_size, num_draft_tokens):
     options.intra_op_num_threads = 1
     options.log_severity_level = 4
     data = ir.serde.serialize_model(model).SerializeToString()
-    return ort.InferenceSession(data, options, ["CPUExecutionProvider"])
+    return inference_session(data, options, ["CPUExecutionProvider"])
 
 
 def run(draft, target, tokens, sampling, uniforms, limit=None):

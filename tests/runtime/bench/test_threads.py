@@ -31,22 +31,22 @@ class Loaded:
 )
 def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seconds, best):
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
-    monkeypatch.setattr(loading, "load", lambda bundle, device, n, ops: Loaded(n))
+    monkeypatch.setattr(loading, "load", lambda bundle, threads, ops: Loaded(threads))
     monkeypatch.setattr(threads, "_unlearning", lambda loaded: loaded)
     monkeypatch.setattr(threads, "_seconds", lambda loaded, text, k: seconds[loaded.count])
-    assert threads.fastest(store.embedded(), "cpu", "auto") == best
+    assert threads.fastest(store.embedded(), "auto") == best
 
 
 def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(os, "cpu_count", lambda: 1)
-    assert threads.fastest(store.embedded(), "cpu", "auto") is None
+    assert threads.fastest(store.embedded(), "auto") is None
     monkeypatch.setattr(os, "cpu_count", lambda: 4)
     monkeypatch.setattr(threads, "LARGE", 1)
-    assert threads.fastest(store.embedded(), "cpu", "auto") is None
+    assert threads.fastest(store.embedded(), "auto") is None
     monkeypatch.setattr(threads, "LARGE", 10**9)
     monkeypatch.setattr(sessions, "_pool_threads", [None])
-    assert threads.fastest(store.embedded(), "cpu", "auto") is None
+    assert threads.fastest(store.embedded(), "auto") is None
 
 
 def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():

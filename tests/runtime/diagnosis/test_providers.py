@@ -67,7 +67,7 @@ def on(monkeypatch, driver, name, facts, ended=None):
             "tensorrt",
             {"missing": {"libnvinfer.so.10": NOT_THERE}, "tensorrt": ["libnvinfer.so.11"]},
             "libnvinfer.so.11 is here, of another version of TensorRT",
-            'pip install "tensorrt-cu13>=10.15,<11"',
+            'pip install "tensorrt-cu13>=10.15,<10.17"',
         ),
         (
             DRIVER | {"gpus": [GPU | {"capability": [10, 0]}]},

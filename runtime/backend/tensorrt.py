@@ -1,0 +1,115 @@
+"""ONNX Runtime's TensorRT provider: its options, the versions that it takes, engines and sessions.
+
+Shapes are fixed, so an engine needs no profile; caches are inputs and outputs of the network at one
+address, of a static capacity and batch 1, as TensorRT's updates of caches want them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specedge.errors import DeviceError
+
+from ..diagnosis import nvidia_driver
+from ..diagnosis.machine import TEGRA
+from ..diagnosis.providers import why_not
+from .engines import Platform, cache_folder
+from .ort import first_line, inference_session, is_of_onnxruntime
+
+PROVIDER = "TensorrtExecutionProvider"
+VERSIONS = ((10, 15), (10, 16))  # before, TensorScatter is no layer; ONNX Runtime links 10
+_LIBRARY = "nvinfer_10.dll" if os.name == "nt" else "libnvinfer.so.10"
+
+
+def platform(ort: Any, index: int) -> Platform:
+    """What engines hang on: TensorRT builds for the GPU of this machine alone."""
+    driver = nvidia_driver.facts()
+    gpus = driver.get("gpus", [])
+    if PROVIDER not in ort.get_available_providers() or index >= len(gpus):
+        raise DeviceError(why_not("tensorrt") or f"there is no tensorrt:{index}")
+    gpu = "sm{}{}".format(*gpus[index]["capability"])
+    jetpack = tegra_version(TEGRA.read_text("utf-8")) if TEGRA.exists() else None
+    version = checked_version(_version())
+    return Platform("tensorrt", ort.__version__, version, gpu, driver.get("version"), jetpack)
+
+
+def checked_version(number: int) -> str:
+    """TensorRT's version from what it calls itself. DeviceError for one that cannot be used."""
+    major, rest = divmod(number, 10000)
+    minor, patch = divmod(rest, 100)
+    if (major, minor) not in VERSIONS:
+        known = " or ".join(f"{a}.{b}" for a, b in VERSIONS)
+        raise DeviceError(
+            f"tensorrt needs TensorRT {known}, and {major}.{minor}.{patch} is installed: "
+            'pip install "tensorrt-cu13>=10.15,<10.17"'
+        )
+    return f"{major}.{minor}.{patch}"
+
+
+def tegra_version(release: str) -> str | None:
+    """The version of a Jetson's system, from /etc/nv_tegra_release."""
+    match = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", release)
+    return f"R{match[1]}.{match[2]}" if match else None
+
+
+def build_options(index: int, computed: str, engine: Path) -> dict[str, str]:
+    """The provider's options to build a graph's engine, which it writes as an EPContext model."""
+    return run_options(index) | {
+        "trt_fp16_enable": "1" if computed == "float16" else "0",
+        "trt_bf16_enable": "1" if computed == "bfloat16" else "0",
+        "trt_layer_norm_fp32_fallback": "1",
+        "trt_engine_cache_enable": "1",
+        "trt_engine_cache_path": ".",  # beside the model that names it
+        "trt_timing_cache_enable": "1",
+        "trt_timing_cache_path": os.fspath(cache_folder() / "timing"),
+        "trt_dump_ep_context_model": "1",
+        "trt_ep_context_file_path": os.fspath(engine),
+        "trt_ep_context_embed_mode": "0",  # embedded, an engine ends at 2 GB
+    }
+
+
+def run_options(index: int) -> dict[str, str]:
+    """The provider's options to run an engine."""
+    return {"device_id": str(index)}
+
+
+def compile_graph(ort: Any, graph: Path, target: Path, index: int, computed: str) -> None:
+    """Write a graph's engine for this machine's GPU. DeviceError where not all becomes one."""
+    (cache_folder() / "timing").mkdir(parents=True, exist_ok=True)
+    try:
+        _session(ort, os.fspath(graph), build_options(index, computed, target))
+    except Exception as error:
+        if not is_of_onnxruntime(error):
+            raise
+        raise DeviceError(
+            f"{graph}: TensorRT cannot compile it ({first_line(error)}); take another op set"
+        ) from error
+
+
+def opened(ort: Any, path: str, index: int) -> Any:
+    """A session of an engine. ONNX Runtime's errors where it does not load."""
+    return _session(ort, path, run_options(index))
+
+
+def _session(ort: Any, path: str, provider: Mapping[str, str]) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # failures arrive as exceptions
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    return inference_session(path, options, [(PROVIDER, provider)])
+
+
+def _version() -> int:
+    """What TensorRT calls itself, such as 101601. DeviceError where it is not found."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("tensorrt_libs")  # NVIDIA's package, which loads what it has
+    try:
+        return int(ctypes.CDLL(_LIBRARY).getInferLibVersion())
+    except OSError as error:
+        raise DeviceError(why_not("tensorrt") or f"tensorrt: {error}") from error

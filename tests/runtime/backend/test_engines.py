@@ -1,0 +1,197 @@
+"""Engines on disk: their keys, how they appear whole, and what is said where there is none."""
+
+import dataclasses
+import threading
+
+import pytest
+
+from specedge import store
+from specedge.bundle import Bundle
+from specedge.errors import DeviceError
+from specedge.manifest import File
+from specedge.runtime import building
+from specedge.runtime.backend import engines, rtx, tensorrt
+from specedge.runtime.backend.engines import ENGINE, Key, Platform
+from specedge.runtime.backend.sessions import Device
+
+PLATFORM = Platform("tensorrt", "1.31.1", "10.16.1", "sm89", "590.44", "R39.1.0")
+WHOLE = Key("a" * 64, "b" * 64, PLATFORM)
+
+
+@pytest.fixture
+def bundle():
+    return Bundle.read(store.embedded())
+
+
+def built(folder, key, text=b"engine"):
+    with engines.publishing(folder, key) as place:
+        place().write_bytes(text)
+    return folder / key.name / ENGINE
+
+
+@pytest.mark.parametrize("field", [*Key.__dataclass_fields__][:2])
+def test_another_graph_or_other_weights_are_another_engine(field):
+    assert dataclasses.replace(WHOLE, **{field: "c" * 64}).name != WHOLE.name
+
+
+@pytest.mark.parametrize("field", [*Platform.__dataclass_fields__])
+def test_another_version_or_gpu_is_another_engine(field):
+    changed = dataclasses.replace(PLATFORM, **{field: "other"})
+    assert dataclasses.replace(WHOLE, platform=changed).name != WHOLE.name
+    assert dataclasses.replace(WHOLE, platform=PLATFORM).name == WHOLE.name
+
+
+def test_each_graph_of_a_pair_has_an_engine_of_its_own(bundle):
+    keys = {
+        engines.key_of(bundle, model, graph, PLATFORM).name
+        for model in bundle.models.values()
+        for graph in model.graphs
+    }
+    assert len(keys) == sum(len(model.graphs) for model in bundle.models.values())
+
+
+def test_an_engine_appears_with_its_key_when_it_is_whole(tmp_path):
+    with engines.publishing(tmp_path, WHOLE) as place:
+        place().write_bytes(b"half")
+        assert not (tmp_path / WHOLE.name).exists()
+        place().write_bytes(b"whole")
+    assert (tmp_path / WHOLE.name / ENGINE).read_bytes() == b"whole"
+    assert '"gpu": "sm89"' in (tmp_path / WHOLE.name / engines.KEY).read_text("utf-8")
+    assert [path.name for path in tmp_path.iterdir()] == [WHOLE.name]
+
+
+def test_what_fails_halfway_leaves_nothing(tmp_path):
+    def fail():
+        with engines.publishing(tmp_path, WHOLE) as new:
+            new().write_bytes(b"half")
+            raise RuntimeError("compiler")
+
+    with pytest.raises(RuntimeError, match="compiler"):
+        fail()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_compiler_that_wrote_nothing_is_an_error(tmp_path):
+    wanted = pytest.raises(DeviceError, match=r"left no engine\.onnx")
+    with wanted, engines.publishing(tmp_path, WHOLE):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_engine_that_is_there_is_not_built_again(tmp_path):
+    built(tmp_path, WHOLE)
+    with engines.publishing(tmp_path, WHOLE) as place:
+        assert place is None
+
+
+def test_a_folder_without_its_engine_is_replaced(tmp_path):
+    built(tmp_path, WHOLE).unlink()
+    assert built(tmp_path, WHOLE, b"new").read_bytes() == b"new"
+
+
+def test_two_that_build_one_engine_do_not_meet(tmp_path):
+    found = []
+
+    def other():
+        try:
+            built(tmp_path, WHOLE)
+        except DeviceError as error:
+            found.append(str(error))
+
+    with engines.publishing(tmp_path, WHOLE) as place:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        place().write_bytes(b"first")
+    assert "another process is building" in found[0]
+    assert (tmp_path / WHOLE.name / ENGINE).read_bytes() == b"first"
+
+
+def test_a_bundles_own_engine_is_taken_before_the_caches(bundle, tmp_path):
+    key = engines.key_of(bundle, bundle.target, bundle.target.graph("step", "onnx"), PLATFORM)
+    assert engines.find(bundle, key) is None
+    cached = built(engines.cache_folder(), key)
+    assert engines.find(bundle, key) == cached
+    folder = building._copied(bundle, tmp_path / "copy")
+    own = built(folder, key)
+    assert engines.find(Bundle.read(tmp_path / "copy"), key) == own
+
+
+def test_a_copy_of_another_bundle_is_not_written_into(bundle, tmp_path):
+    folder = building._copied(bundle, tmp_path / "copy")
+    assert building._copied(bundle, tmp_path / "copy") == folder
+    files = {**bundle.files, bundle.tokenizer: File(1, "0" * 64)}
+    other = dataclasses.replace(bundle, files=files)
+    with pytest.raises(DeviceError, match="holds another bundle; name a new folder"):
+        building._copied(other, tmp_path / "copy")
+
+
+def test_a_missing_engine_is_named_with_the_command_that_builds_it(bundle):
+    target = bundle.target
+    with pytest.raises(DeviceError) as caught:
+        engines.require(bundle, target, target.graph("verify", "onnx"), PLATFORM, "tensorrt:1")
+    said = str(caught.value)
+    assert f"no engine of {target.graph('verify', 'onnx').file} for tensorrt:1 here" in said
+    assert "(sm89, TensorRT 10.16.1, driver 590.44, JetPack R39.1.0)" in said
+    assert said.endswith(f"specedge build --bundle {bundle.folder} --device tensorrt:1")
+
+
+def test_a_graph_of_any_length_has_no_engine(bundle):
+    decoder = bundle.target.graph("decoder", "onnx")
+    with pytest.raises(DeviceError, match=r"graphs of fixed lengths alone, .*'decoder'"):
+        engines.require(bundle, bundle.target, decoder, PLATFORM, "rtx")
+
+
+@pytest.mark.parametrize("number", [101501, 101600, 101601])
+def test_tensorrt_10_15_and_10_16_are_taken(number):
+    assert tensorrt.checked_version(number) == f"10.{number // 100 % 100}.{number % 100}"
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"), [(101401, "10.14.1"), (101700, "10.17.0"), (110406, "11.4.6")]
+)
+def test_another_tensorrt_is_one_clear_error(number, shown):
+    with pytest.raises(DeviceError, match=rf"needs TensorRT 10\.15 or 10\.16, and {shown} is"):
+        tensorrt.checked_version(number)
+
+
+def test_jetsons_name_their_system():
+    line = "# R39 (release), REVISION: 1.0, GCID: 1, BOARD: generic, EABI: aarch64"
+    assert tensorrt.tegra_version(line) == "R39.1.0"
+    assert tensorrt.tegra_version("something else") is None
+
+
+@pytest.mark.parametrize(
+    ("computed", "halves"), [("float16", "10"), ("bfloat16", "01"), ("float32", "00")]
+)
+def test_tensorrt_computes_in_the_op_sets_type_and_writes_beside_the_engine(
+    tmp_path, computed, halves
+):
+    found = tensorrt.build_options(2, computed, tmp_path / ENGINE)
+    assert found["trt_fp16_enable"] + found["trt_bf16_enable"] == halves
+    assert found["device_id"] == "2"
+    assert found["trt_ep_context_file_path"] == str(tmp_path / ENGINE)
+    assert found["trt_engine_cache_path"] == "."
+    assert not [name for name in found if "profile" in name]
+
+
+def test_rtx_wants_its_plug_in_or_says_why(monkeypatch):
+    ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+    monkeypatch.setattr(rtx.plug_in, "MODULE", "no_such_plug_in")
+    with pytest.raises(DeviceError, match=r"needs NVIDIA's plug-in onnxruntime-ep-.*: pip install"):
+        rtx.platform(ort, 0)
+    with pytest.raises(DeviceError, match=r"compiles for sm86, .*, not for 'sm90'"):
+        rtx.platform(ort, 0, "sm90")
+
+
+def test_engines_are_for_devices_that_need_them():
+    with pytest.raises(DeviceError, match="cuda runs graphs as they are"):
+        building.build(store.embedded(), "cuda")
+    with pytest.raises(DeviceError, match="TensorRT builds for the GPU that is here alone"):
+        Device("tensorrt").platform("sm89")
+
+
+@pytest.mark.parametrize("device", ["rtx", "tensorrt:1"])
+def test_weights_of_integers_have_no_engine(device):
+    with pytest.raises(DeviceError, match=f"int8 weights, and {device} compiles no graph"):
+        building.build(store.embedded(), device)

@@ -1,0 +1,111 @@
+"""Passes through graphs of one length each are those of the decoder, whatever was padded."""
+
+import numpy as np
+import pytest
+
+from specedge.runtime.backend.fixed_lengths import FixedLengthModel
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.sessions import Device
+from specedge.runtime.pipeline import Pipeline
+
+PROMPT = "def read_config(path):"
+
+
+@pytest.fixture(scope="module", params=["gqa", "onnx"])
+def pair(request, pipeline):
+    """The embedded pair on decoders, and on graphs of fixed lengths."""
+    bundle = pipeline.bundle
+    device = fitting(bundle.models.values(), Device())
+    made = []
+    for kind in (OrtModel, FixedLengthModel):
+        target, draft = (kind(bundle, m, device, request.param) for m in bundle.models.values())
+        made.append(Pipeline(bundle, pipeline.tokenizer, target, draft, pipeline.costs))
+    return made
+
+
+@pytest.fixture
+def models(pair):
+    """The targets, with empty caches."""
+    for one in pair:
+        one.forget()
+    return [one.target for one in pair]
+
+
+def tokens(pipeline, count):
+    return [(7 * i) % pipeline.target.vocab_size for i in range(count)]
+
+
+@pytest.mark.parametrize("length", [1, 2, 3, 4, 5, 6, 11])
+def test_a_pass_of_any_length_has_the_decoders_bits(pipeline, models, length):
+    whole = tokens(pipeline, 20 + length)
+    for model in models:
+        model.prefill(whole[:20])
+    wanted, found = (model.forward(whole[20:]).array() for model in models)
+    assert found.shape == wanted.shape == (length, pipeline.target.vocab_size)
+    assert np.array_equal(found, wanted)
+    assert models[1].length == 20 + length
+    rows = [model.cache_rows(0, 20 + length) for model in models]
+    assert all(map(np.array_equal, *rows))
+
+
+@pytest.mark.parametrize("count", [1, 5, 6, 63, 64, 65, 130])
+def test_a_prompt_in_padded_chunks_leaves_the_decoders_caches(pipeline, models, count):
+    for model in models:
+        model.prefill(tokens(pipeline, count))
+    assert models[1].length == count
+    rows = [model.cache_rows(0, count) for model in models]
+    assert all(map(np.array_equal, *rows))
+
+
+def test_a_prompt_is_read_to_the_contexts_end_and_padding_never_leaves_the_cache(pipeline, models):
+    context = pipeline.bundle.context_length
+    text = tokens(pipeline, context)
+    for model in models:
+        model.prefill(text[:10])
+        model.prefill(text[10:-1])  # whose last chunk, padded, would end behind the cache
+    wanted, found = (model.forward(text[-1:]).array() for model in models)
+    assert np.array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 3}])
+@pytest.mark.parametrize("k", [0, 1, 3, 6])
+def test_texts_are_those_of_the_decoder(pair, options, k):
+    wanted, found = (
+        one.generate(PROMPT, 40, num_draft_tokens=k, ignore_eos=True, **options) for one in pair
+    )
+    assert found.tokens == wanted.tokens
+    assert [r.num_accepted for r in found.rounds] == [r.num_accepted for r in wanted.rounds]
+
+
+@pytest.mark.parametrize("options", [{}, {"temperature": 1.0, "seed": 5}])
+def test_the_context_fills_to_its_last_position(pipeline, pair, options):
+    context = pipeline.bundle.context_length
+    long = (pipeline.tokenizer.encode(PROMPT).ids * context)[: context - 30]
+    wanted, found = (
+        one.generate(long, 99, num_draft_tokens=4, ignore_eos=True, **options) for one in pair
+    )
+    assert (len(found.tokens), found.finish_reason) == (30, "context")
+    assert found.tokens == wanted.tokens
+
+
+def test_what_padding_wrote_is_never_read(pipeline, models):
+    target = models[1]
+    text = tokens(pipeline, 40)
+    target.prefill(text[:20])
+    target.forward(text[20:23])
+    for array in target.cache.arrays.values():
+        array[:, :, 23:] = 1e4
+    padded = target.forward(text[23:26]).array().copy()
+    models[0].prefill(text[:23])
+    assert np.array_equal(padded, models[0].forward(text[23:26]).array())
+
+
+def test_a_twin_has_a_cache_of_its_own(pipeline, models):
+    target = models[1]
+    target.prefill(tokens(pipeline, 7))
+    twin = target.twin()
+    assert (twin.length, target.length) == (0, 7)
+    assert isinstance(twin, OrtModel)
+    twin.forward([1, 2, 3])
+    assert (twin.length, target.length) == (3, 7)

@@ -1,0 +1,67 @@
+"""The page at / is whole, loads nothing from elsewhere, and shows what a stream tells of tokens."""
+
+import re
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+
+from served import MODEL, PROMPT, ask, chat_pair, client, serving
+from specedge.serve.app import FILES
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return chat_pair(1)
+
+
+@pytest.fixture(scope="module")
+def port(pair):
+    with serving(pair, api_key="k") as found:
+        yield found
+
+
+def test_the_page_is_there_without_a_key_and_may_load_only_its_own(port):
+    kinds = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
+    assert set(kinds) == set(FILES)
+    for path, kind in kinds.items():
+        status, headers, said = ask(port, "GET", path)
+        assert (status, headers["content-type"].partition(";")[0]) == (200, kind)
+        assert headers["content-security-policy"].startswith(
+            "default-src 'none'; script-src 'self'"
+        )
+        assert not re.search(rb"https?://", said)
+
+
+def test_every_element_that_the_script_names_is_on_the_page(port):
+    page, script = (ask(port, "GET", path)[2].decode() for path in ("/", "/page.js"))
+    ids = set(re.findall(r'id="([^"]+)"', page))
+    named = set(re.findall(r'at\("([^"]+)"\)', script))
+    named |= {f"{part}-{way}" for part in ("text", "figures") for way in ("speculative", "plain")}
+    assert named <= ids
+    for fate in ("accepted", "recovered", "bonus", "plain"):
+        assert f'class="{fate}"' in page
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions"])
+def test_a_traced_stream_has_the_fate_of_each_token(pair, port, endpoint):
+    messages = [{"role": "user", "content": PROMPT}]
+    given = {"model": MODEL, "max_tokens": 30, "temperature": 0, "stream": True}
+    with client(port, "k") as ai:
+        if endpoint == "chat":
+            wanted = pair.chat(messages, 30, num_draft_tokens=3).spans
+            asked = ai.chat.completions.create
+            given["messages"] = messages
+        else:
+            wanted = pair.generate(PROMPT, 30, num_draft_tokens=3).spans
+            asked = ai.completions.create
+            given["prompt"] = PROMPT
+        for trace in (True, False):
+            extra = {"trace": trace, "speculative": {"num_draft_tokens": 3}}
+            chunks = list(asked(extra_body=extra, **given))
+            found = [
+                (span["text"], span["fate"])
+                for chunk in chunks
+                for span in getattr(chunk.choices[0], "spans", None) or []
+            ]
+            assert found == ([(span.text, span.fate) for span in wanted] if trace else [])
