@@ -12,7 +12,7 @@ from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError, DeviceError
 from specedge.graph_file import check_graph
 from specedge.manifest import CURE, SCORED, Graph, Model
-from specedge.op_sets import OP_SETS, computed
+from specedge.op_sets import CACHED, OP_SETS, computed
 from specedge.precision import QUANTISED, precision_of
 from specedge.signature import Signature, Tensor
 
@@ -182,7 +182,8 @@ def _wanted(model: Model, ops: str) -> str:
     rounded = model.weights_dtype in QUANTISED
     if kind == ("bf16" if rounded else "fp32"):
         return ""
-    return f", or export the pair with --ops {plain}" + (f" --compute {kind}" if kind else "")
+    option = "--cache fp16" if kind in CACHED else f"--compute {kind}" if kind else ""
+    return f", or export the pair with --ops {plain} {option}".rstrip()
 
 
 def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path) -> None:

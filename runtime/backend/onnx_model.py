@@ -12,7 +12,7 @@ import numpy as np
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.manifest import UNROLLED, Model, chunk_length
-from specedge.op_sets import attention
+from specedge.op_sets import is_typed
 from specedge.precision import QUANTISED
 
 from ..sampling.scores import Scores
@@ -48,7 +48,7 @@ class OrtModel:
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
         bits = model.weights_dtype
-        self.rounds_inputs = bits in QUANTISED and self.ops == attention(self.ops)
+        self.rounds_inputs = bits in QUANTISED and not is_typed(self.ops)
         # MatMulNBits of 8 bits widens the whole matrix on CUDA beyond 5 rows.
         narrow = not device.is_cpu and bits in ("int8", "int8-block")
         self.fast_length = 5 if narrow else sys.maxsize
