@@ -6,12 +6,14 @@ import contextlib
 import io
 import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from specedge.errors import DeviceError
 
-from ..diagnosis.probe import GRAPH
+from ..diagnosis.probe import GRAPH, missing_of
 from ..diagnosis.providers import why_not
+from ..diagnosis.shared_library import needed
 from .memory import is_out_of_memory
 from .ort import inference_session, onnxruntime
 
@@ -22,6 +24,8 @@ _PLACEMENT = "session.record_ep_graph_assignment_info"
 def opened(ort: Any, path: str, name: str, provider: str, index: int, options: Any) -> Any:
     """A session that captures passes as graphs of CUDA. DeviceError where it cannot be one."""
     load_libraries(ort)
+    if _is_lacking(ort, provider) and (reason := why_not(name.partition(":")[0])):
+        raise DeviceError(reason)
     options.add_session_config_entry(_NO_FALLBACK, "1")
     options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none
     providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
@@ -40,6 +44,14 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
         if reason := why_not(name):
             raise DeviceError(reason) from error
         raise
+
+
+def _is_lacking(ort: Any, provider: str) -> bool:
+    """Whether there is no such provider or it cannot load, of which ONNX Runtime prints lines."""
+    if provider not in ort.get_available_providers():
+        return True
+    library = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
+    return library.exists() and bool(missing_of(needed(library)))
 
 
 def memory(provider: str, index: int) -> Any:

@@ -3,8 +3,12 @@
 Over a stand-in for CUDA, where kernels compute nothing: what a pass would have written is planted.
 """
 
+import os
+import subprocess
+import sys
 import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -371,6 +375,20 @@ def test_a_machine_that_lacks_something_is_one_clear_line(cuda, pairs, setting, 
     assert done.returncode == 1
     assert done.stdout == ""
     assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_library_that_is_missing_is_one_clear_line(cuda, pairs, tmp_path):
+    folder = Path(cuda.build())
+    for name in cuda.LIBRARIES[:3]:
+        (tmp_path / name).symlink_to(folder / name)
+    command = [sys.executable, "-m", "specedge", "generate", PROMPT, "--device", "cuda"]
+    done = subprocess.run(
+        [*command, "--bundle", str(pairs("fp32-fp16"))],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("specedge: cuda does not work here: ")
     assert len(done.stderr.splitlines()) == 1
 
 
