@@ -139,6 +139,9 @@ def test_every_option_that_is_taken_is_one_of_a_request():
         ({"prompt": [1, True]}, "prompt must be text, token ids, or a list of either"),
         ({"logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
         ({"model": 3}, "model must be a name, got 3"),
+        ({"stop": ["a"] * 1025}, "stop must have at most 1024 entries, got 1025"),
+        ({"bad_words": [[1]] * 1025}, "bad_words must have at most 1024 entries"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias must have at most 1024"),
         ({"stream_options": {"usage": True}, "stream": True}, 'there is no field "usage"'),
     ],
 )
