@@ -84,13 +84,14 @@ class Answer:
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 choice = self._choices[index]
+                lines: list[str] = []
                 if not isinstance(event, Generation):
-                    for line in self._shape.piece(index, event, choice):
-                        yield line
-                self._add(choice, event)
+                    lines += self._shape.piece(index, event, choice)
+                self._add(choice, event)  # before a client takes them, perhaps slowly
                 if isinstance(event, Generation):
-                    for line in self._shape.end(index, choice):
-                        yield line
+                    lines += self._shape.end(index, choice)
+                for line in lines:
+                    yield line
         for line in self._shape.finish(self._choices):
             yield line
 

@@ -165,7 +165,7 @@ def _message(given: object, place: str) -> dict[str, Any]:
         role, content = fields.take("role"), _text(fields.take("content"), place)
         name = fields.typed("name", str, "text")
         fields.skip({"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()})
-        fields.skip({"type": ("message",), "id": ANY, "status": ("completed",)})
+        fields.skip({"type": ("message",), "id": ANY, "status": ("completed", "incomplete")})
         fields.end()
     except ApiError as error:
         if error.param and not error.param.startswith(place):
@@ -196,9 +196,15 @@ def _text(content: object, place: str) -> str:
 
 
 def _part(part: object, place: str) -> str:
-    if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
     kind = part.get("type") if isinstance(part, dict) else part
+    if isinstance(part, dict) and kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        fields = Fields(part)
+        fields.skip({"type": TEXT_PARTS, "annotations": ANY, "logprobs": ANY})
+        text = str(fields.take("text"))
+        try:
+            fields.end()
+        except ApiError as error:
+            error.param, error.message = f"{place}.{error.param}", f"{place}: {error.message}"
+            raise
+        return text
     raise ApiError(f"{place} must be a text, got {shown(kind)}", place, UNSUPPORTED)
