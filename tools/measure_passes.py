@@ -19,20 +19,20 @@ from collections import Counter, defaultdict
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import click
 import numpy as np
 import onnxruntime as ort
 
+from specedge import products
 from specedge.bundle import Bundle
+from specedge.manifest import Model
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
 LENGTHS = (*range(1, 10), 96)
 ARRAY = 200_000_000  # bytes each thread adds up
-TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(float16)": np.float16}
 KINDS = {
     "matrices": ("MatMul", "MatMulInteger", "MatMulNBits", "Gemm", "FusedMatMul"),
     "attention": ("GroupQueryAttention", "Attention", "Softmax"),
@@ -73,17 +73,36 @@ def timed(
     return found
 
 
-def shares(path: Path, length: int, threads: int, past: int) -> dict[str, float]:
-    """The share of each kind of kernel in a decoder's pass of T tokens."""
+def shares(
+    bundle: Bundle, model: Model, ops: str, length: int, device: Device, past: int
+) -> dict[str, float]:
+    """The share of each kind of kernel in a decoder's pass of T tokens, over caches in place."""
+    entry = model.graph("decoder", ops)
+    signature = model.signatures[entry.signature]
     options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
+    options.intra_op_num_threads = device.threads or 0
     options.enable_profiling = True
+    if device.unsigned:
+        options.add_session_config_entry(products.UNSIGNED, "1")
     with TemporaryDirectory() as folder:
         options.profile_file_prefix = os.path.join(folder, "profile")
-        session = ort.InferenceSession(path, options, ["CPUExecutionProvider"])
-        values = {value.name: _zeros(value, length, past) for value in session.get_inputs()}
+        session = ort.InferenceSession(bundle.path(entry.file), options, ["CPUExecutionProvider"])
+        binding = session.io_binding()
+        values = {}
+        for tensor in signature.inputs:
+            array = np.zeros(tensor.at(1, length, length), tensor.dtype)
+            if tensor.role == "past_length":
+                array[:] = past
+            value = ort.OrtValue.ortvalue_from_numpy(array)
+            binding.bind_ortvalue_input(tensor.name, value)
+            values[tensor.buffer] = value
+        for tensor in signature.outputs:
+            if tensor.role == "cache":
+                binding.bind_ortvalue_output(tensor.name, values[tensor.buffer])
+            else:
+                binding.bind_output(tensor.name)
         for _ in range(8):
-            session.run(["logits"], values)
+            session.run_with_iobinding(binding)
         events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
     nodes: dict[tuple[str, str], list[int]] = defaultdict(list)
     for event in events:
@@ -94,14 +113,6 @@ def shares(path: Path, length: int, threads: int, past: int) -> dict[str, float]
         kind = next((kind for kind, ops in KINDS.items() if op in ops), "small nodes")
         total[kind] += min(took)
     return {kind: total[kind] / total.total() for kind in (*KINDS, "small nodes")}
-
-
-def _zeros(value: Any, length: int, past: int) -> np.ndarray:
-    if value.name == "past_length":
-        return np.array([past])
-    shape = [size if isinstance(size, int) else length for size in value.shape]
-    shape[0] = 1
-    return np.zeros(shape, TYPES[value.type])
 
 
 @click.command()
@@ -124,13 +135,12 @@ def main(
     """Measure and print three tables."""
     opened = {folder.name: Bundle.read(folder) for folder in folders}
     device = Device("cpu", threads, unsigned=unsigned)
-    bundles, models, paths = {}, {}, {}
+    bundles, models = {}, {}
     for bundle_name, bundle in opened.items():
         model = bundle.models[role]
         for one in ops or (choose_ops(model),):
             name = " ".join((bundle_name, *([one] if ops else [])))
             bundles[name], models[name] = bundle, OrtModel(bundle, model, device, one)
-            paths[name] = bundle.path(model.graph("decoder", one).file)
     speed = bandwidth(threads)
     found = timed(models, repeats, past)
     click.echo(f"{role}, {threads} threads, {speed / 1e9:.1f} GB/s, ONNX Runtime {ort.__version__}")
@@ -147,9 +157,10 @@ def main(
     click.echo(
         "\n| bundle | T | " + " | ".join((*KINDS, "small nodes")) + " |\n" + "|---" * 5 + "|"
     )
-    for name in bundles:
+    for name, bundle in bundles.items():
         for length in (1, 5):
-            parts = shares(paths[name], length, threads, past)
+            model, one = bundle.models[role], models[name].ops
+            parts = shares(bundle, model, one, length, device, past)
             shown = " | ".join(f"{share:.0%}" for share in parts.values())
             click.echo(f"| {name} | {length} | {shown} |")
 
