@@ -129,8 +129,8 @@ static bool bind_cache(SpecedgeHost *host, json_t *input, json_t *outputs) {
     for (i = 0; i < 4; i++) size *= shape[i] = json_integer_value(json_array_get(sizes, i));
     TRY(host, CreateTensorAsOrtValue(host->allocator, shape, 4, FLOAT, &cache));
     bool is_bound = ok(host, host->ort->GetTensorMutableData(cache, &data)) &&
-                    memset(data, 0, size) &&
                     ok(host, host->ort->BindInput(host->binding, name, cache));
+    if (is_bound && size) memset(data, 0, size);
     json_array_foreach(outputs, i, output)
         if (!json_unpack(output, "{s:s, s:s}", "name", &other, "buffer", &its_buffer) &&
             !strcmp(buffer, its_buffer))

@@ -267,6 +267,10 @@ def test_a_damaged_file_is_refused(program, fused_bundle, tmp_path, name, damage
     check_refused(run(program, bundle, "x"), wanted)
 
 
+def _without_a_shape(manifest):
+    damages.graph(manifest)["signature"]["inputs"][-1]["shape"] = None
+
+
 def _without_an_input(manifest):
     inputs = damages.graph(manifest)["signature"]["inputs"]
     del inputs[-1]  # a cache
@@ -289,6 +293,7 @@ def _without_text(manifest):
             "ONNX Runtime: Got invalid dimensions for input: draft.past_",
         ),
         (_without_an_input, "ONNX Runtime: "),
+        (_without_a_shape, "ONNX Runtime: Got invalid dimensions for input: target."),
         (
             damages.with_a_path_that_goes_up,
             "/../x.onnx is outside of the bundle; copy the whole bundle again",
