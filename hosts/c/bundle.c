@@ -7,6 +7,7 @@
 #include <sys/stat.h>
 
 enum { FORMAT = 8, HASHED = 8 << 20 /* bytes; a larger file is known by its size alone */ };
+enum { MOST_TOKENS = 1 << 27 /* that memory is taken for */ };
 
 static void hash(const char *path, char hex[65]) {
     unsigned char block[1 << 14], digest[32] = {0};
@@ -55,6 +56,10 @@ static bool read_manifest(Bundle *bundle, const char *path, char *error, size_t 
                             "session_options", &bundle->session_options, "oldest_onnxruntime",
                             &bundle->oldest_onnxruntime))
         snprintf(error, error_size, "%s: %s; run specedge embed", path, found.text);
+    else if (bundle->vocab_size < 1 || bundle->vocab_size > MOST_TOKENS ||
+             bundle->context_length < 1 || bundle->context_length > MOST_TOKENS)
+        snprintf(error, error_size, "%s: vocab_size and context_length are from 1 to %d", path,
+                 MOST_TOKENS);
     return !*error;
 }
 

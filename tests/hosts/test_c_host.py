@@ -271,6 +271,10 @@ def _without_a_shape(manifest):
     damages.graph(manifest)["signature"]["inputs"][-1]["shape"] = None
 
 
+def _with_a_context_below_0(manifest):
+    manifest["target"]["context_length"] = -1
+
+
 def _without_an_input(manifest):
     inputs = damages.graph(manifest)["signature"]["inputs"]
     del inputs[-1]  # a cache
@@ -293,6 +297,7 @@ def _without_text(manifest):
             "ONNX Runtime: Got invalid dimensions for input: draft.past_",
         ),
         (_without_an_input, "ONNX Runtime: "),
+        (_with_a_context_below_0, "vocab_size and context_length are from 1 to"),
         (_without_a_shape, "ONNX Runtime: Got invalid dimensions for input: target."),
         (
             damages.with_a_path_that_goes_up,
