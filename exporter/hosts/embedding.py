@@ -19,6 +19,7 @@ from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.hosts import HostGraph, Hosts
 from specedge.precision import QUANTISED
+from specedge.products import UNSIGNED
 from specedge.signature import Signature, Tensor
 
 from ..writing import destination
@@ -30,6 +31,8 @@ LAYOUTS = ("auto", "fused", "split")
 GOLDEN = "golden.json"
 # Workers that spin after a run would take the cores of the next session's run.
 SESSION_OPTIONS = {"session.force_spinning_stop": "1"}
+# So that no host need know the processor: without it products of bytes are wrong on some.
+BYTES_OPTIONS = SESSION_OPTIONS | {UNSIGNED: "1"}
 # Before 1.30 bytes cannot be multiplied rightly on every processor.
 OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30"}
 Golden = Callable[[Bundle, Sequence[int]], str]
@@ -109,7 +112,7 @@ class _Making:
             tuple(map(_entry, made)),
             GOLDEN if self.golden else None,
             text if isinstance(text, str) else None,
-            SESSION_OPTIONS,
+            BYTES_OPTIONS if has_integers else SESSION_OPTIONS,
             onnxruntime.__version__,
             OLDEST_ONNXRUNTIME["integers" if has_integers else "float"],
         )

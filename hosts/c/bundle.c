@@ -1,5 +1,4 @@
-/* A bundle's manifest, and the files that it lists: docs/bundle.md. */
-#include "internal.h"
+#include "bundle.h"
 
 #include <ctype.h>
 #include <openssl/evp.h>
@@ -8,15 +7,7 @@
 #include <sys/stat.h>
 
 enum { FORMAT = 8, HASHED = 8 << 20 /* bytes; a larger file is known by its size alone */ };
-
-const char *text_of(const json_t *object, const char *key) {
-    const char *text = json_string_value(json_object_get(object, key));
-    return text ? text : "";
-}
-
-int64_t number_of(const json_t *object, const char *key) {
-    return json_integer_value(json_object_get(object, key));
-}
+enum { MOST_TOKENS = 1 << 27 /* that memory is taken for */ };
 
 static void hash(const char *path, char hex[65]) {
     unsigned char block[1 << 14], digest[32] = {0};
@@ -31,41 +22,69 @@ static void hash(const char *path, char hex[65]) {
     for (int i = 0; i < 32; i++) snprintf(hex + 2 * i, 3, "%02x", digest[i]);
 }
 
-static bool check_file(SpecedgeHost *host, const char *name, const json_t *file) {
-    char path[MAX_PATH], hex[65];
+/* What is wrong with a file of the bundle, or NULL. */
+static const char *file_fault(const char *path, const char *name, const json_t *entry) {
+    char hex[65];
     struct stat found;
-    long long size = number_of(file, "size");
-    snprintf(path, sizeof path, "%s/%s", host->folder, name);
-    if (!isalnum((unsigned char)*name) || strstr(name, ".."))
-        return fail(host, "bundle.json lists %s, which is outside of the bundle", name);
-    if (stat(path, &found) || !S_ISREG(found.st_mode))
-        return fail(host, "%s is missing; copy the whole bundle", path);
-    if (found.st_size != size)
-        return fail(host, "%s has %lld bytes, bundle.json says %lld; copy the bundle again", path,
-                    (long long)found.st_size, size);
-    if (size > HASHED) return true;
+    json_int_t size = json_integer_value(json_object_get(entry, "size"));
+    const char *sha256 = json_string_value(json_object_get(entry, "sha256"));
+    if (!isalnum((unsigned char)*name) || strstr(name, "..")) return "is outside of the bundle";
+    if (stat(path, &found) || !S_ISREG(found.st_mode)) return "is missing";
+    if (found.st_size != size) return "has another size than bundle.json says";
+    if (size > HASHED) return NULL;
     hash(path, hex);
-    return !strcmp(hex, text_of(file, "sha256")) ||
-           fail(host, "%s has another SHA-256 than bundle.json says; copy the bundle again", path);
+    return sha256 && !strcmp(hex, sha256) ? NULL : "has another SHA-256 than bundle.json says";
 }
 
-bool read_manifest(SpecedgeHost *host) {
-    char path[MAX_PATH];
-    json_error_t error;
-    snprintf(path, sizeof path, "%s/bundle.json", host->folder);
-    host->manifest = json_load_file(path, JSON_REJECT_DUPLICATES, &error);
-    if (!host->manifest) return fail(host, "%s is no bundle: %s", host->folder, error.text);
-    int format = (int)number_of(host->manifest, "format");
-    if (format != FORMAT)
-        return fail(host, "%s has format %d, this host reads %d; export the pair again", path,
-                    format, FORMAT);
-    host->hosts = json_object_get(host->manifest, "hosts");
-    if (!json_object_get(host->hosts, "graphs"))
-        return fail(host, "%s has no graphs for hosts; run specedge embed --bundle %s", path,
-                    host->folder);
-    const char *name;
+static bool read_manifest(Bundle *bundle, const char *path, char *error, size_t error_size) {
+    json_error_t found;
+    json_t *manifest = bundle->manifest = json_load_file(path, JSON_REJECT_DUPLICATES, &found);
+    json_t *hosts = json_object_get(manifest, "hosts");
+    json_int_t format = json_integer_value(json_object_get(manifest, "format"));
+    bundle->ids_only = json_string_value(json_object_get(hosts, "ids_only"));
+    if (!manifest)
+        snprintf(error, error_size, "%s is not read: %s; give a bundle", path, found.text);
+    else if (format != FORMAT)
+        snprintf(error, error_size, "%s has format %lld, this host reads %d; export the pair again",
+                 path, (long long)format, FORMAT);
+    else if (!json_is_object(hosts))
+        snprintf(error, error_size, "%s has no graphs for hosts; run specedge embed", path);
+    else if (json_unpack_ex(manifest, &found, 0, "{s:o, s:o, s:{s:I, s:I}, s:{s:o, s:o, s:s}}",
+                            "files", &bundle->files, "end_tokens", &bundle->end_tokens, "target",
+                            "vocab_size", &bundle->vocab_size, "context_length",
+                            &bundle->context_length, "hosts", "graphs", &bundle->graphs,
+                            "session_options", &bundle->session_options, "oldest_onnxruntime",
+                            &bundle->oldest_onnxruntime))
+        snprintf(error, error_size, "%s: %s; run specedge embed", path, found.text);
+    else if (bundle->vocab_size < 1 || bundle->vocab_size > MOST_TOKENS ||
+             bundle->context_length < 1 || bundle->context_length > MOST_TOKENS)
+        snprintf(error, error_size, "%s: vocab_size and context_length are from 1 to %d", path,
+                 MOST_TOKENS);
+    return !*error;
+}
+
+bool read_bundle(Bundle *bundle, const char *folder, char *error, size_t error_size) {
+    char path[4096];
+    const char *name, *fault;
     json_t *file;
-    json_object_foreach(json_object_get(host->manifest, "files"), name, file)
-        if (!check_file(host, name, file)) return false;
+    snprintf(path, sizeof path, "%s/bundle.json", folder);
+    if (!read_manifest(bundle, path, error, error_size)) return false;
+    json_object_foreach(bundle->files, name, file) {
+        snprintf(path, sizeof path, "%s/%s", folder, name);
+        if (!(fault = file_fault(path, name, file))) continue;
+        snprintf(error, error_size, "%s %s; copy the whole bundle again", path, fault);
+        return false;
+    }
     return true;
+}
+
+json_t *find_graph(const Bundle *bundle, const char *name, json_int_t k) {
+    size_t i;
+    json_t *graph;
+    json_array_foreach(bundle->graphs, i, graph) {
+        const char *found = json_string_value(json_object_get(graph, "name"));
+        json_int_t own_k = json_integer_value(json_object_get(graph, "num_draft_tokens"));
+        if (found && !strcmp(found, name) && (!k || k == own_k)) return graph;
+    }
+    return NULL;
 }

@@ -1,13 +1,14 @@
 /* The host's command line: README.md. */
+#include <dlfcn.h>
 #include <errno.h>
 #include <getopt.h>
-#include <jansson.h>
 #include <signal.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "specedge_host.h"
+#include "program.h"
+#include "utf8.h"
 
 static const char USAGE[] =
     "usage: specedge_host BUNDLE PROMPT [OPTIONS]        write text\n"
@@ -16,7 +17,7 @@ static const char USAGE[] =
     "options: -n/--max-new-tokens N, -k/--num-draft-tokens K, --temperature T, --top-k N,\n"
     "         --top-p P, --min-p P, --repetition-penalty R, --seed S\n";
 
-static volatile sig_atomic_t is_interrupted;
+volatile sig_atomic_t is_interrupted;
 
 static void interrupt(int signal) { is_interrupted = signal; }
 
@@ -59,152 +60,79 @@ static int64_t *ids_of(const char *text, int64_t *num_tokens) {
     return tokens;
 }
 
-static void close_host(SpecedgeHost *host) {
-    if (host) specedge_close(host);
-}
-
 static const char *variable(const char *name) {
     const char *value = getenv(name);
     return value && *value ? value : NULL;
 }
 
-/* A host that is open; else NULL, after saying why. */
-static SpecedgeHost *open_host(const char *bundle, int64_t k) {
-    const char *library = variable("SPECEDGE_ONNXRUNTIME");
-    SpecedgeHost *host = specedge_open(bundle, k, library ? library : "libonnxruntime.so",
-                                       variable("SPECEDGE_EXTENSIONS"));
+/* The library is loaded, not linked: a linked program takes that one version alone. */
+static const OrtApiBase *load_onnxruntime(void) {
+    const char *path = variable("SPECEDGE_ONNXRUNTIME");
+    const OrtApiBase *(*base)(void) = NULL;
+    void *library = dlopen(path ? path : "libonnxruntime.so", RTLD_NOW);
+    if (library) *(void **)&base = dlsym(library, "OrtGetApiBase");
+    if (!base) fprintf(stderr, "error: ONNX Runtime does not load: %s\n", dlerror());
+    return base ? base() : NULL;
+}
+
+SpecedgeHost *open_host(const char *bundle, int64_t k) {
+    const OrtApiBase *onnxruntime = load_onnxruntime();
+    if (!onnxruntime) return NULL;
+    SpecedgeHost *host = specedge_open(bundle, k, onnxruntime, variable("SPECEDGE_EXTENSIONS"));
     if (!*specedge_error(host)) return host;
     fprintf(stderr, "error: %s\n", specedge_error(host));
     specedge_close(host);
     return NULL;
 }
 
-/* ---- Writing as it comes ---- */
+static bool write_text(void *utf8, const SpecedgeRound *round) {
+    char *text = malloc(3 * round->num_bytes + 3);
+    fwrite(text, 1, utf8_add(utf8, round->bytes, round->num_bytes, text), stdout);
+    fflush(stdout);
+    free(text);
+    return !is_interrupted;
+}
 
-static bool write_text(void *user, const int64_t *tokens, int64_t num_tokens, int64_t num_accepted,
-                       const char *text, size_t text_size) {
-    (void)user, (void)tokens, (void)num_tokens, (void)num_accepted;
-    fwrite(text, 1, text_size, stdout);
+static bool write_ids(void *is_first, const SpecedgeRound *round) {
+    for (int64_t i = 0; i < round->num_tokens; i++, *(bool *)is_first = false)
+        printf("%s%lld", *(bool *)is_first ? "" : ",", (long long)round->tokens[i]);
     fflush(stdout);
     return !is_interrupted;
 }
 
-static bool write_ids(void *is_first, const int64_t *tokens, int64_t num_tokens,
-                      int64_t num_accepted, const char *text, size_t text_size) {
-    (void)num_accepted, (void)text, (void)text_size;
-    for (int64_t i = 0; i < num_tokens; i++, *(bool *)is_first = false)
-        printf("%s%lld", *(bool *)is_first ? "" : ",", (long long)tokens[i]);
-    fflush(stdout);
-    return !is_interrupted;
-}
-
-static bool generate(SpecedgeHost *host, const char *prompt, const char *ids,
-                     const SpecedgeSettings *settings) {
-    int64_t *tokens = NULL, num_tokens = 0;
+static bool continue_ids(SpecedgeHost *host, const char *ids, const SpecedgeSettings *settings) {
     bool is_first = true;
-    if (ids) tokens = ids_of(ids, &num_tokens);
-    bool done = ids || specedge_encode(host, prompt, &tokens, &num_tokens);
-    done = done && specedge_generate(host, tokens, num_tokens, settings,
-                                     ids ? write_ids : write_text, &is_first);
+    int64_t num_tokens, *tokens = ids_of(ids, &num_tokens);
+    bool done = specedge_generate(host, tokens, num_tokens, settings, write_ids, &is_first);
+    free(tokens);
     if (done) printf("\n");
-    free(tokens);
     return done;
 }
 
-/* ---- golden.json ---- */
-
-typedef struct {
-    json_t *prompt_tokens, *tokens, *num_accepted;
-    char *text;
-    size_t text_size;
-} Written;
-
-static void append(json_t *array, const int64_t *values, int64_t count) {
-    for (int64_t i = 0; i < count; i++) json_array_append_new(array, json_integer(values[i]));
+static bool continue_text(SpecedgeHost *host, const char *text, const SpecedgeSettings *settings) {
+    Utf8 utf8 = {0};
+    char rest[3];
+    const int64_t *tokens;
+    int64_t num_tokens;
+    if (!specedge_encode(host, text, &tokens, &num_tokens) ||
+        !specedge_generate(host, tokens, num_tokens, settings, write_text, &utf8))
+        return false;
+    fwrite(rest, 1, utf8_end(&utf8, rest), stdout);
+    printf("\n");
+    return true;
 }
 
-static bool collect(void *user, const int64_t *tokens, int64_t num_tokens, int64_t num_accepted,
-                    const char *text, size_t text_size) {
-    Written *written = user;
-    append(written->tokens, tokens, num_tokens);
-    append(written->num_accepted, &num_accepted, num_tokens > 0);
-    written->text = realloc(written->text, written->text_size + text_size + 1);
-    memcpy(written->text + written->text_size, text, text_size);
-    written->text_size += text_size;
-    return !is_interrupted;
-}
-
-#define NUMBER(key) json_number_value(json_object_get(transcript, key))
-
-/* Write what a transcript asks for. */
-static bool rewrite(SpecedgeHost *host, const json_t *transcript, Written *written,
-                    bool *has_text) {
-    SpecedgeSettings settings = {
-        .max_new_tokens = (int64_t)NUMBER("max_new_tokens"), .temperature = NUMBER("temperature"),
-        .top_k = (int64_t)NUMBER("top_k"), .top_p = NUMBER("top_p"), .min_p = NUMBER("min_p"),
-        .repetition_penalty = NUMBER("repetition_penalty"), .seed = (uint64_t)NUMBER("seed"),
-    };
-    const json_t *ids = json_object_get(transcript, "prompt_tokens"), *id;
-    int64_t *tokens = NULL, num_tokens = 0;
-    size_t i;
-    *has_text = specedge_encode(host, json_string_value(json_object_get(transcript, "prompt")),
-                                &tokens, &num_tokens);
-    if (!*has_text) {
-        tokens = malloc((json_array_size(ids) + 1) * sizeof *tokens);
-        json_array_foreach(ids, i, id) tokens[num_tokens++] = json_integer_value(id);
+/* Text that is none might end in the middle of a library. */
+static void check_text(const char *text) {
+    Utf8 utf8 = {0};
+    size_t size = strlen(text);
+    char *copy = malloc(3 * size + 3);
+    size_t written = utf8_add(&utf8, text, size, copy);
+    if (utf8.num_held || written != size || memcmp(text, copy, size)) {
+        fprintf(stderr, "error: the prompt is not UTF-8\n");
+        exit(1);
     }
-    append(written->prompt_tokens, tokens, num_tokens);
-    bool done = specedge_generate(host, tokens, num_tokens, &settings, collect, written);
-    free(tokens);
-    return done;
-}
-
-/* What of a transcript is not as written, or NULL. */
-static const char *difference(const json_t *transcript, const Written *written, bool has_text) {
-    const json_t *text = json_object_get(transcript, "text");
-    if (!json_equal(json_object_get(transcript, "prompt_tokens"), written->prompt_tokens))
-        return "prompt_tokens";
-    if (!json_equal(json_object_get(transcript, "tokens"), written->tokens)) return "tokens";
-    if (!json_equal(json_object_get(transcript, "num_accepted"), written->num_accepted))
-        return "num_accepted";
-    bool is_same = written->text_size == json_string_length(text) &&
-                   !memcmp(written->text, json_string_value(text), written->text_size);
-    return has_text && !is_same ? "text" : NULL;
-}
-
-static bool replay(SpecedgeHost *host, const json_t *transcript) {
-    Written written = {json_array(), json_array(), json_array(), calloc(1, 1), 0};
-    bool has_text = false, done = rewrite(host, transcript, &written, &has_text);
-    const char *other = done ? difference(transcript, &written, has_text) : specedge_error(host);
-    printf("%s K %.0f, temperature %g, seed %.0f%s%s%s\n", other ? "DIFFERS" : "same   ",
-           NUMBER("num_draft_tokens"), NUMBER("temperature"), NUMBER("seed"),
-           has_text ? "" : ", token ids alone", other ? ": " : "", other ? other : "");
-    json_decref(written.prompt_tokens);
-    json_decref(written.tokens);
-    json_decref(written.num_accepted);
-    free(written.text);
-    return !other;
-}
-
-/* Replay all transcripts, with a host for each K. */
-static bool golden(const char *bundle) {
-    char path[4096];
-    json_error_t error;
-    snprintf(path, sizeof path, "%s/golden.json", bundle);
-    json_t *file = json_load_file(path, 0, &error), *transcript;
-    if (!file) refuse("a bundle with golden.json is wanted: run specedge embed", bundle);
-    SpecedgeHost *host = NULL;
-    int64_t k = 0;
-    size_t i;
-    bool is_right = true;
-    json_array_foreach(json_object_get(file, "transcripts"), i, transcript) {
-        int64_t wanted = (int64_t)NUMBER("num_draft_tokens");
-        if (k != wanted) close_host(host), host = open_host(bundle, k = wanted);
-        is_right &= host && replay(host, transcript);
-    }
-    close_host(host);
-    json_decref(file);
-    return is_right && i;
+    free(copy);
 }
 
 int main(int argc, char **argv) {
@@ -234,10 +162,14 @@ int main(int argc, char **argv) {
     }
     if (argc - optind != (ids || is_golden ? 1 : 2)) return fputs(USAGE, stderr), 1;
     signal(SIGINT, interrupt);
-    if (is_golden) return !golden(argv[optind]);
+    if (is_golden) return !replay_golden(argv[optind]);
+    const char *prompt = ids ? NULL : argv[optind + 1];
+    if (prompt) check_text(prompt);
     SpecedgeHost *host = open_host(argv[optind], k);
-    bool done = host && generate(host, argv[optind + 1], ids, &settings);
-    if (host && !done) fprintf(stderr, "error: %s\n", specedge_error(host));
-    close_host(host);
+    if (!host) return 1;
+    bool done = ids ? continue_ids(host, ids, &settings)
+                    : continue_text(host, prompt, &settings);
+    if (!done) fprintf(stderr, "error: %s\n", specedge_error(host));
+    specedge_close(host);
     return is_interrupted ? 130 : !done;
 }

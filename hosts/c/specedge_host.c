@@ -1,30 +1,72 @@
-/* The loop of docs/hosts.md, with its letters: K draft tokens a round, L tokens of the text. */
+/* The loop of docs/hosts.md over round.onnx: K draft tokens a round, a vocabulary of V tokens.
+ * A function that returns false has left a line in host->error. */
+#define _GNU_SOURCE /* strverscmp */
 #include "specedge_host.h"
 
-#include <math.h>
+#include <float.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
-#include "internal.h"
+#include "bundle.h"
 
+enum { API = 17 /* of ONNX Runtime 1.17 and of all later ones */, MOST_DRAFTED = 64 };
 enum { PIECE = 256 /* tokens of a long prompt that are fed at once */ };
+enum End { INPUT, OUTPUT };
+#define BOOL ONNX_TENSOR_ELEMENT_DATA_TYPE_BOOL
+#define INT64 ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
+#define FLOAT ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+#define DOUBLE ONNX_TENSOR_ELEMENT_DATA_TYPE_DOUBLE
 
-SpecedgeHost *specedge_open(const char *bundle, int64_t k, const char *onnxruntime,
-                            const char *extensions) {
-    SpecedgeHost *host = calloc(1, sizeof *host);
-    host->folder = bundle;
-    host->k = k;
-    if (read_manifest(host)) open_graphs(host, onnxruntime, extensions);
-    return host;
+struct SpecedgeHost {
+    char error[512];
+    const char *folder;
+    Bundle bundle;
+    const OrtApi *ort;
+    OrtEnv *env;
+    OrtSessionOptions *options;
+    OrtAllocator *allocator;
+    const OrtMemoryInfo *memory;         /* says that memory is the processor's */
+    OrtSession *round, *encode, *decode; /* the last two NULL where there is no text */
+    OrtIoBinding *binding;               /* of the round, with its caches */
+    OrtValue *given, *found;             /* of encode and decode */
+    json_int_t k;
+    int64_t *text, length;
+    char *bytes; /* of the last round */
+    /* What the round reads and writes, by name. */
+    SpecedgeSettings settings;
+    int64_t draft_length, target_length, num_draft_tokens;
+    bool *seen;
+    double uniforms[2 * MOST_DRAFTED + 1];
+    int64_t next_tokens[MOST_DRAFTED + 1], num_accepted;
+};
+
+static bool fail(SpecedgeHost *host, const char *format, ...) {
+    va_list values;
+    va_start(values, format);
+    vsnprintf(host->error, sizeof host->error, format, values);
+    va_end(values);
+    host->error[strcspn(host->error, "\n")] = 0;
+    host->length = 0; /* the caches may hold anything */
+    return false;
 }
 
-void specedge_close(SpecedgeHost *host) {
-    close_graphs(host);
-    json_decref(host->manifest);
-    free(host);
+static bool ok(SpecedgeHost *host, OrtStatus *status) {
+    if (status) fail(host, "ONNX Runtime: %s", host->ort->GetErrorMessage(status));
+    if (status) host->ort->ReleaseStatus(status);
+    return !status;
 }
 
-const char *specedge_error(const SpecedgeHost *host) { return host->error; }
+/* Call a function of ONNX Runtime, and leave the caller where that fails. */
+#define TRY(host, call) \
+    if (!ok((host), (host)->ort->call)) return false
+
+/* Whether a number, which may be NaN, is in a range. */
+static bool check(SpecedgeHost *host, const char *what, double value, double least, double most) {
+    return (value >= least && value <= most) ||
+           fail(host, "%s must be from %g to %g, got %g", what, least, most, value);
+}
 
 static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -36,261 +78,249 @@ static double uniform(uint64_t seed, uint64_t i) {
     return (double)((z ^ z >> 31) >> 11) * 0x1p-53;
 }
 
-/* ---- Text, where the bundle has encode.onnx and decode.onnx ---- */
-
-/* The bytes of the first character of a text, and of what is none those that one U+FFFD stands for
- * (Unicode 3.9, "maximal subpart"); 0 if the character may go on behind the text. */
-static size_t character(const char *text, size_t size, bool *is_valid) {
-    const unsigned char *bytes = (const unsigned char *)text;
-    unsigned char first = *bytes, low = 0x80, high = 0xBF;
-    size_t length = first < 0x80 ? 1 : first < 0xC2 ? 0 : first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
-    if (first > 0xF4) length = 0;
-    if (first == 0xE0) low = 0xA0;
-    if (first == 0xED) high = 0x9F;
-    if (first == 0xF0) low = 0x90;
-    if (first == 0xF4) high = 0x8F;
-    size_t i = 1;
-    for (; i < length && i < size && bytes[i] >= low && bytes[i] <= high; i++) {
-        low = 0x80;
-        high = 0xBF;
-    }
-    *is_valid = length && i == length;
-    return i < length && i == size ? 0 : i;
-}
-
-/* Run a graph of one input, host->given, and one output, host->found; both live until the next. */
-static bool call(SpecedgeHost *host, OrtSession *session, const char *input, const char *output) {
-    host->ort->ReleaseValue(host->found);
-    host->found = NULL;
-    TRY(host, Run(session, NULL, &input, (const OrtValue *const *)&host->given, 1, &output, 1,
-                  &host->found));
+static bool open_runtime(SpecedgeHost *host, const OrtApiBase *base, const char *extensions) {
+    const char *key, *version = base->GetVersionString(), *oldest = host->bundle.oldest_onnxruntime;
+    json_t *value;
+    if (strverscmp(version, oldest) < 0 || !(host->ort = base->GetApi(API)))
+        return fail(host, "ONNX Runtime is %s, the bundle needs %s", version, oldest);
+    TRY(host, CreateEnv(ORT_LOGGING_LEVEL_FATAL, "specedge", &host->env));
+    TRY(host, GetAllocatorWithDefaultOptions(&host->allocator));
+    TRY(host, AllocatorGetInfo(host->allocator, &host->memory));
+    TRY(host, CreateSessionOptions(&host->options));
+    json_object_foreach(host->bundle.session_options, key, value)
+        TRY(host, AddSessionConfigEntry(host->options, key, json_string_value(value)));
+    if (extensions) TRY(host, RegisterCustomOpsLibrary_V2(host->options, extensions));
     return true;
 }
 
-bool specedge_encode(SpecedgeHost *host, const char *text, int64_t **tokens, int64_t *num_tokens) {
-    const char *reason = text_of(host->hosts, "ids_only");
-    if (!host->encode)
-        return fail(host, "only token ids can be taken: %s",
-                    *reason ? reason : "no path of libortextensions.so was given");
-    if (!*text) return fail(host, "the prompt is empty; give some text");
-    bool is_valid = true;
-    for (size_t i = 0, size = strlen(text), length; i < size && is_valid; i += length) {
-        length = character(text + i, size - i, &is_valid);
-        if (!is_valid) return fail(host, "the prompt is not UTF-8");
+static bool open_session(SpecedgeHost *host, const json_t *graph, OrtSession **session) {
+    char path[4096];
+    const char *file = json_string_value(json_object_get(graph, "file"));
+    if (!file || !json_object_get(host->bundle.files, file))
+        return fail(host, "bundle.json does not list a graph's file: %s", file);
+    snprintf(path, sizeof path, "%s/%s", host->folder, file);
+    return ok(host, host->ort->CreateSession(host->env, path, host->options, session));
+}
+
+/* Bind `count` numbers, of shape [count] or [1, count], to an end of the round. */
+static bool bind(SpecedgeHost *host, enum End end, const char *name, void *memory,
+                 ONNXTensorElementDataType type, int rank, int64_t count) {
+    OrtValue *value = NULL;
+    int64_t shape[] = {1, count};
+    size_t size = count * (type == BOOL ? 1 : type == FLOAT ? 4 : 8);
+    TRY(host, CreateTensorWithDataAsOrtValue(host->memory, memory, size, shape + 2 - rank, rank,
+                                             type, &value));
+    bool is_bound = ok(host, end == OUTPUT ? host->ort->BindOutput(host->binding, name, value)
+                                           : host->ort->BindInput(host->binding, name, value));
+    host->ort->ReleaseValue(value); /* the binding has it */
+    return is_bound;
+}
+
+/* Bind memory of zeros to all ends of a cache: a run then writes its new rows alone. */
+static bool bind_cache(SpecedgeHost *host, json_t *input, json_t *outputs) {
+    const char *name, *buffer, *other, *its_buffer;
+    size_t i, size = sizeof(float);
+    int64_t shape[4];
+    json_t *sizes, *output;
+    OrtValue *cache = NULL;
+    void *data;
+    if (json_unpack(input, "{s:s, s:s, s:o}", "name", &name, "buffer", &buffer, "shape", &sizes))
+        return true; /* only caches have a buffer */
+    for (i = 0; i < 4; i++) size *= shape[i] = json_integer_value(json_array_get(sizes, i));
+    TRY(host, CreateTensorAsOrtValue(host->allocator, shape, 4, FLOAT, &cache));
+    bool is_bound = ok(host, host->ort->GetTensorMutableData(cache, &data)) &&
+                    ok(host, host->ort->BindInput(host->binding, name, cache));
+    if (is_bound && size) memset(data, 0, size);
+    json_array_foreach(outputs, i, output)
+        if (!json_unpack(output, "{s:s, s:s}", "name", &other, "buffer", &its_buffer) &&
+            !strcmp(buffer, its_buffer))
+            is_bound = is_bound && ok(host, host->ort->BindOutput(host->binding, other, cache));
+    host->ort->ReleaseValue(cache);
+    return is_bound;
+}
+
+static bool open_round(SpecedgeHost *host, const json_t *graph) {
+    json_t *inputs = NULL, *outputs = NULL, *input;
+    SpecedgeSettings *settings = &host->settings;
+    size_t i;
+    json_unpack((json_t *)graph, "{s:I, s:{s:o, s:o}}", "num_draft_tokens", &host->k, "signature",
+                "inputs", &inputs, "outputs", &outputs);
+    if (!check(host, "num_draft_tokens", host->k, 1, MOST_DRAFTED) ||
+        !open_session(host, graph, &host->round))
+        return false;
+    TRY(host, CreateIoBinding(host->round, &host->binding));
+    json_array_foreach(inputs, i, input)
+        if (!bind_cache(host, input, outputs)) return false;
+    return bind(host, INPUT, "draft_length", &host->draft_length, INT64, 1, 1) &&
+           bind(host, INPUT, "target_length", &host->target_length, INT64, 1, 1) &&
+           bind(host, INPUT, "num_draft_tokens", &host->num_draft_tokens, INT64, 1, 1) &&
+           bind(host, INPUT, "temperature", &settings->temperature, FLOAT, 1, 1) &&
+           bind(host, INPUT, "top_k", &settings->top_k, INT64, 1, 1) &&
+           bind(host, INPUT, "top_p", &settings->top_p, DOUBLE, 1, 1) &&
+           bind(host, INPUT, "min_p", &settings->min_p, FLOAT, 1, 1) &&
+           bind(host, INPUT, "repetition_penalty", &settings->repetition_penalty, FLOAT, 1, 1) &&
+           bind(host, INPUT, "seen", host->seen, BOOL, 2, host->bundle.vocab_size) &&
+           bind(host, INPUT, "uniforms", host->uniforms, DOUBLE, 1, 2 * host->k + 1) &&
+           bind(host, OUTPUT, "next_tokens", host->next_tokens, INT64, 1, host->k + 1) &&
+           bind(host, OUTPUT, "num_accepted", &host->num_accepted, INT64, 1, 1);
+}
+
+static bool open_graphs(SpecedgeHost *host, bool has_text) {
+    const json_t *round = find_graph(&host->bundle, "round", host->k);
+    const json_t *encode = find_graph(&host->bundle, "encode", 0);
+    const json_t *decode = find_graph(&host->bundle, "decode", 0);
+    if (!round)
+        return fail(host, "%s has no round.onnx of K = %lld draft tokens (0: any); run specedge "
+                    "embed --layout fused -k K", host->folder, (long long)host->k);
+    host->text = calloc(host->bundle.context_length, sizeof *host->text);
+    host->seen = calloc(host->bundle.vocab_size, sizeof *host->seen);
+    return open_round(host, round) &&
+           (!has_text || !encode || open_session(host, encode, &host->encode)) &&
+           (!has_text || !decode || open_session(host, decode, &host->decode));
+}
+
+SpecedgeHost *specedge_open(const char *bundle, int64_t k, const OrtApiBase *onnxruntime,
+                            const char *extensions) {
+    SpecedgeHost *host = calloc(1, sizeof *host);
+    host->folder = bundle;
+    host->k = k;
+    if (read_bundle(&host->bundle, bundle, host->error, sizeof host->error) &&
+        open_runtime(host, onnxruntime, extensions))
+        open_graphs(host, extensions != NULL);
+    return host;
+}
+
+void specedge_close(SpecedgeHost *host) {
+    if (host->ort) {
+        host->ort->ReleaseValue(host->given);
+        host->ort->ReleaseValue(host->found);
+        host->ort->ReleaseIoBinding(host->binding);
+        host->ort->ReleaseSession(host->round);
+        host->ort->ReleaseSession(host->encode);
+        host->ort->ReleaseSession(host->decode);
+        host->ort->ReleaseSessionOptions(host->options);
+        host->ort->ReleaseEnv(host->env);
     }
+    json_decref(host->bundle.manifest);
+    free(host->text);
+    free(host->seen);
+    free(host->bytes);
+    free(host);
+}
+
+const char *specedge_error(const SpecedgeHost *host) { return host->error; }
+
+/* Run encode or decode on host->given, which then is freed. */
+static bool call(SpecedgeHost *host, OrtSession *session, const char *input, const char *output) {
+    const OrtValue *given = host->given;
+    host->ort->ReleaseValue(host->found);
+    host->found = NULL;
+    bool is_run = ok(host, host->ort->Run(session, NULL, &input, &given, 1, &output, 1,
+                                          &host->found));
     host->ort->ReleaseValue(host->given);
     host->given = NULL;
-    TRY(host, CreateTensorAsOrtValue(host->allocator, (int64_t[]){1}, 1,
+    return is_run;
+}
+
+bool specedge_encode(SpecedgeHost *host, const char *text, const int64_t **tokens,
+                     int64_t *num_tokens) {
+    OrtTensorTypeAndShapeInfo *info;
+    int64_t shape[] = {1, 0}; /* of the text, and then of its tokens */
+    if (!host->encode)
+        return fail(host, "only token ids can be taken: %s", host->bundle.ids_only ?
+                    host->bundle.ids_only : "no path of libortextensions.so was given");
+    TRY(host, CreateTensorAsOrtValue(host->allocator, shape, 1,
                                      ONNX_TENSOR_ELEMENT_DATA_TYPE_STRING, &host->given));
     TRY(host, FillStringTensor(host->given, &text, 1));
     if (!call(host, host->encode, "text", "tokens")) return false;
-    OrtTensorTypeAndShapeInfo *info;
-    int64_t shape[2] = {0}, *ids;
-    TRY(host, GetTensorMutableData(host->found, (void **)&ids));
+    TRY(host, GetTensorMutableData(host->found, (void **)tokens));
     TRY(host, GetTensorTypeAndShape(host->found, &info));
     bool is_known = ok(host, host->ort->GetDimensions(info, shape, 2));
     host->ort->ReleaseTensorTypeAndShapeInfo(info);
-    if (!is_known) return false;
     *num_tokens = shape[1];
-    *tokens = malloc((shape[1] + 1) * sizeof *ids);
-    memcpy(*tokens, ids, shape[1] * sizeof *ids);
-    return true;
+    return is_known;
 }
 
-/* The text that bytes complete, those held back before included; the caller frees it. */
-static char *completed(SpecedgeHost *host, const char *bytes, size_t size, size_t *text_size) {
-    char *text = malloc(3 * size + 1), *end = text;
-    bool is_valid;
-    for (size_t i = 0, length; i < size; i += length) {
-        length = character(bytes + i, size - i, &is_valid);
-        if (!length) {
-            memcpy(host->held, bytes + i, size - i);
-            host->held[size - i] = 0;
-            break;
-        }
-        memcpy(end, is_valid ? bytes + i : "\xEF\xBF\xBD", is_valid ? length : 3);
-        end += is_valid ? length : 3;
-    }
-    *text_size = end - text;
-    return text;
-}
-
-/* The text that the tokens from `first` on complete. */
-static bool decode(SpecedgeHost *host, int64_t first, char **text, size_t *text_size) {
-    int64_t count = host->length - first;
-    size_t size, held = strlen(host->held);
-    host->ort->ReleaseValue(host->given);
-    host->given = NULL;
-    TRY(host, CreateTensorWithDataAsOrtValue(host->memory, host->text + first, count * 8, &count, 1,
-                                             ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64, &host->given));
+/* Put the text of a round's tokens beside them. */
+static bool decode(SpecedgeHost *host, SpecedgeRound *round) {
+    TRY(host, CreateTensorWithDataAsOrtValue(host->memory, (int64_t *)round->tokens,
+                                             round->num_tokens * sizeof(int64_t),
+                                             &round->num_tokens, 1, INT64, &host->given));
     if (!call(host, host->decode, "tokens", "text")) return false;
-    TRY(host, GetStringTensorElementLength(host->found, 0, &size));
-    char *bytes = malloc(held + size + 1);
-    memcpy(bytes, host->held, held);
-    *host->held = 0;
-    bool is_read = ok(host, host->ort->GetStringTensorElement(host->found, size, 0, bytes + held));
-    *text = is_read ? completed(host, bytes, held + size, text_size) : NULL;
-    free(bytes);
-    return is_read;
-}
-
-/* ---- Rounds: each ends with next_tokens and num_accepted ---- */
-
-static bool check_token(SpecedgeHost *host, int64_t token) {
-    return (token >= 0 && token < host->vocab_size) ||
-           fail(host, "token %lld is not between 0 and %lld", (long long)token,
-                (long long)host->vocab_size - 1);
-}
-
-/* Feed the draft text[from:end]; it draws the next token with a random number. */
-static bool run_draft(SpecedgeHost *host, int64_t from, int64_t end, double uniform) {
-    host->draft_length = from - host->draft_start;
-    host->uniform = uniform;
-    return run_graph(host, &host->draft, from, end);
-}
-
-/* Feed the target what it lacks of text[:end]; the last K + 1 rows give logits. */
-static bool run_target(SpecedgeHost *host, int64_t end) {
-    host->logits_from = end - host->target_length - host->k - 1;
-    return run_graph(host, &host->target, host->target_length, end);
-}
-
-static bool run_split_round(SpecedgeHost *host) {
-    int64_t from = host->draft_start + host->draft_length;
-    bool was_seen[MOST_DRAFTED];
-    for (int64_t i = 0; i < host->k; from = host->length + i++) {
-        if (!run_draft(host, from, host->length + i, host->uniforms[i])) return false;
-        if (!check_token(host, host->token)) return false;
-        host->drafted[i] = host->text[host->length + i] = host->token;
-        memcpy(host->weights + i * host->vocab_size, host->row, host->vocab_size * sizeof(float));
-        was_seen[i] = host->seen[host->token];
-        host->seen[host->token] = true;
-    }
-    for (int64_t i = host->k; i-- > 0;) host->seen[host->drafted[i]] = was_seen[i];
-    return run_target(host, host->length + host->k) && run_graph(host, &host->accept, 0, 0);
-}
-
-/* Feed one piece of a long prompt, where more than a piece is left of it. */
-static bool read_piece(SpecedgeHost *host, bool *was_left) {
-    int64_t from = host->draft_start + host->draft_length, until = host->length - PIECE;
-    *was_left = from < until || host->target_length < until;
-    host->num_draft_tokens = 0;
-    if (host->round.session && from < until) {
-        if (!run_graph(host, &host->round, from, from + PIECE)) return false;
-        host->draft_length = host->target_length = from + PIECE;
-    } else if (from < until) {
-        if (!run_draft(host, from, from + PIECE, 0)) return false;
-        host->draft_length += PIECE;
-    } else if (host->target_length < until) {
-        if (!run_target(host, host->target_length + PIECE)) return false;
-        host->target_length += PIECE;
-    }
+    TRY(host, GetStringTensorElementLength(host->found, 0, &round->num_bytes));
+    round->bytes = host->bytes = realloc(host->bytes, round->num_bytes + 1);
+    TRY(host, GetStringTensorElement(host->found, round->num_bytes, 0, host->bytes));
     return true;
 }
 
-/* A draft of a shorter context has the text from here on in its cache: docs/bundle.md. */
-static void place_draft(SpecedgeHost *host) {
-    int64_t context = host->draft_context_length, step = context - context / 2;
-    int64_t over = host->length - context, start = over > 0 ? (over + step - 1) / step * step : 0;
-    if (start != host->draft_start) host->draft_length = 0;
-    host->draft_start = start;
+/* Feed the draft and the target what they lack of text[:end], and accept at most n draft tokens. */
+static bool run(SpecedgeHost *host, int64_t end, int64_t n) {
+    host->num_draft_tokens = n;
+    int64_t *fed = host->text + host->draft_length;
+    return bind(host, INPUT, "tokens", fed, INT64, 2, end - host->draft_length) &&
+           ok(host, host->ort->RunWithBinding(host->round, NULL, host->binding));
 }
 
 /* Put what a round wrote behind the text: `wanted` tokens at most, and none behind an end token. */
-static bool take(SpecedgeHost *host, int64_t wanted, bool *is_over) {
-    const json_t *ends = json_object_get(host->manifest, "end_tokens");
+static void take(SpecedgeHost *host, int64_t wanted, bool *is_over) {
     int64_t first = host->length;
-    if (host->num_accepted < 0 || host->num_accepted > host->k)
-        return fail(host, "%lld of %lld draft tokens were accepted", (long long)host->num_accepted,
-                    (long long)host->k);
     for (int64_t i = 0; i < least(host->num_accepted + 1, wanted) && !*is_over; i++) {
         int64_t token = host->text[host->length++] = host->next_tokens[i];
-        if (!check_token(host, token)) return false;
         host->seen[token] = true;
-        for (size_t j = 0; j < json_array_size(ends); j++)
-            *is_over |= token == json_integer_value(json_array_get(ends, j));
+        for (size_t j = 0; j < json_array_size(host->bundle.end_tokens); j++)
+            *is_over |= token == json_integer_value(json_array_get(host->bundle.end_tokens, j));
     }
-    host->num_accepted = least(host->num_accepted, wanted);
     host->target_length = host->length - 1;
-    host->draft_length = least(host->target_length, first + host->k - 1) - host->draft_start;
-    return true;
-}
-
-static bool check(SpecedgeHost *host, double value, bool is_right, const char *wanted) {
-    return (is_right && isfinite(value)) || fail(host, "%s, got %g", wanted, value);
-}
-
-static bool check_settings(SpecedgeHost *host, const SpecedgeSettings *s) {
-    double length = (double)s->max_new_tokens, top_k = (double)s->top_k, p = s->top_p, m = s->min_p;
-    return check(host, length, length >= 0, "max_new_tokens must be at least 0") &&
-           check(host, s->temperature, s->temperature >= 0, "temperature must be at least 0") &&
-           check(host, top_k, top_k >= 0, "top_k must be at least 0") &&
-           check(host, p, p > 0 && p <= 1, "top_p must be above 0, at most 1") &&
-           check(host, m, m >= 0 && m <= 1, "min_p must be 0 to 1") &&
-           check(host, s->repetition_penalty, s->repetition_penalty > 0,
-                 "repetition_penalty must be above 0");
+    host->draft_length = least(host->target_length, first + host->k - 1);
 }
 
 /* Take the settings, and of the caches what they have in common with the prompt. */
 static bool begin(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
                   const SpecedgeSettings *s) {
-    if (!check_settings(host, s)) return false;
-    if (num_tokens < 1) return fail(host, "the prompt is empty; give at least one token");
-    if (num_tokens >= host->context_length)
-        return fail(host, "the prompt has %lld tokens, the bundle takes %lld with at least one "
-                    "new; shorten it", (long long)num_tokens, (long long)host->context_length);
+    if (!check(host, "max_new_tokens", s->max_new_tokens, 0, INT64_MAX) ||
+        !check(host, "temperature", s->temperature, 0, FLT_MAX) ||
+        !check(host, "top_k", s->top_k, 0, INT64_MAX) ||
+        !check(host, "top_p", s->top_p, DBL_MIN, 1) || !check(host, "min_p", s->min_p, 0, 1) ||
+        !check(host, "repetition_penalty", s->repetition_penalty, FLT_MIN, FLT_MAX) ||
+        !check(host, "the number of prompt tokens", num_tokens, 1, host->bundle.context_length - 1))
+        return false;
     for (int64_t i = 0; i < num_tokens; i++)
-        if (!check_token(host, prompt[i])) return false;
-    int64_t common = 0;
-    while (common < least(host->length, num_tokens - 1) && host->text[common] == prompt[common])
-        common++;
+        if (!check(host, "a token", prompt[i], 0, host->bundle.vocab_size - 1)) return false;
+    int64_t common = 0, most = least(host->length, num_tokens - 1);
+    while (common < most && host->text[common] == prompt[common]) common++;
+    host->draft_length = least(host->draft_length, common);
     host->target_length = least(host->target_length, common);
-    host->draft_length = least(host->draft_length, common - host->draft_start);
-    if (host->draft_length < 0) host->draft_length = 0;
-    memcpy(host->text, prompt, num_tokens * sizeof *prompt);
+    host->settings = *s;
     host->length = num_tokens;
-    memset(host->seen, 0, host->vocab_size);
+    memmove(host->text, prompt, num_tokens * sizeof *prompt);
+    memset(host->seen, 0, host->bundle.vocab_size);
     for (int64_t i = 0; i < num_tokens; i++) host->seen[prompt[i]] = true;
-    host->temperature = (float)s->temperature;
-    host->top_k = s->top_k;
-    host->top_p = s->top_p;
-    host->min_p = (float)s->min_p;
-    host->repetition_penalty = (float)s->repetition_penalty;
-    *host->held = 0;
     return true;
 }
 
 bool specedge_generate(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
                        const SpecedgeSettings *settings, SpecedgeOnRound *on_round, void *user) {
     if (!begin(host, prompt, num_tokens, settings)) return false;
-    int64_t limit = num_tokens + least(settings->max_new_tokens, host->context_length - num_tokens);
+    int64_t limit = host->length + least(settings->max_new_tokens,
+                                         host->bundle.context_length - host->length);
     uint64_t used = 0;
-    bool is_over = false;
-    while (!is_over && host->length < limit) {
-        int64_t first = host->length, wanted = limit - first;
-        bool was_left;
-        place_draft(host);
-        if (!read_piece(host, &was_left)) return false;
-        if (was_left) {
-            is_over = !on_round(user, NULL, 0, 0, "", 0);
-            continue;
+    for (bool is_over = false; !is_over && host->length < limit;) {
+        int64_t first = host->length, wanted = limit - first, end = host->draft_length + PIECE;
+        SpecedgeRound round = {0};
+        if (end < first) { /* a piece of a long prompt */
+            if (!run(host, end, 0)) return false;
+            host->draft_length = host->target_length = end;
+        } else {
+            for (int i = 0; i <= 2 * host->k; i++)
+                host->uniforms[i] = uniform(settings->seed, used++);
+            int64_t n = least(host->k, settings->temperature == 0 ? wanted - 1 : wanted);
+            if (!run(host, first, n)) return false;
+            take(host, wanted, &is_over);
+            round = (SpecedgeRound){host->text + first, host->length - first,
+                                    least(host->num_accepted, wanted), NULL, 0};
+            if (host->decode && !decode(host, &round)) return false;
         }
-        for (int64_t i = 0; i <= 2 * host->k; i++)
-            host->uniforms[i] = uniform(settings->seed, used++);
-        host->num_draft_tokens = least(host->k, wanted - (host->temperature == 0));
-        host->num_draft_tokens = least(host->num_draft_tokens, /* what fits into its context */
-                                       host->draft_start + host->draft_context_length - first + 1);
-        if (!(host->round.session ? run_graph(host, &host->round, host->draft_length, first)
-                                  : run_split_round(host)) ||
-            !take(host, wanted, &is_over))
-            return false;
-        char *text = NULL;
-        size_t text_size = 0;
-        if (host->decode && !decode(host, first, &text, &text_size)) return false;
-        is_over |= !on_round(user, host->text + first, host->length - first, host->num_accepted,
-                             text ? text : "", text_size);
-        free(text);
+        is_over |= !on_round(user, &round);
     }
-    if (*host->held) on_round(user, NULL, 0, 0, "\xEF\xBF\xBD", 3);
     return true;
 }

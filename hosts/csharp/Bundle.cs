@@ -71,11 +71,11 @@ namespace SpecEdge
             NumDraftTokens = (int)json["num_draft_tokens"].Integer;
             ContextLength = (int)target["context_length"].Integer;
             VocabSize = (int)target["vocab_size"].Integer;
-            DraftContextLength = (int)draft["context_length"].Integer;
-            Capacity = (int)Math.Min(target["cache"]["capacity"].Integer, draft["cache"]["capacity"].Integer);
+            DraftContextLength = (int)Math.Min(draft["context_length"].Integer, ContextLength);
+            Spare = (int)Math.Min(
+                target["cache"]["capacity"].Integer - ContextLength, draft["cache"]["capacity"].Integer - DraftContextLength);
             EndTokens = new HashSet<long>(json["end_tokens"].Items.Select(token => token.Integer));
             Weights = new[] { target["weights"].Text, draft["weights"].Text }.Distinct().ToList();
-            MultipliesBytes = new[] { target, draft }.Any(model => model["weights_dtype"].Text.StartsWith("int"));
             if (hosts.IsNull)
                 throw new InvalidDataException(
                     $"{folder} has no graphs for hosts; run `specedge embed --bundle {folder}`");
@@ -103,13 +103,14 @@ namespace SpecEdge
 
         public int ContextLength { get; }
         public int VocabSize { get; }
+
+        /// <summary>At most the target's.</summary>
         public int DraftContextLength { get; }
 
-        /// <summary>Rows of the smaller cache.</summary>
-        public int Capacity { get; }
+        /// <summary>Rows that a cache has beyond its model's context.</summary>
+        public int Spare { get; }
 
         public ISet<long> EndTokens { get; }
-        public bool MultipliesBytes { get; }
 
         /// <summary>Why there are no graphs that encode and decode text, or null if there are.</summary>
         public string IdsOnly { get; }
@@ -162,10 +163,7 @@ namespace SpecEdge
             }
             if (Graph("draft") == null || Graph("accept") == null || Decoder == null)
                 throw new InvalidDataException($"{Folder} has no graphs of a round; run `specedge embed --bundle {Folder}`");
-            if (DraftContextLength < ContextLength)
-                throw new InvalidDataException(
-                    $"the draft takes {DraftContextLength} tokens and the target {ContextLength}; this host needs a draft of the target's");
-            int most = Math.Max(NumDraftTokens, Capacity - ContextLength - 2);
+            int most = Math.Max(NumDraftTokens, Spare - 2);
             if (asked < 0 || asked > most)
                 throw new ArgumentException($"num-draft-tokens must be from 1 to {most}, got {asked}");
             return asked != 0 ? asked : NumDraftTokens;

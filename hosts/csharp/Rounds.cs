@@ -13,6 +13,7 @@ namespace SpecEdge
     {
         internal readonly int NumDraftTokens;  // K
         internal readonly long[] Allowed = new long[1];  // n, how many of the K may be accepted
+        internal int DraftStart;  // where in the text the draft's cache begins
         internal readonly long[] DraftLength = new long[1];
         internal readonly long[] TargetLength = new long[1];
         internal readonly float[] Temperature = new float[1];
@@ -82,9 +83,10 @@ namespace SpecEdge
                 Seen[token] = true;
         }
 
-        /// <summary>How many rows of the caches count.</summary>
-        internal void SetLengths(int draft, int target)
+        /// <summary>Where in the text the draft's cache begins, and how many rows of the caches count.</summary>
+        internal void SetLengths(int draftStart, int draft, int target)
         {
+            DraftStart = draftStart;
             DraftLength[0] = draft;
             TargetLength[0] = target;
         }
@@ -211,15 +213,16 @@ namespace SpecEdge
 
         public void Read(List<long> text, int end)
         {
-            Draft(Range(text, _memory.DraftLength, end), 0);
+            if (_memory.DraftStart + _memory.DraftLength[0] < end)
+                Draft(Range(text, _memory.DraftStart + _memory.DraftLength[0], end), 0);
             if (_memory.TargetLength[0] < end)
-                Verify(Range(text, _memory.TargetLength, end), 1, _lastLogits);
+                Verify(Range(text, _memory.TargetLength[0], end), 1, _lastLogits);
         }
 
         public void Run(List<long> text)
         {
             Array.Copy(_memory.Seen, _seen, _seen.Length);
-            List<long> fed = Range(text, _memory.DraftLength, text.Count);
+            List<long> fed = Range(text, _memory.DraftStart + _memory.DraftLength[0], text.Count);
             for (int i = 0; i < _drafted.Length; i++)
             {
                 Draft(fed, i);
@@ -228,7 +231,7 @@ namespace SpecEdge
                 _seen[_token[0]] = true;
                 fed = new List<long> { _token[0] };
             }
-            List<long> verified = Range(text, _memory.TargetLength, text.Count);
+            List<long> verified = Range(text, _memory.TargetLength[0], text.Count);
             verified.AddRange(_drafted);
             Verify(verified, _drafted.Length + 1, _logits);
             _accept.Run();
@@ -264,7 +267,7 @@ namespace SpecEdge
             }
         }
 
-        private static List<long> Range(List<long> text, long[] start, int end) =>
-            text.GetRange((int)start[0], end - (int)start[0]);
+        private static List<long> Range(List<long> text, long start, int end) =>
+            text.GetRange((int)start, end - (int)start);
     }
 }

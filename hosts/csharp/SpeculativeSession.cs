@@ -23,7 +23,8 @@ namespace SpecEdge
         private readonly IRound _round;
         private readonly TextGraphs _graphs;
         private List<long> _text = new List<long>();
-        private int _draftLength, _targetLength;  // rows of the caches that hold the text's first tokens
+        private int _draftStart;  // where in the text the draft's cache begins
+        private int _draftLength, _targetLength;  // how many rows of the caches count
         private int _turn;
         private bool _disposed;
 
@@ -108,11 +109,12 @@ namespace SpecEdge
                 {
                     if (turn != _turn)
                         throw new InvalidOperationException("another text was begun on this session");
-                    for (; text.Count - _draftLength > MaxRead; Read(_draftLength + MaxRead))
+                    int most = PlaceDraft();
+                    for (int read; text.Count - (read = Math.Min(_draftStart + _draftLength, _targetLength)) > MaxRead; Read(read + MaxRead))
                         cancellation.ThrowIfCancellationRequested();
                     cancellation.ThrowIfCancellationRequested();
                     SplitMix64.Fill(_memory.Uniforms, options.Seed, used);
-                    return Next(limit - text.Count);
+                    return Next(limit - text.Count, most);
                 });
                 used += (ulong)_memory.Uniforms.Length;
             }
@@ -125,28 +127,40 @@ namespace SpecEdge
             int common = 0;
             while (common < Math.Min(_text.Count, text.Count - 1) && _text[common] == text[common])
                 common++;
-            _draftLength = Math.Min(_draftLength, common);
+            _draftLength = Math.Max(0, Math.Min(_draftLength, common - _draftStart));
             NumReused = _targetLength = Math.Min(_targetLength, common);
             _text = text;
             _memory.Set(options, text);
             return ++_turn;
         }
 
+        /// <summary>Lets a draft of a shorter context begin anew where docs/bundle.md has it, and gives how much it may draft.</summary>
+        private int PlaceDraft()
+        {
+            int context = Bundle.DraftContextLength, step = context - context / 2;
+            int start = Math.Max(0, (_text.Count - context + step - 1) / step * step);
+            if (start != _draftStart)
+                _draftLength = 0;
+            _draftStart = start;
+            return start + context - _text.Count + 1;
+        }
+
         /// <summary>Fills the caches up to a place in the prompt.</summary>
         private void Read(int end)
         {
-            _memory.SetLengths(_draftLength, _targetLength);
+            _memory.SetLengths(_draftStart, _draftLength, _targetLength);
             _round.Read(_text, end);
-            _draftLength = _targetLength = end;
+            _draftLength = Math.Max(_draftLength, end - _draftStart);
+            _targetLength = Math.Max(_targetLength, end);
         }
 
-        /// <summary>Runs a round for a text that wants so many tokens more.</summary>
-        private Round Next(int wanted)
+        /// <summary>Runs a round for a text that wants so many tokens more, of which at most so many may be drafted.</summary>
+        private Round Next(int wanted, int most)
         {
             int before = _text.Count;
             bool greedy = _memory.Temperature[0] == 0;
-            _memory.SetLengths(_draftLength, _targetLength);
-            _memory.Allowed[0] = Math.Min(NumDraftTokens, greedy ? wanted - 1 : wanted);
+            _memory.SetLengths(_draftStart, _draftLength, _targetLength);
+            _memory.Allowed[0] = Math.Min(Math.Min(NumDraftTokens, most), greedy ? wanted - 1 : wanted);
             _round.Run(_text);
             // What goes beyond the limit or an end token is cut off.
             int accepted = (int)_memory.NumAccepted[0];
@@ -157,7 +171,7 @@ namespace SpecEdge
             _text.AddRange(tokens);
             tokens.ForEach(token => _memory.Seen[token] = true);
             _targetLength = _text.Count - 1;
-            _draftLength = Math.Min(_targetLength, before + NumDraftTokens - 1);
+            _draftLength = Math.Min(_targetLength, before + NumDraftTokens - 1) - _draftStart;
             return new Round(tokens, Math.Min(accepted, tokens.Count));
         }
 

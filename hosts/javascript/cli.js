@@ -31,6 +31,15 @@ function number(name, text) {
   return Number(text);
 }
 
+/** A message with the names of options in place of those of settings, as --top-k of topK. */
+function inOptions(message) {
+  const names = Object.keys(OPTIONS).map((name) => [name, settingOf(name)]);
+  const [name] = names.find(([, setting]) => message.startsWith(`${setting} must be`)) ?? [];
+  return name ? message.replace(/^\w+/, `--${name}`) : message;
+}
+
+const settingOf = (name) => name.replace(/-./g, ([, letter]) => letter.toUpperCase());
+
 function seedOf(text) {
   if (!/^-?\d+$/.test(text)) throw new Error(`--seed takes a whole number, got "${text}"`);
   return BigInt(text);
@@ -40,7 +49,7 @@ function seedOf(text) {
 function settingsOf({ seed, ids, golden, 'num-draft-tokens': k, ...values }) {
   const settings = seed === undefined ? {} : { seed: seedOf(seed) };
   for (const [name, text] of Object.entries(values)) {
-    settings[name.replace(/-./g, ([, letter]) => letter.toUpperCase())] = number(name, text);
+    settings[settingOf(name)] = number(name, text);
   }
   return settings;
 }
@@ -124,7 +133,7 @@ try {
     process.stdout.write('\n');
     process.exitCode = 130;
   } else {
-    console.error(`error: ${error.message.split('\n')[0]}`);
+    console.error(`error: ${inOptions(error.message.split('\n')[0])}`);
     process.exitCode = 1;
   }
 }

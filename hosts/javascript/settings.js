@@ -1,9 +1,19 @@
 /** What a caller may ask for, and the random numbers of a seed. */
-import { doubles, floats, ints } from './graph.js';
+import ort from 'onnxruntime-node';
 
-const STEP = 0x9e3779b97f4a7c15n;
+export const tensor = (type, values, dims = [values.length]) => new ort.Tensor(type, values, dims);
+export const ints = (values, dims) => tensor('int64', BigInt64Array.from(values, BigInt), dims);
 
-/** Settings as graphs take them, by role. */
+const [TINY, HUGE] = [1e-37, 3e38]; // as float32 neither 0 nor infinite
+
+export function check(name, value, least, most, isWhole = true) {
+  if (!(value >= least && value <= most) || (isWhole && !Number.isInteger(value))) {
+    const kind = isWhole ? 'a whole number' : 'a number';
+    throw new RangeError(`${name} must be ${kind} from ${least} to ${most}, got ${value}`);
+  }
+}
+
+/** Settings as the graph takes them. */
 export function settingsOf({
   temperature = 0,
   topK = 0,
@@ -12,47 +22,28 @@ export function settingsOf({
   repetitionPenalty = 1,
   ...others
 }) {
-  const [unknown] = Object.keys(others);
-  if (unknown) throw new TypeError(`there is no setting ${unknown}`);
-  check('temperature', temperature, 'at least 0', temperature >= 0);
-  check('topK', topK, 'a whole number, at least 0', Number.isSafeInteger(topK) && topK >= 0);
-  check('topP', topP, 'above 0, at most 1', topP > 0 && topP <= 1);
-  check('minP', minP, '0 to 1', minP >= 0 && minP <= 1);
-  check('repetitionPenalty', repetitionPenalty, 'above 0', repetitionPenalty > 0);
+  for (const name of Object.keys(others)) throw new TypeError(`there is no setting ${name}`);
+  check('temperature', temperature, 0, HUGE, false);
+  check('topK', topK, 0, Number.MAX_SAFE_INTEGER);
+  check('topP', topP, TINY, 1, false);
+  check('minP', minP, 0, 1, false);
+  check('repetitionPenalty', repetitionPenalty, TINY, HUGE, false);
   return {
-    temperature: floats([temperature]),
+    temperature: tensor('float32', [temperature]),
     top_k: ints([topK]),
-    top_p: doubles([topP]),
-    min_p: floats([minP]),
-    repetition_penalty: floats([repetitionPenalty]),
+    top_p: tensor('float64', [topP]),
+    min_p: tensor('float32', [minP]),
+    repetition_penalty: tensor('float32', [repetitionPenalty]),
   };
 }
 
-export function check(name, value, wanted, isRight) {
-  if (!isRight || !Number.isFinite(value)) {
-    throw new RangeError(`${name} must be ${wanted}, got ${value}`);
-  }
-}
-
-/** Refuse a prompt that the target cannot continue. */
-export function checkPrompt(tokens, { context_length: context, vocab_size: size }) {
-  if (!tokens.length) throw new RangeError('the prompt is empty; give at least one token');
-  const bad = tokens.find((token) => !(Number.isSafeInteger(token) && token >= 0 && token < size));
-  if (bad !== undefined) throw new RangeError(`token ${bad} is not between 0 and ${size - 1}`);
-  if (tokens.length >= context) {
-    const room = `the bundle takes ${context} with at least one new`;
-    throw new RangeError(`the prompt has ${tokens.length} tokens, ${room}; shorten it`);
-  }
-}
-
-/** A function that gives so many of a seed's next random numbers: splitmix64. */
+/** A function that gives the next random number of a seed: splitmix64. */
 export function uniforms(seed) {
   let state = BigInt.asUintN(64, BigInt(seed));
-  const next = () => {
-    state = BigInt.asUintN(64, state + STEP);
+  return () => {
+    state = BigInt.asUintN(64, state + 0x9e3779b97f4a7c15n);
     let z = BigInt.asUintN(64, (state ^ (state >> 30n)) * 0xbf58476d1ce4e5b9n);
     z = BigInt.asUintN(64, (z ^ (z >> 27n)) * 0x94d049bb133111ebn);
     return Number((z ^ (z >> 31n)) >> 11n) * 2 ** -53;
   };
-  return (count) => Array.from({ length: count }, next);
 }

@@ -1,30 +1,63 @@
 /** Text from a specedge bundle: docs/hosts.md. There is no sampling here, only random numbers. */
 import { join } from 'node:path';
+import ort from 'onnxruntime-node';
 import { readBundle } from './bundle.js';
-import { openRounds } from './rounds.js';
-import { check, checkPrompt, settingsOf, uniforms } from './settings.js';
+import { check, ints, settingsOf, tensor, uniforms } from './settings.js';
 import { Text } from './text.js';
+
+const PIECE = 256; // tokens of a long prompt that are fed at once
+/** Memory of zeros for each cache, with its names as an input and as the last output. */
+function cachesOf({ inputs, outputs }) {
+  const caches = inputs.filter(({ buffer }) => buffer);
+  return caches.map(({ name, buffer, shape }) => ({
+    input: name,
+    output: outputs.findLast((output) => output.buffer === buffer)?.name,
+    tensor: tensor('float32', new Float32Array(shape.reduce((a, b) => a * b)), shape),
+  }));
+}
 
 /** One text at a time. What a prompt shares with the text before it is not computed again. */
 export class SpecedgeHost {
   #bundle;
-  #rounds;
   #text;
+  #session;
+  #k; // draft tokens a round
+  #caches; // names of input and output, and the tensor that was the last output
   #tokens = []; // of the last text
+  #draftLength = 0; // how many rows of the draft's caches count, and of the target's
+  #targetLength = 0;
   #isBusy = false;
 
   /** Open a bundle to draft `numDraftTokens` tokens a round, or as many as it says. */
   static async open(folder, { numDraftTokens } = {}) {
     const host = new SpecedgeHost();
-    host.#bundle = await readBundle(folder);
-    host.#text = await Text.open(join(folder, host.#bundle.tokenizer));
-    host.#rounds = await openRounds(folder, host.#bundle, numDraftTokens);
+    const { hosts, files, tokenizer } = (host.#bundle = await readBundle(folder));
+    const [version, oldest] = [ort.env.versions.node, hosts.oldest_onnxruntime];
+    if (version.localeCompare(oldest, 'en', { numeric: true }) < 0) {
+      throw new Error(`ONNX Runtime is ${version}, the bundle needs ${oldest}`);
+    }
+    const round = hosts.graphs.find(
+      ({ name, num_draft_tokens: k }) => name === 'round' && k === (numDraftTokens ?? k),
+    );
+    if (!round) {
+      const wanted = `round.onnx of ${numDraftTokens ?? 'any'} draft tokens`;
+      throw new RangeError(`there is no ${wanted}; run specedge embed --layout fused -k K`);
+    }
+    if (!files[round.file]) throw new Error(`bundle.json does not list the graph ${round.file}`);
+    host.#k = round.num_draft_tokens;
+    host.#caches = cachesOf(round.signature);
+    host.#text = await Text.open(join(folder, tokenizer));
+    host.#session = await ort.InferenceSession.create(join(folder, round.file), {
+      logSeverityLevel: 4, // fatal: errors are thrown
+      extra: hosts.session_options,
+    });
     return host;
   }
 
-  /** Free the sessions and the caches; not while a text is written. */
-  release() {
-    return this.#rounds.release();
+  /** Free the session and the caches; not while a text is written. */
+  async release() {
+    await this.#session?.release();
+    this.#session = this.#caches = null;
   }
 
   /** The tokens of a text. */
@@ -40,55 +73,79 @@ export class SpecedgeHost {
    */
   async *generate(prompt, { maxNewTokens = 64, seed = 0, signal, ...given } = {}) {
     if (this.#isBusy) throw new Error('the host is writing another text; wait for its end');
-    const isLength = Number.isSafeInteger(maxNewTokens) && maxNewTokens >= 0;
-    check('maxNewTokens', maxNewTokens, 'a whole number, at least 0', isLength);
+    if (!this.#session) throw new Error('the host was released; open another one');
     this.#isBusy = true;
     try {
-      const tokens = await this.#tokensOf(prompt);
+      const isText = typeof prompt === 'string' && prompt;
+      const tokens = isText ? await this.encode(prompt) : [...prompt];
+      const { context_length: context, vocab_size: size } = this.#bundle.target;
+      check('the number of prompt tokens', tokens.length, 1, context - 1);
+      for (const token of tokens) check('a token', token, 0, size - 1);
+      check('maxNewTokens', maxNewTokens, 0, Number.MAX_SAFE_INTEGER);
       const settings = settingsOf(given);
       this.#begin(tokens);
-      yield* this.#write(tokens, maxNewTokens, uniforms(seed), settings, signal);
+      const limit = Math.min(tokens.length + maxNewTokens, context);
+      yield* this.#write(limit, uniforms(seed), settings, signal);
     } finally {
       this.#isBusy = false;
     }
   }
 
-  async #tokensOf(prompt) {
-    const isText = typeof prompt === 'string';
-    const tokens = isText && prompt ? await this.encode(prompt) : [...prompt];
-    checkPrompt(tokens, this.#bundle.target);
-    return tokens;
-  }
-
   #begin(tokens) {
     let common = 0;
     while (common < tokens.length - 1 && tokens[common] === this.#tokens[common]) common += 1;
-    this.#rounds.begin(common);
+    this.#draftLength = Math.min(this.#draftLength, common);
+    this.#targetLength = Math.min(this.#targetLength, common);
     this.#tokens = tokens;
   }
 
-  async *#write(tokens, maxNewTokens, random, settings, signal) {
-    const { end_tokens: ends, target } = this.#bundle;
-    const rounds = this.#rounds;
-    const limit = Math.min(tokens.length + maxNewTokens, target.context_length);
+  async *#write(limit, random, settings, signal) {
+    const tokens = this.#tokens;
     const isGreedy = settings.temperature.data[0] === 0;
     const newText = this.#text.stream(tokens);
     for (let isLast = false; !isLast && tokens.length < limit; ) {
       signal?.throwIfAborted();
-      const [first, wanted] = [tokens.length, limit - tokens.length];
-      const room = rounds.placeDraft(first);
-      if (await rounds.read(tokens, settings)) continue;
-      const n = Math.min(rounds.k, wanted - isGreedy, room);
-      const found = await rounds.run(tokens, n, random(2 * rounds.k + 1), settings);
+      const [length, wanted] = [tokens.length, limit - tokens.length];
+      const piece = this.#draftLength + PIECE;
+      if (piece < length) {
+        await this.#run(piece, 0, () => 0, settings);
+        this.#draftLength = this.#targetLength = piece;
+        continue;
+      }
+      const n = Math.min(this.#k, wanted - isGreedy);
+      const found = await this.#run(length, n, random, settings);
       const numAccepted = Math.min(Number(found.num_accepted.data[0]), wanted);
-      const emitted = Array.from(found.next_tokens.data, Number).slice(0, numAccepted + 1);
-      emitted.splice(wanted);
-      const end = emitted.findIndex((token) => ends.includes(token));
+      const emitted = Array.from(found.next_tokens.data, Number);
+      emitted.splice(Math.min(numAccepted + 1, wanted));
+      const end = emitted.findIndex((token) => this.#bundle.end_tokens.includes(token));
       if (end >= 0) emitted.splice(end + 1);
       tokens.push(...emitted);
-      rounds.end(first, tokens.length);
+      this.#targetLength = tokens.length - 1;
+      this.#draftLength = Math.min(this.#targetLength, length + this.#k - 1);
       isLast = end >= 0 || tokens.length >= limit;
       yield { tokens: emitted, numAccepted, text: await newText(tokens, isLast) };
     }
+  }
+
+  /** Feed what the caches lack of the text up to `end`; of K draft tokens n may be accepted. */
+  async #run(end, n, random, settings) {
+    const fed = this.#tokens.slice(this.#draftLength, end);
+    const seen = new Uint8Array(this.#bundle.target.vocab_size);
+    for (const token of this.#tokens) seen[token] = 1;
+    const feeds = {
+      ...settings,
+      tokens: ints(fed, [1, fed.length]),
+      draft_length: ints([this.#draftLength]),
+      target_length: ints([this.#targetLength]),
+      num_draft_tokens: ints([n]),
+      seen: tensor('bool', seen, [1, seen.length]),
+      uniforms: tensor('float64', Array.from({ length: 2 * this.#k + 1 }, random)),
+    };
+    const fetches = { next_tokens: null, num_accepted: null };
+    // One tensor for both ends: the run writes new rows in place, and the package gives a copy.
+    for (const cache of this.#caches) feeds[cache.input] = fetches[cache.output] = cache.tensor;
+    const found = await this.#session.run(feeds, fetches);
+    for (const cache of this.#caches) cache.tensor = found[cache.output];
+    return found;
   }
 }

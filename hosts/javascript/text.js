@@ -23,16 +23,12 @@ export class Text {
     return (await this.#encoder.encode(text)).getIds();
   }
 
-  decode(tokens) {
-    return this.#decoder.decode(tokens, true);
-  }
-
   /** A function that gives what new tokens add to the text, given all tokens up to them. */
   stream(prompt) {
     let [from, shown] = [Math.max(0, prompt.length - CONTEXT), prompt.length];
     return async (tokens, isLast) => {
-      const before = await this.decode(tokens.slice(from, shown));
-      const after = await this.decode(tokens.slice(from));
+      const before = await this.#decoder.decode(tokens.slice(from, shown), true);
+      const after = await this.#decoder.decode(tokens.slice(from), true);
       if (after.endsWith('\ufffd') && !isLast) return ''; // perhaps the beginning of a character
       [from, shown] = [shown, tokens.length];
       return after.slice(before.length);

@@ -6,12 +6,12 @@ import pytest
 from click.testing import CliRunner
 
 
-def _embedded(folder, layout):
+def _embedded(folder, *options):
     pytest.importorskip("onnx_ir", reason="needs the export extra")
     pytest.importorskip("onnxruntime_extensions", reason="needs the hosts extra")
     from specedge.cli.embed import embed
 
-    done = CliRunner().invoke(embed, ["--output", str(folder), "--layout", layout])
+    done = CliRunner().invoke(embed, ["--output", str(folder), *options])
     assert done.exit_code == 0, done.output
     return folder
 
@@ -19,13 +19,19 @@ def _embedded(folder, layout):
 @pytest.fixture(scope="session")
 def fused_bundle(tmp_path_factory):
     """The embedded pair with a graph of a whole round."""
-    return _embedded(tmp_path_factory.mktemp("fused") / "bundle", "fused")
+    return _embedded(tmp_path_factory.mktemp("fused") / "bundle")
 
 
 @pytest.fixture(scope="session")
 def split_bundle(tmp_path_factory):
     """The embedded pair with graphs of a draft step and of the accept rule."""
-    return _embedded(tmp_path_factory.mktemp("split") / "bundle", "split")
+    return _embedded(tmp_path_factory.mktemp("split") / "bundle", "--layout", "split")
+
+
+@pytest.fixture(scope="session")
+def small_rounds(tmp_path_factory):
+    """The embedded pair with graphs of rounds of one draft token and of two."""
+    return _embedded(tmp_path_factory.mktemp("small") / "bundle", "-k", "1", "-k", "2")
 
 
 @pytest.fixture(params=["fused", "split"])

@@ -39,15 +39,6 @@ def with_smaller_caches(manifest):
             tensor["shape"][2] = 64
 
 
-def with_more_uniforms(manifest):
-    (tensor,) = (t for t in graph(manifest)["signature"]["inputs"] if t["role"] == "uniforms")
-    tensor["shape"] = [11]
-
-
-def with_another_role(manifest):
-    graph(manifest)["signature"]["inputs"][0]["role"] = "image"
-
-
 def with_a_path_that_goes_up(manifest):
     manifest["files"]["../x.onnx"] = manifest["files"][graph(manifest)["file"]]
 

@@ -85,6 +85,20 @@ def test_the_manifest_lists_what_each_graph_takes_and_gives(folder):
     assert graph.file in bundle.files
 
 
+def test_names_but_those_of_caches_are_roles(folder):
+    for layout in ("fused", "split"):
+        for graph in embed(folder, layout=layout).hosts.graphs:
+            tensors = (*graph.signature.inputs, *graph.signature.outputs)
+            assert all((t.role == "cache") == (t.buffer is not None) for t in tensors)
+            assert all(t.name == t.role for t in tensors if t.buffer is None)
+
+
+def test_session_options_are_right_for_the_weights_on_every_processor(folder, tmp_path):
+    assert "session.x64quantprecision" not in embed(folder).hosts.session_options
+    integers = embed(output=tmp_path / "integers")
+    assert integers.hosts.session_options["session.x64quantprecision"] == "1"
+
+
 def test_weights_are_not_written_again(folder):
     embed(folder, num_draft_tokens=[2, 4])
     assert (folder / "round-2.onnx").stat().st_size < 500_000
