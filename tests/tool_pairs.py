@@ -67,7 +67,8 @@ def tool_pair(name, slots=2, special=True):
         chat_template=TEMPLATES[name],
         special_tokens={"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     ).at(pipeline.bundle.folder)
-    tokenizer = renamed(pipeline.tokenizer, SPECIAL[name]) if special else pipeline.tokenizer
+    added = {"<think>": False} | (SPECIAL[name] if special else {})
+    tokenizer = renamed(pipeline.tokenizer, added)
     first, *more = pipeline.slots.all
     more = [(slot.target, slot.draft) for slot in more]
     return Writing(bundle, tokenizer, first.target, first.draft, more=more)

@@ -170,7 +170,9 @@ def test_the_grammar_of_strict_functions_lets_any_text_be_but_a_wrong_call(name,
     before = "" if name == "Llama 3" else "I <tool [TOOL_CALL look. "
     few = [("clock", {"any": ["thing"]})]
     good = [few, CALLS[:1]] if name == "Llama 3" else [few, CALLS, CALLS[:1] * 2]
-    for text in ("", "It is hot.", *(spelled(name, calls, before) for calls in good)):
+    texts = ["", "It is hot.", "<think>", "<think>{ a</think><think>b"]
+    texts += [] if name == "Llama 3" else [spelled(name, few, "a<think>b")]
+    for text in (*texts, *(spelled(name, calls, before) for calls in good)):
         assert follows(text)
     bad = [[("rain", {})], [("weather", {})], [("weather", {"city": "Rom", "days": 99})]]
     for calls in bad:
@@ -308,6 +310,10 @@ def test_tools_that_spell_special_tokens_are_text(pairs):
     assert count("Tells <|im_end|> it.") == count("Tells it.") > 0
 
 
+NESTED = {}
+for _ in range(300):
+    NESTED = {"properties": {"a": NESTED}}
+DEEP = [{"type": "function", "function": CLOCK | {"parameters": NESTED}}]
 BAD = [
     ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
     ({"tools": ["clock"]}, "tools[0]"),
@@ -323,6 +329,7 @@ BAD = [
         {"tools": [{"type": "function", "function": CLOCK | {"color": 1}}]},
         "tools[0].function.color",
     ),
+    ({"tools": DEEP, "tool_choice": "required"}, "tools"),
     ({"tool_choice": "sometimes"}, "tool_choice"),
     ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
     ({"tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),

@@ -70,10 +70,15 @@ def calling_of(bundle: Bundle, tokenizer: Tokenizer, tools: Tools | None, where:
             param,
             "unsupported_value",
         )
-    special = {token for token, one in tokenizer.get_added_tokens_decoder().items() if one.special}
+    added = tokenizer.get_added_tokens_decoder()
+    special = {token for token, one in added.items() if one.special}
     ids = {mark: tokenizer.token_to_id(mark) for mark in family.marks}
     tokens = {mark: token for mark, token in ids.items() if token is not None}
-    grammar = None if tools is None else grammar_of(tools, family, tokens)
+    others = sorted(added.keys() - special - {*tokens.values(), *bundle.end_tokens})
+    try:
+        grammar = None if tools is None else grammar_of(tools, family, tokens, others)
+    except RecursionError as error:
+        raise ApiError("tools are nested too deeply", "tools", "invalid_value") from error
     if grammar is not None and len(grammar) > MAX_GRAMMAR:
         raise ApiError(
             f"tools must make a grammar of at most {MAX_GRAMMAR} characters, got {len(grammar)}",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from .declared import Function, Tools
@@ -13,29 +14,35 @@ from .families import Family, in_lark
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
-def grammar_of(tools: Tools, family: Family, tokens: dict[str, int]) -> str | None:
+def grammar_of(
+    tools: Tools, family: Family, tokens: dict[str, int], others: Sequence[int] = ()
+) -> str | None:
     """What a text must follow, None if nothing. `tokens` are the family's marks that are one.
 
     Where a call is wanted, calls alone. Where the model may choose and a function is strict, any
-    text without the family's marker, and after it calls alone.
+    text without the family's marker, and after it calls alone. `others` are added tokens that such
+    a text may have, which llguidance takes for no text.
     """
     if tools.wanted:
         return "\n".join(["start: calls", *_calls(tools, family, tokens)])
     if not any(one.strict for one in tools.functions):
         return None
-    marker = re.escape(family.marker)
+    marker, rules, read = re.escape(family.marker), [], 0
+    other = f"<[{','.join(map(str, others))}]>" if others else None
     if not family.marked:
-        text = rf"TEXT: /[^{{\s](?s:.*)/ & ~/{marker}(?s:.*)/"
-        start = f"start: TEXT? | {in_lark(family.marker, tokens)}? calls"
-        return "\n".join([start, text, *_calls(tools, family, tokens)])
-    text = f"TEXT: /(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"
-    if family.marker in tokens:
-        return "\n".join(["start: TEXT? calls?", text, *_calls(tools, family, tokens)])
-    to_calls = f"to_calls[lazy]: /(?s:.*){marker}/"
-    read = len(family.marker)
-    return "\n".join(
-        ["start: TEXT? | to_calls calls", text, to_calls, *_calls(tools, family, tokens, read)]
-    )
+        text = rf"/[^{{\s](?s:.*)/ & ~/{marker}(?s:.*)/"
+        more = f"({other} MORE?)*" if other else ""
+        start = f"start: TEXT? {more} | {in_lark(family.marker, tokens)}? calls"
+        rules = ["MORE: /(?s:.+)/"] if other else []
+    else:
+        text = f"/(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"
+        start = f"start: (TEXT? {other})* " if other else "start: "
+        if family.marker in tokens:
+            start += "TEXT? calls?"
+        else:
+            start += "(TEXT? | to_calls calls)"
+            rules, read = [f"to_calls[lazy]: /(?s:.*){marker}/"], len(family.marker)
+    return "\n".join([start, f"TEXT: {text}", *rules, *_calls(tools, family, tokens, read)])
 
 
 def _calls(tools: Tools, family: Family, tokens: dict[str, int], read: int = 0) -> list[str]:
