@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from specedge.request import GRAMMARS, request_of
@@ -51,7 +51,7 @@ class Ready:
     prompts: list[list[int]]
     options: dict[str, Any]
     calling: Calling | None = None
-    shown: frozenset[int] = field(default=frozenset())
+    shown: frozenset[int] = frozenset()
 
 
 def chat(facts: object, longest: int) -> Asked:
@@ -86,7 +86,7 @@ def completions(facts: object, longest: int) -> Asked:
 def responses(facts: object, longest: int) -> Asked:
     """Of /v1/responses: a text or messages in, a text or calls out; nothing is stored."""
     fields = Fields(facts)
-    given_tools, choice = fields.shown("tools"), fields.shown("tool_choice")
+    given_tools, choice = fields.peek("tools"), fields.peek("tool_choice")
     given = fields.take("input")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]

@@ -86,7 +86,7 @@ class Fields:
         self._known.append(name)
         return self._left.pop(name, None)
 
-    def shown(self, name: str) -> Any:
+    def peek(self, name: str) -> Any:
         """A field that is yet to be taken."""
         return self._left.get(name)
 

@@ -67,7 +67,7 @@ class Parser:
             if not self._inside:
                 return
             if self._forced:
-                yield from self._written(ended)
+                yield from self._written()
                 return
             found = _read(self._family, self._left, self._names, ended)
             if found is None:
@@ -117,7 +117,7 @@ class Parser:
             self._begun, self._after_call = True, False
             yield text
 
-    def _written(self, ended: bool) -> Iterator[Part]:
+    def _written(self) -> Iterator[Part]:
         """Calls of a text that a grammar wrote, as far as they are there."""
         while True:
             if self._arguments is None:
