@@ -13,7 +13,7 @@ from specedge.bundle_files import describe
 from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import File, Model
-from specedge.op_sets import COMPUTED, OPS
+from specedge.op_sets import CACHES, COMPUTED, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.precision import CHOICES, HALVES, QUANTISED
 from specedge.version import __version__
@@ -25,7 +25,7 @@ from .graph import scored, unrolled
 from .model_files import export_model
 from .progress import Progress
 from .quantise import drafting, texts
-from .quantise.computing import compute_in
+from .quantise.computing import add_kinds
 from .quantise.quantising import quantise
 from .quantise.written import Written
 from .tokenizers import frequent, pair
@@ -47,6 +47,12 @@ class Request:
     calibration: str | None
     draft_vocab: int | None
     compute: str | None
+    cache: str | None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the names of further op sets end in."""
+        return tuple(kind for kind in (self.compute, CACHES.get(self.cache or "")) if kind)
 
     def of(self, role: str) -> str:
         """A model's precision, as far as that is known without its weights."""
@@ -66,6 +72,8 @@ class Request:
         if self.ops not in ("auto", *OPS):
             raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
         self._check_compute({self.of("target"), self.of("draft")})
+        if self.cache not in (*CACHES, None):
+            raise ValueError(f"cache must be {', '.join(CACHES)}, got {self.cache!r}")
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)
@@ -103,6 +111,7 @@ def export(
     draft_precision: str | None = None,
     draft_vocab: int | None = None,
     compute: str | None = None,
+    cache: str | None = None,
     calibrate: str | os.PathLike[str] | None = None,
     draft_revision: str | None = None,
     target_revision: str | None = None,
@@ -133,13 +142,16 @@ def export(
     that compute in this type, for devices that do: "onnx-fp16" beside "onnx". They read the same
     weights, and are functions of their own. A draft then has the target's precision.
 
+    With `cache` "fp16" there are op sets, too, that compute as those without a type do, over caches
+    of half the size: "gqa-kv16" beside "gqa". These are functions of their own as well.
+
     Raises SpecEdgeError, or ValueError for a bad option.
     """
     progress = progress or Progress()
     file = None if calibrate is None else os.fspath(calibrate)
     request = Request(
         num_draft_tokens, max_length, ops, tolerance, precision, draft_precision, file, draft_vocab,
-        compute,
+        compute, cache,
     )  # fmt: skip
     draft, target = os.fspath(draft), os.fspath(target)
     adapters = [None if a is None else os.fspath(a) for a in (adapter, draft_adapter)]
@@ -215,18 +227,18 @@ def _write(
             pieces = _pieces(exported[0], calibration, work)
             first = Written("target", models[0], work / "target")
             one, weights = drafting.fastest(
-                first, exported[0], weights, work / "draft", pieces, own, progress
+                first, exported[0], weights, work / "draft", pieces, own, progress, request.kinds
             )
             exported = [one]
         elif precision in QUANTISED:
             pieces = _pieces(exported[0], calibration, work)
             exported, weights = quantise(
-                roles, work / checkpoint.role, precision, pieces, own, progress, request.compute
+                roles, work / checkpoint.role, precision, pieces, own, progress, request.kinds
             )
-        elif request.compute in HALVES:
+        elif request.kinds:
             pieces = _pieces(exported[0], calibration, work)
             folder = work / checkpoint.role
-            exported = compute_in(request.compute, roles, folder, pieces, own, progress)
+            exported = add_kinds(request.kinds, roles, folder, pieces, own, progress)
         models += exported
         hashed[exported[0].weights] = weights
     ours, theirs = (model.vocab_size for model in models)

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, replace
 
 from .errors import BundleError
-from .op_sets import OP_SETS, OPS, attention, computed, is_rounded
+from .op_sets import OP_SETS, OPS, attention, cached, computed, described, is_rounded, is_typed
 from .precision import DTYPES, PRECISIONS, QUANTISED, Precision, precision_of
 from .reports import Parity, Quantisation, check_line
 from .signature import Signature, Tensor
@@ -153,8 +153,8 @@ class Model:
             raise ValueError("one op set in graphs has a name without a type")
         if self.quantisation.keys() != {one for one in ops if is_rounded(one, self.weights_dtype)}:
             raise ValueError(
-                "quantisation has a report where weights are integers or an op set computes in 16 "
-                "bits, and only there"
+                "quantisation has a report where weights are integers or an op set has a type of "
+                "16 bits, and only there"
             )
         if min(self.num_parameters, self.num_experts) < 0:
             raise ValueError("num_parameters and num_experts are at least 0")
@@ -187,21 +187,22 @@ class Model:
 
     def cache_of(self, ops: str) -> Cache:
         """The cache that an op set's graphs take."""
-        return self.cache if ops == attention(ops) else replace(self.cache, dtype=computed(ops))
+        return self.cache if ops == attention(ops) else replace(self.cache, dtype=cached(ops))
 
     def is_for_gpus(self, ops: str) -> bool:
         """Whether GPUs have kernels for an op set: no products of bytes, and GroupQueryAttention in
         16 bits alone.
         """
-        integers = ops == attention(ops) and self.weights_dtype in QUANTISED
-        return not integers and not (attention(ops) == "gqa" and computed(ops) == "float32")
+        if cached(ops) != computed(ops) or (self.weights_dtype in QUANTISED and not is_typed(ops)):
+            return False
+        return attention(ops) != "gqa" or computed(ops) != "float32"
 
     def op_set(self, ops: str) -> str | None:
         """The op set of a name, if the model has it; of float weights the one without a type
         computes in float32.
         """
         plain = attention(ops)
-        same = computed(ops) == computed(plain) and not is_rounded(plain, self.weights_dtype)
+        same = cached(ops) == cached(plain) and not is_rounded(plain, self.weights_dtype)
         return next((name for name in (ops, *[plain] * same) if name in self.parity), None)
 
     @property
@@ -217,8 +218,7 @@ class Model:
         found = self.parity[ops].summary(self.precision)
         if ops in self.quantisation:
             cost = self.quantisation[ops].summary()
-            how = f" computed in {computed(ops)}" if ops != attention(ops) else ""
-            return f"{self.weights_dtype}{how}: {cost}; before that it {found}"
+            return f"{self.weights_dtype}{described(ops)}: {cost}; before that it {found}"
         return found
 
     def bound(self, ops: str) -> float:

@@ -1,11 +1,12 @@
 """What passes of T tokens take, beside reading the weights, and on what. Development only.
 
     python tools/measure_passes.py BUNDLE [BUNDLE ...] [--role target] [--threads N] [--unsigned]
+        [--ops NAME ...] [--past N]
 
-Milliseconds are the least and the median of passes over a cache of 100 tokens, bundles and T all
-in turn. The bound is the weights' bytes at the bandwidth that as many threads reach here, adding up
-arrays. The shares are of kernels' time in a profile of their own, whose clock costs each node some
-microseconds: they name what is worth a look, not seconds.
+Milliseconds are the least and the median of passes over a cache of 100 tokens, or of `--past`;
+bundles, op sets and T all in turn. The bound is the weights' bytes at the bandwidth that as many
+threads reach here, adding up arrays. The shares are of kernels' time in a profile of their own,
+whose clock costs each node some microseconds: they name what is worth a look, not seconds.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
 LENGTHS = (*range(1, 10), 96)
-PAST = 100
 ARRAY = 200_000_000  # bytes each thread adds up
+TYPES = {"tensor(int64)": np.int64, "tensor(float)": np.float32, "tensor(float16)": np.float16}
 KINDS = {
     "matrices": ("MatMul", "MatMulInteger", "MatMulNBits", "Gemm", "FusedMatMul"),
     "attention": ("GroupQueryAttention", "Attention", "Softmax"),
@@ -53,34 +54,34 @@ def bandwidth(threads: int) -> float:
     return threads * ARRAY / best
 
 
-def timed(models: dict[str, OrtModel], repeats: int) -> dict[tuple[str, int], list[float]]:
+def timed(
+    models: dict[str, OrtModel], repeats: int, past: int
+) -> dict[tuple[str, int], list[float]]:
     """Seconds of passes, all in turn."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for model in models.values():
-        model.prefill([0] * PAST)
+        model.prefill([0] * past)
     for i in range(repeats + 1):
         for name, model in models.items():
             for length in LENGTHS:
                 begin = time.perf_counter()
                 model.forward([0] * length)
                 took = time.perf_counter() - begin
-                model.truncate(PAST)
+                model.truncate(past)
                 if i:  # the first binds buffers
                     found[name, length].append(took)
     return found
 
 
-def shares(bundle: Bundle, role: str, length: int, threads: int) -> dict[str, float]:
-    """The share of each kind of kernel in a pass of T tokens."""
-    model = bundle.models[role]
-    path = bundle.path(model.graph("decoder", choose_ops(model)).file)
+def shares(path: Path, length: int, threads: int, past: int) -> dict[str, float]:
+    """The share of each kind of kernel in a decoder's pass of T tokens."""
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     options.enable_profiling = True
     with TemporaryDirectory() as folder:
         options.profile_file_prefix = os.path.join(folder, "profile")
         session = ort.InferenceSession(path, options, ["CPUExecutionProvider"])
-        values = {value.name: _zeros(value, length) for value in session.get_inputs()}
+        values = {value.name: _zeros(value, length, past) for value in session.get_inputs()}
         for _ in range(8):
             session.run(["logits"], values)
         events = json.loads(Path(session.end_profiling()).read_text("utf-8"))
@@ -95,12 +96,12 @@ def shares(bundle: Bundle, role: str, length: int, threads: int) -> dict[str, fl
     return {kind: total[kind] / total.total() for kind in (*KINDS, "small nodes")}
 
 
-def _zeros(value: Any, length: int) -> np.ndarray:
+def _zeros(value: Any, length: int, past: int) -> np.ndarray:
     if value.name == "past_length":
-        return np.array([PAST])
+        return np.array([past])
     shape = [size if isinstance(size, int) else length for size in value.shape]
     shape[0] = 1
-    return np.zeros(shape, np.int64 if value.type == "tensor(int64)" else np.float32)
+    return np.zeros(shape, TYPES[value.type])
 
 
 @click.command()
@@ -109,13 +110,29 @@ def _zeros(value: Any, length: int) -> np.ndarray:
 @click.option("--threads", type=int, default=os.cpu_count() or 1, show_default=True)
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--unsigned", is_flag=True, help="Multiply unsigned bytes, as AVX2 alone needs.")
-def main(folders: tuple[Path, ...], role: str, threads: int, repeats: int, unsigned: bool) -> None:
+@click.option("--ops", multiple=True, help="Op sets, in turn. [default: what the CPU takes]")
+@click.option("--past", default=100, show_default=True, help="Tokens in the cache.")
+def main(
+    folders: tuple[Path, ...],
+    role: str,
+    threads: int,
+    repeats: int,
+    unsigned: bool,
+    ops: tuple[str, ...],
+    past: int,
+) -> None:
     """Measure and print three tables."""
-    bundles = {folder.name: Bundle.read(folder) for folder in folders}
+    opened = {folder.name: Bundle.read(folder) for folder in folders}
     device = Device("cpu", threads, unsigned=unsigned)
-    models = {name: OrtModel(b, b.models[role], device) for name, b in bundles.items()}
+    bundles, models, paths = {}, {}, {}
+    for bundle_name, bundle in opened.items():
+        model = bundle.models[role]
+        for one in ops or (choose_ops(model),):
+            name = " ".join((bundle_name, *([one] if ops else [])))
+            bundles[name], models[name] = bundle, OrtModel(bundle, model, device, one)
+            paths[name] = bundle.path(model.graph("decoder", one).file)
     speed = bandwidth(threads)
-    found = timed(models, repeats)
+    found = timed(models, repeats, past)
     click.echo(f"{role}, {threads} threads, {speed / 1e9:.1f} GB/s, ONNX Runtime {ort.__version__}")
     click.echo("| bundle | weights | bound | " + " | ".join(f"T={t}" for t in LENGTHS) + " | v |")
     click.echo("|---" * (len(LENGTHS) + 4) + "|")
@@ -130,9 +147,9 @@ def main(folders: tuple[Path, ...], role: str, threads: int, repeats: int, unsig
     click.echo(
         "\n| bundle | T | " + " | ".join((*KINDS, "small nodes")) + " |\n" + "|---" * 5 + "|"
     )
-    for name, bundle in bundles.items():
+    for name in bundles:
         for length in (1, 5):
-            parts = shares(bundle, role, length, threads)
+            parts = shares(paths[name], length, threads, past)
             shown = " | ".join(f"{share:.0%}" for share in parts.values())
             click.echo(f"| {name} | {length} | {shown} |")
 

@@ -13,7 +13,7 @@ import numpy as np
 import onnxruntime as ort
 
 from specedge.errors import ExportError
-from specedge.op_sets import computed
+from specedge.op_sets import cached
 
 from ..checkpoint.lazy_weights import Memory
 from ..graph.graphs import Length
@@ -83,7 +83,7 @@ class Runner:
         self.folder, self.geometry, self.ops = folder, geometry, ops
         self.lengths = {length.name: length for length in lengths}
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
-        self._dtype = computed(ops)
+        self._dtype = cached(ops)
         self._shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
         self._splits: dict[str, partition.Split] = {}
         self.num_stages = 1

@@ -12,7 +12,7 @@ import onnxscript.optimizer
 
 from specedge.errors import ExportError
 from specedge.manifest import PREFILL_LENGTH, Graph, kind_of
-from specedge.op_sets import computed
+from specedge.op_sets import cached
 from specedge.precision import FLOAT32
 
 from ..private import versions
@@ -43,7 +43,7 @@ class Length:
 
 def signature_of(kind: str, ops: str) -> str:
     """What a kind of signature is called in an op set: caches may have another type there."""
-    dtype = computed(ops)
+    dtype = cached(ops)
     return kind if dtype == FLOAT32.cache else f"{kind}_{dtype}"
 
 

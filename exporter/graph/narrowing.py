@@ -1,4 +1,4 @@
-"""A float32 graph into one that computes in 16 bits, over the same weights.
+"""A float32 graph into one that computes in 16 bits, or has its caches in them, over its weights.
 
 Caches and all that is made of tokens get the type. What depends on positions alone stays in
 float32, as 16 bits tell few positions apart, and so do sums of squares, which overflow them; they
@@ -11,6 +11,8 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
+from specedge.errors import ExportError
+
 from .nodes import constant, producer
 from .weights import drop_unused
 
@@ -18,6 +20,11 @@ _WIDE = ir.DataType.FLOAT
 _HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
 # What a spelled-out norm begins with. Norms that are one node add up in float32 by themselves.
 _SUMS = {"Pow", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"}
+# What hands caches on, or reads them, by kernels of 16 bits.
+_OF_CACHES = {
+    "Attention", "Expand", "GroupQueryAttention", "Reshape", "Slice", "TensorScatter", "Transpose",
+    "Unsqueeze",
+}  # fmt: skip
 _FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
 
 
@@ -40,6 +47,28 @@ def narrow(model: ir.Model, kind: ir.DataType) -> None:
             if output.dtype is None:
                 output.dtype = _left_out(node)
         _retype(node, casts)
+    _widen_logits(graph, kind)
+    passes.RemoveUnusedNodesPass()(model)
+    drop_unused(graph)
+
+
+def narrow_caches(model: ir.Model, kind: ir.DataType) -> None:
+    """Let a model's graph have caches in a type of 16 bits and compute all but attention in its
+    own, in place.
+    """
+    graph = model.graph
+    casts = _Casts(graph, kind)
+    for value in graph.inputs:
+        if value.dtype == _WIDE:
+            value.dtype = kind
+    for node in list(graph):
+        _retype(node, casts, node.op_type in _OF_CACHES)
+    for value in graph.outputs[1:]:
+        if value.dtype != kind:
+            raise ExportError(
+                f"a {value.producer().op_type} node makes its caches, which stay in "  # type: ignore[union-attr]
+                f"{value.dtype}; leave --cache out"
+            )
     _widen_logits(graph, kind)
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(graph)
@@ -75,12 +104,12 @@ def _left_out(node: ir.Node) -> ir.DataType | None:
     return next((x.dtype for x in node.inputs if x is not None), None)
 
 
-def _retype(node: ir.Node, casts: _Casts) -> None:
-    """Let a node read and make floats of one type."""
+def _retype(node: ir.Node, casts: _Casts, is_able: bool = True) -> None:
+    """Let a node read and make floats of one type: of 16 bits if one is and it is able to."""
     floats = [(i, x) for i, x in enumerate(node.inputs) if x is not None and _is_float(x)]
     read = {x.dtype for _, x in floats if not _is_constant(x)}
     squares = node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
-    if read <= {_WIDE} or node.op_type in _SUMS or squares:
+    if not is_able or read <= {_WIDE} or node.op_type in _SUMS or squares:
         for i, value in floats:
             if value.dtype == casts.kind and not _is_constant(value):
                 node.replace_input_with(i, casts.wide(value))

@@ -1,4 +1,4 @@
-"""Graphs of a model of floats that compute in a type of 16 bits, over the same weights file."""
+"""Graphs of a model of floats with types of 16 bits, over the same weights file."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .texts import Texts
 from .written import Written
 
 
-def compute_in(
-    compute: str,
+def add_kinds(
+    kinds: Sequence[str],
     models: dict[str, Model],
     folder: Path,
     texts: Texts,
     head: Sequence[int] | None,
     progress: Progress,
 ) -> list[Model]:
-    """Give models that share a folder further op sets, beside those that compute in float32.
+    """Give models that share a folder op sets of further kinds, beside those in float32.
 
     The last one's logits are of the tokens `head` alone, if it is given.
     """
@@ -34,7 +34,7 @@ def compute_in(
     made = []
     for part in parts:
         dtype, reports = part.model.weights_dtype, {}
-        for ops in part.rounded(dtype, compute):
+        for ops in part.rounded(dtype, kinds):
             with progress.step(f"Writing the {part.role}"):
                 part.write(ir.load(part.decoder(ops)), folder, ops)
             with progress.step(f"Comparing the {part.role} ({ops})"):

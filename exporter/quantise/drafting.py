@@ -20,6 +20,7 @@ from specedge.manifest import File, Model
 from ..compare.runner import Runner
 from ..compare.stage import open_session
 from ..progress import Progress
+from .computing import add_kinds
 from .quantising import quantise
 from .report import logits
 from .texts import Texts
@@ -52,16 +53,20 @@ def fastest(
     texts: Texts,
     head: Sequence[int] | None,
     progress: Progress,
+    kinds: Sequence[str] = (),
 ) -> tuple[Model, File]:
     """Leave the best draft in `folder`, where it is in its own type; its manifest and weights.
 
-    Its logits are of the tokens `head` alone, if it is given.
+    Its logits are of the tokens `head` alone, if it is given. With `kinds` it has op sets of these,
+    too.
     """
     found = [Candidate("fp32", folder, draft, file)]
     for precision in CANDIDATES:
         place = folder.with_name(f"{folder.name}.{precision}")
         shutil.copytree(folder, place, copy_function=os.link)
-        (model,), weights = quantise({"draft": draft}, place, precision, texts, head, progress)
+        (model,), weights = quantise(
+            {"draft": draft}, place, precision, texts, head, progress, kinds
+        )
         found.append(Candidate(precision, place, model, weights))
     with progress.step("Choosing the draft's precision"):
         wanted = logits(_runner(target), texts.report)
@@ -81,6 +86,8 @@ def fastest(
             shutil.rmtree(one.folder)
     if best is not found[0]:
         best.folder.rename(folder)
+    elif kinds:
+        (best.model,) = add_kinds(kinds, {"draft": draft}, folder, texts, head, progress)
     return best.model, best.file
 
 

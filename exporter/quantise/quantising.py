@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specedge.manifest import File, Model
-from specedge.op_sets import OPS, attention
+from specedge.op_sets import attention, is_typed
 from specedge.precision import BLOCKS
 
 from ..graph import sigmoids
@@ -41,13 +41,13 @@ def quantise(
     texts: Texts,
     head: Sequence[int] | None,
     progress: Progress,
-    compute: str | None = None,
+    kinds: Sequence[str] = (),
 ) -> tuple[list[Model], File]:
     """Give models that share a folder weights of a quantised precision; the weights' hash, too.
 
     A second model has the first one's own layers, for which choices are made once. The last one's
-    logits are of the tokens `head` alone, if it is given. With `compute` there are op sets, too,
-    that widen the integers to floats of this type.
+    logits are of the tokens `head` alone, if it is given. With `kinds` there are op sets, too,
+    that widen the integers to floats of a type, or have caches of one.
     """
     before = folder.with_name(f"{folder.name}.float")
     folder.rename(before)
@@ -65,12 +65,12 @@ def quantise(
             choices |= _choices(part, precision, texts, channels, choices)
     with Store(folder) as store, progress.step(f"Quantising the {first}"):
         for part in parts:
-            for ops in part.rounded(precision, compute):
+            for ops in part.rounded(precision, kinds):
                 _rewrite(part, ops, choices, store, folder)
     made = []
     for part in parts:
         reports = {}
-        for ops in part.rounded(precision, compute):
+        for ops in part.rounded(precision, kinds):
             with progress.step(f"Comparing the {part.role} in {precision} ({ops})"):
                 all_ = choices | _others(part, ops)
                 reports[ops] = report(part, folder, ops, texts, all_, progress)
@@ -163,7 +163,7 @@ def _rewrite(model: Written, ops: str, choices: Choices, store: Store, folder: P
     found = groups(graph)
     rounded = {place for g in found if choices[g.key].num_parts for place in g.key}
     places = frozenset(stored.place for stored in tables.values())
-    rewriter = (Rewriter if ops in OPS else Widener)(graph, store, places)
+    rewriter = (Widener if is_typed(ops) else Rewriter)(graph, store, places)
     for group in found:
         if (by := choices[group.key].powers) is not None:
             way = routes.route(group)

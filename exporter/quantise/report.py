@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specedge.errors import ExportError
-from specedge.op_sets import attention, computed
+from specedge.op_sets import attention, cached
 from specedge.reports import Quantisation
 
 from ..compare import checks
@@ -38,7 +38,7 @@ def report(
     """
     who, runner = f"{model.role} ({ops})", model.runner(folder, ops)
     if not runner.can_run():
-        progress.note(f"{who}: not run, as ONNX Runtime has no {computed(ops)} kernels here")
+        progress.note(f"{who}: not run, as ONNX Runtime has no {cached(ops)} kernels here")
         return _described(Distance(), texts, choices), ()
     powers = {key: choice.powers for key, choice in choices.items()}
     factors = smoothing.of_caches(ir.load(model.decoder(ops)).graph, powers)
@@ -46,8 +46,8 @@ def report(
     found = distance(before, runner, texts.report, factors, model.head)
     if not math.isfinite(found.loss + found.divergence + found.error):
         raise ExportError(
-            f"{who}: some numbers are beyond {computed(ops)}; give --compute another type, or "
-            "leave it out"
+            f"{who}: some numbers are beyond {cached(ops)}; leave --compute and --cache out, or "
+            "compute in another type"
         )
     held, differing = checks.alone(runner, np.concatenate(texts.report))
     if differing:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -9,13 +10,13 @@ import numpy as np
 import onnx_ir as ir
 
 from specedge.manifest import Model, signatures
-from specedge.op_sets import OPS, attention, computed, is_rounded
+from specedge.op_sets import OPS, attention, cached, computed, is_rounded
 from specedge.reports import Quantisation
 
 from ..compare.runner import Runner
 from ..graph import graphs
 from ..graph.graphs import Length, signature_of
-from ..graph.narrowing import narrow
+from ..graph.narrowing import narrow, narrow_caches
 from ..graph.weights import STORED
 from ..tracing.geometry import Geometry
 
@@ -45,9 +46,9 @@ class Written:
         """Its op sets, but for those with a type."""
         return [ops for ops in OPS if ops in self.model.parity]
 
-    def rounded(self, weights_dtype: str, compute: str | None) -> list[str]:
-        """What is made of it: op sets over weights of a type, and those that compute in one."""
-        wanted = [*self.ops, *(f"{ops}-{compute}" for ops in self.ops if compute)]
+    def rounded(self, weights_dtype: str, kinds: Sequence[str]) -> list[str]:
+        """What is made of it: op sets over weights of a type, and with types of their own."""
+        wanted = [*self.ops, *(f"{ops}-{kind}" for kind in kinds for ops in self.ops)]
         return [ops for ops in wanted if is_rounded(ops, weights_dtype)]
 
     @property
@@ -74,8 +75,8 @@ class Written:
 
     def write(self, made: ir.Model, folder: Path, ops: str) -> None:
         """Write the files of an op set that was made of a decoder."""
-        if (kind := computed(ops)) != "float32":
-            narrow(made, STORED[kind][1])
+        if (kind := cached(ops)) != "float32":
+            (narrow if kind == computed(ops) else narrow_caches)(made, STORED[kind][1])
         graphs.write(made, folder, self.lengths, ops)
 
     def with_reports(self, reports: dict[str, Report], weights_dtype: str) -> Model:

@@ -12,7 +12,7 @@ from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError, DeviceError
 from specedge.graph_file import check_graph
 from specedge.manifest import CURE, SCORED, Graph, Model
-from specedge.op_sets import OP_SETS, computed
+from specedge.op_sets import CACHED, OP_SETS, computed
 from specedge.precision import QUANTISED, precision_of
 from specedge.signature import Signature, Tensor
 
@@ -75,7 +75,7 @@ class ModelSession:
 
     def cache(self) -> Cache:
         """An empty cache for its passes."""
-        with self._enough_memory():
+        with self._translated():
             return Cache(self.model.cache_of(self.ops), self.buffers)
 
     def bind(self, cache: Cache, length: int, num_logits: int, captured: bool = False) -> Pass:
@@ -116,12 +116,12 @@ class ModelSession:
         with self._translated():
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
-            self._session.run_with_iobinding(bound.binding, bound.options)
+            self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn what ONNX Runtime raises in a pass, binding included, into our errors."""
+        """Turn what ONNX Runtime raises in a pass, memory for it included, into our errors."""
         what = f"a pass of {self.model.source.id}"
         with self._enough_memory(), translated_errors(what):
             yield
@@ -182,7 +182,8 @@ def _wanted(model: Model, ops: str) -> str:
     rounded = model.weights_dtype in QUANTISED
     if kind == ("bf16" if rounded else "fp32"):
         return ""
-    return f", or export the pair with --ops {plain}" + (f" --compute {kind}" if kind else "")
+    option = "--cache fp16" if kind in CACHED else f"--compute {kind}" if kind else ""
+    return f", or export the pair with --ops {plain} {option}".rstrip()
 
 
 def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.manifest import UNROLLED, Model, chunk_length
-from specedge.op_sets import attention
+from specedge.op_sets import is_typed
 from specedge.precision import QUANTISED
 
 from ..sampling.scores import Scores
@@ -48,20 +48,19 @@ class OrtModel:
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
         bits = model.weights_dtype
-        self.rounds_inputs = bits in QUANTISED and self.ops == attention(self.ops)
+        self.rounds_inputs = bits in QUANTISED and not is_typed(self.ops)
         # MatMulNBits of 8 bits widens the whole matrix on CUDA beyond 5 rows.
         narrow = not device.is_cpu and bits in ("int8", "int8-block")
         self.fast_length = 5 if narrow else sys.maxsize
         self._chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
-        self._unrolled: Unrolled | None = None
         self._forget_all()
 
     def _forget_all(self) -> None:
         self.cache = self._session.cache()
         self._passes: dict[int, Pass] = {}
-        self._unrolled = self._unrolled and self._unrolled.over(self.cache)
+        self._unrolled: Unrolled | None = None
 
     @property
     def length(self) -> int:
@@ -109,6 +108,12 @@ class OrtModel:
             count = unrolled.num_steps
             is_right = unrolled.draft([0], count) == self._drafted(count)
             self._unrolled = unrolled if is_right and unrolled.least <= count else None
+
+    def unroll_as(self, other: OrtModel) -> None:
+        """Draft as another model of the same weights does; the cache is then empty."""
+        if other._unrolled is not None:
+            self._unrolled = other._unrolled.over(self.cache)
+            self._unrolled.warm_up()
 
     def _drafted(self, count: int) -> list[int]:
         """The likeliest tokens after token 0, by passes; the cache is then empty."""

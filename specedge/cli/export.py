@@ -14,7 +14,7 @@ from specedge.cli.embed import add_graphs
 from specedge.cli.inspect import licence
 from specedge.cli.terminal import lines, one_line
 from specedge.manifest import Model
-from specedge.op_sets import COMPUTED, OPS
+from specedge.op_sets import CACHES, COMPUTED, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.precision import CHOICES
 
@@ -66,6 +66,11 @@ from specedge.precision import CHOICES
     "--compute",
     type=click.Choice(tuple(COMPUTED)),
     help="Add graphs that compute in this type, for devices that do, over the same weights.",
+)
+@click.option(
+    "--cache",
+    type=click.Choice(tuple(CACHES)),
+    help="Add graphs whose caches have this type, of half the size, over the same weights.",
 )
 @click.option(
     "--draft-vocab",
