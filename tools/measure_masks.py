@@ -1,9 +1,10 @@
 """What the masks of a grammar cost a round. Development only.
 
-    python tools/measure_masks.py [--bundle FOLDER] [-k 4] [--seeds 5]
+    python tools/measure_masks.py [--bundle FOLDER] [-k 4] [--seeds 5] [--white-space none]
 
 Texts of the embedded pair under the twenty schemas of tests/schemas.py, at temperature 1. A mask is
 timed where it is computed, once a position; the host's part of a round is all but the passes.
+White space is none, what specedge bounds it to, or any, as JSON has it.
 """
 
 from __future__ import annotations
@@ -21,15 +22,22 @@ from specedge.runtime.text.grammars import Constraint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from schemas import SCHEMAS
+from schemas import PLAIN
+
+GUIDANCE: dict[str, dict[str, Any]] = {
+    "none": {"x-guidance": {"whitespace_flexible": False}},
+    "bounded": {},
+    "any": {"x-guidance": {"whitespace_flexible": True}},
+}
 
 
 @click.command()
 @click.option("--bundle", help="The bundle to measure. [default: as for specedge generate]")
 @click.option("-k", "num_draft_tokens", default=4, show_default=True)
 @click.option("--seeds", default=5, show_default=True, help="Texts of each schema.")
-def main(bundle: str | None, num_draft_tokens: int, seeds: int) -> None:
-    """Print the masks' time, and the rounds' beside it."""
+@click.option("--white-space", type=click.Choice(list(GUIDANCE)), default="none", show_default=True)
+def main(bundle: str | None, num_draft_tokens: int, seeds: int, white_space: str) -> None:
+    """Print the masks' time, the rounds' beside it, and how many texts ended."""
     pipeline = load(bundle, threads=1)
     seconds: list[float] = []
     made = Constraint.banned
@@ -43,18 +51,19 @@ def main(bundle: str | None, num_draft_tokens: int, seeds: int) -> None:
         return found
 
     Constraint.banned = timed  # type: ignore[method-assign]
-    rounds, whole, tokens = 0, 0.0, 0
-    for schema in SCHEMAS:
+    rounds, whole, tokens, ended = 0, 0.0, 0, 0
+    options = {"num_draft_tokens": num_draft_tokens}
+    for schema in (one | GUIDANCE[white_space] for one in PLAIN):
         for seed in range(seeds):
-            stats = pipeline.generate(
-                "data = ", 80, 1.0, seed=seed, num_draft_tokens=num_draft_tokens, json_schema=schema
-            ).stats
+            made = pipeline.generate("data = ", 80, 1.0, seed=seed, json_schema=schema, **options)
+            stats, ended = made.stats, ended + (made.finish_reason == "end")
             rounds, tokens = rounds + stats.num_rounds, tokens + stats.num_new_tokens
             whole += stats.decode_seconds
     low, middle, high = np.percentile(seconds, [10, 50, 90]) * 1e6
     print(f"a mask: {middle:.0f} us (10% to 90%: {low:.0f} to {high:.0f}), of {len(seconds)}")
     print(f"a round: {len(seconds) / rounds:.2f} masks, {sum(seconds) / rounds * 1e6:.0f} us")
     print(f"of {whole / rounds * 1e6:.0f} us, {tokens / rounds:.2f} tokens a round")
+    print(f"{ended} of {seeds * len(PLAIN)} texts ended, white space: {white_space}")
 
 
 if __name__ == "__main__":

@@ -150,6 +150,43 @@ def test_a_text_is_not_cut_by_what_other_texts_left_in_the_lexer(pipeline, monke
         assert len(found.tokens) == 30
 
 
+def spaces_of(pipeline, guidance, space):
+    """How many of a white space may begin an object, up to forty."""
+    schema = {"type": "object", "required": ["a"]} | guidance
+    one = pipeline.grammars.constraint(Request(json_schema=schema))
+    begin, (more,) = (pipeline.prompts.tokens(text) for text in ("{", space))
+    for count in range(40):
+        if one.banned(History([7], [*begin, *[more] * count]))[more]:
+            return count
+    return 40
+
+
+@pytest.mark.parametrize(
+    ("guidance", "most"),
+    [
+        ({}, 1),
+        ({"x-guidance": {"coerce_one_of": True}}, 1),
+        ({"x-guidance": {"whitespace_flexible": True}}, 40),
+        ({"x-guidance": {"whitespace_flexible": False}}, 0),
+        ({"x-guidance": {"whitespace_pattern": "[ ]{0,7}"}}, 7),
+    ],
+)
+def test_white_space_has_an_end_unless_the_schema_says_what_there_may_be(pipeline, guidance, most):
+    assert spaces_of(pipeline, guidance, " ") == most
+    assert guidance or spaces_of(pipeline, guidance, "\n") == 1
+
+
+@pytest.mark.parametrize("written", [{}, {"indent": 4}, {"separators": (",", ":")}])
+def test_json_as_it_is_usually_written_follows_its_schema(pipeline, written):
+    text = json.dumps({"name": "Al", "age": 30, "tags": ["a", "b"]}, **written)
+    schema = {name: value for name, value in PERSON.items() if name != "x-guidance"}
+    one = pipeline.grammars.constraint(Request(json_schema=schema))
+    tokens = pipeline.prompts.tokens(text)
+    assert np.flatnonzero(~one.banned(History([7], tokens))).tolist() == [
+        *pipeline.bundle.end_tokens
+    ]
+
+
 def test_a_bundle_without_end_tokens_is_refused(pipeline):
     class Endless:
         end_tokens, target = (), pipeline.bundle.target
