@@ -62,8 +62,9 @@ def ask(port, method, path, body=b"", **headers):
     """A bare request: its status, its headers in lower case, and its body."""
     if not isinstance(body, bytes):
         body = json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "Host: here", "Connection: close"]
-    given = {"Content_Type": "application/json", "Content_Length": len(body)} | headers
+    lines = [f"{method} {path} HTTP/1.1", "Connection: close"]
+    given = {"Content_Type": "application/json", "Content_Length": len(body), "Host": "localhost"}
+    given |= headers
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
     with socket.create_connection(("127.0.0.1", port), 30) as connection:
         connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)

@@ -55,8 +55,8 @@ def main(bundle: str | None, num_draft_tokens: int, seeds: int, white_space: str
     options = {"num_draft_tokens": num_draft_tokens}
     for schema in (one | GUIDANCE[white_space] for one in PLAIN):
         for seed in range(seeds):
-            made = pipeline.generate("data = ", 80, 1.0, seed=seed, json_schema=schema, **options)
-            stats, ended = made.stats, ended + (made.finish_reason == "end")
+            text = pipeline.generate("data = ", 80, 1.0, seed=seed, json_schema=schema, **options)
+            stats, ended = text.stats, ended + (text.finish_reason == "end")
             rounds, tokens = rounds + stats.num_rounds, tokens + stats.num_new_tokens
             whole += stats.decode_seconds
     low, middle, high = np.percentile(seconds, [10, 50, 90]) * 1e6

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from importlib.resources import files
@@ -25,6 +24,7 @@ from . import asking
 from .answer import Answer
 from .asking import Asked
 from .errors import ApiError, failed
+from .guards import Keyed, Named
 from .jobs import Jobs
 from .metrics import Metrics
 from .response_shape import Response as ResponseShape
@@ -57,6 +57,7 @@ class Settings:
     max_body: bytes of it
     api_key: what a client must send, if anything
     origins: of web pages that may ask from a browser
+    hosts: under which names requests may come; any, where there are none
     """
 
     model: str | None = None
@@ -66,6 +67,7 @@ class Settings:
     max_body: int = 8 * 2**20
     api_key: str | None = None
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 def make_app(pipeline: Pipeline, settings: Settings | None = None) -> Starlette:
@@ -99,17 +101,22 @@ class _Server:
             Route("/metrics", self._measured),
         ]
         known = frozenset(route.path for route in routes)
-        middleware = [Middleware(_Counted, metrics=self._metrics, known=known)]
-        if self._settings.origins:
+        settings = self._settings
+        key, origins, hosts = settings.api_key, settings.origins, settings.hosts
+        middleware = [
+            Middleware(_Counted, metrics=self._metrics, known=known),
+            Middleware(Named, hosts=hosts, origins=origins, any_origin=key is not None),
+        ]
+        if origins:
             middleware.append(
                 Middleware(
                     CORSMiddleware,
-                    allow_origins=list(self._settings.origins),
+                    allow_origins=list(origins),
                     allow_methods=["GET", "POST"],
                     allow_headers=["*"],
                 )
             )
-        middleware.append(Middleware(_Keyed, key=self._settings.api_key))
+        middleware.append(Middleware(Keyed, key=key, open_paths=OPEN))
         return Starlette(
             routes=routes,
             middleware=middleware,
@@ -250,29 +257,6 @@ async def _said(request: Request, error: Exception) -> Response:
         error = ApiError(said, code="not_found", status=error.status_code)
     found = failed(error)
     return JSONResponse(found.body, found.status, found.headers)
-
-
-class _Keyed:
-    """Lets nobody in without the key, if there is one."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app, self._key = app, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or self._knows(scope):
-            await self._app(scope, receive, send)
-            return
-        error = ApiError(
-            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            status=401,
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
-
-    def _knows(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return self._key is None or hmac.compare_digest(given, b"Bearer " + self._key.encode())
 
 
 class _Counted:
