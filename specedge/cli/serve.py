@@ -65,7 +65,7 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--max-body",
     type=click.IntRange(1),
-    default=8 * 2**20,
+    default=2 * 2**20,
     show_default=True,
     help="Refuse a request's body of more bytes.",
 )

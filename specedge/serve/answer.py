@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -32,7 +32,11 @@ _HEADERS = [
 
 
 class Answer:
-    """An ASGI application for one request. `timeout` seconds may pass until its last byte."""
+    """An ASGI application for one request. `timeout` seconds may pass until its last byte.
+
+    `prepare` gives the prompts' tokens, or says why the pipeline would not take them; it is asked
+    when there is room for the request, as it takes long where there is a grammar to compile.
+    """
 
     def __init__(
         self,
@@ -41,24 +45,26 @@ class Answer:
         metrics: Metrics,
         shape: Shape,
         asked: Asked,
-        prompts: list[list[int]],
+        prepare: Callable[[], Awaitable[list[list[int]]]],
         timeout: float,
     ) -> None:
         self._pipeline, self._jobs, self._metrics = pipeline, jobs, metrics
-        self._shape, self._asked, self._prompts = shape, asked, prompts
+        self._shape, self._asked, self._prepare = shape, asked, prepare
         self._arrived, self._timeout = time.perf_counter(), timeout
+        self._end = asyncio.get_running_loop().time() + timeout
+        self._prompts: list[list[int]] = []
         self._choices = [Choice() for _ in range(asked.num_choices)]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._jobs.admitted(self._asked.num_choices):
-            if self._asked.stream:
-                await _while_connected(receive, self._stream(send))
-            elif found := await _while_connected(receive, self._whole()):
+            work = self._stream(send) if self._asked.stream else self._whole()
+            if found := await _while_connected(receive, work):
                 await JSONResponse(found)(scope, receive, send)
 
     async def _whole(self) -> dict[str, Any]:
+        await self._prepared()
         try:
-            async with asyncio.timeout(self._timeout), aclosing(self._events()) as events:
+            async with asyncio.timeout_at(self._end), aclosing(self._events()) as events:
                 async for index, event in events:
                     self._add(self._choices[index], event)
         except Exception as error:
@@ -66,9 +72,10 @@ class Answer:
         return self._shape.whole(self._choices)
 
     async def _stream(self, send: Send) -> None:
+        await self._prepared()
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
-            async with asyncio.timeout(self._timeout), aclosing(self._lines()) as lines:
+            async with asyncio.timeout_at(self._end), aclosing(self._lines()) as lines:
                 async for line in lines:
                     await _write(send, line)
         except Exception as error:
@@ -77,6 +84,13 @@ class Answer:
                     for line in self._shape.failed(self._failed(error)):
                         await _write(send, line)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _prepared(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._end):
+                self._prompts = await self._prepare()
+        except TimeoutError as error:
+            raise self._failed(error) from error
 
     async def _lines(self) -> AsyncGenerator[str]:
         for line in self._shape.begin():
@@ -124,6 +138,7 @@ class Answer:
                 "allows, waiting included",
                 code="timeout",
                 status=504,
+                headers={"x-should-retry": "false"},  # OpenAI's clients ask again after a 504
             )
         return failed(error)
 

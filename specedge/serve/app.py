@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,6 +25,7 @@ from specedge.strict_json import JsonError, parse
 from . import asking
 from .answer import Answer
 from .asking import Asked
+from .bodies import Bodies
 from .errors import ApiError, failed
 from .guards import Keyed, Named
 from .jobs import Jobs
@@ -30,6 +33,8 @@ from .metrics import Metrics
 from .response_shape import Response as ResponseShape
 from .shapes import Chat, Completion, Shape
 from .tokens import Tokens
+
+T = TypeVar("T")
 
 # The page to try it in a browser: it can load and ask nothing but what this server has.
 FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
@@ -41,7 +46,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 OPEN = ("/health", *FILES)  # what needs no key
-DRAINED = 4  # times the limit of a body
+THREADS = 2  # that read requests, and as many that compile their grammars
 Reads = Callable[[object, int], Asked]
 Shapes = Callable[[str, Asked, Tokens], Shape]
 
@@ -64,7 +69,7 @@ class Settings:
     max_waiting: int = 32
     timeout: float = 600.0
     body_timeout: float = 30.0
-    max_body: int = 8 * 2**20
+    max_body: int = 2 * 2**20
     api_key: str | None = None
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -82,6 +87,9 @@ class _Server:
         self._jobs = Jobs(len(pipeline.slots.all), settings.max_waiting)
         self._metrics = Metrics(self._jobs)
         self._tokens = Tokens(pipeline.tokenizer)
+        self._bodies = Bodies(self._settings.max_body, self._settings.body_timeout)
+        # Grammars take up to seconds to compile, and only each other's time.
+        self._readers, self._compilers = (ThreadPoolExecutor(THREADS) for _ in range(2))
 
     def app(self) -> Starlette:
         paths: tuple[tuple[str, Reads, Shapes], ...] = (
@@ -130,22 +138,23 @@ class _Server:
 
     def _generating(self, reads: Reads, shape: Shapes) -> Callable[[Request], Any]:
         async def generate(request: Request) -> Answer:
-            body = await self._body(request)
-            asked, prompts = await asyncio.to_thread(self._asked, body, reads)
+            async with self._bodies.of(request) as body:
+                asked = await _in(self._readers, partial(self._asked, body, reads))
+            pool = self._compilers if asked.has_grammar else self._readers
             return Answer(
                 self._pipeline,
                 self._jobs,
                 self._metrics,
                 shape(self._model, asked, self._tokens),
                 asked,
-                prompts,
+                partial(_in, pool, partial(asking.tokens_of, self._pipeline, asked)),
                 self._settings.timeout,
             )
 
         return generate
 
-    def _asked(self, body: bytes, reads: Reads) -> tuple[Asked, list[list[int]]]:
-        """What a body asks for, and its prompts' tokens."""
+    def _asked(self, body: bytearray, reads: Reads) -> Asked:
+        """What a body asks for."""
         try:
             facts = parse(body.decode())
         except (JsonError, UnicodeDecodeError) as error:
@@ -155,33 +164,7 @@ class _Server:
         if named not in (None, self._model):
             raise self._unknown(named)
         self._jobs.check(asked.num_choices)  # before so many prompts are read
-        return asked, asking.tokens_of(self._pipeline, asked)
-
-    async def _body(self, request: Request) -> bytes:
-        """The body, if it is JSON of a size and comes in time."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(
-                "the Content-Type must be application/json", code="invalid_content_type", status=415
-            )
-        size, most = int(request.headers.get("content-length", "0")), self._settings.max_body
-        try:
-            async with asyncio.timeout(self._settings.body_timeout):
-                if size <= DRAINED * most and (found := await _read(request, most)) is not None:
-                    return found
-        except TimeoutError as error:
-            raise ApiError(
-                f"the body did not come within {self._settings.body_timeout:g} seconds",
-                code="timeout",
-                status=408,
-                headers={"Connection": "close"},
-            ) from error
-        raise ApiError(
-            f"the body has more than {most} bytes, the limit",
-            code="body_too_large",
-            status=413,
-            headers={"Connection": "close"},
-        )
+        return asked
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -223,6 +206,10 @@ class _Server:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
 
+async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
 def _file(path: str) -> Callable[[Request], Any]:
     """What serves one of the page's files."""
     name = FILES[path]
@@ -233,20 +220,6 @@ def _file(path: str) -> Callable[[Request], Any]:
         return Response(text, headers=PAGE_HEADERS, media_type=kind[name.rpartition(".")[2]])
 
     return serve
-
-
-async def _read(request: Request, most: int) -> bytes | None:
-    """A body of at most so many bytes. Somewhat more is read, too, so that its sender is there to
-    hear that it was too much.
-    """
-    found, size = bytearray(), 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            found += part
-        elif size > DRAINED * most:
-            break
-    return bytes(found) if size <= most else None
 
 
 async def _said(request: Request, error: Exception) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specedge.request import request_of
+from specedge.request import GRAMMARS, request_of
 from specedge.runtime.pipeline import Pipeline
 
 from . import formats
@@ -38,6 +38,10 @@ class Asked:
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    @property
+    def has_grammar(self) -> bool:
+        return any(name in self.options for name in GRAMMARS)
 
 
 def chat(facts: object, longest: int) -> Asked:

@@ -15,9 +15,7 @@ from specedge.runtime.stream import Generation, Stream
 from specedge.runtime.text.assembler import FinishReason
 from specedge.runtime.text.spans import Span
 
-from .errors import ApiError
-
-RETRY_AFTER = 1  # seconds; a slot is free again when the shortest of its texts ends
+from .errors import ApiError, busy
 
 
 @dataclass(frozen=True)
@@ -60,12 +58,8 @@ class Jobs:
     def admitted(self, count: int) -> Iterator[None]:
         """Room for so many jobs; ApiError where there is none now."""
         if self.num_admitted + count > self.most:
-            raise ApiError(
-                f"{self.num_admitted} texts are running or waiting, the most that this server "
-                "takes; try again later",
-                code="rate_limit_exceeded",
-                status=429,
-                headers={"Retry-After": str(RETRY_AFTER)},
+            raise busy(
+                f"{self.num_admitted} texts are running or waiting, the most that this server takes"
             )
         self.num_admitted += count
         try:
