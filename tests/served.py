@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 
 import specedge
@@ -84,6 +85,13 @@ def answer(connection):
 
 def health(port):
     return json.loads(ask(port, "GET", "/health")[2])
+
+
+def counts(port):
+    """What /metrics says, by name and labels; of what it says nothing, nothing was."""
+    lines = ask(port, "GET", "/metrics")[2].decode().splitlines()
+    given = (line.rpartition(" ") for line in lines if line[0] != "#")
+    return Counter({name: float(value) for name, _, value in given})
 
 
 def until(condition, seconds=20):

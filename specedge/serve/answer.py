@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.stream import Generation, Stream
 
+from . import errors
 from .asking import Asked
-from .errors import ApiError, failed
+from .errors import ApiError
 from .jobs import Event, Jobs, merged
-from .metrics import Metrics
+from .metrics import GONE, STATUS, Metrics
 from .shapes import Choice, Shape
 
 T = TypeVar("T")
@@ -57,7 +58,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._jobs.admitted(self._asked.num_choices):
-            work = self._stream(send) if self._asked.stream else self._whole()
+            work = self._stream(scope, send) if self._asked.stream else self._whole()
             if found := await _while_connected(receive, work):
                 await JSONResponse(found)(scope, receive, send)
 
@@ -71,17 +72,21 @@ class Answer:
             raise self._failed(error) from error
         return self._shape.whole(self._choices)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
         await self._prepared()
+        scope[STATUS] = GONE
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
             async with asyncio.timeout_at(self._end), aclosing(self._lines()) as lines:
                 async for line in lines:
                     await _write(send, line)
+            scope[STATUS] = "200"
         except Exception as error:
+            failed = self._failed(error)
+            scope[STATUS] = str(failed.status)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS):
-                    for line in self._shape.failed(self._failed(error)):
+                    for line in self._shape.failed(failed):
                         await _write(send, line)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -113,7 +118,7 @@ class Answer:
         """Of all choices, each a job; those of a prompt have seeds in a row."""
         prompts = [prompt for prompt in self._prompts for _ in range(self._asked.n)]
         jobs = (partial(self._begin, i % self._asked.n, one) for i, one in enumerate(prompts))
-        return merged([self._jobs.run(begin) for begin in jobs])
+        return merged([self._jobs.run(begin, self._metrics.ended) for begin in jobs])
 
     def _begin(self, place: int, prompt: list[int]) -> Stream:
         options = dict(self._asked.options)
@@ -124,7 +129,7 @@ class Answer:
     def _add(self, choice: Choice, event: Event) -> None:
         if isinstance(event, Generation):
             choice.done = event
-            self._metrics.ended(event, choice.first)
+            self._metrics.whole(event.stats, choice.first)
             return
         if choice.first is None:
             choice.first = time.perf_counter()
@@ -140,7 +145,7 @@ class Answer:
                 status=504,
                 headers={"x-should-retry": "false"},  # OpenAI's clients ask again after a 504
             )
-        return failed(error)
+        return errors.failed(error)
 
 
 async def _write(send: Send, line: str) -> None:

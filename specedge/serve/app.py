@@ -29,7 +29,7 @@ from .bodies import Bodies
 from .errors import ApiError, failed
 from .guards import Keyed, Named
 from .jobs import Jobs
-from .metrics import Metrics
+from .metrics import GONE, STATUS, Metrics
 from .response_shape import Response as ResponseShape
 from .shapes import Chat, Completion, Shape
 from .tokens import Tokens
@@ -251,5 +251,5 @@ class _Counted:
         finally:
             if scope["type"] == "http":
                 path = scope["path"] if scope["path"] in self._known else "other"
-                status = str(statuses[0]) if statuses else "gone"
+                status = scope.get(STATUS) or (str(statuses[0]) if statuses else GONE)
                 self._metrics.requests.labels(path, status).inc()
