@@ -86,6 +86,7 @@ def responses(facts: object, longest: int) -> Asked:
     form = formats.of_responses(fields)
     options = options_of(fields, limit or longest, "max_output_tokens", form.schema)
     repeated = {"instructions": instructions, "max_output_tokens": limit}
+    repeated["metadata"] = fields.typed("metadata", dict, "an object") or {}
     repeated |= {"text": {"format": form.facts}}
     return _asked(fields, "responses", "input", [messages], options, repeated, form.name)
 

@@ -179,7 +179,9 @@ def test_an_end_token_ends_a_text_and_has_no_log_probability(ai, alone):
 
 def test_a_response_whole_and_streamed(ai, alone):
     given = {"model": MODEL, "instructions": "Write Python.", "temperature": 0}
-    whole = ai.responses.create(input="A class.", max_output_tokens=24, **given)
+    facts = {"topic": "classes"}
+    whole = ai.responses.create(input="A class.", max_output_tokens=24, metadata=facts, **given)
+    assert whole.metadata == facts
     assert whole.output_text == alone.chat(MESSAGES, 24).text
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert whole.usage.output_tokens == 24
@@ -191,6 +193,7 @@ def test_a_response_whole_and_streamed(ai, alone):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
     assert events[-1].response.output_text == whole.output_text
+    assert events[-1].response.metadata == {}
 
 
 def test_the_stream_helper_of_responses_understands_the_events(ai, alone):
