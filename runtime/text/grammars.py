@@ -45,6 +45,7 @@ class Grammars:
         self._bundle, self._tokenizer = bundle, tokenizer
         self._tokens: Any = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._making: dict[tuple[str, str], threading.Lock] = {}
         self._lock = threading.Lock()
 
     def constraint(self, request: Request) -> Constraint | None:
@@ -72,7 +73,16 @@ class Grammars:
             if found := self._compiled.get((name, text)):
                 self._compiled.move_to_end((name, text))
                 return found
-        return self._compile(name, text)
+            makes = self._making.setdefault((name, text), threading.Lock())
+        with makes:  # who comes meanwhile takes what the first one compiled
+            with self._lock:
+                if found := self._compiled.get((name, text)):
+                    return found
+            try:
+                return self._compile(name, text)
+            finally:
+                with self._lock:
+                    self._making.pop((name, text), None)
 
     def _compile(self, name: str, text: str) -> LLMatcher:
         """One that no text has used: copies of a matcher have one lexer, whose states only grow."""
@@ -185,7 +195,8 @@ class Constraint:
             self._go_back(shared)
             self._read_on(new[shared:])
             self._masks[len(new)] = self._mask()
-            self._masks.pop(len(new) - 2 * MAX_DRAFT_TOKENS, None)
+            while (first := next(iter(self._masks))) <= len(new) - 2 * MAX_DRAFT_TOKENS:
+                del self._masks[first]  # they are in the order of their positions
         return self._masks[len(new)]
 
     def _go_back(self, length: int) -> None:

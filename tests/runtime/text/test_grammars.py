@@ -1,6 +1,8 @@
 """What a grammar allows after a text, and which grammars are refused."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("llguidance", reason="needs the grammar extra")
 
 from grammars import END, allowed_of, constraint, texts_of
 from specedge.errors import OptionError, SpecEdgeError
+from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import MAX_GRAMMAR, DrafterName, Request
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text import grammars
@@ -139,6 +142,35 @@ def test_a_grammar_is_compiled_once_for_the_requests_that_name_it(pipeline, monk
     for text in ["a", "b", "a", *"c" * 3, *map(str, range(NUM_KEPT)), "a"]:
         kept.constraint(Request(regex=text))
     assert made == ["a", "b", "c", *map(str, range(NUM_KEPT)), "a"]
+
+
+def test_a_grammar_is_compiled_once_for_requests_that_come_at_once(pipeline, monkeypatch):
+    made, compiled = [], grammars.compiled
+
+    def slowly(*given):
+        made.append(given[-1])
+        time.sleep(0.1)
+        return compiled(*given)
+
+    monkeypatch.setattr(grammars, "compiled", slowly)
+    kept = Grammars(pipeline.bundle, pipeline.tokenizer)
+    kept.constraint(Request(regex="z"))  # hands the tokenizer over
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda text: kept.constraint(Request(regex=text)), "ab" * 3))
+        wrong = [threads.submit(kept.constraint, Request(regex="(a")) for _ in range(2)]
+    assert all(found)
+    assert all(isinstance(one.exception(), OptionError) for one in wrong)
+    assert sorted(made[:3]) == ["a", "b", "z"]
+    assert set(made[3:]) == {"(a"}
+
+
+def test_masks_of_positions_long_past_are_dropped_though_some_had_none():
+    one = constraint("regex", "[ab]*")
+    text = History([7])
+    for step in [3] * 150 + [3 * MAX_DRAFT_TOKENS, 0]:
+        one.banned(text)
+        text.extend([0] * step)
+    assert [*one._masks] == [450 + 3 * MAX_DRAFT_TOKENS]
 
 
 def test_a_text_is_not_cut_by_what_other_texts_left_in_the_lexer(pipeline, monkeypatch):
