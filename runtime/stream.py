@@ -133,6 +133,11 @@ class Stream:
         return len(self._run.done)
 
     @property
+    def stats(self) -> Stats:
+        """What was done so far."""
+        return self._run.stats
+
+    @property
     def seen(self) -> Seen:
         """What the rounds so far cost, for a table of costs."""
         return self._run.seen

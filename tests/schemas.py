@@ -1,4 +1,4 @@
-"""Twenty JSON schemas of what people ask models for. None allows white space without end."""
+"""Twenty JSON schemas of what people ask models for: plain, and without any white space."""
 
 _TEXT = {"type": "string", "maxLength": 12}
 _NUMBER = {"type": "integer", "minimum": 0, "maximum": 9999}
@@ -13,7 +13,7 @@ def _object(required=None, **properties):
     }
 
 
-_PLAIN = [
+PLAIN = [
     _object(name=_TEXT, age=_NUMBER),
     _object(["name"], name=_TEXT, age=_NUMBER, email=_TEXT),
     _object(label={"enum": ["positive", "negative", "neutral"]}),
@@ -38,4 +38,4 @@ _PLAIN = [
     },
     {"type": ["string", "integer", "null"], "maxLength": 6},
 ]
-SCHEMAS = [one | {"x-guidance": {"whitespace_flexible": False}} for one in _PLAIN]
+SCHEMAS = [one | {"x-guidance": {"whitespace_flexible": False}} for one in PLAIN]

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 import time
+from collections import Counter
 from contextlib import contextmanager
 
 import specedge
@@ -62,8 +63,9 @@ def ask(port, method, path, body=b"", **headers):
     """A bare request: its status, its headers in lower case, and its body."""
     if not isinstance(body, bytes):
         body = json.dumps(body).encode()
-    lines = [f"{method} {path} HTTP/1.1", "Host: here", "Connection: close"]
-    given = {"Content_Type": "application/json", "Content_Length": len(body)} | headers
+    lines = [f"{method} {path} HTTP/1.1", "Connection: close"]
+    given = {"Content_Type": "application/json", "Content_Length": len(body), "Host": "localhost"}
+    given |= headers
     lines += [f"{name.replace('_', '-')}: {value}" for name, value in given.items()]
     with socket.create_connection(("127.0.0.1", port), 30) as connection:
         connection.sendall("\r\n".join([*lines, "", ""]).encode() + body)
@@ -83,6 +85,13 @@ def answer(connection):
 
 def health(port):
     return json.loads(ask(port, "GET", "/health")[2])
+
+
+def counts(port):
+    """What /metrics says, by name and labels; of what it says nothing, nothing was."""
+    lines = ask(port, "GET", "/metrics")[2].decode().splitlines()
+    given = (line.rpartition(" ") for line in lines if line[0] != "#")
+    return Counter({name: float(value) for name, _, value in given})
 
 
 def until(condition, seconds=20):

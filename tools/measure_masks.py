@@ -1,9 +1,11 @@
 """What the masks of a grammar cost a round. Development only.
 
     python tools/measure_masks.py [--bundle FOLDER] [-k 4] [--seeds 5] [--drafter model]
+        [--temperature 1] [--white-space none]
 
 Texts of the embedded pair under the twenty schemas of tests/schemas.py. A mask is
 timed where it is computed, once a position; the host's part of a round is all but the passes.
+White space is none, what specedge bounds it to, or any, as JSON has it.
 """
 
 from __future__ import annotations
@@ -21,7 +23,13 @@ from specedge.runtime.text.grammars import Constraint
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 
-from schemas import SCHEMAS
+from schemas import PLAIN
+
+GUIDANCE: dict[str, dict[str, Any]] = {
+    "none": {"x-guidance": {"whitespace_flexible": False}},
+    "bounded": {},
+    "any": {"x-guidance": {"whitespace_flexible": True}},
+}
 
 
 @click.command()
@@ -30,10 +38,16 @@ from schemas import SCHEMAS
 @click.option("--seeds", default=5, show_default=True, help="Texts of each schema.")
 @click.option("--drafter", default="model", show_default=True)
 @click.option("--temperature", default=1.0, show_default=True)
+@click.option("--white-space", type=click.Choice(list(GUIDANCE)), default="none", show_default=True)
 def main(
-    bundle: str | None, num_draft_tokens: int, seeds: int, drafter: str, temperature: float
+    bundle: str | None,
+    num_draft_tokens: int,
+    seeds: int,
+    drafter: str,
+    temperature: float,
+    white_space: str,
 ) -> None:
-    """Print the masks' time, and the rounds' beside it."""
+    """Print the masks' time, the rounds' beside it, and how many texts ended."""
     pipeline = load(bundle, threads=1)
     seconds: list[float] = []
     made = Constraint.banned
@@ -47,18 +61,14 @@ def main(
         return found
 
     Constraint.banned = timed  # type: ignore[method-assign]
-    rounds, whole, tokens, passes, forced = 0, 0.0, 0, 0, 0
-    for schema in SCHEMAS:
+    rounds, whole, tokens, passes, forced, ended = 0, 0.0, 0, 0, 0, 0
+    options = {"num_draft_tokens": num_draft_tokens, "drafter": drafter}
+    for schema in (one | GUIDANCE[white_space] for one in PLAIN):
         for seed in range(seeds):
-            stats = pipeline.generate(
-                "data = ",
-                80,
-                temperature,
-                seed=seed,
-                num_draft_tokens=num_draft_tokens,
-                drafter=drafter,
-                json_schema=schema,
-            ).stats
+            text = pipeline.generate(
+                "data = ", 80, temperature, seed=seed, json_schema=schema, **options
+            )
+            stats, ended = text.stats, ended + (text.finish_reason == "end")
             rounds, tokens = rounds + stats.num_rounds, tokens + stats.num_new_tokens
             whole += stats.decode_seconds
             passes += stats.num_draft_passes
@@ -69,6 +79,7 @@ def main(
     print(f"of {whole / rounds * 1e6:.0f} us, {tokens / rounds:.2f} tokens a round")
     print(f"{passes / rounds:.2f} draft passes a round, {whole / tokens * 1e6:.0f} us a token")
     print(f"{forced / tokens:.1%} of the tokens were forced, and drafted so")
+    print(f"{ended} of {seeds * len(PLAIN)} texts ended, white space: {white_space}")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ text that is complete and cannot go on.
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -32,6 +33,9 @@ MAX_RENEWALS = 8  # of a request's matcher: each may have taken a second to fill
 NUM_KEPT = 16  # compiled grammars: lines of a file and a request's choices share theirs
 # A state of the lexer takes one or two kilobytes. llguidance's own limit is 250,000.
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+# Between two signs of JSON: a space, or a new line with its indentation. JSON itself sets no bound,
+# and models go on.
+WHITE_SPACE = r" |\n[ \t]{0,20}"
 
 
 class Grammars:
@@ -41,6 +45,7 @@ class Grammars:
         self._bundle, self._tokenizer = bundle, tokenizer
         self._tokens: Any = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
+        self._making: dict[tuple[str, str], threading.Lock] = {}
         self._lock = threading.Lock()
 
     def constraint(self, request: Request) -> Constraint | None:
@@ -68,7 +73,16 @@ class Grammars:
             if found := self._compiled.get((name, text)):
                 self._compiled.move_to_end((name, text))
                 return found
-        return self._compile(name, text)
+            makes = self._making.setdefault((name, text), threading.Lock())
+        with makes:  # who comes meanwhile takes what the first one compiled
+            with self._lock:
+                if found := self._compiled.get((name, text)):
+                    return found
+            try:
+                return self._compile(name, text)
+            finally:
+                with self._lock:
+                    self._making.pop((name, text), None)
 
     def _compile(self, name: str, text: str) -> LLMatcher:
         """One that no text has used: copies of a matcher have one lexer, whose states only grow."""
@@ -103,7 +117,7 @@ def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
     from llguidance import LLMatcher, LLParserLimits
 
     read = {
-        "json_schema": LLMatcher.grammar_from_json_schema,
+        "json_schema": _of_schema,
         "regex": LLMatcher.grammar_from_regex,
         "grammar": LLMatcher.grammar_from_lark,
     }[name]
@@ -115,6 +129,17 @@ def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
     if reason:
         raise OptionError(f"{name} is refused by llguidance: {_one_line(reason)}")
     return made
+
+
+def _of_schema(text: str) -> str:
+    """A schema's grammar; its white space is bounded unless it says itself what there may be."""
+    from llguidance import LLMatcher
+
+    own = json.loads(text).get("x-guidance")
+    says = isinstance(own, dict) and any(name.startswith("whitespace_") for name in own)
+    defaults = None if says else {"whitespace_pattern": WHITE_SPACE}
+    found: str = LLMatcher.grammar_from_json_schema(text, defaults)
+    return found
 
 
 class Constraint:
@@ -170,7 +195,8 @@ class Constraint:
             self._go_back(shared)
             self._read_on(new[shared:])
             self._masks[len(new)] = self._mask()
-            self._masks.pop(len(new) - 2 * MAX_DRAFT_TOKENS, None)
+            while (first := next(iter(self._masks))) <= len(new) - 2 * MAX_DRAFT_TOKENS:
+                del self._masks[first]  # they are in the order of their positions
         return self._masks[len(new)]
 
     def forced(self, history: History) -> int | None:

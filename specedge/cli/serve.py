@@ -65,7 +65,7 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--max-body",
     type=click.IntRange(1),
-    default=8 * 2**20,
+    default=2 * 2**20,
     show_default=True,
     help="Refuse a request's body of more bytes.",
 )
@@ -74,6 +74,13 @@ KEY = "SPECEDGE_API_KEY"
     metavar="ORIGIN",
     multiple=True,
     help="Let web pages of this origin ask; may be given repeatedly.",
+)
+@click.option(
+    "--allow-host",
+    metavar="NAME",
+    multiple=True,
+    help="Let requests name this host, as through a proxy, and its pages ask; may be given "
+    "repeatedly. [default: on a loopback address without a key localhost alone, else any]",
 )
 @options.device
 @options.draft_device
@@ -91,6 +98,7 @@ def serve(
     grace: int,
     max_body: int,
     cors: tuple[str, ...],
+    allow_host: tuple[str, ...],
     device: str,
     draft_device: str | None,
     threads: int | None,
@@ -98,7 +106,7 @@ def serve(
 ) -> None:
     """Serve a pair to clients of OpenAI's API; $SPECEDGE_API_KEY, if set, is their key."""
     try:
-        from specedge.serve import app, serving
+        from specedge.serve import app, guards, serving
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"{error.name} is not installed: pip install 'specedge[serve]'"
@@ -106,13 +114,16 @@ def serve(
     listening = serving.listen(host, port)  # before the pair is loaded, which takes a while
     with listening, options.usage_errors():
         pipeline = options.load(bundle, device, threads, ops, draft_device, slots, max_length)
+        key = os.environ.get(KEY) or None
+        closed = allow_host or (key is None and _is_loopback(host))
         settings = app.Settings(
             model=model_name,
             max_waiting=queue,
             timeout=timeout,
             max_body=max_body,
-            api_key=(key := os.environ.get(KEY) or None),
+            api_key=key,
             origins=cors,
+            hosts=(*guards.LOOPBACK, host, *allow_host) if closed else (),
         )
         url = serving.url_of(listening)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
 from functools import partial
 from typing import Any, TypeVar
@@ -15,10 +15,11 @@ from starlette.types import Receive, Scope, Send
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.stream import Generation, Stream
 
+from . import errors
 from .asking import Asked, Ready
-from .errors import ApiError, failed
+from .errors import ApiError
 from .jobs import Event, Jobs, Piece, merged
-from .metrics import Metrics
+from .metrics import GONE, STATUS, Metrics
 from .shapes import Choice, Shape
 from .tools.parsing import Part
 
@@ -33,7 +34,11 @@ _HEADERS = [
 
 
 class Answer:
-    """An ASGI application for one request. `timeout` seconds may pass until its last byte."""
+    """An ASGI application for one request. `timeout` seconds may pass until its last byte.
+
+    `prepare` gives the prompts' tokens, or says why the pipeline would not take them; it is asked
+    when there is room for the request, as it takes long where there is a grammar to compile.
+    """
 
     def __init__(
         self,
@@ -42,27 +47,26 @@ class Answer:
         metrics: Metrics,
         shape: Shape,
         asked: Asked,
-        ready: Ready,
+        prepare: Callable[[], Awaitable[Ready]],
         timeout: float,
     ) -> None:
         self._pipeline, self._jobs, self._metrics = pipeline, jobs, metrics
-        self._shape, self._asked, self._ready = shape, asked, ready
+        self._shape, self._asked, self._prepare = shape, asked, prepare
         self._arrived, self._timeout = time.perf_counter(), timeout
-        calling = ready.calling
-        self._choices = [
-            Choice(None if calling is None else calling.parser()) for _ in range(asked.num_choices)
-        ]
+        self._end = asyncio.get_running_loop().time() + timeout
+        self._ready = Ready([], {})
+        self._choices: list[Choice] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._jobs.admitted(self._asked.num_choices):
-            if self._asked.stream:
-                await _while_connected(receive, self._stream(send))
-            elif found := await _while_connected(receive, self._whole()):
+            work = self._stream(scope, send) if self._asked.stream else self._whole()
+            if found := await _while_connected(receive, work):
                 await JSONResponse(found)(scope, receive, send)
 
     async def _whole(self) -> dict[str, Any]:
+        await self._prepared()
         try:
-            async with asyncio.timeout(self._timeout), aclosing(self._events()) as events:
+            async with asyncio.timeout_at(self._end), aclosing(self._events()) as events:
                 async for index, event in events:
                     choice = self._choices[index]
                     self._add(choice, event, _parts(choice, event))
@@ -70,18 +74,35 @@ class Answer:
             raise self._failed(error) from error
         return self._shape.whole(self._choices)
 
-    async def _stream(self, send: Send) -> None:
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        await self._prepared()
+        scope[STATUS] = GONE
         await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
         try:
-            async with asyncio.timeout(self._timeout), aclosing(self._lines()) as lines:
+            async with asyncio.timeout_at(self._end), aclosing(self._lines()) as lines:
                 async for line in lines:
                     await _write(send, line)
+            scope[STATUS] = "200"
         except Exception as error:
+            failed = self._failed(error)
+            scope[STATUS] = str(failed.status)
             with suppress(TimeoutError):
                 async with asyncio.timeout(LAST_WORDS):
-                    for line in self._shape.failed(self._failed(error)):
+                    for line in self._shape.failed(failed):
                         await _write(send, line)
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _prepared(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._end):
+                self._ready = await self._prepare()
+        except TimeoutError as error:
+            raise self._failed(error) from error
+        calling = self._ready.calling
+        self._choices = [
+            Choice(None if calling is None else calling.parser())
+            for _ in range(self._asked.num_choices)
+        ]
 
     async def _lines(self) -> AsyncGenerator[str]:
         for line in self._shape.begin():
@@ -106,7 +127,7 @@ class Answer:
         """Of all choices, each a job; those of a prompt have seeds in a row."""
         prompts = [prompt for prompt in self._ready.prompts for _ in range(self._asked.n)]
         jobs = (partial(self._begin, i % self._asked.n, one) for i, one in enumerate(prompts))
-        return merged([self._jobs.run(begin) for begin in jobs])
+        return merged([self._jobs.run(begin, self._metrics.ended) for begin in jobs])
 
     def _begin(self, place: int, prompt: list[int]) -> Stream:
         options = dict(self._ready.options)
@@ -118,7 +139,7 @@ class Answer:
         if isinstance(event, Generation):
             choice.add(parts)
             choice.done = event
-            self._metrics.ended(event, choice.first)
+            self._metrics.whole(event.stats, choice.first)
             return
         if choice.first is None:
             choice.first = time.perf_counter()
@@ -132,8 +153,9 @@ class Answer:
                 "allows, waiting included",
                 code="timeout",
                 status=504,
+                headers={"x-should-retry": "false"},  # OpenAI's clients ask again after a 504
             )
-        return failed(error)
+        return errors.failed(error)
 
 
 _NO_PIECE = Piece([], [])  # what comes at the end of a text

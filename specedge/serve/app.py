@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,13 +24,17 @@ from specedge.strict_json import JsonError, parse
 
 from . import asking
 from .answer import Answer
-from .asking import Asked, Ready
+from .asking import Asked
+from .bodies import Bodies
 from .errors import ApiError, failed
+from .guards import Keyed, Named
 from .jobs import Jobs
-from .metrics import Metrics
+from .metrics import GONE, STATUS, Metrics
 from .response_shape import Response as ResponseShape
 from .shapes import Chat, Completion, Shape
 from .tokens import Tokens
+
+T = TypeVar("T")
 
 # The page to try it in a browser: it can load and ask nothing but what this server has.
 FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
@@ -41,7 +46,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 OPEN = ("/health", *FILES)  # what needs no key
-DRAINED = 4  # times the limit of a body
+THREADS = 2  # that read requests, and as many that compile their grammars
 Reads = Callable[[object, int], Asked]
 Shapes = Callable[[str, Asked, Tokens], Shape]
 
@@ -57,15 +62,17 @@ class Settings:
     max_body: bytes of it
     api_key: what a client must send, if anything
     origins: of web pages that may ask from a browser
+    hosts: under which names requests may come; any, where there are none
     """
 
     model: str | None = None
     max_waiting: int = 32
     timeout: float = 600.0
     body_timeout: float = 30.0
-    max_body: int = 8 * 2**20
+    max_body: int = 2 * 2**20
     api_key: str | None = None
     origins: tuple[str, ...] = ()
+    hosts: tuple[str, ...] = ()
 
 
 def make_app(pipeline: Pipeline, settings: Settings | None = None) -> Starlette:
@@ -80,6 +87,9 @@ class _Server:
         self._jobs = Jobs(len(pipeline.slots.all), settings.max_waiting)
         self._metrics = Metrics(self._jobs)
         self._tokens = Tokens(pipeline.tokenizer)
+        self._bodies = Bodies(self._settings.max_body, self._settings.body_timeout)
+        # Grammars take up to seconds to compile, and only each other's time.
+        self._readers, self._compilers = (ThreadPoolExecutor(THREADS) for _ in range(2))
 
     def app(self) -> Starlette:
         paths: tuple[tuple[str, Reads, Shapes], ...] = (
@@ -99,17 +109,22 @@ class _Server:
             Route("/metrics", self._measured),
         ]
         known = frozenset(route.path for route in routes)
-        middleware = [Middleware(_Counted, metrics=self._metrics, known=known)]
-        if self._settings.origins:
+        settings = self._settings
+        key, origins, hosts = settings.api_key, settings.origins, settings.hosts
+        middleware = [
+            Middleware(_Counted, metrics=self._metrics, known=known),
+            Middleware(Named, hosts=hosts, origins=origins, any_origin=key is not None),
+        ]
+        if origins:
             middleware.append(
                 Middleware(
                     CORSMiddleware,
-                    allow_origins=list(self._settings.origins),
+                    allow_origins=list(origins),
                     allow_methods=["GET", "POST"],
                     allow_headers=["*"],
                 )
             )
-        middleware.append(Middleware(_Keyed, key=self._settings.api_key))
+        middleware.append(Middleware(Keyed, key=key, open_paths=OPEN))
         return Starlette(
             routes=routes,
             middleware=middleware,
@@ -123,22 +138,23 @@ class _Server:
 
     def _generating(self, reads: Reads, shape: Shapes) -> Callable[[Request], Any]:
         async def generate(request: Request) -> Answer:
-            body = await self._body(request)
-            asked, ready = await asyncio.to_thread(self._asked, body, reads)
+            async with self._bodies.of(request) as body:
+                asked = await _in(self._readers, partial(self._asked, body, reads))
+            pool = self._compilers if asked.has_grammar else self._readers
             return Answer(
                 self._pipeline,
                 self._jobs,
                 self._metrics,
                 shape(self._model, asked, self._tokens),
                 asked,
-                ready,
+                partial(_in, pool, partial(asking.ready, self._pipeline, asked)),
                 self._settings.timeout,
             )
 
         return generate
 
-    def _asked(self, body: bytes, reads: Reads) -> tuple[Asked, Ready]:
-        """What a body asks for, and what the pipeline is asked."""
+    def _asked(self, body: bytearray, reads: Reads) -> Asked:
+        """What a body asks for."""
         try:
             facts = parse(body.decode())
         except (JsonError, UnicodeDecodeError) as error:
@@ -148,33 +164,7 @@ class _Server:
         if named not in (None, self._model):
             raise self._unknown(named)
         self._jobs.check(asked.num_choices)  # before so many prompts are read
-        return asked, asking.ready(self._pipeline, asked)
-
-    async def _body(self, request: Request) -> bytes:
-        """The body, if it is JSON of a size and comes in time."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            raise ApiError(
-                "the Content-Type must be application/json", code="invalid_content_type", status=415
-            )
-        size, most = int(request.headers.get("content-length", "0")), self._settings.max_body
-        try:
-            async with asyncio.timeout(self._settings.body_timeout):
-                if size <= DRAINED * most and (found := await _read(request, most)) is not None:
-                    return found
-        except TimeoutError as error:
-            raise ApiError(
-                f"the body did not come within {self._settings.body_timeout:g} seconds",
-                code="timeout",
-                status=408,
-                headers={"Connection": "close"},
-            ) from error
-        raise ApiError(
-            f"the body has more than {most} bytes, the limit",
-            code="body_too_large",
-            status=413,
-            headers={"Connection": "close"},
-        )
+        return asked
 
     async def _models(self, request: Request) -> Response:
         return JSONResponse({"object": "list", "data": [self._described()]})
@@ -216,6 +206,10 @@ class _Server:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
 
+async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+    return await asyncio.get_running_loop().run_in_executor(pool, work)
+
+
 def _file(path: str) -> Callable[[Request], Any]:
     """What serves one of the page's files."""
     name = FILES[path]
@@ -228,20 +222,6 @@ def _file(path: str) -> Callable[[Request], Any]:
     return serve
 
 
-async def _read(request: Request, most: int) -> bytes | None:
-    """A body of at most so many bytes. Somewhat more is read, too, so that its sender is there to
-    hear that it was too much.
-    """
-    found, size = bytearray(), 0
-    async for part in request.stream():
-        size += len(part)
-        if size <= most:
-            found += part
-        elif size > DRAINED * most:
-            break
-    return bytes(found) if size <= most else None
-
-
 async def _said(request: Request, error: Exception) -> Response:
     """Any error in OpenAI's shape."""
     if isinstance(error, HTTPException):
@@ -250,29 +230,6 @@ async def _said(request: Request, error: Exception) -> Response:
         error = ApiError(said, code="not_found", status=error.status_code)
     found = failed(error)
     return JSONResponse(found.body, found.status, found.headers)
-
-
-class _Keyed:
-    """Lets nobody in without the key, if there is one."""
-
-    def __init__(self, app: ASGIApp, key: str | None) -> None:
-        self._app, self._key = app, key
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN or self._knows(scope):
-            await self._app(scope, receive, send)
-            return
-        error = ApiError(
-            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
-            code="invalid_api_key",
-            status=401,
-            headers={"WWW-Authenticate": "Bearer"},
-        )
-        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
-
-    def _knows(self, scope: Scope) -> bool:
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        return self._key is None or hmac.compare_digest(given, b"Bearer " + self._key.encode())
 
 
 class _Counted:
@@ -294,5 +251,5 @@ class _Counted:
         finally:
             if scope["type"] == "http":
                 path = scope["path"] if scope["path"] in self._known else "other"
-                status = str(statuses[0]) if statuses else "gone"
+                status = scope.get(STATUS) or (str(statuses[0]) if statuses else GONE)
                 self._metrics.requests.labels(path, status).inc()

@@ -43,6 +43,11 @@ class Asked:
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
+    @property
+    def has_grammar(self) -> bool:
+        """Whether there may be a grammar to compile."""
+        return self.tools is not None or any(name in self.options for name in GRAMMARS)
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -99,6 +104,7 @@ def responses(facts: object, longest: int) -> Asked:
     form = formats.of_responses(fields)
     options = options_of(fields, limit or longest, "max_output_tokens", form.schema)
     repeated = {"instructions": instructions, "max_output_tokens": limit}
+    repeated["metadata"] = fields.typed("metadata", dict, "an object") or {}
     repeated |= {"text": {"format": form.facts}}
     if tools is not None:
         repeated |= {"tools": given_tools, "tool_choice": choice or "auto"}

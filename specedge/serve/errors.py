@@ -7,6 +7,7 @@ from typing import Any
 from specedge.errors import ContextLengthError, OptionError, PromptError, SpecEdgeError
 
 UNSUPPORTED = "unsupported_value"
+RETRY_AFTER = 1  # seconds; a slot is free again when the shortest of its texts ends
 
 
 class ApiError(Exception):
@@ -39,6 +40,16 @@ class ApiError(Exception):
                 "code": self.code,
             }
         }
+
+
+def busy(why: str, **headers: str) -> ApiError:
+    """There is no room now, but there will be."""
+    return ApiError(
+        f"{why}; try again later",
+        code="rate_limit_exceeded",
+        status=429,
+        headers={"Retry-After": str(RETRY_AFTER)} | headers,
+    )
 
 
 def refused(error: Exception, prompt: str) -> ApiError:

@@ -39,7 +39,6 @@ SPECULATIVE = ("drafter", "num_draft_tokens", "off")
 # Fields without an effect, with the values that they may have: what is done in any case.
 _COMMON: dict[str, Any] = {
     "user": ANY,
-    "metadata": ANY,
     "safety_identifier": ANY,
     "prompt_cache_key": ANY,
     "service_tier": ("auto", "default"),
@@ -47,6 +46,7 @@ _COMMON: dict[str, Any] = {
 NEUTRAL: dict[str, dict[str, Any]] = {
     "chat": _COMMON
     | {
+        "metadata": ANY,
         "modalities": (["text"],),
         "store": (False,),
         "functions": ([],),
@@ -57,7 +57,7 @@ NEUTRAL: dict[str, dict[str, Any]] = {
         "audio": (),
         "web_search_options": (),
     },
-    "completions": _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)},
+    "completions": _COMMON | {"metadata": ANY, "best_of": (1,), "echo": (False,), "suffix": ("",)},
     "responses": _COMMON
     | {
         "store": (False,),

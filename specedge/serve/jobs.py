@@ -11,13 +11,12 @@ from dataclasses import dataclass
 
 from specedge.errors import OptionError
 from specedge.runtime.sampling.logprobs import TokenLogprobs
+from specedge.runtime.stats import Stats
 from specedge.runtime.stream import Generation, Stream
 from specedge.runtime.text.assembler import FinishReason
 from specedge.runtime.text.spans import Span
 
-from .errors import ApiError
-
-RETRY_AFTER = 1  # seconds; a slot is free again when the shortest of its texts ends
+from .errors import ApiError, busy
 
 
 @dataclass(frozen=True)
@@ -60,12 +59,8 @@ class Jobs:
     def admitted(self, count: int) -> Iterator[None]:
         """Room for so many jobs; ApiError where there is none now."""
         if self.num_admitted + count > self.most:
-            raise ApiError(
-                f"{self.num_admitted} texts are running or waiting, the most that this server "
-                "takes; try again later",
-                code="rate_limit_exceeded",
-                status=429,
-                headers={"Retry-After": str(RETRY_AFTER)},
+            raise busy(
+                f"{self.num_admitted} texts are running or waiting, the most that this server takes"
             )
         self.num_admitted += count
         try:
@@ -73,9 +68,11 @@ class Jobs:
         finally:
             self.num_admitted -= count
 
-    async def run(self, begin: Callable[[], Stream]) -> AsyncGenerator[Event]:
+    async def run(
+        self, begin: Callable[[], Stream], ended: Callable[[Stats], None]
+    ) -> AsyncGenerator[Event]:
         """Wait for a slot, and give what a stream gives. Closed, it frees the slot after the round
-        that runs.
+        that runs. However it ends, `ended` is told what the stream did.
         """
         async with self._slots:
             work = _Work(asyncio.get_running_loop(), begin)
@@ -94,6 +91,8 @@ class Jobs:
                 try:
                     await work.ended.wait()  # now the slot is free
                 finally:
+                    if (stats := work.stats) is not None:
+                        ended(stats)
                     self.num_running -= 1
 
 
@@ -107,6 +106,11 @@ class _Work:
         self._loop, self._begin = loop, begin
         self._stream: Stream | None = None
         self._cancelled = False
+
+    @property
+    def stats(self) -> Stats | None:
+        """What the stream did so far, if it began."""
+        return None if self._stream is None else self._stream.stats
 
     def cancel(self) -> None:
         self._cancelled = True

@@ -6,10 +6,12 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from specedge.runtime.stream import Generation
+from specedge.runtime.stats import Stats
 
 from .jobs import Jobs
 
+STATUS = "specedge.status"  # in a request's scope: what became of a stream that began with 200
+GONE = "gone"  # the client was, before its answer's end
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
@@ -23,8 +25,14 @@ class Metrics:
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"specedge_{name}", help, labels, registry=registry)
 
-        self.requests = counter("requests", "Requests by path and status.", "path", "status")
-        self.tokens = counter("tokens", "Tokens: of prompts, of those reused, new.", "kind")
+        self.requests = counter(
+            "requests", "Requests by path and status: of a stream its end's.", "path", "status"
+        )
+        self.tokens = counter(
+            "tokens",
+            "Tokens: of prompts, of those reused, new; of texts that were cut, too.",
+            "kind",
+        )
         self.drafted = counter(
             "draft_tokens",
             "Draft tokens: drafted, tested, accepted. Acceptance is their ratio.",
@@ -52,9 +60,8 @@ class Metrics:
     def text(self) -> bytes:
         return generate_latest(self._registry)
 
-    def ended(self, one: Generation, first: float | None) -> None:
-        """A text has ended whose first piece came at a time."""
-        stats = one.stats
+    def ended(self, stats: Stats) -> None:
+        """A text goes no further, whole or not."""
         counts = {
             "prompt": stats.num_prompt_tokens,
             "reused": stats.num_reused_tokens,
@@ -69,5 +76,8 @@ class Metrics:
         }
         for kind, count in drafted.items():
             self.drafted.labels(kind).inc(count)
+
+    def whole(self, stats: Stats, first: float | None) -> None:
+        """A text has come to its end whose first piece came at a time."""
         if first is not None and stats.num_new_tokens > 1:
             self.per_token.observe((time.perf_counter() - first) / stats.num_new_tokens)

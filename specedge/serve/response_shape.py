@@ -37,7 +37,6 @@ class Response:
             "output": [],
             "error": None,
             "incomplete_details": None,
-            "metadata": {},
             "parallel_tool_calls": False,
             "tool_choice": "none",
             "tools": [],

@@ -6,6 +6,7 @@ import json
 import secrets
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -259,13 +260,18 @@ def _call_delta(part: Called) -> dict[str, Any]:
 class Completion(Chunked):
     prefix, object_name, chunk_name = "cmpl", "text_completion", "text_completion"
 
+    def __init__(self, model: str, asked: Asked, tokens: Tokens) -> None:
+        super().__init__(model, asked, tokens)
+        self._lengths = Counter[int]()  # of each choice's tokens so far, in characters
+
     def begin(self) -> Iterator[str]:
         yield from ()
 
     def piece(
         self, index: int, piece: Piece, parts: Sequence[Part], before: Choice
     ) -> Iterator[str]:
-        logprobs = self._logprobs(piece.logprobs, before.logprobs)
+        if logprobs := self._logprobs(piece.logprobs, self._lengths[index]):
+            self._lengths[index] += sum(map(len, logprobs["tokens"]))
         one = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
         yield self._chunk([one | self._spans(piece)])
 
@@ -273,13 +279,8 @@ class Completion(Chunked):
         yield self._chunk([self._ended(index, choice) | {"text": "", "logprobs": None}])
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        logprobs = self._logprobs(choice.logprobs, [])
+        logprobs = self._logprobs(choice.logprobs, 0)
         return self._ended(index, choice) | {"text": choice.text, "logprobs": logprobs}
 
-    def _logprobs(
-        self, found: list[TokenLogprobs], before: list[TokenLogprobs]
-    ) -> dict[str, Any] | None:
-        if not self._has_logprobs:
-            return None
-        start = sum(len(self.tokens.text(one.token)) for one in before)
-        return self.tokens.of_completion(found, start)
+    def _logprobs(self, found: list[TokenLogprobs], start: int) -> dict[str, Any] | None:
+        return self.tokens.of_completion(found, start) if self._has_logprobs else None

@@ -10,7 +10,7 @@ from specedge import store
 openai = pytest.importorskip("openai", reason="needs the test extra")
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
-from served import MODEL, PROMPT, ask, chat_pair, client, health, serving, until  # noqa: E402
+from served import MODEL, PROMPT, ask, chat_pair, client, counts, health, serving, until  # noqa: E402
 
 MESSAGES = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "A class."}]
 GREEDY = {"model": MODEL, "temperature": 0, "max_tokens": 24}
@@ -179,7 +179,9 @@ def test_an_end_token_ends_a_text_and_has_no_log_probability(ai, alone):
 
 def test_a_response_whole_and_streamed(ai, alone):
     given = {"model": MODEL, "instructions": "Write Python.", "temperature": 0}
-    whole = ai.responses.create(input="A class.", max_output_tokens=24, **given)
+    facts = {"topic": "classes"}
+    whole = ai.responses.create(input="A class.", max_output_tokens=24, metadata=facts, **given)
+    assert whole.metadata == facts
     assert whole.output_text == alone.chat(MESSAGES, 24).text
     assert (whole.status, whole.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert whole.usage.output_tokens == 24
@@ -191,6 +193,7 @@ def test_a_response_whole_and_streamed(ai, alone):
     assert [event.sequence_number for event in events] == list(range(len(events)))
     assert [events[0].type, events[-1].type] == ["response.created", "response.incomplete"]
     assert events[-1].response.output_text == whole.output_text
+    assert events[-1].response.metadata == {}
 
 
 def test_the_stream_helper_of_responses_understands_the_events(ai, alone):
@@ -304,18 +307,11 @@ def test_a_client_that_leaves_its_stream_frees_the_slot(ai, port):
 
 
 def test_metrics_count_what_was_done(ai, port):
-    def counts():
-        lines = ask(port, "GET", "/metrics")[2].decode().splitlines()
-        return {
-            name: float(value)
-            for name, _, value in (line.rpartition(" ") for line in lines if line[0] != "#")
-        }
-
-    before = counts()
+    before = counts(port)
     ai.completions.create(prompt=PROMPT, **GREEDY)
-    until(lambda: counts()["specedge_running"] == 0)
-    after = counts()
-    grown = {name: after[name] - before.get(name, 0) for name in after}
+    until(lambda: counts(port)["specedge_running"] == 0)
+    after = counts(port)
+    grown = {name: after[name] - before[name] for name in after}
     assert grown['specedge_requests_total{path="/v1/completions",status="200"}'] == 1
     assert grown['specedge_tokens_total{kind="new"}'] == 24
     assert grown["specedge_time_to_first_token_seconds_count"] == 1

@@ -2,9 +2,11 @@
 
 import asyncio
 import json
+import select
 import socket
 import threading
 import time
+from contextlib import ExitStack
 
 import pytest
 
@@ -12,6 +14,7 @@ pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import MODEL, PROMPT, answer, ask, chat_pair, health, serving, until
 from specedge.runtime.loop.decoding import SpeculativeDecoder
+from specedge.runtime.text import grammars
 
 SHORT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 LONG = SHORT | {"max_tokens": 400, "ignore_eos": True}
@@ -177,6 +180,70 @@ def test_more_than_can_wait_are_told_to_come_again(port, slowly):
     assert answers(port)
 
 
+def test_bodies_have_a_size_together_too(pair):
+    with serving(pair, max_body=1000, body_timeout=60) as port, ExitStack() as stack:
+        sent = head(1000) + b"x" * 990
+        senders = [socket.create_connection(("127.0.0.1", port), 30) for _ in range(17)]
+        for one in senders:
+            stack.enter_context(one).sendall(sent)
+        (told,) = select.select(senders, [], [], 20)[0]
+        status, headers, said = answer(told)
+        assert (status, headers["retry-after"], headers["connection"]) == (429, "1", "close")
+        assert "bodies fill the memory" in error_of(said)["message"]
+        senders.remove(told)
+        for one in senders[1:]:
+            one.close()
+        until(lambda: answers(port))
+
+
+@pytest.fixture
+def held(monkeypatch):
+    """No grammar is compiled before this is set."""
+    pytest.importorskip("llguidance", reason="needs the grammar extra")
+    event, compiled = threading.Event(), grammars.compiled
+    monkeypatch.setattr(grammars, "compiled", lambda *given: event.wait(60) and compiled(*given))
+    yield event
+    event.set()
+
+
+def test_grammars_that_compile_slowly_keep_others_from_nothing(pair, held):
+    with serving(pair, max_waiting=60) as port, ExitStack() as stack:
+        for i in range(40):
+            body = json.dumps(SHORT | {"regex": f"a{{{i + 1}}}"}).encode()
+            sender = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
+            sender.sendall(head(len(body)) + body)
+        until(lambda: health(port)["waiting"] == 40)
+        assert answers(port)
+        stack.close()  # who goes away waits for no grammar
+        until(lambda: health(port)["waiting"] == 0)
+
+
+def test_who_cannot_wait_hears_so_before_its_grammar_is_compiled(port, held):
+    found = []
+
+    def regex(letter):
+        found.append(ask(port, "POST", "/v1/completions", SHORT | {"regex": letter})[0])
+
+    threads = [threading.Thread(target=regex, args=letter) for letter in "xy"]
+    for thread in threads:
+        thread.start()
+    until(lambda: health(port)["waiting"] == 2)
+    status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"regex": "z"})
+    assert (status, error_of(said)["code"]) == (429, "rate_limit_exceeded")
+    held.set()
+    for thread in threads:
+        thread.join(60)
+    assert found == [200, 200]
+
+
+def test_the_time_of_a_request_is_its_grammars_too(pair, held):
+    with serving(pair, timeout=0.5) as port:
+        for stream in (False, True):
+            body = SHORT | {"regex": "tt", "stream": stream}
+            status, _, said = ask(port, "POST", "/v1/completions", body)
+            assert (status, error_of(said)["code"]) == (504, "timeout")
+
+
 def test_texts_that_can_never_be_at_a_time_are_refused(port):
     status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"n": 3})
     assert (status, error_of(said)["param"]) == (400, "n")
@@ -217,8 +284,9 @@ def test_a_client_that_goes_away_frees_its_slot_and_its_place_in_the_queue(port,
 
 def test_a_request_that_takes_too_long_ends_with_an_error(pair, slowly):
     with serving(pair, timeout=0.5) as port:
-        status, _, said = ask(port, "POST", "/v1/completions", LONG)
+        status, headers, said = ask(port, "POST", "/v1/completions", LONG)
         assert (status, error_of(said)["code"]) == (504, "timeout")
+        assert headers["x-should-retry"] == "false"
         status, _, said = ask(port, "POST", "/v1/completions", LONG | {"stream": True})
         assert status == 200
         assert b'"code": "timeout"' in said
@@ -262,6 +330,45 @@ def test_only_named_origins_may_ask_from_a_web_page(pair):
 
         assert allowed("https://good.example") == "https://good.example"
         assert allowed("https://evil.example") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "origin", "code"),
+    [
+        ("/v1/models", "localhost", None, None),
+        ("/v1/models", "LOCALHOST:8000", "http://localhost:8000", None),
+        ("/v1/models", "127.0.0.1:80", None, None),
+        ("/v1/models", "[::1]:9", "http://[::1]:9", None),
+        ("/v1/models", "127.0.0.1:80", "https://pages.example", None),
+        ("/v1/models", "pair.example", "https://pair.example", None),
+        ("/v1/models", "127.0.0.1:80", "https://pair.example", None),
+        ("/v1/models", "evil.example:8000", None, "host_not_allowed"),
+        ("/v1/models", "evil.example:8000", "http://evil.example:8000", "host_not_allowed"),
+        ("/", "evil.example", None, "host_not_allowed"),
+        ("/health", "localhost.evil.example", None, "host_not_allowed"),
+        ("/v1/models", "[::1", None, "host_not_allowed"),
+        ("/v1/models", "localhost:8000", "https://evil.example", "origin_not_allowed"),
+        ("/v1/models", "localhost:8000", "http://localhost:3000", "origin_not_allowed"),
+        ("/v1/models", "localhost:8000", "null", "origin_not_allowed"),
+    ],
+)
+def test_no_page_asks_by_its_own_name_or_from_elsewhere(named, path, host, origin, code):
+    given = {"Host": host} | ({"Origin": origin} if origin else {})
+    status, _, said = ask(named, "GET", path, **given)
+    assert (status, code and error_of(said)["code"]) == (403 if code else 200, code)
+
+
+@pytest.fixture(scope="module")
+def named(pair):
+    hosts, origins = ("localhost", "127.0.0.1", "::1", "pair.example"), ("https://pages.example",)
+    with serving(pair, hosts=hosts, origins=origins) as found:
+        yield found
+
+
+def test_with_a_key_any_origin_and_host_may_try(pair):
+    with serving(pair, api_key="k") as port:
+        given = {"Host": "here", "Origin": "https://there", "Authorization": "Bearer k"}
+        assert ask(port, "GET", "/v1/models", **given)[0] == 200
 
 
 def test_the_app_needs_no_socket(pair):

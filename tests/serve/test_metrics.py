@@ -1,14 +1,95 @@
-"""What /metrics says of times."""
+"""What /metrics says of times, and of texts that never came to their end."""
 
 import asyncio
 import json
+import socket
+import time
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
-from served import PROMPT, chat_pair
+from served import PROMPT, ask, chat_pair, counts, health, serving, until
+from specedge.runtime.loop.decoding import SpeculativeDecoder
 from specedge.serve.app import make_app
+
+LONG = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+REQUESTS = 'specedge_requests_total{path="/v1/completions",status="%s"}'
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return chat_pair(1)
+
+
+@pytest.fixture
+def port(pair):
+    with serving(pair) as found:
+        yield found
+
+
+@pytest.fixture
+def rounds(monkeypatch):
+    """The last of these is told of the number of each round of a text before it begins."""
+    fast, done, before = SpeculativeDecoder._round, [], []
+
+    def slow(self, *arguments):
+        done.append(1)
+        before[-1](len(done))
+        return fast(self, *arguments)
+
+    monkeypatch.setattr(SpeculativeDecoder, "_round", slow)
+    return before
+
+
+def has_counted(port, status):
+    """A text of two rounds at least, and its request."""
+    until(lambda: health(port)["running"] == 0)
+    found = counts(port)
+    kinds = ("drafted", "tested", "accepted")
+    assert found['specedge_tokens_total{kind="new"}'] >= 2
+    assert found['specedge_tokens_total{kind="prompt"}'] >= 5
+    assert all(found[f'specedge_draft_tokens_total{{kind="{kind}"}}'] for kind in kinds)
+    assert found["specedge_time_per_token_seconds_count"] == 0
+    assert {name for name in found if "requests_total" in name and "v1" in name} == {
+        REQUESTS % status
+    }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_took_too_long_is_counted(pair, rounds, stream):
+    rounds.append(lambda number: time.sleep(1.6 * (number == 6)))
+    with serving(pair, timeout=1.5) as port:
+        ask(port, "POST", "/v1/completions", LONG | {"stream": stream})
+        has_counted(port, 504)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_that_failed_is_counted(port, rounds, stream):
+    rounds.append(lambda number: 1 / (6 - number))
+    ask(port, "POST", "/v1/completions", LONG | {"stream": stream})
+    has_counted(port, 500)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_whose_client_went_away_is_counted(port, rounds, stream):
+    numbers = []
+    rounds.append(lambda number: numbers.append(number) or time.sleep(0.02))
+    body = json.dumps(LONG | {"stream": stream}).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        until(lambda: len(numbers) > 5)
+    has_counted(port, "gone")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_text_is_counted_once_when_it_ends(port, stream):
+    ask(port, "POST", "/v1/completions", LONG | {"max_tokens": 8, "stream": stream})
+    until(lambda: health(port)["running"] == 0)
+    found = counts(port)
+    assert found['specedge_tokens_total{kind="new"}'] == 8
+    assert found["specedge_time_per_token_seconds_count"] == found[REQUESTS % 200] == 1
 
 
 def test_the_time_to_the_first_token_is_not_the_clients():

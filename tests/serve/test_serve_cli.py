@@ -91,13 +91,25 @@ def test_what_runs_longer_than_the_grace_time_is_ended():
 def test_the_key_of_the_environment_is_asked_for():
     with served(SPECEDGE_API_KEY="geheim") as (_, port, _):
         assert ask(port, "GET", "/v1/models")[0] == 401
-        assert ask(port, "GET", "/v1/models", Authorization="Bearer geheim")[0] == 200
+        given = {"Authorization": "Bearer geheim", "Host": "pair.example"}
+        assert ask(port, "GET", "/v1/models", **given)[0] == 200
+
+
+def test_on_a_loopback_address_without_a_key_it_answers_for_localhost_and_for_named_hosts():
+    with served("--allow-host", "pair.example") as (_, port, _):
+        hosts = (f"localhost:{port}", "pair.example", "evil.example")
+        found = [ask(port, "GET", "/v1/models", Host=host)[0] for host in hosts]
+    assert found == [200, 200, 403]
+    with served() as (_, port, _):
+        found = [ask(port, "GET", "/v1/models", Host=host)[0] for host in hosts]
+    assert found == [200, 403, 403]
 
 
 def test_a_server_that_all_may_reach_without_a_key_says_so():
     with served("--host", "0.0.0.0") as (process, port, _):
         assert "whoever reaches 0.0.0.0 can ask; set $SPECEDGE_API_KEY" in process.stderr.readline()
-        assert json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]["id"] == MODEL
+        found = ask(port, "GET", "/v1/models", Host="pair.example")[2]
+        assert json.loads(found)["data"][0]["id"] == MODEL
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """What a grammar allows after a text, and which grammars are refused."""
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ pytest.importorskip("llguidance", reason="needs the grammar extra")
 
 from grammars import END, allowed_of, constraint, texts_of
 from specedge.errors import OptionError, SpecEdgeError
+from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import MAX_GRAMMAR, DrafterName, Request
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text import grammars
@@ -141,6 +144,35 @@ def test_a_grammar_is_compiled_once_for_the_requests_that_name_it(pipeline, monk
     assert made == ["a", "b", "c", *map(str, range(NUM_KEPT)), "a"]
 
 
+def test_a_grammar_is_compiled_once_for_requests_that_come_at_once(pipeline, monkeypatch):
+    made, compiled = [], grammars.compiled
+
+    def slowly(*given):
+        made.append(given[-1])
+        time.sleep(0.1)
+        return compiled(*given)
+
+    monkeypatch.setattr(grammars, "compiled", slowly)
+    kept = Grammars(pipeline.bundle, pipeline.tokenizer)
+    kept.constraint(Request(regex="z"))  # hands the tokenizer over
+    with ThreadPoolExecutor(6) as threads:
+        found = list(threads.map(lambda text: kept.constraint(Request(regex=text)), "ab" * 3))
+        wrong = [threads.submit(kept.constraint, Request(regex="(a")) for _ in range(2)]
+    assert all(found)
+    assert all(isinstance(one.exception(), OptionError) for one in wrong)
+    assert sorted(made[:3]) == ["a", "b", "z"]
+    assert set(made[3:]) == {"(a"}
+
+
+def test_masks_of_positions_long_past_are_dropped_though_some_had_none():
+    one = constraint("regex", "[ab]*")
+    text = History([7])
+    for step in [3] * 150 + [3 * MAX_DRAFT_TOKENS, 0]:
+        one.banned(text)
+        text.extend([0] * step)
+    assert [*one._masks] == [450 + 3 * MAX_DRAFT_TOKENS]
+
+
 def test_a_text_is_not_cut_by_what_other_texts_left_in_the_lexer(pipeline, monkeypatch):
     limits = {**grammars._LIMITS, "max_lexer_states": 6000}
     monkeypatch.setattr(grammars, "_LIMITS", limits)
@@ -148,6 +180,43 @@ def test_a_text_is_not_cut_by_what_other_texts_left_in_the_lexer(pipeline, monke
         given = {"seed": seed, "num_draft_tokens": 4 * (seed % 2), "drafter": "model"}
         found = pipeline.generate("a", 30, 1.0, regex="(.*[ae].{30}){2}.*", **given)
         assert len(found.tokens) == 30
+
+
+def spaces_of(pipeline, guidance, space):
+    """How many of a white space may begin an object, up to forty."""
+    schema = {"type": "object", "required": ["a"]} | guidance
+    one = pipeline.grammars.constraint(Request(json_schema=schema))
+    begin, (more,) = (pipeline.prompts.tokens(text) for text in ("{", space))
+    for count in range(40):
+        if one.banned(History([7], [*begin, *[more] * count]))[more]:
+            return count
+    return 40
+
+
+@pytest.mark.parametrize(
+    ("guidance", "most"),
+    [
+        ({}, 1),
+        ({"x-guidance": {"coerce_one_of": True}}, 1),
+        ({"x-guidance": {"whitespace_flexible": True}}, 40),
+        ({"x-guidance": {"whitespace_flexible": False}}, 0),
+        ({"x-guidance": {"whitespace_pattern": "[ ]{0,7}"}}, 7),
+    ],
+)
+def test_white_space_has_an_end_unless_the_schema_says_what_there_may_be(pipeline, guidance, most):
+    assert spaces_of(pipeline, guidance, " ") == most
+    assert guidance or spaces_of(pipeline, guidance, "\n") == 1
+
+
+@pytest.mark.parametrize("written", [{}, {"indent": 4}, {"separators": (",", ":")}])
+def test_json_as_it_is_usually_written_follows_its_schema(pipeline, written):
+    text = json.dumps({"name": "Al", "age": 30, "tags": ["a", "b"]}, **written)
+    schema = {name: value for name, value in PERSON.items() if name != "x-guidance"}
+    one = pipeline.grammars.constraint(Request(json_schema=schema))
+    tokens = pipeline.prompts.tokens(text)
+    assert np.flatnonzero(~one.banned(History([7], tokens))).tolist() == [
+        *pipeline.bundle.end_tokens
+    ]
 
 
 def test_a_bundle_without_end_tokens_is_refused(pipeline):

@@ -8,7 +8,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 pytest.importorskip("llguidance", reason="needs the grammar extra")
 jsonschema = pytest.importorskip("jsonschema", reason="needs the test extra")
 
-from schemas import SCHEMAS  # noqa: E402
+from schemas import PLAIN, SCHEMAS  # noqa: E402
 
 
 @pytest.mark.parametrize(
@@ -35,3 +35,15 @@ def test_greedy_text_under_a_schema_is_plain_masked_decodings(pipeline, schema):
     plain = pipeline.generate("data = ", num_draft_tokens=0, **options)
     for k in (2, 5, "auto"):
         assert pipeline.generate("data = ", num_draft_tokens=k, **options).tokens == plain.tokens
+
+
+def test_most_greedy_texts_end_though_white_space_is_allowed(pipeline):
+    made = [pipeline.generate("data = ", 120, json_schema=schema) for schema in PLAIN]
+    ended = [
+        (one.text, schema)
+        for one, schema in zip(made, PLAIN, strict=True)
+        if one.finish_reason == "end"
+    ]
+    assert len(ended) >= 17
+    for text, schema in ended:
+        jsonschema.validate(json.loads(text), schema)

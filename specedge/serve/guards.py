@@ -1,0 +1,92 @@
+"""Who may ask: from which web pages, under which name of the server, and with which key.
+
+A browser lets any page send requests to this machine. A page whose own name begins to point here
+(DNS rebinding) could read the answers, too: its requests say that name as their Host.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Collection
+from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from .errors import ApiError
+
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+
+class Named:
+    """Refuses other hosts than these, of any port, and other origins than the server's own, those
+    of allowed hosts, and `origins`. Without hosts any is taken.
+    """
+
+    def __init__(
+        self, app: ASGIApp, hosts: Collection[str], origins: Collection[str], any_origin: bool
+    ) -> None:
+        self._app, self._hosts = app, {host.lower() for host in hosts}
+        self._origins, self._any_origin = origins, any_origin or "*" in origins
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and (error := self._refused(scope)):
+            await JSONResponse(error.body, error.status)(scope, receive, send)
+            return
+        await self._app(scope, receive, send)
+
+    def _refused(self, scope: Scope) -> ApiError | None:
+        given = {name: value.decode("latin-1") for name, value in scope["headers"]}
+        host, origin = given.get(b"host", ""), given.get(b"origin")
+        if self._hosts and host and _name(f"//{host}") not in self._hosts:
+            return ApiError(
+                f"this server is not asked as {_short(host)}: it answers as localhost; start it "
+                "with --allow-host NAME, or with a key",
+                code="host_not_allowed",
+                status=403,
+            )
+        if origin is None or self._any_origin or origin in self._origins:
+            return None
+        own = origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower())
+        if own or _name(origin) in self._hosts - {*LOOPBACK}:
+            return None
+        return ApiError(
+            f"no web page of {_short(origin)} may ask this server; start it with --cors ORIGIN",
+            code="origin_not_allowed",
+            status=403,
+        )
+
+
+def _name(address: str) -> str | None:
+    """The host of an address, without its port."""
+    try:
+        return urlsplit(address).hostname
+    except ValueError:
+        return None
+
+
+def _short(text: str) -> str:
+    return ascii(text[:100])
+
+
+class Keyed:
+    """Lets nobody in without the key, if there is one, but to paths that are open."""
+
+    def __init__(self, app: ASGIApp, key: str | None, open_paths: Collection[str]) -> None:
+        self._app, self._key, self._open = app, key, open_paths
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in self._open or self._knows(scope):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(
+            "the API key is missing or wrong; send it as 'Authorization: Bearer KEY'",
+            code="invalid_api_key",
+            status=401,
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
+
+    def _knows(self, scope: Scope) -> bool:
+        given = dict(scope["headers"]).get(b"authorization", b"")
+        return self._key is None or hmac.compare_digest(given, b"Bearer " + self._key.encode())
