@@ -1,4 +1,4 @@
-"""The ASGI application: paths, who may ask, and how much at a time."""
+"""The ASGI application: paths, who may ask, and what reads requests."""
 
 from __future__ import annotations
 

@@ -54,6 +54,16 @@ def test_an_answer_follows_its_schema_and_says_where_it_is_cut(ai, alone):
     assert found.text.format.name == "person"
 
 
+def test_an_object_that_a_client_parses_ends_whatever_white_space_the_pair_likes(ai):
+    pytest.importorskip("llguidance", reason="needs the grammar extra")
+    pydantic = pytest.importorskip("pydantic", reason="comes with openai")
+    person = pydantic.create_model("Person", name=(str, ...), age=(int, ...))
+    asked = GREEDY | {"messages": MESSAGES, "max_tokens": 60, "response_format": person}
+    choice = ai.chat.completions.parse(**asked).choices[0]
+    assert choice.finish_reason == "stop"
+    assert choice.message.parsed.age >= 0
+
+
 def test_json_that_is_cut_says_so_at_every_endpoint_whole_and_streamed(ai):
     few, own = GREEDY | {"max_tokens": 4}, {"json_schema": SCHEMA}
     given = {"messages": MESSAGES, "extra_body": own}

@@ -31,7 +31,7 @@ def test_offsets_go_on_by_choice_without_the_texts_of_earlier_tokens():
     for index, ids in [(0, [3, 1]), (1, [2]), (0, []), (0, [4]), (1, [5, 5]), (0, [1])]:
         piece = Piece([], [TokenLogprobs(token, -1.0, []) for token in ids])
         (line,) = shape.piece(index, piece, [], choices[index])
-        choices[index].add(piece)
+        choices[index].add([], piece.logprobs)
         (choice,) = json.loads(line.removeprefix("data: "))["choices"]
         told[index].extend(choice["logprobs"]["text_offset"])
     assert told == ([0, 3, 4, 8], [0, 2, 7])
