@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -108,7 +109,8 @@ def _many(
     items = read(prompts, form, chat, system, request)
     if way == RESUME:
         items = remaining(items, output, seeded=request["seed"] is not None)
-    if not batch.run(options.load(**models), items, output, way):
+    results = batch.answers(options.load(**models), items)
+    if not batch.run(results, len(items), output, way, sys.stdout):
         raise click.exceptions.Exit(1)
 
 
