@@ -26,6 +26,12 @@ class Item:
     place: str = ""  # "prompts.jsonl, line 3: " where the line itself names a drafter
 
 
+def seed_of(seed: int, index: int) -> int:
+    """The seed of the prompt of an index, within the seeds that there are."""
+    own = seed + index
+    return own if own < 2**64 else own - 2**64
+
+
 def check_drafters(drafters: Drafters, items: Iterable[tuple[str, object]]) -> None:
     """DrafterError for the first of places and the drafters named there that cannot be used."""
     for place, name in items:
@@ -37,15 +43,23 @@ def check_drafters(drafters: Drafters, items: Iterable[tuple[str, object]]) -> N
 
 def answered(pipeline: Pipeline, item: Item) -> dict[str, Any]:
     """What became of a prompt; one that cannot be continued has its error instead."""
-    name = {"index": item.index} | ({} if item.id is None else {"id": item.id})
     try:
         if item.messages is not None:
             made = pipeline.chat(item.messages, **item.request)
         else:
             made = pipeline.generate(item.prompt or "", **item.request)
     except SpecEdgeError as error:
-        return name | {"error": str(error)}
-    return name | _facts(made)
+        return failed(item, str(error))
+    return _name(item) | _facts(made)
+
+
+def failed(item: Item, error: str) -> dict[str, Any]:
+    """The facts of a prompt that could not be continued."""
+    return _name(item) | {"error": error}
+
+
+def _name(item: Item) -> dict[str, Any]:
+    return {"index": item.index} | ({} if item.id is None else {"id": item.id})
 
 
 def _facts(made: Generation) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from specedge.cli.terminal import one_line
 from specedge.declared import declarations, nearest
 from specedge.errors import PromptError
 from specedge.request import Request
-from specedge.runtime.items import Item
+from specedge.runtime.items import Item, seed_of
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def read(
     seed = secrets.randbits(32) if request["seed"] is None else request["seed"]
     items: list[Item] = []
     for index, (number, line) in enumerate(lines):
-        own = seed + index
-        defaults = request | {"seed": own if own < 2**64 else own - 2**64}
+        defaults = request | {"seed": seed_of(seed, index)}
         try:
             facts = _facts(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
             item = _item(index, facts, defaults, chat, system)
