@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -92,15 +93,16 @@ def loaded(
     slots: int = 1,
     max_length: int | None = None,
 ) -> Pipeline:
-    """A pair in an actor's process, which has no sessions but ours, with a thread for each CPU."""
+    """A pair in an actor, with a thread for each CPU and a pool that its sessions share."""
     from specedge import store
     from specedge.runtime.loading import load
 
+    num_cpus = _num_cpus()
     return load(
         bundle or store.embedded(),
         device,
-        threads or _num_cpus(),
-        share_threads=True,
+        threads or num_cpus,
+        share_threads=num_cpus is not None,  # no other code of its process has sessions
         ops=ops,
         draft_device=draft_device,
         slots=slots,
@@ -108,15 +110,17 @@ def loaded(
     )
 
 
-def fixed(request: dict[str, Any], num_draft_tokens: int) -> None:
-    """Let nothing of a request depend on clocks, or on what ran before it."""
+def fixed(request: dict[str, Any], num_draft_tokens: int) -> bool:
+    """Let nothing of a request depend on clocks, or on what ran before; whether K was left open."""
     if request.get("remember"):
         raise SpecEdgeError(
             "remember lets a text's drafts depend on the texts before it, which other actors may "
             "have; leave it out"
         )
-    if request["num_draft_tokens"] in (AUTO, None) and request.get("replay") is None:
+    left_open = request["num_draft_tokens"] in (AUTO, None) and request.get("replay") is None
+    if left_open:
         request["num_draft_tokens"] = num_draft_tokens
+    return left_open
 
 
 def deployment(
@@ -192,8 +196,8 @@ def imported(name: str) -> Any:
 
 def _num_cpus() -> int | None:
     """The CPUs that Ray has set aside for this actor; None outside of one."""
-    ray = imported("ray")
-    if not ray.is_initialized():
+    ray = sys.modules.get("ray")
+    if ray is None or not ray.is_initialized():
         return None
     return int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0)) or None
 

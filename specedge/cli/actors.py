@@ -12,7 +12,7 @@ import click
 
 from specedge import store
 from specedge.bundle import MANIFEST, Bundle
-from specedge.cli.ray_process import Said, last_line
+from specedge.cli.ray_process import Heard, last_line
 from specedge.cli.terminal import one_line
 from specedge.errors import BundleError, SpecEdgeError
 from specedge.ray import Generate, imported, reserved
@@ -21,6 +21,7 @@ from specedge.runtime.planning.cost_files import processor
 from specedge.runtime.text.chat import load_template
 from specedge.version import __version__
 
+MOST_STARTS = 2  # that fail in a row: one may have been on a node that dies
 PATIENCE = 120  # seconds for a node to start a process and answer
 
 
@@ -75,10 +76,10 @@ class Pool:
         models: dict[str, Any],
         num_actors: int | None,
         items: list[Item],
-        said: Said,
+        heard: Heard,
     ) -> None:
         self._ray, self._data = imported("ray"), imported("ray.data")
-        self._bundle, self._asked, self._said = bundle, num_actors, said
+        self._bundle, self._asked, self._heard = bundle, num_actors, heard
         self._models = {name: value for name, value in models.items() if name != "bundle"}
         if self._models["threads"] is None:
             self._models["threads"] = self._usual_threads()
@@ -93,12 +94,13 @@ class Pool:
         # What an actor loses Ray would give to its successor, for which there may never be room:
         # such a block is left out, and the others go on.
         context.max_errored_blocks = -1
+        context.max_consecutive_actor_init_deaths = MOST_STARTS
         rows = [{"item": pickle.dumps(item)} for item in items]
         results = self._data.from_items(rows, override_num_blocks=len(rows)).map_batches(
             Lines,
             fn_constructor_args=(self._bundle,),
             fn_constructor_kwargs=self._models,
-            batch_size=None,
+            batch_size=1,
             concurrency=min(self._size(), len(rows)),
             max_restarts=0,
             max_task_retries=0,
@@ -111,7 +113,7 @@ class Pool:
         except self._ray.exceptions.RayError as error:
             if "creation task" in str(error):
                 raise SpecEdgeError(f"an actor could not start: {last_line(error)}") from error
-            self._said.last = last_line(error)
+            self._heard.last = last_line(error)
 
     def _nodes(self) -> list[dict[str, Any]]:
         return [node for node in self._ray.nodes() if node["Alive"]]
@@ -147,11 +149,13 @@ class Pool:
         asked = [
             (_name(node), self._ask(node, places)) for node in self._nodes() if self._room(node)
         ]
-        kinds = set()
+        kinds, errors = set(), self._ray.exceptions
         for name, answer in asked:
             try:
                 facts = self._ray.get(answer, timeout=PATIENCE)
-            except self._ray.exceptions.RayError as error:
+            except (errors.NodeDiedError, errors.TaskUnschedulableError, errors.WorkerCrashedError):
+                continue  # it is going; what is given to it will be given to others again
+            except errors.RayError as error:
                 raise SpecEdgeError(f"{name}: {last_line(error)}") from error
             if "error" in facts:
                 raise SpecEdgeError(f"{name}: {facts['error']}")

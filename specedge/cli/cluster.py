@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli.ray_process import Said, connected, quiet
+from specedge.cli.ray_process import Heard, connected, quiet
 from specedge.cli.terminal import counted, one_line
 from specedge.errors import SpecEdgeError
 
@@ -34,20 +34,21 @@ def answers(
 
     actors.check_device(models["device"], models["draft_device"])
     bundle = actors.Shared(models["bundle"])
-    for item in items:
-        fixed(item.request, bundle.num_draft_tokens)
-    with connected(address), quiet() as said:
-        pool = actors.Pool(bundle, models, num_actors, items, said)
-        yield in_order(items, pool.run, said)
+    if sum(fixed(item.request, k := bundle.num_draft_tokens) for item in items):
+        said = f"K is {k} for every prompt, as one machine has it with -k {k}"
+        click.echo(f"note: {said}: auto would let lines depend on machines", err=True)
+    with connected(address), quiet() as heard:
+        pool = actors.Pool(bundle, models, num_actors, items, heard)
+        yield in_order(items, pool.run, heard)
 
 
-def in_order(items: list[Item], run: Pass, said: Said) -> Iterator[dict[str, Any]]:
+def in_order(items: list[Item], run: Pass, heard: Heard) -> Iterator[dict[str, Any]]:
     """Run prompts, lost ones again, and give each result when those before it are out."""
     for start in range(0, len(items), AT_A_TIME):
-        yield from _part(items[start : start + AT_A_TIME], run, said)
+        yield from _part(items[start : start + AT_A_TIME], run, heard)
 
 
-def _part(items: list[Item], run: Pass, said: Said) -> Iterator[dict[str, Any]]:
+def _part(items: list[Item], run: Pass, heard: Heard) -> Iterator[dict[str, Any]]:
     from specedge.runtime.items import failed
 
     left = {item.index: item for item in items}
@@ -61,9 +62,9 @@ def _part(items: list[Item], run: Pass, said: Said) -> Iterator[dict[str, Any]]:
         if not left:
             return
         again = f"{counted(len(left), 'line')} lost with a worker or a node, and done again"
-        click.echo(one_line(f"note: {again}: {said.last}", SHORT), err=True)
+        click.echo(one_line(f"note: {again}: {heard.last}", SHORT), err=True)
     if len(left) == len(items):
-        raise SpecEdgeError(f"no worker lived to do a line: {said.last}")
+        raise SpecEdgeError(f"no worker lived to do a line: {heard.last}")
     for index, item in left.items():
-        held[index] = failed(item, f"its worker was lost {MOST_PASSES} times: {said.last}")
+        held[index] = failed(item, f"its worker was lost {MOST_PASSES} times: {heard.last}")
     yield from (held[index] for index in due)

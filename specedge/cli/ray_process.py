@@ -62,7 +62,7 @@ def _check_reachable(address: str | None) -> None:
         ) from error
 
 
-class Said(logging.Handler):
+class Heard(logging.Handler):
     """What Ray logs, of which the last error's last line may be told."""
 
     def __init__(self) -> None:
@@ -81,18 +81,18 @@ def last_line(error: BaseException) -> str:
 
 
 @contextmanager
-def quiet() -> Iterator[Said]:
+def quiet() -> Iterator[Heard]:
     """Keep off what Ray prints and logs of its own accord; lines are written to the real stdout."""
-    said, before = Said(), {}
+    heard, before = Heard(), {}
     loggers = [logging.getLogger(name) for name in ("ray", "ray.data")]
     for logger in loggers:
         before[logger] = logger.handlers, logger.level, logger.propagate
-        logger.handlers, logger.propagate = [said], False
+        logger.handlers, logger.propagate = [heard], False
         logger.setLevel(logging.ERROR)
     try:
         with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            yield said
+            yield heard
     finally:
         for logger, (logger.handlers, level, logger.propagate) in before.items():
             logger.setLevel(level)
