@@ -139,7 +139,8 @@ def deployment(
 ) -> Any:
     """An application for `ray.serve.run`: the server of `specedge serve` in each replica.
 
-    A replica is as `specedge serve` with these `slots` and `max_length`; `settings` are
+    `bundle` is a folder on each node, by default the pair that comes with specedge. A replica is
+    as `specedge serve` with these `slots` and `max_length`; `settings` are
     `specedge.serve.app.Settings`. There are `num_replicas`, or from so many to `max_replicas` by
     the queue: as many as have a request a slot. `options` are those of `ray.serve.deployment`;
     `ray_actor_options` reserve a CPU for each of `threads`, and a GPU where the device is one.
