@@ -42,6 +42,16 @@ def test_resume_does_what_is_missing_and_no_more(finished):
     assert output.read_bytes() == whole
 
 
+def test_lines_after_a_resume_do_not_tell_that_their_prompts_began_alike(text, tmp_path):
+    text.write_text("def read_config(path):\n" * 3, "utf-8")
+    output = tmp_path / "results.jsonl"
+    run("generate", "--prompts", text, "--output", output, *OPTIONS)
+    whole = output.read_bytes()
+    output.write_bytes(whole[: whole.index(b"\n") + 1])
+    run("generate", "--prompts", text, "--output", output, "--resume", *OPTIONS)
+    assert output.read_bytes() == whole
+
+
 @pytest.mark.many
 @pytest.mark.parametrize(
     ("line", "said"),

@@ -59,8 +59,15 @@ def test_the_server_knows_the_runtime_and_only_its_command_knows_the_server():
         for name, imported in modules().items()
         if not name.startswith(serve) and any(other.startswith(serve) for other in imported)
     }
-    assert knowing == {"specedge.cli.serve"}
+    assert knowing == {"specedge.cli.serve", "specedge.ray"}
     assert not loaded_after("import specedge.cli") & {"starlette", "uvicorn", "prometheus_client"}
+
+
+def test_ray_is_known_by_name_alone_and_only_its_command_knows_what_uses_it():
+    assert not [(name, i) for name, i in imports("") if i == "ray" or i.startswith("ray.")]
+    knowing = {name for name, imported in modules().items() if "specedge.ray" in imported}
+    assert knowing == {"specedge.cli.actors", "specedge.cli.cluster", "specedge.cli.ray_process"}
+    assert "ray" not in loaded_after("import specedge.cli; import specedge.ray")
 
 
 # Each room of the runtime imports those before it, never one behind it; "" is what lies on top.

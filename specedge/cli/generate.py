@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import near_ties, options, replaying, trace
+from specedge.cli import near_ties, options, ray_process, replaying, trace
 from specedge.cli.terminal import counted, lines, one_line
 from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, DrafterName
@@ -33,6 +36,20 @@ if TYPE_CHECKING:
 @click.option("--output", metavar="FILE", help="With --prompts, write there. [default: stdout]")
 @click.option("--overwrite", is_flag=True, help="With --prompts, replace the output file.")
 @click.option("--resume", is_flag=True, help="With --output, keep what it has and do the rest.")
+@click.option(
+    "--ray",
+    "address",
+    is_flag=False,
+    flag_value=ray_process.ANY,
+    metavar="[ADDRESS]",
+    help="With --prompts, run on this Ray cluster, or on the one that is found.",
+)
+@click.option(
+    "--ray-actors",
+    "num_actors",
+    type=click.IntRange(1),
+    help="With --ray, load the pair so often. [default: as often as it fits]",
+)
 @options.device
 @options.draft_device
 @options.threads
@@ -51,6 +68,8 @@ def generate(
     output: str | None,
     overwrite: bool,
     resume: bool,
+    address: str | None,
+    num_actors: int | None,
     device: str,
     draft_device: str | None,
     threads: int | None,
@@ -65,6 +84,10 @@ def generate(
         raise click.UsageError("--system needs --chat")
     if prompts is None and (form is not None or output is not None or overwrite or resume):
         raise click.UsageError("--format, --output, --overwrite and --resume need --prompts")
+    if address is not None and prompts is None:
+        raise click.UsageError("--ray needs --prompts")
+    if num_actors is not None and address is None:
+        raise click.UsageError("--ray-actors needs --ray")
     models = {
         "bundle": bundle,
         "device": device,
@@ -76,7 +99,8 @@ def generate(
         if traced or as_json or explain or replay is not None:
             raise click.UsageError("--trace, --json, --explain and --replay are for one PROMPT")
         output = "-" if output is None else output
-        _many(prompts, form, chat, system, output, overwrite, resume, models, request)
+        ray = None if address is None else (address, num_actors)
+        _many(prompts, form, chat, system, output, overwrite, resume, ray, models, request)
     elif prompt is not None:
         if request["logprobs"] is not None and not as_json:
             raise click.UsageError("--logprobs needs --json or --prompts")
@@ -93,10 +117,11 @@ def _many(
     output: str,
     overwrite: bool,
     resume: bool,
+    ray: tuple[str, int | None] | None,
     models: dict[str, Any],
     request: dict[str, Any],
 ) -> None:
-    from specedge.cli import batch
+    from specedge.cli import batch, cluster
     from specedge.cli.prompts import read
     from specedge.cli.results import NEW, OVERWRITE, RESUME, remaining
 
@@ -108,7 +133,15 @@ def _many(
     items = read(prompts, form, chat, system, request)
     if way == RESUME:
         items = remaining(items, output, seeded=request["seed"] is not None)
-    if not batch.run(options.load(**models), items, output, way):
+    stdout = sys.stdout  # Ray prints there, too, unless it is kept from it
+    running: AbstractContextManager[Iterator[dict[str, Any]]]
+    if ray is None:
+        running = nullcontext(batch.answers(options.load(**models), items))
+    else:
+        running = cluster.answers(*ray, models, items)
+    with running as results:
+        well = batch.run(results, len(items), output, way, stdout)
+    if not well:
         raise click.exceptions.Exit(1)
 
 

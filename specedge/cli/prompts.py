@@ -6,7 +6,6 @@ import dataclasses
 import json
 import secrets
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,22 +15,11 @@ from specedge.cli.terminal import one_line
 from specedge.declared import declarations, nearest
 from specedge.errors import PromptError
 from specedge.request import Request
+from specedge.runtime.items import Item, seed_of
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
     from specedge.runtime.text.prompts import UserPrompt
-
-
-@dataclass(frozen=True)
-class Item:
-    """One prompt of a file: `prompt` or `messages`, and every option of its request."""
-
-    index: int
-    id: str | int | None
-    prompt: str | list[int] | None
-    messages: list[dict[str, Any]] | None
-    request: dict[str, Any]
-    place: str = ""  # "prompts.jsonl, line 3: " where the line itself names a drafter
 
 
 def read(
@@ -54,8 +42,7 @@ def read(
     seed = secrets.randbits(32) if request["seed"] is None else request["seed"]
     items: list[Item] = []
     for index, (number, line) in enumerate(lines):
-        own = seed + index
-        defaults = request | {"seed": own if own < 2**64 else own - 2**64}
+        defaults = request | {"seed": seed_of(seed, index)}
         try:
             facts = _facts(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
             item = _item(index, facts, defaults, chat, system)

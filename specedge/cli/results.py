@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TextIO
 
 import click
 
-from specedge.cli.prompts import Item
+from specedge.runtime.items import Item
 from specedge.store import named_errors
 from specedge.strict_json import JsonError, parse
 
@@ -50,10 +52,12 @@ def _index(facts: object, items: Sequence[Item], seeded: bool) -> int:
 
 
 @contextlib.contextmanager
-def opened(output: str, way: str) -> Iterator[Callable[[str], None]]:
-    """What writes a line, or nothing of it: a disk that is full leaves no half of one."""
+def opened(output: str, way: str, stdout: TextIO | None = None) -> Iterator[Callable[[str], None]]:
+    """What writes a line, to `stdout` for `-`, or nothing of it: a disk that is full leaves no half
+    of one.
+    """
     if output == "-":
-        yield click.echo
+        yield partial(click.echo, file=stdout)
         return
     plain = not os.path.exists(output) or os.path.isfile(output)
     # What check_output saw may have changed while the models were loaded.
