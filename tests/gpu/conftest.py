@@ -27,6 +27,7 @@ PAIRS = {
 }
 PROMPT = "def f(self):"
 VOCAB_SIZE = 512
+COMPILE = [os.environ.get("CC", "gcc"), "-std=gnu11", "-fPIC", "-shared", "-o"]
 K = 4
 
 
@@ -35,6 +36,16 @@ def cuda():
     """The stand-in, loaded: from then on CUDA is not the real one in this process."""
     standin.load()
     return standin
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    """A folder with the stand-in CUDA, and over it a driver that tells of itself."""
+    folder = standin.build(tmp_path_factory.mktemp("cuda"))
+    source = str(Path(__file__).with_name("driver.c"))
+    for name, flags in (("libcuda.so.1", ["-DDRIVER"]), ("libnvidia-ml.so.1", [])):
+        subprocess.run([*COMPILE, str(folder / name), source, *flags], check=True)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -64,7 +64,19 @@ def test_a_library_that_is_missing_is_one_clear_line(cuda, pairs, tmp_path):
     assert len(done.stderr.splitlines()) == 1
 
 
-def test_a_device_that_there_is_not_is_named(cuda, pairs):
-    done = run("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:7")
+def test_a_device_that_there_is_not_is_named(pairs, libraries):
+    arguments = ("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:7")
+    done = run(*arguments, STANDIN_DIR=libraries)
     assert done.returncode == 1
-    assert "specedge: cuda:7: there is none of this number, or it fails" in done.stderr
+    assert done.stderr.splitlines()[-1] == (
+        "specedge: cuda:7 does not work here: NVIDIA's driver shows no GPU 7, only GPU 0"
+    )
+
+
+def test_why_a_second_gpu_does_not_work_is_told(pairs, libraries):
+    arguments = ("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:1")
+    done = run(*arguments, STANDIN_DIR=libraries, STANDIN_DEVICES=2, STANDIN_DRIVER=12040)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "specedge: cuda:1 does not work here: NVIDIA's driver 580.95.05 runs CUDA 12.4 and older"
+    )
