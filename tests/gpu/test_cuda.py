@@ -9,7 +9,7 @@ import standin
 import specedge
 from gpu.conftest import PAIRS, PROMPT, K, loaded
 from specedge.bundle import Bundle
-from specedge.errors import DeviceError
+from specedge.errors import DeviceError, SpecEdgeError
 from specedge.runtime import loading
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -105,6 +105,21 @@ def test_a_draft_that_one_call_makes_no_faster_takes_passes(cuda, pairs, planted
         assert counts["graph_launches"] == counts["passes"] > K
 
 
+def test_a_call_that_fails_leaves_the_draft_to_passes_and_a_note_says_why(
+    cuda, pairs, planted, monkeypatch
+):
+    def fail(self, step):
+        raise SpecEdgeError("a pass of draft failed in ONNX Runtime: no kernel")
+
+    monkeypatch.setattr(Unrolled, "measure", fail)
+    with loaded(pairs("fp32-fp16"), slots=2) as pipeline:
+        assert pipeline.note.endswith(
+            "not in one call, which fails: a pass of draft failed in ONNX Runtime: no kernel"
+        )
+        found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
+        assert found.stats.num_draft_passes
+
+
 def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pipeline):
     counts = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20)
     assert counts["passes"] > K
@@ -153,6 +168,28 @@ def test_auto_is_the_gpu_where_it_works_and_the_bundle_has_graphs_for_it(cuda, p
         pipeline.close()
     monkeypatch.setattr(loading, "why_not", lambda device: None)
     assert specedge.load(device="auto").target.ops == "gqa"  # the embedded pair has none
+
+
+def test_threads_are_refused_where_no_model_is_on_the_cpu(cuda, pairs):
+    with pytest.raises(DeviceError, match="threads=1 is for models on the CPU, and both run on"):
+        specedge.load(pairs("fp32-fp16"), device="cuda", threads=1)
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    on = loading.devices_of(bundle, "cuda", threads=1, draft_device="cpu")
+    assert on == {"target": Device("cuda", 1), "draft": Device("cpu", 1)}
+
+
+def test_the_audit_takes_the_draft_elsewhere(cuda, pairs):
+    pytest.importorskip("scipy", reason="the audit needs SciPy")
+    from specedge.runtime.audit.auditing import Machinery
+
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    machinery = Machinery(Device("cuda"), draft_device=Device("cpu"))
+    found = {role: machinery.op_set(bundle, model) for role, model in bundle.models.items()}
+    assert found == {"target": "gqa-fp16", "draft": "gqa"}
+    assert machinery.devices == "cuda and cpu"
+    draft = machinery.open(bundle, bundle.draft, "gqa")
+    assert draft.row_independent_lengths  # of the CPU alone they are known before they are tried
+    draft.close()
 
 
 def test_a_draft_on_the_cpu_beside_a_target_on_the_gpu(cuda, pairs):
