@@ -97,6 +97,17 @@ def test_without_the_private_way_to_pinned_memory_public_calls_serve(
         assert tokens.value.numpy().tolist() == [[1] * (K + 1)]
 
 
+def test_logits_that_were_asked_for_outlive_a_pass_of_a_twin(cuda, pipeline):
+    """A device's kernels may write what it gave, but not what the host fetched of that."""
+    twin = pipeline.target.twin()
+    pipeline.target.truncate(0)
+    found = pipeline.target.forward([5, 6]).array()
+    found[...] = 1
+    twin.forward([7, 8]).array()[...] = 2
+    assert (found == 1).all()
+    twin.close()
+
+
 def test_what_the_host_writes_is_what_the_device_reads(cuda, pipeline):
     pipeline.target.truncate(0)
     pipeline.target.forward([5, 6])
