@@ -162,4 +162,8 @@ class OrtModel:
 
     def close(self) -> None:
         """Give back the memory of its caches and, with its last twin, of its weights."""
+        with self._session.buffers.freeing():
+            self._drop()
+
+    def _drop(self) -> None:
         del self.cache, self._passes, self._unrolled, self._session
