@@ -13,7 +13,6 @@ from typing import Any
 
 from specedge.version import __version__
 
-from .backend.sessions import DEVICES
 from .diagnosis import packages, providers
 from .diagnosis.machine import Finding, Machine
 from .diagnosis.providers import Device
@@ -67,15 +66,9 @@ def diagnose(names: Iterable[str], told: Callable[[str], None] = lambda what: No
     return Diagnosis(machine, tried)
 
 
-def can_use(device: str) -> bool:
-    """Whether specedge has this device, whatever ONNX Runtime has."""
-    return device in DEVICES
-
-
 def _device(one: Device) -> dict[str, Any]:
     return {
         "works": one.works,
-        "specedge_has_it": can_use(one.name),
         "reasons": [dataclasses.asdict(reason) for reason in one.reasons],
         "notes": one.notes,
         "facts": _facts(one.facts),

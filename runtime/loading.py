@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 from specedge import store
 from specedge.bundle import Bundle
@@ -61,15 +62,16 @@ def load(
     """
     found = Bundle.read(store.find(bundle))
     store.check_large_files(found)
-    asked = Device(_chosen(device, found, ops), threads, share_threads)
-    apart = replace(asked, name=_chosen(draft_device, found, ops)) if draft_device else asked
+    devices = devices_of(found, device, threads, share_threads, ops, draft_device)
+    asked, apart = devices["target"], devices["draft"]
     need = memory_of(found, ops, slots, max_length)
     if asked.is_cpu:
         check_memory(need)
-    devices = {"target": asked, "draft": apart}
     chosen = [choose_ops(model, ops, devices[role]) for role, model in found.models.items()]
-    costs = KnownCosts(found, key_of(found, asked, apart, ", ".join(chosen)))
-    usual = costs.table.threads or None
+    known = partial(_costs, found, asked, apart, chosen)
+    # Of a GPU the driver is asked, once sessions have it at work; threads are tuned without one.
+    costs = known() if asked.is_cpu and apart.is_cpu else None
+    usual = (costs and costs.table.threads) or None
     target_on, draft_on = (
         self_test.fitting(found.models.values(), replace(one, usual=usual))
         for one in (asked, apart)
@@ -84,16 +86,48 @@ def load(
         if not draft_on.is_cpu:
             other.warm_up(range(1, 3))
     if target_on.is_cpu:
-        note = self_test.run(target, found.target)
+        notes = [self_test.run(target, found.target)]
     else:
-        note = self_test.run_on_gpu(target, found.target, longest)
+        notes = [self_test.run_on_gpu(target, found.target, longest)]
     if not draft_on.is_cpu and not draft_on.has_engines:
-        draft.unroll(found, found.draft, draft_on)
+        notes.append(draft.unroll(found, found.draft, draft_on))
     for one, other in more:
         one.row_independent_lengths = target.row_independent_lengths
         other.unroll_as(draft)
     shorter = _shortened(found, max_length)
-    return Pipeline(shorter, load_tokenizer(found), target, draft, costs, note, more)
+    note = "; ".join(filter(None, notes)) or None
+    return Pipeline(shorter, load_tokenizer(found), target, draft, costs or known(), note, more)
+
+
+def devices_of(
+    bundle: Bundle,
+    device: str,
+    threads: int | None = None,
+    share_threads: bool = False,
+    ops: str = "auto",
+    draft_device: str | None = None,
+) -> dict[str, Device]:
+    """What the models of a bundle run on, by their roles, as `load` is told.
+
+    DeviceError also for a number of threads where neither model is, or may be, on the CPU.
+    """
+    target = Device(_chosen(device, bundle, ops), threads, share_threads)
+    draft = target
+    if draft_device:
+        draft = replace(target, name=_chosen(draft_device, bundle, ops))
+    on_cpu = target.is_cpu or draft.is_cpu
+    if threads is not None and not on_cpu and AUTO not in (device, draft_device):
+        names = " and ".join(dict.fromkeys((target.name, draft.name)))
+        raise DeviceError(
+            f"threads={threads} is for models on the CPU, and both run on {names}; leave threads "
+            "out, or run the draft on the CPU"
+        )
+    return {"target": target, "draft": draft}
+
+
+def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) -> KnownCosts:
+    """What is known of a pair's costs there, by its models' op sets."""
+    return KnownCosts(bundle, key_of(bundle, target_on, draft_on, ", ".join(ops)))
 
 
 def _opened(bundle: Bundle, model: Model, device: Device, ops: str) -> OrtModel:

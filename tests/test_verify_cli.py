@@ -130,6 +130,12 @@ def test_a_fixed_shape_of_another_model_fails(copy):
     assert found.status == FAILED
 
 
+def test_auto_is_the_cpu_where_the_bundle_has_no_graphs_for_gpus():
+    devices = ("--device", "auto", "--draft-device", "cpu")
+    result = run(*SHORT_RUN, "--json", *devices)
+    assert json.loads(result.stdout)["about"]["run"].startswith("on cpu, op set")
+
+
 @pytest.mark.many
 @pytest.mark.parametrize(
     ("arguments", "message"),
@@ -138,6 +144,7 @@ def test_a_fixed_shape_of_another_model_fails(copy):
         (["--bundle", "README.md"], "README.md"),
         (["--device", "abacus"], "device must be one of"),
         (["--threads", "4096"], "threads"),
+        (["--threads", "1", "--device", "cuda"], "both run on cuda; leave threads out"),
         (["--minutes", "0"], "--minutes"),
         (["--prompts", "nothing.txt"], "nothing.txt"),
         (["--format", "text"], "--format needs --prompts"),

@@ -52,14 +52,25 @@ class Machinery:
 
     device: Device = field(default_factory=Device)
     ops: str = "auto"
+    draft_device: Device | None = None  # where it is another
 
-    def op_set(self, model: Model) -> str:
+    def op_set(self, bundle: Bundle, model: Model) -> str:
         """The op set of a model that is run."""
-        return choose_ops(model, self.ops, self.device)
+        return choose_ops(model, self.ops, self._device_of(bundle, model))
 
     def open(self, bundle: Bundle, model: Model, ops: str, graph: str = "decoder") -> OrtModel:
         """One graph, loaded."""
-        return OrtModel(bundle, model, fitting([model], self.device), ops, graph)
+        device = fitting([model], self._device_of(bundle, model))
+        return OrtModel(bundle, model, device, ops, graph)
+
+    def _device_of(self, bundle: Bundle, model: Model) -> Device:
+        return (self.draft_device or self.device) if model is bundle.draft else self.device
+
+    @property
+    def devices(self) -> str:
+        """The names of what models run on."""
+        names = (one.name for one in (self.device, self.draft_device) if one)
+        return " and ".join(dict.fromkeys(names))
 
 
 def audit(
@@ -95,7 +106,8 @@ def audit(
 def graphs_of(bundle: Bundle, machinery: Machinery, budget: Budget) -> Finding:
     """The check of the graphs; one that cannot be loaded or run has failed it."""
     open_ = partial(machinery.open, bundle)
-    return _guarded("graphs", lambda: graphs.graphs(bundle, machinery.op_set, open_, budget))
+    op_set = partial(machinery.op_set, bundle)
+    return _guarded("graphs", lambda: graphs.graphs(bundle, op_set, open_, budget))
 
 
 def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> Report:
@@ -171,7 +183,7 @@ def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) ->
     """Both models loaded, with the prompts to try them on."""
     models = {role: machinery.open(bundle, m, machinery.ops) for role, m in bundle.models.items()}
     tolerance = max(
-        graphs.allowed(model, machinery.op_set(model)) for model in bundle.models.values()
+        graphs.allowed(model, machinery.op_set(bundle, model)) for model in bundle.models.values()
     )
     k = bundle.num_draft_tokens
     return Subject(models["target"], models["draft"], bundle.models, k, tolerance, prompts)
@@ -228,7 +240,7 @@ def _prompts(
 
 def _about(bundle: Bundle, machinery: Machinery) -> dict[str, str]:
     parity = bundle.target.parity
-    ops = {role: machinery.op_set(model) for role, model in bundle.models.items()}
+    ops = {role: machinery.op_set(bundle, model) for role, model in bundle.models.items()}
     used = ", ".join(f"{package} {v}" for package, v in parity[ops["target"]].versions.items())
     ids = {
         role: f"{model.source.id}"
@@ -241,7 +253,7 @@ def _about(bundle: Bundle, machinery: Machinery) -> dict[str, str]:
         "identity": f"SHA-256 of {MANIFEST} {sha256(bundle.path(MANIFEST))}",
         "exported": f"by specedge {bundle.specedge_version} with {used}",
         **machine(),
-        "run": f"on {machinery.device.name}, op set {ops['target']} (draft {ops['draft']}), "
+        "run": f"on {machinery.devices}, op set {ops['target']} (draft {ops['draft']}), "
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import numpy as np
@@ -41,6 +42,9 @@ class Buffers(Protocol):
     def run(self, session: Any, binding: Any, options: Any) -> None:
         """Run a pass of a session; it is over when this returns."""
 
+    def freeing(self) -> AbstractContextManager[None]:
+        """Held while arrays and their session are given back."""
+
 
 class HostBuffers:
     """Arrays of a session on the CPU, whose memory is the host's: none is copied."""
@@ -74,6 +78,9 @@ class HostBuffers:
 
     def run(self, session: Any, binding: Any, options: None) -> None:
         session.run_with_iobinding(binding, options)
+
+    def freeing(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def _described(array: Array) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """The logits of a pass that lie on a device, of which a host fetches no more than it needs.
 
-A scored graph gives the best logits of each row, their columns, and whether all are finite. T rows
-of n columns.
+They lie where passes of the model and of its twins may write again. A scored graph gives the best
+logits of each row, their columns, and whether all are finite. T rows of n columns.
 """
 
 from __future__ import annotations

@@ -49,8 +49,8 @@ class FixedLengthModel(OrtModel):
         for part in self._parts(tokens):
             self._run(part, wants_logits=False)
 
-    def close(self) -> None:
-        super().close()
+    def _drop(self) -> None:
+        super()._drop()
         del self._sessions, self._prefill
 
     def _parts(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:

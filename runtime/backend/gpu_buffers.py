@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 
 from . import gpu_thread
 from .buffers import Array
+from .capture_gate import gate_of
 from .ort import onnxruntime
 
 _NVIDIA = 0x10DE
@@ -34,6 +36,14 @@ class GpuArray:
     session: Any = None
 
 
+@dataclass
+class RunOptions:
+    """What a run of a binding is told, and whether the next one is to capture its graph."""
+
+    value: Any
+    captures: bool
+
+
 class GpuBuffers:
     """Allocates, binds and fetches arrays of a session: its memory returns when it is closed.
 
@@ -51,14 +61,22 @@ class GpuBuffers:
     ) -> None:
         self._session, self._index, self._make_memory = session, index, make_memory
         self._num_graphs = 0
+        self._gate = gate_of(index)
 
     def kept(self, shape: Sequence[int], dtype: str) -> GpuArray:
         """An array of which captured passes write no row that they are not bound to write."""
-        return self._zeros(self._memory, shape, dtype)
+        with self._gate.others():
+            return self._zeros(self._memory, shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> GpuArray:
         """An array on the device. What no pass has written is never used, but read: no NaN."""
-        return self._zeros(self._session if self._make_memory else None, shape, dtype)
+        with self._gate.others():
+            return self._zeros(self._own, shape, dtype)
+
+    @property
+    def _own(self) -> Any:
+        """The session that arrays are of which it writes; None: they are the process's."""
+        return self._session if self._make_memory else None
 
     def _zeros(self, session: Any, shape: Sequence[int], dtype: str) -> GpuArray:
         make = (
@@ -72,7 +90,8 @@ class GpuBuffers:
 
     def given(self, shape: Sequence[int], dtype: str) -> GpuArray:
         """An array that the host writes before a pass."""
-        return self._pinned(shape, dtype) or self.zeros(shape, dtype)
+        with self._gate.others():
+            return self._pinned(shape, dtype) or self._zeros(self._own, shape, dtype)
 
     def constant(self, values: Sequence[int], dtype: str) -> GpuArray:
         """An array that kernels' host code reads, and that nobody writes again."""
@@ -85,10 +104,15 @@ class GpuBuffers:
         if array.host is not None:
             array.host.reshape(-1)[:] = values
         else:
-            array.value.update_inplace(np.array(values, array.dtype).reshape(array.shape))
+            with self._gate.others():
+                array.value.update_inplace(np.array(values, array.dtype).reshape(array.shape))
 
     def fetch(self, array: GpuArray) -> Array:
         """What an array holds, by one copy; valid until it is fetched again."""
+        with self._gate.others():
+            return self._fetched(array)
+
+    def _fetched(self, array: GpuArray) -> Array:
         if array.fetched is None and array.session is self._session:
             array.fetched = self._pinned(array.shape, array.dtype)
         if array.fetched is None or array.fetched.host is None:
@@ -115,7 +139,7 @@ class GpuBuffers:
     def _described(self, array: GpuArray) -> tuple[Any, ...]:
         return "cuda", self._index, _type(array.dtype), array.shape, array.value.data_ptr()
 
-    def options(self, captured: bool) -> Any:
+    def options(self, captured: bool) -> RunOptions:
         """What a run of a binding is told: its own graph of CUDA, or none.
 
         A graph that was captured runs whatever else is bound, so each binding has a number.
@@ -124,11 +148,17 @@ class GpuBuffers:
         self._num_graphs += captured
         number = self._num_graphs if captured else -1
         options.add_run_config_entry("gpu_graph_id", str(number))
-        return options
+        return RunOptions(options, captured)
 
-    def run(self, session: Any, binding: Any, options: Any) -> None:
-        """Run a pass in the thread of its GPU."""
-        gpu_thread.run(self._index, session, binding, options)
+    def run(self, session: Any, binding: Any, options: RunOptions) -> None:
+        """Run a pass in the thread of its GPU; the first of a graph captures it."""
+        with self._gate.capturing() if options.captures else nullcontext():
+            gpu_thread.run(self._index, session, binding, options.value)
+        options.captures = False
+
+    def freeing(self) -> AbstractContextManager[None]:
+        """Held while arrays and their session are given back."""
+        return self._gate.others()
 
     @cached_property
     def _memory(self) -> Any:

@@ -24,7 +24,7 @@ _PLACEMENT = "session.record_ep_graph_assignment_info"
 def opened(ort: Any, path: str, name: str, provider: str, index: int, options: Any) -> Any:
     """A session that captures passes as graphs of CUDA. DeviceError where it cannot be one."""
     load_libraries(ort)
-    if _is_lacking(ort, provider) and (reason := why_not(name.partition(":")[0])):
+    if _is_lacking(ort, provider) and (reason := why_not(name)):
         raise DeviceError(reason)
     options.add_session_config_entry(_NO_FALLBACK, "1")
     options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none
@@ -38,9 +38,6 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
             raise DeviceError(
                 f"{name}: {path} has nodes that it has no kernels for: {nodes}; take another op set"
             ) from error
-        if index:
-            what = "there is none of this number, or it fails; 'specedge doctor' lists them"
-            raise DeviceError(f"{name}: {what}") from error
         if reason := why_not(name):
             raise DeviceError(reason) from error
         raise

@@ -5,12 +5,11 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 import numpy as np
 
 from specedge.bundle import Bundle
-from specedge.errors import DeviceError
+from specedge.errors import SpecEdgeError
 from specedge.manifest import UNROLLED, Model, chunk_length
 from specedge.op_sets import is_typed
 from specedge.precision import QUANTISED
@@ -94,20 +93,24 @@ class OrtModel:
             self.forward([0] * length)
         self.truncate(0)
 
-    def unroll(self, bundle: Bundle, model: Model, device: Device) -> None:
+    def unroll(self, bundle: Bundle, model: Model, device: Device) -> str | None:
         """Let it draft greedily in one call where the bundle has a graph for that, memory for its
         own copy of the weights is left, it drafts what passes draft, and faster, as is measured;
-        the cache is then empty.
+        the cache is then empty. What is to be said where that graph cannot be run.
         """
         if not model.has(UNROLLED, self.ops):
-            return
-        with suppress(DeviceError):
+            return None
+        try:
             session = ModelSession(bundle, model, device, self.ops, UNROLLED)
             unrolled = Unrolled(session, self.cache)
             unrolled.measure(lambda: self.forward([0])[-1].largest(1))
             count = unrolled.num_steps
             is_right = unrolled.draft([0], count) == self._drafted(count)
-            self._unrolled = unrolled if is_right and unrolled.least <= count else None
+        except SpecEdgeError as error:
+            self.truncate(0)
+            return f"{model.source.id} drafts by passes, not in one call, which fails: {error}"
+        self._unrolled = unrolled if is_right and unrolled.least <= count else None
+        return None
 
     def unroll_as(self, other: OrtModel) -> None:
         """Draft as another model of the same weights does; the cache is then empty."""
@@ -159,4 +162,8 @@ class OrtModel:
 
     def close(self) -> None:
         """Give back the memory of its caches and, with its last twin, of its weights."""
+        with self._session.buffers.freeing():
+            self._drop()
+
+    def _drop(self) -> None:
         del self.cache, self._passes, self._unrolled, self._session

@@ -74,6 +74,7 @@ def _device(ort: Any, index: int) -> Any:
         raise DeviceError(why_not("rtx") or f"rtx: {first_line(error)}") from error
     if index >= len(found):
         raise DeviceError(
-            why_not("rtx") or f"there is no rtx:{index}, only {len(found)} that the plug-in runs on"
+            why_not(f"rtx:{index}")
+            or f"there is no rtx:{index}, only {len(found)} that the plug-in runs on"
         )
     return found[index]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from specedge.products import UNSIGNED
 from ..diagnosis import plug_in
 from . import engines, gpu_sessions, rtx, tensorrt
 from .buffers import Buffers, HostBuffers
+from .capture_gate import gate_of
 from .freed_blocks import large_blocks_apart
 from .gpu_buffers import GpuBuffers
 from .memory import is_out_of_memory
@@ -121,7 +123,7 @@ class Device:
         """A session for a graph, or an engine. MemoryError where ONNX Runtime has too little."""
         ort = onnxruntime()
         try:
-            with large_blocks_apart():
+            with large_blocks_apart(), self._no_capture():
                 return self._open(ort, os.fspath(path))
         except Exception as error:
             if not is_of_onnxruntime(error):
@@ -137,6 +139,9 @@ class Device:
                 f"{path}: ONNX Runtime {ort.__version__} cannot load it ({first_line(error)}); "
                 "export the pair again, or upgrade ONNX Runtime"
             ) from error
+
+    def _no_capture(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.is_cpu else gate_of(self.index).others()
 
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()

@@ -34,7 +34,7 @@ def platform(ort: Any, index: int) -> Platform:
     driver = nvidia_driver.facts()
     gpus = driver.get("gpus", [])
     if PROVIDER not in ort.get_available_providers() or index >= len(gpus):
-        raise DeviceError(why_not("tensorrt") or f"there is no tensorrt:{index}")
+        raise DeviceError(why_not(f"tensorrt:{index}") or f"there is no tensorrt:{index}")
     gpu = "sm{}{}".format(*gpus[index]["capability"])
     jetpack = tegra_version(TEGRA.read_text("utf-8")) if TEGRA.exists() else None
     version = checked_version(_version())

@@ -95,16 +95,17 @@ def runtime(tell: Tell) -> None:
     )
 
 
-def device(tell: Tell, name: str) -> None:
-    """Whether a device runs a graph, and what it is made of."""
+def device(tell: Tell, name: str, index: str = "0") -> None:
+    """Whether a device, of several GPUs one by its number, runs a graph, and what it is made of."""
     tell(stage="importing onnxruntime")
     ort = importlib.import_module("onnxruntime")
     options = ort.SessionOptions()
     options.log_severity_level = 2
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-    providers: list[Any] = [(PROVIDERS[name], OPTIONS.get(name, {}))]
+    number = {"device_id": index} if int(index) else {}
+    providers: list[Any] = [(PROVIDERS[name], OPTIONS.get(name, {}) | number)]
     if name == "rtx":
-        if not _plug_in(tell, ort, options):
+        if not _plug_in(tell, ort, options, int(index)):
             return
         providers = []
     elif PROVIDERS[name] not in ort.get_available_providers():
@@ -174,8 +175,8 @@ def _run(session: Any, x: np.ndarray) -> Any:
     return session.run(None, {"x": x})[0]
 
 
-def _plug_in(tell: Tell, ort: Any, options: Any) -> bool:
-    """Take up NVIDIA's plug-in, with its first GPU; False where it is not installed."""
+def _plug_in(tell: Tell, ort: Any, options: Any, index: int) -> bool:
+    """Take up NVIDIA's plug-in, with one of its GPUs; False where it is not installed."""
     tell(stage="loading the plug-in")
     try:
         found = plug_in.devices(ort)
@@ -184,9 +185,10 @@ def _plug_in(tell: Tell, ort: Any, options: Any) -> bool:
             raise
         tell(lacking=True)
         return False
-    if not found:
-        raise RuntimeError(f"{plug_in.MODULE} shows no GPU that it would run on")
-    options.add_provider_for_devices(found[:1], {})
+    if index >= len(found):
+        shown = f"{len(found)} GPUs" if found else "no GPU"
+        raise RuntimeError(f"{plug_in.MODULE} shows {shown} that it would run on")
+    options.add_provider_for_devices(found[index : index + 1], {})
     return True
 
 

@@ -41,12 +41,14 @@ class Device:
 
 
 def why_not(device: str, machine: Machine | None = None) -> str | None:
-    """Why a device ("cpu", "cuda", "tensorrt" or "rtx") does not work here, or None if it does.
+    """Why a device ("cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number, as in
+    "cuda:1") does not work here, or None if it does.
 
     One line, which names the command that helps, for an error to show. It takes a second or two:
     the device is tried in a process of its own, which a broken driver may end. That imports what
     this process would, but by the search path that libraries had when this one began.
     """
+    device = device.removesuffix(":0")
     found = check(device, machine or Machine())
     if found.works:
         return None
@@ -56,16 +58,18 @@ def why_not(device: str, machine: Machine | None = None) -> str | None:
 
 
 def check(name: str, machine: Machine) -> Device:
-    """Try a device, and say what is in its way."""
+    """Try a device, of several GPUs the first or that of a number: what is in its way."""
     if machine.broken:
         return Device(name, False, [machine.broken])
-    answer = ask("device", name)
+    kind, _, number = name.partition(":")
+    index = int(number or 0)
+    answer = ask("device", kind, str(index))
     facts = answer.facts
     works = "wrong" in facts and facts["wrong"] is None
     if works:
         note = [f"but its process {answer.ended}"] if answer.ended else []
         return Device(name, True, [], note + _notes(facts), facts, answer.log)
-    reasons = list(_in_the_way(name, machine, facts))
+    reasons = list(_in_the_way(kind, index, machine, facts))
     if facts.get("wrong"):
         reasons.append(Finding(f"its results are wrong: {facts['wrong']}", FAULT))
     elif answer.ended:
@@ -75,18 +79,27 @@ def check(name: str, machine: Machine) -> Device:
     return Device(name, False, reasons, [], facts, answer.log)
 
 
-def _in_the_way(name: str, machine: Machine, facts: dict[str, Any]) -> Iterator[Finding]:
+def _in_the_way(
+    name: str, index: int, machine: Machine, facts: dict[str, Any]
+) -> Iterator[Finding]:
     """What would explain a failure, the most basic first."""
     if name == "cpu":
         return
     if machine.jetson and name != "rtx":
         yield _jetson(machine)
     yield from machine.gpu_missing
-    for gpu in machine.driver.facts.get("gpus", [])[:1]:  # the one that would be used
+    gpus = machine.driver.facts.get("gpus", [])
+    if gpus and index >= len(gpus):
+        yield Finding(f"NVIDIA's driver shows no GPU {index}, only {_numbers(len(gpus))}")
+    for gpu in gpus[index : index + 1]:
         yield from _unsupported(name, gpu, facts.get("codes", []))
     if facts.get("lacking"):
         yield _lacking(name, machine)
     yield from _libraries(name, facts)
+
+
+def _numbers(count: int) -> str:
+    return "GPU 0" if count == 1 else f"GPUs 0 to {count - 1}"
 
 
 def _lacking(name: str, machine: Machine) -> Finding:

@@ -24,7 +24,7 @@ class LanguageModel(Protocol):
         """How many tokens are in the cache."""
 
     def forward(self, tokens: Sequence[int]) -> Scores:
-        """Append T tokens to the cache; their logits, valid until the next call. [T] -> [T, V]
+        """Append T tokens to the cache; their logits, to be read as `Scores` says. [T] -> [T, V]
 
         Row i predicts the token after tokens[i]. A draft's may lack tokens: it says which it has.
         """

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,15 +18,18 @@ from specedge.version import __version__
 
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
+from ..diagnosis import nvidia_driver
 from .cost_table import CostTable
 
-FORMAT = 6
+FORMAT = 7
 LARGEST = 2**20
 
 
 @dataclass(frozen=True)
 class Key:
-    """What costs hang on: `bundle` is the SHA-256 of its manifest, `threads` 0 the default."""
+    """What costs hang on: `bundle` is the SHA-256 of its manifest, `threads` 0 the default, `gpus`
+    those that models run on, with their driver.
+    """
 
     bundle: str
     device: str
@@ -33,6 +37,7 @@ class Key:
     ops: str
     threads: int
     processor: str
+    gpus: str
     specedge: str
     onnxruntime: str
 
@@ -65,6 +70,7 @@ def key_of(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> Key
         ops=ops,
         threads=target_on.threads or 0,
         processor=processor(),
+        gpus=gpus((target_on, draft_on)),
         specedge=__version__,
         onnxruntime=str(onnxruntime().__version__),
     )
@@ -95,6 +101,24 @@ def write(key: Key, table: CostTable) -> Path:
     text = json.dumps(plain(CostFile(FORMAT, key, table)), indent=1)
     store.replace_text(key.path, text + "\n")
     return key.path
+
+
+def gpus(devices: Iterable[Device]) -> str:
+    """The GPUs of these devices, each with its compute capability, and their driver; none of the
+    CPU. The driver is asked in this process: sessions are to have it at work already.
+    """
+    indices = dict.fromkeys(device.index for device in devices if not device.is_cpu)
+    if not indices:
+        return ""
+    facts = nvidia_driver.facts()
+    shown = facts.get("gpus", [])
+    names = [
+        "{name}, {capability[0]}.{capability[1]}".format(**shown[i])
+        if i < len(shown)
+        else "unknown"
+        for i in indices
+    ]
+    return f"{' and '.join(names)}, driver {facts.get('version') or facts.get('cuda') or 'unknown'}"
 
 
 def processor() -> str:

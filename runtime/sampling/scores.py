@@ -47,8 +47,10 @@ class Row:
 
 
 class Scores:
-    """The logits of a pass, valid until the next pass of its model. [T, n]
+    """The logits of a pass, to be asked before the next pass of its model or of any twin, whose
+    passes may share memory on a device. [T, n]
 
+    What was asked for is the host's: it is valid until the next pass of this model itself.
     `ids` [n] are the columns' tokens, as in a row.
     """
 

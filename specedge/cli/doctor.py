@@ -88,10 +88,7 @@ def _gpu(gpu: dict[str, Any]) -> str:
 
 
 def _device(one: Device, said: list[Finding]) -> Iterator[str]:
-    from specedge.runtime.doctor import can_use
-
-    later = "" if can_use(one.name) else f"; specedge has no --device {one.name} yet"
-    yield f"{one.name:16} {'works' if one.works else 'does not work'}{later}"
+    yield f"{one.name:16} {'works' if one.works else 'does not work'}"
     for note in one.notes:
         yield f"  {note}"
     for reason in one.reasons:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 @click.command()
 @options.bundle
 @options.device
+@options.draft_device
 @click.option(
     "--minutes",
     type=options.Number(0, 24 * 60, min_open=True),
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
 def verify(
     bundle: str | None,
     device: str,
+    draft_device: str | None,
     minutes: float | None,
     prompts: str | None,
     form: str | None,
@@ -54,28 +57,40 @@ def verify(
     """Audit a bundle on this machine: exit 1 unless every check passes."""
     from specedge import store
     from specedge.cli.prompts import alone
-    from specedge.runtime.audit.auditing import Machinery
-    from specedge.runtime.backend.sessions import Device
 
     if form and not prompts:
         raise click.UsageError("--format needs --prompts")
     if self_test and prompts:
         raise click.UsageError("--self-test takes no --prompts: it is about the checks")
     given = [] if prompts is None else alone(prompts, form)
-    machinery = Machinery(Device(device, threads, share_threads=True), ops)
+    machinery_for = partial(
+        _machinery, device=device, threads=threads, ops=ops, draft_device=draft_device
+    )
     folder = store.find(bundle)
     if self_test:
-        _test_self(Bundle.read(folder), machinery, minutes or 5.0, as_json)
+        found = Bundle.read(folder)
+        _test_self(found, machinery_for(found), minutes or 5.0, as_json)
         return
-    report = _audit(folder, machinery, minutes or 2.0, given, special_tokens)
+    report = _audit(folder, machinery_for, minutes or 2.0, given, special_tokens)
     click.echo(json.dumps(report.as_dict(), indent=1) if as_json else lines(report.text()))
     if report.result != "PASSED":
         raise click.exceptions.Exit(1)
 
 
+def _machinery(
+    bundle: Bundle, device: str, threads: int | None, ops: str, draft_device: str | None
+) -> Machinery:
+    """How a bundle's graphs are run, with one thread pool for all, as `options.load` has it."""
+    from specedge.runtime.audit.auditing import Machinery
+    from specedge.runtime.loading import devices_of
+
+    on = devices_of(bundle, device, threads, True, ops, draft_device)
+    return Machinery(on["target"], ops, on["draft"])
+
+
 def _audit(
     folder: Path,
-    machinery: Machinery,
+    machinery_for: Callable[[Bundle], Machinery],
     minutes: float,
     prompts: Sequence[Any],
     special_tokens: bool,
@@ -89,7 +104,7 @@ def _audit(
             if not (folder / MANIFEST).is_file():
                 raise
             return unreadable(folder, error, budget)
-        return audit(bundle, machinery, prompts, budget, told, special_tokens)
+        return audit(bundle, machinery_for(bundle), prompts, budget, told, special_tokens)
 
 
 def _test_self(bundle: Bundle, machinery: Machinery, minutes: float, as_json: bool) -> None:

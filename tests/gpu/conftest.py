@@ -5,10 +5,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 import standin
+
+import specedge
+from specedge.manifest import num_best
+from specedge.runtime.backend import gpu_buffers
+from specedge.runtime.backend.unrolled import Unrolled
 
 STANDIN = Path(standin.__file__).parent
 PAIRS = {
@@ -18,6 +25,10 @@ PAIRS = {
     "fp32-bf16": ("llama", {"kv_heads": 2, "tied": True}),
     "int8-fp32": ("gpt2", {}),
 }
+PROMPT = "def f(self):"
+VOCAB_SIZE = 512
+COMPILE = [os.environ.get("CC", "gcc"), "-std=gnu11", "-fPIC", "-shared", "-o"]
+K = 4
 
 
 @pytest.fixture(scope="session")
@@ -25,6 +36,16 @@ def cuda():
     """The stand-in, loaded: from then on CUDA is not the real one in this process."""
     standin.load()
     return standin
+
+
+@pytest.fixture(scope="session")
+def libraries(tmp_path_factory):
+    """A folder with the stand-in CUDA, and over it a driver that tells of itself."""
+    folder = standin.build(tmp_path_factory.mktemp("cuda"))
+    source = str(Path(__file__).with_name("driver.c"))
+    for name, flags in (("libcuda.so.1", ["-DDRIVER"]), ("libnvidia-ml.so.1", [])):
+        subprocess.run([*COMPILE, str(folder / name), source, *flags], check=True)
+    return folder
 
 
 @pytest.fixture(scope="session")
@@ -50,6 +71,46 @@ def pairs(tmp_path_factory):
         return made[name]
 
     return pair
+
+
+@contextmanager
+def loaded(folder, **options):
+    pipeline = specedge.load(folder, device="cuda", **options)
+    try:
+        yield pipeline
+    finally:
+        pipeline.close()
+
+
+@pytest.fixture
+def planted(monkeypatch):
+    """Let every pass have said that its best logits are of the tokens 1, 2, 3 ..., and every draft
+    that it is of token 1.
+    """
+    fetch = gpu_buffers.GpuBuffers.fetch
+
+    def planting(self, array):
+        found = fetch(self, array)
+        num = (array.shape[-1] - 1) // 2
+        if array.shape[-1] == 2 * num_best(VOCAB_SIZE) + 1:
+            found[..., :] = [*-np.arange(num), *(1 + np.arange(num)), 0]
+        if array.dtype == "int64":
+            found[...] = 1  # what an unrolled graph drafts
+        return found
+
+    monkeypatch.setattr(gpu_buffers.GpuBuffers, "fetch", planting)
+
+
+@pytest.fixture
+def one_call(monkeypatch):
+    """A draft of K tokens by one call takes as long as one pass."""
+    monkeypatch.setattr(Unrolled, "_median", lambda self, run: 1.0)
+
+
+@pytest.fixture
+def pipeline(cuda, pairs, planted, one_call):
+    with loaded(pairs("fp32-fp16")) as found:
+        yield found
 
 
 def run(*arguments, **environment):

@@ -10,24 +10,13 @@ from pathlib import Path
 import pytest
 import standin
 
+from gpu.conftest import COMPILE
 from installed import run
 from specedge.runtime.diagnosis import providers
 from specedge.runtime.diagnosis.shared_library import gpu_codes, needed
 
 if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
-
-COMPILE = [os.environ.get("CC", "gcc"), "-std=gnu11", "-fPIC", "-shared", "-o"]
-
-
-@pytest.fixture(scope="module")
-def libraries(tmp_path_factory):
-    """A folder with the stand-in CUDA, and over it a driver that tells of itself."""
-    folder = standin.build(tmp_path_factory.mktemp("cuda"))
-    source = str(Path(__file__).with_name("driver.c"))
-    for name, flags in (("libcuda.so.1", ["-DDRIVER"]), ("libnvidia-ml.so.1", [])):
-        subprocess.run([*COMPILE, str(folder / name), source, *flags], check=True)
-    return folder
 
 
 @pytest.fixture

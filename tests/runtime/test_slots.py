@@ -84,7 +84,7 @@ def test_streams_of_one_thread_go_on_side_by_side(alone, slots):
     assert found == wanted
 
 
-def test_logits_of_one_slot_outlive_a_pass_of_another(slots):
+def test_logits_that_were_asked_for_outlive_a_pass_of_another_slot(slots):
     first, second, _ = (slot.target for slot in slots.slots.all)
     slots.forget()
     logits = first.forward([1, 2, 3]).array()

@@ -102,6 +102,15 @@ def test_the_first_reason_has_the_fix(monkeypatch, driver, name, facts, what, fi
     assert fix == first.fix if fix is None else fix in first.fix
 
 
+def test_of_several_gpus_the_one_of_the_number_counts(monkeypatch):
+    facts = {"codes": ["sm_86"], "error": "CUDA failure 999"}
+    gpus = [GPU, GPU | {"capability": [10, 0]}]
+    (reason,) = on(monkeypatch, DRIVER | {"gpus": gpus}, "cuda:1", facts)
+    assert "compute capability 10.0" in reason.what
+    (reason,) = on(monkeypatch, DRIVER | {"gpus": gpus}, "cuda:2", {"error": "no such device"})
+    assert reason.what == "NVIDIA's driver shows no GPU 2, only GPUs 0 to 1"
+
+
 def test_of_several_gpus_the_first_is_the_one_that_counts(monkeypatch):
     facts = {"codes": ["sm_86"], "error": "CUDA failure 999"}
     other = GPU | {"capability": [10, 0]}

@@ -34,19 +34,37 @@ def test_a_table_is_read_as_it_was_written(key):
 
 @pytest.mark.parametrize(
     "change",
-    [{"threads": 1}, {"ops": "onnx"}, {"onnxruntime": "9"}, {"specedge": "9"}, {"processor": "x"}],
+    [
+        *({"threads": 1}, {"ops": "onnx"}, {"onnxruntime": "9"}, {"specedge": "9"}),
+        *({"processor": "x"}, {"gpus": "x"}),
+    ],
 )
 def test_another_setting_has_a_table_of_its_own(key, change):
     cost_files.write(key, table())
     assert cost_files.read(dataclasses.replace(key, **change)) == (None, None)
 
 
+def test_a_gpu_has_tables_of_its_own_and_so_has_its_driver(monkeypatch):
+    bundle = Bundle.read(store.embedded())
+    seen = {"version": "580.95", "gpus": [{"name": "A", "capability": [8, 6]}] * 2}
+    seen["gpus"][1] = {"name": "B", "capability": [9, 0]}
+    monkeypatch.setattr(cost_files.nvidia_driver, "facts", lambda: seen)
+
+    def gpus(*names):
+        return cost_files.key_of(bundle, *map(Device, names), "gqa").gpus
+
+    assert gpus("cuda", "cpu") == "A, 8.6, driver 580.95"
+    assert gpus("cuda:1", "cuda") == "B, 9.0 and A, 8.6, driver 580.95"
+    assert gpus("cuda:2", "cuda:2") == "unknown, driver 580.95"
+    assert gpus("cpu", "cpu") == ""
+
+
 def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 6', '"format": 5')
-    yield "without a format", lambda text: text.replace('"format": 6,', "")
+    yield "of an older format", lambda text: text.replace('"format": 7', '"format": 6')
+    yield "without a format", lambda text: text.replace('"format": 7,', "")
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")

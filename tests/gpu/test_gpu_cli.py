@@ -1,0 +1,82 @@
+"""The command line on a GPU, and the one line that it says where something is missing."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import standin
+
+from gpu.conftest import PROMPT, run
+
+if reason := standin.why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+
+def test_a_whole_request_of_the_command_line(cuda, pairs):
+    done = run(
+        "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda",
+        "-n", "12", "--ignore-eos",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "12 tokens" in done.stderr
+
+
+def test_the_command_lines_thread_pool_serves_a_draft_on_the_cpu_beside_a_gpu(cuda, pairs):
+    done = run(
+        "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda",
+        "--draft-device", "cpu", "-n", "12", "--ignore-eos", "-k", "2",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "12 tokens" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ({"STANDIN_DEVICES": 0}, "specedge: cuda does not work here: "),
+        ({"STANDIN_DRIVER": 12040}, "specedge: cuda does not work here: "),
+        ({"STANDIN_MEMORY_MB": 0}, "specedge: not enough memory on cuda for "),
+    ],
+)
+def test_a_machine_that_lacks_something_is_one_clear_line(cuda, pairs, setting, message):
+    done = run(
+        "generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda", **setting
+    )
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_library_that_is_missing_is_one_clear_line(cuda, pairs, tmp_path):
+    folder = Path(cuda.build())
+    for name in cuda.LIBRARIES[:3]:
+        (tmp_path / name).symlink_to(folder / name)
+    command = [sys.executable, "-m", "specedge", "generate", PROMPT, "--device", "cuda"]
+    done = subprocess.run(
+        [*command, "--bundle", str(pairs("fp32-fp16"))],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("specedge: cuda does not work here: ")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_device_that_there_is_not_is_named(pairs, libraries):
+    arguments = ("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:7")
+    done = run(*arguments, STANDIN_DIR=libraries)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == (
+        "specedge: cuda:7 does not work here: NVIDIA's driver shows no GPU 7, only GPU 0"
+    )
+
+
+def test_why_a_second_gpu_does_not_work_is_told(pairs, libraries):
+    arguments = ("generate", PROMPT, "--bundle", str(pairs("fp32-fp16")), "--device", "cuda:1")
+    done = run(*arguments, STANDIN_DIR=libraries, STANDIN_DEVICES=2, STANDIN_DRIVER=12040)
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(
+        "specedge: cuda:1 does not work here: NVIDIA's driver 580.95.05 runs CUDA 12.4 and older"
+    )

@@ -1,0 +1,117 @@
+"""What lies in a GPU's memory and in pinned memory, who shares it, and that it returns.
+
+Over a stand-in for CUDA, where kernels compute nothing.
+"""
+
+import pytest
+import standin
+
+from gpu.conftest import PROMPT, K, loaded
+from specedge.bundle import Bundle
+from specedge.errors import DeviceError
+from specedge.runtime.backend import gpu_buffers
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
+
+if reason := standin.why_not():
+    pytest.skip(reason, allow_module_level=True)
+
+
+def test_all_slots_draft_over_one_copy_of_the_drafts_weights(cuda, pairs, planted, one_call):
+    with (
+        cuda.counted() as counts,
+        loaded(pairs("fp32-fp16"), slots=2) as pipeline,
+    ):
+        first, second = (slot.draft._unrolled for slot in pipeline.slots.all)
+        assert first._session is second._session
+        assert first._cache is not second._cache
+    assert counts["captures"] == 2 * (K + 1 + 2 + 2)
+
+
+def test_a_twin_has_graphs_of_its_own_over_its_own_cache(cuda, pipeline):
+    twin = pipeline.target.twin()
+    with cuda.counted() as counts:
+        twin.forward([1])
+    assert counts["captures"] == 1
+    first, second = (m.cache.arrays["0.key"].value.data_ptr() for m in (pipeline.target, twin))
+    assert first != second
+
+
+def test_a_cache_shares_no_memory_with_what_captured_passes_write_again(cuda, pairs):
+    with loaded(pairs("fp32-fp16"), ops="onnx-fp16") as pipeline:
+        with cuda.counted() as counts:
+            twin = pipeline.target.twin()  # the audit makes one after all is captured
+        assert counts["mallocs"] >= len(twin.cache.arrays)
+        twin.close()
+
+
+def test_a_cache_that_does_not_fit_is_one_clear_error(cuda, pairs, monkeypatch):
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    model = OrtModel(bundle, bundle.target, Device("cuda"))
+    monkeypatch.setenv("STANDIN_MEMORY_MB", "0")
+    with pytest.raises(DeviceError, match="not enough memory on cuda for target"):
+        model.twin()
+    model.close()
+
+
+def test_caches_are_written_where_they_are_read(cuda, pipeline):
+    addresses = [a.value.data_ptr() for a in pipeline.target.cache.arrays.values()]
+    with cuda.counted() as counts:
+        pipeline.target.truncate(0)
+        pipeline.target.forward([1])
+    cache = pipeline.bundle.target.cache_of(pipeline.target.ops)
+    assert counts["d2d_bytes"] + counts["async_d2d_bytes"] < cache.size
+    assert addresses == [a.value.data_ptr() for a in pipeline.target.cache.arrays.values()]
+
+
+def test_memory_returns_when_a_pipeline_is_closed(cuda, pairs):
+    names = ("device_bytes", "pinned_bytes", "streams", "events", "graph_execs")
+    before = cuda.counts()
+    for _ in range(2):
+        with loaded(pairs("fp32-fp16")) as pipeline:
+            pipeline.generate(PROMPT, 12, ignore_eos=True, temperature=1.0)
+            held = cuda.counts()
+        assert held["device_bytes"] > before["device_bytes"]
+        assert held["pinned_bytes"] > before["pinned_bytes"]
+        after = cuda.counts()
+        assert {name: after[name] for name in names} == {name: before[name] for name in names}
+
+
+def test_a_tied_table_is_on_the_device_once(cuda, pairs):
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    before = cuda.counts()["device_bytes"]
+    session = Device("cuda").open(bundle.path(bundle.target.graph("scored", "gqa-fp16").file))
+    held = cuda.counts()["device_bytes"] - before
+    assert held < 1.05 * bundle.files[bundle.target.weights].size + 2**16
+    del session
+
+
+def test_without_the_private_way_to_pinned_memory_public_calls_serve(
+    cuda, pairs, planted, monkeypatch
+):
+    monkeypatch.setattr(gpu_buffers.GpuBuffers, "_make_pinned", None)
+    with loaded(pairs("fp32-fp16")) as pipeline:
+        found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
+        assert found.tokens == [1] * 12
+        tokens = pipeline.target._passes[K + 1].arrays["tokens"]
+        assert tokens.value.numpy().tolist() == [[1] * (K + 1)]
+
+
+def test_logits_that_were_asked_for_outlive_a_pass_of_a_twin(cuda, pipeline):
+    """A device's kernels may write what it gave, but not what the host fetched of that."""
+    twin = pipeline.target.twin()
+    pipeline.target.truncate(0)
+    found = pipeline.target.forward([5, 6]).array()
+    found[...] = 1
+    twin.forward([7, 8]).array()[...] = 2
+    assert (found == 1).all()
+    twin.close()
+
+
+def test_what_the_host_writes_is_what_the_device_reads(cuda, pipeline):
+    pipeline.target.truncate(0)
+    pipeline.target.forward([5, 6])
+    pipeline.target.forward([7, 8])
+    arrays = pipeline.target._passes[2].arrays
+    assert arrays["tokens"].value.numpy().tolist() == [[7, 8]]
+    assert arrays["past_length"].value.numpy().tolist() == [2]
