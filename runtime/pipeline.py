@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any, Self, Unpack
@@ -109,20 +109,30 @@ class Pipeline:
         temperature: float = 0.0,
         *,
         wait: bool = True,
+        shown: Collection[int] = (),
         **options: Unpack[Options],
     ) -> Stream:
-        """As `generate`, in pieces of text that join to exactly `Generation.text`."""
+        """As `generate`, in pieces of text that join to exactly `Generation.text`. Special tokens
+        that are `shown` have their names in it, others no text.
+        """
         request = request_of(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = self.sampling(request)
         tokens = self.prompts.tokens(prompt, request.special_tokens)
-        return self._begin(request, sampling, tokens, wait)
+        return self._begin(request, sampling, tokens, wait, shown)
 
     def sampling(self, request: Request) -> Sampling:
         """How the text of one request is drawn; OptionError for what this bundle cannot have."""
         sampling = sampling_of(request, self.bundle, self.tokenizer)
         return replace(sampling, constraint=self.grammars.constraint(request))
 
-    def _begin(self, request: Request, sampling: Sampling, prompt: list[int], wait: bool) -> Stream:
+    def _begin(
+        self,
+        request: Request,
+        sampling: Sampling,
+        prompt: list[int],
+        wait: bool,
+        shown: Collection[int],
+    ) -> Stream:
         wanted, room = request.max_new_tokens, self.bundle.context_length - len(prompt)
         limit = min(wanted, room)
         watch = Stopwatch()
@@ -151,6 +161,7 @@ class Pipeline:
             ends=frozenset(sampling.end_tokens),
             limit=limit,
             at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
+            shown=shown,
         )
         stream = Stream(run, text, self.slots, self._learn)
         run.use(self.slots.take(stream, prompt, wait))  # last: what is refused takes no slot

@@ -118,6 +118,9 @@ class Constraint(Protocol):
     def banned(self, history: Any) -> Any:
         """Whether each token cannot follow a `History`; an array. -> [V]"""
 
+    def forced(self, history: Any) -> int | None:
+        """The one token that can follow a `History`; None where several can, or it has ended."""
+
 
 @dataclass(frozen=True)
 class Sampling(Rules):

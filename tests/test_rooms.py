@@ -74,7 +74,7 @@ def modules():
     """Every module of specedge by its full name, and the modules that it imports anywhere."""
     paths = {
         ".".join(["specedge", *path.relative_to(ROOT).with_suffix("").parts]): path
-        for folder in ("*.py", "cli/*.py", "serve/*.py", "exporter/**/*.py", "runtime/**/*.py")
+        for folder in ("*.py", "cli/*.py", "serve/**/*.py", "exporter/**/*.py", "runtime/**/*.py")
         for path in sorted(ROOT.glob(folder))
     }
     found = {}
@@ -89,7 +89,7 @@ def test_a_wheel_has_every_folder_of_python():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))
     found = {
         ".".join(["specedge", *path.relative_to(ROOT).parent.parts])
-        for folder in ("*", "cli/*", "serve/*", "models/*", "exporter/**/*", "runtime/**/*")
+        for folder in ("*", "cli/*", "serve/**/*", "models/*", "exporter/**/*", "runtime/**/*")
         for path in ROOT.glob(folder)
         if path.name == "__init__.py"
     }

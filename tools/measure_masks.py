@@ -1,8 +1,8 @@
 """What the masks of a grammar cost a round. Development only.
 
-    python tools/measure_masks.py [--bundle FOLDER] [-k 4] [--seeds 5]
+    python tools/measure_masks.py [--bundle FOLDER] [-k 4] [--seeds 5] [--drafter model]
 
-Texts of the embedded pair under the twenty schemas of tests/schemas.py, at temperature 1. A mask is
+Texts of the embedded pair under the twenty schemas of tests/schemas.py. A mask is
 timed where it is computed, once a position; the host's part of a round is all but the passes.
 """
 
@@ -28,7 +28,11 @@ from schemas import SCHEMAS
 @click.option("--bundle", help="The bundle to measure. [default: as for specedge generate]")
 @click.option("-k", "num_draft_tokens", default=4, show_default=True)
 @click.option("--seeds", default=5, show_default=True, help="Texts of each schema.")
-def main(bundle: str | None, num_draft_tokens: int, seeds: int) -> None:
+@click.option("--drafter", default="model", show_default=True)
+@click.option("--temperature", default=1.0, show_default=True)
+def main(
+    bundle: str | None, num_draft_tokens: int, seeds: int, drafter: str, temperature: float
+) -> None:
     """Print the masks' time, and the rounds' beside it."""
     pipeline = load(bundle, threads=1)
     seconds: list[float] = []
@@ -43,18 +47,28 @@ def main(bundle: str | None, num_draft_tokens: int, seeds: int) -> None:
         return found
 
     Constraint.banned = timed  # type: ignore[method-assign]
-    rounds, whole, tokens = 0, 0.0, 0
+    rounds, whole, tokens, passes, forced = 0, 0.0, 0, 0, 0
     for schema in SCHEMAS:
         for seed in range(seeds):
             stats = pipeline.generate(
-                "data = ", 80, 1.0, seed=seed, num_draft_tokens=num_draft_tokens, json_schema=schema
+                "data = ",
+                80,
+                temperature,
+                seed=seed,
+                num_draft_tokens=num_draft_tokens,
+                drafter=drafter,
+                json_schema=schema,
             ).stats
             rounds, tokens = rounds + stats.num_rounds, tokens + stats.num_new_tokens
             whole += stats.decode_seconds
+            passes += stats.num_draft_passes
+            forced += stats.accepted_by_source.get("grammar", 0)
     low, middle, high = np.percentile(seconds, [10, 50, 90]) * 1e6
     print(f"a mask: {middle:.0f} us (10% to 90%: {low:.0f} to {high:.0f}), of {len(seconds)}")
     print(f"a round: {len(seconds) / rounds:.2f} masks, {sum(seconds) / rounds * 1e6:.0f} us")
     print(f"of {whole / rounds * 1e6:.0f} us, {tokens / rounds:.2f} tokens a round")
+    print(f"{passes / rounds:.2f} draft passes a round, {whole / tokens * 1e6:.0f} us a token")
+    print(f"{forced / tokens:.1%} of the tokens were forced, and drafted so")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
+from ..loop.proposing import propose
 from ..loop.round import Drafter, sources
 from ..loop.verify import Draft
 from ..sampling.distribution import Distribution, Floats
@@ -37,7 +38,7 @@ class Chain:
                 most = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
                 text = history.then(tokens) if tokens else history
                 rest = uniforms[len(tokens) : max_tokens]
-                part = drafter.propose(text, most, sampling, rest)
+                part = propose(drafter, text, most, sampling, rest)
                 tokens += part.tokens
                 probs += part.probs or [None] * len(part.tokens)
                 names += sources(drafter, part)

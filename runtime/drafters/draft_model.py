@@ -15,6 +15,7 @@ from ..sampling.history import History
 from ..sampling.scores import Row
 
 PLACEHOLDER = 0
+MAX_FED = 2  # tokens in a pass with logits; more are read before it, as a prompt is
 
 
 class DraftModel:
@@ -58,8 +59,16 @@ class DraftModel:
             if drafted is not None:
                 return Draft(drafted)
 
+        num_fed = 0
+
         def next_row(drafted: list[int]) -> Row:
-            return self.model.forward(drafted[-1:] or feed)[-1]
+            nonlocal num_fed
+            unread = [*feed, *self.known(drafted)][num_fed:]
+            num_fed += len(unread)
+            if len(unread) > MAX_FED:  # a grammar forced some
+                self.model.prefill(unread[:-1])
+                unread = unread[-1:]
+            return self.model.forward(unread)[-1]
 
         return draw_draft(next_row, history, count, sampling, uniforms)
 

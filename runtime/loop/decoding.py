@@ -12,6 +12,7 @@ from ..sampling.history import History
 from ..sampling.logprobs import of_tokens
 from ..sampling.scores import Scores
 from .model import LanguageModel
+from .proposing import propose
 from .randomness import Uniforms
 from .round import NearTie, Plan, Referee, Round, Step, sources
 from .timing import Stopwatch
@@ -87,7 +88,7 @@ class SpeculativeDecoder:
         draws, tests, last = numbers[:k], numbers[k : 2 * k], float(numbers[-1])
         with self.watch.part("sampling"):
             most = min(k, left - 1 if sampling.greedy else left)
-            draft = step.drafter.propose(history, most, sampling, draws) if most else Draft([])
+            draft = propose(step.drafter, history, most, sampling, draws) if most else Draft([])
         scores = self.target.forward([history.tokens[-1], *draft.tokens])
         with self.watch.part("sampling"):
             verdict = self.judge(draft, scores, sampling, history, tests, last)

@@ -127,14 +127,22 @@ def draw_draft(
     uniforms: Floats,
 ) -> Draft:
     """For drafters: a draft, each token drawn from the row that `next_row` gives after the tokens
-    before it; it ends where the options allow none that the drafter knows.
+    before it; it ends where the options allow none that the drafter knows. A token that a grammar
+    forces needs no row.
     """
     tokens: list[int] = []
     probs: list[Distribution | None] = []
+    constraint = sampling.constraint
     with suppress(OptionError):
         for i in range(max_tokens):
-            row, text = next_row(tokens), history.then(tokens)
-            token, distribution = draw(row, sampling, text, float(uniforms[i]))
+            text = history.then(tokens)
+            token = None if constraint is None else constraint.forced(text)
+            distribution = None
+            if token is None:
+                row = next_row(tokens)
+                token, distribution = draw(row, sampling, text, float(uniforms[i]))
             tokens.append(token)
             probs.append(distribution)
+            if constraint is not None and token in sampling.end_tokens:
+                break
     return Draft(tokens, probs)

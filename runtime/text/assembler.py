@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from tokenizers import Tokenizer
 
@@ -25,7 +25,8 @@ class FinishReason(Name):
 class Assembler:
     """The text of one request. `spans` has a list for each piece; `tokens` end where the text does.
 
-    A text is at most `limit` tokens long and then ended by `at_limit`.
+    A text is at most `limit` tokens long and then ended by `at_limit`. The names of special tokens
+    that are `shown` are in it.
     """
 
     def __init__(
@@ -37,8 +38,9 @@ class Assembler:
         ends: frozenset[int],
         limit: int,
         at_limit: FinishReason,
+        shown: Collection[int] = (),
     ) -> None:
-        self._detokenizer = Detokenizer(tokenizer, prompt)
+        self._detokenizer = Detokenizer(tokenizer, prompt, shown)
         self._stop_strings = StopStrings(stops)
         self._marks = Marks()
         self._ends, self._limit, self._at_limit = ends, limit, at_limit

@@ -22,19 +22,25 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, PromptError
 
-from .messages import plain_messages
+from .messages import plain, plain_messages
 
 _CURE = "export the pair again from a checkpoint whose template works, or do without --chat"
 
 
-def render(bundle: Bundle, messages: Sequence[Mapping[str, Any]]) -> str:
+def render(
+    bundle: Bundle,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
     """Messages, each with a "role" and a "content", as text up to where the assistant answers.
 
-    Raises PromptError for messages that the template refuses, BundleError for a broken template.
+    `tools` are what the assistant may call, as transformers passes them. Raises PromptError for
+    messages that the template refuses, BundleError for a broken template.
     """
     name = bundle.target.source.id
     template, chat = load_template(bundle), plain_messages(messages)
-    values = {"messages": chat, "add_generation_prompt": True, "tools": None, "documents": None}
+    values = {"messages": chat, "add_generation_prompt": True, "documents": None}
+    values["tools"] = None if tools is None else plain(tools, "tools")
     try:
         return template.render(bundle.special_tokens | values)
     except Exception as error:  # a template can fail in any way that code can

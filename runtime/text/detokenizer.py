@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from tokenizers import Tokenizer
@@ -16,11 +16,15 @@ class Detokenizer:
     """Turns tokens into text pieces that never split a character.
 
     A piece is what a token adds to the text of the tokens before it, held back while it ends in an
-    incomplete character. Pieces depend on the tokens alone, not on how they are grouped.
+    incomplete character. Pieces depend on the tokens alone, not on how they are grouped. Special
+    tokens have no text, but for those that are `shown`.
     """
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], shown: Collection[int] = ()
+    ) -> None:
         self._decode = partial(decode, tokenizer)
+        self._names = {token: str(tokenizer.id_to_token(token)) for token in shown}
         self._shown = list(prompt[-_CONTEXT:])
         self._pending: list[int] = []
         while self._shown and self._decode(self._shown).endswith("\ufffd"):
@@ -30,6 +34,10 @@ class Detokenizer:
 
     def feed(self, token: int) -> str:
         """The text that has become certain with this token."""
+        if token in self._names:
+            text = self.flush() + self._names[token]
+            self._shown, self._prompts = [token], ""
+            return text
         self._pending.append(token)
         text = self._new_text()
         if not text or text.endswith("\ufffd"):

@@ -138,6 +138,17 @@ class Constraint:
             self._masks.pop(len(new) - 2 * MAX_DRAFT_TOKENS, None)
         return self._masks[len(new)]
 
+    def forced(self, history: History) -> int | None:
+        """The one token that may follow a text; None if several may, or an end token ended it.
+
+        By the mask alone: what llguidance calls forced is bytes, which other tokens may spell.
+        """
+        banned = self.banned(history)
+        if history.num_new_tokens and history.last(1)[0] in self._ends:
+            return None
+        several = len(banned) - np.count_nonzero(banned) != 1
+        return None if several else int(banned.argmin())
+
     def _go_back(self, length: int) -> None:
         if self._num_consumed > length:
             self._matcher.rollback(self._num_consumed - length)

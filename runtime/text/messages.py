@@ -18,8 +18,13 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         for key in ("role", "content"):
             if not isinstance(given.get(key), str):
                 raise PromptError(f"messages[{i}] must have '{key}' as text")
+    return plain(messages, "messages")
+
+
+def plain(objects: Sequence[Mapping[str, Any]], name: str) -> list[dict[str, Any]]:
+    """A copy of objects in plain values; PromptError, which names them, if they hold others."""
     try:
-        plain: list[dict[str, Any]] = json.loads(json.dumps([dict(m) for m in messages]))
+        copied: list[dict[str, Any]] = json.loads(json.dumps([dict(one) for one in objects]))
     except (TypeError, ValueError, RecursionError) as error:
-        raise PromptError(f"messages must hold plain values alone ({error})") from error
-    return plain
+        raise PromptError(f"{name} must hold plain values alone ({error})") from error
+    return copied

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any, cast
 
 from tokenizers import Tokenizer
@@ -12,10 +11,11 @@ from tokenizers import Tokenizer
 from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, PromptError
 
-from .messages import plain_messages
+from .messages import plain, plain_messages
 from .special import SpecialTokens
 from .tokenizing import encode
 
+Tools = Sequence[Mapping[str, Any]]  # what the assistant of a chat may call
 UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, tokens, or a chat
 _LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
 
@@ -55,29 +55,35 @@ class Prompts:
             )
         return tokens
 
-    def tokens_of(self, prompt: UserPrompt, special_tokens: bool = False) -> list[int]:
+    def tokens_of(
+        self, prompt: UserPrompt, special_tokens: bool = False, tools: Tools | None = None
+    ) -> list[int]:
         """The tokens of a text, of token ids, or of a chat; the rest as of `tokens`."""
         if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
-            prompt = self.chat_tokens(cast(Sequence[Mapping[str, Any]], prompt), special_tokens)
+            chat = cast(Sequence[Mapping[str, Any]], prompt)
+            prompt = self.chat_tokens(chat, special_tokens, tools)
         return self.tokens(cast(str | Sequence[int], prompt), special_tokens)
 
     def chat_tokens(
-        self, messages: Sequence[Mapping[str, Any]], special_tokens: bool = False
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        special_tokens: bool = False,
+        tools: Tools | None = None,
     ) -> list[int]:
         """The tokens of a chat; the template writes the special tokens itself, so none are added.
 
-        With `special_tokens` the messages may write them too.
+        With `special_tokens` the messages and the tools may write them too.
         """
         from .chat import render  # plain prompts do without Jinja
 
-        text = render(self._bundle, messages)
+        text = render(self._bundle, messages, tools)
         if not text:
             return []
         self._check_text(text)
         if special_tokens:
             return encode(self._tokenizer, text, add_special_tokens=False)
-        rendered = partial(render, self._bundle)
-        return self._special.encode_chat(text, plain_messages(messages), rendered)
+        given = [plain_messages(messages), None if tools is None else plain(tools, "tools")]
+        return self._special.encode_chat(text, given, lambda hidden: render(self._bundle, *hidden))
 
     def _check_text(self, text: str) -> None:
         context = self._bundle.context_length

@@ -19,7 +19,7 @@ from specedge.errors import PromptError
 
 from .tokenizing import encode, encoding, translated_panics
 
-Messages = list[dict[str, Any]]
+Chat = list[Any]  # messages, or these and the tools, in plain values
 Span = tuple[int, int, int]  # where a special token begins and ends in a text, and its id
 
 # Private-use characters, of two planes of Unicode.
@@ -52,18 +52,16 @@ class SpecialTokens:
             return self._twin.encode(text, add_special_tokens)
         return list(encoded.ids)
 
-    def encode_chat(
-        self, text: str, messages: Messages, render: Callable[[Messages], str]
-    ) -> list[int]:
+    def encode_chat(self, text: str, chat: Chat, render: Callable[[Chat], str]) -> list[int]:
         """The tokens of a chat that renders to `text`, where nothing in a message controls.
 
-        Messages that spell a special token are rendered again with the characters of that text
-        replaced by private ones, one for one, so that lengths, slices and white space stay. Special
-        tokens that are then found are the template's. A template that looks for a special token in
-        a message finds none. Text that becomes one only where the template joins two strings, or
-        takes a part out of one, is the template's.
+        Strings of a chat that spell a special token are rendered again with the characters of that
+        text replaced by private ones, one for one, so that lengths, slices and white space stay.
+        Special tokens that are then found are the template's. A template that looks for a special
+        token in a message finds none. Text that becomes one only where the template joins two
+        strings, or takes a part out of one, is the template's.
         """
-        hidden, shown = self._hide(messages, text)
+        hidden, shown = self._hide(chat, text)
         if not shown:
             return encode(self._tokenizer, text, add_special_tokens=False)
         marked = render(hidden)
@@ -91,9 +89,9 @@ class SpecialTokens:
         found = [_stripped(text, (*at, t), name[t]) for t, at, put in rows if not put and t in name]
         return [(a, b, t) for a, b, t in found if t not in self._unknown or text[a:b] == name[t]]
 
-    def _hide(self, messages: Messages, text: str) -> tuple[Messages, dict[int, str]]:
-        """Messages with private characters for special tokens' text; and what these stand for."""
-        plain = json.dumps(messages)
+    def _hide(self, chat: Chat, text: str) -> tuple[Chat, dict[int, str]]:
+        """A chat with private characters for special tokens' text; and what these stand for."""
+        plain = json.dumps(chat)
         strings = {json.loads(string) for string in _STRING.findall(plain)}
         spelt = {string: spans for string in strings if (spans := self._spans_of(_valid(string)))}
         secret = {c for string, spans in spelt.items() for a, b, _ in spans for c in string[a:b]}

@@ -15,11 +15,12 @@ from starlette.types import Receive, Scope, Send
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.stream import Generation, Stream
 
-from .asking import Asked
+from .asking import Asked, Ready
 from .errors import ApiError, failed
-from .jobs import Event, Jobs, merged
+from .jobs import Event, Jobs, Piece, merged
 from .metrics import Metrics
 from .shapes import Choice, Shape
+from .tools.parsing import Part
 
 T = TypeVar("T")
 
@@ -41,13 +42,16 @@ class Answer:
         metrics: Metrics,
         shape: Shape,
         asked: Asked,
-        prompts: list[list[int]],
+        ready: Ready,
         timeout: float,
     ) -> None:
         self._pipeline, self._jobs, self._metrics = pipeline, jobs, metrics
-        self._shape, self._asked, self._prompts = shape, asked, prompts
+        self._shape, self._asked, self._ready = shape, asked, ready
         self._arrived, self._timeout = time.perf_counter(), timeout
-        self._choices = [Choice() for _ in range(asked.num_choices)]
+        calling = ready.calling
+        self._choices = [
+            Choice(None if calling is None else calling.parser()) for _ in range(asked.num_choices)
+        ]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._jobs.admitted(self._asked.num_choices):
@@ -60,7 +64,8 @@ class Answer:
         try:
             async with asyncio.timeout(self._timeout), aclosing(self._events()) as events:
                 async for index, event in events:
-                    self._add(self._choices[index], event)
+                    choice = self._choices[index]
+                    self._add(choice, event, _parts(choice, event))
         except Exception as error:
             raise self._failed(error) from error
         return self._shape.whole(self._choices)
@@ -84,10 +89,12 @@ class Answer:
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 choice = self._choices[index]
-                if not isinstance(event, Generation):
-                    for line in self._shape.piece(index, event, choice):
+                parts = _parts(choice, event)
+                piece = _NO_PIECE if isinstance(event, Generation) else event
+                if parts or piece is not _NO_PIECE:
+                    for line in self._shape.piece(index, piece, parts, choice):
                         yield line
-                self._add(choice, event)
+                self._add(choice, event, parts)
                 if isinstance(event, Generation):
                     for line in self._shape.end(index, choice):
                         yield line
@@ -96,25 +103,26 @@ class Answer:
 
     def _events(self) -> AsyncGenerator[tuple[int, Event]]:
         """Of all choices, each a job; those of a prompt have seeds in a row."""
-        prompts = [prompt for prompt in self._prompts for _ in range(self._asked.n)]
+        prompts = [prompt for prompt in self._ready.prompts for _ in range(self._asked.n)]
         jobs = (partial(self._begin, i % self._asked.n, one) for i, one in enumerate(prompts))
         return merged([self._jobs.run(begin) for begin in jobs])
 
     def _begin(self, place: int, prompt: list[int]) -> Stream:
-        options = dict(self._asked.options)
+        options = dict(self._ready.options)
         if (seed := options.get("seed")) is not None:
             options["seed"] = (seed + place) % 2**64
-        return self._pipeline.stream(prompt, **options)
+        return self._pipeline.stream(prompt, shown=self._ready.shown, **options)
 
-    def _add(self, choice: Choice, event: Event) -> None:
+    def _add(self, choice: Choice, event: Event, parts: list[Part]) -> None:
         if isinstance(event, Generation):
+            choice.add(parts)
             choice.done = event
             self._metrics.ended(event, choice.first)
             return
         if choice.first is None:
             choice.first = time.perf_counter()
             self._metrics.first.observe(choice.first - self._arrived)
-        choice.add(event)
+        choice.add(parts, event.logprobs)
 
     def _failed(self, error: Exception) -> ApiError:
         if isinstance(error, TimeoutError):
@@ -125,6 +133,14 @@ class Answer:
                 status=504,
             )
         return failed(error)
+
+
+_NO_PIECE = Piece([], [])  # what comes at the end of a text
+
+
+def _parts(choice: Choice, event: Event) -> list[Part]:
+    """What an event makes certain."""
+    return choice.last_parts() if isinstance(event, Generation) else choice.parts(event)
 
 
 async def _write(send: Send, line: str) -> None:

@@ -23,7 +23,7 @@ from specedge.strict_json import JsonError, parse
 
 from . import asking
 from .answer import Answer
-from .asking import Asked
+from .asking import Asked, Ready
 from .errors import ApiError, failed
 from .jobs import Jobs
 from .metrics import Metrics
@@ -124,21 +124,21 @@ class _Server:
     def _generating(self, reads: Reads, shape: Shapes) -> Callable[[Request], Any]:
         async def generate(request: Request) -> Answer:
             body = await self._body(request)
-            asked, prompts = await asyncio.to_thread(self._asked, body, reads)
+            asked, ready = await asyncio.to_thread(self._asked, body, reads)
             return Answer(
                 self._pipeline,
                 self._jobs,
                 self._metrics,
                 shape(self._model, asked, self._tokens),
                 asked,
-                prompts,
+                ready,
                 self._settings.timeout,
             )
 
         return generate
 
-    def _asked(self, body: bytes, reads: Reads) -> tuple[Asked, list[list[int]]]:
-        """What a body asks for, and its prompts' tokens."""
+    def _asked(self, body: bytes, reads: Reads) -> tuple[Asked, Ready]:
+        """What a body asks for, and what the pipeline is asked."""
         try:
             facts = parse(body.decode())
         except (JsonError, UnicodeDecodeError) as error:
@@ -147,7 +147,7 @@ class _Server:
         asked = reads(facts, self._pipeline.bundle.context_length)
         if named not in (None, self._model):
             raise self._unknown(named)
-        return asked, asking.tokens_of(self._pipeline, asked)
+        return asked, asking.ready(self._pipeline, asked)
 
     async def _body(self, request: Request) -> bytes:
         """The body, if it is JSON of a size and comes in time."""

@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from specedge.request import request_of
+from specedge.request import GRAMMARS, request_of
 from specedge.runtime.pipeline import Pipeline
 
 from . import formats
-from .errors import UNSUPPORTED, ApiError, refused
-from .fields import ANY, MAX_CHOICES, MAX_TOP_LOGPROBS, NEUTRAL, Fields, options_of, shown
+from .errors import ApiError, refused
+from .fields import MAX_CHOICES, MAX_TOP_LOGPROBS, NEUTRAL, Fields, options_of, shown
+from .messages import have_calls, messages_of
+from .tools import declared
+from .tools.calling import Calling, calling_of
+from .tools.declared import Tools
 
-ROLES = ("system", "developer", "user", "assistant")
 DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
-TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,8 @@ class Asked:
     """What a client asks for. `prompts` are a text, token ids or messages each, with `n` choices.
 
     With `trace` a stream tells what became of each token. `facts` are those of its fields that an
-    answer repeats, `form` is the one that may have given a JSON schema.
+    answer repeats, `form` is the one that may have given a JSON schema. `tools` are functions that
+    the model may call.
     """
 
     prompts: list[Any]
@@ -34,16 +37,28 @@ class Asked:
     where: str  # the field that holds the prompts
     facts: dict[str, Any]
     form: str | None
+    tools: Tools | None = None
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
 
 
+@dataclass(frozen=True)
+class Ready:
+    """What the pipeline is asked: each prompt's tokens, options, and how calls are read."""
+
+    prompts: list[list[int]]
+    options: dict[str, Any]
+    calling: Calling | None = None
+    shown: frozenset[int] = frozenset()
+
+
 def chat(facts: object, longest: int) -> Asked:
     """Of /v1/chat/completions; `longest` is as many tokens as there can be."""
     fields = Fields(facts)
-    messages = _messages(fields.take("messages"), "messages")
+    messages = messages_of(fields.take("messages"), "messages")
+    tools = declared.of_chat(fields)
     limits = {name: fields.whole(name, 1) for name in ("max_completion_tokens", "max_tokens")}
     name = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
     form = formats.of_chat(fields)
@@ -54,7 +69,7 @@ def chat(facts: object, longest: int) -> Asked:
         raise ApiError("top_logprobs needs logprobs", "top_logprobs", "invalid_value")
     if wanted:
         options["logprobs"] = top or 0
-    return _asked(fields, "chat", "messages", [messages], options, form=form.name)
+    return _asked(fields, "chat", "messages", [messages], options, form=form.name, tools=tools)
 
 
 def completions(facts: object, longest: int) -> Asked:
@@ -69,21 +84,26 @@ def completions(facts: object, longest: int) -> Asked:
 
 
 def responses(facts: object, longest: int) -> Asked:
-    """Of /v1/responses: a text or messages in, a text out; nothing is stored."""
+    """Of /v1/responses: a text or messages in, a text or calls out; nothing is stored."""
     fields = Fields(facts)
+    given_tools, choice = fields.peek("tools"), fields.peek("tool_choice")
     given = fields.take("input")
     if isinstance(given, str):
         given = [{"role": "user", "content": given}]
-    messages = _messages(given, "input")
+    messages = messages_of(given, "input")
     instructions = fields.typed("instructions", str, "text")
     if instructions is not None:
         messages = [{"role": "system", "content": instructions}, *messages]
     limit = fields.whole("max_output_tokens", 1)
+    tools = declared.of_responses(fields)
     form = formats.of_responses(fields)
     options = options_of(fields, limit or longest, "max_output_tokens", form.schema)
     repeated = {"instructions": instructions, "max_output_tokens": limit}
     repeated |= {"text": {"format": form.facts}}
-    return _asked(fields, "responses", "input", [messages], options, repeated, form.name)
+    if tools is not None:
+        repeated |= {"tools": given_tools, "tool_choice": choice or "auto"}
+        repeated |= {"parallel_tool_calls": tools.parallel}
+    return _asked(fields, "responses", "input", [messages], options, repeated, form.name, tools)
 
 
 def _asked(
@@ -94,6 +114,7 @@ def _asked(
     options: dict[str, Any],
     facts: dict[str, Any] | None = None,
     form: str | None = None,
+    tools: Tools | None = None,
 ) -> Asked:
     fields.typed("model", str, "a name")
     n, trace = 1, False
@@ -110,25 +131,60 @@ def _asked(
         inner.end()
     fields.skip(NEUTRAL[endpoint])
     fields.end()
-    return Asked(prompts, options, n, stream, include_usage, trace, where, facts or {}, form)
+    if tools is not None:
+        _check_alone(options, form)
+    return Asked(prompts, options, n, stream, include_usage, trace, where, facts or {}, form, tools)
 
 
-def tokens_of(pipeline: Pipeline, asked: Asked) -> list[list[int]]:
-    """The tokens of each prompt, which the pipeline will take with these options; else ApiError."""
-    if asked.where != "prompt" and pipeline.bundle.chat_template is None:
+def _check_alone(options: dict[str, Any], form: str | None) -> None:
+    """Nothing else may say what a text with calls follows."""
+    if name := next((name for name in GRAMMARS if name in options), None):
+        param = form if name == "json_schema" and form else name
+        said = f"{param} and tools cannot both be given; leave one out, or let tool_choice be none"
+        raise ApiError(said, param, "invalid_value")
+
+
+def ready(pipeline: Pipeline, asked: Asked) -> Ready:
+    """What the pipeline will take; ApiError for what it will not."""
+    template = pipeline.bundle.chat_template
+    if asked.where != "prompt" and template is None:
         raise ApiError(
             f"{pipeline.bundle.target.source.id} has no chat template; ask /v1/completions",
             asked.where,
             "no_chat_template",
         )
+    if asked.tools is None and not any(map(have_calls, _chats(asked))):
+        return Ready(_tokens(pipeline, asked, asked.prompts, asked.options), asked.options)
+    calling = calling_of(pipeline.bundle, pipeline.tokenizer, asked.tools, asked.where)
+    given = {} if calling.grammar is None else {"grammar": calling.grammar}
+    options = asked.options | given
+    prompts = [calling.messages(chat) for chat in _chats(asked)]
+    tokens = _tokens(pipeline, asked, prompts, options, calling.facts)
+    return Ready(tokens, options, calling if asked.tools else None, calling.shown)
+
+
+def _chats(asked: Asked) -> list[list[dict[str, Any]]]:
+    return [] if asked.where == "prompt" else asked.prompts
+
+
+def _tokens(
+    pipeline: Pipeline,
+    asked: Asked,
+    prompts: list[Any],
+    options: dict[str, Any],
+    tools: list[dict[str, Any]] | None = None,
+) -> list[list[int]]:
+    """The tokens of each prompt, which the pipeline will take with these options."""
     try:
-        pipeline.sampling(request_of(**asked.options))
-        return [pipeline.prompts.tokens_of(prompt) for prompt in asked.prompts]
+        pipeline.sampling(request_of(**options))
+        return [pipeline.prompts.tokens_of(prompt, tools=tools) for prompt in prompts]
     except ValueError as error:
-        name = str(error).split()[0]
-        param, said = name if name in asked.options else None, str(error)
+        name, said = str(error).split()[0], str(error)
+        param = name if name in options else None
         if param == "json_schema" and asked.form is not None:
             param, said = asked.form, f"{asked.form}: {said}"
+        if param == "grammar" and "grammar" not in asked.options:
+            param, said = "tools", f"tools: {said}"
         raise ApiError(said, param, "invalid_value") from error
     except Exception as error:
         raise refused(error, asked.where) from error
@@ -149,56 +205,3 @@ def _prompts(given: object) -> list[Any]:
 
 def _are_ids(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(type(one) is int for one in value)
-
-
-def _messages(given: object, where: str) -> list[dict[str, Any]]:
-    if not isinstance(given, list) or not given:
-        raise ApiError(f"{where} must be a list of at least one message", where, "invalid_type")
-    return [_message(message, f"{where}[{i}]") for i, message in enumerate(given)]
-
-
-def _message(given: object, place: str) -> dict[str, Any]:
-    fields = Fields(given) if isinstance(given, dict) else None
-    if fields is None:
-        raise ApiError(f"{place} must be an object with a role and a content", place)
-    try:
-        role, content = fields.take("role"), _text(fields.take("content"), place)
-        name = fields.typed("name", str, "text")
-        fields.skip({"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()})
-        fields.skip({"type": ("message",), "id": ANY, "status": ("completed",)})
-        fields.end()
-    except ApiError as error:
-        if error.param and not error.param.startswith(place):
-            error.param = f"{place}.{error.param}"
-            error.message = f"{place}: {error.message}"
-        raise
-    if role not in ROLES:
-        raise ApiError(
-            f"{place}.role must be one of {', '.join(ROLES)}, got {shown(role)}",
-            f"{place}.role",
-            UNSUPPORTED,
-        )
-    role = "system" if role == "developer" else role
-    return {"role": role, "content": content} | ({"name": name} if name is not None else {})
-
-
-def _text(content: object, place: str) -> str:
-    """A content that is text, or parts of text."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content:
-        return "".join(_part(part, f"{place}.content[{i}]") for i, part in enumerate(content))
-    raise ApiError(
-        f"{place}.content must be text or a list of text parts, got {shown(content)}",
-        f"{place}.content",
-        "invalid_type",
-    )
-
-
-def _part(part: object, place: str) -> str:
-    if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
-    kind = part.get("type") if isinstance(part, dict) else part
-    raise ApiError(f"{place} must be a text, got {shown(kind)}", place, UNSUPPORTED)

@@ -6,7 +6,8 @@ docs/serving.md has the table of them all, which a test compares.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from specedge.declared import declarations, nearest
@@ -41,10 +42,8 @@ _COMMON: dict[str, Any] = {
     "prompt_cache_key": ANY,
     "service_tier": ("auto", "default"),
 }
-_TOOLS: dict[str, Any] = {"tools": ([],), "tool_choice": ("none",), "parallel_tool_calls": ()}
 NEUTRAL: dict[str, dict[str, Any]] = {
     "chat": _COMMON
-    | _TOOLS
     | {
         "modalities": (["text"],),
         "store": (False,),
@@ -58,7 +57,6 @@ NEUTRAL: dict[str, dict[str, Any]] = {
     },
     "completions": _COMMON | {"best_of": (1,), "echo": (False,), "suffix": ("",)},
     "responses": _COMMON
-    | _TOOLS
     | {
         "store": (False,),
         "background": (False,),
@@ -87,6 +85,10 @@ class Fields:
     def take(self, name: str) -> Any:
         self._known.append(name)
         return self._left.pop(name, None)
+
+    def peek(self, name: str) -> Any:
+        """A field that is yet to be taken."""
+        return self._left.get(name)
 
     def typed(self, name: str, kind: type, what: str) -> Any:
         """A field of one type; `what` says which."""
@@ -123,6 +125,17 @@ class Fields:
         for name in self._left:
             hint = nearest(name, self._known)
             raise ApiError(f"there is no field {shown(name)}{hint}", name[:100], "unknown_field")
+
+
+@contextmanager
+def within(place: str) -> Iterator[None]:
+    """Errors inside name the place of the object that they are about."""
+    try:
+        yield
+    except ApiError as error:
+        error.param = f"{place}.{error.param}"
+        error.message = f"{place}: {error.message}"
+        raise
 
 
 def _same(value: Any, other: Any) -> bool:

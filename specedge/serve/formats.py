@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 from .errors import UNSUPPORTED, ApiError
-from .fields import Fields, shown
+from .fields import Fields, shown, within
 
 TYPES = ("text", "json_object", "json_schema")
 
@@ -31,12 +29,12 @@ def of_chat(fields: Fields) -> Format:
     if given is None:
         return Format(name)
     inner = Fields(given)
-    with _within(name):
+    with within(name):
         if _type(inner) != "json_schema":
             return _plain(inner, name, given)
         named = _given(inner, "json_schema")
         inner.end()
-    with _within(f"{name}.json_schema"):
+    with within(f"{name}.json_schema"):
         return Format(name, _schema(Fields(named)), given)
 
 
@@ -44,28 +42,17 @@ def of_responses(fields: Fields) -> Format:
     """Of /v1/responses, where it is all in one object."""
     name = "text"
     text = Fields(fields.typed(name, dict, "an object") or {})
-    with _within(name):
+    with within(name):
         given = text.typed("format", dict, "an object")
         text.skip({"verbosity": ()})
         text.end()
     if given is None:
         return Format(name)
     inner = Fields(given)
-    with _within(f"{name}.format"):
+    with within(f"{name}.format"):
         if _type(inner) != "json_schema":
             return _plain(inner, name, given)
         return Format(name, _schema(inner), given)
-
-
-@contextmanager
-def _within(place: str) -> Iterator[None]:
-    """Errors inside name the place of the object that they are about."""
-    try:
-        yield
-    except ApiError as error:
-        error.param = f"{place}.{error.param}"
-        error.message = f"{place}: {error.message}"
-        raise
 
 
 def _type(fields: Fields) -> str:

@@ -1,4 +1,4 @@
-"""The answers of /v1/responses: one message of one text."""
+"""The answers of /v1/responses: a message of one text, and calls of functions."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from specedge.runtime.text.assembler import FinishReason
 from .asking import Asked
 from .errors import ApiError
 from .jobs import Piece
-from .shapes import Choice, event, new_id, usage_of
+from .shapes import Choice, Item, begun_by, event, goes_on, new_id, text_of, usage_of
 from .tokens import Tokens
+from .tools.parsing import Part
 
 _INCOMPLETE = {FinishReason.LENGTH, FinishReason.CONTEXT}
+_CUT = {"reason": "max_output_tokens"}
 
 
 class Response:
@@ -22,7 +24,9 @@ class Response:
 
     def __init__(self, model: str, asked: Asked, tokens: Tokens) -> None:
         self._number = 0
-        self._item = new_id("msg")
+        self._ids: list[str] = []
+        self._items: list[Item] = []  # as far as events have told them
+        self._may_call = asked.tools is not None
         given = asked.options
         self._facts: dict[str, Any] = {
             "id": new_id("resp"),
@@ -47,20 +51,26 @@ class Response:
     def begin(self) -> Iterator[str]:
         yield self._event("response.created", response=self._facts)
         yield self._event("response.in_progress", response=self._facts)
-        item = self._message("in_progress", [])
-        yield self._event("response.output_item.added", output_index=0, item=item)
-        yield self._event("response.content_part.added", **self._place, part=_part(""))
+        if not self._may_call:
+            yield from self._opened(Item())
 
-    def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
-        delta = {"delta": piece.text, "logprobs": []}
-        yield self._event("response.output_text.delta", **self._place, **delta)
+    def piece(
+        self, index: int, piece: Piece, parts: Sequence[Part], before: Choice
+    ) -> Iterator[str]:
+        for part in parts:
+            if not goes_on(self._items, part):
+                if self._items:
+                    yield from self._closed("completed")
+                yield from self._opened(begun_by(part))
+            item = self._items[-1]
+            text = text_of(part)
+            item.text += text
+            yield from self._grown(item, text)
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
-        text, part = {"text": choice.text, "logprobs": []}, _part(choice.text)
-        yield self._event("response.output_text.done", **self._place, **text)
-        yield self._event("response.content_part.done", **self._place, part=part)
-        item = self.whole([choice])["output"][0]
-        yield self._event("response.output_item.done", output_index=0, item=item)
+        if not self._items:
+            yield from self._opened(Item())
+        yield from self._closed(self._status(choice))
 
     def finish(self, choices: Sequence[Choice]) -> Iterator[str]:
         found = self.whole(choices)
@@ -75,13 +85,14 @@ class Response:
     def whole(self, choices: Sequence[Choice]) -> dict[str, Any]:
         (choice,) = choices
         one = choice.generation
-        cut = one.finish_reason in _INCOMPLETE
-        status = "incomplete" if cut else "completed"
+        status = self._status(choice)
+        items = choice.items or [Item()]
+        ended = ["completed"] * (len(items) - 1) + [status]
         usage = usage_of(choices, 1)
         return self._facts | {
             "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [self._message(status, [_part(choice.text)])],
+            "incomplete_details": None if status == "completed" else _CUT,
+            "output": [self._shown(i, items[i], ended[i]) for i in range(len(items))],
             "seed": one.seed,
             "usage": {
                 "input_tokens": usage["prompt_tokens"],
@@ -93,13 +104,64 @@ class Response:
             },
         }
 
+    def _status(self, choice: Choice) -> str:
+        cut = choice.generation.finish_reason in _INCOMPLETE
+        return "incomplete" if cut else "completed"
+
+    def _opened(self, item: Item) -> Iterator[str]:
+        """An item begins, without its text."""
+        self._items.append(item)
+        shown = self._shown(self._last, item, "in_progress")
+        if item.name is None:
+            shown["content"] = []
+        yield self._event("response.output_item.added", output_index=self._last, item=shown)
+        if item.name is None:
+            yield self._event("response.content_part.added", **self._place, part=_part(""))
+
+    def _grown(self, item: Item, text: str) -> Iterator[str]:
+        if item.name is None:
+            delta = {"delta": text, "logprobs": []}
+            yield self._event("response.output_text.delta", **self._place, **delta)
+        elif text:
+            place = {"item_id": self._id(self._last, item), "output_index": self._last}
+            yield self._event("response.function_call_arguments.delta", **place, delta=text)
+
+    def _closed(self, status: str) -> Iterator[str]:
+        """The last item has ended."""
+        item, last = self._items[-1], self._last
+        if item.name is None:
+            text, part = {"text": item.text, "logprobs": []}, _part(item.text)
+            yield self._event("response.output_text.done", **self._place, **text)
+            yield self._event("response.content_part.done", **self._place, part=part)
+        else:
+            place = {"item_id": self._id(last, item), "output_index": last}
+            done = {"name": item.name, "arguments": item.text}
+            yield self._event("response.function_call_arguments.done", **place, **done)
+        shown = self._shown(last, item, status)
+        yield self._event("response.output_item.done", output_index=last, item=shown)
+
+    @property
+    def _last(self) -> int:
+        return len(self._items) - 1
+
     @property
     def _place(self) -> dict[str, Any]:
-        return {"item_id": self._item, "output_index": 0, "content_index": 0}
+        """Of the last item's text."""
+        item_id = self._id(self._last, self._items[-1])
+        return {"item_id": item_id, "output_index": self._last, "content_index": 0}
 
-    def _message(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        facts = {"id": self._item, "type": "message", "role": "assistant"}
-        return facts | {"status": status, "content": content}
+    def _id(self, index: int, item: Item) -> str:
+        while len(self._ids) <= index:
+            self._ids.append(new_id("msg" if item.name is None else "fc"))
+        return self._ids[index]
+
+    def _shown(self, index: int, item: Item, status: str) -> dict[str, Any]:
+        facts: dict[str, Any] = {"id": self._id(index, item), "status": status}
+        if item.name is None:
+            message = {"type": "message", "role": "assistant", "content": [_part(item.text)]}
+            return facts | message
+        call = {"call_id": item.id, "name": item.name, "arguments": item.text}
+        return facts | {"type": "function_call"} | call
 
     def _event(self, kind: str, **facts: Any) -> str:
         numbered = {"type": kind, "sequence_number": self._number, **facts}

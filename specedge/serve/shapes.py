@@ -19,6 +19,7 @@ from .asking import Asked
 from .errors import ApiError
 from .jobs import Piece
 from .tokens import Tokens
+from .tools.parsing import Called, Parser, Part
 
 FINGERPRINT = f"specedge-{__version__}"
 REASONS = {
@@ -30,22 +31,76 @@ REASONS = {
 
 
 @dataclass
-class Choice:
-    """A text as it grows, when its first piece came, and what became of it."""
+class Item:
+    """A part of an answer: a text, or the arguments of a call of the function `name`."""
 
     text: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass
+class Choice:
+    """An answer as it grows, when its first piece came, and what became of it. Where it may call
+    functions, a parser reads its text.
+    """
+
+    parser: Parser | None = None
+    items: list[Item] = field(default_factory=list)
     first: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     done: Generation | None = None
 
-    def add(self, piece: Piece) -> None:
-        self.text += piece.text
-        self.logprobs += piece.logprobs
+    def parts(self, piece: Piece) -> list[Part]:
+        """What a piece makes certain."""
+        return [piece.text] if self.parser is None else self.parser.feed(piece.text)
+
+    def last_parts(self) -> list[Part]:
+        """What is certain now that the text has ended."""
+        return [] if self.parser is None else self.parser.end()
+
+    def add(self, parts: Sequence[Part], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        self.logprobs += logprobs
+        for part in parts:
+            if not goes_on(self.items, part):
+                self.items.append(begun_by(part))
+            self.items[-1].text += text_of(part)
+
+    @property
+    def text(self) -> str:
+        return "".join(item.text for item in self.items if item.name is None)
+
+    @property
+    def calls(self) -> list[Item]:
+        return [item for item in self.items if item.name is not None]
+
+    @property
+    def reason(self) -> str:
+        """Why it has ended, as OpenAI's API says it."""
+        reason = REASONS[self.generation.finish_reason]
+        called = self.parser is not None and self.calls and self.parser.complete
+        return "tool_calls" if called and reason == "stop" else reason
 
     @property
     def generation(self) -> Generation:
         assert self.done is not None
         return self.done
+
+
+def goes_on(items: Sequence[Item], part: Part) -> bool:
+    """Whether a part of an answer is of the last of its items so far."""
+    if isinstance(part, Called):
+        return part.name is None
+    return bool(items) and items[-1].name is None
+
+
+def begun_by(part: Part) -> Item:
+    """The item that a part begins, without its text."""
+    return Item("", part.id, part.name) if isinstance(part, Called) else Item()
+
+
+def text_of(part: Part) -> str:
+    return part.arguments if isinstance(part, Called) else part
 
 
 class Shape(Protocol):
@@ -54,8 +109,10 @@ class Shape(Protocol):
     def begin(self) -> Iterator[str]:
         """Before any text."""
 
-    def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
-        """A piece of a choice that had come so far before."""
+    def piece(
+        self, index: int, piece: Piece, parts: Sequence[Part], before: Choice
+    ) -> Iterator[str]:
+        """A piece of a choice that had come so far before, and what it makes certain."""
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         """A choice has ended."""
@@ -138,7 +195,7 @@ class Chunked(ABC):
 
     def _ended(self, index: int, choice: Choice) -> dict[str, Any]:
         one = choice.generation
-        return {"index": index, "finish_reason": REASONS[one.finish_reason], "seed": one.seed}
+        return {"index": index, "finish_reason": choice.reason, "seed": one.seed}
 
     def _spans(self, piece: Piece) -> dict[str, Any]:
         return {"spans": [vars(span) for span in piece.spans]} if self.asked.trace else {}
@@ -155,9 +212,20 @@ class Chat(Chunked):
         for i in range(self.asked.num_choices):
             yield self._chunk([self._delta({"role": "assistant", "content": ""}) | {"index": i}])
 
-    def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
-        one = self._delta({"content": piece.text}, self._logprobs(piece.logprobs))
-        yield self._chunk([one | {"index": index} | self._spans(piece)])
+    def piece(
+        self, index: int, piece: Piece, parts: Sequence[Part], before: Choice
+    ) -> Iterator[str]:
+        """A chunk for each part; the first has what is known of the piece's tokens."""
+        deltas = [
+            {"tool_calls": [_call_delta(part)]} if isinstance(part, Called) else {"content": part}
+            for part in parts
+        ]
+        spans, logprobs = self._spans(piece), self._logprobs(piece.logprobs)
+        if not deltas and (spans or logprobs):
+            deltas = [{}]
+        for delta in deltas:
+            yield self._chunk([self._delta(delta, logprobs) | {"index": index} | spans])
+            spans, logprobs = {}, None
 
     def end(self, index: int, choice: Choice) -> Iterator[str]:
         yield self._chunk([self._ended(index, choice) | {"delta": {}, "logprobs": None}])
@@ -166,12 +234,26 @@ class Chat(Chunked):
         return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
-        message = {"role": "assistant", "content": choice.text, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if calls := choice.calls:
+            message["content"] = choice.text or None
+            message["tool_calls"] = [_call(call) for call in calls]
         logprobs = self._logprobs(choice.logprobs)
         return self._ended(index, choice) | {"message": message, "logprobs": logprobs}
 
     def _logprobs(self, found: list[TokenLogprobs]) -> dict[str, Any] | None:
         return self.tokens.of_chat(found) if self._has_logprobs else None
+
+
+def _call(call: Item) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.text}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _call_delta(part: Called) -> dict[str, Any]:
+    if part.name is None:
+        return {"index": part.index, "function": {"arguments": part.arguments}}
+    return {"index": part.index, **_call(Item(part.arguments, part.id, part.name))}
 
 
 class Completion(Chunked):
@@ -180,7 +262,9 @@ class Completion(Chunked):
     def begin(self) -> Iterator[str]:
         yield from ()
 
-    def piece(self, index: int, piece: Piece, before: Choice) -> Iterator[str]:
+    def piece(
+        self, index: int, piece: Piece, parts: Sequence[Part], before: Choice
+    ) -> Iterator[str]:
         logprobs = self._logprobs(piece.logprobs, before.logprobs)
         one = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
         yield self._chunk([one | self._spans(piece)])

@@ -133,6 +133,30 @@ def test_tokens_that_were_drafted_without_a_mask_change_nothing(name, monkeypatc
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 
 
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_tokens_that_were_drawn_without_a_mask_change_nothing(name, monkeypatch, whole_prompts):
+    """A drawn token that is banned must be tested: what is recovered is no draw from a row."""
+    kind, text, texts = GRAMMARS[name]
+    target, shared = table(TARGET_ROWS, texts, 8), constraint(kind, text)
+
+    def make():
+        return Under(decoder(target, Random(END + 1), 2), shared)
+
+    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_chain_that_is_cut_and_goes_on_changes_nothing(name, monkeypatch, whole_prompts):
+    kind, text, texts = GRAMMARS[name]
+    target, draft = table(HALVED_ROWS, texts, 9), table(DRAFT_ROWS, texts, 59)
+    shared = constraint(kind, text)
+
+    def make():
+        return Under(decoder(target, Chain(Unmasked(), DraftModel(TableModel(draft))), 2), shared)
+
+    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+
+
 DRAFTERS = {
     "model": lambda model: DraftModel(model),
     "lookup": lambda model: Lookup(1, 5),

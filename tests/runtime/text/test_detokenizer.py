@@ -107,3 +107,13 @@ def test_without_a_match_nothing_is_lost(text, stops):
     joined = "".join(out) + strings.flush()
     assert joined == text if not found else text.startswith(joined)
     assert strings.found == bool(found)
+
+
+def test_special_tokens_that_are_shown_have_their_names_between_whole_characters(pipeline):
+    tokenizer = pipeline.tokenizer
+    ids, end = tokenizer.encode("aé b").ids, tokenizer.token_to_id("<|endoftext|>")
+    shown, hidden = (Detokenizer(tokenizer, [], shown) for shown in ([end], []))
+    tokens = [end, *ids, end, end, *ids]
+    text = "".join(map(shown.feed, tokens)) + shown.flush()
+    assert text == "<|endoftext|>aé b<|endoftext|><|endoftext|>aé b"
+    assert "".join(map(hidden.feed, tokens)) == "aé baé b"

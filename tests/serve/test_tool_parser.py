@@ -1,0 +1,153 @@
+"""Calls in the text of an answer, however the text is cut into pieces."""
+
+import json
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+
+from specedge.serve.tools.declared import Function, Tools
+from specedge.serve.tools.families import family_of
+from specedge.serve.tools.parsing import Parser
+from tool_templates import TEMPLATES, spelled
+
+TOOLS = Tools(tuple(Function(name, "", {}, False) for name in ("weather", "clock", "we")))
+CALLS = [("weather", {"city": 'R"}]\\o</tool_call>[ARGS]m', "é": [{}, "{"]}), ("clock", {})]
+
+
+def read(name, pieces, forced=False, tools=TOOLS):
+    """The text, and the name and arguments of each call."""
+    parser = Parser(tools, family_of(TEMPLATES[name]), forced)
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
+    text, calls = "", []
+    for part in parts:
+        if isinstance(part, str):
+            text += part
+            continue
+        if part.name is not None:
+            assert (part.index, part.id[:5]) == (len(calls), "call_")
+            calls.append([part.name, ""])
+        calls[part.index][1] += part.arguments
+    return text, [(called, json.loads(arguments)) for called, arguments in calls]
+
+
+def cuts(text):
+    """A text whole, by character, and in two at every place."""
+    return [[text], [*text], *([text[:i], text[i:]] for i in range(1, len(text)))]
+
+
+def calls_of(name):
+    return CALLS[:1] if name == "Llama 3" else [*CALLS, *CALLS]
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_calls_are_read_wherever_the_text_is_cut(name, forced):
+    for pieces in cuts(spelled(name, calls_of(name))):
+        assert read(name, pieces, forced) == ("", calls_of(name))
+
+
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "Llama 3"])
+def test_text_before_calls_is_text_without_the_white_space_between(name, forced):
+    for pieces in cuts(spelled(name, CALLS, " I look <tool> [TOO it up. ")):
+        assert read(name, pieces, forced) == (" I look <tool> [TOO it up.", CALLS)
+
+
+ODD = {
+    "Qwen": [
+        "a <tool_call> is a tag",
+        " \n<tool_call>{}</tool_call> b",
+        '<tool_call>\n{"name": "rain", "arguments": {}}\n</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": []}</tool_call>',
+        '<tool_call>{"name": "clock"}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": "\\ud800"}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {',
+        '<tool_call>{"name": ["clock"], "arguments": {}}</tool_call>',
+        "<tool_call>" + "[" * 10**5,
+        "<tool_cal",
+        " \n",
+    ],
+    "Llama 3": [
+        '{"name": "clock"}',
+        '{"a": 1} and more',
+        '{"name": "clock", "parameters": {}} and more',
+        ' x {"name": "clock", "parameters": {}}',
+        "<|python_tag|>weather.call(city='Rom')",
+        " <|python_ta",
+        "\n ",
+    ],
+    "Mistral": [
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS] []",
+        '[TOOL_CALLS] [{"name": "rain", "arguments": {}}]',
+        '[TOOL_CALLS] [{"name": "clock", "arguments": {}}] and more',
+        '[TOOL_CALLS] [{"name": "clock", "arguments": {}}, 3]',
+        "a [TOOL_CALL] b",
+    ],
+    "Mistral, newer": [
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS]rain[ARGS]{}",
+        "[TOOL_CALLS]clock[ARGS]",
+        "[TOOL_CALLS]clock[ARGS]{} and more",
+        "[TOOL_CALLS]clock{}",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(n, text) for n in ODD for text in ODD[n]])
+def test_what_is_no_call_stays_text_to_the_last_character(name, text):
+    pieces = cuts(text) if len(text) < 200 else [[text]]
+    for one in pieces:
+        assert read(name, one) == (text, [])
+
+
+def test_a_call_is_read_behind_one_that_is_none():
+    text = f"<tool_call> or {spelled('Qwen', CALLS)}\n\n and\n"
+    for pieces in cuts(text):
+        assert read("Qwen", pieces) == ("<tool_call> or\n\n and\n", CALLS)
+
+
+def test_other_ways_to_write_calls_that_models_have():
+    reversed_ = '<tool_call>{"arguments": {"a": 1}, "name": "we"}'
+    assert read("Hermes", [*reversed_]) == ("", [("we", {"a": 1})])
+    tagged = '<|python_tag|>{"name": "we", "parameters": {"a": 1}}\n'
+    assert read("Llama 3", [*tagged]) == ("", [("we", {"a": 1})])
+    close = '[TOOL_CALLS][{"name":"we","arguments":{"a":1},"id":"abcDEF123"}]'
+    assert read("Mistral", [*close]) == ("", [("we", {"a": 1})])
+
+
+def test_one_call_at_most_where_more_are_not_wanted():
+    single = Tools(TOOLS.functions, parallel=False)
+    for name in ("Qwen", "Mistral", "Mistral, newer"):
+        assert read(name, spelled(name, CALLS), tools=single) == ("", CALLS[:1])
+
+
+def test_a_forced_call_that_is_cut_shows_what_there_is_of_its_arguments():
+    text = spelled("Qwen", [("weather", {"city": "Rom"})])
+    parser = Parser(TOOLS, family_of(TEMPLATES["Qwen"]), forced=True)
+    parts = parser.feed(text[: text.index("om")])
+    assert [part.arguments for part in parts] == ["", '{"city": "R']
+    assert (parser.end(), parser.complete) == ([], False)
+    assert Parser(TOOLS, family_of(TEMPLATES["Qwen"]), forced=True).feed(text[:20]) == []
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages[0].content }}<tool_call>",
+        "{{ tools }}<tool_call>\n<function=name>",
+        "{{ tools }}<tool_call>name\n<arg_key>",
+        "{{ tools }}<|start_header_id|>",
+        "{{ tools | tojson }}",
+    ],
+)
+def test_a_template_of_no_known_format_is_of_no_family(template):
+    assert family_of(template) is None
+
+
+def test_families_are_known_by_their_templates():
+    found = [family_of(template) for template in TEMPLATES.values()]
+    assert [one.name for one in found] == ["Hermes"] * 2 + ["Llama 3"] + ["Mistral"] * 3
+    assert [one.short_ids for one in found] == [False] * 3 + [True] + [False] * 2

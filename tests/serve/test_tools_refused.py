@@ -1,0 +1,97 @@
+"""Requests with tools that cannot be: each is one error that names the field."""
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs the test extra")
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+pytest.importorskip("llguidance", reason="needs the grammar extra")
+
+from served import MODEL, chat_pair, client, serving  # noqa: E402
+from tool_pairs import tool_pair  # noqa: E402
+from tool_templates import CLOCK, WEATHER  # noqa: E402
+
+MESSAGES = [{"role": "user", "content": "Is it hot?"}]
+TOOLS = [{"type": "function", "function": one} for one in (WEATHER, CLOCK)]
+ASKED = {"model": MODEL, "messages": MESSAGES, "max_tokens": 9, "tools": TOOLS}
+
+
+@pytest.fixture(scope="module")
+def ai():
+    with serving(tool_pair("Qwen"), model=MODEL) as port, client(port) as found:
+        yield found
+
+
+NESTED = {}
+for _ in range(300):
+    NESTED = {"properties": {"a": NESTED}}
+DEEP = [{"type": "function", "function": CLOCK | {"parameters": NESTED}}]
+BAD = [
+    ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+    ({"tools": ["clock"]}, "tools[0]"),
+    ({"tools": [{"type": "function"}]}, "tools[0].function"),
+    ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0].function.name"),
+    ({"tools": [TOOLS[1], TOOLS[1]]}, "tools"),
+    ({"tools": TOOLS[:1] * 129}, "tools"),
+    (
+        {"tools": [{"type": "function", "function": CLOCK | {"parameters": {"type": "array"}}}]},
+        "tools[0].function.parameters",
+    ),
+    (
+        {"tools": [{"type": "function", "function": CLOCK | {"color": 1}}]},
+        "tools[0].function.color",
+    ),
+    ({"tools": DEEP, "tool_choice": "required"}, "tools"),
+    ({"tool_choice": "sometimes"}, "tool_choice"),
+    ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice.type"),
+    ({"tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),
+    ({"tools": [], "tool_choice": "auto"}, "tool_choice"),
+    ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
+    ({"response_format": {"type": "json_object"}}, "response_format"),
+    ({"extra_body": {"regex": "a"}}, "regex"),
+    ({"extra_body": {"ignore_eos": True}, "tool_choice": "required"}, "tools"),
+    (
+        {
+            "tools": [{"type": "function", "function": CLOCK | {"parameters": {"not": {}}}}],
+            "tool_choice": "required",
+        },
+        "tools",
+    ),
+    (
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "a", "type": "function"}]}]},
+        "messages[0].tool_calls[0].name",
+    ),
+    (
+        {
+            "messages": [
+                {
+                    "role": "assistant",
+                    "tool_calls": [
+                        {"id": "a", "function": {"name": "clock", "arguments": "[1]"}},
+                    ],
+                }
+            ]
+        },
+        "messages[0].tool_calls[0].arguments",
+    ),
+    ({"messages": [*MESSAGES, {"role": "tool", "tool_call_id": "a", "content": "b"}]},
+     "messages[1].tool_call_id"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "param"), BAD)
+def test_what_cannot_be_is_a_400_that_names_it(ai, change, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ai.chat.completions.create(**ASKED | change)
+    assert caught.value.param == param
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_a_template_without_a_known_format_is_a_400_that_names_tools():
+    with serving(chat_pair(1)) as port, client(port) as ai:
+        with pytest.raises(openai.BadRequestError, match="no format of calls that is known") as one:
+            ai.chat.completions.create(**ASKED)
+        assert one.value.param == "tools"
+        call = {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"}
+        with pytest.raises(openai.BadRequestError, match="leave tools and calls out") as other:
+            ai.responses.create(model=MODEL, input=[call])
+        assert other.value.param == "input"
