@@ -20,10 +20,10 @@ MODEL = "python-9m"
 PROMPT = "def read_config(path):"
 
 
-def chat_pair(slots, folder=None):
+def chat_pair(slots, folder=None, template=CHATML):
     """The pair of a folder, or the embedded one, with a chat template: that answers with Python."""
     pipeline = specedge.load(folder or store.embedded(), slots=slots)
-    bundle = dataclasses.replace(pipeline.bundle, chat_template=CHATML).at(pipeline.bundle.folder)
+    bundle = dataclasses.replace(pipeline.bundle, chat_template=template).at(pipeline.bundle.folder)
     first, *more = pipeline.slots.all
     more = [(slot.target, slot.draft) for slot in more]
     return Pipeline(bundle, pipeline.tokenizer, first.target, first.draft, more=more)

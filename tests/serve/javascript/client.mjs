@@ -88,6 +88,41 @@ const checks = {
     assert.ok(wanted.json.startsWith(cut.message.content));
   },
 
+  async tools() {
+    const tool_choice = { type: "function", function: { name: "weather" } };
+    const tools = [{ type: "function", function: wanted.tool }];
+    const asked = { ...greedy, max_tokens: 100, tools, tool_choice };
+    const [whole] = (await client.chat.completions.create(asked)).choices;
+    const [call] = whole.message.tool_calls;
+    assert.deepEqual([call.function.name, whole.finish_reason], ["weather", "tool_calls"]);
+    assert.deepEqual(Object.keys(JSON.parse(call.function.arguments)), ["city", "days"]);
+
+    const chunks = await collected(await client.chat.completions.create({ ...asked, stream: true }));
+    const parts = chunks.flatMap((chunk) => chunk.choices[0].delta.tool_calls ?? []);
+    assert.equal(parts.map((part) => part.function.arguments).join(""), call.function.arguments);
+    assert.ok(parts.length > 2);
+    assert.equal(chunks.at(-1).choices[0].finish_reason, "tool_calls");
+
+    const seen = [];
+    const function_ = { ...wanted.tool, parse: JSON.parse, function: (given) => seen.push(given) };
+    const runner = { ...asked, tools: [{ type: "function", function: function_ }] };
+    await client.chat.completions.runTools(runner).done();
+    assert.deepEqual(seen, [JSON.parse(call.function.arguments)]);
+
+    const result = { role: "tool", tool_call_id: call.id, content: "It is hot." };
+    const turn = [...messages, whole.message, result];
+    const after = { ...greedy, messages: turn, tools, tool_choice: "none" };
+    const [answer] = (await client.chat.completions.create(after)).choices;
+    assert.ok(answer.message.content);
+    assert.deepEqual([answer.message.tool_calls, answer.finish_reason], [undefined, "length"]);
+
+    const flat = [{ type: "function", ...wanted.tool }];
+    const named = { type: "function", name: "weather" };
+    const given = { model, input: messages, temperature: 0, tools: flat, tool_choice: named };
+    const [item] = (await client.responses.create(given)).output;
+    assert.deepEqual([item.type, item.arguments], ["function_call", call.function.arguments]);
+  },
+
   async logprobs() {
     const asked = { ...greedy, logprobs: true, top_logprobs: 3 };
     const whole = (await client.chat.completions.create(asked)).choices[0].logprobs.content;
