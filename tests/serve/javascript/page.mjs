@@ -8,11 +8,12 @@ quiet.push("--disable-background-networking", "--disable-component-update");
 const chromiumSandbox = process.getuid?.() !== 0; // Chromium has none for root
 const browser = await chromium.launch({ executablePath, chromiumSandbox, args: quiet });
 
-// Which texts and fates were there after each change.
-function watch() {
+// Count how often text comes, and stop after the first if that is wanted.
+function watch(stop) {
   window.steps = 0;
-  const place = document.getElementById("text-speculative");
-  new MutationObserver(() => window.steps++).observe(place, { childList: true });
+  const at = (id) => document.getElementById(id);
+  const came = () => (window.steps++, stop && at("stop").click());
+  new MutationObserver(came).observe(at("text-speculative"), { childList: true });
 }
 
 function shown() {
@@ -41,15 +42,11 @@ try {
   page.on("request", (request) => requests.add(new URL(request.url()).pathname));
   await page.goto(url);
   await page.waitForFunction(() => document.getElementById("model").textContent);
-  await page.evaluate(watch);
+  await page.evaluate(watch, what === "stop");
   await page.setChecked("#chat", what === "chat");
   await page.fill("#tokens", what === "stop" ? "450" : "60");
   await page.fill("#draft", "3");
   await page.click("#go");
-  if (what === "stop") {
-    await page.waitForSelector("#text-speculative span");
-    await page.click("#stop");
-  }
   await page.waitForSelector("#go:enabled");
   if (screenshot) await page.screenshot({ path: screenshot, fullPage: true });
   console.log(JSON.stringify({ ...(await page.evaluate(shown)), messages, requests: [...requests] }));
