@@ -88,8 +88,10 @@ def load(
     else:
         note = self_test.run_on_gpu(target, found.target, longest)
     if not draft_on.is_cpu and not draft_on.has_engines:
-        for _, other in [(target, draft), *more]:
-            other.unroll(found, found.draft, draft_on)
+        draft.unroll(found, found.draft, draft_on)
+    for one, other in more:
+        one.row_independent_lengths = target.row_independent_lengths
+        other.unroll_as(draft)
     shorter = _shortened(found, max_length)
     return Pipeline(shorter, load_tokenizer(found), target, draft, costs, note, more)
 

@@ -197,8 +197,11 @@ class Pipeline:
             slot.draft.truncate(0)
 
     def close(self) -> None:
-        """Give back what its models hold, of a GPU above all; it generates no more."""
-        for slot in self.slots.all:
+        """Give back what its models hold, of a GPU above all; it generates no more.
+
+        A round that runs in another thread ends before; its stream has an error then.
+        """
+        for slot in self.slots.close():
             slot.target.close()
             slot.draft.close()
 

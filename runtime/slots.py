@@ -54,6 +54,8 @@ class Slots:
         """
         with self._changed:
             while (slot := self._best(prompt) or self._own()) is None:
+                if not self.all:
+                    raise SpecEdgeError("this pipeline is closed; load the bundle again")
                 if not wait:
                     raise SpecEdgeError(self._taken())
                 self._changed.wait(_PAUSE)
@@ -72,6 +74,12 @@ class Slots:
                 slot.owner = None
                 self._used(slot)
                 self._changed.notify_all()
+
+    def close(self) -> tuple[Slot, ...]:
+        """Take all slots from their owners for good, between rounds; they are none afterwards."""
+        with self.turns, self._changed:
+            closed, self.all = self.all, ()
+        return closed
 
     def _of(self, owner: object) -> Slot | None:
         mine = (slot for slot in self.all if slot.owner is not None and slot.owner() is owner)

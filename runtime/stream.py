@@ -78,10 +78,10 @@ class Stream:
 
     def __next__(self) -> str:
         while not (self._text.finished or self._cancelled):
-            if not self._slots.has(self):
-                raise SpecEdgeError("this stream ended when its pipeline began another request")
+            self._check_slot()
             try:
                 with self._slots.turns, self._running, self._run.watch.part("other"):
+                    self._check_slot()
                     piece = self._next_piece()
             except BaseException:
                 self.cancel()
@@ -165,6 +165,12 @@ class Stream:
         """Those of the tokens so far from one on, if they were asked for."""
         found = (one for round_ in self._run.done for one in round_.logprobs or ())
         return list(islice(found, start, len(self._text.tokens)))
+
+    def _check_slot(self) -> None:
+        if not self._slots.has(self):
+            raise SpecEdgeError(
+                "this stream ended when its pipeline began another request or was closed"
+            )
 
     def _next_piece(self) -> str:
         """What the next round adds to the text; nothing, if more of the prompt was read."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from specedge.runtime.text.grammars import Constraint, compiled
 
 TOKENS = [b"a", b"b", b"c", b"<end>"]
@@ -28,7 +30,8 @@ def constraint(kind, text, tokens=TOKENS, ends=(END,)):
     known = llguidance.LLTokenizer(
         llguidance.TokenizerWrapper(_Few(tokens)), n_vocab=len(tokens), eos_token=list(ends)
     )
-    return Constraint(compiled(known, kind, text), len(tokens), ends)
+    renew = partial(compiled, known, kind, text)
+    return Constraint(renew(), len(tokens), ends, renew)
 
 
 def allowed_of(texts, new):

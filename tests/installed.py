@@ -47,7 +47,7 @@ def run_process(*arguments, stdin="", **variables):
         capture_output=True,
         text=True,
         env=os.environ | variables,
-        timeout=120,
+        timeout=300,
     )
 
 

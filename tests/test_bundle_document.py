@@ -64,9 +64,14 @@ def test_the_reader_written_from_the_document_shares_no_code():
 @pytest.mark.slow
 def test_the_document_and_the_code_refuse_the_same_keys_and_types():
     text = (store.embedded() / MANIFEST).read_text("utf-8")
+    free = ("files", "versions", "end_tokens", "row_independent_lengths", "layers", "graphs")
 
     def places(value, before=()):
-        for key in value if isinstance(value, dict) else range(len(value)):
+        """Of a list, or names that a bundle chooses, the first and the last stand for all."""
+        keys = list(value if isinstance(value, dict) else range(len(value)))
+        if isinstance(value, list) or (before[-1:] and before[-1] in free):
+            keys = list({keys[0]: 0, keys[-1]: 0}) if keys else []
+        for key in keys:
             yield (*before, key)
             if isinstance(value[key], dict | list):
                 yield from places(value[key], (*before, key))
@@ -82,7 +87,6 @@ def test_the_document_and_the_code_refuse_the_same_keys_and_types():
             inner.insert(keys[-1], values[0])
         return json.dumps(manifest)
 
-    free = ("files", "versions", "end_tokens", "row_independent_lengths", "layers", "graphs")
     refused = 0
     for keys in places(json.loads(text)):
         droppable = len(keys) > 1 and keys[-2] in free
@@ -96,7 +100,7 @@ def test_the_document_and_the_code_refuse_the_same_keys_and_types():
                 with pytest.raises(JsonError):
                     Bundle.from_json(case)
                 refused += 1
-    assert refused > 500
+    assert refused > 2000
 
 
 def test_a_reader_written_from_the_document_reads_the_embedded_pair():

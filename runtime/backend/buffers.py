@@ -17,6 +17,9 @@ class Buffers(Protocol):
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
         """An array that passes can be bound to."""
 
+    def kept(self, shape: Sequence[int], dtype: str) -> Any:
+        """An array whose contents outlast any number of passes, whatever they are bound to."""
+
     def given(self, shape: Sequence[int], dtype: str) -> Any:
         """An array that the host writes before a pass."""
 
@@ -35,11 +38,17 @@ class Buffers(Protocol):
     def options(self, captured: bool) -> Any:
         """What ONNX Runtime is told of each run of a binding."""
 
+    def run(self, session: Any, binding: Any, options: Any) -> None:
+        """Run a pass of a session; it is over when this returns."""
+
 
 class HostBuffers:
     """Arrays of a session on the CPU, whose memory is the host's: none is copied."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
+        return np.zeros(shape, dtype)
+
+    def kept(self, shape: Sequence[int], dtype: str) -> Array:
         return np.zeros(shape, dtype)
 
     def given(self, shape: Sequence[int], dtype: str) -> Array:
@@ -62,6 +71,9 @@ class HostBuffers:
 
     def options(self, captured: bool) -> None:
         return None
+
+    def run(self, session: Any, binding: Any, options: None) -> None:
+        session.run_with_iobinding(binding, options)
 
 
 def _described(array: Array) -> tuple[Any, ...]:

@@ -25,7 +25,7 @@ class Cache:
         for i, layer in enumerate(facts.layers):
             for name, size in (("key", layer.key_size), ("value", layer.value_size)):
                 shape = (1, layer.heads, facts.capacity, size)
-                self.arrays[f"{i}.{name}"] = buffers.zeros(shape, facts.dtype)
+                self.arrays[f"{i}.{name}"] = buffers.kept(shape, facts.dtype)
 
     @property
     def length(self) -> int:

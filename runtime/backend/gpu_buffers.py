@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from . import gpu_thread
 from .buffers import Array
 from .ort import onnxruntime
 
@@ -39,24 +40,35 @@ class GpuBuffers:
     What the host writes lies in pinned memory, which kernels read in place: no copy, and no call
     that waits. NumPy's own arrays are never bound: they would be copied once, when they are.
 
-    What ONNX Runtime makes for a session it binds to no other. So where several sessions share
-    caches, `is_shared`, arrays are the process's: the next ones get that memory, nobody else.
+    A captured pass writes what it wrote when it was captured, though ONNX Runtime may have given
+    that memory away since: arrays made later, of the same session, live to the next pass alone. So
+    what is kept is of a session that runs no pass, which `make_memory` opens. Without one arrays
+    are the process's: the next ones get that memory, nobody else.
     """
 
-    def __init__(self, session: Any, index: int, is_shared: bool = False) -> None:
-        self._session, self._index, self._is_shared = session, index, is_shared
+    def __init__(
+        self, session: Any, index: int, make_memory: Callable[[], Any] | None = None
+    ) -> None:
+        self._session, self._index, self._make_memory = session, index, make_memory
         self._num_graphs = 0
+
+    def kept(self, shape: Sequence[int], dtype: str) -> GpuArray:
+        """An array of which captured passes write no row that they are not bound to write."""
+        return self._zeros(self._memory, shape, dtype)
 
     def zeros(self, shape: Sequence[int], dtype: str) -> GpuArray:
         """An array on the device. What no pass has written is never used, but read: no NaN."""
+        return self._zeros(self._session if self._make_memory else None, shape, dtype)
+
+    def _zeros(self, session: Any, shape: Sequence[int], dtype: str) -> GpuArray:
         make = (
             onnxruntime().OrtValue.ortvalue_from_shape_and_type
-            if self._is_shared
-            else self._session.create_ortvalue_from_shape_and_type
+            if session is None
+            else session.create_ortvalue_from_shape_and_type
         )
         value = make([*shape], _type(dtype), "cuda", self._index)
         value.update_inplace(np.zeros(shape, "uint16" if dtype == "bfloat16" else dtype))
-        return GpuArray(value, tuple(shape), dtype, session=self._session)
+        return GpuArray(value, tuple(shape), dtype, session=session or self._session)
 
     def given(self, shape: Sequence[int], dtype: str) -> GpuArray:
         """An array that the host writes before a pass."""
@@ -77,7 +89,7 @@ class GpuBuffers:
 
     def fetch(self, array: GpuArray) -> Array:
         """What an array holds, by one copy; valid until it is fetched again."""
-        if array.fetched is None:
+        if array.fetched is None and array.session is self._session:
             array.fetched = self._pinned(array.shape, array.dtype)
         if array.fetched is None or array.fetched.host is None:
             found: Array = array.value.numpy()
@@ -113,6 +125,14 @@ class GpuBuffers:
         number = self._num_graphs if captured else -1
         options.add_run_config_entry("gpu_graph_id", str(number))
         return options
+
+    def run(self, session: Any, binding: Any, options: Any) -> None:
+        """Run a pass in the thread of its GPU."""
+        gpu_thread.run(self._index, session, binding, options)
+
+    @cached_property
+    def _memory(self) -> Any:
+        return self._make_memory and self._make_memory()
 
     def _pinned(self, shape: Sequence[int], dtype: str) -> GpuArray | None:
         """An array in pinned memory, zeros; None where this ONNX Runtime has no way to it."""

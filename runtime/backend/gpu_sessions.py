@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 from specedge.errors import DeviceError
 
+from ..diagnosis.probe import GRAPH, missing_of
 from ..diagnosis.providers import why_not
+from ..diagnosis.shared_library import needed
 from .memory import is_out_of_memory
-from .ort import inference_session
+from .ort import inference_session, onnxruntime
 
 _NO_FALLBACK = "session.disable_cpu_ep_fallback"
 _PLACEMENT = "session.record_ep_graph_assignment_info"
@@ -19,7 +23,9 @@ _PLACEMENT = "session.record_ep_graph_assignment_info"
 
 def opened(ort: Any, path: str, name: str, provider: str, index: int, options: Any) -> Any:
     """A session that captures passes as graphs of CUDA. DeviceError where it cannot be one."""
-    _load_libraries(ort)
+    load_libraries(ort)
+    if _is_lacking(ort, provider) and (reason := why_not(name.partition(":")[0])):
+        raise DeviceError(reason)
     options.add_session_config_entry(_NO_FALLBACK, "1")
     options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none
     providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
@@ -40,12 +46,28 @@ def opened(ort: Any, path: str, name: str, provider: str, index: int, options: A
         raise
 
 
-def _load_libraries(ort: Any) -> None:
+def _is_lacking(ort: Any, provider: str) -> bool:
+    """Whether there is no such provider or it cannot load, of which ONNX Runtime prints lines."""
+    if provider not in ort.get_available_providers():
+        return True
+    library = Path(ort.__file__).with_name("capi") / "libonnxruntime_providers_cuda.so"
+    return library.exists() and bool(missing_of(needed(library)))
+
+
+def memory(provider: str, index: int) -> Any:
+    """A session that runs nothing: arrays of it share no memory with passes of others."""
+    options = onnxruntime().SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return inference_session(os.fspath(GRAPH), options, [(provider, _provider_options(index))])
+
+
+def load_libraries(ort: Any, cudnn: bool = False) -> None:
     """Load CUDA from NVIDIA's Python packages, where no search path leads; it prints what is not
     there, which may be elsewhere.
     """
     with contextlib.redirect_stdout(io.StringIO()):
-        ort.preload_dlls(cudnn=False)
+        ort.preload_dlls(cudnn=cudnn)
 
 
 def _provider_options(index: int) -> dict[str, str]:

@@ -75,7 +75,7 @@ class ModelSession:
 
     def cache(self) -> Cache:
         """An empty cache for its passes."""
-        with self._enough_memory():
+        with self._translated():
             return Cache(self.model.cache_of(self.ops), self.buffers)
 
     def bind(self, cache: Cache, length: int, num_logits: int, captured: bool = False) -> Pass:
@@ -116,12 +116,12 @@ class ModelSession:
         with self._translated():
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
-            self._session.run_with_iobinding(bound.binding, bound.options)
+            self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn what ONNX Runtime raises in a pass, binding included, into our errors."""
+        """Turn what ONNX Runtime raises in a pass, memory for it included, into our errors."""
         what = f"a pass of {self.model.source.id}"
         with self._enough_memory(), translated_errors(what):
             yield

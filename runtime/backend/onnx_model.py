@@ -55,13 +55,12 @@ class OrtModel:
         self._chunk_length = chunk_length(model.cache.capacity)
         self._num_columns = model.num_columns
         self._longest = bundle.num_draft_tokens + 1
-        self._unrolled: Unrolled | None = None
         self._forget_all()
 
     def _forget_all(self) -> None:
         self.cache = self._session.cache()
         self._passes: dict[int, Pass] = {}
-        self._unrolled = self._unrolled and self._unrolled.over(self.cache)
+        self._unrolled: Unrolled | None = None
 
     @property
     def length(self) -> int:
@@ -109,6 +108,12 @@ class OrtModel:
             count = unrolled.num_steps
             is_right = unrolled.draft([0], count) == self._drafted(count)
             self._unrolled = unrolled if is_right and unrolled.least <= count else None
+
+    def unroll_as(self, other: OrtModel) -> None:
+        """Draft as another model of the same weights does; the cache is then empty."""
+        if other._unrolled is not None:
+            self._unrolled = other._unrolled.over(self.cache)
+            self._unrolled.warm_up()
 
     def _drafted(self, count: int) -> list[int]:
         """The likeliest tokens after token 0, by passes; the cache is then empty."""

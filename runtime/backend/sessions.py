@@ -6,6 +6,7 @@ import os
 import re
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -113,7 +114,8 @@ class Device:
         """What a session's passes are bound to."""
         if self.is_cpu:
             return HostBuffers()
-        return GpuBuffers(session, self.index, is_shared=self.has_engines)
+        make_memory = partial(gpu_sessions.memory, self.provider, self.index)
+        return GpuBuffers(session, self.index, None if self.has_engines else make_memory)
 
     def open(self, path: Path) -> Any:
         """A session for a graph, or an engine. MemoryError where ONNX Runtime has too little."""

@@ -21,6 +21,7 @@ from ..diagnosis import nvidia_driver
 from ..diagnosis.machine import TEGRA
 from ..diagnosis.providers import why_not
 from .engines import Platform, cache_folder
+from .gpu_sessions import load_libraries
 from .ort import first_line, inference_session, is_of_onnxruntime
 
 PROVIDER = "TensorrtExecutionProvider"
@@ -99,6 +100,7 @@ def opened(ort: Any, path: str, index: int) -> Any:
 
 
 def _session(ort: Any, path: str, provider: Mapping[str, str]) -> Any:
+    load_libraries(ort, cudnn=True)  # which the provider links
     options = ort.SessionOptions()
     options.log_severity_level = 4  # failures arrive as exceptions
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")

@@ -59,11 +59,16 @@ class Unrolled:
         found: list[int] = self._session.buffers.fetch(bound.arrays["drafted"])[0].tolist()
         return found
 
-    def measure(self, step: Callable[[], object]) -> None:
-        """Compare a call with as many steps of the other way; the cache is then empty."""
+    def warm_up(self) -> None:
+        """Let a GPU capture the graph for every number of tokens; the cache is then empty."""
         for length in (2, 1):
             self._cache.truncate(0)
-            self.draft([0] * length, self.num_steps)  # captures
+            self.draft([0] * length, self.num_steps)
+        self._cache.truncate(0)
+
+    def measure(self, step: Callable[[], object]) -> None:
+        """Compare a call with as many steps of the other way; the cache is then empty."""
+        self.warm_up()
         seconds = [self._median(way) for way in (lambda: self.draft([0], 1), step)]
         self.least = 1 + int(seconds[0] / seconds[1])
 

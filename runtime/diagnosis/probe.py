@@ -202,7 +202,7 @@ def _libraries(tell: Tell, ort: Any, name: str) -> None:
     if sys.platform != "linux" or not library.exists():
         return
     wanted = shared_library.needed(library)
-    missing = _missing(wanted)
+    missing = missing_of(wanted)
     tell(missing=missing, found={m: place for m in missing if (place := _place(m))})
     if name == "tensorrt":
         tell(tensorrt=_other_versions("libnvinfer.so", wanted))
@@ -210,7 +210,7 @@ def _libraries(tell: Tell, ort: Any, name: str) -> None:
         tell(codes=shared_library.gpu_codes(library))
 
 
-def _missing(wanted: Iterable[str]) -> dict[str, str]:
+def missing_of(wanted: Iterable[str]) -> dict[str, str]:
     """The libraries that do not load, with the loader's reason; those alone that it names."""
     found: dict[str, str] = {}
     for name in wanted:
@@ -235,7 +235,7 @@ def _other_versions(start: str, wanted: Iterable[str]) -> list[str]:
     """The versions of a library that are here and not the wanted one."""
     names = [f"{start}.{number}" for number in range(8, 14)]
     others = [name for name in names if name not in wanted]
-    return [name for name in others if _place(name) or not _missing([name])]
+    return [name for name in others if _place(name) or not missing_of([name])]
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from ..sampling.history import History
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
+MAX_RENEWALS = 8  # of a request's matcher: each may have taken a second to fill
 NUM_KEPT = 16  # compiled grammars: lines of a file and a request's choices share theirs
 # A state of the lexer takes one or two kilobytes. llguidance's own limit is 250,000.
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
@@ -52,7 +54,9 @@ class Grammars:
                 f"{given[0]} needs an end token, {self._bundle.target.source.id} has none; "
                 "leave it out"
             )
-        found = Constraint(self._matcher(*given), self._bundle.target.vocab_size, ends)
+        matcher = self._matcher(*given)
+        renew = partial(self._compile, *given)
+        found = Constraint(matcher, self._bundle.target.vocab_size, ends, renew)
         if found.banned(History([])).all():
             raise OptionError(f"{given[0]} allows no text that this bundle's tokens can spell")
         return found
@@ -64,9 +68,14 @@ class Grammars:
             if found := self._compiled.get((name, text)):
                 self._compiled.move_to_end((name, text))
                 return found
+        return self._compile(name, text)
+
+    def _compile(self, name: str, text: str) -> LLMatcher:
+        """One that no text has used: copies of a matcher have one lexer, whose states only grow."""
         made = compiled(self._tokens, name, text)
         with self._lock:
             self._compiled[name, text] = made
+            self._compiled.move_to_end((name, text))
             while len(self._compiled) > NUM_KEPT:
                 self._compiled.popitem(last=False)
         return made
@@ -114,10 +123,20 @@ class Constraint:
     `matcher` has read nothing and is copied; `ends` end a text that is complete. It goes along with
     whoever asks, over a draft and back to where another one begins, and remembers the masks of as
     many positions as a round has, so that draft and target share them.
+
+    Where llguidance's limits stop it, `renew` gives another matcher, as other texts and drafts that
+    the text never followed may have filled this one: the text is to end only where it would alone.
     """
 
-    def __init__(self, matcher: LLMatcher, vocab_size: int, ends: Sequence[int]) -> None:
+    def __init__(
+        self,
+        matcher: LLMatcher,
+        vocab_size: int,
+        ends: Sequence[int],
+        renew: Callable[[], LLMatcher],
+    ) -> None:
         self._fresh, self._matcher = matcher, matcher.deep_copy()
+        self._renew, self._num_renewals = renew, 0
         self._ends = frozenset(ends)
         self._only_ends = np.ones(vocab_size, bool)
         self._only_ends[list(ends)] = False
@@ -130,6 +149,22 @@ class Constraint:
         text that a drafter only reckons with may. -> [V]
         """
         new = history.last(history.num_new_tokens)
+        try:
+            return self._after(new)
+        except _LimitError:
+            if self._num_renewals == MAX_RENEWALS:
+                self._begin_anew()
+                raise
+        self._num_renewals += 1
+        self._fresh = self._renew()
+        self._begin_anew()
+        try:
+            return self._after(new)
+        except _LimitError:  # which ends a matcher; but a draft may go where the text never does
+            self._begin_anew()
+            raise
+
+    def _after(self, new: list[int]) -> NDArray[np.bool_]:
         shared = _shared(self._read, new)
         if shared < len(new) or shared not in self._masks:
             self._go_back(shared)
@@ -162,9 +197,16 @@ class Constraint:
             if not self._ended and token not in self._ends:
                 if not self._matcher.try_consume_tokens([token]):
                     self._check()
+                    if self._allowed(token):  # a lexer that is full says so late
+                        raise _LimitError("the grammar cannot be followed here: too many states")
                     raise OptionError("the text so far breaks the grammar")
                 self._num_consumed += 1
             self._read.append(token)
+
+    def _allowed(self, token: int) -> bool:
+        """Whether a mask said that it may come next."""
+        mask = self._masks.get(len(self._read))
+        return mask is not None and not mask[token]
 
     @property
     def _ended(self) -> bool:
@@ -179,13 +221,17 @@ class Constraint:
         return banned
 
     def _check(self) -> None:
-        """OptionError where llguidance's limits stopped it, which ends a matcher. Another one takes
-        its place: a draft may go where the text never does.
-        """
+        """An error where llguidance's limits stopped it."""
         if reason := self._matcher.get_error():
-            self._matcher = self._fresh.deep_copy()
-            self._read, self._num_consumed, self._masks = [], 0, {}
-            raise OptionError(f"the grammar cannot be followed here: {_one_line(reason)}")
+            raise _LimitError(f"the grammar cannot be followed here: {_one_line(reason)}")
+
+    def _begin_anew(self) -> None:
+        self._matcher = self._fresh.deep_copy()
+        self._read, self._num_consumed, self._masks = [], 0, {}
+
+
+class _LimitError(OptionError):
+    """llguidance's limits were reached, perhaps by other texts than this one."""
 
 
 def _shared(one: list[int], other: list[int]) -> int:

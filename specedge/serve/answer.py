@@ -91,13 +91,14 @@ class Answer:
                 choice = self._choices[index]
                 parts = _parts(choice, event)
                 piece = _NO_PIECE if isinstance(event, Generation) else event
+                lines: list[str] = []
                 if parts or piece is not _NO_PIECE:
-                    for line in self._shape.piece(index, piece, parts, choice):
-                        yield line
-                self._add(choice, event, parts)
+                    lines += self._shape.piece(index, piece, parts, choice)
+                self._add(choice, event, parts)  # before a client takes them, perhaps slowly
                 if isinstance(event, Generation):
-                    for line in self._shape.end(index, choice):
-                        yield line
+                    lines += self._shape.end(index, choice)
+                for line in lines:
+                    yield line
         for line in self._shape.finish(self._choices):
             yield line
 

@@ -147,6 +147,7 @@ class _Server:
         asked = reads(facts, self._pipeline.bundle.context_length)
         if named not in (None, self._model):
             raise self._unknown(named)
+        self._jobs.check(asked.num_choices)  # before so many prompts are read
         return asked, asking.ready(self._pipeline, asked)
 
     async def _body(self, request: Request) -> bytes:

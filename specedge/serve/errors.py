@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from specedge.errors import ContextLengthError, PromptError, SpecEdgeError
+from specedge.errors import ContextLengthError, OptionError, PromptError, SpecEdgeError
 
 UNSUPPORTED = "unsupported_value"
 
@@ -54,5 +54,7 @@ def failed(error: BaseException) -> ApiError:
     """What went wrong while a request ran."""
     if isinstance(error, ApiError):
         return error
+    if isinstance(error, OptionError):  # clients ask again after a status of 500
+        return ApiError(str(error), code="invalid_value")
     said = str(error) if isinstance(error, SpecEdgeError) else "the server failed; its log says how"
     return ApiError(said, code="failed", status=500)

@@ -32,6 +32,8 @@ OWN = (
     "top_k", "min_p", "typical_p", "repetition_penalty", "bad_words", "min_new_tokens", *GRAMMARS,
 )  # fmt: skip
 MAX_GRAMMAR = 2**16  # characters: of more, some take seconds to read
+LISTS = ("stop", "logit_bias", "bad_words")
+MAX_LISTED = 1024  # entries of one of these: each takes time in every round, and others wait
 SPECULATIVE = ("drafter", "num_draft_tokens", "off")
 
 # Fields without an effect, with the values that they may have: what is done in any case.
@@ -170,6 +172,11 @@ def options_of(
     for name, value in given.items():
         if isinstance(value, bool) and name != "ignore_eos":
             raise ApiError(f"{name} must not be {json.dumps(value)}", name, "invalid_type")
+    for name in LISTS:
+        value = given.get(name)
+        if isinstance(value, list | dict) and len(value) > MAX_LISTED:
+            said = f"{name} must have at most {MAX_LISTED} entries, got {len(value)}"
+            raise ApiError(said, name, "invalid_value")
     try:
         request = request_of(**given)
     except ValueError as error:

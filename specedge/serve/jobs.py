@@ -9,6 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
+from specedge.errors import OptionError
 from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.runtime.stream import Generation, Stream
 from specedge.runtime.text.assembler import FinishReason
@@ -48,13 +49,16 @@ class Jobs:
     def num_waiting(self) -> int:
         return self.num_admitted - self.num_running
 
-    @contextmanager
-    def admitted(self, count: int) -> Iterator[None]:
-        """Room for so many jobs; ApiError where there is none now, or never can be."""
+    def check(self, count: int) -> None:
+        """ApiError where there never can be room for so many jobs."""
         if count > self.most:
             raise ApiError(
                 f"the request asks for {count} texts, this server takes {self.most} at a time", "n"
             )
+
+    @contextmanager
+    def admitted(self, count: int) -> Iterator[None]:
+        """Room for so many jobs; ApiError where there is none now."""
         if self.num_admitted + count > self.most:
             raise ApiError(
                 f"{self.num_admitted} texts are running or waiting, the most that this server "
@@ -114,7 +118,7 @@ class _Work:
             with self._begin() as self._stream:
                 self._read(self._stream)
         except BaseException as error:
-            if not isinstance(error, ApiError):
+            if not isinstance(error, ApiError | OptionError):  # the server's own failure
                 logging.getLogger("specedge").exception("a request failed")
             self._tell(self.events.put_nowait, error)
         self._tell(self.ended.set)

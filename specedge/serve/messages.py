@@ -56,7 +56,7 @@ def _message(fields: Fields, before: list[dict[str, Any]]) -> dict[str, Any]:
     text = "" if content is None and calls else _text(content, "content")
     name = fields.typed("name", str, "text")
     fields.skip({"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()})
-    fields.skip({"type": ("message",), "id": ANY, "status": ("completed",)})
+    fields.skip({"type": ("message",), "id": ANY, "status": ("completed", "incomplete")})
     if role == "tool":
         return _result(fields.take("tool_call_id"), "tool_call_id", text, before)
     role = "system" if role == "developer" else role
@@ -80,7 +80,7 @@ def _call(given: object, place: str) -> dict[str, Any]:
 
 def _add_call(found: list[dict[str, Any]], fields: Fields) -> None:
     """A call of the newer shape: the assistant's whose message or call is the last."""
-    fields.skip({"type": ANY, "id": ANY, "status": ("completed",)})
+    fields.skip({"type": ANY, "id": ANY, "status": ("completed", "incomplete")})
     call = _called(fields.take("call_id"), "call_id", fields)
     if not found or found[-1]["role"] != "assistant":
         found.append({"role": "assistant", "content": ""})
@@ -106,7 +106,7 @@ def _called(id_: object, field: str, fields: Fields) -> dict[str, Any]:
 
 
 def _output(fields: Fields, before: list[dict[str, Any]]) -> dict[str, Any]:
-    fields.skip({"type": ANY, "id": ANY, "status": ("completed",)})
+    fields.skip({"type": ANY, "id": ANY, "status": ("completed", "incomplete")})
     return _result(
         fields.take("call_id"), "call_id", _text(fields.take("output"), "output"), before
     )
@@ -136,9 +136,12 @@ def _text(content: object, place: str) -> str:
 
 
 def _part(part: object, place: str) -> str:
-    if isinstance(part, dict) and part.get("type") in TEXT_PARTS:
-        text = part.get("text")
-        if isinstance(text, str):
-            return text
     kind = part.get("type") if isinstance(part, dict) else part
+    if isinstance(part, dict) and kind in TEXT_PARTS and isinstance(part.get("text"), str):
+        fields = Fields(part)
+        fields.skip({"type": TEXT_PARTS, "annotations": ANY, "logprobs": ANY})
+        text = str(fields.take("text"))
+        with within(place):
+            fields.end()
+        return text
     raise ApiError(f"{place} must be a text, got {shown(kind)}", place, UNSUPPORTED)

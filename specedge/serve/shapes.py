@@ -151,9 +151,9 @@ def usage_of(choices: Sequence[Choice], n: int) -> dict[str, Any]:
 
 
 def event(facts: Mapping[str, Any], name: str | None = None) -> str:
-    """A server-sent event."""
+    """A server-sent event, in ASCII: some clients end lines at U+2028, too."""
     head = "" if name is None else f"event: {name}\n"
-    return f"{head}data: {json.dumps(facts, ensure_ascii=False)}\n\n"
+    return f"{head}data: {json.dumps(facts)}\n\n"
 
 
 def new_id(prefix: str) -> str:

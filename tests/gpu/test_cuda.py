@@ -3,7 +3,12 @@
 Over a stand-in for CUDA, where kernels compute nothing: what a pass would have written is planted.
 """
 
+import os
+import subprocess
+import sys
+import threading
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ import standin
 import specedge
 from gpu.conftest import PAIRS, run
 from specedge.bundle import Bundle
-from specedge.errors import DeviceError
+from specedge.errors import DeviceError, SpecEdgeError
 from specedge.manifest import num_best
 from specedge.runtime import loading
 from specedge.runtime.backend import gpu_buffers
@@ -50,8 +55,6 @@ def planted(monkeypatch):
             found[..., :] = [*-np.arange(num), *(1 + np.arange(num)), 0]
         if array.dtype == "int64":
             found[...] = 1  # what an unrolled graph drafts
-        if array.dtype == "int64":
-            found[...] = 1
         return found
 
     monkeypatch.setattr(gpu_buffers.GpuBuffers, "fetch", planting)
@@ -186,6 +189,17 @@ def test_each_length_is_captured_at_load_and_only_replayed_afterwards(cuda, pair
     pipeline.close()
 
 
+def test_all_slots_draft_over_one_copy_of_the_drafts_weights(cuda, pairs, planted, one_call):
+    with (
+        cuda.counted() as counts,
+        loaded(pairs("fp32-fp16"), slots=2) as pipeline,
+    ):
+        first, second = (slot.draft._unrolled for slot in pipeline.slots.all)
+        assert first._session is second._session
+        assert first._cache is not second._cache
+    assert counts["captures"] == 2 * (K + 1 + 2 + 2)
+
+
 def test_a_length_beyond_the_exported_one_runs_without_a_graph(cuda, pipeline):
     for _ in range(2):
         with cuda.counted() as counts:
@@ -202,6 +216,51 @@ def test_a_twin_has_graphs_of_its_own_over_its_own_cache(cuda, pipeline):
     assert counts["captures"] == 1
     first, second = (m.cache.arrays["0.key"].value.data_ptr() for m in (pipeline.target, twin))
     assert first != second
+
+
+def test_a_cache_shares_no_memory_with_what_captured_passes_write_again(cuda, pairs):
+    with loaded(pairs("fp32-fp16"), ops="onnx-fp16") as pipeline:
+        with cuda.counted() as counts:
+            twin = pipeline.target.twin()  # the audit makes one after all is captured
+        assert counts["mallocs"] >= len(twin.cache.arrays)
+        twin.close()
+
+
+def test_whichever_thread_asks_captured_passes_are_replayed(cuda, pipeline):
+    def ask():
+        pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
+
+    ask()
+    before = cuda.counts()["graph_execs"]
+    with cuda.counted() as counts:
+        for _ in range(2):
+            thread = threading.Thread(target=ask)
+            thread.start()
+            thread.join()
+    assert counts["captures"] == 0
+    assert counts["graph_launches"] > 2 * K
+    assert cuda.counts()["graph_execs"] == before
+
+
+def test_a_pass_that_fails_says_so_in_the_thread_that_asked(cuda, pairs):
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    model = OrtModel(bundle, bundle.target, Device("cuda"))
+    bound = model._session.bind(model.cache, 1, 1)
+    bound.binding.clear_binding_inputs()
+    with pytest.raises(SpecEdgeError, match="a pass of target failed in ONNX Runtime"):
+        model._session.run(bound, [1])
+    assert model.length == 0
+    model.forward([1])
+    model.close()
+
+
+def test_a_cache_that_does_not_fit_is_one_clear_error(cuda, pairs, monkeypatch):
+    bundle = Bundle.read(pairs("fp32-fp16"))
+    model = OrtModel(bundle, bundle.target, Device("cuda"))
+    monkeypatch.setenv("STANDIN_MEMORY_MB", "0")
+    with pytest.raises(DeviceError, match="not enough memory on cuda for target"):
+        model.twin()
+    model.close()
 
 
 def test_caches_are_written_where_they_are_read(cuda, pipeline):
@@ -316,6 +375,20 @@ def test_a_machine_that_lacks_something_is_one_clear_line(cuda, pairs, setting, 
     assert done.returncode == 1
     assert done.stdout == ""
     assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_library_that_is_missing_is_one_clear_line(cuda, pairs, tmp_path):
+    folder = Path(cuda.build())
+    for name in cuda.LIBRARIES[:3]:
+        (tmp_path / name).symlink_to(folder / name)
+    command = [sys.executable, "-m", "specedge", "generate", PROMPT, "--device", "cuda"]
+    done = subprocess.run(
+        [*command, "--bundle", str(pairs("fp32-fp16"))],
+        env={**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert done.stderr.startswith("specedge: cuda does not work here: ")
     assert len(done.stderr.splitlines()) == 1
 
 

@@ -9,6 +9,7 @@ import pytest
 import specedge
 from specedge import store
 from specedge.errors import ContextLengthError, SpecEdgeError
+from specedge.runtime.backend import self_test
 from specedge.runtime.loading import memory_of
 from specedge.runtime.loop.randomness import Uniforms
 from specedge.runtime.turns import Turns
@@ -365,3 +366,26 @@ def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatc
     if not has_it:
         turns.__exit__()
     assert in_threads(turns.__enter__) == [None]
+
+
+def test_every_slot_relies_on_the_lengths_that_the_self_test_left(monkeypatch):
+    def run(model, facts):
+        model.row_independent_lengths = (1, 2)
+        return "wider passes have other bits here"
+
+    monkeypatch.setattr(self_test, "run", run)
+    with specedge.load(slots=2) as pipeline:
+        found = [slot.target.row_independent_lengths for slot in pipeline.slots.all]
+    assert found == [(1, 2), (1, 2)]
+
+
+def test_a_closed_pipeline_says_so_and_may_be_closed_again():
+    with specedge.load(slots=2) as pipeline:
+        stream = pipeline.stream(PROMPTS[0], 30)
+        next(stream)
+        pipeline.close()
+    assert stream.generation.tokens
+    with pytest.raises(SpecEdgeError, match="or was closed"):
+        next(stream)
+    with pytest.raises(SpecEdgeError, match="this pipeline is closed; load the bundle again"):
+        pipeline.generate(PROMPTS[0])

@@ -12,6 +12,7 @@ from specedge.request import Request
 from specedge.serve import asking
 from specedge.serve.errors import ApiError
 from specedge.serve.fields import ANY, NEUTRAL, Fields
+from specedge.serve.shapes import event
 
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 READS = {
@@ -125,6 +126,26 @@ def test_every_option_that_is_taken_is_one_of_a_request():
     assert Request(**found).seed == 2
 
 
+def test_an_answer_may_be_sent_back_as_it_came_but_no_part_has_a_field_unread():
+    def text(**more):
+        part = {"type": "output_text", "text": "b", "annotations": [], "logprobs": [], **more}
+        sent = {"role": "assistant", "content": [part], "type": "message", "id": "msg-1"}
+        user = {"role": "user", "content": "a"}
+        asked = asking.responses({"input": [user, sent | {"status": "incomplete"}]}, 10)
+        return asked.prompts[0][1]["content"]
+
+    assert text() == "b"
+    with pytest.raises(ApiError, match=r"^input\[1\].*there is no field \"bold\"") as caught:
+        text(bold=True)
+    assert caught.value.param == "input[1].content[0].bold"
+
+
+def test_an_event_has_no_character_at_which_a_client_may_end_a_line():
+    found = event({"text": "a\u2028b\x85c\u2029"})
+    assert len(found.splitlines()) == 2
+    assert json.loads(found.removeprefix("data: ")) == {"text": "a\u2028b\x85c\u2029"}
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -139,6 +160,9 @@ def test_every_option_that_is_taken_is_one_of_a_request():
         ({"prompt": [1, True]}, "prompt must be text, token ids, or a list of either"),
         ({"logprobs": 21}, "logprobs must be between 0 and 20, got 21"),
         ({"model": 3}, "model must be a name, got 3"),
+        ({"stop": ["a"] * 1025}, "stop must have at most 1024 entries, got 1025"),
+        ({"bad_words": [[1]] * 1025}, "bad_words must have at most 1024 entries"),
+        ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias must have at most 1024"),
         ({"stream_options": {"usage": True}, "stream": True}, 'there is no field "usage"'),
     ],
 )

@@ -183,6 +183,23 @@ def test_texts_that_can_never_be_at_a_time_are_refused(port):
     assert "asks for 3 texts, this server takes 2" in error_of(said)["message"]
 
 
+def test_so_many_prompts_are_refused_before_their_tokens_are_made(port, pair, monkeypatch):
+    monkeypatch.setattr(pair.prompts, "tokens_of", lambda _: 1 / 0)
+    status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"prompt": ["a"] * 3})
+    assert (status, error_of(said)["param"]) == (400, "n")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_options_that_leave_no_token_are_the_clients_mistake(port, caplog, stream):
+    body = SHORT | {"regex": "[0-9]", "min_new_tokens": 5, "stream": stream}
+    status, _, said = ask(port, "POST", "/v1/completions", body)
+    found = error_of(said.rpartition(b"data: ")[2].splitlines()[0])
+    assert status == (200 if stream else 400)
+    assert (found["type"], found["code"]) == ("invalid_request_error", "invalid_value")
+    assert "leave no token to go on with" in found["message"]
+    assert not caplog.text
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_goes_away_frees_its_slot_and_its_place_in_the_queue(port, slowly, stream):
     plain = {"speculative": {"off": True}, "stream": stream}  # some 8 seconds

@@ -141,7 +141,7 @@ def test_inspect_names_the_type_and_the_cache_of_each(made):
         assert f"computed in  {computed(ops)}, with a cache of" in said
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("made", CASES[:2], indirect=True, ids="-".join)
 def test_verify_passes_in_an_op_set_with_a_type(made):
     """In one, as an audit takes two minutes."""

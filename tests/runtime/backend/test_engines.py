@@ -195,3 +195,19 @@ def test_engines_are_for_devices_that_need_them():
 def test_weights_of_integers_have_no_engine(device):
     with pytest.raises(DeviceError, match=f"int8 weights, and {device} compiles no graph"):
         building.build(store.embedded(), device)
+
+
+def test_what_tensorrt_links_is_loaded_before_its_provider(monkeypatch):
+    done = []
+
+    class Ort:
+        class SessionOptions:
+            def add_session_config_entry(self, *entry):
+                pass
+
+        def preload_dlls(self, cudnn):
+            done.append(("preload", cudnn))
+
+    monkeypatch.setattr(tensorrt, "inference_session", lambda *_: done.append("session"))
+    tensorrt.opened(Ort(), "engine.onnx", 0)
+    assert done == [("preload", True), "session"]

@@ -59,7 +59,8 @@ def test_a_text_that_breaks_the_grammar_is_an_error_and_others_go_on():
         assert allowed(one, 2) == [2]
 
 
-def test_a_text_that_llguidance_cannot_follow_stops_no_other_one():
+def test_a_text_that_llguidance_cannot_follow_stops_no_other_one(monkeypatch):
+    monkeypatch.setattr(grammars, "MAX_RENEWALS", 0)
     one = constraint("grammar", 'start: "b" "a" | "a" rest\nrest: "c" rest')
     for _ in range(2):
         assert allowed(one, 0) == [2]
@@ -138,6 +139,15 @@ def test_a_grammar_is_compiled_once_for_the_requests_that_name_it(pipeline, monk
     for text in ["a", "b", "a", *"c" * 3, *map(str, range(NUM_KEPT)), "a"]:
         kept.constraint(Request(regex=text))
     assert made == ["a", "b", "c", *map(str, range(NUM_KEPT)), "a"]
+
+
+def test_a_text_is_not_cut_by_what_other_texts_left_in_the_lexer(pipeline, monkeypatch):
+    limits = {**grammars._LIMITS, "max_lexer_states": 6000}
+    monkeypatch.setattr(grammars, "_LIMITS", limits)
+    for seed in range(8):  # each takes some 1,500 of these states
+        given = {"seed": seed, "num_draft_tokens": 4 * (seed % 2), "drafter": "model"}
+        found = pipeline.generate("a", 30, 1.0, regex="(.*[ae].{30}){2}.*", **given)
+        assert len(found.tokens) == 30
 
 
 def test_a_bundle_without_end_tokens_is_refused(pipeline):
