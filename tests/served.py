@@ -21,10 +21,10 @@ MODEL = "python-9m"
 PROMPT = "def read_config(path):"
 
 
-def chat_pair(slots):
-    """The embedded pair with a chat template: it answers chats with Python."""
-    pipeline = specedge.load(store.embedded(), slots=slots)
-    bundle = dataclasses.replace(pipeline.bundle, chat_template=CHATML).at(pipeline.bundle.folder)
+def chat_pair(slots, folder=None, template=CHATML):
+    """The pair of a folder, or the embedded one, with a chat template: that answers with Python."""
+    pipeline = specedge.load(folder or store.embedded(), slots=slots)
+    bundle = dataclasses.replace(pipeline.bundle, chat_template=template).at(pipeline.bundle.folder)
     first, *more = pipeline.slots.all
     more = [(slot.target, slot.draft) for slot in more]
     return Pipeline(bundle, pipeline.tokenizer, first.target, first.draft, more=more)

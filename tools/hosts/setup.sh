@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Install what the sample hosts' tests need in DIR, from Debian and npm packages of fixed versions.
+# Install what tests of sample hosts and of the server need in DIR, from Debian and npm packages of
+# fixed versions.
 # usage: tools/hosts/setup.sh DIR          then: . DIR/env.sh; pytest -m hosts
 #
-# Takes about a minute and 700 MB; what is there already is left alone. A tool that cannot be had is
+# Takes about two minutes and 1.1 GB; what is there already is left alone. A tool that cannot be had is
 # named, and the tests that need it are skipped. ONNX Runtime itself is that of the Python in use.
 set -u
 
@@ -96,33 +97,38 @@ extensions() {
     tar -xzf "$file" -C "$dir/lib" --strip-components=4 package/Plugins/Linux/$cpu/libortextensions.so
 }
 
-javascript() {
-    [ -f "$root/hosts/javascript/package-lock.json" ] ||
-        { echo "hosts/javascript/package-lock.json is missing"; return 1; }
+# locked FOLDER NAME: the packages that a lock file in the checkout names, in NAME.
+locked() {
+    [ -f "$root/$1/package-lock.json" ] || { echo "$1/package-lock.json is missing"; return 1; }
     command -v npm >/dev/null || { echo "npm is missing; install Node.js 20 or later"; return 1; }
-    rm -rf "$dir/javascript" && mkdir -p "$dir/javascript"
-    cp "$root"/hosts/javascript/package*.json "$dir/javascript"
-    # The install script fetches libraries for GPUs; those for CPUs are in the package.
-    (cd "$dir/javascript" && ONNXRUNTIME_NODE_INSTALL=skip npm ci --silent --ignore-scripts)
+    rm -rf "$dir/$2" && mkdir -p "$dir/$2"
+    cp "$root/$1"/package*.json "$dir/$2"
+    # ONNX Runtime's install script fetches libraries for GPUs; those for CPUs are in the package.
+    (cd "$dir/$2" && ONNXRUNTIME_NODE_INSTALL=skip npm ci --silent --ignore-scripts)
+}
+
+javascript() {
+    locked hosts/javascript javascript
     ln -sfn javascript/node_modules "$dir/node_modules"
 }
 
-mono() {
-    if command -v mcs >/dev/null && command -v mono >/dev/null; then return; fi
-    [ "$(id -u)" = 0 ] || { echo "as root: apt-get install --no-install-recommends $MONO"; return 1; }
+clients() { locked tests/serve/javascript clients; }
+
+# debian PACKAGE...: install them, as root.
+debian() {
+    [ "$(id -u)" = 0 ] || { echo "as root: apt-get install --no-install-recommends $*"; return 1; }
     command -v apt-get >/dev/null || { echo "there is no apt-get"; return 1; }
     export DEBIAN_FRONTEND=noninteractive
-    apt-get install -y -qq --no-install-recommends $MONO ||
-        { apt-get update -qq && apt-get install -y -qq --no-install-recommends $MONO; }
+    apt-get install -y -qq --no-install-recommends "$@" ||
+        { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@"; }
 }
 
+mono() { (type -P mcs && type -P mono) || debian $MONO; }
+
+chromium() { type -P chromium || debian chromium; }
+
 c_libraries() {
-    if printf '#include <jansson.h>\n#include <openssl/evp.h>\n' | cc -E - >/dev/null 2>&1; then return; fi
-    [ "$(id -u)" = 0 ] || { echo "as root: apt-get install --no-install-recommends $C_LIBRARIES"; return 1; }
-    command -v apt-get >/dev/null || { echo "there is no apt-get"; return 1; }
-    export DEBIAN_FRONTEND=noninteractive
-    apt-get install -y -qq --no-install-recommends $C_LIBRARIES ||
-        { apt-get update -qq && apt-get install -y -qq --no-install-recommends $C_LIBRARIES; }
+    printf '#include <jansson.h>\n#include <openssl/evp.h>\n' | cc -E - >/dev/null || debian $C_LIBRARIES
 }
 
 step $DOTNET dotnet ".NET SDK 3.1.102 (npm)"
@@ -131,12 +137,16 @@ step $DOTNET-$RUNTIME managed "Microsoft.ML.OnnxRuntime.dll, compiled of these"
 step $EXTENSIONS extensions "libortextensions.so (npm)"
 step "$(cksum "$root/hosts/javascript/package-lock.json" 2>&1)" javascript \
     "packages of the JavaScript host (npm)"
-command -v mcs >/dev/null || rm -f "$dir/.done/mono"
+step "$(cksum "$root/tests/serve/javascript/package-lock.json" 2>&1)" clients \
+    "packages that talk to the server (npm)"
+type -P mcs >/dev/null || rm -f "$dir/.done/mono"
 step mono mono "Mono (Debian)"
+type -P chromium >/dev/null || rm -f "$dir/.done/chromium"
+step chromium chromium "Chromium (Debian)"
 step c c_libraries "jansson and OpenSSL for C (Debian)"
 
 cat >"$dir/env.sh" <<END
-# What the tests and the READMEs of the sample hosts need; source it in a shell with specedge's Python.
+# What the tests, and the READMEs of the sample hosts, need; source it in a shell with specedge's Python.
 export SPECEDGE_HOST_TOOLS=$dir
 export SPECEDGE_EXTENSIONS=$dir/lib/libortextensions.so
 SPECEDGE_ONNXRUNTIME=\$(python -c 'import glob, onnxruntime as o
