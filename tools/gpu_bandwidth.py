@@ -16,7 +16,7 @@ from typing import Any
 import click
 import numpy as np
 
-from specedge.runtime.backend.ort import onnxruntime
+from specedge.runtime.backend.ort import inference_session, onnxruntime
 
 COPIED = 1 << 28  # numbers of float32: 1 GiB
 REPEATS = 10
@@ -45,7 +45,7 @@ def measured(device: str, size: int) -> float:
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         providers = [("CUDAExecutionProvider", {"device_id": str(index)})]
         ort.preload_dlls(cudnn=False)
-    session = ort.InferenceSession(_addition(size), options, providers, enable_fallback=False)
+    session = inference_session(_addition(size), options, providers)
     binding, where = session.io_binding(), "cpu" if kind == "cpu" else "cuda"
     make = ort.OrtValue.ortvalue_from_shape_and_type
     x, y = (make([size], np.float32, where, index) for _ in range(2))

@@ -11,7 +11,7 @@ from specedge.cli import options
 from specedge.cli.progress import bar
 from specedge.cli.terminal import one_line
 from specedge.manifest import Model
-from specedge.op_sets import OPS, described
+from specedge.op_sets import OPS, cached, computed, is_typed
 from specedge.options import Filters
 from specedge.reports import Parity
 
@@ -140,4 +140,6 @@ def _graph_lines(model: Model, ops: str, parity: Parity) -> list[str]:
 
 def _own_type(model: Model, ops: str) -> list[str]:
     size = model.cache_of(ops).size / 1e6
-    return [f"    {described(ops).strip()}, {size:.1f} MB"]
+    if is_typed(ops):
+        return [f"    computed in  {computed(ops)}, with a cache of {size:.1f} MB"]
+    return [f"    caches in    {cached(ops)}, {size:.1f} MB"]

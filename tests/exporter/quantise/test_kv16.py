@@ -74,7 +74,7 @@ def test_they_are_taken_where_they_are_named_and_memory_is_that_of_half_the_cach
     assert own.caches == 2 * small.caches
     assert own.packed == small.packed
     said = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)]).output
-    assert "    with caches in float16, " in said
+    assert "    caches in    float16, " in said
 
 
 def test_an_export_without_them_says_how_to_get_them(pairs):
