@@ -31,7 +31,13 @@ KINDS = {
 }
 EVERY_KIND = pytest.mark.parametrize(
     "made",
-    ["llama", *(pytest.param(kind, marks=pytest.mark.slow) for kind in list(KINDS)[1:])],
+    [
+        "llama",
+        pytest.param("gpt2 in half precision", marks=pytest.mark.thorough),
+        pytest.param("self", marks=pytest.mark.thorough),
+        pytest.param("int8", marks=pytest.mark.slow),
+        pytest.param("self in int8", marks=pytest.mark.slow),
+    ],
     indirect=True,
 )
 

@@ -29,8 +29,8 @@ CASES = [
     ("llama", "fp16", "fp16"),
     ("gpt2", "int8", "fp32"),
     pytest.param(("llama", "int8", "fp16"), marks=pytest.mark.slow),
-    pytest.param(("gpt2", "int4", "fp16"), marks=pytest.mark.slow),
-    pytest.param(("gpt2", "fp32", "fp16"), marks=pytest.mark.slow),
+    pytest.param(("gpt2", "int4", "fp16"), marks=pytest.mark.thorough),
+    pytest.param(("gpt2", "fp32", "fp16"), marks=pytest.mark.thorough),
 ]
 
 

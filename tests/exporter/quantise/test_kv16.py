@@ -17,8 +17,8 @@ SETS = [f"{ops}-kv16" for ops in OPS]
 CASES = [
     ("llama", "int8"),
     pytest.param(("gpt2", "fp32"), marks=pytest.mark.slow),
-    pytest.param(("llama", "fp32"), marks=pytest.mark.slow),
-    pytest.param(("gpt2", "int4"), marks=pytest.mark.slow),
+    pytest.param(("llama", "fp32"), marks=pytest.mark.thorough),
+    pytest.param(("gpt2", "int4"), marks=pytest.mark.thorough),
 ]
 
 
