@@ -43,6 +43,8 @@ class Chain:
                 probs += part.probs or [None] * len(part.tokens)
                 names += sources(drafter, part)
                 going = bool(part.tokens)
+                if sampling.constraint and tokens and tokens[-1] in sampling.end_tokens:
+                    return Draft(tokens, probs, names)
         return Draft(tokens, probs, names)
 
     def truncate(self, length: int) -> None:

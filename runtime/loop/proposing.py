@@ -39,7 +39,8 @@ def propose(
             else:
                 rest = uniforms[made.length : max_tokens]
                 part = drafter.propose(made.text, max_tokens - made.length, sampling, rest)
-                made.add(part, sources(drafter, part))
+                if not made.add(part, sources(drafter, part)):
+                    drafter.truncate(made.text.length)  # it may have read what it proposed
                 asked = True
     return Draft(made.tokens, made.probs, made.names)
 
@@ -69,19 +70,20 @@ class _Made:
             self._add(token, None, GRAMMAR)
         return token is not None
 
-    def add(self, part: Draft, names: tuple[str, ...]) -> None:
-        """Add a part up to its first token that the grammar bans."""
+    def add(self, part: Draft, names: tuple[str, ...]) -> bool:
+        """Add a part up to its first token that the grammar bans; False if that is left out."""
         for i, token in enumerate(part.tokens):
             if self.ended:
-                return
+                break
             text, drawn_from = self.text, part.distribution(i)
             if self._constraint.banned(text)[token]:
                 if drawn_from is not None and not self._sampling.greedy:
                     self._add(token, drawn_from, names[i])
                     self.ended = True
-                return
+                return self.ended
             forced = self._constraint.forced(text) is not None
             self._add(token, drawn_from, GRAMMAR if forced else names[i])
+        return True
 
     def _add(self, token: int, drawn_from: Distribution | None, name: str) -> None:
         self.tokens.append(token)

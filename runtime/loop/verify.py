@@ -66,10 +66,32 @@ def verify(
     target's last row. With a lenience b it is accepted if b u d(x) < t(x) (appendix A.5), with the
     same recovered token, and the output follows another distribution.
 
+    Where the options leave no token behind accepted ones, no more than these are committed: a text
+    that ends with one of them needs no other. OptionError where they leave none for the first.
+
     scores [n + 1 rows] of the target, tests [n or more] and last: uniforms
     """
-    if sampling.greedy:
-        return _verify_greedy(draft.tokens, scores, sampling, history)
+    passed: list[int] = []
+    try:
+        if sampling.greedy:
+            return _verify_greedy(draft.tokens, scores, sampling, history, passed)
+        return _verify_drawn(draft, scores, sampling, history, tests, last, passed)
+    except OptionError:
+        if not passed:
+            raise
+        return Verdict(len(passed) - 1, passed[-1])
+
+
+def _verify_drawn(
+    draft: Draft,
+    scores: Scores,
+    sampling: Sampling,
+    history: History,
+    tests: Floats,
+    last: float,
+    passed: list[int],
+) -> Verdict:
+    """The rule; `passed` gets each token when it is accepted."""
     for i, token in enumerate(draft.tokens):
         row = scores[i]
         target = of_row(row, sampling, history.then(draft.tokens[:i]))
@@ -79,19 +101,21 @@ def verify(
         if not accepted:
             residual = _residual(target, draft, i, len(row))
             return Verdict(i, (residual if residual.total else target).pick(last))
+        passed.append(token)
     num_drafted = len(draft.tokens)
     target = of_row(scores[num_drafted], sampling, history.then(draft.tokens))
     return Verdict(num_drafted, target.pick(last))
 
 
 def _verify_greedy(
-    tokens: list[int], scores: Scores, sampling: Sampling, history: History
+    tokens: list[int], scores: Scores, sampling: Sampling, history: History, passed: list[int]
 ) -> Verdict:
     """The same rule with one-hot rows: a token is accepted if it is the target's own choice."""
     for i, token in enumerate(tokens):
         chosen = choice(scores[i], sampling, history.then(tokens[:i]))
         if chosen != token:
             return Verdict(i, chosen)
+        passed.append(token)
     return Verdict(len(tokens), choice(scores[len(tokens)], sampling, history.then(tokens)))
 
 

@@ -62,6 +62,7 @@ ODD = {
         '<tool_call>{"name": "clock", "arguments": []}</tool_call>',
         '<tool_call>{"name": "clock"}</tool_call>',
         '<tool_call>{"name": "clock", "arguments": {"a": NaN}}</tool_call>',
+        '<tool_call>{"name": "clock", "arguments": {"a": [-1e999]}}</tool_call>',
         '<tool_call>{"name": "clock", "arguments": {"a": "\\ud800"}}</tool_call>',
         '<tool_call>{"name": "clock", "arguments": {',
         '<tool_call>{"name": ["clock"], "arguments": {}}</tool_call>',

@@ -238,6 +238,6 @@ def _call(given: object, names: Sequence[str], member: str | None) -> tuple[str,
     name, arguments = facts.get("name"), facts.get(member)
     if name not in names or not isinstance(arguments, dict):
         raise ValueError("no call")
-    text = json.dumps(arguments, ensure_ascii=False)
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 was read as infinite
     text.encode()  # UnicodeEncodeError, a ValueError, where half a pair of surrogates is escaped
     return str(name), text

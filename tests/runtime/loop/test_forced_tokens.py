@@ -7,6 +7,7 @@ pytest.importorskip("llguidance", reason="needs the grammar extra")
 from fakes import TableModel, decoder, hashed_distribution
 from grammars import END, constraint
 from specedge import Draft
+from specedge.errors import OptionError
 from specedge.options import Sampling
 from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
@@ -35,7 +36,7 @@ class Copied:
     name = "copied"
 
     def __init__(self, tokens, drawn_from=None):
-        self.tokens, self.drawn_from, self.num_asked = tokens, drawn_from, 0
+        self.tokens, self.drawn_from, self.num_asked, self.cuts = tokens, drawn_from, 0, []
 
     def propose(self, history, max_tokens, sampling, uniforms):
         self.num_asked += 1
@@ -43,7 +44,7 @@ class Copied:
         return Draft(tokens, [self.drawn_from] * len(tokens) if self.drawn_from else None)
 
     def truncate(self, length):
-        pass
+        self.cuts.append(length)
 
 
 def run(grammar, drafter, k, temperature=0.0, seed=0, count=24):
@@ -120,12 +121,47 @@ def test_a_copy_is_cut_at_a_banned_token_and_asked_again_behind_forced_ones():
     assert copied.num_asked == 2
 
 
+def test_a_drafter_hears_where_its_draft_was_cut_before_it_is_asked_again():
+    """Else one with a cache would draft behind its own tokens, not behind the text."""
+    copied = Copied([2, 1, 1, 0])
+    drafted(copied, ("regex", "(a|c)bcc(a|c)b"), 9)
+    assert copied.cuts == [len(PROMPT) + 2, len(PROMPT) + 6]
+
+
+def test_a_chain_asks_no_drafter_behind_an_end():
+    model = TableModel(hashed_distribution(1, END + 1))
+    chain = Chain(Lookup(1, 5), DraftModel(model))
+    draft = drafted(chain, ("regex", "(a|b)c?"), 8, temperature=1.0)
+    assert (draft.tokens[-1], len(model.passes)) == (END, [*draft.sources].count("model"))
+
+
 def test_a_chain_goes_on_with_its_model_where_a_copy_is_banned():
     model = TableModel(hashed_distribution(1, END + 1))
     chain = Chain(Copied([2, 2, 2]), DraftModel(model))
     draft = drafted(chain, ("regex", "c(a|b)(a|b)(a|b)[abc]*"), 4)
     assert list(draft.sources) == [GRAMMAR, "model", "model", "model"]
     assert not {2} & {*draft.tokens[1:]}
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_tokens_before_one_that_no_option_allows_are_written_as_plain_decoding_does(
+    name, temperature
+):
+    """A text may end with them: by its length, or a stop string."""
+    for k in (0, 1, 2, 3, 4, 8):
+        model, found = TableModel(hashed_distribution(1, END + 1)), []
+        sampling = Sampling(
+            temperature,
+            end_tokens=(END,),
+            min_new_tokens=9,
+            constraint=constraint("regex", "abca"),
+        )
+        loop = decoder(hashed_distribution(0, END + 1), DRAFTERS[name](model), k)
+        rounds = (found.extend(one.tokens) for one in loop.rounds(PROMPT, sampling, 0, 9))
+        with pytest.raises(OptionError, match="leave no token"):
+            list(rounds)
+        assert found == [0, 1, 2, 0]
 
 
 def test_a_smaller_limit_shortens_a_draft():
