@@ -96,7 +96,7 @@ def _called(id_: object, field: str, fields: Fields) -> dict[str, Any]:
     if not name:
         raise ApiError("name must be given", "name", "invalid_value")
     try:
-        arguments = parse(text or "")
+        arguments = parse(text or "{}")
     except JsonError:
         arguments = None
     if not isinstance(arguments, dict):

@@ -171,3 +171,11 @@ def test_a_wrong_value_is_told_in_the_fields_own_name(change, said):
         asking.completions({"prompt": "a", "max_tokens": 5} | change, 10)
     assert said in caught.value.message
     assert re.split(r"[ .]", caught.value.param)[0] in (*change, "usage")
+
+
+def test_an_earlier_call_without_arguments_is_one_of_an_empty_object():
+    for given in ({"arguments": ""}, {"arguments": "{}"}, {}):
+        call = {"id": "a", "type": "function", "function": {"name": "clock"} | given}
+        messages = [{"role": "assistant", "tool_calls": [call]}]
+        asked = asking.chat({"messages": messages}, 10)
+        assert asked.prompts[0][0]["tool_calls"][0]["function"]["arguments"] == {}
