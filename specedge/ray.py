@@ -72,7 +72,7 @@ class Generate:
             raise ValueError("a seed needs a column index: prompt i is drawn with seed + i")
         names = [*(declarations(Request).keys() | {"id", "index", "prompt", "messages"}) & {*batch}]
         for row in zip(*(batch[name] for name in names), strict=True):
-            facts = {name: _plain(value) for name, value in zip(names, row, strict=True)}
+            facts = {name: _whole(_plain(value)) for name, value in zip(names, row, strict=True)}
             yield self._item({name: value for name, value in facts.items() if value is not None})
 
     def _item(self, facts: dict[str, Any]) -> Item:
@@ -93,11 +93,13 @@ def loaded(
     slots: int = 1,
     max_length: int | None = None,
 ) -> Pipeline:
-    """A pair in an actor, with a thread for each CPU and a pool that its sessions share."""
+    """A pair in an actor, with a thread for each CPU, where a model is on them, and a pool that its
+    sessions share.
+    """
     from specedge import store
     from specedge.runtime.loading import load
 
-    num_cpus = _num_cpus()
+    num_cpus = _num_cpus() if {"cpu", AUTO} & {device, draft_device or device} else None
     return load(
         bundle or store.embedded(),
         device,
@@ -171,14 +173,14 @@ def deployment(
     usual = number | {
         "name": "specedge",
         "max_ongoing_requests": slots + how.max_waiting + 1,
-        "ray_actor_options": reserved(device, threads or 1),
+        "ray_actor_options": reserved(threads or 1, device, draft_device),
     }
     return serve.deployment(**usual | options)(serve.ingress(build)()).bind()
 
 
-def reserved(device: str, threads: int) -> dict[str, Any]:
+def reserved(threads: int, *devices: str | None) -> dict[str, Any]:
     """What Ray sets aside for an actor."""
-    return {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else 1}
+    return {"num_cpus": threads, "num_gpus": 0 if {*devices} <= {"cpu", None} else 1}
 
 
 def imported(name: str) -> Any:
@@ -196,11 +198,19 @@ def imported(name: str) -> Any:
 
 
 def _num_cpus() -> int | None:
-    """The CPUs that Ray has set aside for this actor; None outside of one."""
+    """The CPUs that Ray has set aside for this actor, as far as there are so many; None outside of
+    one.
+    """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
-    return int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0)) or None
+    claimed = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
+    return min(claimed, os.cpu_count() or 1) or None
+
+
+def _whole(value: Any) -> Any:
+    """A whole number as such: with a null beside it, a column of them is of floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _plain(value: Any) -> Any:

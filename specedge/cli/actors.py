@@ -81,9 +81,8 @@ class Pool:
         self._ray, self._data = imported("ray"), imported("ray.data")
         self._bundle, self._asked, self._heard = bundle, num_actors, heard
         self._models = {name: value for name, value in models.items() if name != "bundle"}
-        if self._models["threads"] is None:
-            self._models["threads"] = self._usual_threads()
-        self._needs = reserved(models["device"], self._models["threads"])
+        threads = self._models["threads"] or self._usual_threads()
+        self._needs = reserved(threads, models["device"], models["draft_device"])
         self._size()
         self._check(items)
 
