@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specedge.declared import declarations
 from specedge.errors import MissingExtraError, SpecEdgeError
 from specedge.request import AUTO, Request, request_of
-from specedge.runtime.items import Item, answered, seed_of
+from specedge.runtime.items import Item, answered, asked_of, seed_of
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline
@@ -56,6 +56,7 @@ class Generate:
         self._request = dataclasses.asdict(request_of(**request))
         self.pipeline = loaded(bundle, device, draft_device, threads, ops)
         fixed(self._request, self.pipeline.bundle.num_draft_tokens)
+        self._told = self.pipeline.bundle.digest(), ops
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         found = [answered(self.pipeline, item) for item in self._items(batch)]
@@ -81,7 +82,8 @@ class Generate:
         given = {name: facts[name] for name in facts.keys() & declarations(Request).keys()}
         request = self._request | own | given
         fixed(request, self.pipeline.bundle.num_draft_tokens)
-        return Item(index, facts.get("id"), facts.get("prompt"), facts.get("messages"), request)
+        item = Item(index, facts.get("id"), facts.get("prompt"), facts.get("messages"), request)
+        return dataclasses.replace(item, asked=asked_of(item, *self._told))
 
 
 def loaded(

@@ -72,7 +72,12 @@ def test_a_prompt_that_every_worker_dies_of_fails_alone():
 
     found = list(cluster.in_order(items(3), killing, heard()))
     assert [r["index"] for r in found] == [0, 1, 2]
-    assert found[1] == {"index": 1, "id": "id 1", "error": "its worker was lost 5 times: it died"}
+    assert found[1] == {
+        "index": 1,
+        "id": "id 1",
+        "asked": "",
+        "error": "its worker was lost 5 times: it died",
+    }
     with pytest.raises(SpecEdgeError, match="no worker lived to do a line: it died"):
         list(cluster.in_order(items(2), lambda left: iter(()), heard()))
 
