@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from specedge.errors import DrafterError, SpecEdgeError
+from specedge.request import Request
 
 if TYPE_CHECKING:
     from .drafters.registry import Drafters
@@ -24,6 +27,19 @@ class Item:
     messages: list[dict[str, Any]] | None
     request: dict[str, Any]
     place: str = ""  # "prompts.jsonl, line 3: " where the line itself names a drafter
+    asked: str = ""  # `asked_of` it
+
+
+def asked_of(item: Item, bundle: str, ops: str) -> str:
+    """A hash that tells its line from those of other prompts, options, op sets and bundles.
+
+    `bundle` is the hash of its manifest. Seed and K stand in the line itself, and are left out.
+    """
+    request = asdict(Request(**item.request))
+    del request["seed"], request["num_draft_tokens"]
+    facts = [bundle, ops, item.prompt, item.messages, request]
+    text = json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def seed_of(seed: int, index: int) -> int:
@@ -59,7 +75,8 @@ def failed(item: Item, error: str) -> dict[str, Any]:
 
 
 def _name(item: Item) -> dict[str, Any]:
-    return {"index": item.index} | ({} if item.id is None else {"id": item.id})
+    own = {} if item.id is None else {"id": item.id}
+    return {"index": item.index, **own, "asked": item.asked}
 
 
 def _facts(made: Generation) -> dict[str, Any]:

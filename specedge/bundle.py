@@ -201,6 +201,10 @@ class Bundle:
             del value["hosts"]
         return text_of(value) + "\n"
 
+    def digest(self) -> str:
+        """What it is: the SHA-256 of its manifest, which has those of all other files."""
+        return sha256(self.path(MANIFEST))
+
     def at(self, folder: Path) -> Bundle:
         """The same bundle in a folder."""
         bundle = replace(self)

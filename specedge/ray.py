@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from specedge.declared import declarations
 from specedge.errors import MissingExtraError, SpecEdgeError
 from specedge.request import AUTO, Request, request_of
-from specedge.runtime.items import Item, answered, seed_of
+from specedge.runtime.items import Item, answered, asked_of, seed_of
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline
@@ -56,6 +56,7 @@ class Generate:
         self._request = dataclasses.asdict(request_of(**request))
         self.pipeline = loaded(bundle, device, draft_device, threads, ops)
         fixed(self._request, self.pipeline.bundle.num_draft_tokens)
+        self._told = self.pipeline.bundle.digest(), ops
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         found = [answered(self.pipeline, item) for item in self._items(batch)]
@@ -72,7 +73,7 @@ class Generate:
             raise ValueError("a seed needs a column index: prompt i is drawn with seed + i")
         names = [*(declarations(Request).keys() | {"id", "index", "prompt", "messages"}) & {*batch}]
         for row in zip(*(batch[name] for name in names), strict=True):
-            facts = {name: _plain(value) for name, value in zip(names, row, strict=True)}
+            facts = {name: _whole(_plain(value)) for name, value in zip(names, row, strict=True)}
             yield self._item({name: value for name, value in facts.items() if value is not None})
 
     def _item(self, facts: dict[str, Any]) -> Item:
@@ -81,7 +82,8 @@ class Generate:
         given = {name: facts[name] for name in facts.keys() & declarations(Request).keys()}
         request = self._request | own | given
         fixed(request, self.pipeline.bundle.num_draft_tokens)
-        return Item(index, facts.get("id"), facts.get("prompt"), facts.get("messages"), request)
+        item = Item(index, facts.get("id"), facts.get("prompt"), facts.get("messages"), request)
+        return dataclasses.replace(item, asked=asked_of(item, *self._told))
 
 
 def loaded(
@@ -93,11 +95,13 @@ def loaded(
     slots: int = 1,
     max_length: int | None = None,
 ) -> Pipeline:
-    """A pair in an actor, with a thread for each CPU and a pool that its sessions share."""
+    """A pair in an actor, with a thread for each CPU, where a model is on them, and a pool that its
+    sessions share.
+    """
     from specedge import store
     from specedge.runtime.loading import load
 
-    num_cpus = _num_cpus()
+    num_cpus = _num_cpus() if {"cpu", AUTO} & {device, draft_device or device} else None
     return load(
         bundle or store.embedded(),
         device,
@@ -171,14 +175,14 @@ def deployment(
     usual = number | {
         "name": "specedge",
         "max_ongoing_requests": slots + how.max_waiting + 1,
-        "ray_actor_options": reserved(device, threads or 1),
+        "ray_actor_options": reserved(threads or 1, device, draft_device),
     }
     return serve.deployment(**usual | options)(serve.ingress(build)()).bind()
 
 
-def reserved(device: str, threads: int) -> dict[str, Any]:
+def reserved(threads: int, *devices: str | None) -> dict[str, Any]:
     """What Ray sets aside for an actor."""
-    return {"num_cpus": threads, "num_gpus": 0 if device == "cpu" else 1}
+    return {"num_cpus": threads, "num_gpus": 0 if {*devices} <= {"cpu", None} else 1}
 
 
 def imported(name: str) -> Any:
@@ -196,11 +200,19 @@ def imported(name: str) -> Any:
 
 
 def _num_cpus() -> int | None:
-    """The CPUs that Ray has set aside for this actor; None outside of one."""
+    """The CPUs that Ray has set aside for this actor, as far as there are so many; None outside of
+    one.
+    """
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
-    return int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0)) or None
+    claimed = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
+    return min(claimed, os.cpu_count() or 1) or None
+
+
+def _whole(value: Any) -> Any:
+    """A whole number as such: with a null beside it, a column of them is of floats."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _plain(value: Any) -> Any:

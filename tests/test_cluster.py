@@ -3,8 +3,10 @@
 import dataclasses
 import json
 import logging
+import os
 import shutil
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,10 +19,10 @@ from specedge.runtime.items import Item, seed_of
 np = pytest.importorskip("numpy")
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
-from specedge.bundle import MANIFEST  # noqa: E402
+from specedge.bundle import MANIFEST, Bundle  # noqa: E402
 from specedge.cli import actors, cluster  # noqa: E402
 from specedge.cli.ray_process import Heard, last_line, quiet  # noqa: E402
-from specedge.ray import Generate, deployment, fixed, imported, reserved  # noqa: E402
+from specedge.ray import Generate, deployment, fixed, imported, loaded, reserved  # noqa: E402
 
 
 def items(number):
@@ -70,7 +72,12 @@ def test_a_prompt_that_every_worker_dies_of_fails_alone():
 
     found = list(cluster.in_order(items(3), killing, heard()))
     assert [r["index"] for r in found] == [0, 1, 2]
-    assert found[1] == {"index": 1, "id": "id 1", "error": "its worker was lost 5 times: it died"}
+    assert found[1] == {
+        "index": 1,
+        "id": "id 1",
+        "asked": "",
+        "error": "its worker was lost 5 times: it died",
+    }
     with pytest.raises(SpecEdgeError, match="no worker lived to do a line: it died"):
         list(cluster.in_order(items(2), lambda left: iter(()), heard()))
 
@@ -104,8 +111,36 @@ def test_one_kind_of_device_for_all_and_its_own_gpu_for_each():
     for device in ("auto", "cuda:1"):
         with pytest.raises(SpecEdgeError, match=f"got {device}; give cpu or cuda"):
             actors.check_device("cpu", device)
-    assert reserved("cpu", 3) == {"num_cpus": 3, "num_gpus": 0}
-    assert reserved("cuda", 1) == {"num_cpus": 1, "num_gpus": 1}
+    assert reserved(3, "cpu", None) == {"num_cpus": 3, "num_gpus": 0}
+    assert reserved(1, "cuda", "cpu") == {"num_cpus": 1, "num_gpus": 1}
+    assert reserved(2, "cpu", "cuda") == {"num_cpus": 2, "num_gpus": 1}
+
+
+@pytest.mark.parametrize(
+    ("devices", "threads"),
+    [
+        (("cpu", None), 1),
+        (("cuda", "cpu"), 1),
+        (("cpu", "cuda"), 1),
+        (("cuda", None), None),
+        (("cuda", "cuda"), None),
+    ],
+)
+def test_threads_are_an_actors_cpus_where_a_model_is_on_them(monkeypatch, devices, threads):
+    from specedge.runtime import loading
+
+    given = []
+
+    def load(bundle, device, threads, draft_device, share_threads, **_):
+        loading.devices_of(
+            Bundle.read(bundle), device, threads, share_threads, "auto", draft_device
+        )
+        given.append(threads)
+
+    monkeypatch.setattr(loading, "load", load)
+    monkeypatch.setattr("specedge.ray._num_cpus", lambda: 1)
+    loaded(None, *devices, None, "auto")
+    assert given == [threads]
 
 
 def test_a_node_without_the_bundle_or_with_another_says_so(tmp_path):
@@ -144,6 +179,32 @@ def test_a_batch_has_the_lines_of_one_machine(pipeline, jsonl):
     assert found["generated_text"][2] is None
     assert [error is None for error in found["error"]] == [True, True, False]
     assert list(found["label"]) == [5, 6, 7]
+
+
+def test_a_node_that_claims_more_cpus_than_there_are_gives_an_actor_those_that_are(monkeypatch):
+    found = SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1000.0})
+    ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: found)
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    given = []
+    monkeypatch.setattr("specedge.runtime.loading.load", lambda *args, **_: given.append(args[2]))
+    loaded(None, "cpu", None, None, "auto")
+    assert given == [os.cpu_count()]
+
+
+def test_whole_numbers_stay_so_beside_a_null():
+    """A column of them with a null comes as floats."""
+    found = Generate(max_new_tokens=3, temperature=1.0)(
+        {
+            "prompt": ["a", "a"],
+            "id": np.array([7, np.nan]),
+            "seed": np.array([5, np.nan]),
+            "max_new_tokens": np.array([np.nan, 2]),
+        }
+    )
+    first, second = map(json.loads, found["result"])
+    assert (repr(first["id"]), first["seed"], len(first["tokens"])) == ("7", 5, 3)
+    assert "id" not in second
+    assert len(second["tokens"]) == 2
 
 
 def test_a_batch_says_what_it_lacks():
@@ -215,6 +276,4 @@ def test_what_ray_prints_and_logs_is_kept_off_and_its_last_error_is_known(capsys
 def test_ray_is_told_to_report_nothing(monkeypatch):
     monkeypatch.delenv("RAY_USAGE_STATS_ENABLED", raising=False)
     imported("json")
-    import os
-
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"

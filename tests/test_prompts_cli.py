@@ -77,7 +77,7 @@ def test_a_prompt_that_fails_has_an_error_line_and_the_others_run(jsonl):
     result = run("--prompts", "-", "--format", "jsonl", "-n", 3, stdin=jsonl.read_text("utf-8"))
     assert result.returncode == 1
     long, empty, good = lines_of(result.stdout)
-    assert long.keys() == {"index", "id", "error"}
+    assert long.keys() == {"index", "id", "asked", "error"}
     assert "shorten it" in long["error"]
     assert "empty" in empty["error"]
     assert len(good["tokens"]) == 3

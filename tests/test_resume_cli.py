@@ -3,12 +3,15 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from installed import run
+from specedge import store
+from specedge.bundle import MANIFEST
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -70,6 +73,40 @@ def test_resume_refuses_the_output_of_another_run(finished, line, said):
     assert result.returncode == 1
     assert f"results.jsonl, line 1: {said}" in result.stderr
     assert output.read_bytes() == before
+
+
+@pytest.mark.many
+@pytest.mark.parametrize(
+    ("prompts", "more"),
+    [
+        (PROMPTS, ["-n", "5"]),
+        (PROMPTS, ["-k", "3"]),
+        (PROMPTS, ["--ops", "onnx"]),
+        (PROMPTS.replace("import", "assert"), []),
+        (PROMPTS.replace('"import"', '"import", "top_k": 9'), []),
+    ],
+)
+def test_resume_refuses_lines_of_other_options_and_prompts(finished, prompts, more):
+    file, output = finished
+    before = output.read_bytes()
+    file.write_text(prompts, "utf-8")
+    result = run("generate", "--prompts", file, "--output", output, "--resume", *OPTIONS, *more)
+    assert result.returncode == 1
+    assert "results.jsonl, line 1: prompt 0 " in result.stderr
+    assert "it is of another run" in result.stderr
+    assert output.read_bytes() == before
+
+
+def test_resume_refuses_lines_of_another_bundle(finished, tmp_path):
+    prompts, output = finished
+    other = shutil.copytree(store.embedded(), tmp_path / "pair")
+    command = ["generate", "--prompts", prompts, "--output", output, "--resume", *OPTIONS]
+    assert run(*command, "--bundle", other).returncode == 0
+    manifest = json.loads((other / MANIFEST).read_text("utf-8"))
+    (other / MANIFEST).write_text(json.dumps(manifest | {"chat_template": "Hi"}), "utf-8")
+    result = run(*command, "--bundle", other)
+    assert result.returncode == 1
+    assert "prompt 0 is not what is asked now, or was asked of another bundle" in result.stderr
 
 
 @pytest.mark.parametrize(

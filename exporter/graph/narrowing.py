@@ -35,6 +35,7 @@ def narrow(model: ir.Model, kind: ir.DataType) -> None:
     for value in graph.inputs:
         if value.dtype == _WIDE:
             value.dtype = kind
+    _centre_biases(graph)
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
     for value in dict.fromkeys(map(_embedded, lookups)):
         if value.dtype == _WIDE:
@@ -61,6 +62,7 @@ def narrow_caches(model: ir.Model, kind: ir.DataType) -> None:
     for value in graph.inputs:
         if value.dtype == _WIDE:
             value.dtype = kind
+    _centre_biases(graph)
     for node in list(graph):
         _retype(node, casts, node.op_type in _OF_CACHES)
     for value in graph.outputs[1:]:
@@ -72,6 +74,37 @@ def narrow_caches(model: ir.Model, kind: ir.DataType) -> None:
     _widen_logits(graph, kind)
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(graph)
+
+
+def _centre_biases(graph: ir.Graph) -> None:
+    """Let what is added to scores by position, as ALiBi does, be 0 at the first new token: softmax
+    makes the same of it, and 16 bits tell positions near it apart.
+    """
+    for bias in dict.fromkeys(filter(None, map(_bias, graph))):
+        users = list(bias.uses())
+        past = next(value for value in graph.inputs if value.name == "past_length")
+        here = ir.node("Gather", [bias, past], {"axis": -1})
+        less = ir.node("Sub", [bias, here.outputs[0]])
+        name = f"{bias.name}.centred"
+        centred = _put(graph, bias.producer(), less, bias, _WIDE, name)
+        _put(graph, bias.producer(), here, bias, _WIDE, f"{bias.name}.here")
+        here.outputs[0].shape = None
+        for user, index in users:
+            user.replace_input_with(index, centred)
+
+
+def _bias(node: ir.Node) -> ir.Value | None:
+    """What a node adds to scores by position, [B, H, 1, S]."""
+    made = None
+    if node.op_type == "GroupQueryAttention" and len(node.inputs) > 10:
+        sum_ = producer(node.inputs[10], "Add")
+        made = node.inputs[10] if sum_ is None else sum_.inputs[0]  # whose other input is zeros
+    elif node.op_type == "Attention" and len(node.inputs) > 3:
+        chosen = producer(node.inputs[3], "Where")
+        made = None if chosen is None else chosen.inputs[1]
+    if made is None or made.dtype != _WIDE or made.shape is None:
+        return None
+    return made if len(made.shape) == 4 and made.shape[-1] != 1 else None
 
 
 def _is_lookup(node: ir.Node, ids: ir.Value) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import pickle
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import click
 
 from specedge import store
-from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle import Bundle
 from specedge.cli.ray_process import Heard, last_line
 from specedge.cli.terminal import one_line
 from specedge.errors import BundleError, SpecEdgeError
@@ -32,14 +31,14 @@ class Shared:
         found = store.find(name)
         bundle = Bundle.read(found)
         self.num_draft_tokens = bundle.num_draft_tokens
-        self.digest = _digest(found)
+        self.digest = bundle.digest()
         self.place = None if found == store.embedded() else str(found.absolute())
 
     def check(self) -> Bundle:
         """The bundle, on the node that asks. Raises BundleError."""
         folder = store.embedded() if self.place is None else Path(self.place)
         found = Bundle.read(folder)
-        if _digest(folder) != self.digest:
+        if found.digest() != self.digest:
             raise BundleError(f"{folder} is another bundle than here; copy it anew")
         return found
 
@@ -81,9 +80,8 @@ class Pool:
         self._ray, self._data = imported("ray"), imported("ray.data")
         self._bundle, self._asked, self._heard = bundle, num_actors, heard
         self._models = {name: value for name, value in models.items() if name != "bundle"}
-        if self._models["threads"] is None:
-            self._models["threads"] = self._usual_threads()
-        self._needs = reserved(models["device"], self._models["threads"])
+        threads = self._models["threads"] or self._usual_threads()
+        self._needs = reserved(threads, models["device"], models["draft_device"])
         self._size()
         self._check(items)
 
@@ -187,8 +185,3 @@ def _facts(shared: Shared, drafters: dict[str, object]) -> dict[str, str]:
 
 def _name(node: dict[str, Any]) -> str:
     return f"node {node['NodeManagerHostname']} ({node['NodeManagerAddress']})"
-
-
-def _digest(folder: Path) -> str:
-    """What a bundle is: its manifest has the hashes of all other files."""
-    return hashlib.sha256((folder / MANIFEST).read_bytes()).hexdigest()

@@ -121,16 +121,25 @@ def _many(
     models: dict[str, Any],
     request: dict[str, Any],
 ) -> None:
+    from dataclasses import replace
+
+    from specedge import store
+    from specedge.bundle import Bundle
     from specedge.cli import batch, cluster
     from specedge.cli.prompts import read
     from specedge.cli.results import NEW, OVERWRITE, RESUME, remaining
+    from specedge.runtime.items import asked_of
 
     if resume and (overwrite or output == "-"):
         raise click.UsageError("--resume needs --output, and goes on where --overwrite begins anew")
     way = RESUME if resume else OVERWRITE if overwrite else NEW
     if output != "-":
         options.check_output(output, [prompts], overwrite=way != NEW)
-    items = read(prompts, form, chat, system, request)
+    told = Bundle.read(store.find(models["bundle"])).digest(), models["ops"]
+    items = [
+        replace(item, asked=asked_of(item, *told))
+        for item in read(prompts, form, chat, system, request)
+    ]
     if way == RESUME:
         items = remaining(items, output, seeded=request["seed"] is not None)
     stdout = sys.stdout  # Ray prints there, too, unless it is kept from it

@@ -48,6 +48,11 @@ def _index(facts: object, items: Sequence[Item], seeded: bool) -> int:
         raise JsonError(f"prompt {index} has another id")
     if seeded and "error" not in facts and facts.get("seed") != item.request["seed"]:
         raise JsonError(f"prompt {index} has another seed")
+    k = item.request["num_draft_tokens"]
+    if type(k) is int and facts.get("num_draft_tokens", k) != k:
+        raise JsonError(f"prompt {index} has another K")
+    if facts.get("asked") != item.asked:
+        raise JsonError(f"prompt {index} is not what is asked now, or was asked of another bundle")
     return index
 
 
