@@ -204,7 +204,7 @@ def test_integers_are_widened_a_column_and_no_input_is_rounded(made):
         assert {node.input[1] for node in products} == wide
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path):
     made = Made(tmp_path, "gpt2", draft="self:1", precision="bf16", compute="bf16", ops="gqa")
     notes = [note for note in made.progress.notes if "no bfloat16 kernels here" in note]
@@ -236,7 +236,7 @@ def test_only_an_export_that_there_is_is_advised_for_an_op_set(dtype, ops, advic
     assert str(caught.value).endswith(f"only in gqa; leave --ops out{advice}")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_large_model_is_compared_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
     monkeypatch.setattr(partition, "PART_BYTES", 100_000)

@@ -13,9 +13,9 @@ CONTEXT, CHUNK = 1024, 62
 
 
 def logits(bundle, ops, tokens):
-    model = OrtModel(bundle, bundle.target, Device("cpu", 1), ops)
+    model = OrtModel(bundle, bundle.target, Device(), ops)
     chunks = [tokens[i : i + CHUNK] for i in range(0, len(tokens), CHUNK)]
-    return np.concatenate([model.forward(chunk)._logits.copy() for chunk in chunks])
+    return np.concatenate([model.forward(chunk).array().copy() for chunk in chunks])
 
 
 @pytest.mark.slow
