@@ -157,16 +157,18 @@ const checks = {
     const controller = new AbortController();
     const { signal } = controller;
     const aborted = await client.chat.completions.create({ ...long, stream: true }, { signal });
+    let pieces = 0;
     for await (const _ of aborted) {
-      assert.equal(await running(), 1);
+      pieces += 1; // some may have come before
       controller.abort();
     }
+    assert.ok(pieces < 200, `${pieces} pieces came of an answer that was aborted at its first`);
     await until(async () => (await running()) === 0);
 
     const whole = new AbortController();
-    const asked = client.chat.completions.create(long, { signal: whole.signal });
+    const asked = client.chat.completions.create({ ...long, n: 8 }, { signal: whole.signal });
     const refusal = assert.rejects(asked, OpenAI.APIUserAbortError);
-    await until(async () => (await running()) === 1);
+    await until(async () => (await running()) > 0);
     whole.abort();
     await refusal;
     await until(async () => (await running()) === 0);
