@@ -80,9 +80,9 @@ def test_a_field_that_cannot_be_is_named(ai):
 
 def test_a_client_that_leaves_its_stream_frees_the_slot(ai, port):
     own = {"speculative": {"off": True}, "ignore_eos": True}
-    long = GREEDY | {"max_tokens": 400, "extra_body": own}
+    long = GREEDY | {"max_tokens": 400, "n": 8, "extra_body": own}
     stream = ai.chat.completions.create(stream=True, **long)
     next(iter(stream))
-    assert health(port)["running"] == 1
+    assert health(port)["running"] > 0
     stream.close()
     until(lambda: health(port)["running"] == 0)
