@@ -30,12 +30,7 @@ _FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
 
 def narrow(model: ir.Model, kind: ir.DataType) -> None:
     """Let a model's graph compute in a type of 16 bits, in place."""
-    graph = model.graph
-    casts = _Casts(graph, kind)
-    for value in graph.inputs:
-        if value.dtype == _WIDE:
-            value.dtype = kind
-    _centre_biases(graph)
+    graph, casts = model.graph, _begun(model.graph, kind)
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
     for value in dict.fromkeys(map(_embedded, lookups)):
         if value.dtype == _WIDE:
@@ -48,21 +43,14 @@ def narrow(model: ir.Model, kind: ir.DataType) -> None:
             if output.dtype is None:
                 output.dtype = _left_out(node)
         _retype(node, casts)
-    _widen_logits(graph, kind)
-    passes.RemoveUnusedNodesPass()(model)
-    drop_unused(graph)
+    _end(model, kind)
 
 
 def narrow_caches(model: ir.Model, kind: ir.DataType) -> None:
     """Let a model's graph have caches in a type of 16 bits and compute all but attention in its
     own, in place.
     """
-    graph = model.graph
-    casts = _Casts(graph, kind)
-    for value in graph.inputs:
-        if value.dtype == _WIDE:
-            value.dtype = kind
-    _centre_biases(graph)
+    graph, casts = model.graph, _begun(model.graph, kind)
     for node in list(graph):
         _retype(node, casts, node.op_type in _OF_CACHES)
     for value in graph.outputs[1:]:
@@ -71,9 +59,23 @@ def narrow_caches(model: ir.Model, kind: ir.DataType) -> None:
                 f"a {value.producer().op_type} node makes its caches, which stay in "  # type: ignore[union-attr]
                 f"{value.dtype}; leave --cache out"
             )
-    _widen_logits(graph, kind)
+    _end(model, kind)
+
+
+def _begun(graph: ir.Graph, kind: ir.DataType) -> _Casts:
+    """Let caches and biases have a type of 16 bits; what casts the rest."""
+    for value in graph.inputs:
+        if value.dtype == _WIDE:
+            value.dtype = kind
+    _centre_biases(graph)
+    return _Casts(graph, kind)
+
+
+def _end(model: ir.Model, kind: ir.DataType) -> None:
+    """Let logits be of float32, and leave no node that nothing reads."""
+    _widen_logits(model.graph, kind)
     passes.RemoveUnusedNodesPass()(model)
-    drop_unused(graph)
+    drop_unused(model.graph)
 
 
 def _centre_biases(graph: ir.Graph) -> None:
