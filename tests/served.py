@@ -21,6 +21,11 @@ MODEL = "python-9m"
 PROMPT = "def read_config(path):"
 
 
+def error_of(said):
+    """The error in an answer's body."""
+    return json.loads(said)["error"]
+
+
 def chat_pair(slots, folder=None, template=CHATML):
     """The pair of a folder, or the embedded one, with a chat template: that answers with Python."""
     pipeline = specedge.load(folder or store.embedded(), slots=slots)

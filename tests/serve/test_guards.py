@@ -1,0 +1,74 @@
+"""Who may ask: those with the key, and without one no web page from elsewhere."""
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+
+from served import ask, chat_pair, error_of, serving
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return chat_pair(1)
+
+
+def test_a_key_is_asked_for_everywhere_but_of_health(pair):
+    with serving(pair, api_key="geheim") as port:
+        assert ask(port, "GET", "/health")[0] == 200
+        for path in ("/v1/models", "/metrics", "/nothing"):
+            for sent in ({}, {"Authorization": "Bearer falsch"}, {"Authorization": "geheim"}):
+                status, _, said = ask(port, "GET", path, **sent)
+                assert (status, error_of(said)["code"]) == (401, "invalid_api_key")
+        assert ask(port, "GET", "/v1/models", Authorization="Bearer geheim")[0] == 200
+
+
+def test_only_named_origins_may_ask_from_a_web_page(pair):
+    with serving(pair, origins=("https://good.example",), api_key="k") as port:
+
+        def allowed(origin):
+            asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+            return ask(port, "OPTIONS", "/v1/completions", **asked)[1].get(
+                "access-control-allow-origin"
+            )
+
+        assert allowed("https://good.example") == "https://good.example"
+        assert allowed("https://evil.example") is None
+
+
+@pytest.mark.parametrize(
+    ("path", "host", "origin", "code"),
+    [
+        ("/v1/models", "localhost", None, None),
+        ("/v1/models", "LOCALHOST:8000", "http://localhost:8000", None),
+        ("/v1/models", "127.0.0.1:80", None, None),
+        ("/v1/models", "[::1]:9", "http://[::1]:9", None),
+        ("/v1/models", "127.0.0.1:80", "https://pages.example", None),
+        ("/v1/models", "pair.example", "https://pair.example", None),
+        ("/v1/models", "127.0.0.1:80", "https://pair.example", None),
+        ("/v1/models", "evil.example:8000", None, "host_not_allowed"),
+        ("/v1/models", "evil.example:8000", "http://evil.example:8000", "host_not_allowed"),
+        ("/", "evil.example", None, "host_not_allowed"),
+        ("/health", "localhost.evil.example", None, "host_not_allowed"),
+        ("/v1/models", "[::1", None, "host_not_allowed"),
+        ("/v1/models", "localhost:8000", "https://evil.example", "origin_not_allowed"),
+        ("/v1/models", "localhost:8000", "http://localhost:3000", "origin_not_allowed"),
+        ("/v1/models", "localhost:8000", "null", "origin_not_allowed"),
+    ],
+)
+def test_no_page_asks_by_its_own_name_or_from_elsewhere(named, path, host, origin, code):
+    given = {"Host": host} | ({"Origin": origin} if origin else {})
+    status, _, said = ask(named, "GET", path, **given)
+    assert (status, code and error_of(said)["code"]) == (403 if code else 200, code)
+
+
+@pytest.fixture(scope="module")
+def named(pair):
+    hosts, origins = ("localhost", "127.0.0.1", "::1", "pair.example"), ("https://pages.example",)
+    with serving(pair, hosts=hosts, origins=origins) as found:
+        yield found
+
+
+def test_with_a_key_any_origin_and_host_may_try(pair):
+    with serving(pair, api_key="k") as port:
+        given = {"Host": "here", "Origin": "https://there", "Authorization": "Bearer k"}
+        assert ask(port, "GET", "/v1/models", **given)[0] == 200
