@@ -81,6 +81,21 @@ def test_a_prompt_that_every_worker_dies_of_fails_alone():
         list(cluster.in_order(items(2), lambda left: iter(()), heard()))
 
 
+def test_a_prompt_that_every_worker_dies_of_fails_alone_as_its_parts_only_one(
+    monkeypatch,
+):
+    """That ended the job: a file of one prompt, or a long one whose last part has one."""
+    monkeypatch.setattr(cluster, "AT_A_TIME", 2)
+    for number in (1, 3):
+
+        def killing(left, last=number - 1):
+            yield from results([item for item in left if item.index != last])
+
+        *before, found = cluster.in_order(items(number), killing, heard())
+        assert [r["index"] for r in before] == [*range(number - 1)]
+        assert found["error"] == "its worker was lost 5 times: it died"
+
+
 def test_a_long_file_goes_by_parts_so_that_a_loss_holds_few_lines_back(monkeypatch):
     monkeypatch.setattr(cluster, "AT_A_TIME", 2)
     passes = []
