@@ -86,6 +86,14 @@ def test_a_body_that_is_no_request_is_refused_in_one_short_line(port, body):
     assert "\n" not in error_of(said)["message"]
 
 
+@pytest.mark.parametrize("value", ['"\\ud800"', "1e999"])
+def test_what_cannot_be_repeated_is_refused_before_anything_runs(port, value):
+    """As metadata it was an error 500 behind the whole text, or a stream that is no JSON."""
+    body = f'{{"input": "a", "metadata": {{"a": {value}}}}}'.encode()
+    status, _, said = ask(port, "POST", "/v1/responses", body)
+    assert (status, error_of(said)["code"]) == (400, "invalid_json")
+
+
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(port, connection):
     connection.sendall(head(10**12))
     status, headers, said = answer(connection)
@@ -156,6 +164,30 @@ def test_who_does_not_read_its_stream_keeps_nobody(port, connection):
     connection.sendall(head(len(body)) + body)
     until(lambda: health(port)["running"] == 0, 60)  # its text ended though nobody read it
     assert answers(port)
+
+
+def test_who_never_reads_its_stream_is_not_waited_for_when_its_time_is_over(pair, monkeypatch):
+    """The end of the stream was waited for as long as the connection was open."""
+    from specedge.serve.app import Settings, make_app
+
+    monkeypatch.setattr("specedge.serve.answer.LAST_WORDS", 0.1)
+    given = [json.dumps(SHORT | {"stream": True}).encode()]
+
+    async def main():
+        async def receive():
+            if not given:
+                await asyncio.Event().wait()
+            return {"type": "http.request", "body": given.pop(), "more_body": False}
+
+        async def send(message):
+            if message["type"] == "http.response.body":
+                await asyncio.Event().wait()
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
+        scope |= {"headers": [(b"content-type", b"application/json")], "root_path": ""}
+        await asyncio.wait_for(make_app(pair, Settings(timeout=0.5))(scope, receive, send), 10)
+
+    asyncio.run(main())
 
 
 def test_more_than_can_wait_are_told_to_come_again(port, slowly):
