@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specedge.errors import SpecEdgeError
+from specedge.errors import OptionError, SpecEdgeError
 from specedge.options import Sampling
 
 from ..loop.model import LanguageModel
@@ -57,7 +57,12 @@ class Referee:
         ties: list[NearTie] = []
         for i in range(verdict.num_accepted + 1):
             text = history.then(tokens[:i])
-            first, second = _two_likeliest(scores[i], sampling, text)
+            try:
+                first, second = _two_likeliest(scores[i], sampling, text)
+            except OptionError:  # as in `verify`: none is left behind tokens that are accepted
+                if not i:
+                    raise
+                return Verdict(i - 1, tokens[i - 1]), tuple(ties)
             if not self._is_near(first, second, sampling):
                 continue
             if self.exact:
@@ -68,7 +73,10 @@ class Referee:
                 continue
             if i == len(tokens) or chosen != tokens[i]:
                 return Verdict(i, chosen), tuple(ties)
-            verdict, later = self._go_on(i, tokens, sampling, text.then([chosen]))
+            try:
+                verdict, later = self._go_on(i, tokens, sampling, text.then([chosen]))
+            except OptionError:  # behind it
+                return Verdict(i, chosen), tuple(ties)
             return verdict, (*ties, *later)
         return verdict, tuple(ties)
 
