@@ -4,8 +4,8 @@
 
 Each BUNDLE has graphs that `specedge embed` made. The tests' host and the runtime take turns on one
 thread, at the bundle's K, and must write the same tokens; times are of the processor, so that other
-programs count less. The host's time in ONNX Runtime is shown apart: hosts in any language have that,
-and the rest is Python. Peaks of memory are of processes of their own. Linux only.
+programs count less. The host's time in ONNX Runtime is shown apart: all hosts have that; the rest
+is Python. Peaks of memory are of processes of their own. Linux only.
 """
 
 from __future__ import annotations
