@@ -20,7 +20,7 @@ from specedge.runtime.backend.unrolled import Unrolled
 STANDIN = Path(standin.__file__).parent
 PAIRS = {
     "fp32-fp16": ("llama", {"kv_heads": 2, "tied": True}),
-    "int8-fp16": ("llama", {"kv_heads": 2}),
+    "int8-fp16": ("llama", {"kv_heads": 2, "tied": True}),
     "int4-fp16": ("llama", {"kv_heads": 2}),
     "fp32-bf16": ("llama", {"kv_heads": 2, "tied": True}),
     "int8-fp32": ("gpt2", {}),

@@ -66,7 +66,9 @@ def test_a_scored_graph_gives_a_decoders_logits_and_the_best_of_them(made):
         whole, scored = (OrtModel(bundle, model, Device(), ops, g) for g in ("decoder", "scored"))
         wanted, found = (one.forward([5, 6, 7, 8]) for one in (whole, scored))
         assert found.best[:, -1].tolist() == [0] * 4
-        assert np.allclose(found.array(), wanted.array(), atol=1e-3)
+        # A tied head of bytes is spelled out there, and has a kernel of 16 bits on the CPU, too.
+        allowed = 1e-3 if made.compute == "fp32" else 0.01 * np.abs(wanted.array()).max()
+        assert np.allclose(found.array(), wanted.array(), atol=allowed)
         for i in range(4):
             own = Row(found.array()[i], found.ids)
             for count in (1, 5):
