@@ -13,6 +13,7 @@ import pytest
 import standin
 
 import specedge
+from gpu.reporting import Reporting
 from specedge.manifest import num_best
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.unrolled import Unrolled
@@ -29,6 +30,19 @@ PROMPT = "def f(self):"
 VOCAB_SIZE = 512
 COMPILE = [os.environ.get("CC", "gcc"), "-std=gnu11", "-fPIC", "-shared", "-o"]
 K = 4
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-report", metavar="FILE", help="Put what tests on a GPU found there.")
+
+
+def pytest_configure(config):
+    path = config.getoption("--gpu-report", None)  # not known where all tests are collected
+    if path and not hasattr(config, "workerinput"):
+        try:
+            config.pluginmanager.register(Reporting(Path(path)))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 @pytest.fixture(scope="session")
