@@ -26,6 +26,11 @@ PAIRS = {
     "fp32-bf16": ("llama", {"kv_heads": 2, "tied": True}),
     "int8-fp32": ("gpt2", {}),
 }
+FOR_ENGINES = {  # of integers
+    "int4-qdq": ("llama", {"kv_heads": 2}),
+    "int8-qdq": ("gpt2", {}),
+    "int8-block-qdq": ("llama", {"kv_heads": 2, "tied": True}),
+}
 PROMPT = "def f(self):"
 VOCAB_SIZE = 512
 COMPILE = [os.environ.get("CC", "gcc"), "-std=gnu11", "-fPIC", "-shared", "-o"]
@@ -74,8 +79,8 @@ def pairs(tmp_path_factory):
     def pair(name):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            kind, options = PAIRS[name]
-            precision, compute = name.split("-")
+            kind, options = (PAIRS | FOR_ENGINES)[name]
+            precision, _, compute = name.rpartition("-")
             tokenizer = make_tokenizer(folder / "tokenizer")
             target = make_model(make_config(kind, context=256, **options))
             save(target, tokenizer, folder / "target")
