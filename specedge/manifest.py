@@ -9,7 +9,17 @@ import re
 from dataclasses import dataclass, replace
 
 from .errors import BundleError
-from .op_sets import OP_SETS, OPS, attention, cached, computed, described, is_rounded, is_typed
+from .op_sets import (
+    OP_SETS,
+    OPS,
+    attention,
+    cached,
+    computed,
+    described,
+    is_for_engines,
+    is_rounded,
+    is_typed,
+)
 from .precision import DTYPES, PRECISIONS, QUANTISED, Precision, precision_of
 from .reports import Parity, Quantisation, check_line
 from .signature import Signature, Tensor
@@ -195,7 +205,14 @@ class Model:
         """
         if cached(ops) != computed(ops) or (self.weights_dtype in QUANTISED and not is_typed(ops)):
             return False
-        return attention(ops) != "gqa" or computed(ops) != "float32"
+        is_wide = attention(ops) == "gqa" and computed(ops) == "float32"
+        return not is_wide and not is_for_engines(ops)
+
+    def has_engines(self, ops: str) -> bool:
+        """Whether engines can be compiled of an op set: integers take a form of their own."""
+        if is_for_engines(ops):
+            return True
+        return self.is_for_gpus(ops) and self.weights_dtype not in QUANTISED
 
     def op_set(self, ops: str) -> str | None:
         """The op set of a name, if the model has it; of float weights the one without a type

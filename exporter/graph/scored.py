@@ -15,6 +15,7 @@ from specedge.manifest import SCORED, Graph, Model, num_best, with_best
 
 from .graphs import signature_of
 from .nodes import constant, producer
+from .tied_bytes import share_bytes
 
 
 def add(model: Model, folder: Path) -> Model:
@@ -75,6 +76,7 @@ def share_tables(graph: ir.Graph) -> None:
             node.op_type, node.domain = "FusedMatMul", "com.microsoft"
             node.attributes["transB"] = ir.AttrInt64("transB", 1)
             graph.remove(turned, safe=True)
+    share_bytes(graph)
 
 
 def _is_table(value: ir.Value) -> bool:

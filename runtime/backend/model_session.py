@@ -12,7 +12,7 @@ from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError, DeviceError
 from specedge.graph_file import check_graph
 from specedge.manifest import CURE, SCORED, Graph, Model
-from specedge.op_sets import CACHED, OP_SETS, computed
+from specedge.op_sets import CACHED, ENGINES, OP_SETS, computed
 from specedge.precision import QUANTISED, precision_of
 from specedge.signature import Signature, Tensor
 
@@ -158,18 +158,15 @@ def choose_ops(model: Model, ops: str = "auto", device: Device | None = None) ->
 
 def _gpu_ops(model: Model, ops: str, device: Device) -> str:
     """The op set to run on a GPU, or the one asked for, if it can."""
-    able = [one for one in device.preferred_ops if one in model.parity and model.is_for_gpus(one)]
-    if device.has_engines and model.weights_dtype in QUANTISED:
-        raise DeviceError(
-            f"{model.source.id} has {model.weights_dtype} weights, and {device.name} compiles no "
-            "graph over them; export the pair with --precision fp16 --compute fp16"
-        )
+    fits = model.has_engines if device.has_engines else model.is_for_gpus
+    able = [one for one in device.preferred_ops if one in model.parity and fits(one)]
     if ops == "auto" and able:
         return able[0]
     if ops != "auto" and model.op_set(ops) in able:
         return str(model.op_set(ops))
     found = f"only {', '.join(able)}" if able else f"none of {', '.join(model.parity)}"
-    how = "--compute fp16" if model.dtype == "float32" else "--ops auto"
+    kind = ENGINES if device.has_engines and model.weights_dtype in QUANTISED else "fp16"
+    how = f"--compute {kind}" if model.dtype == "float32" else "--ops auto"
     raise DeviceError(
         f"{model.source.id}: {device.name} runs {found} of its op sets"
         + (f", not '{ops}'" if ops != "auto" else f"; export the pair again with {how}")
@@ -179,8 +176,7 @@ def _gpu_ops(model: Model, ops: str, device: Device) -> str:
 def _wanted(model: Model, ops: str) -> str:
     """The options of an export that give an op set, if there are any."""
     plain, _, kind = ops.partition("-")
-    rounded = model.weights_dtype in QUANTISED
-    if kind == ("bf16" if rounded else "fp32"):
+    if kind in (("bf16",) if model.weights_dtype in QUANTISED else ("fp32", ENGINES)):
         return ""
     option = "--cache fp16" if kind in CACHED else f"--compute {kind}" if kind else ""
     return f", or export the pair with --ops {plain} {option}".rstrip()

@@ -13,6 +13,7 @@ import pytest
 import standin
 
 import specedge
+from gpu.reporting import Reporting
 from specedge.manifest import num_best
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.unrolled import Unrolled
@@ -20,15 +21,33 @@ from specedge.runtime.backend.unrolled import Unrolled
 STANDIN = Path(standin.__file__).parent
 PAIRS = {
     "fp32-fp16": ("llama", {"kv_heads": 2, "tied": True}),
-    "int8-fp16": ("llama", {"kv_heads": 2}),
+    "int8-fp16": ("llama", {"kv_heads": 2, "tied": True}),
     "int4-fp16": ("llama", {"kv_heads": 2}),
     "fp32-bf16": ("llama", {"kv_heads": 2, "tied": True}),
     "int8-fp32": ("gpt2", {}),
+}
+FOR_ENGINES = {  # of integers
+    "int4-qdq": ("llama", {"kv_heads": 2}),
+    "int8-qdq": ("gpt2", {}),
+    "int8-block-qdq": ("llama", {"kv_heads": 2, "tied": True}),
 }
 PROMPT = "def f(self):"
 VOCAB_SIZE = 512
 COMPILE = [os.environ.get("CC", "gcc"), "-std=gnu11", "-fPIC", "-shared", "-o"]
 K = 4
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-report", metavar="FILE", help="Put what tests on a GPU found there.")
+
+
+def pytest_configure(config):
+    path = config.getoption("--gpu-report", None)  # not known where all tests are collected
+    if path and not hasattr(config, "workerinput"):
+        try:
+            config.pluginmanager.register(Reporting(Path(path)))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +79,8 @@ def pairs(tmp_path_factory):
     def pair(name):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            kind, options = PAIRS[name]
-            precision, compute = name.split("-")
+            kind, options = (PAIRS | FOR_ENGINES)[name]
+            precision, _, compute = name.rpartition("-")
             tokenizer = make_tokenizer(folder / "tokenizer")
             target = make_model(make_config(kind, context=256, **options))
             save(target, tokenizer, folder / "target")

@@ -47,10 +47,10 @@ def logits(model, tokens, lengths):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_logits_are_the_cpus_within_the_types_precision(pairs, name):
+def test_logits_are_the_cpus_within_the_types_precision(pairs, name, record_property):
     bundle = Bundle.read(pairs(name))
     tokens = [int(t) for t in np.random.default_rng(0).integers(512, size=48)]
-    for model in bundle.models.values():
+    for role, model in bundle.models.items():
         for ops in runnable(model):
             on_cpu = model.cpu_ops if computed(ops) == "bfloat16" else ops
             wanted = logits(OrtModel(bundle, model, Device(), on_cpu), tokens, [40, 1, 2, 5])
@@ -58,6 +58,7 @@ def test_logits_are_the_cpus_within_the_types_precision(pairs, name):
             found = logits(there, tokens, [40, 1, 2, 5])
             there.close()
             off = np.abs(found - wanted).max() / np.abs(wanted).max()
+            record_property(f"{role} {ops}", float(off))
             assert off < ALLOWED[computed(ops)], (ops, off)
 
 
@@ -79,8 +80,9 @@ def test_a_captured_pass_has_the_bits_of_one_that_runs_as_it_comes(pairs, name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name):
+def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name, record_property):
     with specedge.load(pairs(name), device="cuda") as pipeline:
+        record_property("row_independent", list(pipeline.target.row_independent_lengths))
         plain = pipeline.generate(PROMPT, 64, num_draft_tokens=0, ignore_eos=True)
         for k in range(1, K + 1):
             for exact in (False, True):
@@ -93,6 +95,8 @@ def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name):
                     if a != b
                 ]
                 ties = {tie.position for tie in found.near_ties}
+                if differing:
+                    record_property(f"K={k} exact={exact}", f"differs at {differing[0]} of 64")
                 assert not differing or (not exact and differing[0] in ties), (k, exact)
 
 
@@ -116,7 +120,7 @@ def test_the_best_logits_are_those_of_the_whole_rows(pairs):
     model.close()
 
 
-def test_memory_returns_when_a_pipeline_is_closed(pairs):
+def test_memory_returns_when_a_pipeline_is_closed(pairs, record_property):
     def free():
         gc.collect()
         return Machine().driver.facts["gpus"][0]["free"]
@@ -126,4 +130,5 @@ def test_memory_returns_when_a_pipeline_is_closed(pairs):
     before = free()  # what CUDA itself holds of a process stays
     with specedge.load(pairs("fp32-fp16"), device="cuda") as pipeline:
         pipeline.generate(PROMPT, 8)
+    record_property("bytes_not_returned", before - free())
     assert abs(free() - before) < 8 * 2**20
