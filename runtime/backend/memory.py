@@ -16,8 +16,8 @@ from pathlib import Path
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.graph_file import Weight, weights_of
-from specedge.manifest import PREFILL_LENGTH, Model
-from specedge.op_sets import computed
+from specedge.manifest import Model, chunk_length
+from specedge.op_sets import CACHES, attention, computed
 from specedge.precision import QUANTISED
 
 PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever the pair
@@ -28,6 +28,8 @@ SHORTEST = 256  # tokens of a context that an advice may leave, and what it is a
 # are widened ONNX Runtime makes MatMulNBits, which has a scale for 32 of them. Packed blocks of 4
 # bits have a sum beside each scale, and the scales stay as they were: 28 bytes where 20 lay.
 _PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11}
+_SIZES = {"int8": 1.0, "int8-block": 1.4, "int4": 0.7}  # bytes of a packed number; of floats 4
+_WIDTHS = 4.0  # values of a row that a layer's pass holds, in the root of its matrices' numbers
 _SIGNS = ("bad_alloc", "bad allocation", "failed to allocate", "cannot allocate", "out of memory")
 
 
@@ -44,6 +46,7 @@ class ModelMemory:
 
     id: str
     weights_dtype: str
+    cache_dtype: str
     packed: int
     lying: int
     opening: int
@@ -59,6 +62,10 @@ class ModelMemory:
     def running(self) -> int:
         """All that is held while it runs."""
         return self.weights + self.caches + self.passes
+
+    def halved(self) -> ModelMemory:
+        """The same model with caches in float16."""
+        return replace(self, caches=self.caches // 2) if self.cache_dtype == "float32" else self
 
     def rounded(self) -> ModelMemory:
         """The same model with weights in int8."""
@@ -78,6 +85,7 @@ class PairMemory:
     draft: ModelMemory
     context_length: int
     slots: int = 1
+    ops: str = "gqa"  # the target's attention
 
     @property
     def slot(self) -> int:
@@ -118,6 +126,10 @@ class PairMemory:
         """The same pair with weights in int8."""
         return replace(self, target=self.target.rounded(), draft=self.draft.rounded())
 
+    def halved(self) -> PairMemory:
+        """The same pair with caches in float16."""
+        return replace(self, target=self.target.halved(), draft=self.draft.halved())
+
     def shorter(self, limit: int) -> PairMemory:
         """The same pair with the longest context that keeps its peak below a limit, or as it is."""
         caches = self.target.caches + self.draft.caches
@@ -151,6 +163,7 @@ def pair_memory(
         draft=model_memory(bundle, bundle.draft, draft_ops, slots, max_length),
         context_length=length,
         slots=slots,
+        ops=attention(target_ops),
     )
 
 
@@ -166,17 +179,16 @@ def model_memory(
     cache = model.cache_of(ops)
     held = list(chain.from_iterable(_held(weight, is_narrow, is_wide) for weight in fitting))
     packed = [size for size, is_packed in held if is_packed]
+    length = min(max_length or cache.capacity, cache.capacity)
     return ModelMemory(
         id=model.source.id,
         weights_dtype=model.weights_dtype,
+        cache_dtype=cache.dtype,
         packed=sum(packed),
         lying=sum(size for size, is_packed in held if not is_packed),
         opening=max(packed, default=0),
-        caches=slots
-        * cache.size
-        * min(max_length or cache.capacity, cache.capacity)
-        // cache.capacity,
-        passes=_passes(model, bundle.num_draft_tokens, slots),
+        caches=slots * cache.size * length // cache.capacity,
+        passes=_passes(model, packed, length, bundle.num_draft_tokens, slots),
     )
 
 
@@ -198,14 +210,25 @@ def _held(
             yield size, False
 
 
-def _passes(model: Model, num_draft_tokens: int, slots: int) -> int:
-    """A pass over a prompt, as much as logits of 64 rows, in int8 twice: measured when it computed
-    these, and not again since it reads 256 tokens for one; logits of every pass up to the verify
-    pass, in each slot, and two distributions of its rows.
+def _passes(
+    model: Model, packed: list[int], capacity: int, num_draft_tokens: int, slots: int
+) -> int:
+    """What a pass over a chunk of a prompt makes: scores of its rows, [heads, T, S], and as many
+    values as a layer's matrices are wide; logits of every pass up to the verify pass, in each slot,
+    and two distributions of its rows.
+
+    The manifest has neither the size of a row nor heads that query. So the largest matrix is taken
+    for the head, all of whose rows have the first, and the others for the layers'.
     """
+    size = _SIZES.get(model.weights_dtype, 4.0)
+    hidden = max(packed, default=0) / size / model.padded_vocab_size
+    of_layer = (sum(packed) - max(packed, default=0)) / size / len(model.cache.layers)
+    length = chunk_length(model.cache.capacity)
+    heads = hidden / model.cache.layers[0].key_size
+    prompt = length * (heads * capacity + _WIDTHS * of_layer**0.5)
     rows = num_draft_tokens + 1
-    prompt = PREFILL_LENGTH * (2 if model.weights_dtype in QUANTISED else 1)
-    return 4 * model.padded_vocab_size * (prompt + slots * rows * (rows + 1) // 2 + 4 * rows)
+    logits = model.padded_vocab_size * (slots * rows * (rows + 1) // 2 + 4 * rows)
+    return int(4 * (prompt + logits))
 
 
 def check_memory(need: PairMemory) -> None:
@@ -221,16 +244,24 @@ def check_memory(need: PairMemory) -> None:
 
 def _advice(need: PairMemory, limit: int) -> str:
     """The options of an export that keep the peak within a limit."""
-    shorter, rounded = need.shorter(limit), need.rounded()
-    both = rounded.shorter(limit)
-    length = "--max-length {}".format
-    single = {length(shorter.context_length): shorter, "--precision int8": rounded}
-    double = {f"--precision int8 {length(both.context_length)}": both}
-    for ways in (single, double):
+    rounded, halved = need.rounded(), need.halved()
+    both = rounded.halved()
+    integers, caches = "--precision int8", f"--cache fp16, for --ops {need.ops}-{CACHES['fp16']}"
+    one = {_length(need, limit): need.shorter(limit), integers: rounded, caches: halved}
+    two = {
+        f"{integers} {_length(rounded, limit)}": rounded.shorter(limit),
+        f"{integers} {caches}": both,
+    }
+    three = {f"{integers} {_length(both, limit)} {caches}": both.shorter(limit)}
+    for ways in (one, two, three):
         found = [f"{o} (about {shown(w.peak)})" for o, w in ways.items() if w.peak <= limit]
         if found:
             return f"export the pair again with {' or '.join(found)}"
     return "take a smaller model"
+
+
+def _length(need: PairMemory, limit: int) -> str:
+    return f"--max-length {need.shorter(limit).context_length}"
 
 
 @contextmanager
