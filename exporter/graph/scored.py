@@ -11,7 +11,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from specedge.manifest import SCORED, Graph, Model, num_best, with_best
+from specedge.gpu_signatures import SCORED, num_best, with_best
+from specedge.manifest import Graph, Model
 
 from .graphs import signature_of
 from .nodes import constant, producer

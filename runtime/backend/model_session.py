@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,12 @@ from typing import Any
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError, DeviceError
+from specedge.gpu_signatures import SCORED
 from specedge.graph_file import check_graph
-from specedge.manifest import CURE, SCORED, Graph, Model
+from specedge.manifest import CURE, Graph, Model
 from specedge.op_sets import CACHED, ENGINES, OP_SETS, attention, computed
 from specedge.precision import QUANTISED, precision_of
-from specedge.signature import Signature, Tensor
+from specedge.signature import DRAWING, Signature, Tensor
 
 from . import engines
 from .cache import Cache
@@ -22,8 +23,8 @@ from .memory import enough_memory, model_memory
 from .ort import translated_errors
 from .sessions import Device
 
-ORT_TYPES = {"float32": "float"}  # where its name is another
-GIVEN = ("tokens", "past_length")  # what the host writes before a pass
+ORT_TYPES = {"float32": "float", "float64": "double"}  # where its name is another
+GIVEN = ("tokens", "past_length", *DRAWING)  # what the host writes before a pass
 
 
 class ModelSession:
@@ -104,11 +105,14 @@ class ModelSession:
             array = self.buffers.given(shape, tensor.dtype)
         else:
             array = self.buffers.zeros(shape, tensor.dtype)
-        bound.arrays[tensor.role] = array
+        bound.arrays[tensor.name if tensor.role == "weights" else tensor.role] = array
         return array
 
-    def run(self, bound: Pass, tokens: Sequence[int]) -> None:
-        """Read the tokens into the cache, and into what logits the pass has.
+    def run(
+        self, bound: Pass, tokens: Sequence[int], told: Mapping[str, Any] | None = None
+    ) -> None:
+        """Read the tokens into the cache, and into what logits the pass has; `told` is what else
+        the graph is given, by role.
 
         Where the pass is longer it is padded: the rows behind theirs count for nothing.
         """
@@ -116,6 +120,8 @@ class ModelSession:
         with self._translated():
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
+            for role, values in (told or {}).items():
+                self.buffers.write(bound.arrays[role], values)
             self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
 
@@ -128,7 +134,9 @@ class ModelSession:
 
 
 class Pass:
-    """A binding for one number of tokens, with its arrays by their roles."""
+    """A binding for one number of tokens, with its arrays by their roles; rows of weights, of which
+    there are several, by their names.
+    """
 
     def __init__(self, binding: Any, cache: Cache, options: Any, length: int) -> None:
         self.binding = binding
