@@ -41,6 +41,7 @@ def item_of(index: int, facts: dict[str, Any], request: dict[str, Any]) -> Item:
     """
     if ("prompt" in facts) == ("messages" in facts):
         raise ValueError("a line must have either 'prompt' or 'messages'")
+    _check_unicode(facts)
     id_, prompt, messages = (facts.get(name) for name in ("id", "prompt", "messages"))
     if "id" in facts and type(id_) not in (str, int):
         raise ValueError("id must be text or a whole number")
@@ -50,7 +51,6 @@ def item_of(index: int, facts: dict[str, Any], request: dict[str, Any]) -> Item:
         raise ValueError("prompt must be text or a list of token ids")
     request = request | _own_options(facts)
     Request(**request)
-    _check_unicode(facts)
     return Item(index, id_, prompt, messages, request)
 
 
@@ -73,7 +73,7 @@ def _own_options(facts: dict[str, Any]) -> dict[str, Any]:
 
 def _check_unicode(facts: dict[str, Any]) -> None:
     try:
-        json.dumps(facts, ensure_ascii=False, default=str).encode()
+        json.dumps(facts, ensure_ascii=False, default=str, skipkeys=True).encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"not valid Unicode text ({error.reason})") from error
 

@@ -91,6 +91,8 @@ BAD = [
     ("drafter", "oracle", "drafter must be"),
     ("drafter", "ngram:nowhere", "nowhere: No such file"),
     ("stop", ["\ud800"], "not valid Unicode"),
+    ("replay", "\ud800", "not valid Unicode"),
+    ("logit_bias", {(1, 2): 3}, "a token of logit_bias must be"),
     ("logit_bias", {"x": 1}, "a token of logit_bias must be"),
     ("json_schema", "{", "json_schema is not valid JSON"),
     ("remember", True, "remember lets"),

@@ -81,9 +81,7 @@ def test_a_prompt_that_every_worker_dies_of_fails_alone():
         list(cluster.in_order(items(2), lambda left: iter(()), heard()))
 
 
-def test_a_prompt_that_every_worker_dies_of_fails_alone_as_its_parts_only_one(
-    monkeypatch,
-):
+def test_a_prompt_that_every_worker_dies_of_fails_alone_as_its_parts_only_one(monkeypatch):
     """That ended the job: a file of one prompt, or a long one whose last part has one."""
     monkeypatch.setattr(cluster, "AT_A_TIME", 2)
     for number in (1, 3):
@@ -94,6 +92,19 @@ def test_a_prompt_that_every_worker_dies_of_fails_alone_as_its_parts_only_one(
         *before, found = cluster.in_order(items(number), killing, heard())
         assert [r["index"] for r in before] == [*range(number - 1)]
         assert found["error"] == "its worker was lost 5 times: it died"
+
+
+def test_workers_that_no_longer_live_end_the_job_and_leave_the_rest_to_resume(monkeypatch):
+    """Each line of the rest was an error, which `--resume` keeps."""
+    monkeypatch.setattr(cluster, "AT_A_TIME", 2)
+
+    def dying(left):
+        yield from results([item for item in left if item.index < 2])
+
+    lines = cluster.in_order(items(6), dying, heard())
+    assert [next(lines)["index"] for _ in range(2)] == [0, 1]
+    with pytest.raises(SpecEdgeError, match="no worker lived to do a line: it died"):
+        next(lines)
 
 
 def test_a_long_file_goes_by_parts_so_that_a_loss_holds_few_lines_back(monkeypatch):

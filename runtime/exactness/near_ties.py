@@ -6,6 +6,7 @@ up to a `noise`; then two tokens closer than twice that are a near-tie.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -51,6 +52,8 @@ class Referee:
         sampling: Sampling,
         history: History,
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
+        # Rows behind a choice that could not be made were read again in vain.
+        self._num_plain = min(self._num_plain, len(history.tokens) - 1)
         if not tokens and self._num_plain == len(history.tokens) - 1:
             self._num_plain += 1  # one row after rows of plain decoding
             return verdict, ()
@@ -59,14 +62,15 @@ class Referee:
             text = history.then(tokens[:i])
             try:
                 first, second = _two_likeliest(scores[i], sampling, text)
+                if not self._is_near(first, second, sampling):
+                    continue
+                if self.exact:
+                    row = self._read_again(text, sampling)
+                    first, second = _two_likeliest(row, sampling, text)
             except OptionError:  # as in `verify`: none is left behind tokens that are accepted
                 if not i:
                     raise
                 return Verdict(i - 1, tokens[i - 1]), tuple(ties)
-            if not self._is_near(first, second, sampling):
-                continue
-            if self.exact:
-                first, second = _two_likeliest(self._read_again(text, sampling), sampling, text)
             chosen = first[0]
             ties.append(NearTie(text.num_new_tokens, chosen, second[0], first[1] - second[1]))
             if not self.exact:
@@ -100,11 +104,12 @@ class Referee:
         for at in range(self._num_plain, len(tokens)):
             row = self.target.forward([tokens[at]])[0]
             before = History(tokens[:prompt], tokens[prompt : at + 1])
-            if at + 1 < len(tokens) and choice(row, sampling, before) != tokens[at + 1]:
-                raise SpecEdgeError(
-                    f"new token {at + 1 - prompt} is not plain decoding's: this device's noise is "
-                    f"above the {self.noise:.1e} that was measured; take 0 draft tokens"
-                )
+            with suppress(OptionError):  # a grammar that is followed no more tells nothing of noise
+                if at + 1 < len(tokens) and choice(row, sampling, before) != tokens[at + 1]:
+                    raise SpecEdgeError(
+                        f"new token {at + 1 - prompt} is not plain decoding's: this device's noise "
+                        f"is above the {self.noise:.1e} that was measured; take 0 draft tokens"
+                    )
         self._num_plain = len(tokens)
         return row
 

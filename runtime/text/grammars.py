@@ -160,8 +160,9 @@ class Constraint:
     many positions as a round has, so that draft and target share them.
 
     Where llguidance's limits stop it, `renew` gives another matcher, as other texts, and drafts
-    that the text never followed, may have filled this one: the text is to end only where it would
-    alone. So it has renewals of its own, and drafts that used up theirs are followed no more.
+    that the text never followed, may have filled this one. So the text has renewals of its own, and
+    drafts that used up theirs are followed no more. Where the text's own are used up still depends
+    on when it got them.
     """
 
     def __init__(

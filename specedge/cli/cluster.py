@@ -44,13 +44,11 @@ def answers(
 
 def in_order(items: list[Item], run: Pass, heard: Heard) -> Iterator[dict[str, Any]]:
     """Run prompts, lost ones again, and give each result when those before it are out."""
-    lived = len(items) == 1  # workers: a prompt alone may well be what they die of
     for start in range(0, len(items), AT_A_TIME):
-        yield from _part(items[start : start + AT_A_TIME], run, heard, lived)
-        lived = True
+        yield from _part(items[start : start + AT_A_TIME], run, heard)
 
 
-def _part(items: list[Item], run: Pass, heard: Heard, lived: bool) -> Iterator[dict[str, Any]]:
+def _part(items: list[Item], run: Pass, heard: Heard) -> Iterator[dict[str, Any]]:
     from specedge.runtime.items import failed
 
     left = {item.index: item for item in items}
@@ -65,7 +63,8 @@ def _part(items: list[Item], run: Pass, heard: Heard, lived: bool) -> Iterator[d
             return
         again = f"{counted(len(left), 'line')} lost with a worker or a node, and done again"
         click.echo(one_line(f"note: {again}: {heard.last}", SHORT), err=True)
-    if len(left) == len(items) and not lived:
+    # One prompt may well be what its workers die of; where each of many is lost, it is they.
+    if len(left) == len(items) > 1:
         raise SpecEdgeError(f"no worker lived to do a line: {heard.last}")
     for index, item in left.items():
         held[index] = failed(item, f"its worker was lost {MOST_PASSES} times: {heard.last}")

@@ -166,30 +166,6 @@ def test_who_does_not_read_its_stream_keeps_nobody(port, connection):
     assert answers(port)
 
 
-def test_who_never_reads_its_stream_is_not_waited_for_when_its_time_is_over(pair, monkeypatch):
-    """The end of the stream was waited for as long as the connection was open."""
-    from specedge.serve.app import Settings, make_app
-
-    monkeypatch.setattr("specedge.serve.answer.LAST_WORDS", 0.1)
-    given = [json.dumps(SHORT | {"stream": True}).encode()]
-
-    async def main():
-        async def receive():
-            if not given:
-                await asyncio.Event().wait()
-            return {"type": "http.request", "body": given.pop(), "more_body": False}
-
-        async def send(message):
-            if message["type"] == "http.response.body":
-                await asyncio.Event().wait()
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "query_string": b""}
-        scope |= {"headers": [(b"content-type", b"application/json")], "root_path": ""}
-        await asyncio.wait_for(make_app(pair, Settings(timeout=0.5))(scope, receive, send), 10)
-
-    asyncio.run(main())
-
-
 def test_more_than_can_wait_are_told_to_come_again(port, slowly):
     def long():
         assert ask(port, "POST", "/v1/completions", LONG | {"max_tokens": 60})[0] == 200

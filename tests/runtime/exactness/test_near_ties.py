@@ -156,6 +156,32 @@ def test_a_text_goes_on_to_where_no_token_is_left_as_plain_decodings_does(exact,
         assert found[0] == found[1] or not exact
 
 
+class Tiring:
+    """Options that say nothing of drafts after a while, as a grammar that they bring to a limit."""
+
+    def __init__(self, num_left):
+        self._num_left = num_left
+
+    def banned(self, history):
+        self._num_left -= history.length > history.num_kept
+        if self._num_left < 0 and history.length > history.num_kept:
+            raise OptionError("the grammar is not followed along drafts here")
+        return np.zeros(7, bool)
+
+    def forced(self, history):
+        return None
+
+
+def test_exact_text_is_plain_decodings_wherever_a_grammar_stops_to_follow_drafts():
+    """Between the two looks at a near-tie it was an error, and a row that was no plain one's."""
+    for seed in (3, 4):
+        plain = generate(seed, 0, exact=True, share=1.0)[0][:30]
+        for num_left in range(40):
+            sampling = Sampling(constraint=Tiring(num_left))
+            rounds = decoder(seed, 4, True, share=1.0)[0].rounds(PROMPTS[seed], sampling, 0, 30)
+            assert [token for one in rounds for token in one.tokens][:30] == plain
+
+
 def test_exact_reads_no_token_more_than_twice_and_keeps_rounds_wide():
     _, _, target = generate(3, 4, exact=True, share=0.02)
     assert target.passes.count(1) <= LENGTH
