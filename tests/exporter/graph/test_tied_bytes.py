@@ -3,11 +3,12 @@
 import numpy as np
 import onnx
 import onnx_ir as ir
-import onnxruntime
 import pytest
 from onnx import TensorProto, helper
+from onnxruntime import SessionOptions
 
 from specedge.exporter.graph.tied_bytes import share_bytes
+from specedge.runtime.backend.ort import inference_session
 
 ROWS = 96
 
@@ -54,7 +55,7 @@ def path(request, tmp_path):
 
 
 def run(path):
-    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    session = inference_session(str(path), SessionOptions(), ["CPUExecutionProvider"])
     return session.run(None, {"input_ids": np.array([[5, 0, ROWS - 1]])})
 
 
