@@ -41,6 +41,19 @@ def test_is_skipped():
 def test_is_left_out():
     pass
 """
+ON_A_STAND_IN = """
+def test_runs_without_a_gpu():
+    pass
+"""
+ENDS_THE_PROCESS = """
+import os
+
+import pytest
+
+@pytest.mark.gpu
+def test_ends_the_process():
+    os._exit(139)
+"""
 
 
 def bench():
@@ -66,7 +79,9 @@ def bench():
 
 
 def pytest_on_a_gpu(folder, report):
-    (folder / "test_one.py").write_text(ON_A_GPU)
+    (folder / "gpu").mkdir()  # as the folder of these tests is called
+    (folder / "gpu" / "test_one.py").write_text(ON_A_GPU)
+    (folder / "gpu" / "test_other.py").write_text(ON_A_STAND_IN)
     paths = [TESTS.parent, TESTS, TESTS / "gpu/standin", TESTS.parent / "tools"]
     command = [sys.executable, "-m", "pytest", "-p", "gpu.conftest", "-q", str(folder)]
     return subprocess.run(
@@ -100,6 +115,14 @@ def test_tests_and_measurements_are_parts_of_one_file_that_is_shown(tmp_path):
         "| gpt2-xl | fp16 | 0.90 | 1.00 | 2.00 | 5.00 |",
     ):
         assert part in said
+
+
+def test_what_was_found_before_a_driver_ends_the_process_is_kept(tmp_path):
+    path = tmp_path / "gpu.json"
+    (tmp_path / "test_two.py").write_text(ENDS_THE_PROCESS)
+    assert pytest_on_a_gpu(tmp_path, path).returncode == 139
+    found = json.loads(path.read_text("utf-8"))["tests"]
+    assert [one["outcome"] for one in found.values()] == ["passed", "failed", "skipped", "skipped"]
 
 
 def test_a_part_that_is_written_again_keeps_the_others_and_what_is_not_named(tmp_path):

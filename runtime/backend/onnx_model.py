@@ -169,7 +169,7 @@ class OrtModel:
     ) -> Draft | None:
         """In one call; None where passes are faster, or no call can."""
         for call in self._calls:
-            if call.knows(history, sampling) and count >= call.least(sampling):
+            if call.knows(history, sampling) and call.is_faster(count, sampling):
                 return call.draft(tokens, count, history, sampling, uniforms)
         return None
 

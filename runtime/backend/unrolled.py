@@ -7,6 +7,7 @@ over and once to hand over its best logits. Such a graph needs no host between i
 from __future__ import annotations
 
 import copy
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -34,7 +35,7 @@ class OneCall:
     def __init__(self, session: ModelSession, cache: Cache) -> None:
         self._session, self._cache = session, cache
         self._passes: dict[int, Pass] = {}
-        self._least: dict[bool, int] = {}  # by kind of settings
+        self._costs: dict[bool, float] = {}  # of a call in passes, by kind of settings
 
     def over(self, cache: Cache) -> Self:
         """The same over another cache."""
@@ -66,9 +67,12 @@ class OneCall:
         """
         raise NotImplementedError
 
-    def least(self, sampling: Sampling) -> int:
-        """The fewest tokens that it drafts faster than passes do."""
-        return self._least[self._kind(sampling)]
+    def is_faster(self, count: int, sampling: Sampling) -> bool:
+        """Whether it drafts so many tokens faster than passes do; not under settings of a kind that
+        was not measured, as a head of a few tokens has no examples of each.
+        """
+        num_calls = -(-count // self.num_steps)
+        return num_calls * self._costs.get(self._kind(sampling), math.inf) < count
 
     def _kind(self, sampling: Sampling) -> bool:
         """What the cost of passes depends on."""
@@ -99,8 +103,8 @@ class OneCall:
         for sampling in self.examples:
             call = partial(self.draft, [0], 1, History([0]), sampling, numbers)
             seconds = [self._median(way) for way in (call, partial(step, sampling))]
-            self._least[self._kind(sampling)] = 1 + int(seconds[0] / seconds[1])
-        return min(self._least.values()) <= self.num_steps
+            self._costs[self._kind(sampling)] = seconds[0] / seconds[1]
+        return min(self._costs.values()) < self.num_steps
 
     def _median(self, run: Callable[[], object]) -> float:
         found = []

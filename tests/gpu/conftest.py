@@ -13,7 +13,7 @@ import pytest
 import standin
 
 import specedge
-from gpu.reporting import Reporting
+from gpu.reporting import ON_A_GPU, Reporting
 from specedge.gpu_signatures import num_best
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.onnx_model import OrtModel
@@ -49,6 +49,11 @@ def pytest_configure(config):
             config.pluginmanager.register(Reporting(Path(path)))
         except ValueError as error:
             raise pytest.UsageError(str(error)) from error
+
+
+def pytest_itemcollected(item):
+    if item.get_closest_marker("gpu"):
+        item.keywords[ON_A_GPU] = True
 
 
 @pytest.fixture(scope="session")

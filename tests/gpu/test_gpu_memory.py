@@ -6,9 +6,10 @@ Over a stand-in for CUDA, where kernels compute nothing.
 import pytest
 import standin
 
-from gpu.conftest import PROMPT, K, loaded
+from gpu.conftest import PROMPT, VOCAB_SIZE, K, loaded
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
+from specedge.gpu_signatures import ONE_CALL, SAMPLED
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -101,9 +102,10 @@ def test_a_tied_table_of_bytes_is_on_the_device_once(cuda, pairs, name, ops):
     table = bundle.target.padded_vocab_size * HIDDEN
     for model in (bundle.target, bundle.draft):
         twice = held(cuda, bundle, model, "decoder", ops)
-        graphs = ("scored",) if model is bundle.target else ("scored", "unrolled")
+        graphs = ("scored",) if model is bundle.target else ("scored", *ONE_CALL)
         for graph in graphs:
-            assert held(cuda, bundle, model, graph, ops) < twice - 0.9 * table
+            own = 16 * VOCAB_SIZE if graph == SAMPLED else 0  # zeros and ranks of its columns
+            assert held(cuda, bundle, model, graph, ops) < twice - 0.9 * table + own
 
 
 def test_without_the_private_way_to_pinned_memory_public_calls_serve(

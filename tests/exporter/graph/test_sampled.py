@@ -177,6 +177,31 @@ def test_logits_that_are_no_numbers_are_left_to_passes(sampled, monkeypatch):
     assert sampled._cache.length == 0
 
 
+def measured(sampled, monkeypatch, costs):
+    """With calls that take as many passes as these say, one number for each of its examples."""
+    seconds = iter([value for cost in costs for value in (cost, 1.0)])
+    monkeypatch.setattr(OneCall, "_median", lambda self, run: next(seconds))
+    assert sampled.measure(lambda sampling: None)
+    return sampled
+
+
+def test_more_tokens_than_a_call_has_are_drafted_in_calls_where_all_of_them_are_faster(
+    sampled, monkeypatch
+):
+    few, whole, k = Sampling(temperature=1.0, top_k=2), Sampling(temperature=1.0), sampled.num_steps
+    call, counts = measured(sampled, monkeypatch, (k - 0.1, 1.5)), range(1, 3 * k + 1)
+    assert [n for n in counts if call.is_faster(n, few)] == [k, 2 * k, 3 * k]
+    assert [n for n in counts if call.is_faster(n, whole)] == [*counts][1:]
+
+
+def test_settings_that_a_small_head_has_no_example_of_are_left_to_passes(sampled, monkeypatch):
+    sampled._size = 16  # of which the examples leave all
+    call = measured(sampled, monkeypatch, (1.5, 1.5))
+    assert call.is_faster(2, Sampling(temperature=1.0))
+    for sampling in (Sampling(), Sampling(temperature=1.0, top_k=5)):
+        assert not call.is_faster(call.num_steps, sampling)
+
+
 @pytest.fixture(scope="module")
 def pipelines(bundle):
     """One that drafts by passes and one that does in one call, on the CPU."""
