@@ -10,6 +10,7 @@ import copy
 import math
 import statistics
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Self
@@ -27,7 +28,7 @@ from .model_session import ModelSession, Pass
 _RUNS = 5  # of each way, of which the median counts
 
 
-class OneCall:
+class OneCall(ABC):
     """A session of such a graph, bound to one cache."""
 
     examples: Sequence[Sampling]  # one of each kind of settings for which passes cost otherwise
@@ -48,10 +49,11 @@ class OneCall:
         """K."""
         return self._session.num_drafted
 
+    @abstractmethod
     def knows(self, history: History, sampling: Sampling) -> bool:
         """Whether its nodes are all that these settings ask for after a text."""
-        raise NotImplementedError
 
+    @abstractmethod
     def draft(
         self,
         tokens: Sequence[int],
@@ -65,7 +67,6 @@ class OneCall:
 
         Steps beyond `count` run, too; their rows are stale.
         """
-        raise NotImplementedError
 
     def is_faster(self, count: int, sampling: Sampling) -> bool:
         """Whether it drafts so many tokens faster than passes do; not under settings of a kind that
