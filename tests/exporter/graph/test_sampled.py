@@ -13,7 +13,6 @@ from specedge.exporter.graph import unrolled as unrolling
 from specedge.gpu_signatures import ONE_CALL, SAMPLED, num_best
 from specedge.options import Sampling
 from specedge.runtime.backend.model_session import ModelSession
-from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sampled import Lent, Sampled
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.backend.unrolled import OneCall
@@ -41,24 +40,9 @@ SAMPLINGS = [
 ]
 
 
-@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
-def bundle(request, pairs):
-    return pairs.bundle(request.param)
-
-
 @pytest.fixture(scope="module")
 def session(bundle):
     return ModelSession(bundle, bundle.draft, Device(), OPS, SAMPLED)
-
-
-@pytest.fixture
-def passes(bundle):
-    return OrtModel(bundle, bundle.draft, Device(), OPS)
-
-
-@pytest.fixture
-def cached(bundle):
-    return OrtModel(bundle, bundle.draft, Device(), OPS)
 
 
 @pytest.fixture

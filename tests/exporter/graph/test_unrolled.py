@@ -11,28 +11,12 @@ from specedge.exporter.graph import unrolled as unrolling
 from specedge.gpu_signatures import ONE_CALL, UNROLLED
 from specedge.options import Sampling
 from specedge.runtime.backend.model_session import ModelSession
-from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.backend.unrolled import Unrolled
 from specedge.runtime.sampling.history import History
 
 OPS = "onnx"  # in float32, where rows keep their bits
 TEXT = [7 * i % 500 for i in range(300)]
-
-
-@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
-def bundle(request, pairs):
-    return pairs.bundle(request.param)
-
-
-@pytest.fixture
-def passes(bundle):
-    return OrtModel(bundle, bundle.draft, Device(), OPS)
-
-
-@pytest.fixture
-def cached(bundle):
-    return OrtModel(bundle, bundle.draft, Device(), OPS)
 
 
 @pytest.fixture
