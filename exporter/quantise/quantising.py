@@ -142,7 +142,7 @@ def _choice(
     tied = bool(tables & {*group.key})
     if precision == "int4" and not tied and len(shapes) == 1 and len(shapes[0]) == 2:
         return choosing.of_head(group, x, channels)
-    return choosing.in_columns(group, x, None if tied else channels, not tied)
+    return choosing.in_columns(group, x, channels, tied)
 
 
 def _routes(group: Group, num_experts: int) -> bool:
@@ -163,7 +163,8 @@ def _rewrite(model: Written, ops: str, choices: Choices, store: Store, folder: P
     tables = dict(embeddings(graph))
     found = groups(graph)
     rounded = {place for g in found if choices[g.key].num_parts for place in g.key}
-    places = frozenset(stored.place for stored in tables.values())
+    powers = {place: choices[g.key].powers for g in found for place in g.key}
+    places = {stored.place: powers.get(stored.place) for stored in tables.values()}
     kind = Dequantiser if is_for_engines(ops) else Widener if is_typed(ops) else Rewriter
     rewriter = kind(graph, store, places)
     for group in found:
