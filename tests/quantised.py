@@ -32,8 +32,8 @@ def with_outliers(model):
 
 
 def with_outliers_at_the_head(model):
-    """A quarter of the channels that a tied head of GPT-2 reads have 256 times the others' size, and
-    small weights, in its table, too.
+    """A quarter of the channels that GPT-2's head reads are 256 times as large, with small weights,
+    which the table shares.
     """
     with torch.no_grad():
         model.transformer.ln_f.weight[3::4] *= 256
