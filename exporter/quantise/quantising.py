@@ -163,7 +163,7 @@ def _rewrite(model: Written, ops: str, choices: Choices, store: Store, folder: P
     tables = dict(embeddings(graph))
     found = groups(graph)
     rounded = {place for g in found if choices[g.key].num_parts for place in g.key}
-    powers = {place: choices[g.key].powers for g in found for place in g.key}
+    powers = {place: choice.powers for key, choice in choices.items() for place in key}
     places = {stored.place: powers.get(stored.place) for stored in tables.values()}
     kind = Dequantiser if is_for_engines(ops) else Widener if is_typed(ops) else Rewriter
     rewriter = kind(graph, store, places)
