@@ -53,6 +53,15 @@ class Store:
             self._known[key] = (self._put(np.zeros(shape, np.int8), ir.DataType.INT8, name),)
         return self._known[key][0]
 
+    def middles(self, shape: tuple[int, ...], bits: int) -> ir.ExternalTensor:
+        """Where as many integers of so many bits lie that blocks take for 0, packed."""
+        key = ("middles", shape, bits)
+        if key not in self._known:
+            name, size = f"middles{len(self._known)}", int(np.prod(shape)) * bits // 8
+            found = np.full(size, 0x80 if bits == 8 else 0x88, np.uint8)
+            self._known[key] = (self._put(found, ir.DataType.UINT8, name),)
+        return self._known[key][0]
+
     def _pair(
         self, key: Hashable, make: Callable[[], Integers | Blocks], kind: ir.DataType
     ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:

@@ -12,7 +12,7 @@ from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError, DeviceError
 from specedge.graph_file import check_graph
 from specedge.manifest import CURE, SCORED, Graph, Model
-from specedge.op_sets import CACHED, OP_SETS, computed
+from specedge.op_sets import CACHED, OP_SETS, attention, computed
 from specedge.precision import QUANTISED, precision_of
 from specedge.signature import Signature, Tensor
 
@@ -183,7 +183,12 @@ def _wanted(model: Model, ops: str) -> str:
     if kind == ("bf16" if rounded else "fp32"):
         return ""
     option = "--cache fp16" if kind in CACHED else f"--compute {kind}" if kind else ""
-    return f", or export the pair with --ops {plain} {option}".rstrip()
+    if plain != "gqa" or plain in map(attention, model.parity):
+        return f", or export the pair with --ops {plain} {option}".rstrip()
+    if any(layer.key_size != layer.value_size for layer in model.cache.layers):
+        return ""  # no GroupQueryAttention has that
+    how = f"--ops auto {option}".rstrip()
+    return f", or export the pair with {how}, which gives {ops} where a model can have it"
 
 
 def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path) -> None:

@@ -236,6 +236,21 @@ def test_only_an_export_that_there_is_is_advised_for_an_op_set(dtype, ops, advic
     assert str(caught.value).endswith(f"only in gqa; leave --ops out{advice}")
 
 
+@pytest.mark.parametrize(
+    ("value_size", "advice"),
+    [(64, "--ops auto --cache fp16, which gives gqa-kv16 where a model can have it"), (48, None)],
+)
+def test_gqa_is_advised_as_what_a_model_may_have(value_size, advice):
+    """Keys and values of two sizes: never. With one size a manifest cannot tell."""
+    cache = Cache("float32", 64, (CacheLayer(2, 64, value_size),))
+    parity = {"onnx": None}
+    model = Mock(weights_dtype="int8", parity=parity, op_set=lambda ops: None, cache=cache)
+    with pytest.raises(BundleError) as caught:
+        choose_ops(model, "gqa-kv16")
+    said = "" if advice is None else f", or export the pair with {advice}"
+    assert str(caught.value).endswith(f"only in onnx; leave --ops out{said}")
+
+
 @pytest.mark.thorough
 def test_a_large_model_is_compared_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
