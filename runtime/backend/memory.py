@@ -17,7 +17,7 @@ from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.graph_file import Weight, weights_of
 from specedge.manifest import PREFILL_LENGTH, Model
-from specedge.op_sets import computed
+from specedge.op_sets import CACHES, attention, computed
 from specedge.precision import QUANTISED
 
 PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever the pair
@@ -27,7 +27,7 @@ SHORTEST = 256  # tokens of a context that an advice may leave, and what it is a
 # Products that are not named so, or hold more than a weight, with eighths of it: of integers that
 # are widened ONNX Runtime makes MatMulNBits, which has a scale for 32 of them. Packed blocks of 4
 # bits have a sum beside each scale, and the scales stay as they were: 28 bytes where 20 lay.
-_PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11}
+_PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11, "QMoE": 11}
 _SIGNS = ("bad_alloc", "bad allocation", "failed to allocate", "cannot allocate", "out of memory")
 
 
@@ -44,6 +44,7 @@ class ModelMemory:
 
     id: str
     weights_dtype: str
+    cache_dtype: str
     packed: int
     lying: int
     opening: int
@@ -59,6 +60,10 @@ class ModelMemory:
     def running(self) -> int:
         """All that is held while it runs."""
         return self.weights + self.caches + self.passes
+
+    def halved(self) -> ModelMemory:
+        """The same model with caches in float16."""
+        return replace(self, caches=self.caches // 2) if self.cache_dtype == "float32" else self
 
     def rounded(self) -> ModelMemory:
         """The same model with weights in int8."""
@@ -78,6 +83,7 @@ class PairMemory:
     draft: ModelMemory
     context_length: int
     slots: int = 1
+    ops: str = "gqa"  # the target's attention
 
     @property
     def slot(self) -> int:
@@ -118,6 +124,10 @@ class PairMemory:
         """The same pair with weights in int8."""
         return replace(self, target=self.target.rounded(), draft=self.draft.rounded())
 
+    def halved(self) -> PairMemory:
+        """The same pair with caches in float16."""
+        return replace(self, target=self.target.halved(), draft=self.draft.halved())
+
     def shorter(self, limit: int) -> PairMemory:
         """The same pair with the longest context that keeps its peak below a limit, or as it is."""
         caches = self.target.caches + self.draft.caches
@@ -151,6 +161,7 @@ def pair_memory(
         draft=model_memory(bundle, bundle.draft, draft_ops, slots, max_length),
         context_length=length,
         slots=slots,
+        ops=attention(target_ops),
     )
 
 
@@ -169,6 +180,7 @@ def model_memory(
     return ModelMemory(
         id=model.source.id,
         weights_dtype=model.weights_dtype,
+        cache_dtype=cache.dtype,
         packed=sum(packed),
         lying=sum(size for size, is_packed in held if not is_packed),
         opening=max(packed, default=0),
@@ -221,16 +233,24 @@ def check_memory(need: PairMemory) -> None:
 
 def _advice(need: PairMemory, limit: int) -> str:
     """The options of an export that keep the peak within a limit."""
-    shorter, rounded = need.shorter(limit), need.rounded()
-    both = rounded.shorter(limit)
-    length = "--max-length {}".format
-    single = {length(shorter.context_length): shorter, "--precision int8": rounded}
-    double = {f"--precision int8 {length(both.context_length)}": both}
-    for ways in (single, double):
+    rounded, halved = need.rounded(), need.halved()
+    both = rounded.halved()
+    integers, caches = "--precision int8", f"--cache fp16, for --ops {need.ops}-{CACHES['fp16']}"
+    one = {_length(need, limit): need.shorter(limit), integers: rounded, caches: halved}
+    two = {
+        f"{integers} {_length(rounded, limit)}": rounded.shorter(limit),
+        f"{integers} {caches}": both,
+    }
+    three = {f"{integers} {_length(both, limit)} {caches}": both.shorter(limit)}
+    for ways in (one, two, three):
         found = [f"{o} (about {shown(w.peak)})" for o, w in ways.items() if w.peak <= limit]
         if found:
             return f"export the pair again with {' or '.join(found)}"
     return "take a smaller model"
+
+
+def _length(need: PairMemory, limit: int) -> str:
+    return f"--max-length {need.shorter(limit).context_length}"
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from specedge.cli.verify import verify
 from specedge.errors import BundleError, DeviceError, ExportError
 from specedge.exporter import export
 from specedge.exporter.compare import partition, runner
+from specedge.manifest import Cache, CacheLayer
 from specedge.op_sets import OPS, computed
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel

@@ -30,7 +30,7 @@ MB = 10**6
 def model(name="some/target", **sizes):
     known = {"packed": 800, "lying": 80, "opening": 200, "caches": 400, "passes": 20}
     known = {part: MB * size for part, size in (known | sizes).items()}
-    return ModelMemory(id=name, weights_dtype="float16", **known)
+    return ModelMemory(id=name, weights_dtype="float16", cache_dtype="float32", **known)
 
 
 @pytest.fixture
@@ -103,7 +103,8 @@ def test_integers_that_are_widened_are_multiplied_in_blocks_with_a_scale_each():
 
 
 def test_blocks_take_more_packed_than_in_their_file():
-    assert held(graph({"a": 16, "s": 4}, ("MatMulNBits", "x", "a", "s", "y"))) == [22 + 5, 0]
+    for op in ("MatMulNBits", "QMoE"):
+        assert held(graph({"a": 16, "s": 4}, (op, "x", "a", "s", "y"))) == [22 + 5, 0]
 
 
 def test_casts_in_a_circle_come_to_an_end():
@@ -146,9 +147,15 @@ def test_a_pair_that_fits_is_not_refused(need, monkeypatch):
 @pytest.mark.parametrize(
     ("megabytes", "advice"),
     [
-        (1300, "with --max-length 2560 (about 1.4 GB) or --precision int8 (about 840.0 MB)"),
-        (1000, "with --precision int8 (about"),
+        (
+            1300,
+            "with --max-length 2560 (about 1.4 GB) or --precision int8 (about 840.0 MB) or "
+            "--cache fp16, for --ops gqa-kv16 (about 1.3 GB)",
+        ),
+        (1200, "with --max-length 1536 (about 1.3 GB) or --precision int8 (about 840.0 MB)"),
         (700, "with --precision int8 --max-length "),
+        (600, "--precision int8 --cache fp16, for --ops gqa-kv16 (about 620.0 MB)"),
+        (320, "with --precision int8 --max-length 256 --cache fp16, for --ops gqa-kv16 (about"),
         (100, "or take a smaller model"),
     ],
 )
@@ -170,9 +177,10 @@ def test_an_advised_length_fits(need):
         assert shorter is need or shorter.running <= limit * MB
 
 
-def test_weights_in_integers_are_not_advised_again(need):
-    ready = replace(need.target, weights_dtype="int8")
+def test_what_is_there_is_not_advised_again(need):
+    ready = replace(need.target, weights_dtype="int8", cache_dtype="float16")
     assert ready.rounded() is ready
+    assert ready.halved() is ready
 
 
 def test_a_load_that_cannot_fit_opens_nothing(monkeypatch):
