@@ -77,8 +77,8 @@ def apart(graphs: Iterable[ir.Graph], num_experts: int) -> Apart:
     routers, found = set(), dict[tuple[int, ...], Experts]()
     for node in (node for graph in graphs for node in graph if num_experts):
         if node.op_type == "MoE":
-            experts = _experts(node)
-            found[experts.key] = experts
+            if (experts := _experts(node)) is not None:
+                found[experts.key] = experts
         elif node.op_type in ("MatMul", "Gemm"):
             stored = stored_in(node.inputs[1])
             if stored is not None and num_experts in stored.tensor.shape[-2:]:
@@ -98,10 +98,11 @@ def mixtures(graph: ir.Graph, known: Apart) -> list[Mixture]:
     return [found for experts in known.experts if (found := _mixture(graph, experts)) is not None]
 
 
-def _experts(node: ir.Node) -> Experts:
+def _experts(node: ir.Node) -> Experts | None:
+    """A MoE node's, if they are stored as it reads them."""
     first, last = stored_in(node.inputs[_FIRST]), stored_in(node.inputs[_LAST])
-    assert first is not None
-    assert last is not None
+    if first is None or last is None:
+        return None
     numbers = {name: node.attributes[name].as_float() for name in _NUMBERS & {*node.attributes}}
     activation = Swiglu(
         numbers["activation_alpha"], numbers["activation_beta"], numbers.get("swiglu_limit")
