@@ -148,12 +148,15 @@ def unfold(graph: ir.Graph, apart: Set[int] = frozenset()) -> None:
         graph.remove(node, safe=True)
 
 
-def others(graph: ir.Graph, known: Iterable[int] = ()) -> dict[str, list[ir.ExternalTensor]]:
+def others(
+    graph: ir.Graph, apart: Set[int] = frozenset(), known: Iterable[int] = ()
+) -> dict[str, list[ir.ExternalTensor]]:
     """Stored weights of products that are in no group, by the type of the nodes that read them.
 
     `known` are the places of those that are rounded another way.
     """
-    told = {matrix.place for group in groups(graph) for matrix in group.matrices} | {*known}
+    in_groups = (matrix for group in groups(graph, apart) for matrix in group.matrices)
+    told = {*known, *(matrix.place for matrix in in_groups)}
     found: defaultdict[str, list[ir.ExternalTensor]] = defaultdict(list)
     for node in graph:
         inputs = (i for i in PRODUCTS.get(node.op_type, ()) if i < len(node.inputs))

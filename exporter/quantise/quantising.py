@@ -76,7 +76,7 @@ def quantise(
         reports = {}
         for ops in part.rounded(precision, kinds):
             with progress.step(f"Comparing the {part.role} in {precision} ({ops})"):
-                all_ = choices | _others(part, ops, known, choices)
+                all_ = choices | _others(part, ops, known)
                 reports[ops] = report(part, folder, ops, texts, all_, progress)
         made.append(part.with_reports(reports, precision))
     shutil.rmtree(before)
@@ -116,12 +116,12 @@ def _named(choice: Choice, tensors: Sequence[ir.ExternalTensor]) -> Choice:
     return replace(choice, why=choice.why and f"{_names(tensors)}: {choice.why}")
 
 
-def _others(model: Written, ops: str, known: Apart, made: Choices) -> Choices:
+def _others(model: Written, ops: str, known: Apart) -> Choices:
     """What stays as it is because no MatMul reads it as it is stored; one says so for all."""
     found: Choices = {}
     rounded = {place for experts in known.experts for place in experts.key}
     graph = _opened(model, attention(ops), known).graph
-    for op_type, tensors in others(graph, rounded).items():
+    for op_type, tensors in others(graph, known.places, rounded).items():
         for routes_, reason in (
             (True, "it chooses experts"),
             (False, f"{op_type} nodes read it in another form"),

@@ -16,7 +16,7 @@ from pathlib import Path
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.graph_file import Weight, weights_of
-from specedge.manifest import PREFILL_LENGTH, Model
+from specedge.manifest import Model, chunk_length
 from specedge.op_sets import CACHES, attention, computed
 from specedge.precision import QUANTISED
 
@@ -28,6 +28,8 @@ SHORTEST = 256  # tokens of a context that an advice may leave, and what it is a
 # are widened ONNX Runtime makes MatMulNBits, which has a scale for 32 of them. Packed blocks of 4
 # bits have a sum beside each scale, and the scales stay as they were: 28 bytes where 20 lay.
 _PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11, "QMoE": 11}
+_SIZES = {"int8": 1.0, "int8-block": 1.4, "int4": 0.7}  # bytes of a packed number; of floats 4
+_WIDTHS = 4.0  # values of a row that a layer's pass holds, in the root of its matrices' numbers
 _SIGNS = ("bad_alloc", "bad allocation", "failed to allocate", "cannot allocate", "out of memory")
 
 
@@ -177,6 +179,7 @@ def model_memory(
     cache = model.cache_of(ops)
     held = list(chain.from_iterable(_held(weight, is_narrow, is_wide) for weight in fitting))
     packed = [size for size, is_packed in held if is_packed]
+    length = min(max_length or cache.capacity, cache.capacity)
     return ModelMemory(
         id=model.source.id,
         weights_dtype=model.weights_dtype,
@@ -184,11 +187,8 @@ def model_memory(
         packed=sum(packed),
         lying=sum(size for size, is_packed in held if not is_packed),
         opening=max(packed, default=0),
-        caches=slots
-        * cache.size
-        * min(max_length or cache.capacity, cache.capacity)
-        // cache.capacity,
-        passes=_passes(model, bundle.num_draft_tokens, slots),
+        caches=slots * cache.size * length // cache.capacity,
+        passes=_passes(model, packed, length, bundle.num_draft_tokens, slots),
     )
 
 
@@ -210,14 +210,25 @@ def _held(
             yield size, False
 
 
-def _passes(model: Model, num_draft_tokens: int, slots: int) -> int:
-    """A pass over a prompt, as much as logits of 64 rows, in int8 twice: measured when it computed
-    these, and not again since it reads 256 tokens for one; logits of every pass up to the verify
-    pass, in each slot, and two distributions of its rows.
+def _passes(
+    model: Model, packed: list[int], capacity: int, num_draft_tokens: int, slots: int
+) -> int:
+    """What a pass over a chunk of a prompt makes: scores of its rows, [heads, T, S], and as many
+    values as a layer's matrices are wide; logits of every pass up to the verify pass, in each slot,
+    and two distributions of its rows.
+
+    The manifest has neither the size of a row nor heads that query. So the largest matrix is taken
+    for the head, all of whose rows have the first, and the others for the layers'.
     """
+    size = _SIZES.get(model.weights_dtype, 4.0)
+    hidden = max(packed, default=0) / size / model.padded_vocab_size
+    of_layer = (sum(packed) - max(packed, default=0)) / size / len(model.cache.layers)
+    length = chunk_length(model.cache.capacity)
+    heads = hidden / model.cache.layers[0].key_size
+    prompt = length * (heads * capacity + _WIDTHS * of_layer**0.5)
     rows = num_draft_tokens + 1
-    prompt = PREFILL_LENGTH * (2 if model.weights_dtype in QUANTISED else 1)
-    return 4 * model.padded_vocab_size * (prompt + slots * rows * (rows + 1) // 2 + 4 * rows)
+    logits = model.padded_vocab_size * (slots * rows * (rows + 1) // 2 + 4 * rows)
+    return int(4 * (prompt + logits))
 
 
 def check_memory(need: PairMemory) -> None:

@@ -15,6 +15,7 @@ from specedge import store
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
 from specedge.graph_file import weights
+from specedge.manifest import Cache, CacheLayer
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -135,6 +136,25 @@ def test_caches_are_those_of_the_capacity():
     assert found.parts["caches"] == sum(arrays)
 
 
+def passes(vocab, **changes):
+    """Of a model with rows of 512 values, 8 heads and 4 layers of 4 million numbers, K = 4."""
+    layers = (CacheLayer(2, 64, 64),) * 4
+    cache = Cache("float32", 1024, layers)
+    given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes
+    packed = [4 * 512 * vocab, *[4 * 4 * MB] * 4]
+    one = Mock(padded_vocab_size=vocab, weights_dtype="float32", cache=cache)
+    return memory._passes(one, packed, **given)
+
+
+def test_a_prompts_pass_has_scores_and_values_of_a_layer_but_no_logits():
+    few, many = passes(50_000), passes(150_000)
+    assert many - few == pytest.approx(4 * 100_000 * (15 + 20))  # of rounds' passes, and drawing
+    prompt = few - 4 * 50_000 * 35
+    assert prompt == pytest.approx(4 * 256 * (8 * 1024 + 4 * 2000))
+    assert few - passes(50_000, capacity=512) == pytest.approx(4 * 256 * 8 * 512)
+    assert passes(50_000, slots=3) - few == pytest.approx(4 * 50_000 * 2 * 15)
+
+
 def test_a_pair_that_fits_is_not_refused(need, monkeypatch):
     leave(monkeypatch, 1500)
     memory.check_memory(need)
@@ -212,7 +232,7 @@ def test_the_peak_is_predicted():
     said = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = int(said.stdout.split()[-1])
     need = loading.memory_of(Bundle.read(store.embedded()))
-    assert need.peak == pytest.approx(measured, rel=0.15)
+    assert need.peak == pytest.approx(measured, rel=0.1)
 
 
 FREED = """
