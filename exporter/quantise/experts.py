@@ -7,7 +7,7 @@ integers the other has, too. T rows of H values, E experts of I inner values, G 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,9 +15,10 @@ import onnx_ir as ir
 import torch
 
 from ..tracing.experts import Swiglu
-from .matrices import Stored, behind, stored_in, unfold
+from .matrices import NORMS, PRODUCTS, Stored, behind, stored_in, unfold
 
 _FIRST, _LAST = 2, 4  # inputs of a MoE node
+_WALLS = {*NORMS, *PRODUCTS, "Attention", "GroupQueryAttention", "TensorScatter"}
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ def apart(graphs: Iterable[ir.Graph], num_experts: int) -> Apart:
                 found[experts.key] = experts
         elif node.op_type in ("MatMul", "Gemm"):
             stored = stored_in(node.inputs[1])
-            if stored is not None and num_experts in stored.tensor.shape[-2:]:
+            if stored is not None and num_experts in stored.tensor.shape[-2:] and _routes(node):
                 routers.add(stored.place)
     return Apart(frozenset(routers), tuple(found.values()))
 
@@ -96,6 +97,25 @@ def opened(path: Path, known: Apart = NOTHING) -> ir.Model:
 def mixtures(graph: ir.Graph, known: Apart) -> list[Mixture]:
     """Where a graph has the experts of a model."""
     return [found for experts in known.experts if (found := _mixture(graph, experts)) is not None]
+
+
+def _routes(node: ir.Node) -> bool:
+    """Whether a product's result chooses experts, or its input says which were chosen."""
+    ahead = _between(node, lambda n: [user for output in n.outputs for user, _ in output.uses()])
+    back = _between(node, lambda n: [x.producer() for x in n.inputs[:1] if x is not None])
+    return "TopK" in ahead | back
+
+
+def _between(node: ir.Node, step: Callable[[ir.Node], Iterable[ir.Node | None]]) -> set[str]:
+    """The types of nodes on the way from one, up to products, norms and attention."""
+    found: set[ir.Node] = set()
+    waiting = [*step(node)]
+    while waiting:
+        one = waiting.pop()
+        if one is not None and one not in found and one.op_type not in _WALLS:
+            found.add(one)
+            waiting += step(one)
+    return {one.op_type for one in found}
 
 
 def _experts(node: ir.Node) -> Experts | None:
