@@ -204,7 +204,8 @@ def _widened(
     zeros = editor.store.middles((*outer, groups), choice.bits)
     zero = seen_as(zeros, ir.Shape([*outer, groups]), f"{values.name}.zero", kind)
     inputs = [editor.external(tensor) for tensor in (whole, scales, zero)]
-    sizes = {"axis": 2, "block_size": BLOCK}
-    found = editor.node(before, "DequantizeLinear", inputs, name, inputs[0], **sizes)
+    found = editor.node(
+        before, "DequantizeLinear", inputs, name, inputs[0], axis=2, block_size=BLOCK
+    )
     found.shape = like.shape
     return found
