@@ -5,8 +5,7 @@ import pytest
 
 from architectures import ARCHITECTURES
 from checkpoints import make_model, make_tokenizer, save
-from specedge.exporter import Progress, export
-from specedge.exporter.graph import narrowing
+from specedge.exporter import export
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
@@ -37,22 +36,3 @@ def test_far_positions_of_alibi_are_told_apart_as_near_ones_are(tmp_path):
     errors = np.abs(found - wanted).max(1) / np.abs(wanted).max()
     near, far = errors[: 4 * CHUNK].max(), errors[-4 * CHUNK :].max()
     assert far < 1.5 * near
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_right", [True, False])
-def test_a_report_sees_what_goes_wrong_far_from_the_beginning_alone(
-    tmp_path, monkeypatch, is_right
-):
-    """Biases that 16 bits hold as they come: near position 1,000 those of neighbours are one."""
-    if not is_right:
-        monkeypatch.setattr(narrowing, "_centre_biases", lambda graph: None)
-    progress = Progress()
-    bundle = export_alibi(tmp_path, progress=progress)
-    for model in bundle.models.values():
-        found = [line for line in model.quantisation["onnx-kv16"].exceptions if "KL" in line]
-        assert [line.partition(" KL")[0] for line in found] == ["near position 1024"] * (
-            not is_right
-        )
-    said = [note for note in progress.notes if "near position" in note]
-    assert len(said) == (0 if is_right else 2)
