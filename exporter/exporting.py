@@ -13,7 +13,7 @@ from specedge.bundle_files import describe
 from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.manifest import File, Model
-from specedge.op_sets import CACHES, COMPUTED, OPS
+from specedge.op_sets import CACHES, COMPUTED, ENGINES, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.precision import CHOICES, HALVES, QUANTISED
 from specedge.version import __version__
@@ -96,6 +96,13 @@ class Request:
                 f"weights in {rounded[0]} cannot be widened to bf16: ONNX Runtime multiplies them "
                 "with fp32 and fp16 alone"
             )
+        if self.compute == ENGINES and not rounded:
+            raise ValueError(
+                f"compute {ENGINES} is for weights that are integers; give a precision of "
+                f"{', '.join(QUANTISED)}, or compute in fp16"
+            )
+        if self.compute == ENGINES and self.ops == "gqa":
+            raise ValueError(f"compute {ENGINES} needs the op set onnx; leave ops out")
 
 
 def export(
@@ -140,7 +147,8 @@ def export(
 
     With `compute`, "fp16" or "bf16" or of rounded weights "fp32" or "fp16", there are op sets, too,
     that compute in this type, for devices that do: "onnx-fp16" beside "onnx". They read the same
-    weights, and are functions of their own. A draft then has the target's precision.
+    weights, and are functions of their own. "qdq" is fp16 with rounded weights as TensorRT takes
+    them; those in blocks are stored once more for it. A draft then has the target's precision.
 
     With `cache` "fp16" there are op sets, too, that compute as those without a type do, over caches
     of half the size: "gqa-kv16" beside "gqa". These are functions of their own as well.

@@ -12,7 +12,6 @@ from pathlib import Path
 from specedge import store
 from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import DeviceError
-from specedge.op_sets import computed
 
 from .backend import engines, rtx, tensorrt
 from .backend.fixed_lengths import FIXED
@@ -76,7 +75,7 @@ def _compile(
     if device.kind == "rtx":
         rtx.compile_graph(onnxruntime(), graph, target, platform, device.index)
     else:
-        tensorrt.compile_graph(onnxruntime(), graph, target, device.index, computed(ops))
+        tensorrt.compile_graph(onnxruntime(), graph, target, device.index, ops)
 
 
 def _copied(bundle: Bundle, folder: Path) -> Path:

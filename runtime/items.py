@@ -8,8 +8,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from specedge.declared import declarations
 from specedge.errors import DrafterError, SpecEdgeError
 from specedge.request import Request
+
+from .text.messages import plain_messages
 
 if TYPE_CHECKING:
     from .drafters.registry import Drafters
@@ -28,6 +31,51 @@ class Item:
     request: dict[str, Any]
     place: str = ""  # "prompts.jsonl, line 3: " where the line itself names a drafter
     asked: str = ""  # `asked_of` it
+
+
+def item_of(index: int, facts: dict[str, Any], request: dict[str, Any]) -> Item:
+    """A prompt by its facts: `prompt` or `messages`, perhaps `id`, and options of its own.
+
+    `request` has every option for what the facts do not give. ValueError or PromptError for facts
+    that cannot be.
+    """
+    if ("prompt" in facts) == ("messages" in facts):
+        raise ValueError("a line must have either 'prompt' or 'messages'")
+    _check_unicode(facts)
+    id_, prompt, messages = (facts.get(name) for name in ("id", "prompt", "messages"))
+    if "id" in facts and type(id_) not in (str, int):
+        raise ValueError("id must be text or a whole number")
+    if "messages" in facts:
+        messages = plain_messages(facts["messages"])
+    elif not (isinstance(prompt, str) or _are_tokens(prompt)):
+        raise ValueError("prompt must be text or a list of token ids")
+    request = request | _own_options(facts)
+    Request(**request)
+    return Item(index, id_, prompt, messages, request)
+
+
+def _are_tokens(prompt: object) -> bool:
+    given = prompt if isinstance(prompt, list) else []
+    return bool(given) and all(type(token) is int and token >= 0 for token in given)
+
+
+def _own_options(facts: dict[str, Any]) -> dict[str, Any]:
+    """The options that facts give, of the right types; null gives none."""
+    found = {}
+    for name, (_, declared) in declarations(Request).items():
+        if (value := facts.get(name)) is None:
+            continue
+        if isinstance(value, bool) and declared.kind != "flag":
+            raise ValueError(f"{name} must not be {json.dumps(value)}")
+        found[name] = value
+    return found
+
+
+def _check_unicode(facts: dict[str, Any]) -> None:
+    try:
+        json.dumps(facts, ensure_ascii=False, default=str, skipkeys=True).encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"not valid Unicode text ({error.reason})") from error
 
 
 def asked_of(item: Item, bundle: str, ops: str) -> str:

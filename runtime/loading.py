@@ -90,6 +90,8 @@ def load(
     else:
         notes = [self_test.run_on_gpu(target, found.target, longest)]
     if not draft_on.is_cpu and not draft_on.has_engines:
+        for one in [draft] if target_on.is_cpu else [target, draft]:
+            one.read_longest()
         notes.append(draft.unroll(found, found.draft, draft_on))
     for one, other in more:
         one.row_independent_lengths = target.row_independent_lengths

@@ -17,6 +17,7 @@ from .loop.timing import Stopwatch, Timed
 from .planning.choices import MODEL
 from .planning.known_costs import Seen
 from .planning.plans import Auto
+from .sampling.logprobs import TokenLogprobs
 from .slots import Slot
 from .stats import Stats, stats_of
 
@@ -45,6 +46,7 @@ class Run:
     drafter: str
     chunk_length: int
     done: list[Round] = field(default_factory=list, init=False)
+    logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # of these
     num_new_tokens: int = field(default=0, init=False)
     num_reused_tokens: int = field(default=0, init=False)
     logit_noise: float = field(default=0.0, init=False)

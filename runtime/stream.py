@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 
 from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, Planned
@@ -168,8 +167,7 @@ class Stream:
 
     def logprobs(self, start: int = 0) -> list[TokenLogprobs]:
         """Those of the tokens so far from one on, if they were asked for."""
-        found = (one for round_ in self._run.done for one in round_.logprobs or ())
-        return list(islice(found, start, len(self._text.tokens)))
+        return self._run.logprobs[start : len(self._text.tokens)]
 
     def _check_slot(self) -> None:
         if not self._slots.has(self):
@@ -188,6 +186,7 @@ class Stream:
             return ""
         piece = self._text.feed(zip(round_.tokens, fates(round_), strict=True))
         self._run.done.append(round_)
+        self._run.logprobs += round_.logprobs or ()
         self._run.num_new_tokens = len(self._text.tokens)
         if self._text.finished:
             self._learn(self._run, self._text.tokens)

@@ -17,6 +17,7 @@ from pathlib import Path
 from .bundle_files import check_inside, sha256, size_inside
 from .declared import whole
 from .errors import BundleError
+from .gpu_signatures import ONE_CALL
 from .hosts import Hosts
 from .manifest import CURE, File, Model
 from .op_sets import attention
@@ -108,6 +109,13 @@ class Bundle:
         for graph in model.graphs:
             if lengths.get(graph.name, graph.length) != graph.length:
                 raise ValueError(f"{key}: {graph.name} must have length {lengths[graph.name]}")
+            if graph.name in ONE_CALL:
+                drafted = model.signatures[graph.signature].num_drafted
+                if drafted != self.num_draft_tokens:
+                    raise ValueError(
+                        f"{key}: {graph.name} drafts {drafted} tokens, num_draft_tokens is "
+                        f"{self.num_draft_tokens}"
+                    )
         longest = max(g.length or 0 for g in model.graphs if g.name != "prefill")
         longest = max(longest, self.num_draft_tokens + 1)
         need = model.context_length + longest + ("gqa" in map(attention, model.parity))

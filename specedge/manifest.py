@@ -9,16 +9,25 @@ import re
 from dataclasses import dataclass, replace
 
 from .errors import BundleError
-from .op_sets import OP_SETS, OPS, attention, cached, computed, described, is_rounded, is_typed
+from .gpu_signatures import ONE_CALL, SCORED, one_call, with_best
+from .op_sets import (
+    OP_SETS,
+    OPS,
+    attention,
+    cached,
+    computed,
+    described,
+    is_for_engines,
+    is_rounded,
+    is_typed,
+)
 from .precision import DTYPES, PRECISIONS, QUANTISED, Precision, precision_of
 from .reports import Parity, Quantisation, check_line
 from .signature import Signature, Tensor
 
 CURE = "export the pair again, or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
-SCORED = "scored"  # a decoder that gives the best logits of each row, too
-UNROLLED = "unrolled"  # K greedy draft steps
-ANY_LENGTH = ("decoder", SCORED, UNROLLED)
+ANY_LENGTH = ("decoder", SCORED, *ONE_CALL)
 GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # known by name
 
 
@@ -175,8 +184,8 @@ class Model:
         wanted = signatures(cache, self.padded_vocab_size)[kind_of(graph.name)]
         if graph.name == SCORED:
             wanted = with_best(wanted, self.num_columns)
-        if graph.name == UNROLLED:
-            wanted = unrolled(wanted, found.num_drafted)
+        if graph.name in ONE_CALL:
+            wanted = one_call(graph.name, wanted, self.num_columns, found.num_drafted)
         if graph.name in GRAPHS and not found.has(wanted):
             raise ValueError(f"{graph.name}'s signature is not that of cache and logits")
 
@@ -195,7 +204,14 @@ class Model:
         """
         if cached(ops) != computed(ops) or (self.weights_dtype in QUANTISED and not is_typed(ops)):
             return False
-        return attention(ops) != "gqa" or computed(ops) != "float32"
+        is_wide = attention(ops) == "gqa" and computed(ops) == "float32"
+        return not is_wide and not is_for_engines(ops)
+
+    def has_engines(self, ops: str) -> bool:
+        """Whether engines can be compiled of an op set: integers take a form of their own."""
+        if is_for_engines(ops):
+            return True
+        return self.is_for_gpus(ops) and self.weights_dtype not in QUANTISED
 
     def op_set(self, ops: str) -> str | None:
         """The op set of a name, if the model has it; of float weights the one without a type
@@ -258,39 +274,6 @@ def kind_of(graph: str) -> str:
     """Which of `signatures` a graph has that this format knows by name."""
     kinds = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
     return kinds.get(graph, "with_logits")
-
-
-def num_best(num_columns: int) -> int:
-    """How many logits of a row a scored graph gives apart from the row."""
-    return min(64, num_columns)
-
-
-def with_best(signature: Signature, num_columns: int) -> Signature:
-    """What a scored graph takes and gives, by its decoder's signature.
-
-    Of each row the best logits, the largest first, their columns, and a number that is 0 where all
-    of the row are finite.
-    """
-    shape = ("B", "R", 2 * num_best(num_columns) + 1)
-    best = Tensor("best", "best", None, "float32", shape)
-    return replace(signature, outputs=(*signature.outputs, best))
-
-
-def unrolled(signature: Signature, num_draft_tokens: int) -> Signature:
-    """What an unrolled graph takes and gives, by its decoder's signature: the tokens, and what each
-    step makes of the buffers.
-    """
-    inputs = tuple(t for t in signature.inputs if t.role != "logits_from")
-    tokens = Tensor("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
-    caches = [t for t in signature.outputs if t.role == "cache"]
-    steps = range(num_draft_tokens)
-    made = (replace(t, name=made_by(i, t.name)) for i in steps for t in caches)
-    return Signature(inputs, (tokens, *made))
-
-
-def made_by(step: int, name: str) -> str:
-    """What an unrolled graph calls an output of a decoder that a step makes."""
-    return f"step.{step}.{name}"
 
 
 def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:

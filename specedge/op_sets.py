@@ -1,7 +1,8 @@
 """The names of op sets: what attention is made of and, where it ends in one, a type.
 
 A set computes in that type, or has caches in it. Without one, and beside such caches, it computes
-as the CPU does best: in float32, and of integers in integers.
+as the CPU does best: in float32, and of integers in integers. `qdq` is float16 with integers as
+compilers of engines take them.
 """
 
 from __future__ import annotations
@@ -9,10 +10,19 @@ from __future__ import annotations
 from .precision import DTYPES, HALVES
 
 OPS = ("onnx", "gqa")
-COMPUTED = {"fp32": "float32", **HALVES}  # the types, by what names end in
+ENGINES = "qdq"  # DequantizeLinear alone reads integers
+COMPUTED = {"fp32": "float32", **HALVES, ENGINES: "float16"}  # the types, by what names end in
 CACHED = {"kv16": "float16"}  # the types of caches alone,
 CACHES = {"fp16": "kv16"}  # by what they are asked for as
-OP_SETS = (*OPS, *(f"{ops}-{kind}" for kind in (*COMPUTED, *CACHED) for ops in OPS))
+OP_SETS = (
+    *OPS,
+    *(
+        f"{ops}-{kind}"
+        for kind in (*COMPUTED, *CACHED)
+        for ops in OPS
+        if (ops, kind) != ("gqa", ENGINES)
+    ),
+)
 
 
 def attention(ops: str) -> str:
@@ -33,6 +43,11 @@ def cached(ops: str) -> str:
 def is_typed(ops: str) -> bool:
     """Whether an op set names the type that it computes in."""
     return _kind(ops) in COMPUTED
+
+
+def is_for_engines(ops: str) -> bool:
+    """Whether an op set is made for compilers of engines alone."""
+    return _kind(ops) == ENGINES
 
 
 def described(ops: str) -> str:

@@ -13,10 +13,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from specedge.declared import declarations
+from specedge.declared import declarations, whole
 from specedge.errors import MissingExtraError, SpecEdgeError
 from specedge.request import AUTO, Request, request_of
-from specedge.runtime.items import Item, answered, asked_of, seed_of
+from specedge.runtime.items import Item, answered, asked_of, failed, item_of, seed_of
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline
@@ -34,10 +34,11 @@ class Generate:
     of `specedge.load`. What remains are options of all prompts, as of `Pipeline.generate`.
 
     A batch has a column `prompt` (text, or lists of token ids) or `messages`, and may have columns
-    of options by their names, where null is not given. A prompt is drawn with its own `seed`, else
-    with `seed` + its `index`, a column that must be there then. Columns stay as they are, and
-    three come new: `result`, a line of JSON as `specedge generate --prompts` writes it,
-    `generated_text`, and `error`, one of which is null.
+    of options by their names, where null is not given, nor within an object. A prompt is drawn with
+    its own `seed`, else with `seed` + its `index`, a column that must be there then. Columns stay
+    as they are, and three come new: `result`, a line of JSON as `specedge generate --prompts`
+    writes it, `generated_text`, and `error`, one of which is null. A row whose values cannot be
+    has that as its error, and the others go on.
 
     `num_draft_tokens` is the bundle's own K unless it is given: to choose it by the clock would let
     a text depend on the machine that it was drawn on. `remember` is refused for the same reason.
@@ -55,18 +56,19 @@ class Generate:
     ) -> None:
         self._request = dataclasses.asdict(request_of(**request))
         self.pipeline = loaded(bundle, device, draft_device, threads, ops)
-        fixed(self._request, self.pipeline.bundle.num_draft_tokens)
+        fixed({**self._request}, self.pipeline.bundle.num_draft_tokens)  # refuses what cannot be
         self._told = self.pipeline.bundle.digest(), ops
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        found = [answered(self.pipeline, item) for item in self._items(batch)]
+        found = [self._answered(facts) for facts in self._rows(batch)]
         return batch | {
             "result": [json.dumps(one, ensure_ascii=False) for one in found],
             "generated_text": [one.get("text") for one in found],
             "error": [one.get("error") for one in found],
         }
 
-    def _items(self, batch: Mapping[str, Any]) -> Iterator[Item]:
+    def _rows(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """What each row gives."""
         if not batch.keys() & {"prompt", "messages"}:
             raise ValueError(f"a batch needs a column prompt or messages, got {', '.join(batch)}")
         if self._request["seed"] is not None and not batch.keys() & {"index", "seed"}:
@@ -74,15 +76,25 @@ class Generate:
         names = [*(declarations(Request).keys() | {"id", "index", "prompt", "messages"}) & {*batch}]
         for row in zip(*(batch[name] for name in names), strict=True):
             facts = {name: _whole(_plain(value)) for name, value in zip(names, row, strict=True)}
-            yield self._item({name: value for name, value in facts.items() if value is not None})
+            yield {name: value for name, value in facts.items() if value is not None}
+
+    def _answered(self, facts: dict[str, Any]) -> dict[str, Any]:
+        try:
+            item = self._item(facts)
+        except (ValueError, SpecEdgeError) as error:
+            index, id_ = facts.get("index"), facts.get("id")
+            index = index if type(index) is int else 0
+            id_ = id_ if type(id_) in (str, int) else None
+            return failed(Item(index, id_, None, None, {}), str(error))
+        return answered(self.pipeline, item)
 
     def _item(self, facts: dict[str, Any]) -> Item:
-        index, seed = facts.get("index", 0), self._request["seed"]
+        index, seed = whole("index", facts.get("index", 0), 0), self._request["seed"]
+        if seed is not None and not facts.keys() & {"index", "seed"}:
+            raise ValueError("a seed needs an index: prompt i is drawn with seed + i")
         own = {} if seed is None else {"seed": seed_of(seed, index)}
-        given = {name: facts[name] for name in facts.keys() & declarations(Request).keys()}
-        request = self._request | own | given
-        fixed(request, self.pipeline.bundle.num_draft_tokens)
-        item = Item(index, facts.get("id"), facts.get("prompt"), facts.get("messages"), request)
+        item = item_of(index, facts, self._request | own)
+        fixed(item.request, self.pipeline.bundle.num_draft_tokens)
         return dataclasses.replace(item, asked=asked_of(item, *self._told))
 
 
@@ -216,10 +228,14 @@ def _whole(value: Any) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """A value of a batch, arrays and what they hold as lists, not a number as None."""
+    """A value of a batch, arrays and what they hold as lists, not a number as None.
+
+    Objects of a column have all the keys that any of them has, with null for those that they lack.
+    """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
-        return {key: _plain(one) for key, one in value.items()}
+        found = {key: _plain(one) for key, one in value.items()}
+        return {key: one for key, one in found.items() if one is not None}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     return None if isinstance(value, float) and value != value else value

@@ -6,7 +6,12 @@ import re
 from dataclasses import dataclass
 
 SIZES = ("B", "T", "R", "N", "K")
-ROLES = ("tokens", "past_length", "logits_from", "cache", "logits", "best", "drafted")
+SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+DRAWING = (*SETTINGS, "seen", "uniforms")  # what a graph that draws is told
+ROLES = (
+    *("tokens", "past_length", "logits_from", "cache", "logits", "best", "drafted"),
+    *(*DRAWING, "drawn", "weights"),
+)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,9 @@ class Signature:
     @property
     def num_drafted(self) -> int:
         """How many tokens it drafts, 1 if that is not said as a number."""
-        sizes = [t.shape[-1] for t in self.outputs if t.role == "drafted" and t.shape]
+        told = [t for t in self.inputs if t.role == "uniforms"]
+        told += [t for t in self.outputs if t.role == "drafted"]
+        sizes = [t.shape[-1] for t in told if t.shape]
         return next((size for size in sizes if isinstance(size, int)), 1)
 
     def has(self, other: Signature) -> bool:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections import Counter
 
 import pytest
 from hypothesis import settings
 
 from virtual import table
-
-NUM_SLOW = 1  # cases of one promise that each run of CI tries beside the first
 
 settings.register_profile("repeatable", deadline=None, derandomize=True)
 settings.load_profile("repeatable")
@@ -24,14 +21,13 @@ if threading.current_thread() is threading.main_thread():
 
 
 def pytest_collection_modifyitems(items):
-    """Of a test marked `many` the first case is quick, some are slow, and the rest thorough."""
-    seen = Counter()
+    """Of a test marked `many` the first case is quick, and the rest are thorough."""
+    seen = set()
     for item in items:
         if item.get_closest_marker("many"):
-            if seen[item.function]:
-                thorough = seen[item.function] > NUM_SLOW
-                item.add_marker(pytest.mark.thorough if thorough else pytest.mark.slow)
-            seen[item.function] += 1
+            if item.function in seen:
+                item.add_marker(pytest.mark.thorough)
+            seen.add(item.function)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import numpy as np
 import onnxruntime as ort
 
@@ -22,6 +24,7 @@ class Graph:
             if "past_key_values." in name
         }
         self.given, self.results, self.writes = {}, {}, {}
+        self.run_time = 0.0  # seconds of the processor in ONNX Runtime
         for name, buffer in self.buffers.items():
             self.binding.bind_ortvalue_input(name, buffer)
         for value in session.get_outputs():
@@ -39,7 +42,9 @@ class Graph:
             if self.given.get(name) is not given[name]:
                 self.given[name] = given[name]
                 self.binding.bind_cpu_input(name, given[name])
+        start = time.process_time()
         self.session.run_with_iobinding(self.binding)
+        self.run_time += time.process_time() - start
         return {name: value.numpy().copy() for name, value in self.results.items()}
 
 
@@ -53,8 +58,9 @@ def _read_as(present):
 class Host:
     """The loop that both layouts share. `ends` are tokens that end a text."""
 
-    def __init__(self, bundle, num_draft_tokens, ends=()):
+    def __init__(self, bundle, num_draft_tokens, graphs, ends=()):
         self.bundle, self.num_draft_tokens, self.ends = bundle, num_draft_tokens, {*ends}
+        self.graphs = graphs
 
     def generate(
         self, prompt, max_new_tokens, temperature=0.0, top_k=0, top_p=1.0, min_p=0.0,
@@ -101,11 +107,11 @@ class Fused(Host):
 
     def __init__(self, session, bundle, ends=()):
         (num_uniforms,) = next(v.shape for v in session.get_inputs() if v.name == "uniforms")
-        super().__init__(bundle, num_uniforms // 2, ends)
-        self.graph = Graph(session, self.num_draft_tokens + 1)
+        graph = Graph(session, num_uniforms // 2 + 1)
+        super().__init__(bundle, num_uniforms // 2, [graph], ends)
 
     def round(self, settings, tokens, draft_length, target_length, numbers):
-        found = self.graph.run(
+        found = self.graphs[0].run(
             settings
             | {
                 "tokens": np.array([tokens[draft_length:]], np.int64),
@@ -121,10 +127,9 @@ class Split(Host):
     """A run for each draft token, one of the target, and one of the accept rule."""
 
     def __init__(self, sessions, bundle, num_draft_tokens, ends=()):
-        self.draft, self.target, self.accept = (
-            Graph(session, num_draft_tokens + 1) for session in sessions
-        )
-        super().__init__(bundle, num_draft_tokens, ends)
+        graphs = [Graph(session, num_draft_tokens + 1) for session in sessions]
+        super().__init__(bundle, num_draft_tokens, graphs, ends)
+        self.draft, self.target, self.accept = graphs
 
     def round(self, settings, tokens, draft_length, target_length, numbers):
         k, settings = self.num_draft_tokens, settings | {"seen": settings["seen"].copy()}

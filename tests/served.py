@@ -19,6 +19,7 @@ from templates import CHATML
 
 MODEL = "python-9m"
 PROMPT = "def read_config(path):"
+SHORT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 
 
 def error_of(said):
@@ -86,6 +87,20 @@ def answer(connection):
     first, *lines = head.decode().split("\r\n")
     headers = {name.lower(): value for name, _, value in (line.partition(": ") for line in lines)}
     return int(first.split()[1]), headers, body
+
+
+def head(length, kind="application/json"):
+    """That of a request whose body has a length."""
+    return (
+        f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: {kind}\r\n"
+        f"Content-Length: {length}\r\n\r\n"
+    ).encode()
+
+
+def answers(port):
+    """Whether a server answers a short request."""
+    status, _, said = ask(port, "POST", "/v1/completions", SHORT)
+    return status == 200 and bool(json.loads(said)["choices"][0]["text"])
 
 
 def health(port):

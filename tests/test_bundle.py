@@ -126,7 +126,7 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (("target", "context_length"), 0, "context_length is at least 1"),
         (("target", "graphs", 0, "ops"), "tensorrt", "ops is one of onnx, gqa"),
         (("target", "graphs"), [], "has a decoder"),
-        (("target", "graphs", 0, "length"), 5, "decoder, scored, unrolled take any length"),
+        (("target", "graphs", 0, "length"), 5, "decoder, scored, unrolled, sampled take any"),
         (("target", "graphs", 1, "signature"), "gone", "verify has no 'gone' among signatures"),
         (("target", "graphs", 1, "name"), "Verify", "name is up to 40 of"),
         (("target", "graphs", 1, "name"), "prefill", "prefill's signature is not that of cache"),

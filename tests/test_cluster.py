@@ -16,13 +16,12 @@ from specedge.errors import BundleError, MissingExtraError, SpecEdgeError
 from specedge.request import Request
 from specedge.runtime.items import Item, seed_of
 
-np = pytest.importorskip("numpy")
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
-from specedge.bundle import MANIFEST, Bundle  # noqa: E402
-from specedge.cli import actors, cluster  # noqa: E402
-from specedge.cli.ray_process import Heard, last_line, quiet  # noqa: E402
-from specedge.ray import Generate, deployment, fixed, imported, loaded, reserved  # noqa: E402
+from specedge.bundle import MANIFEST, Bundle
+from specedge.cli import actors, cluster
+from specedge.cli.ray_process import Heard, last_line, quiet
+from specedge.ray import deployment, fixed, imported, loaded, reserved
 
 
 def items(number):
@@ -80,6 +79,32 @@ def test_a_prompt_that_every_worker_dies_of_fails_alone():
     }
     with pytest.raises(SpecEdgeError, match="no worker lived to do a line: it died"):
         list(cluster.in_order(items(2), lambda left: iter(()), heard()))
+
+
+def test_a_prompt_that_every_worker_dies_of_fails_alone_as_its_parts_only_one(monkeypatch):
+    """That ended the job: a file of one prompt, or a long one whose last part has one."""
+    monkeypatch.setattr(cluster, "AT_A_TIME", 2)
+    for number in (1, 3):
+
+        def killing(left, last=number - 1):
+            yield from results([item for item in left if item.index != last])
+
+        *before, found = cluster.in_order(items(number), killing, heard())
+        assert [r["index"] for r in before] == [*range(number - 1)]
+        assert found["error"] == "its worker was lost 5 times: it died"
+
+
+def test_workers_that_no_longer_live_end_the_job_and_leave_the_rest_to_resume(monkeypatch):
+    """Each line of the rest was an error, which `--resume` keeps."""
+    monkeypatch.setattr(cluster, "AT_A_TIME", 2)
+
+    def dying(left):
+        yield from results([item for item in left if item.index < 2])
+
+    lines = cluster.in_order(items(6), dying, heard())
+    assert [next(lines)["index"] for _ in range(2)] == [0, 1]
+    with pytest.raises(SpecEdgeError, match="no worker lived to do a line: it died"):
+        next(lines)
 
 
 def test_a_long_file_goes_by_parts_so_that_a_loss_holds_few_lines_back(monkeypatch):
@@ -160,27 +185,6 @@ def test_a_node_without_the_bundle_or_with_another_says_so(tmp_path):
     assert said.startswith("prompts.jsonl, line 3: gone: No such file")
 
 
-def test_a_batch_has_the_lines_of_one_machine(pipeline, jsonl):
-    options = {"max_new_tokens": 8, "temperature": 0.8, "num_draft_tokens": 4}
-    lines = [{"prompt": "def f(", "id": "a"}, {"prompt": "", "id": "b"}, {"prompt": "import"}]
-    jsonl.write_text("".join(json.dumps(line) + "\n" for line in lines), "utf-8")
-    flags = ["-n", 8, "--temperature", 0.8, "-k", 4, "--seed", 7]
-    alone = run("generate", "--prompts", jsonl, *flags).stdout.splitlines()
-    batch = {
-        "index": np.array([2, 0, 1]),
-        "prompt": np.array(["import", "def f(", ""], dtype=object),
-        "id": np.array([None, "a", "b"], dtype=object),
-        "top_k": np.array([np.nan] * 3),
-        "label": np.array([5, 6, 7]),
-    }
-    found = Generate(seed=7, **options | {"num_draft_tokens": None})(batch)
-    assert found["result"] == [alone[2], alone[0], alone[1]]
-    assert found["generated_text"][1] == json.loads(alone[0])["text"]
-    assert found["generated_text"][2] is None
-    assert [error is None for error in found["error"]] == [True, True, False]
-    assert list(found["label"]) == [5, 6, 7]
-
-
 def test_a_node_that_claims_more_cpus_than_there_are_gives_an_actor_those_that_are(monkeypatch):
     found = SimpleNamespace(get_assigned_resources=lambda: {"CPU": 1000.0})
     ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: found)
@@ -189,45 +193,6 @@ def test_a_node_that_claims_more_cpus_than_there_are_gives_an_actor_those_that_a
     monkeypatch.setattr("specedge.runtime.loading.load", lambda *args, **_: given.append(args[2]))
     loaded(None, "cpu", None, None, "auto")
     assert given == [os.cpu_count()]
-
-
-def test_whole_numbers_stay_so_beside_a_null():
-    """A column of them with a null comes as floats."""
-    found = Generate(max_new_tokens=3, temperature=1.0)(
-        {
-            "prompt": ["a", "a"],
-            "id": np.array([7, np.nan]),
-            "seed": np.array([5, np.nan]),
-            "max_new_tokens": np.array([np.nan, 2]),
-        }
-    )
-    first, second = map(json.loads, found["result"])
-    assert (repr(first["id"]), first["seed"], len(first["tokens"])) == ("7", 5, 3)
-    assert "id" not in second
-    assert len(second["tokens"]) == 2
-
-
-def test_a_batch_says_what_it_lacks():
-    seeded = Generate(seed=1)
-    with pytest.raises(ValueError, match="a seed needs a column index"):
-        seeded({"prompt": ["a"]})
-    with pytest.raises(ValueError, match="needs a column prompt or messages, got text"):
-        seeded({"text": ["a"]})
-    with pytest.raises(TypeError, match="no option 'temprature'"):
-        Generate(temprature=1)
-
-
-def test_a_batch_of_chats_and_of_token_ids_is_plain_values(monkeypatch):
-    found = []
-    generate = Generate(max_new_tokens=1)
-    monkeypatch.setattr("specedge.ray.answered", lambda _, item: found.append(item) or {})
-    message = {"role": "user", "content": "Hi"}
-    generate({"messages": [np.array([message], dtype=object)], "seed": np.array([3])})
-    generate({"prompt": [np.array([1, 2])]})
-    assert found[0].messages == [message]
-    assert type(found[0].request["seed"]) is int
-    assert found[1].prompt == [1, 2]
-    assert found[1].request["num_draft_tokens"] == 4
 
 
 def test_seeds_stay_within_those_that_there_are():

@@ -2,17 +2,18 @@
 
     python tools/gpu_bench.py prepare FOLDER --llama CHECKPOINT [--pair gpt2-xl ...]
     python tools/gpu_bench.py run FOLDER [--device cuda] [--report FILE]
+    python tools/gpu_bench.py show FILE
 
 Development only. `prepare` grows and exports the pairs, which takes no GPU and, with 8 billion
 parameters, an hour: do it once, anywhere, and copy FOLDER. `run` is to take 8 minutes at most.
 Weights are grown (docs/growing.md): times and memory are the shapes', text and acceptance are not.
 CHECKPOINT is a small Llama, as tools/train_llama.py makes one. With PyTorch for CUDA installed,
-transformers' assisted generation runs beside it. The report has what `specedge doctor` says, too.
+transformers' assisted generation runs beside it. The report may be the one that tests on a GPU
+write: `pytest -m gpu tests/gpu --gpu-report FILE`.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ import click
 from gpu_assisted import assisted
 from gpu_bandwidth import bandwidth
 from gpu_measuring import K, measure
+from gpu_report import Report, read, tests_table
 
 PAIRS = {
     "gpt2-xl": ("gpt2", "gpt2-xl"),
@@ -84,19 +86,14 @@ def prepare(
 @main.command()
 @click.argument("folder", type=click.Path(exists=True, path_type=Path))
 @click.option("--device", default="cuda", show_default=True)
-@click.option("--report", type=click.Path(path_type=Path), help="Write everything there, as JSON.")
+@click.option(
+    "--report", type=click.Path(path_type=Path), help="Put everything there, beside what it has."
+)
 def run(folder: Path, device: str, report: Path | None) -> None:
     """Measure the pairs of FOLDER and print a table."""
-    doctor = subprocess.run(
-        [sys.executable, "-m", "specedge", "doctor", "--json"], capture_output=True, text=True
-    )
+    kept = _report(report)
     speed = bandwidth(device)
-    found: dict[str, Any] = {
-        "doctor": json.loads(doctor.stdout),
-        "device": device,
-        "bytes_per_second": speed,
-        "pairs": {},
-    }
+    found: dict[str, Any] = {"bytes_per_second": speed, "pairs": {}}
     click.echo(f"{device}: {speed / 1e9:.0f} GB/s; milliseconds are medians")
     for place in sorted(p for p in folder.iterdir() if p.is_dir()):
         one = found["pairs"][place.name] = {
@@ -105,10 +102,32 @@ def run(folder: Path, device: str, report: Path | None) -> None:
             if (place / precision / "bundle.json").exists()
         }
         if device != "cpu":
-            one["transformers"] = assisted(place)
-        if report is not None:  # what is measured is kept, whatever comes
-            report.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+            one["transformers"] = assisted(place, device)
+        if kept is not None:  # what is measured is kept, whatever comes
+            kept.put("bench", {device: found})
     click.echo(table(found))
+
+
+@main.command()
+@click.argument("report", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+def show(report: Path) -> None:
+    """Print what a report has, of tests and of measurements."""
+    try:
+        found = read(report)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    if tests := found.get("tests"):
+        click.echo(tests_table(tests))
+    for device, one in found.get("bench", {}).items():
+        click.echo(f"{device}: {one['bytes_per_second'] / 1e9:.0f} GB/s")
+        click.echo(table(one))
+
+
+def _report(path: Path | None) -> Report | None:
+    try:
+        return None if path is None else Report(path)
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
 
 
 def table(report: dict[str, Any]) -> str:

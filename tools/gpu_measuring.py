@@ -10,9 +10,13 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 import specedge
+from specedge.options import Sampling
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.sampling.history import History
 from specedge.runtime.theory.formulas import alpha_from_tokens, speedup
 
 K = 4
@@ -65,7 +69,9 @@ def measure(folder: Path, precision: str, device: str, speed: float) -> dict[str
                 "bound_milliseconds": 1e3 * size / speed,
                 "passes": passes(model, lengths),
             }
-        found["draft"]["call"] = call(pipeline.draft)
+        found["draft"]["call"] = call(pipeline.draft, Sampling())
+        drawn = Sampling(temperature=1.0, top_k=20), Sampling(temperature=1.0)
+        found["draft"]["drawn_calls"] = {s.top_k: call(pipeline.draft, s) for s in drawn}
         found["requests"] = requests(pipeline)
     found["predicted_speedup"] = predicted(found)
     gc.collect()
@@ -96,16 +102,17 @@ def passes(model: OrtModel, lengths: list[int]) -> dict[str, Any]:
     return found
 
 
-def call(model: OrtModel) -> dict[str, float] | None:
+def call(model: OrtModel, sampling: Sampling) -> dict[str, float] | None:
     """A draft of K tokens in one call behind as many; None where passes are taken."""
     model.truncate(0)
     model.prefill([0] * PAST)
-    if model.draft_greedily([0], K) is None:
+    asked = [0], K, History([0]), sampling, np.full(K, 0.5)
+    if model.draft(*asked) is None:
         return None
 
     def drafted() -> None:
         model.truncate(PAST)
-        model.draft_greedily([0], K)
+        model.draft(*asked)
 
     found = Least.of(drafted, PASSES).milliseconds()
     model.truncate(0)

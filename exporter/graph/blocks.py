@@ -12,7 +12,8 @@ import onnx_ir as ir
 from ..hosts.nodes import Nodes
 from .nodes import producer
 
-_BLOCK = 32  # the rows that ONNX Runtime's fusion takes
+BLOCK = 32  # the rows that ONNX Runtime's fusion takes
+_IN_BYTES = 4  # the level that the fusion chooses: on the CPU inputs are rounded to bytes, too
 _ZERO = np.array(128, np.uint8)  # what a byte of 0 is without a sign
 
 
@@ -37,7 +38,8 @@ class Blocks:
         rows, columns = _shape(source)[:: -1 if turned is not None else 1]
         if (source, scales) not in self._made:
             self._made[source, scales] = self._blocks(source, scales, rows, columns, turned is None)
-        sizes = {"K": rows, "N": columns, "bits": 8, "block_size": _BLOCK}
+        sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
+        sizes["accuracy_level"] = _IN_BYTES
         inputs = [node.inputs[0], *self._made[source, scales]]
         found = ir.node("MatMulNBits", inputs, sizes, domain="com.microsoft")
         output = node.outputs[0]
@@ -50,12 +52,12 @@ class Blocks:
         self, source: ir.Value, scales: ir.Value, rows: int, columns: int, turn: bool
     ) -> tuple[ir.Value, ir.Value]:
         """Bytes [N, blocks, 32] and scales [N, blocks] of a matrix [K, N], or [N, K] unturned."""
-        nodes, count = self._nodes, -(-rows // _BLOCK)
+        nodes, count = self._nodes, -(-rows // BLOCK)
         found = nodes("Transpose", source, perm=[1, 0]) if turn else source
         found = nodes("BitwiseXor", nodes("Cast", found, to=ir.DataType.UINT8), _ZERO)
-        if padding := count * _BLOCK - rows:
+        if padding := count * BLOCK - rows:
             found = nodes("Pad", found, [0, 0, 0, padding], _ZERO)
-        found = nodes("Reshape", found, [columns, count, _BLOCK])
+        found = nodes("Reshape", found, [columns, count, BLOCK])
         return found, nodes("Expand", nodes("Unsqueeze", scales, [1]), [columns, count])
 
 

@@ -32,6 +32,8 @@ def narrow(model: ir.Model, kind: ir.DataType) -> None:
     """Let a model's graph compute in a type of 16 bits, in place."""
     graph, casts = model.graph, _begun(model.graph, kind)
     lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
+    for node in lookups:
+        _narrow_table(node, casts)
     for value in dict.fromkeys(map(_embedded, lookups)):
         if value.dtype == _WIDE:
             users = list(value.uses())
@@ -116,6 +118,14 @@ def _is_lookup(node: ir.Node, ids: ir.Value) -> bool:
         index = before.inputs[0]
     table = node.inputs[0] if index is ids else None
     return table is not None and _is_constant(table)
+
+
+def _narrow_table(lookup: ir.Node, casts: _Casts) -> None:
+    """Take rows in 16 bits of a table that is widened as a whole."""
+    table = lookup.inputs[0]
+    if table is not None and producer(table, "DequantizeLinear") is not None:
+        lookup.replace_input_with(0, casts.narrow(table))
+        lookup.outputs[0].dtype = casts.kind
 
 
 def _embedded(lookup: ir.Node) -> ir.Value:

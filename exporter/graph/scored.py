@@ -11,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from specedge.manifest import SCORED, Graph, Model, num_best, with_best
+from specedge.gpu_signatures import SCORED, num_best, with_best
+from specedge.manifest import Graph, Model
 
 from .graphs import signature_of
 from .nodes import constant, producer
+from .tied_bytes import share_bytes
 
 
 def add(model: Model, folder: Path) -> Model:
@@ -75,6 +77,7 @@ def share_tables(graph: ir.Graph) -> None:
             node.op_type, node.domain = "FusedMatMul", "com.microsoft"
             node.attributes["transB"] = ir.AttrInt64("transB", 1)
             graph.remove(turned, safe=True)
+    share_bytes(graph)
 
 
 def _is_table(value: ir.Value) -> bool:

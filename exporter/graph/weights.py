@@ -141,6 +141,10 @@ class Hashed:
         self._file.write(data)
         self.size += data.nbytes
 
+    def flush(self) -> None:
+        """Let what was written be read from the file."""
+        self._file.flush()
+
     def align(self, alignment: int) -> int:
         """Pad with zeros to a multiple of `alignment`; returns the size then."""
         if padding := -self.size % alignment:

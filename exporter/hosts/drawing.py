@@ -116,15 +116,20 @@ def rows(
 
 
 def _penalised(nodes: Nodes, logits: ir.Value, seen: ir.Value, settings: Settings) -> ir.Value:
-    """Logits with those of seen tokens divided by the repetition penalty."""
+    """The same where the penalty is not 1."""
     is_on = _is_penalised(nodes, settings)
     some, seen = (_some(nodes, x, is_on) for x in (logits, seen))
-    penalty = nodes("Max", settings.penalty, float(_LIMITS.tiny))
-    smaller, larger = nodes("Div", some, penalty), nodes("Mul", some, penalty)
-    changed = nodes("Where", nodes("Less", some, 0.0), larger, smaller)
-    changed = nodes("Where", seen, nodes("Min", changed, float(_LIMITS.max)), some)
+    changed = penalised(nodes, some, seen, settings.penalty)
     rest = nodes("Slice", logits, _end(nodes, is_on), [END], [1])
     return nodes("Concat", changed, rest, axis=1)
+
+
+def penalised(nodes: Nodes, logits: ir.Value, seen: ir.Value, penalty: ir.Value) -> ir.Value:
+    """Logits with those of seen tokens divided by the repetition penalty. [R, C], [R, C], [1]"""
+    penalty = nodes("Max", penalty, float(_LIMITS.tiny))
+    smaller, larger = nodes("Div", logits, penalty), nodes("Mul", logits, penalty)
+    changed = nodes("Where", nodes("Less", logits, 0.0), larger, smaller)
+    return nodes("Where", seen, nodes("Min", changed, float(_LIMITS.max)), logits)
 
 
 def _is_penalised(nodes: Nodes, settings: Settings) -> ir.Value:
@@ -144,12 +149,22 @@ def _weights(
     best = nodes("TopK", some, nodes("Where", is_few, top_k, 1), sorted=0, num_outputs=2)
     is_less = nodes("Less", some, nodes("ReduceMin", best, [1]))
     largest = nodes("Where", is_less, _MOST, nodes("ReduceMax", logits, [1]))
-    divisor = nodes("Max", settings.temperature, float(_LIMITS.tiny))
-    divisor = nodes("Min", divisor, float(_LIMITS.max))
-    heights = nodes("Div", nodes("Sub", logits, largest), divisor)
+    heights = cooled(nodes, logits, largest, settings.temperature)
     is_cut = nodes("And", nodes("Less", top_p, np.ones(1)), is_drawn)
     drawn = nodes("Mul", nodes("Exp", heights), _nucleus(nodes, heights, top_p, is_cut, is_one))
-    return nodes("Where", nodes("Less", drawn, min_p), 0.0, drawn)
+    return likely(nodes, drawn, min_p)
+
+
+def cooled(nodes: Nodes, logits: ir.Value, largest: ir.Value, temperature: ir.Value) -> ir.Value:
+    """Logarithms of weights, the likeliest token's 0."""
+    divisor = nodes("Max", temperature, float(_LIMITS.tiny))
+    divisor = nodes("Min", divisor, float(_LIMITS.max))
+    return nodes("Div", nodes("Sub", logits, largest), divisor)
+
+
+def likely(nodes: Nodes, weights: ir.Value, min_p: ir.Value) -> ir.Value:
+    """Weights without those below a share of the likeliest token's, which is 1."""
+    return nodes("Where", nodes("Less", weights, min_p), 0.0, weights)
 
 
 def _nucleus(

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
 from specedge.manifest import File, Model
-from specedge.op_sets import attention, is_typed
+from specedge.op_sets import attention, is_for_engines, is_typed
 from specedge.precision import BLOCKS
 
 from ..graph import sigmoids
@@ -21,6 +21,7 @@ from ..progress import Progress
 from . import calibration, choosing, routes, smoothing
 from .calibration import Seen
 from .choosing import Choice
+from .dequantising import Dequantiser
 from .experts import NOTHING, Apart, apart, mixtures, opened
 from .matrices import Group, embeddings, groups, others
 from .report import report
@@ -176,7 +177,8 @@ def _rewrite(
     found = groups(graph, known.places)
     rounded = {place for g in found if choices[g.key].num_parts for place in g.key}
     places = frozenset(stored.place for stored in tables.values())
-    rewriter = (Widener if is_typed(ops) else Rewriter)(graph, store, places)
+    kind = Dequantiser if is_for_engines(ops) else Widener if is_typed(ops) else Rewriter
+    rewriter = kind(graph, store, places)
     for group in found:
         if (by := choices[group.key].powers) is not None:
             way = routes.route(group)

@@ -56,7 +56,7 @@ class Rewriter(Editor):
     def embedding(self, node: ir.Node, stored: Stored) -> None:
         """Take rows of integers from a table, [V, H], and their scales."""
         output, ids = node.outputs[0], node.inputs[1]
-        stored_values, stored_scales = self.store.integers(stored.place, lambda: _rows(stored))
+        stored_values, stored_scales = self.store.integers(stored.place, lambda: rows_of(stored))
         values, scales = self.external(stored_values), self.external(stored_scales)
         kind, to = ir.DataType.INT8, ir.DataType.FLOAT
         taken = self.node(node, "Gather", [values, ids], f"{output.name}.int8", output, dtype=kind)
@@ -103,7 +103,7 @@ class Rewriter(Editor):
         """The products of matrices joined along N, of the parts of K added up."""
         name = f"{matrices[0].node.outputs[0].name}.int8"
         total: ir.Value | None = None
-        like, width = matrices[0].node.outputs[0], sum(map(_width, matrices))
+        like, width = matrices[0].node.outputs[0], sum(map(width_of, matrices))
         for i, piece in enumerate(pieces):
             label = f"{name}.{i}" if len(pieces) > 1 else name
             weights = self._weights(before, matrices, choice, i)
@@ -135,10 +135,10 @@ class Rewriter(Editor):
     def _blocks(self, before: ir.Node, group: Group, choice: Choice) -> None:
         """The product of a group's matrices joined along N, in blocks."""
         matrices = group.matrices
-        like, width = matrices[0].node.outputs[0], sum(map(_width, matrices))
+        like, width = matrices[0].node.outputs[0], sum(map(width_of, matrices))
         by = [self.column_powers.get(m.node) for m in matrices]
-        key = (tuple(m.place for m in matrices), choice.bits, *map(_known, by))
-        stored = self.store.blocks(key, lambda: _in_blocks(matrices, by, choice))
+        key = (tuple(m.place for m in matrices), choice.bits, *map(known, by))
+        stored = self.store.blocks(key, lambda: in_blocks(matrices, by, choice))
         inputs = [group.value, *map(self.external, stored)]
         name = f"{like.name}.int{choice.bits}"
         size = matrices[0].stored.numbers().shape[0]
@@ -156,7 +156,7 @@ class Rewriter(Editor):
         outputs = [m.node.outputs[0] for m in matrices]
         found = [total]
         if len(matrices) > 1:
-            widths = np.array([_width(m) for m in matrices], np.int64)
+            widths = np.array([width_of(m) for m in matrices], np.int64)
             sizes = constant(self.graph, widths, f"{name}.widths")
             found = _split(before, total, sizes, [f"{o.name}.whole" for o in outputs])
         for output, value in zip(outputs, found, strict=True):
@@ -169,14 +169,14 @@ class Rewriter(Editor):
         """The integers and scales of matrices beside each other, for a part of K."""
         first = matrices[0]
         if first.place in self.tables:
-            values, scales = self.store.integers(first.place, lambda: _rows(first.stored))
+            values, scales = self.store.integers(first.place, lambda: rows_of(first.stored))
             table = self.external(values)
             name = f"{first.node.outputs[0].name}.turned"
             turned = insert(before, "Transpose", [table], name, perm=[1, 0])
             flat = seen_as(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
             return turned, self.external(flat)
         by = [self.column_powers.get(m.node) for m in matrices]
-        moved = map(_known, (choice.powers, *by))
+        moved = map(known, (choice.powers, *by))
         key = (tuple(m.place for m in matrices), choice.num_parts, part, *moved)
         values, scales = self.store.integers(key, lambda: _columns(matrices, by, choice, part))
         return self.external(values), self.external(scales)
@@ -210,15 +210,15 @@ def _split(before: ir.Node, value: ir.Value, sizes: ir.Value, names: list[str]) 
     return list(node.outputs)
 
 
-def _width(matrix: Matrix) -> int:
+def width_of(matrix: Matrix) -> int:
     return matrix.stored.numbers().shape[-1]
 
 
-def _known(powers: np.ndarray | None) -> bytes | None:
+def known(powers: np.ndarray | None) -> bytes | None:
     return None if powers is None else powers.tobytes()
 
 
-def _rows(stored: Stored) -> Integers:
+def rows_of(stored: Stored) -> Integers:
     """A table [V, H] with one scale a row, whichever way a graph reads it."""
     table = contents(stored.tensor)
     turned = rounding.columns(table.T)
@@ -246,7 +246,7 @@ def _columns(
     )
 
 
-def _in_blocks(
+def in_blocks(
     matrices: Sequence[Matrix], by: Sequence[np.ndarray | None], choice: Choice
 ) -> Blocks:
     """Matrices beside each other in blocks, with the powers that smoothing moved into them."""

@@ -119,13 +119,29 @@ def _packed(values: torch.Tensor, bits: int) -> torch.Tensor:
     return found if bits == 8 else found[..., 0::2] | (found[..., 1::2] << 4)
 
 
+def signed(blocks_: Blocks, bits: int, size: int) -> Integers:
+    """Blocks as DequantizeLinear reads them: integers [K, N], scales [blocks, N].
+
+    Of 4 bits two are in a byte, in their order. K is `size`.
+    """
+    values = (_bytes(blocks_, bits).to(torch.int16) - 2 ** (bits - 1)).flatten(1)[:, :size].T
+    whole = values.to(torch.int8).contiguous().numpy()
+    if bits == 4:
+        pairs = np.pad(whole.reshape(-1) & 15, (0, whole.size % 2)).astype(np.uint8)
+        whole = pairs[0::2] | (pairs[1::2] << 4)
+    return Integers(whole, np.ascontiguousarray(blocks_.scales.T))
+
+
+def _bytes(blocks_: Blocks, bits: int) -> torch.Tensor:
+    """A byte a number. -> [N, blocks, BLOCK]"""
+    values = torch.from_numpy(blocks_.values)
+    return values if bits == 8 else torch.stack((values & 15, values >> 4), -1).flatten(-2)
+
+
 def _unpacked(blocks_: Blocks, bits: int) -> torch.Tensor:
     """What rounded weights are. -> [K and zeros, N]"""
-    values = torch.from_numpy(blocks_.values)
-    if bits == 4:
-        values = torch.stack((values & 15, values >> 4), -1).flatten(-2)
-    whole = (values.float() - 2 ** (bits - 1)) * torch.from_numpy(blocks_.scales)[..., None]
-    return whole.flatten(1).T
+    values, scales = _bytes(blocks_, bits), torch.from_numpy(blocks_.scales)
+    return ((values.float() - 2 ** (bits - 1)) * scales[..., None]).flatten(1).T
 
 
 def error_in_blocks(weights: torch.Tensor, x: np.ndarray, bits: int) -> float:

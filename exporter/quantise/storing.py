@@ -11,6 +11,8 @@ import onnx_ir as ir
 from specedge.manifest import File
 
 from ..graph.weights import ALIGNMENT, FILE, Hashed
+from . import rounding
+from .matrices import contents
 from .rounding import Blocks, Integers
 
 
@@ -45,6 +47,22 @@ class Store:
         """Where a matrix's blocks lie, and their scales."""
         return self._pair(key, make, ir.DataType.UINT8)
 
+    def signed_blocks(
+        self,
+        blocks: tuple[ir.ExternalTensor, ir.ExternalTensor],
+        bits: int,
+        shape: tuple[int, int],
+    ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
+        """Where stored blocks lie once more as signed integers, [K, N], and their scales."""
+
+        def make() -> Integers:
+            self._hashed.flush()
+            values, scales = (contents(one).numpy() for one in blocks)
+            return rounding.signed(Blocks(values, scales), bits, shape[0])
+
+        kind = ir.DataType.INT4 if bits == 4 else ir.DataType.INT8
+        return self._pair(("signed", blocks[0].offset), make, kind, ir.Shape(shape))
+
     def zeros(self, shape: tuple[int, ...]) -> ir.ExternalTensor:
         """Where as many integers lie that are 0."""
         key = ("zeros", shape)
@@ -63,13 +81,17 @@ class Store:
         return self._known[key][0]
 
     def _pair(
-        self, key: Hashable, make: Callable[[], Integers | Blocks], kind: ir.DataType
+        self,
+        key: Hashable,
+        make: Callable[[], Integers | Blocks],
+        kind: ir.DataType,
+        shape: ir.Shape | None = None,
     ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         if key not in self._known:
             made = make()
             name = f"matrix{len(self._known)}"
             self._known[key] = (
-                self._put(made.values, kind, name),
+                self._put(made.values, kind, name, shape),
                 self._put(made.scales, ir.DataType.FLOAT, f"{name}.scales"),
             )
         values, scales = self._known[key]

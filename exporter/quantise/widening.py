@@ -56,9 +56,17 @@ class Widener(Rewriter):
             size = values.shape[-2]
             assert isinstance(size, int)
             sizes = {"axis": len(stored.shape) - 2, "block_size": size}
-        assert scales.shape is not None
-        # Without it, or where it is shared, ONNX Runtime fails over `session.x64quantprecision`.
-        zeros = self.store.zeros(scales.shape.numpy())
-        zero = self.external(seen_as(zeros, zeros.shape, f"{name}.zero"))
-        inputs = [values, scales, zero]
-        return self.node(before, "DequantizeLinear", inputs, f"{name}.wide", values, **sizes)
+        return self._dequantised(before, values, scales, f"{name}.wide", **sizes)
+
+    def _dequantised(
+        self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str, **sizes: Any
+    ) -> ir.Value:
+        inputs = [values, scales]
+        if values.dtype != ir.DataType.INT4:
+            assert scales.shape is not None
+            # Without it, or where it is shared, ONNX Runtime fails over
+            # `session.x64quantprecision`.
+            zeros = self.store.zeros(scales.shape.numpy())
+            zero = f"{name.removesuffix('.wide')}.zero"
+            inputs.append(self.external(seen_as(zeros, zeros.shape, zero)))
+        return self.node(before, "DequantizeLinear", inputs, name, values, **sizes)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx_ir as ir
 
 from specedge.manifest import Model, signatures
-from specedge.op_sets import OPS, attention, cached, computed, is_rounded
+from specedge.op_sets import OP_SETS, OPS, attention, cached, computed, is_rounded
 from specedge.reports import Quantisation
 
 from ..compare.runner import Runner
@@ -49,7 +49,7 @@ class Written:
     def rounded(self, weights_dtype: str, kinds: Sequence[str]) -> list[str]:
         """What is made of it: op sets over weights of a type, and with types of their own."""
         wanted = [*self.ops, *(f"{ops}-{kind}" for kind in kinds for ops in self.ops)]
-        return [ops for ops in wanted if is_rounded(ops, weights_dtype)]
+        return [ops for ops in wanted if ops in OP_SETS and is_rounded(ops, weights_dtype)]
 
     @property
     def lengths(self) -> list[Length]:

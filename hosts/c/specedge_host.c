@@ -145,9 +145,8 @@ static bool open_round(SpecedgeHost *host, const json_t *graph) {
     size_t i;
     json_unpack((json_t *)graph, "{s:I, s:{s:o, s:o}}", "num_draft_tokens", &host->k, "signature",
                 "inputs", &inputs, "outputs", &outputs);
-    if (!check(host, "num_draft_tokens", host->k, 1, MOST_DRAFTED) ||
-        !open_session(host, graph, &host->round))
-        return false;
+    if (!check(host, "num_draft_tokens", host->k, 1, MOST_DRAFTED)) return false;
+    if (!open_session(host, graph, &host->round)) return false;
     TRY(host, CreateIoBinding(host->round, &host->binding));
     json_array_foreach(inputs, i, input)
         if (!bind_cache(host, input, outputs)) return false;
@@ -241,15 +240,18 @@ bool specedge_encode(SpecedgeHost *host, const char *text, const int64_t **token
     return is_known;
 }
 
-/* Put the text of a round's tokens beside them. */
+/* Put the text of a round's tokens beside them, each decoded alone: the library ends it at NUL. */
 static bool decode(SpecedgeHost *host, SpecedgeRound *round) {
-    TRY(host, CreateTensorWithDataAsOrtValue(host->memory, (int64_t *)round->tokens,
-                                             round->num_tokens * sizeof(int64_t),
-                                             &round->num_tokens, 1, INT64, &host->given));
-    if (!call(host, host->decode, "tokens", "text")) return false;
-    TRY(host, GetStringTensorElementLength(host->found, 0, &round->num_bytes));
-    round->bytes = host->bytes = realloc(host->bytes, round->num_bytes + 1);
-    TRY(host, GetStringTensorElement(host->found, round->num_bytes, 0, host->bytes));
+    for (int64_t i = 0, one = 1; i < round->num_tokens; i++) {
+        size_t start = round->num_bytes, length;
+        TRY(host, CreateTensorWithDataAsOrtValue(host->memory, (int64_t *)&round->tokens[i],
+                                                 sizeof(int64_t), &one, 1, INT64, &host->given));
+        if (!call(host, host->decode, "tokens", "text")) return false;
+        TRY(host, GetStringTensorElementLength(host->found, 0, &length));
+        round->bytes = host->bytes = realloc(host->bytes, start + length + 1);
+        TRY(host, GetStringTensorElement(host->found, length, 0, host->bytes + start));
+        round->num_bytes += length;
+    }
     return true;
 }
 
@@ -299,10 +301,10 @@ static bool begin(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
 }
 
 bool specedge_generate(SpecedgeHost *host, const int64_t *prompt, int64_t num_tokens,
-                       const SpecedgeSettings *settings, SpecedgeOnRound *on_round, void *user) {
-    if (!begin(host, prompt, num_tokens, settings)) return false;
-    int64_t limit = host->length + least(settings->max_new_tokens,
-                                         host->bundle.context_length - host->length);
+                       const SpecedgeSettings *s, SpecedgeOnRound *on_round, void *user) {
+    if (!begin(host, prompt, num_tokens, s)) return false;
+    int64_t room = host->bundle.context_length - host->length;
+    int64_t limit = host->length + least(s->max_new_tokens, room);
     uint64_t used = 0;
     for (bool is_over = false; !is_over && host->length < limit;) {
         int64_t first = host->length, wanted = limit - first, end = host->draft_length + PIECE;
@@ -311,10 +313,8 @@ bool specedge_generate(SpecedgeHost *host, const int64_t *prompt, int64_t num_to
             if (!run(host, end, 0)) return false;
             host->draft_length = host->target_length = end;
         } else {
-            for (int i = 0; i <= 2 * host->k; i++)
-                host->uniforms[i] = uniform(settings->seed, used++);
-            int64_t n = least(host->k, settings->temperature == 0 ? wanted - 1 : wanted);
-            if (!run(host, first, n)) return false;
+            for (int i = 0; i <= 2 * host->k; i++) host->uniforms[i] = uniform(s->seed, used++);
+            if (!run(host, first, least(host->k, wanted - (s->temperature == 0)))) return false;
             take(host, wanted, &is_over);
             round = (SpecedgeRound){host->text + first, host->length - first,
                                     least(host->num_accepted, wanted), NULL, 0};

@@ -51,15 +51,14 @@ namespace SpecEdge
         internal byte[] Decode(IEnumerable<long> tokens)
         {
             Require();
-            long[] ids = tokens.ToArray();
-            if (ids.Length == 0)
-                return new byte[0];  // the operator divides by the number of tokens
-            using (OrtValue value = OrtValue.CreateTensorValueFromMemory(ids, new long[] { ids.Length }))
+            var bytes = new List<byte>();
+            foreach (long token in tokens)  // each by itself: one of NUL ends a text
             {
-                var input = new Dictionary<string, OrtValue> { ["tokens"] = value };
-                using (var found = _decode.Run(_run, input, new[] { "text" }))
-                    return found[0].GetStringElementAsSpan(0).ToArray();
+                using (OrtValue value = OrtValue.CreateTensorValueFromMemory(new[] { token }, new long[] { 1 }))
+                using (var found = _decode.Run(_run, new Dictionary<string, OrtValue> { ["tokens"] = value }, new[] { "text" }))
+                    bytes.AddRange(found[0].GetStringElementAsSpan(0).ToArray());
             }
+            return bytes.ToArray();
         }
 
         /// <summary>Text as it comes: what ends in the middle of a character waits for the next tokens.</summary>

@@ -27,7 +27,7 @@ class Buffers(Protocol):
     def constant(self, values: Sequence[int], dtype: str) -> Any:
         """An array that nobody writes again."""
 
-    def write(self, array: Any, values: Sequence[int]) -> None:
+    def write(self, array: Any, values: Sequence[float] | Array) -> None:
         """Set what an array holds."""
 
     def fetch(self, array: Any) -> Array:
@@ -61,7 +61,7 @@ class HostBuffers:
     def constant(self, values: Sequence[int], dtype: str) -> Array:
         return np.array(values, dtype)
 
-    def write(self, array: Array, values: Sequence[int]) -> None:
+    def write(self, array: Array, values: Sequence[float] | Array) -> None:
         array.reshape(-1)[:] = values
 
     def fetch(self, array: Array) -> Array:

@@ -99,7 +99,7 @@ class GpuBuffers:
         value = onnxruntime().OrtValue.ortvalue_from_numpy(host)
         return GpuArray(value, host.shape, dtype, host)
 
-    def write(self, array: GpuArray, values: Sequence[int]) -> None:
+    def write(self, array: GpuArray, values: Sequence[float] | Array) -> None:
         """Set what an array holds."""
         if array.host is not None:
             array.host.reshape(-1)[:] = values

@@ -1,4 +1,4 @@
-"""How much memory a pair needs, how much is left, and the error where that is not enough.
+"""How much memory a pair needs, and the error where less is left.
 
 ONNX Runtime holds a matrix once, packed for its kernels, and drops the pages that it came from. A
 table of which only rows are taken stays in the file, unless it is cast: then all of it is an array.
@@ -8,10 +8,9 @@ The figures are of the CPU; docs/measurements.md has what was measured beside th
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
-from pathlib import Path
 
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
@@ -19,6 +18,8 @@ from specedge.graph_file import Weight, weights_of
 from specedge.manifest import Model, chunk_length
 from specedge.op_sets import CACHES, attention, computed
 from specedge.precision import QUANTISED
+
+from .left_memory import left_bytes
 
 PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever the pair
 TOKENIZER = 11  # a loaded tokenizer in its file's size, measured with 150,000 entries
@@ -284,44 +285,6 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Whether an exception of ONNX Runtime says that memory ran out, for which it has no type."""
     text = str(error).lower()
     return isinstance(error, MemoryError) or any(sign in text for sign in _SIGNS)
-
-
-def left_bytes() -> int | None:
-    """The least of what the system, the process's limit and its control group leave, if known.
-
-    Swap and pages of files count as free where the system or the group would give them up.
-    """
-    found = []
-    with suppress(OSError, ValueError, KeyError):
-        facts = _numbers(Path("/proc/meminfo"))
-        found.append(1024 * (facts["MemAvailable"] + facts["SwapFree"]))
-    with suppress(ImportError, OSError, ValueError):
-        import resource
-
-        limit = resource.getrlimit(resource.RLIMIT_AS)[0]
-        if limit != resource.RLIM_INFINITY:
-            pages = int(Path("/proc/self/statm").read_text("utf-8").split()[0])
-            found.append(max(limit - pages * resource.getpagesize(), 0))
-    with suppress(OSError):
-        own = Path(Path("/proc/self/cgroup").read_text("utf-8").rpartition("::")[2].strip())
-        for group in (own, *own.parents):
-            with suppress(OSError, ValueError, KeyError):
-                found.append(group_left_bytes(Path("/sys/fs/cgroup") / group.relative_to("/")))
-    return min(found, default=None)
-
-
-def group_left_bytes(group: Path) -> int:
-    """What a control group leaves; ValueError where it has no limit."""
-    limit = int((group / "memory.max").read_text("utf-8"))
-    used = int((group / "memory.current").read_text("utf-8"))
-    facts = _numbers(group / "memory.stat")
-    return max(limit - used + facts["inactive_file"] + facts["active_file"], 0)
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Lines of a name and a number."""
-    lines = (line.replace(":", " ").split() for line in path.read_text("utf-8").splitlines())
-    return {line[0]: int(line[1]) for line in lines if len(line) > 1}
 
 
 def shown(size: int) -> str:

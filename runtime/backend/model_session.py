@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -10,11 +10,12 @@ from typing import Any
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.errors import BundleError, DeviceError
+from specedge.gpu_signatures import SCORED
 from specedge.graph_file import check_graph
-from specedge.manifest import CURE, SCORED, Graph, Model
-from specedge.op_sets import CACHED, OP_SETS, attention, computed
+from specedge.manifest import CURE, Graph, Model
+from specedge.op_sets import CACHED, ENGINES, OP_SETS, attention, computed
 from specedge.precision import QUANTISED, precision_of
-from specedge.signature import Signature, Tensor
+from specedge.signature import DRAWING, Signature, Tensor
 
 from . import engines
 from .cache import Cache
@@ -22,8 +23,8 @@ from .memory import enough_memory, model_memory
 from .ort import translated_errors
 from .sessions import Device
 
-ORT_TYPES = {"float32": "float"}  # where its name is another
-GIVEN = ("tokens", "past_length")  # what the host writes before a pass
+ORT_TYPES = {"float32": "float", "float64": "double"}  # where its name is another
+GIVEN = ("tokens", "past_length", *DRAWING)  # what the host writes before a pass
 
 
 class ModelSession:
@@ -104,11 +105,14 @@ class ModelSession:
             array = self.buffers.given(shape, tensor.dtype)
         else:
             array = self.buffers.zeros(shape, tensor.dtype)
-        bound.arrays[tensor.role] = array
+        bound.arrays[tensor.name if tensor.role == "weights" else tensor.role] = array
         return array
 
-    def run(self, bound: Pass, tokens: Sequence[int]) -> None:
-        """Read the tokens into the cache, and into what logits the pass has.
+    def run(
+        self, bound: Pass, tokens: Sequence[int], told: Mapping[str, Any] | None = None
+    ) -> None:
+        """Read the tokens into the cache, and into what logits the pass has; `told` is what else
+        the graph is given, by role.
 
         Where the pass is longer it is padded: the rows behind theirs count for nothing.
         """
@@ -116,6 +120,8 @@ class ModelSession:
         with self._translated():
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
+            for role, values in (told or {}).items():
+                self.buffers.write(bound.arrays[role], values)
             self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
 
@@ -128,7 +134,9 @@ class ModelSession:
 
 
 class Pass:
-    """A binding for one number of tokens, with its arrays by their roles."""
+    """A binding for one number of tokens, with its arrays by their roles; rows of weights, of which
+    there are several, by their names.
+    """
 
     def __init__(self, binding: Any, cache: Cache, options: Any, length: int) -> None:
         self.binding = binding
@@ -158,18 +166,15 @@ def choose_ops(model: Model, ops: str = "auto", device: Device | None = None) ->
 
 def _gpu_ops(model: Model, ops: str, device: Device) -> str:
     """The op set to run on a GPU, or the one asked for, if it can."""
-    able = [one for one in device.preferred_ops if one in model.parity and model.is_for_gpus(one)]
-    if device.has_engines and model.weights_dtype in QUANTISED:
-        raise DeviceError(
-            f"{model.source.id} has {model.weights_dtype} weights, and {device.name} compiles no "
-            "graph over them; export the pair with --precision fp16 --compute fp16"
-        )
+    fits = model.has_engines if device.has_engines else model.is_for_gpus
+    able = [one for one in device.preferred_ops if one in model.parity and fits(one)]
     if ops == "auto" and able:
         return able[0]
     if ops != "auto" and model.op_set(ops) in able:
         return str(model.op_set(ops))
     found = f"only {', '.join(able)}" if able else f"none of {', '.join(model.parity)}"
-    how = "--compute fp16" if model.dtype == "float32" else "--ops auto"
+    kind = ENGINES if device.has_engines and model.weights_dtype in QUANTISED else "fp16"
+    how = f"--compute {kind}" if model.dtype == "float32" else "--ops auto"
     raise DeviceError(
         f"{model.source.id}: {device.name} runs {found} of its op sets"
         + (f", not '{ops}'" if ops != "auto" else f"; export the pair again with {how}")
@@ -179,8 +184,7 @@ def _gpu_ops(model: Model, ops: str, device: Device) -> str:
 def _wanted(model: Model, ops: str) -> str:
     """The options of an export that give an op set, if there are any."""
     plain, _, kind = ops.partition("-")
-    rounded = model.weights_dtype in QUANTISED
-    if kind == ("bf16" if rounded else "fp32"):
+    if kind in (("bf16",) if model.weights_dtype in QUANTISED else ("fp32", ENGINES)):
         return ""
     option = "--cache fp16" if kind in CACHED else f"--compute {kind}" if kind else ""
     if plain != "gqa" or plain in map(attention, model.parity):

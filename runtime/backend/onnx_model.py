@@ -5,21 +5,30 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 
 import numpy as np
 
 from specedge.bundle import Bundle
 from specedge.errors import SpecEdgeError
-from specedge.manifest import UNROLLED, Model, chunk_length
+from specedge.gpu_signatures import ONE_CALL, UNROLLED
+from specedge.manifest import Model, chunk_length
 from specedge.op_sets import is_typed
+from specedge.options import Sampling
 from specedge.precision import QUANTISED
 
-from ..sampling.scores import Scores
+from ..loop.verify import Draft, draw_draft
+from ..sampling.distribution import Floats
+from ..sampling.history import History
+from ..sampling.scores import Row, Scores
 from .buffers import Array
 from .device_scores import DeviceScores
 from .model_session import ModelSession, Pass
+from .sampled import Sampled
 from .sessions import Device
-from .unrolled import Unrolled
+from .unrolled import OneCall, Unrolled
+
+_HALF = np.array([0.5])
 
 
 class OrtModel:
@@ -59,7 +68,7 @@ class OrtModel:
     def _forget_all(self) -> None:
         self.cache = self._session.cache()
         self._passes: dict[int, Pass] = {}
-        self._unrolled: Unrolled | None = None
+        self._calls: list[OneCall] = []
 
     @property
     def length(self) -> int:
@@ -93,47 +102,76 @@ class OrtModel:
             self.forward([0] * length)
         self.truncate(0)
 
-    def unroll(self, bundle: Bundle, model: Model, device: Device) -> str | None:
-        """Let it draft greedily in one call where the bundle has a graph for that, memory for its
-        own copy of the weights is left, it drafts what passes draft, and faster, as is measured;
-        the cache is then empty. What is to be said where that graph cannot be run.
+    def read_longest(self) -> None:
+        """Take the memory that long prompts need, before others take what is left; the cache is
+        then empty.
         """
-        if not model.has(UNROLLED, self.ops):
-            return None
+        self.truncate(0)
+        self.prefill([0] * min(self._chunk_length, self._session.model.context_length))
+        self.truncate(0)
+
+    def unroll(self, bundle: Bundle, model: Model, device: Device) -> str | None:
+        """Let it draft in one call where the bundle has graphs for that, memory for their own
+        copies of the weights is left, they draft what passes draft, and faster, as is measured; the
+        cache is then empty. What is to be said where such a graph cannot be run.
+        """
         try:
-            session = ModelSession(bundle, model, device, self.ops, UNROLLED)
-            unrolled = Unrolled(session, self.cache)
-            unrolled.measure(lambda: self.forward([0])[-1].largest(1))
-            count = unrolled.num_steps
-            is_right = unrolled.draft([0], count) == self._drafted(count)
+            for name in filter(lambda one: model.has(one, self.ops), ONE_CALL):
+                session = ModelSession(bundle, model, device, self.ops, name)
+                call = self._call(session, name)
+                if call.measure(partial(self._drafted, _HALF)) and self._is_right(call):
+                    self._calls.append(call)
         except SpecEdgeError as error:
             self.truncate(0)
-            return f"{model.source.id} drafts by passes, not in one call, which fails: {error}"
-        self._unrolled = unrolled if is_right and unrolled.least <= count else None
+            what = "draws its drafts" if self._calls else "drafts"
+            return f"{model.source.id} {what} by passes, not in one call, which fails: {error}"
         return None
+
+    def _call(self, session: ModelSession, name: str) -> OneCall:
+        if name == UNROLLED:
+            return Unrolled(session, self.cache)
+        return Sampled(session, self.cache, self._ids)
+
+    def _is_right(self, call: OneCall) -> bool:
+        """Whether it drafts what passes draft; the cache is then empty."""
+        numbers = np.linspace(0.05, 0.95, call.num_steps)
+        for sampling in call.examples:
+            draft = call.draft([0], len(numbers), History([0]), sampling, numbers)
+            self.truncate(0)
+            if draft is None or draft.tokens != self._drafted(numbers, sampling):
+                return False
+        return True
 
     def unroll_as(self, other: OrtModel) -> None:
         """Draft as another model of the same weights does; the cache is then empty."""
-        if other._unrolled is not None:
-            self._unrolled = other._unrolled.over(self.cache)
-            self._unrolled.warm_up()
+        self._calls = [call.over(self.cache) for call in other._calls]
+        for call in self._calls:
+            call.warm_up()
 
-    def _drafted(self, count: int) -> list[int]:
-        """The likeliest tokens after token 0, by passes; the cache is then empty."""
+    def _drafted(self, uniforms: Floats, sampling: Sampling) -> list[int]:
+        """The tokens after token 0, by passes; the cache is then empty."""
         self.truncate(0)
-        found = [0]
-        for _ in range(count):
-            found.append(int(self.forward(found[-1:])[-1].largest(1)[0][0]))
-        self.truncate(0)
-        return found[1:]
 
-    def draft_greedily(self, tokens: Sequence[int], count: int) -> list[int] | None:
-        """The `count` likeliest tokens after these, which are read, too; None where passes are
-        faster.
-        """
-        if self._unrolled is None or count < self._unrolled.least:
-            return None
-        return self._unrolled.draft(tokens, count)
+        def next_row(drafted: list[int]) -> Row:
+            return self.forward(drafted[-1:] or [0])[-1]
+
+        found = draw_draft(next_row, History([0]), len(uniforms), sampling, uniforms)
+        self.truncate(0)
+        return found.tokens
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        history: History,
+        sampling: Sampling,
+        uniforms: Floats,
+    ) -> Draft | None:
+        """In one call; None where passes are faster, or no call can."""
+        for call in self._calls:
+            if call.knows(history, sampling) and call.is_faster(count, sampling):
+                return call.draft(tokens, count, history, sampling, uniforms)
+        return None
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for start in range(0, len(tokens), self._chunk_length):
@@ -166,4 +204,4 @@ class OrtModel:
             self._drop()
 
     def _drop(self) -> None:
-        del self.cache, self._passes, self._unrolled, self._session
+        del self.cache, self._passes, self._calls, self._session

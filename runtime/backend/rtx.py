@@ -39,8 +39,9 @@ def compile_graph(ort: Any, graph: Path, target: Path, where: Platform, index: i
         if not is_of_onnxruntime(error):
             raise
         raise DeviceError(
-            f"{graph}: TensorRT-RTX cannot compile it ({first_line(error)}); it takes the op set "
-            "onnx of fp16 or bf16 alone: export the pair with --compute fp16"
+            f"{graph}: TensorRT-RTX cannot compile it ({first_line(error)}); it takes the op sets "
+            "onnx-fp16, onnx-bf16 and, of integers, onnx-qdq alone: export the pair with --compute "
+            "fp16, bf16 or qdq"
         ) from error
 
 

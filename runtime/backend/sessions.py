@@ -13,6 +13,7 @@ from typing import Any
 
 from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError
+from specedge.op_sets import ENGINES
 from specedge.precision import HALVES
 from specedge.products import UNSIGNED
 
@@ -108,6 +109,8 @@ class Device:
         """The op sets that it has kernels for, the fastest first; none of the CPU's own order."""
         attentions = ("onnx",) if self.has_engines else ("gqa", "onnx")
         halves = tuple(f"{ops}-{kind}" for kind in HALVES for ops in attentions)
+        if self.has_engines:
+            halves = (f"onnx-{ENGINES}", *halves)
         if self.kind == "rtx":  # which has no attention in float32
             return halves
         return (*halves, "onnx-fp32", "onnx")

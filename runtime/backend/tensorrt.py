@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specedge.errors import DeviceError
+from specedge.op_sets import computed, is_for_engines
 
 from ..diagnosis import nvidia_driver
 from ..diagnosis.machine import TEGRA
@@ -60,11 +61,15 @@ def tegra_version(release: str) -> str | None:
     return f"R{match[1]}.{match[2]}" if match else None
 
 
-def build_options(index: int, computed: str, engine: Path) -> dict[str, str]:
-    """The provider's options to build a graph's engine, which it writes as an EPContext model."""
+def build_options(index: int, ops: str, engine: Path) -> dict[str, str]:
+    """The provider's options to build an engine of a graph of an op set, which it writes as an
+    EPContext model.
+    """
+    kind = computed(ops)
     return run_options(index) | {
-        "trt_fp16_enable": "1" if computed == "float16" else "0",
-        "trt_bf16_enable": "1" if computed == "bfloat16" else "0",
+        "trt_fp16_enable": "1" if kind == "float16" else "0",
+        "trt_bf16_enable": "1" if kind == "bfloat16" else "0",
+        "trt_int8_enable": "1" if is_for_engines(ops) else "0",  # else DequantizeLinear is refused
         "trt_layer_norm_fp32_fallback": "1",
         "trt_engine_cache_enable": "1",
         "trt_engine_cache_path": ".",  # beside the model that names it
@@ -81,11 +86,11 @@ def run_options(index: int) -> dict[str, str]:
     return {"device_id": str(index)}
 
 
-def compile_graph(ort: Any, graph: Path, target: Path, index: int, computed: str) -> None:
+def compile_graph(ort: Any, graph: Path, target: Path, index: int, ops: str) -> None:
     """Write a graph's engine for this machine's GPU. DeviceError where not all becomes one."""
     (cache_folder() / "timing").mkdir(parents=True, exist_ok=True)
     try:
-        _session(ort, os.fspath(graph), build_options(index, computed, target))
+        _session(ort, os.fspath(graph), build_options(index, ops, target))
     except Exception as error:
         if not is_of_onnxruntime(error):
             raise

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
-from ..loop.model import GreedyModel, LanguageModel
+from ..loop.model import DraftingModel, LanguageModel
 from ..loop.verify import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
@@ -23,8 +23,8 @@ class DraftModel:
 
     After a full acceptance its cache is two tokens behind, otherwise one: the first pass of the
     next round feeds both, so a round of n tokens always costs n passes. Where others drafted
-    meanwhile it is further behind, and reads what it missed as it reads a prompt. At temperature 0
-    without edits a model that can drafts them all at once.
+    meanwhile it is further behind, and reads what it missed as it reads a prompt. A model that can
+    drafts them all at once.
 
     The model may know less than the target. A token that it lacks is fed as `PLACEHOLDER`: with
     none there, all that follow would have other positions. When its context is full, it reads a
@@ -54,10 +54,10 @@ class DraftModel:
             return Draft([])
         feed, room = self.catch_up(history)
         count = min(max_tokens, room)
-        if sampling.greedy and not sampling.edits and isinstance(self.model, GreedyModel):
-            drafted = self.model.draft_greedily(feed, count)
-            if drafted is not None:
-                return Draft(drafted)
+        if isinstance(self.model, DraftingModel):
+            draft = self.model.draft(feed, count, history, sampling, uniforms)
+            if draft is not None:
+                return draft
 
         num_fed = 0
 

@@ -6,11 +6,12 @@ up to a `noise`; then two tokens closer than twice that are a near-tie.
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from specedge.errors import SpecEdgeError
+from specedge.errors import OptionError, SpecEdgeError
 from specedge.options import Sampling
 
 from ..loop.model import LanguageModel
@@ -51,24 +52,35 @@ class Referee:
         sampling: Sampling,
         history: History,
     ) -> tuple[Verdict, tuple[NearTie, ...]]:
+        # Rows behind a choice that could not be made were read again in vain.
+        self._num_plain = min(self._num_plain, len(history.tokens) - 1)
         if not tokens and self._num_plain == len(history.tokens) - 1:
             self._num_plain += 1  # one row after rows of plain decoding
             return verdict, ()
         ties: list[NearTie] = []
         for i in range(verdict.num_accepted + 1):
             text = history.then(tokens[:i])
-            first, second = _two_likeliest(scores[i], sampling, text)
-            if not self._is_near(first, second, sampling):
-                continue
-            if self.exact:
-                first, second = _two_likeliest(self._read_again(text, sampling), sampling, text)
+            try:
+                first, second = _two_likeliest(scores[i], sampling, text)
+                if not self._is_near(first, second, sampling):
+                    continue
+                if self.exact:
+                    row = self._read_again(text, sampling)
+                    first, second = _two_likeliest(row, sampling, text)
+            except OptionError:  # as in `verify`: none is left behind tokens that are accepted
+                if not i:
+                    raise
+                return Verdict(i - 1, tokens[i - 1]), tuple(ties)
             chosen = first[0]
             ties.append(NearTie(text.num_new_tokens, chosen, second[0], first[1] - second[1]))
             if not self.exact:
                 continue
             if i == len(tokens) or chosen != tokens[i]:
                 return Verdict(i, chosen), tuple(ties)
-            verdict, later = self._go_on(i, tokens, sampling, text.then([chosen]))
+            try:
+                verdict, later = self._go_on(i, tokens, sampling, text.then([chosen]))
+            except OptionError:  # behind it
+                return Verdict(i, chosen), tuple(ties)
             return verdict, (*ties, *later)
         return verdict, tuple(ties)
 
@@ -92,11 +104,12 @@ class Referee:
         for at in range(self._num_plain, len(tokens)):
             row = self.target.forward([tokens[at]])[0]
             before = History(tokens[:prompt], tokens[prompt : at + 1])
-            if at + 1 < len(tokens) and choice(row, sampling, before) != tokens[at + 1]:
-                raise SpecEdgeError(
-                    f"new token {at + 1 - prompt} is not plain decoding's: this device's noise is "
-                    f"above the {self.noise:.1e} that was measured; take 0 draft tokens"
-                )
+            with suppress(OptionError):  # a grammar that is followed no more tells nothing of noise
+                if at + 1 < len(tokens) and choice(row, sampling, before) != tokens[at + 1]:
+                    raise SpecEdgeError(
+                        f"new token {at + 1 - prompt} is not plain decoding's: this device's noise "
+                        f"is above the {self.noise:.1e} that was measured; take 0 draft tokens"
+                    )
         self._num_plain = len(tokens)
         return row
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
+from specedge.options import Sampling
+
+from ..sampling.distribution import Floats
+from ..sampling.history import History
 from ..sampling.scores import Scores
+from .verify import Draft
 
 
 def shared_beginning(first: Sequence[int], second: Sequence[int]) -> int:
@@ -40,12 +45,20 @@ class LanguageModel(Protocol):
 
 
 @runtime_checkable
-class GreedyModel(LanguageModel, Protocol):
+class DraftingModel(LanguageModel, Protocol):
     """A model that may draft without its host."""
 
-    def draft_greedily(self, tokens: Sequence[int], count: int) -> list[int] | None:
-        """Append 1 or 2 tokens, and give the `count` likeliest that follow, each after those before
-        it; the last alone is not appended. None, and nothing done, where passes are to do it.
+    def draft(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        history: History,
+        sampling: Sampling,
+        uniforms: Floats,
+    ) -> Draft | None:
+        """Append 1 or 2 tokens, which end a text, and give a draft of `count` tokens that follow,
+        the one that passes would give; its last token alone is not appended. None, and nothing
+        done, where passes are to do it.
         """
 
 

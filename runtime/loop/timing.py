@@ -7,8 +7,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from specedge.options import Sampling
+
+from ..sampling.distribution import Floats
+from ..sampling.history import History
 from ..sampling.scores import Scores
-from .model import GreedyModel, LanguageModel
+from .model import LanguageModel
+from .verify import Draft
 
 
 class Stopwatch:
@@ -72,17 +77,24 @@ class Timed:
             self.firsts[num_tokens].append(took[0])
         self._round += took
 
-    def draft_greedily(self, tokens: Sequence[int], count: int) -> list[int] | None:
+    def draft(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        history: History,
+        sampling: Sampling,
+        uniforms: Floats,
+    ) -> Draft | None:
         """Counted as so many passes, which took the same time each."""
-        if not isinstance(self.model, GreedyModel):
+        if not hasattr(self.model, "draft"):  # of one that hands on what it is asked, too
             return None
         begin = time.perf_counter()
         with self._watch.part(self._part):
-            drafted = self.model.draft_greedily(tokens, count)
-        if drafted is not None:
+            draft: Draft | None = self.model.draft(tokens, count, history, sampling, uniforms)
+        if draft is not None:
             self.num_passes += count
             self._passed(len(tokens), [(time.perf_counter() - begin) / count] * count)
-        return drafted
+        return draft
 
     def prefill(self, tokens: Sequence[int]) -> None:
         """Counted as "prefill" before the first pass, as this model's part afterwards."""

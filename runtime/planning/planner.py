@@ -91,7 +91,8 @@ class Planner:
         tested, accepted = Counter(sources[: num_accepted + 1]), Counter(sources[:num_accepted])
         for source in tested:
             self.known(source).record(accepted[source], tested[source])
-        for source in {*tested, choice.probed} - {""}:
+        # A probe whose token a grammar forced has told nothing of the drafter.
+        for source in tested or [choice.probed]:
             self._postpone(source, choice.kind == Kind.PROBE, accepted[source] > 0)
 
     def _postpone(self, source: str, probed: bool, accepted: bool) -> None:

@@ -49,7 +49,7 @@ def _place(token: int, ids: Ids | None) -> slice:
 
 def _penalise(logits: Floats, ids: Ids | None, sampling: Sampling, history: History) -> None:
     """The text so far makes its own tokens less likely, or more."""
-    columns, counts = _counts(history, len(logits), ids)
+    columns, counts = counts_of(history, len(logits), ids)
     values, number = logits[columns], logits.dtype.type
     if sampling.repetition_penalty != 1:
         limits = np.finfo(logits.dtype)
@@ -63,8 +63,10 @@ def _penalise(logits: Floats, ids: Ids | None, sampling: Sampling, history: Hist
     logits[columns] = values
 
 
-def _counts(history: History, size: int, ids: Ids | None) -> tuple[Ids, Ids]:
-    """Where a row has tokens that are in the text, and how often they follow the prompt."""
+def counts_of(history: History, size: int, ids: Ids | None) -> tuple[Ids, Ids]:
+    """Which of a row's columns are tokens that are in the text, and how often they follow the
+    prompt.
+    """
     tokens, counts = history.counts()
     if ids is not None:
         columns = np.minimum(ids.searchsorted(tokens), size - 1)

@@ -29,7 +29,9 @@ from ..sampling.history import History
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
-MAX_RENEWALS = 8  # of a request's matcher: each may have taken a second to fill
+# Of a request's matcher for its text, and of those that its drafts or other texts filled, too: each
+# may have taken a second to fill.
+MAX_RENEWALS = 8
 NUM_KEPT = 16  # compiled grammars: lines of a file and a request's choices share theirs
 # A state of the lexer takes one or two kilobytes. llguidance's own limit is 250,000.
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
@@ -60,7 +62,7 @@ class Grammars:
                 "leave it out"
             )
         matcher = self._matcher(*given)
-        renew = partial(self._compile, *given)
+        renew = partial(self._renewed, matcher, *given)
         found = Constraint(matcher, self._bundle.target.vocab_size, ends, renew)
         if found.banned(History([])).all():
             raise OptionError(f"{given[0]} allows no text that this bundle's tokens can spell")
@@ -84,8 +86,16 @@ class Grammars:
                 with self._lock:
                     self._making.pop((name, text), None)
 
+    def _renewed(self, full: LLMatcher, name: str, text: str) -> LLMatcher:
+        """One for a request alone: copies of a matcher have one lexer, whose states only grow. Nor
+        does another request get the full one.
+        """
+        with self._lock:
+            if self._compiled.get((name, text)) is full:
+                del self._compiled[name, text]
+        return compiled(self._tokens, name, text)
+
     def _compile(self, name: str, text: str) -> LLMatcher:
-        """One that no text has used: copies of a matcher have one lexer, whose states only grow."""
         made = compiled(self._tokens, name, text)
         with self._lock:
             self._compiled[name, text] = made
@@ -149,8 +159,10 @@ class Constraint:
     whoever asks, over a draft and back to where another one begins, and remembers the masks of as
     many positions as a round has, so that draft and target share them.
 
-    Where llguidance's limits stop it, `renew` gives another matcher, as other texts and drafts that
-    the text never followed may have filled this one: the text is to end only where it would alone.
+    Where llguidance's limits stop it, `renew` gives another matcher, as other texts, and drafts
+    that the text never followed, may have filled this one. So the text has renewals of its own, and
+    drafts that used up theirs are followed no more. Where the text's own are used up still depends
+    on when it got them.
     """
 
     def __init__(
@@ -161,7 +173,9 @@ class Constraint:
         renew: Callable[[], LLMatcher],
     ) -> None:
         self._fresh, self._matcher = matcher, matcher.deep_copy()
-        self._renew, self._num_renewals = renew, 0
+        self._renew = renew
+        self._num_renewals = {"text": 0, "mixed": 0}
+        self._mixed = True  # whether others than the text may have filled the matcher
         self._ends = frozenset(ends)
         self._only_ends = np.ones(vocab_size, bool)
         self._only_ends[list(ends)] = False
@@ -173,21 +187,29 @@ class Constraint:
         """Whether each token cannot follow a text. OptionError if that breaks the grammar, as a
         text that a drafter only reckons with may. -> [V]
         """
+        drafted = history.length > history.num_kept
+        if drafted and self._num_renewals["mixed"] >= MAX_RENEWALS:
+            raise _LimitError("the grammar is not followed along drafts here: they need too much")
+        self._mixed |= drafted
         new = history.last(history.num_new_tokens)
         try:
             return self._after(new)
         except _LimitError:
-            if self._num_renewals == MAX_RENEWALS:
+            if not self._may_renew():
                 self._begin_anew()
                 raise
-        self._num_renewals += 1
-        self._fresh = self._renew()
+        self._fresh, self._mixed = self._renew(), drafted
         self._begin_anew()
         try:
             return self._after(new)
         except _LimitError:  # which ends a matcher; but a draft may go where the text never does
             self._begin_anew()
             raise
+
+    def _may_renew(self) -> bool:
+        """Count one renewal more; whether it may be."""
+        self._num_renewals["mixed" if self._mixed else "text"] += 1
+        return self._mixed or self._num_renewals["text"] <= MAX_RENEWALS
 
     def _after(self, new: list[int]) -> NDArray[np.bool_]:
         shared = _shared(self._read, new)
@@ -222,17 +244,10 @@ class Constraint:
         for token in tokens:
             if not self._ended and token not in self._ends:
                 if not self._matcher.try_consume_tokens([token]):
-                    self._check()
-                    if self._allowed(token):  # a lexer that is full says so late
-                        raise _LimitError("the grammar cannot be followed here: too many states")
+                    self._mask()  # which has the error of a full lexer, that says so late
                     raise OptionError("the text so far breaks the grammar")
                 self._num_consumed += 1
             self._read.append(token)
-
-    def _allowed(self, token: int) -> bool:
-        """Whether a mask said that it may come next."""
-        mask = self._masks.get(len(self._read))
-        return mask is not None and not mask[token]
 
     @property
     def _ended(self) -> bool:

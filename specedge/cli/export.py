@@ -65,7 +65,7 @@ from specedge.precision import CHOICES
 @click.option(
     "--compute",
     type=click.Choice(tuple(COMPUTED)),
-    help="Add graphs that compute in this type, for devices that do, over the same weights.",
+    help="Add graphs that compute in this type, for devices that do; qdq: integers for TensorRT.",
 )
 @click.option(
     "--cache",

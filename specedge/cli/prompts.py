@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import secrets
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,7 +14,7 @@ from specedge.cli.terminal import one_line
 from specedge.declared import declarations, nearest
 from specedge.errors import PromptError
 from specedge.request import Request
-from specedge.runtime.items import Item, seed_of
+from specedge.runtime.items import Item, item_of, seed_of
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
@@ -82,54 +81,20 @@ def _facts(line: str) -> dict[str, Any]:
         shown = one_line(unknown[0], 100)
         hint = nearest(shown, known) or f"; known are {', '.join(known)}"
         raise ValueError(f"key '{shown}' is unknown{hint}")
-    if ("prompt" in facts) == ("messages" in facts):
-        raise ValueError("a line must have either 'prompt' or 'messages'")
-    try:
-        json.dumps(facts, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"not valid Unicode text ({error.reason})") from error
     return facts
 
 
 def _item(
     index: int, facts: dict[str, Any], defaults: dict[str, Any], chat: bool, system: str | None
 ) -> Item:
-    from specedge.runtime.text.messages import plain_messages
-
-    id_, prompt, messages = facts.get("id"), facts.get("prompt"), facts.get("messages")
-    if "id" in facts and type(id_) not in (str, int):
-        raise ValueError("id must be text or a whole number")
-    if "messages" in facts:
-        if system is not None:
-            raise ValueError("a line with messages takes no --system; put it into the messages")
-        messages = plain_messages(facts["messages"])
-    else:
-        if isinstance(prompt, list):
-            _check_ids_alone(prompt, chat)
-        elif not isinstance(prompt, str):
-            raise ValueError("prompt must be text or a list of token ids")
-        elif chat:
-            messages, prompt = options.messages(prompt, system), None
-    request = defaults | dict(_request(facts))
-    Request(**request)
-    return Item(index, id_, prompt, messages, request)
-
-
-def _check_ids_alone(prompt: list[Any], chat: bool) -> None:
-    if not prompt or not all(type(token) is int and token >= 0 for token in prompt):
-        raise ValueError("prompt must be text or a list of token ids")
-    if chat:
+    if system is not None and "messages" in facts:
+        raise ValueError("a line with messages takes no --system; put it into the messages")
+    item = item_of(index, facts, defaults)
+    if not chat or item.messages is not None:
+        return item
+    if not isinstance(item.prompt, str):
         raise ValueError("a prompt of token ids is no message of a chat; do without --chat")
-
-
-def _request(facts: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The options that a line gives, of the right types; null gives none."""
-    for name, (_, declared) in declarations(Request).items():
-        if (value := facts.get(name)) is None:
-            continue
-        if isinstance(value, bool) and declared.kind != "flag":
-            raise ValueError(f"{name} must not be {json.dumps(value)}")
-        yield name, value
+    return dataclasses.replace(item, prompt=None, messages=options.messages(item.prompt, system))
 
 
 def _check_ids(name: str, items: list[Item], numbers: list[int]) -> None:

@@ -82,15 +82,16 @@ class Answer:
             async with asyncio.timeout_at(self._end), aclosing(self._lines()) as lines:
                 async for line in lines:
                     await _write(send, line)
+                await _end(send)
             scope[STATUS] = "200"
         except Exception as error:
             failed = self._failed(error)
             scope[STATUS] = str(failed.status)
-            with suppress(TimeoutError):
+            with suppress(TimeoutError):  # who does not read is not waited for
                 async with asyncio.timeout(LAST_WORDS):
                     for line in self._shape.failed(failed):
                         await _write(send, line)
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
+                    await _end(send)
 
     async def _prepared(self) -> None:
         try:
@@ -168,6 +169,10 @@ def _parts(choice: Choice, event: Event) -> list[Part]:
 
 async def _write(send: Send, line: str) -> None:
     await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+
+
+async def _end(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:

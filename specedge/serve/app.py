@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -155,10 +156,7 @@ class _Server:
 
     def _asked(self, body: bytearray, reads: Reads) -> Asked:
         """What a body asks for."""
-        try:
-            facts = parse(body.decode())
-        except (JsonError, UnicodeDecodeError) as error:
-            raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+        facts = _parsed(body)
         named = facts.get("model") if isinstance(facts, dict) else None
         asked = reads(facts, self._pipeline.bundle.context_length)
         if named not in (None, self._model):
@@ -204,6 +202,31 @@ class _Server:
 
     async def _measured(self, request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
+
+
+def _parsed(body: bytearray) -> Any:
+    """The JSON of a body, which can be written as JSON again: some of it is repeated."""
+    try:
+        facts = parse(body.decode())
+        said = _unrepeatable(facts)
+    except (JsonError, UnicodeDecodeError) as error:
+        raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if said is not None:
+        raise ApiError(f"the body is not valid JSON: {said}", code="invalid_json")
+    return facts
+
+
+def _unrepeatable(facts: Any) -> str | None:
+    """Why values cannot be written as JSON that anyone reads."""
+    try:
+        json.dumps(facts, ensure_ascii=False, allow_nan=False).encode()
+    except UnicodeEncodeError:
+        return "it has half of a surrogate pair, which is no character"
+    except ValueError:  # 1e999 is read as infinite
+        return "it has a number that is too large"
+    except RecursionError:
+        return "it is nested too deeply"
+    return None
 
 
 async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:

@@ -14,18 +14,22 @@ from starlette.types import ASGIApp
 from specedge.errors import SpecEdgeError
 
 MAX_HEADERS = 2**16  # bytes of a request's head
+UNREAD = 120  # seconds for which a connection may hold what its client does not take
 
 
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; port 0 is any that is free. Raises SpecEdgeError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=1024)
+        listening = socket.create_server((host, port), family=family, backlog=1024)
     except (OSError, OverflowError, UnicodeError) as error:
         reason = getattr(error, "strerror", None) or error
         raise SpecEdgeError(
             f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port"
         ) from error
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; accepted connections have it, too
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD)
+    return listening
 
 
 def url_of(listening: socket.socket) -> str:

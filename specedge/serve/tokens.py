@@ -38,7 +38,8 @@ class Tokens:
             "tokens": texts,
             "token_logprobs": [max(one.logprob, LEAST) for one in found],
             "top_logprobs": [
-                {self.text(token): logprob for token, logprob in one.top} for one in found
+                {self.text(token): max(logprob, LEAST) for token, logprob in one.top}
+                for one in found
             ],
             "text_offset": list(_offsets(texts, start)),
         }

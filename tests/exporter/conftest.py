@@ -88,12 +88,13 @@ def pairs(tmp_path_factory):
     return Pairs(folder)
 
 
-QUICK = ("gpt2",)  # the others are slow
+QUICK, SLOW = ("gpt2",), ("llama", "bfloat16", "windowed")  # the others are thorough
 
 
 @pytest.fixture(
     params=[*QUICK, "embedded"]
-    + [pytest.param(x, marks=pytest.mark.slow) for x in PAIRS if x not in QUICK]
+    + [pytest.param(x, marks=pytest.mark.slow) for x in SLOW]
+    + [pytest.param(x, marks=pytest.mark.thorough) for x in PAIRS if x not in (*QUICK, *SLOW)]
 )
 def exported(request, pairs):
     """Each exported pair in turn."""

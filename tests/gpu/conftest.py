@@ -13,22 +13,47 @@ import pytest
 import standin
 
 import specedge
-from specedge.manifest import num_best
+from gpu.reporting import ON_A_GPU, Reporting
+from specedge.gpu_signatures import num_best
 from specedge.runtime.backend import gpu_buffers
-from specedge.runtime.backend.unrolled import Unrolled
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.unrolled import OneCall
 
 STANDIN = Path(standin.__file__).parent
 PAIRS = {
     "fp32-fp16": ("llama", {"kv_heads": 2, "tied": True}),
-    "int8-fp16": ("llama", {"kv_heads": 2}),
+    "int8-fp16": ("llama", {"kv_heads": 2, "tied": True}),
     "int4-fp16": ("llama", {"kv_heads": 2}),
     "fp32-bf16": ("llama", {"kv_heads": 2, "tied": True}),
     "int8-fp32": ("gpt2", {}),
+}
+FOR_ENGINES = {  # of integers
+    "int4-qdq": ("llama", {"kv_heads": 2}),
+    "int8-qdq": ("gpt2", {}),
+    "int8-block-qdq": ("llama", {"kv_heads": 2, "tied": True}),
 }
 PROMPT = "def f(self):"
 VOCAB_SIZE = 512
 COMPILE = [os.environ.get("CC", "gcc"), "-std=gnu11", "-fPIC", "-shared", "-o"]
 K = 4
+
+
+def pytest_addoption(parser):
+    parser.addoption("--gpu-report", metavar="FILE", help="Put what tests on a GPU found there.")
+
+
+def pytest_configure(config):
+    path = config.getoption("--gpu-report", None)  # not known where all tests are collected
+    if path and not hasattr(config, "workerinput"):
+        try:
+            config.pluginmanager.register(Reporting(Path(path)))
+        except ValueError as error:
+            raise pytest.UsageError(str(error)) from error
+
+
+def pytest_itemcollected(item):
+    if item.get_closest_marker("gpu"):
+        item.keywords[ON_A_GPU] = True
 
 
 @pytest.fixture(scope="session")
@@ -60,8 +85,8 @@ def pairs(tmp_path_factory):
     def pair(name):
         if name not in made:
             folder = tmp_path_factory.mktemp(name)
-            kind, options = PAIRS[name]
-            precision, compute = name.split("-")
+            kind, options = (PAIRS | FOR_ENGINES)[name]
+            precision, _, compute = name.rpartition("-")
             tokenizer = make_tokenizer(folder / "tokenizer")
             target = make_model(make_config(kind, context=256, **options))
             save(target, tokenizer, folder / "target")
@@ -85,26 +110,34 @@ def loaded(folder, **options):
 @pytest.fixture
 def planted(monkeypatch):
     """Let every pass have said that its best logits are of the tokens 1, 2, 3 ..., and every draft
-    that it is of token 1.
+    that it is of token 1, drawn from as many weights as the test says, a few of them at first.
     """
-    fetch = gpu_buffers.GpuBuffers.fetch
+    fetch, num = gpu_buffers.GpuBuffers.fetch, num_best(VOCAB_SIZE)
+    weights = np.exp(-np.arange(VOCAB_SIZE - 1, dtype=np.float32))
+    best = [*weights[:num], *range(1, num + 1)]
+    plant = {"num_weights": num}
 
     def planting(self, array):
         found = fetch(self, array)
-        num = (array.shape[-1] - 1) // 2
-        if array.shape[-1] == 2 * num_best(VOCAB_SIZE) + 1:
+        if array.shape[-1] == 2 * num + 1:
             found[..., :] = [*-np.arange(num), *(1 + np.arange(num)), 0]
         if array.dtype == "int64":
             found[...] = 1  # what an unrolled graph drafts
+        if array.dtype == "float64":  # what a graph that draws says of a token
+            found[...] = [1, 0, plant["num_weights"], 1, weights.sum(dtype=float), *best]
+        if array.shape == (1, VOCAB_SIZE):  # all weights that it was drawn from
+            found[0, 1:] = weights
         return found
 
     monkeypatch.setattr(gpu_buffers.GpuBuffers, "fetch", planting)
+    return plant
 
 
 @pytest.fixture
 def one_call(monkeypatch):
-    """A draft of K tokens by one call takes as long as one pass."""
-    monkeypatch.setattr(Unrolled, "_median", lambda self, run: 1.0)
+    """A draft of K tokens by one call takes as long as one pass, and is what passes draft."""
+    monkeypatch.setattr(OneCall, "_median", lambda self, run: 1.0)
+    monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
 
 
 @pytest.fixture

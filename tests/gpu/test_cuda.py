@@ -3,17 +3,25 @@
 Over a stand-in for CUDA, where kernels compute nothing: what a pass would have written is planted.
 """
 
+from itertools import cycle
+
+import numpy as np
 import pytest
 import standin
 
 import specedge
-from gpu.conftest import PAIRS, PROMPT, K, loaded
+from gpu.conftest import PAIRS, PROMPT, VOCAB_SIZE, K, loaded
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError, SpecEdgeError
+from specedge.gpu_signatures import ONE_CALL
+from specedge.options import Sampling
 from specedge.runtime import loading
 from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sampled import Sampled
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.backend.unrolled import Unrolled
+from specedge.runtime.backend.unrolled import OneCall, Unrolled
+from specedge.runtime.sampling.history import History
+from specedge.signature import SETTINGS
 
 if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -27,7 +35,7 @@ def test_no_node_of_any_graph_is_on_the_cpu_nor_copied_to_it(cuda, pairs, name):
     for role, model in bundle.models.items():
         graphs = [graph for graph in model.graphs if model.is_for_gpus(graph.ops)]
         assert {graph.name for graph in graphs} >= {"scored", "decoder", "step", "verify"}
-        assert ("unrolled" in {graph.name for graph in graphs}) is (role == "draft")
+        assert ({graph.name for graph in graphs} >= {*ONE_CALL}) is (role == "draft")
         for graph in graphs:
             path = str(bundle.path(graph.file))
             _, placed, copies, _ = placement.open_session(path, forbid_cpu=True, graph=True)
@@ -86,8 +94,67 @@ def test_a_greedy_round_waits_twice_for_its_draft_and_twice_for_the_target(cuda,
     assert counts["mallocs"] <= 0
 
 
-def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline):
-    session, cache = pipeline.draft._unrolled._session, pipeline.draft.cache
+def test_a_drawn_round_also_waits_twice_for_its_draft_and_fetches_kilobytes(cuda, pipeline):
+    counts = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20, top_p=0.99, min_p=1e-4)
+    assert counts["passes"] == (K + 1) * counts["rounds"] > K
+    assert counts["blocking"] <= 4 * counts["rounds"]
+    assert counts["d2h"] == counts["graph_launches"] == 2 * counts["rounds"]
+    assert counts["d2h_bytes"] < 8192 * counts["rounds"]
+    assert counts["h2d"] == counts["async_h2d"] == counts["async_d2h"] == counts["launches"] == 0
+    assert counts["racing_copies"] == 0
+    assert counts["mallocs"] <= 0
+
+
+@pytest.mark.parametrize(
+    "options", [{"temperature": 1.0}, {"temperature": 1.0, "repetition_penalty": 1.2}], ids=str
+)
+def test_of_weights_of_all_tokens_one_row_is_fetched_after_a_rejection(
+    cuda, pipeline, planted, monkeypatch, options
+):
+    planted["num_weights"] = VOCAB_SIZE - 1
+    fetched = []
+    fetch = Sampled._fetch
+    monkeypatch.setattr(
+        Sampled, "_fetch", lambda self, array: fetched.append(array) or fetch(self, array)
+    )
+    counts = cost_of_rounds(cuda, pipeline, **options)
+    assert fetched
+    assert all(array.shape == (1, VOCAB_SIZE) for array in fetched)
+    assert counts["graph_launches"] == 2 * counts["rounds"]
+    assert counts["d2h"] <= 3 * counts["rounds"]
+    assert counts["blocking"] <= 5 * counts["rounds"]
+    assert counts["h2d"] == counts["async_h2d"] == counts["async_d2h"] == counts["launches"] == 0
+    assert counts["racing_copies"] == 0
+
+
+def test_all_that_is_drafted_and_accepted_is_drawn_without_a_row(cuda, pipeline, planted):
+    planted["num_weights"] = VOCAB_SIZE - 1
+    draft = pipeline.draft
+    draft.truncate(0)
+    with cuda.counted() as counts:
+        asked = History([5]), Sampling(temperature=1.0), np.full(K, 0.5)
+        made = draft.draft([5], K, *asked)
+        assert all(made.distribution(i).of(1) > 0.6 for i in range(K))
+    assert made.tokens == [1] * K
+    assert (counts["graph_launches"], counts["d2h"], counts["blocking"]) == (1, 1, 2)
+    assert counts["d2h_bytes"] < 1100 * K
+
+
+def test_what_the_graph_that_draws_is_told_lies_where_its_kernels_read(cuda, pipeline):
+    sampling = Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, repetition_penalty=1.5)
+    pipeline.draft.truncate(0)
+    pipeline.draft.draft([5], 2, History([5, 7]), sampling, np.array([0.25, 0.75]))
+    (sampled,) = (call for call in pipeline.draft._calls if isinstance(call, Sampled))
+    arrays = {role: array.value.numpy() for role, array in sampled._passes[1].arrays.items()}
+    told = {role: arrays[role].item() for role in SETTINGS}
+    assert told == {name: pytest.approx(getattr(sampling, name)) for name in SETTINGS}
+    assert arrays["uniforms"].tolist() == [0.25, 0.75] * (K // 2)
+    assert arrays["seen"][0].nonzero()[0].tolist() == [5, 7]
+
+
+@pytest.mark.parametrize("at", range(len(ONE_CALL)), ids=ONE_CALL)
+def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline, at):
+    session, cache = pipeline.draft._calls[at]._session, pipeline.draft.cache
     for length in (1, 2):
         bound = session.bind(cache, length, 1)
         with cuda.counted() as counts:
@@ -98,9 +165,11 @@ def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline):
 
 
 def test_a_draft_that_one_call_makes_no_faster_takes_passes(cuda, pairs, planted, monkeypatch):
-    seconds = iter([K + 0.5, 1.0])
-    monkeypatch.setattr(Unrolled, "_median", lambda self, run: next(seconds))
+    seconds = cycle([K + 0.5, 1.0])
+    monkeypatch.setattr(OneCall, "_median", lambda self, run: next(seconds))
+    monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
     with loaded(pairs("fp32-fp16")) as pipeline:
+        assert not pipeline.draft._calls
         counts = cost_of_rounds(cuda, pipeline)
         assert counts["graph_launches"] == counts["passes"] > K
 
@@ -111,7 +180,7 @@ def test_a_call_that_fails_leaves_the_draft_to_passes_and_a_note_says_why(
     def fail(self, step):
         raise SpecEdgeError("a pass of draft failed in ONNX Runtime: no kernel")
 
-    monkeypatch.setattr(Unrolled, "measure", fail)
+    monkeypatch.setattr(OneCall, "measure", fail)
     with loaded(pairs("fp32-fp16"), slots=2) as pipeline:
         assert pipeline.note.endswith(
             "not in one call, which fails: a pass of draft failed in ONNX Runtime: no kernel"
@@ -120,8 +189,29 @@ def test_a_call_that_fails_leaves_the_draft_to_passes_and_a_note_says_why(
         assert found.stats.num_draft_passes
 
 
+def test_which_settings_take_one_call_is_measured_for_those_that_fetch_rows_apart(
+    cuda, pairs, planted, monkeypatch
+):
+    seconds = iter([1.0, 1.0, K + 0.5, 1.0, 1.0, 1.0])  # greedy, top-k, all tokens; by passes each
+    monkeypatch.setattr(OneCall, "_median", lambda self, run: next(seconds))
+    monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
+    with loaded(pairs("fp32-fp16")) as pipeline:
+        few = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20)
+        assert few["graph_launches"] == few["passes"]
+        whole = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=100)
+        assert whole["graph_launches"] == 2 * whole["rounds"]
+
+
+def test_a_call_that_drafts_other_tokens_than_passes_is_not_taken(
+    cuda, pairs, planted, monkeypatch
+):
+    monkeypatch.setattr(OneCall, "_median", lambda self, run: 1.0)
+    with loaded(pairs("fp32-fp16")) as pipeline:  # kernels do nothing: token 1 whatever is drawn
+        assert [type(call) for call in pipeline.draft._calls] == [Unrolled]
+
+
 def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pipeline):
-    counts = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20)
+    counts = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20, typical_p=0.99)
     assert counts["passes"] > K
     assert counts["blocking"] <= 2 * counts["passes"]
     assert counts["d2h"] == counts["graph_launches"] == counts["passes"]
@@ -132,7 +222,7 @@ def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pip
 
 
 def test_drawing_from_all_tokens_fetches_whole_rows_once_a_pass(cuda, pipeline):
-    counts = cost_of_rounds(cuda, pipeline, temperature=1.0)
+    counts = cost_of_rounds(cuda, pipeline, temperature=1.0, typical_p=0.99)
     assert counts["d2h"] == counts["passes"]
     assert counts["blocking"] == 2 * counts["passes"]
 
@@ -140,7 +230,7 @@ def test_drawing_from_all_tokens_fetches_whole_rows_once_a_pass(cuda, pipeline):
 def test_each_length_is_captured_at_load_and_only_replayed_afterwards(cuda, pairs):
     with cuda.counted() as counts:
         pipeline = specedge.load(pairs("fp32-fp16"), device="cuda")
-    assert counts["captures"] == K + 1 + 2 + 2  # the target's, the draft's, and of K steps
+    assert counts["captures"] == K + 1 + 2 + 2 + 2  # the target's, the draft's, and of K steps
     assert counts["failed_captures"] == 0
     with cuda.counted() as counts:
         for length in range(1, K + 2):

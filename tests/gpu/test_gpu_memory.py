@@ -6,12 +6,15 @@ Over a stand-in for CUDA, where kernels compute nothing.
 import pytest
 import standin
 
-from gpu.conftest import PROMPT, K, loaded
+from gpu.conftest import PROMPT, VOCAB_SIZE, K, loaded
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
+from specedge.gpu_signatures import ONE_CALL, SAMPLED
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
+
+HIDDEN = 64  # columns of the tables
 
 if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -22,10 +25,11 @@ def test_all_slots_draft_over_one_copy_of_the_drafts_weights(cuda, pairs, plante
         cuda.counted() as counts,
         loaded(pairs("fp32-fp16"), slots=2) as pipeline,
     ):
-        first, second = (slot.draft._unrolled for slot in pipeline.slots.all)
-        assert first._session is second._session
-        assert first._cache is not second._cache
-    assert counts["captures"] == 2 * (K + 1 + 2 + 2)
+        calls = [slot.draft._calls for slot in pipeline.slots.all]
+        for first, second in zip(*calls, strict=True):
+            assert first._session is second._session
+            assert first._cache is not second._cache
+    assert counts["captures"] == 2 * (K + 1 + 2 + 2 + 2)
 
 
 def test_a_twin_has_graphs_of_its_own_over_its_own_cache(cuda, pipeline):
@@ -77,13 +81,31 @@ def test_memory_returns_when_a_pipeline_is_closed(cuda, pairs):
         assert {name: after[name] for name in names} == {name: before[name] for name in names}
 
 
+def held(cuda, bundle, model, name, ops):
+    """Bytes on the device of a session of a graph."""
+    before = cuda.counts()["device_bytes"]
+    session = Device("cuda").open(bundle.path(model.graph(name, ops).file))
+    found = cuda.counts()["device_bytes"] - before
+    del session
+    return found
+
+
 def test_a_tied_table_is_on_the_device_once(cuda, pairs):
     bundle = Bundle.read(pairs("fp32-fp16"))
-    before = cuda.counts()["device_bytes"]
-    session = Device("cuda").open(bundle.path(bundle.target.graph("scored", "gqa-fp16").file))
-    held = cuda.counts()["device_bytes"] - before
-    assert held < 1.05 * bundle.files[bundle.target.weights].size + 2**16
-    del session
+    size = held(cuda, bundle, bundle.target, "scored", "gqa-fp16")
+    assert size < 1.05 * bundle.files[bundle.target.weights].size + 2**16
+
+
+@pytest.mark.parametrize(("name", "ops"), [("int8-fp16", "gqa-fp16"), ("int8-fp32", "onnx-fp32")])
+def test_a_tied_table_of_bytes_is_on_the_device_once(cuda, pairs, name, ops):
+    bundle = Bundle.read(pairs(name))
+    table = bundle.target.padded_vocab_size * HIDDEN
+    for model in (bundle.target, bundle.draft):
+        twice = held(cuda, bundle, model, "decoder", ops)
+        graphs = ("scored",) if model is bundle.target else ("scored", *ONE_CALL)
+        for graph in graphs:
+            own = 16 * VOCAB_SIZE if graph == SAMPLED else 0  # zeros and ranks of its columns
+            assert held(cuda, bundle, model, graph, ops) < twice - 0.9 * table + own
 
 
 def test_without_the_private_way_to_pinned_memory_public_calls_serve(

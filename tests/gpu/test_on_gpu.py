@@ -13,15 +13,30 @@ import specedge
 from gpu.conftest import PAIRS
 from specedge.bundle import Bundle
 from specedge.cli.verify import verify
+from specedge.gpu_signatures import SAMPLED
 from specedge.op_sets import computed
+from specedge.options import Sampling
+from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sampled import Sampled
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.diagnosis.machine import Machine
 from specedge.runtime.diagnosis.providers import why_not
+from specedge.runtime.loop.verify import draw_draft
+from specedge.runtime.sampling.history import History
 
 pytestmark = pytest.mark.gpu
 PROMPT = "def read(self, path):"
 K = 4
+SAMPLINGS = [
+    {},
+    {"top_k": 20},
+    {"top_k": 100},
+    {"top_p": 0.9},
+    {"min_p": 0.02},
+    {"repetition_penalty": 1.3},
+    {"top_k": 50, "top_p": 0.95, "min_p": 0.01, "repetition_penalty": 1.1},
+]
 # Of the largest logit: float32 without TF32, and what 11 and 8 bits of a mantissa leave.
 ALLOWED = {"float32": 1e-4, "float16": 3e-2, "bfloat16": 0.2}
 
@@ -47,10 +62,10 @@ def logits(model, tokens, lengths):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_logits_are_the_cpus_within_the_types_precision(pairs, name):
+def test_logits_are_the_cpus_within_the_types_precision(pairs, name, record_property):
     bundle = Bundle.read(pairs(name))
     tokens = [int(t) for t in np.random.default_rng(0).integers(512, size=48)]
-    for model in bundle.models.values():
+    for role, model in bundle.models.items():
         for ops in runnable(model):
             on_cpu = model.cpu_ops if computed(ops) == "bfloat16" else ops
             wanted = logits(OrtModel(bundle, model, Device(), on_cpu), tokens, [40, 1, 2, 5])
@@ -58,6 +73,7 @@ def test_logits_are_the_cpus_within_the_types_precision(pairs, name):
             found = logits(there, tokens, [40, 1, 2, 5])
             there.close()
             off = np.abs(found - wanted).max() / np.abs(wanted).max()
+            record_property(f"{role} {ops}", float(off))
             assert off < ALLOWED[computed(ops)], (ops, off)
 
 
@@ -79,8 +95,9 @@ def test_a_captured_pass_has_the_bits_of_one_that_runs_as_it_comes(pairs, name):
 
 
 @pytest.mark.parametrize("name", PAIRS)
-def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name):
+def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name, record_property):
     with specedge.load(pairs(name), device="cuda") as pipeline:
+        record_property("row_independent", list(pipeline.target.row_independent_lengths))
         plain = pipeline.generate(PROMPT, 64, num_draft_tokens=0, ignore_eos=True)
         for k in range(1, K + 1):
             for exact in (False, True):
@@ -93,7 +110,34 @@ def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name):
                     if a != b
                 ]
                 ties = {tie.position for tie in found.near_ties}
+                if differing:
+                    record_property(f"K={k} exact={exact}", f"differs at {differing[0]} of 64")
                 assert not differing or (not exact and differing[0] in ties), (k, exact)
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_draft_of_one_call_is_what_passes_draw(pairs, name):
+    bundle = Bundle.read(pairs(name))
+    model = OrtModel(bundle, bundle.draft, Device("cuda"))
+    session = ModelSession(bundle, bundle.draft, Device("cuda"), model.ops, SAMPLED)
+    sampled = Sampled(session, model.cache, None)
+    for i, options in enumerate(SAMPLINGS * 8):
+        text = History(list(range(40 + i, 60 + i)))
+        asked = text, Sampling(temperature=1.0, **options), np.random.default_rng(i).random(K)
+        model.reuse([])
+        model.prefill(text.tokens[:-1])
+        drawn = sampled.draft(text.last(1), K, *asked)
+        weights = [one.row(bundle.draft.num_columns) for one in drawn.probs]
+        model.truncate(text.length - 1)
+
+        def next_row(drafted, text=text):
+            return model.forward(drafted[-1:] or text.last(1))[-1]
+
+        wanted = draw_draft(next_row, text, K, *asked[1:])
+        assert drawn.tokens == wanted.tokens, options
+        for found, one in zip(weights, wanted.probs, strict=True):
+            np.testing.assert_allclose(found, one.row(len(found)), rtol=1e-4, atol=1e-7)
+    model.close()
 
 
 @pytest.mark.parametrize("name", ["fp32-fp16", "int4-fp16"])
@@ -116,7 +160,7 @@ def test_the_best_logits_are_those_of_the_whole_rows(pairs):
     model.close()
 
 
-def test_memory_returns_when_a_pipeline_is_closed(pairs):
+def test_memory_returns_when_a_pipeline_is_closed(pairs, record_property):
     def free():
         gc.collect()
         return Machine().driver.facts["gpus"][0]["free"]
@@ -126,4 +170,5 @@ def test_memory_returns_when_a_pipeline_is_closed(pairs):
     before = free()  # what CUDA itself holds of a process stays
     with specedge.load(pairs("fp32-fp16"), device="cuda") as pipeline:
         pipeline.generate(PROMPT, 8)
+    record_property("bytes_not_returned", before - free())
     assert abs(free() - before) < 8 * 2**20

@@ -43,6 +43,10 @@ def run(*arguments, code=0):
     [
         *(("fp32-fp16", gpu) for gpu in ("sm86", "sm89", "sm120")),
         pytest.param("fp32-bf16", "sm89", marks=pytest.mark.slow),
+        ("int4-qdq", "sm89"),
+        ("int8-qdq", "sm89"),
+        pytest.param("int8-block-qdq", "sm89", marks=pytest.mark.slow),
+        pytest.param("int4-qdq", "sm120", marks=pytest.mark.slow),
     ],
 )
 def test_every_graph_of_a_pair_becomes_one_engine(pairs, name, gpu):

@@ -12,7 +12,7 @@ from specedge.errors import ContextLengthError, SpecEdgeError
 from specedge.runtime.backend import self_test
 from specedge.runtime.loading import memory_of
 from specedge.runtime.loop.randomness import Uniforms
-from specedge.runtime.turns import Turns
+from threads import in_threads
 
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]
 OPTIONS = {"num_draft_tokens": 4, "ignore_eos": True}
@@ -28,25 +28,6 @@ def alone():
 def slots():
     """A pipeline of three slots."""
     return specedge.load(store.embedded(), slots=3)
-
-
-def in_threads(*functions):
-    """What functions give that run at the same time, each in a thread; their errors, too."""
-    found = [None] * len(functions)
-
-    def run(i):
-        try:
-            found[i] = functions[i]()
-        except Exception as error:
-            found[i] = error
-
-    threads = [threading.Thread(target=run, args=(i,), daemon=True) for i in range(len(functions))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive(), "it waits for ever"
-    return found
 
 
 def places(pipeline):
@@ -323,49 +304,6 @@ def test_the_memory_of_slots_is_stated(alone):
 def test_a_number_of_slots_or_a_length_that_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
         specedge.load(store.embedded(), **options)
-
-
-def test_turns_go_round_though_everyone_wants_them_again_at_once():
-    turns, order = Turns(), []
-
-    def run(name):
-        for _ in range(50):
-            with turns:
-                order.append(name)
-                time.sleep(0.0002)
-
-    in_threads(*(lambda name=name: run(name) for name in "abc"))
-    middle = order[30:100]
-    assert all(len({*middle[i : i + 3]}) == 3 for i in range(len(middle) - 2))
-
-
-@pytest.mark.parametrize("has_it", [False, True])
-def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatch, has_it):
-    turns, lock = Turns(), threading.Lock
-
-    class Interrupted:
-        def __init__(self):
-            self.lock, self.times = lock(), 0
-
-        def acquire(self):
-            self.times += 1
-            if self.times == 1:
-                return self.lock.acquire()
-            if has_it:  # the turn came just before the interrupt
-                turns.__exit__()
-            raise KeyboardInterrupt
-
-        def release(self):
-            self.lock.release()
-
-    turns.__enter__()
-    monkeypatch.setattr(threading, "Lock", Interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        turns.__enter__()
-    monkeypatch.undo()
-    if not has_it:
-        turns.__exit__()
-    assert in_threads(turns.__enter__) == [None]
 
 
 def test_every_slot_relies_on_the_lengths_that_the_self_test_left(monkeypatch):

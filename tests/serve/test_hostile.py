@@ -12,11 +12,21 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
-from served import MODEL, PROMPT, answer, ask, chat_pair, error_of, health, serving, until
+from served import (
+    MODEL,
+    SHORT,
+    answer,
+    answers,
+    ask,
+    chat_pair,
+    error_of,
+    head,
+    health,
+    serving,
+    until,
+)
 from specedge.runtime.loop.decoding import SpeculativeDecoder
-from specedge.runtime.text import grammars
 
-SHORT = {"model": MODEL, "prompt": PROMPT, "max_tokens": 8, "temperature": 0}
 LONG = SHORT | {"max_tokens": 400, "ignore_eos": True}
 
 
@@ -49,18 +59,6 @@ def connection(port):
         yield found
 
 
-def head(length, kind="application/json"):
-    return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: {kind}\r\n"
-        f"Content-Length: {length}\r\n\r\n"
-    ).encode()
-
-
-def answers(port):
-    status, _, said = ask(port, "POST", "/v1/completions", SHORT)
-    return status == 200 and bool(json.loads(said)["choices"][0]["text"])
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -86,6 +84,14 @@ def test_a_body_that_is_no_request_is_refused_in_one_short_line(port, body):
     assert headers["content-type"] == "application/json"
     assert len(said) < 1000
     assert "\n" not in error_of(said)["message"]
+
+
+@pytest.mark.parametrize("value", ['"\\ud800"', "1e999"])
+def test_what_cannot_be_repeated_is_refused_before_anything_runs(port, value):
+    """As metadata it was an error 500 behind the whole text, or a stream that is no JSON."""
+    body = f'{{"input": "a", "metadata": {{"a": {value}}}}}'.encode()
+    status, _, said = ask(port, "POST", "/v1/responses", body)
+    assert (status, error_of(said)["code"]) == (400, "invalid_json")
 
 
 def test_a_body_that_is_too_large_is_refused_before_it_is_read(port, connection):
@@ -190,54 +196,6 @@ def test_bodies_have_a_size_together_too(pair):
         for one in senders[1:]:
             one.close()
         until(lambda: answers(port))
-
-
-@pytest.fixture
-def held(monkeypatch):
-    """No grammar is compiled before this is set."""
-    pytest.importorskip("llguidance", reason="needs the grammar extra")
-    event, compiled = threading.Event(), grammars.compiled
-    monkeypatch.setattr(grammars, "compiled", lambda *given: event.wait(60) and compiled(*given))
-    yield event
-    event.set()
-
-
-def test_grammars_that_compile_slowly_keep_others_from_nothing(pair, held):
-    with serving(pair, max_waiting=60) as port, ExitStack() as stack:
-        for i in range(40):
-            body = json.dumps(SHORT | {"regex": f"a{{{i + 1}}}"}).encode()
-            sender = stack.enter_context(socket.create_connection(("127.0.0.1", port), 30))
-            sender.sendall(head(len(body)) + body)
-        until(lambda: health(port)["waiting"] == 40)
-        assert answers(port)
-        stack.close()  # who goes away waits for no grammar
-        until(lambda: health(port)["waiting"] == 0)
-
-
-def test_who_cannot_wait_hears_so_before_its_grammar_is_compiled(port, held):
-    found = []
-
-    def regex(letter):
-        found.append(ask(port, "POST", "/v1/completions", SHORT | {"regex": letter})[0])
-
-    threads = [threading.Thread(target=regex, args=letter) for letter in "xy"]
-    for thread in threads:
-        thread.start()
-    until(lambda: health(port)["waiting"] == 2)
-    status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"regex": "z"})
-    assert (status, error_of(said)["code"]) == (429, "rate_limit_exceeded")
-    held.set()
-    for thread in threads:
-        thread.join(60)
-    assert found == [200, 200]
-
-
-def test_the_time_of_a_request_is_its_grammars_too(pair, held):
-    with serving(pair, timeout=0.5) as port:
-        for stream in (False, True):
-            body = SHORT | {"regex": "tt", "stream": stream}
-            status, _, said = ask(port, "POST", "/v1/completions", body)
-            assert (status, error_of(said)["code"]) == (504, "timeout")
 
 
 def test_texts_that_can_never_be_at_a_time_are_refused(port):

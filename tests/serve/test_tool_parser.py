@@ -1,13 +1,16 @@
 """Calls in the text of an answer, however the text is cut into pieces."""
 
 import json
+import random
 
 import pytest
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
+from specedge.serve.tools import parsing
 from specedge.serve.tools.declared import Function, Tools
 from specedge.serve.tools.families import family_of
+from specedge.serve.tools.json_value import JsonValue
 from specedge.serve.tools.parsing import Parser
 from tool_templates import TEMPLATES, spelled
 
@@ -152,3 +155,93 @@ def test_families_are_known_by_their_templates():
     found = [family_of(template) for template in TEMPLATES.values()]
     assert [one.name for one in found] == ["Hermes"] * 2 + ["Llama 3"] + ["Mistral"] * 3
     assert [one.short_ids for one in found] == [False] * 3 + [True] + [False] * 2
+
+
+CLEAR = {
+    "Qwen": [
+        "<tool_call> i",
+        "<tool_call>[",
+        '<tool_call>{"name": 01',
+        '<tool_call>{"name": "rain", "arguments": {}}',
+        '<tool_call>{"name": "clock", "arguments": {}, }',
+        '<tool_call>{"name": "clock", "arguments": {"a": "</tool_call>"}}\n<a',
+    ],
+    "Llama 3": [
+        '{"a": "b"}',
+        "{a",
+        '{"name": "clock", "parameters": {}} a',
+        "<|python_tag|>w",
+    ],
+    "Mistral": [
+        "[TOOL_CALLS]c",
+        "[TOOL_CALLS] []",
+        '[TOOL_CALLS] [{"name": "rain", "arguments": {}}]',
+        '[TOOL_CALLS] [{"name": "clock", "arguments": {}}]\n a',
+    ],
+    "Mistral, newer": [
+        "[TOOL_CALLS]]",
+        "[TOOL_CALLS]clocks",
+        "[TOOL_CALLS]clo]",
+        "[TOOL_CALLS]clock[ARGS]a",
+        "[TOOL_CALLS]clock[CALL_ID]a_1[A]",
+        "[TOOL_CALLS]clock[CALL_ID]a1[ARGS]{}\n[TOOL_CALLS]clock[ARGS]{} a",
+    ],
+}
+
+
+@pytest.mark.parametrize(("name", "text"), [(n, text) for n in CLEAR for text in CLEAR[n]])
+def test_text_streams_on_as_soon_as_it_is_clear_that_it_is_no_call(name, text):
+    for before in ("", "\n") if name == "Llama 3" else ("", "Hm. "):
+        parser = Parser(TOOLS, family_of(TEMPLATES[name]), forced=False)
+        told = [part for one in before + text[:-1] for part in parser.feed(one)]
+        assert "".join(told) == before.strip()
+        told += parser.feed(text[-1])
+        assert "".join(told) == before + text
+        assert parser.feed(" more") == [" more"]
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_long_call_is_read_once_and_parsed_twice_at_most(name, monkeypatch):
+    """It was parsed from its start with every piece behind the first that spelled its end."""
+    num_parsed, read_whole = 0, parsing._read
+
+    def counted(*given):
+        nonlocal num_parsed
+        num_parsed += 1
+        return read_whole(*given)
+
+    monkeypatch.setattr(parsing, "_read", counted)
+    calls = [("weather", {"city": "</tool_call>" + "a" * 2000})]
+    assert read(name, spelled(name, calls)) == ("", calls)
+    assert num_parsed <= 2
+
+
+def test_a_value_of_json_is_known_by_each_of_its_characters():
+    """Beside Python's decoder: what begins a value is taken, and what does not is found out."""
+    rng = random.Random(0)
+    values = [
+        '{"a": [1, -0.5e+10, 20E3, {"b": {}}], "\\u00e9\\n\\"": [[], "x", true, false, null]}',
+        '[0, 10, -1.25, 1e5, {"a" : "\\\\"} ,\t"\\/" ]',
+        "[ ]",
+        "{ }",
+    ]
+    letters = '{}[]":,\\u01e+-.tn \n\x01a'
+    for _ in range(20000):
+        text = list(rng.choice(values))
+        for _ in range(rng.randrange(3)):
+            at = rng.randrange(len(text))
+            text[at : at + rng.randrange(2)] = rng.choice(letters)
+        made, found, taken = JsonValue(), "".join(text), 0
+        if not found.startswith(("{", "[")):
+            continue
+        while taken < len(found) and not made.closed and made.take(found[taken]):
+            taken += 1
+        try:
+            whole = json.JSONDecoder(parse_constant=_refused).raw_decode(found)[1]
+        except ValueError:
+            whole = None
+        assert (taken if made.closed else None) == whole, repr(found)
+
+
+def _refused(constant):
+    raise ValueError(constant)

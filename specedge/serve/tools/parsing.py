@@ -11,6 +11,7 @@ from typing import Any
 
 from .declared import Tools
 from .families import ARGS, CALL_ID, HERMES, LLAMA, MISTRAL, Family
+from .scanning import CLOSING, Scan
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Called:
 
 
 Part = str | Called
+Calls = list[tuple[str, str]]  # names, and arguments as JSON
 
 
 class Parser:
@@ -43,6 +45,7 @@ class Parser:
         self._blank = ""  # white space before that, where a call may follow it
         self._begun = self._after_call = False  # whether something was told; a call, the last time
         self._inside = False  # what is left begins with a marker, or came after one
+        self._scan: Scan | None = None
         self._arguments: _Arguments | None = None
         self.num_calls = 0
 
@@ -69,19 +72,36 @@ class Parser:
             if self._forced:
                 yield from self._written()
                 return
-            found = _read(self._family, self._left, self._names, ended)
+            found = self._calls(ended)
+            if found == []:
+                return
             if found is None:
-                if not ended:
-                    return
                 # It begins no call: its first character is text, and another marker may follow.
                 yield from self._told(self._blank + self._left[:1])
                 self._left, self._inside = self._left[1:], False
                 continue
-            calls, self._left = found
-            self._inside = False
-            for name, arguments in calls:
+            for name, arguments in found:
                 if self._most is None or self.num_calls < self._most:
                     yield self._called(name, arguments)
+
+    def _calls(self, ended: bool) -> Calls | None:
+        """The calls with which what is left begins, and that are left no more; none as long as more
+        must be read to know, and None if there can be none.
+        """
+        self._scan = self._scan or Scan(self._family, self._names, self._begins_calls)
+        self._scan.read(self._left)
+        if self._scan.may_be and not (self._scan.whole or ended):
+            return []
+        found = _read(self._family, self._left, self._names) if self._scan.may_be else None
+        self._scan = None
+        if found is None:
+            return None
+        calls, self._left = found
+        self._inside = False
+        return calls
+
+    def _begins_calls(self, text: str) -> bool:
+        return _read(self._family, text, self._names) is not None
 
     def _text(self, ended: bool) -> Iterator[Part]:
         """What is left up to where a call begins, but white space that one may follow."""
@@ -164,9 +184,6 @@ class _Arguments:
         return len(text)
 
 
-Calls = list[tuple[str, str]]  # names, and arguments as JSON
-
-
 def _refuse(constant: str) -> None:
     raise ValueError(f"{constant} is no JSON")
 
@@ -174,15 +191,13 @@ def _refuse(constant: str) -> None:
 _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
-def _read(family: Family, text: str, names: Sequence[str], ended: bool) -> tuple[Calls, str] | None:
-    """The calls with which a text begins, and the rest of it; None if it begins with none, or if
-    that cannot be said before it has ended.
+def _read(family: Family, text: str, names: Sequence[str]) -> tuple[Calls, str] | None:
+    """The calls with which a text begins, and the rest of it; None if it begins with none. Where
+    one may follow another without a common end, it is the first; else all, and no rest.
     """
-    if family.marker == HERMES:
-        return _read_hermes(text, names, ended)
-    if not ended:
-        return None
     try:
+        if family.marker == HERMES:
+            return _read_hermes(text, names)
         if family.marker == LLAMA:
             given = _DECODER.decode(text.removeprefix(LLAMA).strip())
             calls = [_call(given, names, family.arguments)]
@@ -196,20 +211,14 @@ def _read(family: Family, text: str, names: Sequence[str], ended: bool) -> tuple
     return calls, ""
 
 
-def _read_hermes(text: str, names: Sequence[str], ended: bool) -> tuple[Calls, str] | None:
-    """One call; the last one's end may be missing."""
-    closing = HERMES.replace("<", "</")
-    if not ended and closing not in text:
-        return None
-    try:
-        start = len(text) - len(text.removeprefix(HERMES).lstrip())
-        given, end = _DECODER.raw_decode(text, start)
-        rest = text[end:].lstrip()
-        if not rest.startswith(closing) and (rest or not ended):
-            return None
-        return [_call(given, names, "arguments")], rest.removeprefix(closing)
-    except (ValueError, RecursionError):
-        return None
+def _read_hermes(text: str, names: Sequence[str]) -> tuple[Calls, str]:
+    """One call, whose end may be missing where the text has ended."""
+    start = len(text) - len(text.removeprefix(HERMES).lstrip())
+    given, end = _DECODER.raw_decode(text, start)
+    rest = text[end:].lstrip()
+    if rest and not rest.startswith(CLOSING):
+        raise ValueError("no call")
+    return [_call(given, names, "arguments")], rest.removeprefix(CLOSING)
 
 
 def _read_args(text: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -9,8 +9,9 @@ import traces
 from specedge.bundle import Bundle
 from specedge.exporter import export
 from specedge.exporter.graph import graphs
+from specedge.gpu_signatures import ONE_CALL, num_best
 from specedge.graph_file import weights_of
-from specedge.manifest import num_best
+from specedge.signature import SETTINGS
 
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop", "Memcpy"}
 
@@ -26,10 +27,11 @@ def shape(value):
 
 
 def test_no_graph_holds_what_a_gpu_cannot_run(exported):
-    for _, _, proto in protos(exported):
+    for _, graph, proto in protos(exported):
         assert not {node.op_type for node in proto.graph.node} & FORBIDDEN
         types = {tensor.data_type for tensor in proto.graph.initializer}
-        assert onnx.TensorProto.DOUBLE not in types
+        if graph.name != "sampled":  # sums that decide a draw are in double
+            assert onnx.TensorProto.DOUBLE not in types
 
 
 def test_no_graph_says_where_it_was_made(exported):
@@ -57,15 +59,21 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
             if graph.name == "scored"
             else []
         )
-        if graph.name == "unrolled":
-            k = exported.num_draft_tokens
+        told = []
+        if graph.name in ONE_CALL:
+            k, size = exported.num_draft_tokens, model.num_columns
             logits = [("drafted", [1, k])]
+            if graph.name == "sampled":
+                told = [*((name, [1]) for name in SETTINGS), ("seen", [1, size]), ("uniforms", [k])]
+                weights = ((f"step.{i}.weights", [1, size]) for i in range(k))
+                logits = [("drawn", [k, 2 * num_best(size) + 5]), *weights]
             made = [(f"step.{i}.{name}", dims) for i in range(k) for name, dims in made]
         assert [(v.name, shape(v)) for v in proto.graph.input] == [
             ("input_ids", [1, length]),
             ("past_length", [1]),
             *chosen,
             *((f"past_key_values.{name}", dims) for name, dims in caches),
+            *told,
         ]
         assert [(v.name, shape(v)) for v in proto.graph.output] == [
             *logits,
@@ -100,6 +108,7 @@ def test_the_files_have_the_lengths_that_the_manifest_states(exported):
             wanted["scored", ops] = None, "best_logits"
             if role == "draft":
                 wanted["unrolled", ops] = None, "drafted"
+                wanted["sampled", ops] = None, "drawn"
         assert {(g.name, g.ops): (g.length, g.signature) for g in model.graphs} == wanted
         assert model.cache.capacity >= model.context_length + exported.num_draft_tokens + 2
 
@@ -139,7 +148,7 @@ def test_rows_of_a_table_are_cast_and_not_the_table(pairs):
 def test_graph_files_are_small_and_refer_to_the_weights_beside_them(exported):
     for model, graph, proto in protos(exported):
         layer = 20_000 if model.quantisation else 12_000
-        steps = exported.num_draft_tokens if graph.name == "unrolled" else 1
+        steps = exported.num_draft_tokens if graph.name in ONE_CALL else 1
         assert exported.files[graph.file].size < steps * (20_000 + layer * len(model.cache.layers))
         places = [{e.key: e.value for e in t.external_data} for t in proto.graph.initializer]
         assert {p["location"] for p in places if p} == {"weights.bin"}

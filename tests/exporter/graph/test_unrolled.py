@@ -8,29 +8,15 @@ import onnx
 import pytest
 
 from specedge.exporter.graph import unrolled as unrolling
-from specedge.manifest import UNROLLED
+from specedge.gpu_signatures import ONE_CALL, UNROLLED
+from specedge.options import Sampling
 from specedge.runtime.backend.model_session import ModelSession
-from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.backend.unrolled import Unrolled
+from specedge.runtime.sampling.history import History
 
 OPS = "onnx"  # in float32, where rows keep their bits
 TEXT = [7 * i % 500 for i in range(300)]
-
-
-@pytest.fixture(scope="module", params=["gpt2", pytest.param("llama", marks=pytest.mark.slow)])
-def bundle(request, pairs):
-    return pairs.bundle(request.param)
-
-
-@pytest.fixture
-def passes(bundle):
-    return OrtModel(bundle, bundle.draft, Device(), OPS)
-
-
-@pytest.fixture
-def cached(bundle):
-    return OrtModel(bundle, bundle.draft, Device(), OPS)
 
 
 @pytest.fixture
@@ -39,17 +25,23 @@ def unrolled(bundle, cached):
     return Unrolled(session, cached.cache)
 
 
+def drafted(unrolled, tokens, count):
+    draft = unrolled.draft(tokens, count, History(tokens), Sampling(), np.zeros(count))
+    assert draft.probs is None
+    return draft.tokens
+
+
 def by_passes(model, tokens, count):
-    drafted = []
-    while len(drafted) < count:
-        row = model.forward(drafted[-1:] or tokens)[-1]
-        drafted.append(int(row.largest(1)[0][0]))
-    return drafted
+    found = []
+    while len(found) < count:
+        row = model.forward(found[-1:] or tokens)[-1]
+        found.append(int(row.largest(1)[0][0]))
+    return found
 
 
 def check(passes, cached, unrolled, tokens, count):
     """The same tokens, and the same rows after them."""
-    assert unrolled.draft(tokens, count) == by_passes(passes, tokens, count)
+    assert drafted(unrolled, tokens, count) == by_passes(passes, tokens, count)
     assert cached.length == passes.length
     assert cached.cache._tokens == passes.cache._tokens
     found, wanted = (model.cache_rows(0, model.length) for model in (cached, passes))
@@ -82,7 +74,7 @@ def test_steps_beyond_the_contexts_end_are_dropped(bundle, passes, cached, unrol
 
 
 def test_rows_beyond_the_drafted_tokens_are_never_read(passes, cached, unrolled):
-    unrolled.draft(TEXT[:2], 1)
+    drafted(unrolled, TEXT[:2], 1)
     passes.forward(TEXT[:2])
     assert np.array_equal(passes.forward([3]).array(), cached.forward([3]).array())
 
@@ -102,7 +94,7 @@ def test_a_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
     draft, k = bundle.draft, bundle.num_draft_tokens
     ids = [3 * i % draft.num_columns for i in range(draft.num_columns)]
     shutil.copytree(bundle.folder / "draft", tmp_path / "draft")
-    plain = replace(draft, graphs=tuple(g for g in draft.graphs if g.name != UNROLLED))
+    plain = replace(draft, graphs=tuple(g for g in draft.graphs if g.name not in ONE_CALL))
     made = unrolling.add(plain, tmp_path, k, ids)
     session = Device().open(tmp_path / made.graph(UNROLLED, OPS).file)
     feed = {

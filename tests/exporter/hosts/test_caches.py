@@ -36,7 +36,7 @@ def host(bundle):
 
 def elsewhere(host):
     """Give outputs memory of their own, whose last of a buffer is its next input."""
-    graph = host.graph
+    graph = host.graphs[0]
     others = {name: np.zeros(x.shape(), np.float32) for name, x in graph.buffers.items()}
     names = [value.name for value in graph.session.get_outputs()]
 
@@ -52,7 +52,7 @@ def elsewhere(host):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_caches_in_place_hold_the_rows_that_they_hold_elsewhere(bundle, host, temperature):
     tokens, _ = host.generate(PROMPT, 30, temperature, seed=3)
-    in_place = {name: x.numpy().copy() for name, x in host.graph.buffers.items()}
+    in_place = {name: x.numpy().copy() for name, x in host.graphs[0].buffers.items()}
     wanted = elsewhere(host)
     assert host.generate(PROMPT, 30, temperature, seed=3)[0] == tokens
     length = len(PROMPT) + len(tokens) - 1 - host.num_draft_tokens
@@ -63,7 +63,7 @@ def test_caches_in_place_hold_the_rows_that_they_hold_elsewhere(bundle, host, te
 
 def test_all_outputs_of_a_cache_are_at_the_address_of_its_input(host):
     host.generate(PROMPT, 8)
-    graph = host.graph
+    graph = host.graphs[0]
     names = [value.name for value in graph.session.get_outputs()]
     found = dict(zip(names, graph.binding.get_outputs(), strict=True))
     for written, read in graph.writes.items():

@@ -67,7 +67,9 @@ def test_a_scored_graph_gives_a_decoders_logits_and_the_best_of_them(made):
         whole, scored = (OrtModel(bundle, model, Device(), ops, g) for g in ("decoder", "scored"))
         wanted, found = (one.forward([5, 6, 7, 8]) for one in (whole, scored))
         assert found.best[:, -1].tolist() == [0] * 4
-        assert np.allclose(found.array(), wanted.array(), atol=1e-3)
+        # A tied head of bytes is spelled out there, and has a kernel of 16 bits on the CPU, too.
+        allowed = 1e-3 if made.compute == "fp32" else 0.01 * np.abs(wanted.array()).max()
+        assert np.allclose(found.array(), wanted.array(), atol=allowed)
         for i in range(4):
             own = Row(found.array()[i], found.ids)
             for count in (1, 5):
@@ -224,6 +226,8 @@ def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path
     ("dtype", "ops", "advice"),
     [
         ("float32", "onnx-fp32", ""),
+        ("float32", "onnx-qdq", ""),
+        ("int4", "onnx-qdq", ", or export the pair with --ops onnx --compute qdq"),
         ("float32", "onnx-bf16", ", or export the pair with --ops onnx --compute bf16"),
         ("int8", "gqa-fp32", ", or export the pair with --ops gqa --compute fp32"),
         ("int8", "gqa-bf16", ""),
@@ -279,7 +283,7 @@ def test_numbers_beyond_the_type_are_refused_by_its_name(tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"compute": "int8"}, "compute must be one of fp32, fp16, bf16"),
+        ({"compute": "int8"}, "compute must be one of fp32, fp16, bf16, qdq"),
         ({"compute": "fp32"}, "compute in fp32; leave compute out"),
         ({"compute": "bf16", "precision": "int8"}, "int8 cannot be widened to bf16"),
         ({"compute": "bf16", "draft_precision": "int4"}, "int4 cannot be widened to bf16"),

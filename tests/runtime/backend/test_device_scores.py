@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from specedge.errors import SpecEdgeError
-from specedge.manifest import num_best
+from specedge.gpu_signatures import num_best
 from specedge.options import Sampling
 from specedge.runtime.backend.device_scores import DeviceScores
 from specedge.runtime.sampling.history import History

@@ -162,13 +162,12 @@ def test_jetsons_name_their_system():
 
 
 @pytest.mark.parametrize(
-    ("computed", "halves"), [("float16", "10"), ("bfloat16", "01"), ("float32", "00")]
+    ("ops", "kinds"),
+    [("onnx-fp16", "100"), ("onnx-bf16", "010"), ("onnx", "000"), ("onnx-qdq", "101")],
 )
-def test_tensorrt_computes_in_the_op_sets_type_and_writes_beside_the_engine(
-    tmp_path, computed, halves
-):
-    found = tensorrt.build_options(2, computed, tmp_path / ENGINE)
-    assert found["trt_fp16_enable"] + found["trt_bf16_enable"] == halves
+def test_tensorrt_computes_in_the_op_sets_type_and_writes_beside_the_engine(tmp_path, ops, kinds):
+    found = tensorrt.build_options(2, ops, tmp_path / ENGINE)
+    assert "".join(found[f"trt_{kind}_enable"] for kind in ("fp16", "bf16", "int8")) == kinds
     assert found["device_id"] == "2"
     assert found["trt_ep_context_file_path"] == str(tmp_path / ENGINE)
     assert found["trt_engine_cache_path"] == "."
@@ -192,8 +191,11 @@ def test_engines_are_for_devices_that_need_them():
 
 
 @pytest.mark.parametrize("device", ["rtx", "tensorrt:1"])
-def test_weights_of_integers_have_no_engine(device):
-    with pytest.raises(DeviceError, match=f"int8 weights, and {device} compiles no graph"):
+def test_weights_of_integers_need_an_op_set_of_their_own(device):
+    said = (
+        f"{device} runs none of onnx, gqa of its op sets; export the pair again with --compute qdq"
+    )
+    with pytest.raises(DeviceError, match=said):
         building.build(store.embedded(), device)
 
 

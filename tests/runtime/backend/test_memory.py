@@ -22,7 +22,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 from test_graph_files import INITIALIZER, NODE, field
 
 from specedge.runtime import loading
-from specedge.runtime.backend import freed_blocks, memory
+from specedge.runtime.backend import freed_blocks, left_memory, memory
 from specedge.runtime.backend.memory import ModelMemory, PairMemory
 
 MB = 10**6
@@ -220,10 +220,10 @@ def test_a_groups_pages_of_files_are_free(tmp_path):
         ("memory.stat", "anon 500\ninactive_file 300\nactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text, "utf-8")
-    assert memory.group_left_bytes(tmp_path) == 450
+    assert left_memory.group_left_bytes(tmp_path) == 450
     (tmp_path / "memory.max").write_text("max\n", "utf-8")
     with pytest.raises(ValueError, match="max"):
-        memory.group_left_bytes(tmp_path)
+        left_memory.group_left_bytes(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from fakes import NoisyModel, TableModel, hashed_distribution, near_ties_distribution
-from specedge.errors import SpecEdgeError
+from specedge.errors import OptionError, SpecEdgeError
 from specedge.options import Sampling
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.exactness.near_ties import Referee
@@ -32,14 +32,19 @@ def distributions(seed, share):
     return target, functools.cache(lambda text: 0.7 * target(text) + 0.3 * other(text))
 
 
-def generate(seed, k, exact=False, share=0.1, bound=BOUND, sampling=GREEDY, drafter=DraftModel):
-    """The tokens, the near-ties, and the target with the widths of its passes."""
+def decoder(seed, k, exact=False, share=0.1, bound=BOUND, drafter=DraftModel):
+    """It, and its target."""
     distribution, draft_distribution = distributions(seed, share)
     target = NoisyModel(distribution, NOISE)
     referee = Referee(target, bound, exact)
     plan = Fixed(drafter(TableModel(draft_distribution)), k)
-    decoder = SpeculativeDecoder(target, plan, Stopwatch(), referee)
-    rounds = list(decoder.rounds(PROMPTS[seed], sampling, 0, LENGTH))
+    return SpeculativeDecoder(target, plan, Stopwatch(), referee), target
+
+
+def generate(seed, k, sampling=GREEDY, **options):
+    """The tokens, the near-ties, and the target with the widths of its passes."""
+    made, target = decoder(seed, k, **options)
+    rounds = list(made.rounds(PROMPTS[seed], sampling, 0, LENGTH))
     ties = [tie for one in rounds for tie in one.near_ties if tie.position < LENGTH]
     return [t for one in rounds for t in one.tokens][:LENGTH], ties, target
 
@@ -109,6 +114,72 @@ def test_exact_ties_are_listed_with_the_choice_of_plain_decoding(plain):
     assert [tokens[tie.position] for tie in ties] == [tie.token for tie in ties]
     positions = [tie.position for tie in ties]
     assert positions == sorted({*positions})
+
+
+class Ending:
+    """Options that leave no token behind the twelfth."""
+
+    def banned(self, history):
+        return np.full(7, history.num_new_tokens >= 12)
+
+    def forced(self, history):
+        return None
+
+
+class Forgetting(Ending):
+    """The same, and what it says of a draft it says once: as a grammar that has come to a limit."""
+
+    def __init__(self):
+        self._full = False
+
+    def banned(self, history):
+        if self._full and history.length > history.num_kept:
+            raise OptionError("the grammar cannot be followed here")
+        self._full |= history.num_new_tokens >= 12
+        return super().banned(history)
+
+
+@pytest.mark.parametrize("constraint", [Ending, Forgetting])
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_text_goes_on_to_where_no_token_is_left_as_plain_decodings_does(exact, constraint):
+    """It was an error before tokens that were accepted already, where these were near-ties."""
+    for seed in range(10):
+        found = []
+        for k in (0, 4):
+            sampling = Sampling(constraint=constraint())
+            rounds = decoder(seed, k, exact, share=1.0)[0].rounds(PROMPTS[seed], sampling, 0, 30)
+            tokens = []
+            with pytest.raises(OptionError):
+                tokens.extend(token for one in rounds for token in one.tokens)
+            found.append(tokens)
+        assert len(found[0]) == len(found[1]) == 12
+        assert found[0] == found[1] or not exact
+
+
+class Tiring:
+    """Options that say nothing of drafts after a while, as a grammar that they bring to a limit."""
+
+    def __init__(self, num_left):
+        self._num_left = num_left
+
+    def banned(self, history):
+        self._num_left -= history.length > history.num_kept
+        if self._num_left < 0 and history.length > history.num_kept:
+            raise OptionError("the grammar is not followed along drafts here")
+        return np.zeros(7, bool)
+
+    def forced(self, history):
+        return None
+
+
+def test_exact_text_is_plain_decodings_wherever_a_grammar_stops_to_follow_drafts():
+    """Between the two looks at a near-tie it was an error, and a row that was no plain one's."""
+    for seed in (3, 4):
+        plain = generate(seed, 0, exact=True, share=1.0)[0][:30]
+        for num_left in range(40):
+            sampling = Sampling(constraint=Tiring(num_left))
+            rounds = decoder(seed, 4, True, share=1.0)[0].rounds(PROMPTS[seed], sampling, 0, 30)
+            assert [token for one in rounds for token in one.tokens][:30] == plain
 
 
 def test_exact_reads_no_token_more_than_twice_and_keeps_rounds_wide():

@@ -193,6 +193,19 @@ def test_a_probe_that_drafts_nothing_is_not_repeated_at_once():
     assert planner.choose(offers, 50).kind == "plain"
 
 
+def test_a_probe_whose_token_a_grammar_forced_is_made_again_at_once():
+    planner = Planner(table(0.05, prior={"model": 0.0}), greedy=True)
+    offers = [Offer("model", room=16)]
+    while (choice := planner.choose(offers, 50)).kind != "probe":
+        planner.record(choice, [], 0)
+    for _ in range(3):
+        planner.record(choice, ["grammar"], 1)
+        choice = planner.choose(offers, 50)
+        assert choice.kind == "probe"
+    planner.record(choice, ["model"], 0)
+    assert planner.choose(offers, 50).kind == "plain"
+
+
 def test_a_rate_begins_at_what_is_expected_and_old_tests_fade():
     known = Acceptance(0.75)
     assert known.rate == 0.75

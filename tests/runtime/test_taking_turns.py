@@ -1,0 +1,52 @@
+"""Who waits longest has the next turn, and nobody keeps the turns from others."""
+
+import threading
+import time
+
+import pytest
+
+from specedge.runtime.turns import Turns
+from threads import in_threads
+
+
+def test_turns_go_round_though_everyone_wants_them_again_at_once():
+    turns, order = Turns(), []
+
+    def run(name):
+        for _ in range(50):
+            with turns:
+                order.append(name)
+                time.sleep(0.0002)
+
+    in_threads(*(lambda name=name: run(name) for name in "abc"))
+    middle = order[30:100]
+    assert all(len({*middle[i : i + 3]}) == 3 for i in range(len(middle) - 2))
+
+
+@pytest.mark.parametrize("has_it", [False, True])
+def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatch, has_it):
+    turns, lock = Turns(), threading.Lock
+
+    class Interrupted:
+        def __init__(self):
+            self.lock, self.times = lock(), 0
+
+        def acquire(self):
+            self.times += 1
+            if self.times == 1:
+                return self.lock.acquire()
+            if has_it:  # the turn came just before the interrupt
+                turns.__exit__()
+            raise KeyboardInterrupt
+
+        def release(self):
+            self.lock.release()
+
+    turns.__enter__()
+    monkeypatch.setattr(threading, "Lock", Interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        turns.__enter__()
+    monkeypatch.undo()
+    if not has_it:
+        turns.__exit__()
+    assert in_threads(turns.__enter__) == [None]

@@ -1,0 +1,27 @@
+"""What graphs for GPUs take and give fits the bundle that they are in."""
+
+from dataclasses import replace
+
+import pytest
+
+from manifests import make_bundle
+from specedge.bundle import Bundle
+from specedge.gpu_signatures import ONE_CALL, one_call
+
+
+@pytest.mark.parametrize("name", ONE_CALL)
+def test_a_graph_of_one_call_drafts_as_many_tokens_as_the_bundle_says(tmp_path, name):
+    bundle = make_bundle(tmp_path)
+    draft, k = bundle.draft, bundle.num_draft_tokens
+
+    def drafting(num_tokens):
+        """The bundle with such a graph."""
+        made = one_call(name, draft.signatures["chosen_logits"], draft.num_columns, num_tokens)
+        graph = replace(draft.graphs[0], name=name, signature="made")
+        signatures = draft.signatures | {"made": made}
+        model = replace(draft, graphs=(*draft.graphs, graph), signatures=signatures)
+        return replace(bundle, draft=model)
+
+    assert Bundle.from_json(drafting(k).to_json()) == drafting(k)
+    with pytest.raises(ValueError, match=f"draft: {name} drafts 6 tokens, num_draft_tokens is {k}"):
+        drafting(6)
