@@ -9,11 +9,14 @@ from __future__ import annotations
 from typing import Any
 
 import onnx_ir as ir
+import torch
 
 from ..graph.nodes import producer
 from ..graph.weights import seen_as
-from . import rounding
+from . import mixing, rounding
 from .choosing import Choice
+from .editing import take_over
+from .experts import Mixture
 from .matrices import Group, Stored
 from .rewriting import in_blocks, known, rows_of, width_of
 from .widening import Widener
@@ -57,9 +60,46 @@ class Dequantiser(Widener):
         size, bits = int(matrices[0].stored.numbers().shape[0]), choice.bits
         blocks = self.store.blocks(key, lambda: in_blocks(matrices, by, choice))
         stored = self.store.signed_blocks(blocks, bits, (size, width))
-        values, scales = map(self.external, stored)
         name = f"{like.name}.int{bits}"
+        whole = self._product_of_signed(before, group.value, stored, name, like)
+        self._hand_over(before, matrices, whole, name)
+
+    def experts(self, mixture: Mixture, choice: Choice) -> None:
+        """Replace the two products of all of a layer's experts side by side."""
+        if not choice.num_parts:
+            return
+        blocks = mixing.stored(self, mixture.experts, choice)
+        ways = (_below_each_other, _beside_each_other)
+        for node, one, seen in zip(mixture.nodes, blocks, ways, strict=True):
+            x, output = node.inputs[0], node.outputs[0]
+            assert x is not None
+            number, width, groups, _ = one[0].shape.numpy()
+            size, along = groups * rounding.BLOCK, seen is _beside_each_other
+            shape = (number * size, width) if along else (size, number * width)
+            signed = self.store.signed_blocks(one, choice.bits, shape, seen)
+            name = f"{output.name}.int{choice.bits}"
+            take_over(output, self._product_of_signed(node, x, signed, name, output))
+
+    def _product_of_signed(
+        self,
+        before: ir.Node,
+        x: ir.Value,
+        stored: tuple[ir.ExternalTensor, ir.ExternalTensor],
+        name: str,
+        like: ir.Value,
+    ) -> ir.Value:
+        """x times signed blocks, [K, N]."""
+        (values, scales), width = map(self.external, stored), int(stored[0].shape.numpy()[-1])
         sizes: dict[str, Any] = {"axis": 0, "block_size": rounding.BLOCK}
         wide = self._dequantised(before, values, scales, f"{name}.wide", **sizes)
-        whole = self.node(before, "MatMul", [group.value, wide], f"{name}.whole", like, width)
-        self._hand_over(before, matrices, whole, name)
+        return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
+
+
+def _below_each_other(blocks: torch.Tensor) -> torch.Tensor:
+    """Of N experts' columns each. [E, N, G, ...] -> [E * N, G, ...]"""
+    return blocks.flatten(0, 1)
+
+
+def _beside_each_other(blocks: torch.Tensor) -> torch.Tensor:
+    """Of a sum over all experts. [E, N, G, ...] -> [N, E * G, ...]"""
+    return blocks.transpose(0, 1).flatten(1, 2)

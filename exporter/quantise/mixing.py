@@ -8,6 +8,7 @@ kernel for a single row, with other last bits: there every row goes in twice.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from . import rounding
 from .choosing import Choice
 from .editing import IN_BYTES, MICROSOFT, Editor, take_over
 from .experts import Experts, Mixture
+from .matrices import Stored
 from .rounding import BLOCK, Blocks
 
 _MADE = {"Equal": ir.DataType.BOOL, "Cast": ir.DataType.FLOAT}  # others make what they read
@@ -42,22 +44,21 @@ def widen(editor: Editor, mixture: Mixture, choice: Choice) -> None:
         _dense(editor, mixture, choice)
         return
     (node,) = mixture.nodes
-    for index, stored in ((2, 0), (4, 1)):
-        tensors = _stored(editor, mixture.experts, choice)[stored]
+    for index, tensors in zip((2, 4), stored(editor, mixture.experts, choice), strict=True):
         before, name = node.inputs[index], f"{tensors[0].name}.wide"
         assert before is not None
         node.replace_input_with(index, _widened(editor, node, tensors, choice, before, name))
 
 
-def _stored(
+def stored(
     editor: Editor, experts: Experts, choice: Choice
 ) -> list[tuple[ir.ExternalTensor, ir.ExternalTensor]]:
     """Where both matrices' bytes lie, [E, N, G, bytes], and their scales, [E, N, G]."""
     found = []
-    for stored, weight in ((experts.first, choice.weight), (experts.last, None)):
-        number, width, size = stored.numbers().shape
-        key = ("experts", stored.place, choice.bits)
-        values, scales = editor.store.blocks(key, lambda s=stored, w=weight: _blocks(s, choice, w))  # type: ignore[misc]
+    for matrices, weight in ((experts.first, choice.weight), (experts.last, None)):
+        number, width, size = matrices.numbers().shape
+        key = ("experts", matrices.place, choice.bits)
+        values, scales = editor.store.blocks(key, partial(_blocks, matrices, choice, weight))
         groups = number, width, size // BLOCK
         bytes_ = ir.Shape([*groups, BLOCK * choice.bits // 8])
         scales = seen_as(scales, ir.Shape(groups), scales.name)
@@ -65,9 +66,9 @@ def _stored(
     return found
 
 
-def _blocks(stored: Any, choice: Choice, weight: np.ndarray | None) -> Blocks:
+def _blocks(matrices: Stored, choice: Choice, weight: np.ndarray | None) -> Blocks:
     """Matrices [E, N, K] below each other."""
-    found = [rounding.blocks(one.T, choice.bits, weight) for one in stored.numbers()]
+    found = [rounding.blocks(one.T, choice.bits, weight) for one in matrices.numbers()]
     return Blocks(
         np.concatenate([one.values for one in found]), np.concatenate([one.scales for one in found])
     )
@@ -76,7 +77,7 @@ def _blocks(stored: Any, choice: Choice, weight: np.ndarray | None) -> Blocks:
 def _dense(editor: Editor, mixture: Mixture, choice: Choice) -> None:
     """Two products of all experts side by side: of N = E * 2 * I, and of K = E * I."""
     first, last = mixture.nodes
-    (values, scales), (ends, sizes) = _stored(editor, mixture.experts, choice)
+    (values, scales), (ends, sizes) = stored(editor, mixture.experts, choice)
     number, width, groups, size = ends.shape.numpy()
     wide = number * values.shape.numpy()[1]
     flat = [wide, *values.shape.numpy()[2:]]
@@ -146,7 +147,7 @@ def _sparse(editor: Editor, mixture: Mixture, choice: Choice) -> None:
     )
     (values, scales), (ends, sizes) = [
         (editor.external(_joined(v, choice)), editor.external(s))
-        for v, s in _stored(editor, mixture.experts, choice)
+        for v, s in stored(editor, mixture.experts, choice)
     ]
     biases = [node.inputs[i] if i < len(node.inputs) else None for i in (3, 5)]
     given = [copies, logits, values, scales, biases[0], ends, sizes, biases[1]]

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from specedge.manifest import File
 
@@ -52,12 +53,16 @@ class Store:
         blocks: tuple[ir.ExternalTensor, ir.ExternalTensor],
         bits: int,
         shape: tuple[int, int],
+        seen: Callable[[torch.Tensor], torch.Tensor] = lambda one: one,
     ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
-        """Where stored blocks lie once more as signed integers, [K, N], and their scales."""
+        """Where stored blocks lie once more as signed integers, [K, N], and their scales.
+
+        `seen` makes [N, blocks, ...] of them.
+        """
 
         def make() -> Integers:
             self._hashed.flush()
-            values, scales = (contents(one).numpy() for one in blocks)
+            values, scales = (seen(contents(one)).numpy() for one in blocks)
             return rounding.signed(Blocks(values, scales), bits, shape[0])
 
         kind = ir.DataType.INT4 if bits == 4 else ir.DataType.INT8
