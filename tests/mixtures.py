@@ -129,7 +129,7 @@ def rewritten(tmp_path, weights, given, nodes, bits=8, kind=Rewriter):
     made.folder = tmp_path / f"{nodes.__name__}-{bits}-{kind.__name__}"
     made.folder.mkdir()
     with Store(made.folder) as store:
-        kind(made.graph, store, frozenset()).experts(mixture, choice)
+        kind(made.graph, store, {}).experts(mixture, choice)
         for value in made.graph.initializers.values():
             tensor = value.const_value
             if isinstance(tensor, ir.ExternalTensor) and tensor.base_dir != made.folder:

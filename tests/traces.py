@@ -1,35 +1,47 @@
 """Traces that are made once for models of one form, whatever their weights: they take seconds."""
 
 import contextlib
+import hashlib
 import json
+import os
+from pathlib import Path
 from unittest import mock
 
 import onnx_ir as ir
 import torch
+from filelock import FileLock
 from onnx_ir.tensor_adapters import TorchTensor
 
 from specedge.exporter.tracing import tracing
 
-_traces: dict[tuple[object, ...], ir.Model] = {}
+TRANSLATED = tracing.translated  # which no test has swapped
 
 
 @contextlib.contextmanager
-def remembered():
-    """Let PyTorch trace a model only where none of its form was traced in this process."""
-    with mock.patch.object(tracing, "translated", _remembering(tracing.translated)):
+def remembered(folder: Path):
+    """Let PyTorch trace a model only where `folder` has no trace of a model of its form.
+
+    Processes may share the folder. `SPECEDGE_TRACES` names one that outlives a run of tests.
+    """
+    folder = Path(os.environ.get("SPECEDGE_TRACES", folder))
+    folder.mkdir(parents=True, exist_ok=True)
+    with mock.patch.object(tracing, "translated", _remembering(folder)):
         yield
 
 
-def _remembering(translated):
+def _remembering(folder):
     def program(whole, geometry):
         if _is_changed(whole):
-            return translated(whole, geometry)
-        key = (_form(whole), geometry)
-        if key not in _traces:
-            made = translated(whole, geometry)
-            _traces[key] = made.model.clone()
-            return made
-        model = _traces[key].clone()
+            return TRANSLATED(whole, geometry)
+        form = repr((_form(whole), geometry, torch.__version__))
+        path = folder / f"{hashlib.sha256(form.encode()).hexdigest()}.onnx"
+        with FileLock(path.with_suffix(".lock")):
+            if not path.exists():
+                made = TRANSLATED(whole, geometry)
+                ir.save(made.model, path.with_suffix(".part"))
+                path.with_suffix(".part").rename(path)
+                return made
+        model = ir.load(path)
         _fill(model, _weights(whole))
         return torch.onnx.ONNXProgram(model, None)
 

@@ -97,7 +97,7 @@ def rounded(proto: onnx.ModelProto, bits: int, number: int) -> onnx.ModelProto:
         (mixture,) = mixtures(model.graph, apart([model.graph], number))
         with Store(made) as store:
             choice = Choice(None, 1, 0.0, 0.0, bits)
-            Rewriter(model.graph, store, frozenset()).experts(mixture, choice)
+            Rewriter(model.graph, store, {}).experts(mixture, choice)
         RemoveUnusedNodesPass()(model)
         drop_unused(model.graph)
         ir.save(model, made / "m.onnx")

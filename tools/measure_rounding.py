@@ -31,7 +31,8 @@ from specedge.exporter import Progress, export
 from specedge.exporter.quantise import choosing, routes, texts
 from specedge.exporter.quantise.quantising import quantise
 from specedge.exporter.quantise.texts import Texts
-from specedge.manifest import Quantisation
+from specedge.gpu_signatures import ONE_CALL, SCORED
+from specedge.manifest import Model, Quantisation
 
 CHECKPOINTS = Path(__file__).parents[1] / "models" / "checkpoints"
 TRAINED = ("python-9m", "python-1m")
@@ -80,10 +81,16 @@ class Subject:
             for text in self.texts:
                 copy = work / str(len(found)) / "target"
                 shutil.copytree(folder, copy)
-                models = {"target": self.bundle.target}
+                models = {"target": _as_written(self.bundle.target)}
                 (model,), _ = quantise(models, copy, way.precision, text, None, Progress())
                 found.append(model.quantisation[OPS])
         return found
+
+
+def _as_written(model: Model) -> Model:
+    """Without the graphs that an export makes of quantised ones."""
+    later = (SCORED, *ONE_CALL)
+    return replace(model, graphs=tuple(g for g in model.graphs if g.name not in later))
 
 
 def own_text(bundle: Bundle) -> Texts:

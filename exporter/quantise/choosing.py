@@ -42,19 +42,22 @@ class Choice:
     why: str = ""
 
 
-def in_columns(group: Group, x: Seen, channels: np.ndarray | None, can_cut: bool) -> Choice:
+def in_columns(group: Group, x: Seen, channels: np.ndarray | None, tied: bool = False) -> Choice:
     """One scale a column, or a few, for a group that reads x.
 
     Sizes of channels may be moved if `channels` say which have one power, [K]. Blocks of 8 bits
-    where that is not enough, if the weights are the group's own. A stored block of experts has
-    neither.
+    where that is not enough. A stored block of experts has neither. A head that is `tied` is not
+    cut, as rows of its bytes are taken, and what the powers cost those rows counts, too.
     """
-    weights = _some(group)
+    weights, can_cut = _some(group), not tied
     if any(len(matrix.stored.order) != 2 for matrix in group.matrices):
         channels, can_cut = None, False
     plain = best = Choice(None, 1, error := _worst(weights, x.rows), error)
     for by in _powers(group, x, channels):
-        if (error := _worst(weights, x.rows, by)) < best.error:
+        error = _worst(weights, x.rows, by)
+        if tied:
+            error = max(error, *(rounding.error_of_columns(w, by) for w in weights))
+        if error < best.error:
             best = Choice(by, 1, error, plain.error)
     for num_parts in PARTS if can_cut else ():
         if best.error <= BUDGET or len(x.largest) % num_parts:
@@ -114,7 +117,7 @@ def of_head(group: Group, x: Seen, channels: np.ndarray | None) -> Choice:
     lost = rounding.divergence_in_blocks(matrix.stored.numbers(), x.rows, 4)
     if lost <= HEAD:
         return in_blocks(group, x, 4)
-    found = in_columns(group, x, channels, can_cut=True)
+    found = in_columns(group, x, channels)
     way = found.why or "in columns of 8 bits"
     return replace(found, why=f"{way}; 4 bits would cost {lost:.3f} nats a token")
 

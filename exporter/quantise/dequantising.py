@@ -17,8 +17,8 @@ from . import mixing, rounding
 from .choosing import Choice
 from .editing import take_over
 from .experts import Mixture
-from .matrices import Group, Stored
-from .rewriting import in_blocks, known, rows_of, width_of
+from .matrices import Group
+from .rewriting import in_blocks, known, width_of
 from .widening import Widener
 
 
@@ -29,12 +29,16 @@ class Dequantiser(Widener):
     ONNX Runtime fails with `session.x64quantprecision`. TensorRT-RTX makes one constant of both.
     """
 
-    def embedding(self, node: ir.Node, stored: Stored) -> None:
-        """Take rows of floats from a table of integers, [V, H], and their scales."""
-        values, scales = self.store.integers(stored.place, lambda: rows_of(stored))
-        table = self.external(seen_as(values, values.shape, f"{values.name}.rows"))
-        node.replace_input_with(0, self._table(node, table, scales))
-        node.outputs[0].dtype = ir.DataType.FLOAT
+    def _rows(
+        self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor
+    ) -> ir.Value:
+        """Rows of a table that is floats before they are taken."""
+        output, ids = node.outputs[0], node.inputs[1]
+        assert ids is not None
+        name = f"{stored_values.name}.rows"
+        table = self.external(seen_as(stored_values, stored_values.shape, name))
+        wide = self._wide(node, table, stored_scales)
+        return self.node(node, "Gather", [wide, ids], f"{output.name}.whole", output)
 
     def _widened(self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str) -> ir.Value:
         turned = producer(values, "Transpose")
@@ -43,10 +47,10 @@ class Dequantiser(Widener):
         table, stored = turned.inputs[0], scales.const_value
         assert table is not None
         assert isinstance(stored, ir.ExternalTensor)
-        wide = self._table(before, table, stored)
+        wide = self._wide(before, table, stored)
         return self.node(before, "Transpose", [wide], f"{name}.wide", values, perm=[1, 0])
 
-    def _table(self, before: ir.Node, table: ir.Value, scales: ir.ExternalTensor) -> ir.Value:
+    def _wide(self, before: ir.Node, table: ir.Value, scales: ir.ExternalTensor) -> ir.Value:
         """All of a table, [V, H], with a scale a row."""
         flat = seen_as(scales, ir.Shape([scales.size]), f"{table.name}.wide.scales")
         return self._dequantised(before, table, self.external(flat), f"{table.name}.wide", axis=0)

@@ -160,7 +160,7 @@ def _choice(
     tied = bool(tables & {*group.key})
     if precision == "int4" and not tied and len(shapes) == 1 and len(shapes[0]) == 2:
         return choosing.of_head(group, x, channels)
-    return choosing.in_columns(group, x, None if tied else channels, not tied)
+    return choosing.in_columns(group, x, channels, tied)
 
 
 def _opened(model: Written, ops: str, known: Apart = NOTHING) -> ir.Model:
@@ -176,7 +176,8 @@ def _rewrite(
     tables = dict(embeddings(graph))
     found = groups(graph, known.places)
     rounded = {place for g in found if choices[g.key].num_parts for place in g.key}
-    places = frozenset(stored.place for stored in tables.values())
+    powers = {place: choice.powers for key, choice in choices.items() for place in key}
+    places = {stored.place: powers.get(stored.place) for stored in tables.values()}
     kind = Dequantiser if is_for_engines(ops) else Widener if is_typed(ops) else Rewriter
     rewriter = kind(graph, store, places)
     for group in found:

@@ -8,7 +8,7 @@ MatMulNBits, which rounds x itself, a scale a block, at accuracy level 4.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +30,7 @@ _ZERO = 128  # of x as unsigned bytes
 class Rewriter(Editor):
     """Replaces products and embeddings in one graph; the weights go to `store`."""
 
-    tables: frozenset[int]  # the places of embeddings that stay as they lie, [V, H]
+    tables: Mapping[int, np.ndarray | None]  # embeddings' places, and powers moved into them, [H]
     column_powers: dict[ir.Node, np.ndarray] = field(default_factory=dict)
 
     def group(self, group: Group, choice: Choice) -> None:
@@ -54,16 +54,31 @@ class Rewriter(Editor):
             mixing.rewrite(self, mixture, choice)
 
     def embedding(self, node: ir.Node, stored: Stored) -> None:
-        """Take rows of integers from a table, [V, H], and their scales."""
+        """Take rows of integers from a table, [V, H]."""
+        output, by = node.outputs[0], self.tables[stored.place]
+        rows = self._rows(node, *self._table(stored))
+        if by is not None:  # the head reads the table's channels times these powers
+            name = f"{output.name}.powers"
+            powers = constant(self.graph, np.exp2(-by).astype(np.float32), name)
+            rows = self.node(node, "Mul", [rows, powers], f"{output.name}.divided", output)
+        take_over(output, rows)
+
+    def _table(self, stored: Stored) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
+        """Where a table's integers lie, [V, H], and its scales, [V, 1]."""
+        by = self.tables[stored.place]
+        return self.store.integers(stored.place, lambda: rows_of(stored, by))
+
+    def _rows(
+        self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor
+    ) -> ir.Value:
+        """Rows of a table's integers times their scales, for the tokens of a lookup."""
         output, ids = node.outputs[0], node.inputs[1]
-        stored_values, stored_scales = self.store.integers(stored.place, lambda: rows_of(stored))
         values, scales = self.external(stored_values), self.external(stored_scales)
         kind, to = ir.DataType.INT8, ir.DataType.FLOAT
         taken = self.node(node, "Gather", [values, ids], f"{output.name}.int8", output, dtype=kind)
         wide = self.node(node, "Cast", [taken], f"{output.name}.wide", output, to=to)
         scale = self.node(node, "Gather", [scales, ids], f"{output.name}.scale", output, 1)
-        whole = self.node(node, "Mul", [wide, scale], f"{output.name}.whole", output)
-        take_over(output, whole)
+        return self.node(node, "Mul", [wide, scale], f"{output.name}.whole", output)
 
     def _parts(self, before: ir.Node, value: ir.Value, choice: Choice) -> list[ir.Value]:
         """x in parts of K."""
@@ -169,7 +184,7 @@ class Rewriter(Editor):
         """The integers and scales of matrices beside each other, for a part of K."""
         first = matrices[0]
         if first.place in self.tables:
-            values, scales = self.store.integers(first.place, lambda: rows_of(first.stored))
+            values, scales = self._table(first.stored)
             table = self.external(values)
             name = f"{first.node.outputs[0].name}.turned"
             turned = insert(before, "Transpose", [table], name, perm=[1, 0])
@@ -218,10 +233,9 @@ def known(powers: np.ndarray | None) -> bytes | None:
     return None if powers is None else powers.tobytes()
 
 
-def rows_of(stored: Stored) -> Integers:
-    """A table [V, H] with one scale a row, whichever way a graph reads it."""
-    table = contents(stored.tensor)
-    turned = rounding.columns(table.T)
+def rows_of(stored: Stored, by: np.ndarray | None) -> Integers:
+    """A table [V, H] with one scale a row, after channel k was multiplied by 2 ** by[k]."""
+    turned = rounding.columns(contents(stored.tensor).T, by)
     return Integers(np.ascontiguousarray(turned.values.T), turned.scales.T)
 
 

@@ -205,6 +205,17 @@ def error(
     return (off / max(size, _TINY)) ** 0.5
 
 
+def error_of_columns(weights: torch.Tensor, powers: np.ndarray) -> float:
+    """What rounding costs the worst of some columns of W itself, in the size of the column. [K, N]
+
+    Each is rounded after row k was multiplied by 2 ** powers[k], and divided again.
+    """
+    found, wanted = columns(weights, powers), weights.float()
+    whole = torch.from_numpy(found.values * found.scales) / _factors(powers)[:, None]
+    off = (whole - wanted).norm(dim=0) / wanted.norm(dim=0).clamp_min(_TINY)
+    return float(off.max())
+
+
 def _factors(powers: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.exp2(powers).astype(np.float32))
 

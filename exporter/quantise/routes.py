@@ -95,6 +95,8 @@ def _parts(value: ir.Value | None, users: set[ir.Node]) -> list[Part] | None:
         vectors = [i for i in range(1, len(node.inputs)) if node.inputs[i] is not None]
         known = all(vector(node.inputs[i]) is not None for i in vectors)
         return [Vector(node, i) for i in vectors] if known and _last_axis(node) else None
+    if node.op_type == "Reshape":
+        return _parts(node.inputs[0], {node}) if _keeps_channels(node) else None
     if node.op_type == "MatMul":
         return [Columns(node)] if _width(node) else None
     if node.op_type == "Mul":
@@ -141,6 +143,14 @@ def _factor(node: ir.Node, index: int) -> list[Part] | None:
     if value is not None and vector(value) is not None:
         return [Vector(node, index)]
     return _parts(value, {node})
+
+
+def _keeps_channels(node: ir.Node) -> bool:
+    """Whether the last axis stays as it is."""
+    before, after = node.inputs[0], node.outputs[0]
+    if before is None or not before.shape or not after.shape:
+        return False
+    return isinstance(before.shape[-1], int) and before.shape[-1] == after.shape[-1]
 
 
 def _last_axis(node: ir.Node) -> bool:

@@ -75,17 +75,22 @@ class Pairs:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _traces():
-    with traces.remembered():
+def _traces(tmp_path_factory):
+    with traces.remembered(_of_all_workers(tmp_path_factory) / "traces"):
         yield
 
 
 @pytest.fixture(scope="session")
 def pairs(tmp_path_factory):
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "pairs"
+    folder = _of_all_workers(tmp_path_factory) / "pairs"
     folder.mkdir(exist_ok=True)
     return Pairs(folder)
+
+
+def _of_all_workers(tmp_path_factory):
+    """A folder of this run of tests."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 QUICK, SLOW = ("gpt2",), ("llama", "bfloat16", "windowed")  # the others are thorough

@@ -107,7 +107,7 @@ def _chosen(
         found.rows += [Row(name, precision, mode, str(error)) for mode in ("plain", "draft")]
         return []
     prompts = bench.prompts[:1]
-    ks = [AUTO] if PEERS[name].plans else plan.ks
+    ks = [AUTO, *plan.ks] if PEERS[name].plans else plan.ks
     tried = sweep(pool, name, precision, drafts, prompts, plan.tokens, plan.threads, ks)
     found.tried += tried
     settings = []

@@ -10,7 +10,7 @@ import onnxruntime as ort
 import pytest
 from click.testing import CliRunner
 
-from quantised import PROMPTS, SIZES, Made, with_outliers
+from quantised import PROMPTS, SIZES, Made, with_outliers, with_outliers_at_the_head
 from specedge.bundle import Bundle
 from specedge.cli.export import export as export_command
 from specedge.errors import ExportError
@@ -103,6 +103,21 @@ def test_channels_that_dwarf_the_others_are_smoothed_away(tmp_path):
     assert report.num_cut == report.num_in_blocks == 0
     assert report.plain_product_error > 0.1
     assert report.product_error < 0.03
+
+
+def test_a_tied_heads_channels_are_smoothed_and_rows_of_its_table_are_what_they_were(tmp_path):
+    """In each form that a table of bytes is read in, and by a draft with another head, too."""
+    made = Made(
+        tmp_path, "gpt2", with_outliers_at_the_head, draft="self:1", draft_vocab=200,
+        draft_precision="int8", ops="onnx", compute="qdq",
+    )  # fmt: skip
+    for model in made.bundle.models.values():
+        assert {*model.quantisation} == {"onnx", "onnx-qdq"}
+        for report in model.quantisation.values():
+            assert report.plain_product_error > 0.1
+            assert report.product_error < 0.03
+            assert report.error < 0.1
+    made.check_greedy_text(20, 4)
 
 
 def test_a_product_is_what_numpy_makes_of_the_same_integers(made):

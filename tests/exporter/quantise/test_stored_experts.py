@@ -58,10 +58,10 @@ def rounded(weights, x, folder):
     """How the product is rounded, and what the rewritten model makes of x."""
     model = stored(weights, folder / "float")
     (group,) = groups(model.graph)
-    choice = choosing.in_columns(group, Seen.of(x), np.arange(K), can_cut=True)
+    choice = choosing.in_columns(group, Seen.of(x), np.arange(K))
     (folder / "int8").mkdir()
     with Store(folder / "int8") as store:
-        Rewriter(model.graph, store, frozenset()).group(group, choice)
+        Rewriter(model.graph, store, {}).group(group, choice)
         drop_unused(model.graph)
         for value in model.graph.initializers.values():
             tensor = value.const_value
