@@ -21,7 +21,7 @@ from .bundle import Bundle
 from .errors import BundleError
 from .manifest import CURE
 
-FOLDED = ("Cast", "Transpose")  # of a weight a session computes them once
+FOLDED = ("Cast", "Reshape", "Transpose")  # of a weight a session computes them once
 CONTROL_FLOW = (b"If", b"Loop", b"Scan", b"SequenceMap")
 
 T = TypeVar("T")

@@ -2,27 +2,36 @@
 
     python tools/measure_experts.py [--hidden H] [--inner I] [--experts E] [--chosen K]
 
-One layer's experts, of random numbers, in ONNX Runtime: as `gqa` and `onnx` have them, and two ways
-that no graph has, the MoE node with each row once and each row's own matrices gathered. All take
-turns on one thread, whose own seconds are counted. Rows that share a pass have the same experts
-("shared") or their own.
+One layer's experts, of random numbers, in ONNX Runtime: as `gqa` and `onnx` have them, as `gqa` has
+them in integers, and two ways that no graph has, the MoE node with each row once and each row's own
+matrices gathered. All take turns on one thread, whose own seconds are counted. Rows that share a
+pass have the same experts ("shared") or their own.
 """
 
 from __future__ import annotations
 
+import tempfile
 import time
 from collections import defaultdict
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 import numpy as np
 import onnx
+import onnx_ir as ir
 import onnxruntime
 import torch
+from onnx_ir.passes.common import RemoveUnusedNodesPass
 from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
+from specedge.exporter.graph.weights import Weights, drop_unused
+from specedge.exporter.quantise.choosing import Choice
+from specedge.exporter.quantise.experts import apart, mixtures
+from specedge.exporter.quantise.rewriting import Rewriter
+from specedge.exporter.quantise.storing import Store
 from specedge.exporter.tracing.attention import OPSET, TracedPass, running
 from specedge.exporter.tracing.families import registered
 
@@ -76,6 +85,25 @@ def once(proto: onnx.ModelProto) -> onnx.ModelProto:
     return single
 
 
+def rounded(proto: onnx.ModelProto, bits: int, number: int) -> onnx.ModelProto:
+    """The same graph, whose experts are integers of so many bits."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (made := folder / "made").mkdir()
+        model = ir.from_proto(proto)
+        with Weights(folder, "float32") as weights:
+            weights.attach(model)
+            weights.finish()
+        (mixture,) = mixtures(model.graph, apart([model.graph], number))
+        with Store(made) as store:
+            choice = Choice(None, 1, 0.0, 0.0, bits)
+            Rewriter(model.graph, store, {}).experts(mixture, choice)
+        RemoveUnusedNodesPass()(model)
+        drop_unused(model.graph)
+        ir.save(model, made / "m.onnx")
+        return onnx.load(made / "m.onnx")
+
+
 def session(proto: onnx.ModelProto) -> onnxruntime.InferenceSession:
     """A session on one thread."""
     options = onnxruntime.SessionOptions()
@@ -113,6 +141,7 @@ def main(hidden: int, inner: int, experts: int, chosen: int, repeats: int) -> No
     example = tuple(part[:5] for part in given)
     node = graph(module, "gqa", example)
     protos = {"gqa": node, "onnx": graph(module, "onnx", example), "node, rows once": once(node)}
+    protos |= {f"gqa, {bits} bits": rounded(node, bits, experts) for bits in (8, 4)}
     protos["gathered"] = graph(module, "gathered", example)
     runs = {name: session(protos.pop(name)) for name in list(protos)}
     arrays = [part.numpy() for part in given]

@@ -63,6 +63,14 @@ class FillNoise:
 
 
 @dataclass(frozen=True)
+class Repeat:
+    """Write the caches' first `length` rows behind themselves, again and again, up to row `end`."""
+
+    length: int
+    end: int
+
+
+@dataclass(frozen=True)
 class Rows:
     """A copy of the caches' rows, each [H, end - start, D]; the list is `into` if that is given."""
 
@@ -71,7 +79,7 @@ class Rows:
     into: list[np.ndarray] | None = None
 
 
-Action = Pass | Fill | FillNoise | Rows
+Action = Pass | Fill | FillNoise | Repeat | Rows
 
 
 class Runner:
@@ -156,6 +164,8 @@ class Runner:
                         results[i] += stage.rows(action.start, action.end)
                     elif isinstance(action, FillNoise):
                         stage.fill_noise(action.start, action.end)
+                    elif isinstance(action, Repeat):
+                        stage.repeat(action.length, action.end)
                     else:
                         at = {name: index[name] for name in stage.caches}
                         places = {n: kept[i] for n, i in at.items()} if shorter else at

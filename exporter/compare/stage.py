@@ -77,6 +77,12 @@ class Stage:
             at = self._random.integers(_OFFSETS)
             rows[:] = self._noise[at : at + rows.size].reshape(rows.shape)
 
+    def repeat(self, length: int, end: int) -> None:
+        """Write the first rows behind themselves, again and again."""
+        for cache in self.caches.values():
+            places = np.arange(length, end)
+            cache[:, :, length:end] = cache[:, :, places % length]
+
     def rows(self, start: int, end: int) -> list[np.ndarray]:
         return [cache[0, :, start:end].copy() for cache in self.caches.values()]
 

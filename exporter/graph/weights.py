@@ -212,10 +212,15 @@ def widen_rows(graph: ir.Graph) -> None:
             graph.remove(cast, safe=True)
 
 
-def seen_as(tensor: ir.ExternalTensor, shape: ir.Shape, name: str | None) -> ir.ExternalTensor:
+def seen_as(
+    tensor: ir.ExternalTensor,
+    shape: ir.Shape,
+    name: str | None,
+    kind: ir.DataType | None = None,
+) -> ir.ExternalTensor:
     return ir.ExternalTensor(
-        tensor.location, tensor.offset, tensor.length, tensor.dtype, shape=shape, name=name or "",
-        base_dir=tensor.base_dir,
+        tensor.location, tensor.offset, tensor.length, kind or tensor.dtype, shape=shape,
+        name=name or "", base_dir=tensor.base_dir,
     )  # fmt: skip
 
 

@@ -17,6 +17,7 @@ from specedge.bundle import FORMAT, MANIFEST, Bundle
 from specedge.bundle_files import describe
 from specedge.declared import whole
 from specedge.errors import ExportError
+from specedge.graph_file import weights_of
 from specedge.hosts import HostGraph, Hosts
 from specedge.precision import QUANTISED
 from specedge.products import UNSIGNED
@@ -33,8 +34,9 @@ GOLDEN = "golden.json"
 SESSION_OPTIONS = {"session.force_spinning_stop": "1"}
 # So that no host need know the processor: without it products of bytes are wrong on some.
 BYTES_OPTIONS = SESSION_OPTIONS | {UNSIGNED: "1"}
-# Before 1.30 bytes cannot be multiplied rightly on every processor.
-OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30"}
+# Before 1.30 bytes cannot be multiplied rightly on every processor; before 1.31 QMoE's rows do not
+# keep their bits, and those of 4 bits it cannot multiply as bytes.
+OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30", "experts": "1.31"}
 Golden = Callable[[Bundle, Sequence[int]], str]
 
 
@@ -107,6 +109,8 @@ class _Making:
         if not isinstance(text, str):
             made += [_Made(model, f"{name}.onnx", name) for name, model in text.items()]
         has_integers = any(model.weights_dtype in QUANTISED for model in bundle.models.values())
+        kind = "integers" if has_integers else "float"
+        kind = "experts" if _has_experts(bundle, ops) else kind
         hosts = Hosts(
             ops["target"],
             tuple(map(_entry, made)),
@@ -114,10 +118,17 @@ class _Making:
             text if isinstance(text, str) else None,
             BYTES_OPTIONS if has_integers else SESSION_OPTIONS,
             onnxruntime.__version__,
-            OLDEST_ONNXRUNTIME["integers" if has_integers else "float"],
+            OLDEST_ONNXRUNTIME[kind],
         )
         others = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
         return _write(bundle, hosts, made, others)
+
+
+def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:
+    """Whether a model's experts are integers that QMoE reads."""
+    files = (model.graph("decoder", ops[role]).file for role, model in bundle.models.items())
+    found = (weight for file in files for weight in weights_of(bundle, file))
+    return any("QMoE" in readers for weight in found for _, readers in weight.forms)
 
 
 def _fused(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,7 @@ from ..compare.runner import FillNoise, Pass, Runner
 from ..compare.stage import Values
 from ..graph.graphs import Length
 from ..tracing.geometry import Geometry
+from .experts import NOTHING, Apart, mixtures, opened
 from .matrices import groups
 
 NUM_ROWS = 48  # of the texts, that errors are measured with
@@ -43,27 +45,31 @@ class Seen:
 
 
 def inputs(
-    decoder: Path, geometry: Geometry, ops: str, texts: Sequence[np.ndarray]
+    decoder: Path, geometry: Geometry, ops: str, texts: Sequence[np.ndarray], apart: Apart = NOTHING
 ) -> dict[tuple[int, ...], Seen]:
     """What each group of a graph for any length reads, over texts that begin anew. [T] each
 
-    Nothing of a group that reads a cache itself. By the group's key.
+    And experts. Nothing of a group that reads a cache itself. By the group's key.
     """
-    model = ir.load(decoder)
-    found = {group.value.name: group.key for group in groups(model.graph)}
-    for group in groups(model.graph):
-        group.value.dtype = ir.DataType.FLOAT
-        if not group.value.is_graph_output():
-            model.graph.outputs.append(group.value)
+    model = opened(decoder, apart)
+    found: defaultdict[str | None, list[tuple[int, ...]]] = defaultdict(list)
+    readers = {group.key: group.value for group in groups(model.graph, apart.places)}
+    readers |= {one.experts.key: one.x for one in mixtures(model.graph, apart)}
+    for key, value in readers.items():
+        found[value.name].append(key)
+        value.dtype = ir.DataType.FLOAT
+        if not value.is_graph_output():
+            model.graph.outputs.append(value)
     path = decoder.parent / _DECODER.file(ops)
     ir.save(model, path)
-    parts: dict[tuple[int, ...], list[Seen]] = {key: [] for key in found.values()}
+    parts: dict[tuple[int, ...], list[Seen]] = {key: [] for key in readers}
     num_rows = max(1, NUM_ROWS // len(texts))
 
     def told(made: Values) -> None:
         for name in made.keys() & found.keys():
             x = made[name].reshape(-1, made[name].shape[-1])
-            parts[found[name]].append(Seen.of(x, num_rows))
+            for key in found[name]:
+                parts[key].append(Seen.of(x, num_rows))
 
     try:
         runner = Runner(decoder.parent, [_DECODER], geometry, ops)

@@ -10,6 +10,7 @@ import torch
 
 from . import rounding
 from .calibration import Seen
+from .experts import Experts
 from .matrices import Group
 from .smoothing import powers
 
@@ -92,6 +93,21 @@ def in_blocks(group: Group, x: Seen, bits: int) -> Choice:
     error = max(rounding.error_in_blocks(w, x.rows, bits) for w in _some(group))
     if error > WORST:
         return as_it_is(f"rounding would cost it {error:.1%}", error)
+    return Choice(None, 1, error, error, bits, x.square)
+
+
+def of_experts(experts: Experts, x: Seen, bits: int) -> Choice:
+    """One scale a block of so many bits, for experts whose rows are x; some are measured."""
+    first, last = experts.first.numbers(), experts.last.numbers()
+    if first.shape[-1] % rounding.BLOCK or last.shape[-1] % rounding.BLOCK:
+        return as_it_is(f"their sizes are no multiples of {rounding.BLOCK}")
+    rows, found = torch.from_numpy(x.rows), []
+    for expert in range(0, len(first), -(-len(first) // NUM_EXPERTS)):
+        inner = experts.inner(expert, rows).numpy()
+        found.append(rounding.error_in_blocks(first[expert].T, x.rows, bits))
+        found.append(rounding.error_in_blocks(last[expert].T, inner, bits))
+    if (error := max(found)) > WORST:
+        return as_it_is(f"rounding would cost them {error:.1%}", error)
     return Choice(None, 1, error, error, bits, x.square)
 
 

@@ -6,7 +6,7 @@ x [..., T, K] times W [..., K, N]; matrices that read one x are a group.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -14,11 +14,11 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ..graph.nodes import producer
+from ..graph.nodes import insert, producer
 from ..graph.weights import TYPES
 
 NORMS = ("RMSNormalization", "LayerNormalization")
-PRODUCTS = ("MatMul", "Gemm", "MoE")
+PRODUCTS = {"MatMul": (0, 1), "Gemm": (0, 1), "MoE": (2, 4)}  # and which inputs are matrices
 _SHAPES = ("Cast", "Reshape", "Squeeze", "Transpose", "Unsqueeze")
 LEAST = 1024  # numbers; what is smaller stays as it is
 
@@ -103,33 +103,74 @@ def vector(value: ir.Value | None) -> np.ndarray | None:
     return array if array.dtype == np.float32 and is_vector else None
 
 
-def groups(graph: ir.Graph) -> list[Group]:
-    """Every product with stored weights in their order, those that read one value together."""
+def groups(graph: ir.Graph, apart: Set[int] = frozenset()) -> list[Group]:
+    """Every product with stored weights in their order, those that read one value together.
+
+    But for those whose weights lie at a place in `apart`.
+    """
     found: defaultdict[ir.Value, list[Matrix]] = defaultdict(list)
     for node in graph:
         value = node.inputs[0] if node.op_type == "MatMul" else None
         stored = stored_in(node.inputs[1]) if value is not None else None
-        if value is not None and stored is not None and stored.tensor.size >= LEAST:
+        if value is None or stored is None or stored.place in apart:
+            continue
+        if stored.tensor.size >= LEAST:
             found[value].append(Matrix(node, stored))
     return [Group(value, tuple(matrices)) for value, matrices in found.items()]
 
 
-def others(graph: ir.Graph) -> dict[str, list[ir.ExternalTensor]]:
-    """Stored weights of products that are in no group, by the type of the nodes that read them."""
-    known = {matrix.place for group in groups(graph) for matrix in group.matrices}
+def unfold(graph: ir.Graph, apart: Set[int] = frozenset()) -> None:
+    """Write Gemm nodes, of rows and a stored matrix, as MatMul and Add, which groups are made of.
+
+    But for columns alone, and weights that lie at a place in `apart`.
+    """
+    for node in [node for node in graph if node.op_type == "Gemm"]:
+        stored = stored_in(node.inputs[1])
+        if stored is None or stored.place in apart or 1 in stored.tensor.shape:
+            continue
+        if any(
+            node.attributes[name].value != 1
+            for name in ("alpha", "beta")
+            if name in node.attributes
+        ):
+            continue
+        x, weights, bias = (*node.inputs, None)[:3]
+        output, turned = node.outputs[0], node.attributes.get("transB")
+        if turned is not None and turned.as_int():
+            weights = insert(node, "Transpose", [weights], f"{output.name}.turned", perm=[1, 0])
+            weights.dtype = ir.DataType.FLOAT
+        name = output.name
+        whole = insert(node, "MatMul", [x, weights], f"{name}.product", output)
+        if bias is not None:
+            whole = insert(node, "Add", [whole, bias], f"{name}.biased", output)
+        output.name, whole.name = f"{name}.gemm", name
+        output.replace_all_uses_with(whole, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+
+
+def others(
+    graph: ir.Graph, apart: Set[int] = frozenset(), known: Iterable[int] = ()
+) -> dict[str, list[ir.ExternalTensor]]:
+    """Stored weights of products that are in no group, by the type of the nodes that read them.
+
+    `known` are the places of those that are rounded another way.
+    """
+    in_groups = (matrix for group in groups(graph, apart) for matrix in group.matrices)
+    told = {*known, *(matrix.place for matrix in in_groups)}
     found: defaultdict[str, list[ir.ExternalTensor]] = defaultdict(list)
     for node in graph:
-        for value in node.inputs if node.op_type in PRODUCTS else ():
-            tensor = _behind(value)
+        inputs = (i for i in PRODUCTS.get(node.op_type, ()) if i < len(node.inputs))
+        for value in (node.inputs[i] for i in inputs):
+            tensor = behind(value)
             if tensor is None or tensor.size < LEAST or len(tensor.shape) < 2:
                 continue
-            if tensor.offset not in known:
-                known.add(tensor.offset or 0)
+            if tensor.offset not in told:
+                told.add(tensor.offset or 0)
                 found[node.op_type].append(tensor)
     return found
 
 
-def _behind(value: ir.Value | None) -> ir.ExternalTensor | None:
+def behind(value: ir.Value | None) -> ir.ExternalTensor | None:
     """What a value is of the weights file, in whatever shape and type."""
     while value is not None and value.const_value is None:
         node = value.producer()

@@ -22,6 +22,7 @@ from . import calibration, choosing, routes, smoothing
 from .calibration import Seen
 from .choosing import Choice
 from .dequantising import Dequantiser
+from .experts import NOTHING, Apart, apart, mixtures, opened
 from .matrices import Group, embeddings, groups, others
 from .report import report
 from .rewriting import Rewriter
@@ -61,19 +62,22 @@ def quantise(
     first = parts[0].role
     choices: Choices = {}
     with progress.step(f"Calibrating the {first}"):
-        channels = routes.shared(_graph(part, ops) for part in parts for ops in part.ops)
+        graphs = (_opened(part, ops).graph for part in parts for ops in part.ops)
+        known = apart(graphs, parts[0].model.num_experts)
+        graphs = (_opened(part, ops, known).graph for part in parts for ops in part.ops)
+        channels = routes.shared(graphs, known.places)
         for part in parts:
-            choices |= _choices(part, precision, texts, channels, choices)
+            choices |= _choices(part, precision, texts, channels, choices, known)
     with Store(folder) as store, progress.step(f"Quantising the {first}"):
         for part in parts:
             for ops in part.rounded(precision, kinds):
-                _rewrite(part, ops, choices, store, folder)
+                _rewrite(part, ops, choices, known, store, folder)
     made = []
     for part in parts:
         reports = {}
         for ops in part.rounded(precision, kinds):
             with progress.step(f"Comparing the {part.role} in {precision} ({ops})"):
-                all_ = choices | _others(part, ops)
+                all_ = choices | _others(part, ops, known)
                 reports[ops] = report(part, folder, ops, texts, all_, progress)
         made.append(part.with_reports(reports, precision))
     shutil.rmtree(before)
@@ -81,37 +85,53 @@ def quantise(
 
 
 def _choices(
-    model: Written, precision: str, texts: Texts, channels: Channels, known: Choices
+    model: Written, precision: str, texts: Texts, channels: Channels, made: Choices, known: Apart
 ) -> Choices:
-    """How each group that is not known yet is rounded; the same in every op set.
+    """How each group that no choice is made for yet is rounded; the same in every op set.
 
-    Experts that are one stored block of matrices, and a head whose rows an embedding reads, are in
-    columns whatever the precision; another head is in blocks of 4 bits where that costs little.
+    Experts that a MoE node reads are in blocks whatever the precision, others that are one stored
+    block of matrices in columns, as is a head whose rows an embedding reads; another head is in
+    blocks of 4 bits where that costs little.
     """
     ops = model.ops[0]
-    graph = _graph(model, ops)
-    new = [group for group in groups(graph) if group.key not in known]
-    if not new:
+    graph = _opened(model, ops, known).graph
+    new = [group for group in groups(graph, known.places) if group.key not in made]
+    layers = [one.experts for one in mixtures(graph, known) if one.experts.key not in made]
+    if not new and not layers:
         return {}
-    inputs = calibration.inputs(model.decoder(ops), model.geometry, ops, texts.calibration)
+    decoder, geometry = model.decoder(ops), model.geometry
+    inputs = calibration.inputs(decoder, geometry, ops, texts.calibration, known)
     tables = {stored.place for _, stored in embeddings(graph)}
     found: Choices = {}
     for group in new:
         x, own = inputs.get(group.key), channels.get(group.key)
         choice = _choice(group, x, precision, model.model, tables, own)
-        names = _names([matrix.stored.tensor for matrix in group.matrices])
-        found[group.key] = replace(choice, why=choice.why and f"{names}: {choice.why}")
+        found[group.key] = _named(choice, [matrix.stored.tensor for matrix in group.matrices])
+    for experts in layers:
+        choice = choosing.of_experts(experts, inputs[experts.key], BLOCKS.get(precision, 8))
+        found[experts.key] = _named(choice, experts.names)
     return found
 
 
-def _others(model: Written, ops: str) -> Choices:
+def _named(choice: Choice, tensors: Sequence[ir.ExternalTensor]) -> Choice:
+    return replace(choice, why=choice.why and f"{_names(tensors)}: {choice.why}")
+
+
+def _others(model: Written, ops: str, known: Apart) -> Choices:
     """What stays as it is because no MatMul reads it as it is stored; one says so for all."""
     found: Choices = {}
-    for op_type, tensors in others(_graph(model, attention(ops))).items():
-        choice = choosing.as_it_is(f"{op_type} nodes read it in another form")
-        first = replace(choice, why=f"{_names(tensors)}: {choice.why}")
-        of_each = (first, *(replace(choice, why="") for _ in tensors[1:]))
-        found |= {(t.offset or 0,): one for t, one in zip(tensors, of_each, strict=True)}
+    rounded = {place for experts in known.experts for place in experts.key}
+    graph = _opened(model, attention(ops), known).graph
+    for op_type, tensors in others(graph, known.places, rounded).items():
+        for routes_, reason in (
+            (True, "it chooses experts"),
+            (False, f"{op_type} nodes read it in another form"),
+        ):
+            some = [t for t in tensors if (t.offset in known.routers) == routes_]
+            if some:
+                of_each = [_named(choosing.as_it_is(reason), some)]
+                of_each += [replace(of_each[0], why="") for _ in some[1:]]
+                found |= {(t.offset or 0,): one for t, one in zip(some, of_each, strict=True)}
     return found
 
 
@@ -133,8 +153,6 @@ def _choice(
     """How a group is rounded that reads x; `channels` say which have one power, if any can."""
     if x is None:
         return choosing.as_it_is("it reads a cache")
-    if _routes(group, model.num_experts):
-        return choosing.as_it_is("it chooses experts")
     shapes = [matrix.stored.numbers().shape for matrix in group.matrices]
     in_layers = all(len(s) == 2 and s[-1] != model.padded_vocab_size for s in shapes)
     if precision in BLOCKS and in_layers:
@@ -145,23 +163,18 @@ def _choice(
     return choosing.in_columns(group, x, channels, tied)
 
 
-def _routes(group: Group, num_experts: int) -> bool:
-    """Whether a group has a router, whose choices rounding would turn."""
-    return bool(num_experts) and any(
-        m.stored.numbers().shape[-1] == num_experts for m in group.matrices
-    )
+def _opened(model: Written, ops: str, known: Apart = NOTHING) -> ir.Model:
+    return opened(model.decoder(ops), known)
 
 
-def _graph(model: Written, ops: str) -> ir.Graph:
-    return ir.load(model.decoder(ops)).graph
-
-
-def _rewrite(model: Written, ops: str, choices: Choices, store: Store, folder: Path) -> None:
+def _rewrite(
+    model: Written, ops: str, choices: Choices, known: Apart, store: Store, folder: Path
+) -> None:
     """Write a model's graphs of an op set, with integers."""
-    made = ir.load(model.decoder(ops))
+    made = _opened(model, ops, known)
     graph = made.graph
     tables = dict(embeddings(graph))
-    found = groups(graph)
+    found = groups(graph, known.places)
     rounded = {place for g in found if choices[g.key].num_parts for place in g.key}
     powers = {place: choice.powers for key, choice in choices.items() for place in key}
     places = {stored.place: powers.get(stored.place) for stored in tables.values()}
@@ -174,6 +187,8 @@ def _rewrite(model: Written, ops: str, choices: Choices, store: Store, folder: P
             rewriter.column_powers |= smoothing.divide(graph, way, by)
     for group in found:
         rewriter.group(group, choices[group.key])
+    for mixture in mixtures(graph, known):
+        rewriter.experts(mixture, choices[mixture.experts.key])
     heads = {place for g in found for place in g.key}
     for node, stored in tables.items():
         if stored.place in rounded or stored.place not in heads:

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import onnx_ir as ir
 
 from specedge.errors import ExportError
 from specedge.op_sets import attention, cached
 from specedge.reports import Quantisation
 
 from ..compare import checks
-from ..compare.runner import Action, FillNoise, Pass, Rows, Runner
+from ..compare.runner import Action, FillNoise, Pass, Repeat, Rows, Runner
 from ..progress import Progress
 from . import smoothing
 from .choosing import Choice
+from .experts import opened
 from .texts import Texts
 from .written import Report, Written
+
+LATE = 64  # tokens of a late window
+LATE_TIMES = 3.0  # in that of texts, what its divergence may be;
+LATE_LEAST = 0.0001  # and nats more: ALiBi as 16 bits hold it cost 0.0003 in a small model
 
 
 def report(
@@ -41,9 +45,9 @@ def report(
         progress.note(f"{who}: not run, as ONNX Runtime has no {cached(ops)} kernels here")
         return _described(Distance(), texts, choices), ()
     powers = {key: choice.powers for key, choice in choices.items()}
-    factors = smoothing.of_caches(ir.load(model.decoder(ops)).graph, powers)
+    factors = smoothing.of_caches(opened(model.decoder(ops)).graph, powers)
     before = model.runner(model.folder, attention(ops))
-    found = distance(before, runner, texts.report, factors, model.head)
+    found, late = distances(before, runner, texts.report, factors, model.head)
     if not math.isfinite(found.loss + found.divergence + found.error):
         raise ExportError(
             f"{who}: some numbers are beyond {cached(ops)}; leave --compute and --cache out, or "
@@ -52,7 +56,22 @@ def report(
     held, differing = checks.alone(runner, np.concatenate(texts.report))
     if differing:
         progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
-    return _described(found, texts, choices), held
+    described = _described(found, texts, choices)
+    if said := _of_late(found, late, before.geometry.context_length):
+        described = replace(described, exceptions=(*described.exceptions, said))
+        progress.note(f"{who}: {said}")
+    return described, held
+
+
+def _of_late(near: Distance, late: Distance, context_length: int) -> str | None:
+    """What to say of late positions that are much farther off than those that texts have."""
+    of_near, of_late = (one.divergence / max(1, one.num_tokens) for one in (near, late))
+    if not late.num_tokens or of_late <= LATE_TIMES * of_near + LATE_LEAST:
+        return None
+    return (
+        f"near position {context_length} KL is {of_late:.2g}, near the beginning {of_near:.2g}: "
+        "what depends on positions is not what it was"
+    )
 
 
 def _described(
@@ -122,25 +141,39 @@ class Distance:
         self.error = float(np.maximum(self.error, np.abs(found - wanted).max() / size))
 
 
-def distance(
+def distances(
     original: Runner,
     found: Runner,
     texts: Sequence[np.ndarray],
     factors: Mapping[str, np.ndarray],
     head: np.ndarray | None = None,
-) -> Distance:
+) -> tuple[Distance, Distance]:
     """Run both over texts that begin anew, [T] each; `head` [n] are their columns' tokens.
 
+    The second one is of the context's last positions alone, if the texts do not reach that far.
     `factors` are what caches that were found have to be multiplied by, [H, 1, D], by their names.
     """
-    total = Distance()
+    total, late = Distance(), Distance()
     names = original.geometry.cache_names()
-    results = zip(texts, _run(found, texts), _run(original, texts), strict=True)
-    for text, (logits, caches), (wanted, wanted_caches) in results:
+    text = texts[-1][:LATE]
+    start = original.geometry.context_length - len(text)
+    window = Window(text, start) if start >= 2 * max(map(len, texts)) else None
+    ours, theirs = (_run(runner, texts, window) for runner in (found, original))
+    for text, (logits, caches), (wanted, wanted_caches) in zip(texts, ours, theirs, strict=False):
         total.add(logits, wanted, text, head)
-        for name, ours, theirs in zip(names, caches, wanted_caches, strict=True):
-            total.compare(ours * factors.get(name, 1), theirs)
-    return total
+        for name, our, their in zip(names, caches, wanted_caches, strict=True):
+            total.compare(our * factors.get(name, 1), their)
+    if window is not None:
+        late.add(ours[-1][0], theirs[-1][0], window.text, head)
+    return total, late
+
+
+@dataclass(frozen=True)
+class Window:
+    """Tokens [T] that are read from a late position on, behind the rows of a text, repeated."""
+
+    text: np.ndarray
+    start: int
 
 
 def logits(runner: Runner, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -148,14 +181,24 @@ def logits(runner: Runner, texts: Sequence[np.ndarray]) -> list[np.ndarray]:
     return [found for found, _ in _run(runner, texts)]
 
 
-def _run(runner: Runner, texts: Sequence[np.ndarray]) -> list[tuple[np.ndarray, list[np.ndarray]]]:
-    """Logits [T, V] and caches [H, T, D] of each text."""
+def _run(
+    runner: Runner, texts: Sequence[np.ndarray], late: Window | None = None
+) -> list[tuple[np.ndarray, list[np.ndarray]]]:
+    """Logits [T, V] and caches [H, T, D] of each text, and the logits of a late window.
+
+    What stands before the window is each model's own: rows of the last text, whatever a cache
+    holds them divided by.
+    """
     actions: list[Action] = []
     for text in texts:
         actions += [FillNoise(0, runner.geometry.capacity), Pass("decoder", text, 0)]
         actions.append(Rows(0, len(text)))
+    if late is not None:
+        actions += [Repeat(len(texts[-1]), late.start), Pass("decoder", late.text, late.start)]
     results = runner.run([], through=actions)
-    return list(zip(results[1::3], results[2::3], strict=True))
+    whole = results[: 3 * len(texts)]
+    found = list(zip(whole[1::3], whole[2::3], strict=True))
+    return found if late is None else [*found, (results[-1], [])]
 
 
 def _log_softmax(logits: np.ndarray) -> np.ndarray:

@@ -16,25 +16,22 @@ import onnx_ir as ir
 
 from ..graph.nodes import constant, insert
 from ..graph.weights import seen_as
-from . import rounding
+from . import mixing, rounding
 from .choosing import Choice
+from .editing import IN_BYTES, MICROSOFT, Editor, take_over
+from .experts import Mixture
 from .matrices import Group, Matrix, Stored, contents
 from .rounding import Blocks, Integers
-from .storing import Store
 
 _ZERO = 128  # of x as unsigned bytes
-_IN_BYTES = 4  # the accuracy level at which MatMulNBits rounds x to bytes
 
 
 @dataclass
-class Rewriter:
+class Rewriter(Editor):
     """Replaces products and embeddings in one graph; the weights go to `store`."""
 
-    graph: ir.Graph
-    store: Store
     tables: Mapping[int, np.ndarray | None]  # embeddings' places, and powers moved into them, [H]
     column_powers: dict[ir.Node, np.ndarray] = field(default_factory=dict)
-    _constants: dict[str, ir.Value] = field(default_factory=dict)
 
     def group(self, group: Group, choice: Choice) -> None:
         """Replace the products of a group."""
@@ -51,6 +48,11 @@ class Rewriter:
         for matrices in [group.matrices] if joined else [(m,) for m in group.matrices]:
             self._product(first, matrices, pieces, choice)
 
+    def experts(self, mixture: Mixture, choice: Choice) -> None:
+        """Replace a layer's experts."""
+        if choice.num_parts:
+            mixing.rewrite(self, mixture, choice)
+
     def embedding(self, node: ir.Node, stored: Stored) -> None:
         """Take rows of integers from a table, [V, H]."""
         output, by = node.outputs[0], self.tables[stored.place]
@@ -58,8 +60,8 @@ class Rewriter:
         if by is not None:  # the head reads the table's channels times these powers
             name = f"{output.name}.powers"
             powers = constant(self.graph, np.exp2(-by).astype(np.float32), name)
-            rows = self._node(node, "Mul", [rows, powers], f"{output.name}.divided", output)
-        _take_over(output, rows)
+            rows = self.node(node, "Mul", [rows, powers], f"{output.name}.divided", output)
+        take_over(output, rows)
 
     def _table(self, stored: Stored) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         """Where a table's integers lie, [V, H], and its scales, [V, 1]."""
@@ -71,12 +73,12 @@ class Rewriter:
     ) -> ir.Value:
         """Rows of a table's integers times their scales, for the tokens of a lookup."""
         output, ids = node.outputs[0], node.inputs[1]
-        values, scales = self._external(stored_values), self._external(stored_scales)
+        values, scales = self.external(stored_values), self.external(stored_scales)
         kind, to = ir.DataType.INT8, ir.DataType.FLOAT
-        taken = self._node(node, "Gather", [values, ids], f"{output.name}.int8", output, dtype=kind)
-        wide = self._node(node, "Cast", [taken], f"{output.name}.wide", output, to=to)
-        scale = self._node(node, "Gather", [scales, ids], f"{output.name}.scale", output, 1)
-        return self._node(node, "Mul", [wide, scale], f"{output.name}.whole", output)
+        taken = self.node(node, "Gather", [values, ids], f"{output.name}.int8", output, dtype=kind)
+        wide = self.node(node, "Cast", [taken], f"{output.name}.wide", output, to=to)
+        scale = self.node(node, "Gather", [scales, ids], f"{output.name}.scale", output, 1)
+        return self.node(node, "Mul", [wide, scale], f"{output.name}.whole", output)
 
     def _parts(self, before: ir.Node, value: ir.Value, choice: Choice) -> list[ir.Value]:
         """x in parts of K."""
@@ -91,39 +93,20 @@ class Rewriter:
     def _given(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         """x as bytes and its scales, [..., T, K] and [..., T, 1]."""
         name = f"{value.name}.rounded"
-        sizes = self._node(before, "Abs", [value], f"{name}.sizes", value)
-        axis = self._constant("axis", np.array([-1], np.int64))
-        largest = self._node(before, "ReduceMax", [sizes, axis], f"{name}.largest", value, 1)
-        least = self._constant("least", np.float32(1e-30))
-        above = self._node(before, "Max", [largest, least], f"{name}.above", value, 1)
-        share = self._constant("share", np.float32(1 / rounding.LARGEST))
-        scale = self._node(before, "Mul", [above, share], f"{name}.scale", value, 1)
-        scaled = self._node(before, "Div", [value, scale], f"{name}.scaled", value)
-        steps = [scaled, self._constant("one", np.float32(1)), self._zero()]
+        sizes = self.node(before, "Abs", [value], f"{name}.sizes", value)
+        axis = self.constant("axis", np.array([-1], np.int64))
+        largest = self.node(before, "ReduceMax", [sizes, axis], f"{name}.largest", value, 1)
+        least = self.constant("least", np.float32(1e-30))
+        above = self.node(before, "Max", [largest, least], f"{name}.above", value, 1)
+        share = self.constant("share", np.float32(1 / rounding.LARGEST))
+        scale = self.node(before, "Mul", [above, share], f"{name}.scale", value, 1)
+        scaled = self.node(before, "Div", [value, scale], f"{name}.scaled", value)
+        steps = [scaled, self.constant("one", np.float32(1)), self._zero()]
         kind = ir.DataType.UINT8
-        return self._node(before, "QuantizeLinear", steps, name, value, dtype=kind), scale
-
-    def _node(
-        self,
-        before: ir.Node,
-        op_type: str,
-        inputs: Sequence[ir.Value],
-        name: str,
-        like: ir.Value,
-        last: int | None = None,
-        dtype: ir.DataType = ir.DataType.FLOAT,
-        domain: str = "",
-        **attributes: ir.DataType | int | list[int],
-    ) -> ir.Value:
-        """A new node's output, in the shape of `like` but for the last dimension, and a type."""
-        output = insert(before, op_type, inputs, name, like, domain, **attributes)
-        if last is not None and output.shape is not None:
-            output.shape = ir.Shape([*output.shape[:-1], last])
-        output.dtype = dtype
-        return output
+        return self.node(before, "QuantizeLinear", steps, name, value, dtype=kind), scale
 
     def _zero(self) -> ir.Value:
-        return self._constant("zero", np.uint8(_ZERO))
+        return self.constant("zero", np.uint8(_ZERO))
 
     def _product(
         self,
@@ -141,7 +124,7 @@ class Rewriter:
             weights = self._weights(before, matrices, choice, i)
             whole = self._multiplied(before, piece, weights, label, like, width)
             if total is not None:
-                whole = self._node(before, "Add", [total, whole], f"{label}.sum", like, width)
+                whole = self.node(before, "Add", [total, whole], f"{label}.sum", like, width)
             total = whole
         assert total is not None
         self._hand_over(before, matrices, total, name)
@@ -159,10 +142,10 @@ class Rewriter:
         (bytes_, scale), (values, scales) = given, weights
         inputs = [bytes_, values, self._zero()]
         kind, to = ir.DataType.INT32, ir.DataType.FLOAT
-        sums = self._node(before, "MatMulInteger", inputs, f"{name}.sums", like, width, kind)
-        wide = self._node(before, "Cast", [sums], f"{name}.wide", like, width, to=to)
-        rows = self._node(before, "Mul", [wide, scale], f"{name}.rows", like, width)
-        return self._node(before, "Mul", [rows, scales], f"{name}.whole", like, width)
+        sums = self.node(before, "MatMulInteger", inputs, f"{name}.sums", like, width, kind)
+        wide = self.node(before, "Cast", [sums], f"{name}.wide", like, width, to=to)
+        rows = self.node(before, "Mul", [wide, scale], f"{name}.rows", like, width)
+        return self.node(before, "Mul", [rows, scales], f"{name}.whole", like, width)
 
     def _blocks(self, before: ir.Node, group: Group, choice: Choice) -> None:
         """The product of a group's matrices joined along N, in blocks."""
@@ -171,15 +154,14 @@ class Rewriter:
         by = [self.column_powers.get(m.node) for m in matrices]
         key = (tuple(m.place for m in matrices), choice.bits, *map(known, by))
         stored = self.store.blocks(key, lambda: in_blocks(matrices, by, choice))
-        inputs = [group.value, *map(self._external, stored)]
+        inputs = [group.value, *map(self.external, stored)]
         name = f"{like.name}.int{choice.bits}"
         size = matrices[0].stored.numbers().shape[0]
         sizes = {"K": size, "N": width, "bits": choice.bits, "block_size": rounding.BLOCK}
-        whole = self._node(
+        whole = self.node(
             before, "MatMulNBits", inputs, f"{name}.whole", like, width,
-            domain="com.microsoft", accuracy_level=_IN_BYTES, **sizes,
+            domain=MICROSOFT, accuracy_level=IN_BYTES, **sizes,
         )  # fmt: skip
-        self.graph.opset_imports["com.microsoft"] = 1
         self._hand_over(before, matrices, whole, name)
 
     def _hand_over(
@@ -194,7 +176,7 @@ class Rewriter:
             found = _split(before, total, sizes, [f"{o.name}.whole" for o in outputs])
         for output, value in zip(outputs, found, strict=True):
             value.shape, value.dtype = output.shape, output.dtype
-            _take_over(output, value)
+            take_over(output, value)
 
     def _weights(
         self, before: ir.Node, matrices: Sequence[Matrix], choice: Choice, part: int
@@ -203,16 +185,16 @@ class Rewriter:
         first = matrices[0]
         if first.place in self.tables:
             values, scales = self._table(first.stored)
-            table = self._external(values)
+            table = self.external(values)
             name = f"{first.node.outputs[0].name}.turned"
             turned = insert(before, "Transpose", [table], name, perm=[1, 0])
             flat = seen_as(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
-            return turned, self._external(flat)
+            return turned, self.external(flat)
         by = [self.column_powers.get(m.node) for m in matrices]
         moved = map(known, (choice.powers, *by))
         key = (tuple(m.place for m in matrices), choice.num_parts, part, *moved)
         values, scales = self.store.integers(key, lambda: _columns(matrices, by, choice, part))
-        return self._external(values), self._external(scales)
+        return self.external(values), self.external(scales)
 
     def _columns_of_float(self, matrix: Matrix) -> None:
         """A product that stays as it is, with its columns divided behind it."""
@@ -228,30 +210,6 @@ class Rewriter:
         self.graph.insert_after(matrix.node, scaled)
         for user, index in users:
             user.replace_input_with(index, scaled.outputs[0])
-
-    def _external(self, tensor: ir.ExternalTensor) -> ir.Value:
-        """The initializer for a stored tensor, one for all that read it."""
-        assert tensor.name is not None
-        if tensor.name not in self._constants:
-            value = ir.Value(
-                name=tensor.name, shape=ir.Shape(tensor.shape), type=ir.TensorType(tensor.dtype),
-                const_value=tensor,
-            )  # fmt: skip
-            self.graph.register_initializer(value)
-            self._constants[tensor.name] = value
-        return self._constants[tensor.name]
-
-    def _constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
-        if name not in self._constants:
-            self._constants[name] = constant(self.graph, np.asarray(array), f"int8.{name}")
-        return self._constants[name]
-
-
-def _take_over(output: ir.Value, value: ir.Value) -> None:
-    """Let a value have another's readers and, as an output of the graph, its name."""
-    name, output.name = output.name, f"{output.name}.float"
-    value.name = name
-    output.replace_all_uses_with(value, replace_graph_outputs=True)
 
 
 def _split(before: ir.Node, value: ir.Value, sizes: ir.Value, names: list[str]) -> list[ir.Value]:

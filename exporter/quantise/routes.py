@@ -6,7 +6,7 @@ powers of two divide without rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,14 +58,16 @@ class Route:
         return found
 
 
-def shared(graphs: Iterable[ir.Graph]) -> dict[tuple[int, ...], np.ndarray]:
+def shared(
+    graphs: Iterable[ir.Graph], apart: Set[int] = frozenset()
+) -> dict[tuple[int, ...], np.ndarray]:
     """The groups that have a route in each graph that has them, and its channels, by their keys.
 
     Weights are shared by all graphs, so that what one divides the others have to divide alike.
     """
     found: dict[tuple[int, ...], Route | None] = {}
     for graph in graphs:
-        for group in groups(graph):
+        for group in groups(graph, apart):
             way = route(group)
             known = found.setdefault(group.key, way)
             if way is None or known is None or not np.array_equal(known.channels, way.channels):

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
 from specedge.manifest import File
 
@@ -52,12 +53,16 @@ class Store:
         blocks: tuple[ir.ExternalTensor, ir.ExternalTensor],
         bits: int,
         shape: tuple[int, int],
+        seen: Callable[[torch.Tensor], torch.Tensor] = lambda one: one,
     ) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
-        """Where stored blocks lie once more as signed integers, [K, N], and their scales."""
+        """Where stored blocks lie once more as signed integers, [K, N], and their scales.
+
+        `seen` makes [N, blocks, ...] of them.
+        """
 
         def make() -> Integers:
             self._hashed.flush()
-            values, scales = (contents(one).numpy() for one in blocks)
+            values, scales = (seen(contents(one)).numpy() for one in blocks)
             return rounding.signed(Blocks(values, scales), bits, shape[0])
 
         kind = ir.DataType.INT4 if bits == 4 else ir.DataType.INT8
@@ -69,6 +74,15 @@ class Store:
         if key not in self._known:
             name = f"zeros{len(self._known)}"
             self._known[key] = (self._put(np.zeros(shape, np.int8), ir.DataType.INT8, name),)
+        return self._known[key][0]
+
+    def middles(self, shape: tuple[int, ...], bits: int) -> ir.ExternalTensor:
+        """Where as many integers of so many bits lie that blocks take for 0, packed."""
+        key = ("middles", shape, bits)
+        if key not in self._known:
+            name, size = f"middles{len(self._known)}", int(np.prod(shape)) * bits // 8
+            found = np.full(size, 0x80 if bits == 8 else 0x88, np.uint8)
+            self._known[key] = (self._put(found, ir.DataType.UINT8, name),)
         return self._known[key][0]
 
     def _pair(

@@ -11,6 +11,9 @@ from typing import Any
 import onnx_ir as ir
 
 from ..graph.weights import seen_as
+from . import mixing
+from .choosing import Choice
+from .experts import Mixture
 from .rewriting import Rewriter
 
 
@@ -19,6 +22,11 @@ class Widener(Rewriter):
 
     Blocks are MatMulNBits here, too: DequantizeLinear and MatMul would be fused to nothing else.
     """
+
+    def experts(self, mixture: Mixture, choice: Choice) -> None:
+        """As the MoE node of floats takes them."""
+        if choice.num_parts:
+            mixing.widen(self, mixture, choice)
 
     def _given(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         return (value,)
@@ -33,7 +41,7 @@ class Widener(Rewriter):
         width: int,
     ) -> ir.Value:
         (x,), wide = given, self._widened(before, *weights, name)
-        return self._node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
+        return self.node(before, "MatMul", [x, wide], f"{name}.whole", like, width)
 
     def _widened(self, before: ir.Node, values: ir.Value, scales: ir.Value, name: str) -> ir.Value:
         """Integers [..., K, N] times scales [..., 1, N]."""
@@ -41,7 +49,7 @@ class Widener(Rewriter):
         assert isinstance(stored, ir.ExternalTensor)
         if len(stored.shape) == 2:  # a scale a column: what ONNX Runtime knows how to fuse
             columns = ir.Shape([stored.size])
-            scales = self._external(seen_as(stored, columns, f"{stored.name}.columns"))
+            scales = self.external(seen_as(stored, columns, f"{stored.name}.columns"))
             sizes: dict[str, Any] = {"axis": 1}
         else:
             assert values.shape is not None
@@ -60,5 +68,5 @@ class Widener(Rewriter):
             # `session.x64quantprecision`.
             zeros = self.store.zeros(scales.shape.numpy())
             zero = f"{name.removesuffix('.wide')}.zero"
-            inputs.append(self._external(seen_as(zeros, zeros.shape, zero)))
-        return self._node(before, "DequantizeLinear", inputs, name, values, **sizes)
+            inputs.append(self.external(seen_as(zeros, zeros.shape, zero)))
+        return self.node(before, "DequantizeLinear", inputs, name, values, **sizes)

@@ -7,6 +7,7 @@ The figures are of the CPU; docs/measurements.md has what was measured beside th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ SHORTEST = 256  # tokens of a context that an advice may leave, and what it is a
 # Products that are not named so, or hold more than a weight, with eighths of it: of integers that
 # are widened ONNX Runtime makes MatMulNBits, which has a scale for 32 of them. Packed blocks of 4
 # bits have a sum beside each scale, and the scales stay as they were: 28 bytes where 20 lay.
-_PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11}
+_PRODUCTS = {"Gemm": 8, "DequantizeLinear": 9, "MatMulNBits": 11, "QMoE": 11}
 _SIZES = {"int8": 1.0, "int8-block": 1.4, "int4": 0.7}  # bytes of a packed number; of floats 4
 _WIDTHS = 4.0  # values of a row that a layer's pass holds, in the root of its matrices' numbers
 _SIGNS = ("bad_alloc", "bad allocation", "failed to allocate", "cannot allocate", "out of memory")
@@ -218,12 +219,15 @@ def _passes(
     values as a layer's matrices are wide; logits of every pass up to the verify pass, in each slot,
     and two distributions of its rows.
 
-    The manifest has neither the size of a row nor heads that query. So the largest matrix is taken
-    for the head, all of whose rows have the first, and the others for the layers'.
+    The manifest has neither the size of a row nor heads that query. So the largest matrix of a size
+    that layers do not have alike is taken for the head, all of whose rows have the first, and the
+    others for the layers', whose experts may be larger.
     """
-    size = _SIZES.get(model.weights_dtype, 4.0)
-    hidden = max(packed, default=0) / size / model.padded_vocab_size
-    of_layer = (sum(packed) - max(packed, default=0)) / size / len(model.cache.layers)
+    size, num_layers = _SIZES.get(model.weights_dtype, 4.0), len(model.cache.layers)
+    unlike = [one for one, count in Counter(packed).items() if count % num_layers]
+    head = max(unlike or packed, default=0)
+    hidden = head / size / model.padded_vocab_size
+    of_layer = (sum(packed) - head) / size / num_layers
     length = chunk_length(model.cache.capacity)
     heads = hidden / model.cache.layers[0].key_size
     prompt = length * (heads * capacity + _WIDTHS * of_layer**0.5)

@@ -14,6 +14,7 @@ import numpy as np
 from specedge import products
 from specedge.errors import DeviceError
 from specedge.manifest import Model
+from specedge.op_sets import attention
 from specedge.precision import QUANTISED
 
 from .onnx_model import OrtModel
@@ -21,11 +22,13 @@ from .ort import onnxruntime, translated_errors
 from .sessions import Device
 
 LONGEST = 9  # tokens of a pass that is tried
+STEP = 7  # between tokens; equal ones choose the same experts, whose kernels then see many rows
 PASTS = (0, 512)  # rows of the cache before it, on a GPU, whose kernels may split long ones
 KNOWN = {
     "int8-block": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
     "int4": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
 }
+EXPERTS = "sums of QMoE depended on the rows of an expert before ONNX Runtime 1.31"
 
 
 def run(model: OrtModel, facts: Model) -> str | None:
@@ -38,16 +41,24 @@ def run(model: OrtModel, facts: Model) -> str | None:
     tried = [t for t in recorded if t <= min(LONGEST, facts.context_length)]
     if not tried:
         return None
-    held = _held(model, tried)
+    steps = (STEP, 0) if facts.num_experts else (STEP,)
+    held = set.intersection(*(_held(model, tried, step=step) for step in steps))
     if not (lost := sorted({*tried} - held)):
         return None
     kept = [t for t in recorded if t < min(lost)]
     model.row_independent_lengths = tuple(kept) if 1 in kept else ()
     return (
         f"{facts.source.id}: on this machine passes of {', '.join(map(str, lost))} tokens give "
-        f"other last bits than longer ones ({KNOWN.get(facts.weights_dtype, 'as some kernels do')};"
+        f"other last bits than longer ones ({_known(facts, model.ops)};"
         f" ONNX Runtime {onnxruntime().__version__}), so drafts stay shorter than that"
     )
+
+
+def _known(facts: Model, ops: str) -> str:
+    """What is known to give a row other bits among others."""
+    if facts.num_experts and facts.weights_dtype in QUANTISED and attention(ops) == "gqa":
+        return EXPERTS
+    return KNOWN.get(facts.weights_dtype, "as some kernels do")
 
 
 def run_on_gpu(model: OrtModel, facts: Model, longest: int) -> str | None:
@@ -69,12 +80,14 @@ def run_on_gpu(model: OrtModel, facts: Model, longest: int) -> str | None:
     )
 
 
-def _held(model: OrtModel, lengths: list[int], past: int = 0, caches: bool = True) -> set[int]:
+def _held(
+    model: OrtModel, lengths: list[int], past: int = 0, caches: bool = True, step: int = STEP
+) -> set[int]:
     """The T whose rows, of logits and perhaps of caches, have the bits of the longest pass behind
-    `past` rows.
+    `past` rows. Tokens are every `step`-th.
     """
     longest = past + max(lengths)
-    tokens = [7 * i % model.vocab_size for i in range(longest)]
+    tokens = [step * i % model.vocab_size for i in range(longest)]
     model.truncate(0)
     model.prefill(tokens[:past])
     wanted = model.forward(tokens[past:]).array().copy()

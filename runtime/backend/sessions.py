@@ -27,6 +27,7 @@ from .memory import is_out_of_memory
 from .ort import first_line, is_for_want_of_own_threads, is_of_onnxruntime, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
+EXPERTS_SINCE = "1.31"  # before, QMoE knows no accuracy level
 DEVICES = {  # and what ONNX Runtime calls them
     "cpu": "CPUExecutionProvider",
     "cuda": CUDA,
@@ -137,6 +138,11 @@ class Device:
                 raise DeviceError(
                     f"{path}: {self.name} cannot load this engine ({first_line(error)}); delete "
                     f"its folder and build it again: specedge build --device {self.name}"
+                ) from error
+            if "accuracy_level for operator QMoE" in str(error):
+                raise BundleError(
+                    f"{path}: its experts of 4 bits need ONNX Runtime {EXPERTS_SINCE} or later, "
+                    f"and {ort.__version__} is installed; upgrade it, or take --ops onnx"
                 ) from error
             raise BundleError(
                 f"{path}: ONNX Runtime {ort.__version__} cannot load it ({first_line(error)}); "

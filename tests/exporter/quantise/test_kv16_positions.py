@@ -5,7 +5,8 @@ import pytest
 
 from architectures import ARCHITECTURES
 from checkpoints import make_model, make_tokenizer, save
-from specedge.exporter import export
+from specedge.exporter import Progress, export
+from specedge.exporter.graph import narrowing
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
@@ -18,16 +19,49 @@ def logits(bundle, ops, tokens):
     return np.concatenate([model.forward(chunk).array().copy() for chunk in chunks])
 
 
-@pytest.mark.slow
-def test_far_positions_of_alibi_are_told_apart_as_near_ones_are(tmp_path):
+def export_alibi(folder, **options):
+    """A pair of a model whose scores have a bias by position, with caches in float16, too."""
     config = ARCHITECTURES["bloom"][1]()
     config.max_position_embeddings = CONTEXT
-    model = save(make_model(config), make_tokenizer(tmp_path / "tokenizer"), tmp_path / "model")
-    bundle = export(
-        "self:1", model, tmp_path / "bundle", ops="onnx", cache="fp16", max_length=CONTEXT
+    model = save(make_model(config), make_tokenizer(folder / "tokenizer"), folder / "model")
+    return export(
+        "self:1", model, folder / "bundle", ops="onnx", cache="fp16", max_length=CONTEXT, **options
     )
+
+
+@pytest.fixture(scope="module")
+def right(tmp_path_factory):
+    progress = Progress()
+    return export_alibi(tmp_path_factory.mktemp("right"), progress=progress), progress
+
+
+@pytest.mark.slow
+def test_far_positions_of_alibi_are_told_apart_as_near_ones_are(right):
+    bundle, _ = right
     tokens = np.random.default_rng(0).integers(1, 500, 16 * CHUNK).tolist()
     wanted, found = (logits(bundle, ops, tokens) for ops in ("onnx", "onnx-kv16"))
     errors = np.abs(found - wanted).max(1) / np.abs(wanted).max()
     near, far = errors[: 4 * CHUNK].max(), errors[-4 * CHUNK :].max()
     assert far < 1.5 * near
+
+
+def late(bundle, progress):
+    """What reports of both models, and the export, say of the context's end."""
+    reports = [model.quantisation["onnx-kv16"].exceptions for model in bundle.models.values()]
+    said = [line.partition(" KL")[0] for lines in reports for line in lines if "KL" in line]
+    return said, [note.partition(" KL")[0] for note in progress.notes if " KL" in note]
+
+
+@pytest.mark.slow
+def test_a_report_has_nothing_against_far_positions_that_are_told_apart(right):
+    assert late(*right) == ([], [])
+
+
+@pytest.mark.slow
+def test_a_report_sees_what_goes_wrong_far_from_the_beginning_alone(tmp_path, monkeypatch):
+    """Biases that 16 bits hold as they come: near position 1,000 those of neighbours are one."""
+    monkeypatch.setattr(narrowing, "_centre_biases", lambda graph: None)
+    progress = Progress()
+    said, noted = late(export_alibi(tmp_path, progress=progress), progress)
+    assert said == ["near position 1024"] * 2
+    assert noted == [f"{role} (onnx-kv16): near position 1024" for role in ("target", "draft")]

@@ -1,8 +1,13 @@
 """What a report says of two models' logits on a text."""
 
+from unittest.mock import Mock
+
 import numpy as np
 import pytest
 
+from specedge.exporter.compare.runner import Pass, Repeat, Rows
+from specedge.exporter.compare.stage import Stage
+from specedge.exporter.quantise import report
 from specedge.exporter.quantise.report import Distance
 
 TOKENS = np.array([3, 1, 4, 1, 0])
@@ -47,3 +52,65 @@ def test_the_loss_of_a_cut_head_is_of_the_tokens_that_it_has(logits):
     assert total.loss == pytest.approx(-log_softmax(found[:, :3])[rows, columns].sum())
     assert (total.num_tokens, total.num_scored) == (4, 3)
     assert total.divergence > 0
+
+
+def test_rows_are_repeated_up_to_a_late_window():
+    stage = Stage({"key": (1, 2, 8, 3)}, "float32", lambda name, packed: None)
+    stage.fill({"key": np.arange(18, dtype=np.float32).reshape(2, 3, 3)})
+    first = stage.caches["key"][0, :, :3].copy()
+    stage.repeat(3, 7)
+    found = stage.caches["key"][0]
+    assert np.array_equal(found[:, 3:6], first)
+    assert np.array_equal(found[:, 6], first[:, 0])
+    assert not found[:, 7].any()
+
+
+class Model:
+    """Logits that are off by `late` from a position on; its actions are kept."""
+
+    def __init__(self, context, late=0.0):
+        self.geometry = Mock(capacity=context + 8, context_length=context, cache_names=list)
+        self.late, self.actions = late, []
+
+    def run(self, actions, through):
+        self.actions = through
+        return [self.of(action) for action in through]
+
+    def of(self, action):
+        if not isinstance(action, Pass):
+            return [] if isinstance(action, Rows) else None
+        random = np.random.default_rng(action.past_length)
+        logits = random.normal(size=(len(action.tokens), 5))
+        return logits + (self.late if action.past_length else 0.0) * random.normal(size=(5,))
+
+
+TEXTS = [np.arange(80) % 5, np.arange(100, 170) % 5]
+
+
+def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
+    original, found = Model(1000), Model(1000, late=2.0)
+    near, late = report.distances(original, found, TEXTS, {})
+    assert near.divergence == 0 < late.divergence
+    assert (near.num_tokens, late.num_tokens) == (79 + 69, 63)
+    *_, repeat, window = found.actions
+    assert repeat == Repeat(70, 936)
+    assert window.past_length == 936
+    said = report._of_late(near, late, 1000)
+    assert said is not None
+    assert said.startswith("near position 1000 KL is ")
+    assert (
+        report._of_late(near, report.distances(original, Model(1000), TEXTS, {})[1], 1000) is None
+    )
+
+
+def test_a_context_that_texts_fill_has_no_late_window():
+    near, late = report.distances(Model(150), found := Model(150, late=2.0), TEXTS, {})
+    assert (near.num_tokens, late.num_tokens) == (148, 0)
+    assert len(found.actions) == 6
+    assert report._of_late(near, late, 150) is None
+
+
+def test_a_late_window_may_cost_what_texts_cost():
+    near, late = Distance(divergence=4.0, num_tokens=100), Distance(divergence=1.0, num_tokens=10)
+    assert report._of_late(near, late, 1000) is None
+    assert report._of_late(near, Distance(divergence=2.0, num_tokens=10), 1000) is not None

@@ -99,11 +99,13 @@ def test_a_block_that_rounding_would_spoil_stays_as_it_is(weights, x, tmp_path):
     assert error(found, x @ weights) < 1e-6
 
 
-@pytest.mark.parametrize("op_type", ["MatMul", "Gemm", "MoE"])
-def test_weights_that_are_read_in_another_form_are_found(weights, tmp_path, op_type):
+@pytest.mark.parametrize(
+    ("op_type", "before"), [("MatMul", ["x"]), ("Gemm", ["x"]), ("MoE", ["x", "logits"])]
+)
+def test_weights_that_are_read_in_another_form_are_found(weights, tmp_path, op_type, before):
     nodes = (
         helper.make_node("Reshape", ["w", "shape"], ["flat"]),
-        helper.make_node(op_type, ["x", "flat"], ["y"]),
+        helper.make_node(op_type, [*before, "flat"], ["y"]),
     )
     graph = stored(weights, tmp_path / "float", nodes).graph
     assert not groups(graph)

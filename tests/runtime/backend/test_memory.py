@@ -104,7 +104,15 @@ def test_integers_that_are_widened_are_multiplied_in_blocks_with_a_scale_each():
 
 
 def test_blocks_take_more_packed_than_in_their_file():
-    assert held(graph({"a": 16, "s": 4}, ("MatMulNBits", "x", "a", "s", "y"))) == [22 + 5, 0]
+    for op in ("MatMulNBits", "QMoE"):
+        assert held(graph({"a": 16, "s": 4}, (op, "x", "a", "s", "y"))) == [22 + 5, 0]
+
+
+def test_blocks_that_are_turned_and_joined_are_packed_as_others():
+    """As experts side by side are, whose matrices lie each for itself."""
+    joined = [("Transpose", "a", "t"), ("Reshape", "t", "shape", "w")]
+    content = graph({"a": 16}, *joined, ("MatMulNBits", "x", "w", "s", "y"))
+    assert held(content) == [22, 0]
 
 
 def test_casts_in_a_circle_come_to_an_end():
@@ -135,12 +143,12 @@ def test_caches_are_those_of_the_capacity():
     assert found.parts["caches"] == sum(arrays)
 
 
-def passes(vocab, **changes):
+def passes(vocab, of_layer=4, **changes):
     """Of a model with rows of 512 values, 8 heads and 4 layers of 4 million numbers, K = 4."""
     layers = (CacheLayer(2, 64, 64),) * 4
     cache = Cache("float32", 1024, layers)
     given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes
-    packed = [4 * 512 * vocab, *[4 * 4 * MB] * 4]
+    packed = [4 * 512 * vocab, *[4 * of_layer * MB] * 4]
     one = Mock(padded_vocab_size=vocab, weights_dtype="float32", cache=cache)
     return memory._passes(one, packed, **given)
 
@@ -152,6 +160,11 @@ def test_a_prompts_pass_has_scores_and_values_of_a_layer_but_no_logits():
     assert prompt == pytest.approx(4 * 256 * (8 * 1024 + 4 * 2000))
     assert few - passes(50_000, capacity=512) == pytest.approx(4 * 256 * 8 * 512)
     assert passes(50_000, slots=3) - few == pytest.approx(4 * 50_000 * 2 * 15)
+
+
+def test_experts_that_are_larger_than_the_head_are_not_taken_for_it():
+    more = passes(50_000, of_layer=64) - passes(50_000, of_layer=4)
+    assert more == pytest.approx(4 * 256 * 4 * (8000 - 2000))
 
 
 def test_a_pair_that_fits_is_not_refused(need, monkeypatch):

@@ -19,10 +19,10 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 
 class Moved:
-    """A model whose passes of some lengths have other last bits."""
+    """A model whose passes of some lengths have other last bits, perhaps over some tokens alone."""
 
-    def __init__(self, model, lengths):
-        self.model, self.lengths = model, lengths
+    def __init__(self, model, lengths, tokens=None):
+        self.model, self.lengths, self.tokens = model, lengths, tokens
         self.row_independent_lengths = model.row_independent_lengths
 
     def __getattr__(self, name):
@@ -30,7 +30,7 @@ class Moved:
 
     def forward(self, tokens):
         logits = self.model.forward(tokens).array()
-        if len(tokens) in self.lengths:
+        if len(tokens) in self.lengths and (self.tokens is None or {*tokens} == self.tokens):
             logits[-1, 3] = np.nextafter(logits[-1, 3], np.float32(np.inf))
         return Scores(logits)
 
@@ -61,6 +61,20 @@ def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target
     assert moved.row_independent_lengths == kept
     assert said is not None
     assert bundle.target.source.id in said
+
+
+@pytest.mark.parametrize(("num_experts", "kept"), [(8, (1, 2, 3)), (0, None)])
+def test_experts_are_tried_with_rows_that_choose_the_same_ones_too(
+    bundle, target, num_experts, kept
+):
+    """Equal tokens do; a kernel may have other sums where an expert has many rows."""
+    moved = Moved(target, (5,), {0})
+    recorded = target.row_independent_lengths
+    facts = dataclasses.replace(bundle.target, num_experts=num_experts)
+    said = self_test.run(moved, facts)
+    assert moved.row_independent_lengths == (recorded if kept is None else kept)
+    assert (said is None) is (kept is None)
+    assert said is None or "(sums of QMoE depended on the rows of an expert" in said
 
 
 def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle, target):
