@@ -35,7 +35,7 @@ EVERY_KIND = pytest.mark.parametrize(
         "llama",
         pytest.param("gpt2 in half precision", marks=pytest.mark.thorough),
         pytest.param("self", marks=pytest.mark.thorough),
-        pytest.param("int8", marks=pytest.mark.slow),
+        pytest.param("int8", marks=pytest.mark.thorough),
         pytest.param("self in int8", marks=pytest.mark.slow),
     ],
     indirect=True,

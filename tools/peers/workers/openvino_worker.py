@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ class OpenVINO:
         return each_model(request, f"openvino-{openvino_genai.__version__}", _export)
 
     def load(self, target: str, draft: str | None, threads: int) -> dict[str, Any]:
-        options: dict[str, Any] = _options(target, threads)
+        options = _options(target, threads)
         if draft:
             options["draft_model"] = openvino_genai.draft_model(
                 draft, "CPU", **_options(draft, threads)
@@ -55,7 +56,12 @@ class _Watch(openvino_genai.StreamerBase):
 
 
 def _options(folder: str, threads: int) -> dict[str, Any]:
-    options = {"INFERENCE_NUM_THREADS": threads}
+    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+    # As the pipeline's own scheduler, but that no prompt is known from an earlier request.
+    scheduler = openvino_genai.SchedulerConfig()
+    scheduler.max_num_batched_tokens = sys.maxsize
+    scheduler.enable_prefix_caching = False
+    options["scheduler_config"] = scheduler
     if "-fp32-" in Path(folder).name:
         options |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
     return options
