@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
@@ -15,6 +16,11 @@ from onnx_ir.tensor_adapters import TorchTensor
 from specedge.exporter.tracing import tracing
 
 TRANSLATED = tracing.translated  # which no test has swapped
+_SOURCES = sorted(Path(tracing.__file__).parent.glob("*.py"))
+_CODE = (  # what a trace depends on beside the model
+    *(version(name) for name in ("torch", "transformers", "onnxscript", "onnx-ir")),
+    *(hashlib.sha256(path.read_bytes()).hexdigest() for path in _SOURCES),
+)
 
 
 @contextlib.contextmanager
@@ -33,7 +39,7 @@ def _remembering(folder):
     def program(whole, geometry):
         if _is_changed(whole):
             return TRANSLATED(whole, geometry)
-        form = repr((_form(whole), geometry, torch.__version__))
+        form = repr((_form(whole), geometry, _CODE))
         path = folder / f"{hashlib.sha256(form.encode()).hexdigest()}.onnx"
         with FileLock(path.with_suffix(".lock")):
             if not path.exists():

@@ -48,7 +48,8 @@ def report(
     factors = smoothing.of_caches(opened(model.decoder(ops)).graph, powers)
     before = model.runner(model.folder, attention(ops))
     found, late = distances(before, runner, texts.report, factors, model.head)
-    if not math.isfinite(found.loss + found.divergence + found.error):
+    numbers = (one.loss + one.divergence + one.error for one in (found, late))
+    if not math.isfinite(sum(numbers)):
         raise ExportError(
             f"{who}: some numbers are beyond {cached(ops)}; leave --compute and --cache out, or "
             "compute in another type"

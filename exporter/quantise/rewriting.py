@@ -66,7 +66,7 @@ class Rewriter(Editor):
     def _table(self, stored: Stored) -> tuple[ir.ExternalTensor, ir.ExternalTensor]:
         """Where a table's integers lie, [V, H], and its scales, [V, 1]."""
         by = self.tables[stored.place]
-        return self.store.integers(stored.place, lambda: rows_of(stored, by))
+        return self.store.integers((stored.place, known(by)), lambda: rows_of(stored, by))
 
     def _rows(
         self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor

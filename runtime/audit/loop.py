@@ -130,8 +130,7 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
     """Speculative text at temperature 0 against the target alone, one row a pass, no loop of ours.
 
     A difference is allowed at a near-tie only: where the two largest logits are no further apart
-    than twice the noise of this device. With any noise all choices of a target with experts are
-    such: a row that chooses others has any logits.
+    than twice the noise of this device.
     """
     ks = subject.greedy_ks
     decoders = {k: subject.decoder(k) for k in ks if k <= MAX_DRAFT_TOKENS}
@@ -163,8 +162,7 @@ def _greedy_finding(subject: Subject, found: _Greedy) -> Finding:
         f"tokens compared by K: {', '.join(f'{k}: {n}' for k, n in found.by_k.items())}",
         f"near-ties: {len(found.near_ties)} of {found.num_positions} positions, where the two "
         "largest logits are within twice this device's noise of "
-        f"{subject.noise.get('target', 0.0):.1e}"
-        + (", which may turn a choice of experts" if math.isinf(_margin(subject)) else ""),
+        f"{subject.noise.get('target', 0.0):.1e}",
         f"the closest two logits are {found.smallest_margin:.1e} apart",
         *found.near_ties[:10],
     ]
@@ -202,16 +200,10 @@ def _near_ties(
     margins = np.abs(top[:, 1] - top[:, 0])
     found.num_positions += len(margins)
     found.smallest_margin = min(found.smallest_margin, float(margins.min()))
-    ties = {int(i) for i in np.flatnonzero(margins <= _margin(subject))}
+    ties = {int(i) for i in np.flatnonzero(margins <= 2 * subject.noise.get("target", 0.0))}
     for i in sorted(ties):
         found.near_ties.append(f"{name}, new token {i}: the two are {margins[i]:.1e} apart")
     return ties
-
-
-def _margin(subject: Subject) -> float:
-    """How close the two largest logits of a near-tie are."""
-    noise = subject.noise.get("target", 0.0)
-    return math.inf if noise and subject.sizes["target"].num_experts else 2 * noise
 
 
 def _compare(

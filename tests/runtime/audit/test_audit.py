@@ -134,16 +134,6 @@ def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, st
     assert bool(found.facts["differences"]) == (noise == 0)
 
 
-@pytest.mark.parametrize(
-    ("num_experts", "noise", "status"), [(8, 1e-9, PASSED), (8, 0.0, FAILED), (0, 1e-9, FAILED)]
-)
-def test_with_noise_every_choice_of_a_target_with_experts_may_turn(num_experts, noise, status):
-    subject = make_subject(Parts(target=lambda model: Flipped(model, 0.01)), num_prompts=20)
-    subject.noise["target"] = noise
-    subject.sizes["target"].num_experts = num_experts
-    assert loop.greedy(subject, Ticks(10**6).budget).status == status
-
-
 def test_tokens_that_the_distribution_does_not_allow_fail():
     class Stubborn(Parts().decoder):
         @staticmethod
