@@ -19,7 +19,7 @@ from specedge.declared import whole
 from specedge.errors import ExportError
 from specedge.graph_file import weights_of
 from specedge.hosts import HostGraph, Hosts
-from specedge.precision import QUANTISED
+from specedge.precision import OLDEST_ONNXRUNTIME, QUANTISED
 from specedge.products import UNSIGNED
 from specedge.signature import Signature, Tensor
 
@@ -34,9 +34,6 @@ GOLDEN = "golden.json"
 SESSION_OPTIONS = {"session.force_spinning_stop": "1"}
 # So that no host need know the processor: without it products of bytes are wrong on some.
 BYTES_OPTIONS = SESSION_OPTIONS | {UNSIGNED: "1"}
-# Before 1.30 bytes cannot be multiplied rightly on every processor; before 1.31 QMoE's rows do not
-# keep their bits, and those of 4 bits it cannot multiply as bytes.
-OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30", "experts": "1.31"}
 Golden = Callable[[Bundle, Sequence[int]], str]
 
 

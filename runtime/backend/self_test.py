@@ -15,8 +15,9 @@ from specedge import products
 from specedge.errors import DeviceError
 from specedge.manifest import Model
 from specedge.op_sets import attention
-from specedge.precision import QUANTISED
+from specedge.precision import OLDEST_ONNXRUNTIME, QUANTISED
 
+from ..diagnosis import packages
 from .onnx_model import OrtModel
 from .ort import onnxruntime, translated_errors
 from .sessions import Device
@@ -28,7 +29,10 @@ KNOWN = {
     "int8-block": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
     "int4": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
 }
-EXPERTS = "sums of QMoE depended on the rows of an expert before ONNX Runtime 1.31"
+EXPERTS = (
+    "sums of QMoE depend on the rows of an expert before ONNX Runtime "
+    f"{OLDEST_ONNXRUNTIME['experts']}; upgrade it, or take --ops onnx"
+)
 
 
 def run(model: OrtModel, facts: Model) -> str | None:
@@ -56,7 +60,9 @@ def run(model: OrtModel, facts: Model) -> str | None:
 
 def _known(facts: Model, ops: str) -> str:
     """What is known to give a row other bits among others."""
-    if facts.num_experts and facts.weights_dtype in QUANTISED and attention(ops) == "gqa":
+    installed, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME["experts"]
+    has_qmoe = facts.num_experts and facts.weights_dtype in QUANTISED and attention(ops) == "gqa"
+    if has_qmoe and packages.numbers(installed) < packages.numbers(oldest):
         return EXPERTS
     return KNOWN.get(facts.weights_dtype, "as some kernels do")
 

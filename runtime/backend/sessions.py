@@ -14,7 +14,7 @@ from typing import Any
 from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError
 from specedge.op_sets import ENGINES
-from specedge.precision import HALVES
+from specedge.precision import HALVES, OLDEST_ONNXRUNTIME
 from specedge.products import UNSIGNED
 
 from ..diagnosis import plug_in
@@ -27,7 +27,6 @@ from .memory import is_out_of_memory
 from .ort import first_line, is_for_want_of_own_threads, is_of_onnxruntime, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
-EXPERTS_SINCE = "1.31"  # before, QMoE knows no accuracy level
 DEVICES = {  # and what ONNX Runtime calls them
     "cpu": "CPUExecutionProvider",
     "cuda": CUDA,
@@ -141,8 +140,9 @@ class Device:
                 ) from error
             if "accuracy_level for operator QMoE" in str(error):
                 raise BundleError(
-                    f"{path}: its experts of 4 bits need ONNX Runtime {EXPERTS_SINCE} or later, "
-                    f"and {ort.__version__} is installed; upgrade it, or take --ops onnx"
+                    f"{path}: its experts of 4 bits need ONNX Runtime "
+                    f"{OLDEST_ONNXRUNTIME['experts']} or later, and {ort.__version__} is "
+                    "installed; upgrade it, or take --ops onnx where the bundle has that"
                 ) from error
             raise BundleError(
                 f"{path}: ONNX Runtime {ort.__version__} cannot load it ({first_line(error)}); "
