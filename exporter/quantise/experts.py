@@ -17,15 +17,18 @@ import torch
 from ..tracing.experts import Swiglu
 from .matrices import NORMS, PRODUCTS, Stored, behind, stored_in, unfold
 
-_FIRST, _LAST = 2, 4  # inputs of a MoE node
+_FIRST, _BIAS, _LAST = 2, 3, 4  # inputs of a MoE node
 _WALLS = {*NORMS, *PRODUCTS, "Attention", "GroupQueryAttention", "TensorScatter"}
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The stored matrices of a layer's experts, [E, 2 * I, H] and [E, H, I]."""
+    """The stored matrices of a layer's experts, [E, 2 * I, H] and [E, H, I], and what the first
+    ones' products get, [E, 2 * I].
+    """
 
     first: Stored
+    bias: Stored | None
     last: Stored
     activation: Swiglu
 
@@ -41,6 +44,8 @@ class Experts:
     def inner(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         """What an expert's last matrix is multiplied with. [n, H] -> [n, I]"""
         both = x @ self.first.numbers()[expert].float().T
+        if self.bias is not None:
+            both = both + self.bias.numbers()[expert].float()
         return self.activation(both[:, ::2], both[:, 1::2])
 
 
@@ -127,7 +132,7 @@ def _experts(node: ir.Node) -> Experts | None:
     activation = Swiglu(
         numbers["activation_alpha"], numbers["activation_beta"], numbers.get("swiglu_limit")
     )
-    return Experts(first, last, activation)
+    return Experts(first, stored_in(node.inputs[_BIAS]), last, activation)
 
 
 _NUMBERS = {"activation_alpha", "activation_beta", "swiglu_limit"}

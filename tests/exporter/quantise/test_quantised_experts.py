@@ -99,7 +99,8 @@ def test_the_error_of_experts_is_that_of_the_worst(tmp_path, weights, given):
     weights["w2"][8, :, ::32] *= 8  # measured are 0, 4, 8 and 12
     _, choice = rewritten(tmp_path, weights, given, sparse)
     x = torch.from_numpy(given[0])
-    inner = SWIGLU(*(x @ torch.from_numpy(weights["w1"][8][half::2]).T for half in (0, 1)))
+    matrix, bias = (torch.from_numpy(weights[name][8]) for name in ("w1", "b1"))
+    inner = SWIGLU(*(x @ matrix[half::2].T + bias[half::2] for half in (0, 1)))
     blocks = choosing.rounding.error_in_blocks(
         torch.from_numpy(weights["w2"][8]).T, inner.numpy(), 8
     )
