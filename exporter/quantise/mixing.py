@@ -8,6 +8,7 @@ kernel for a single row, with other last bits: there every row goes in twice.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -116,53 +117,82 @@ def _sparse(editor: Editor, mixture: Mixture, choice: Choice) -> None:
     """One QMoE node over every row once for each of its experts, [k, T, H], and their sum."""
     (node,) = mixture.nodes
     routing, x, output = _around(node)
-    name, number = node.outputs[0].name, mixture.experts.first.numbers().shape[0]
-    k = node.attributes["k"].as_int()
+    before = _Before(editor, node)
+    first, last = before.ints("0", 0), before.ints("-1", -1)
+    number, k = mixture.experts.first.numbers().shape[0], node.attributes["k"].as_int()
     times = 1 if choice.bits == 8 else 2
+    weights, chosen = before.largest(routing, k)
+    alone = _alone(before, chosen, number)
+    logits = before.put("Concat", [alone] * times, "twice", axis=0) if times > 1 else alone
+    copies = before.put("Unsqueeze", [x, first], "one")
+    copies = before.put("Expand", [copies, before.ints("copies", times * k, 1, 1)], "x")
+    made = _qmoe(before, mixture, choice, copies, logits)
+    if times > 1:
+        made = before.put("Slice", [made, first, before.ints("count", k), first], "half")
+    by_expert = before.put("Transpose", [weights], "turned", perm=[1, 0])
+    by_row = before.put("Unsqueeze", [by_expert, last], "by_row")
+    weighed = before.put("Mul", [made, by_row], "weighed")
+    whole = before.put("ReduceSum", [weighed, first], "sum", keepdims=0)
+    whole.shape = output.shape
+    take_over(output, whole)
 
-    def put(op_type: str, inputs: list[ir.Value | None], label: str, **attributes: Any) -> ir.Value:
-        found = insert(node, op_type, inputs, f"{name}.{label}", **attributes)
+
+@dataclass(frozen=True)
+class _Before:
+    """Nodes that are put before another one, and named after what it gives."""
+
+    editor: Editor
+    node: ir.Node
+
+    def put(
+        self, op: str, inputs: list[ir.Value | None], label: str, **attributes: Any
+    ) -> ir.Value:
+        found = insert(self.node, op, inputs, self._named(label), **attributes)
         assert inputs[0] is not None
-        found.dtype = _MADE.get(op_type, inputs[0].dtype)
+        found.dtype = _MADE.get(op, inputs[0].dtype)
         return found
 
-    def ints(label: str, *numbers: int) -> ir.Value:
-        return constant(editor.graph, np.array(numbers, np.int64), f"{name}.{label}")
+    def ints(self, label: str, *numbers: int) -> ir.Value:
+        return constant(self.editor.graph, np.array(numbers, np.int64), self._named(label))
 
-    first, last = ints("0", 0), ints("-1", -1)
-    top = ir.node("TopK", [routing, ints("k", k)], {"axis": -1}, num_outputs=2)
-    editor.graph.insert_before(node, top)
-    weights, chosen = top.outputs
-    weights.name, chosen.name = f"{name}.weights", f"{name}.chosen"
-    weights.dtype, chosen.dtype = routing.dtype, ir.DataType.INT64
-    experts = ints("experts", *range(number))
-    by_expert = put("Transpose", [chosen], "by_expert", perm=[1, 0])
-    hit = put("Equal", [put("Unsqueeze", [by_expert, last], "each"), experts], "hit")
-    alone = put("Cast", [hit], "alone", to=ir.DataType.FLOAT)
-    logits = put("Reshape", [alone, ints("rows", -1, number)], "logits")
-    if times > 1:
-        logits = put("Concat", [logits] * times, "twice", axis=0)
-    copies = put(
-        "Expand", [put("Unsqueeze", [x, first], "one"), ints("copies", times * k, 1, 1)], "x"
-    )
+    def largest(self, x: ir.Value, k: int) -> tuple[ir.Value, ir.Value]:
+        """The k largest of each row and their places, 2 * [T, k]."""
+        top = ir.node("TopK", [x, self.ints("k", k)], {"axis": -1}, num_outputs=2)
+        self.editor.graph.insert_before(self.node, top)
+        values, places = top.outputs
+        values.name, places.name = self._named("weights"), self._named("chosen")
+        values.dtype, places.dtype = x.dtype, ir.DataType.INT64
+        return values, places
+
+    def _named(self, label: str) -> str:
+        return f"{self.node.outputs[0].name}.{label}"
+
+
+def _alone(before: _Before, chosen: ir.Value, number: int) -> ir.Value:
+    """Logits of which each row's are 1 at one expert: [T, k] -> [k * T, E]"""
+    by_expert = before.put("Transpose", [chosen], "by_expert", perm=[1, 0])
+    each = before.put("Unsqueeze", [by_expert, before.ints("behind", -1)], "each")
+    hit = before.put("Equal", [each, before.ints("experts", *range(number))], "hit")
+    alone = before.put("Cast", [hit], "alone", to=ir.DataType.FLOAT)
+    return before.put("Reshape", [alone, before.ints("rows", -1, number)], "logits")
+
+
+def _qmoe(
+    before: _Before, mixture: Mixture, choice: Choice, x: ir.Value, logits: ir.Value
+) -> ir.Value:
+    """What the one expert of each row gives, in integers. [k, T, H]"""
+    editor, (node,) = before.editor, mixture.nodes
     (values, scales), (ends, sizes) = [
         (editor.external(_joined(v, choice)), editor.external(s))
         for v, s in stored(editor, mixture.experts, choice)
     ]
     biases = [node.inputs[i] if i < len(node.inputs) else None for i in (3, 5)]
-    given = [copies, logits, values, scales, biases[0], ends, sizes, biases[1]]
+    given = [x, logits, values, scales, biases[0], ends, sizes, biases[1]]
     attributes: dict[str, Any] = {n: a.value for n, a in node.attributes.items()} | {"k": 1}
     attributes |= {"expert_weight_bits": choice.bits, "block_size": BLOCK}
     if choice.bits == 4:  # those of 8 bits know no other, and ONNX Runtime 1.30 not the attribute
         attributes["accuracy_level"] = IN_BYTES
-    made = put("QMoE", given, "each_one", domain=MICROSOFT, **attributes)
-    if times > 1:
-        made = put("Slice", [made, first, ints("count", k), first], "half")
-    by_row = put("Unsqueeze", [put("Transpose", [weights], "turned", perm=[1, 0]), last], "by_row")
-    weighed = put("Mul", [made, by_row], "weighed")
-    whole = put("ReduceSum", [weighed, first], "sum", keepdims=0)
-    whole.shape = output.shape
-    take_over(output, whole)
+    return before.put("QMoE", given, "each_one", domain=MICROSOFT, **attributes)
 
 
 def _around(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
