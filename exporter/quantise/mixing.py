@@ -122,7 +122,7 @@ def _sparse(editor: Editor, mixture: Mixture, choice: Choice) -> None:
     number, k = mixture.experts.first.numbers().shape[0], node.attributes["k"].as_int()
     times = 1 if choice.bits == 8 else 2
     weights, chosen = before.largest(routing, k)
-    alone = _alone(before, chosen, number)
+    alone = _alone(before, chosen, last, number)
     logits = before.put("Concat", [alone] * times, "twice", axis=0) if times > 1 else alone
     copies = before.put("Unsqueeze", [x, first], "one")
     copies = before.put("Expand", [copies, before.ints("copies", times * k, 1, 1)], "x")
@@ -168,10 +168,10 @@ class _Before:
         return f"{self.node.outputs[0].name}.{label}"
 
 
-def _alone(before: _Before, chosen: ir.Value, number: int) -> ir.Value:
+def _alone(before: _Before, chosen: ir.Value, last: ir.Value, number: int) -> ir.Value:
     """Logits of which each row's are 1 at one expert: [T, k] -> [k * T, E]"""
     by_expert = before.put("Transpose", [chosen], "by_expert", perm=[1, 0])
-    each = before.put("Unsqueeze", [by_expert, before.ints("behind", -1)], "each")
+    each = before.put("Unsqueeze", [by_expert, last], "each")
     hit = before.put("Equal", [each, before.ints("experts", *range(number))], "hit")
     alone = before.put("Cast", [hit], "alone", to=ir.DataType.FLOAT)
     return before.put("Reshape", [alone, before.ints("rows", -1, number)], "logits")

@@ -31,7 +31,7 @@ KNOWN = {
 }
 EXPERTS = (
     "sums of QMoE depend on the rows of an expert before ONNX Runtime "
-    f"{OLDEST_ONNXRUNTIME['experts']}; upgrade it, or take --ops onnx"
+    f"{OLDEST_ONNXRUNTIME['experts']}; upgrade it, or take --ops onnx where the bundle has that"
 )
 
 

@@ -1,0 +1,81 @@
+"""What an export is asked for, and what of that is refused before anything is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from specedge.declared import whole
+from specedge.op_sets import CACHES, COMPUTED, ENGINES, OPS
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+from specedge.precision import CHOICES, QUANTISED
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the caller asked for, the same for both models."""
+
+    num_draft_tokens: int
+    max_length: int | None
+    ops: str
+    tolerance: float | None
+    precision: str
+    draft_precision: str | None  # None where it is to be chosen
+    calibration: str | None
+    draft_vocab: int | None
+    compute: str | None
+    cache: str | None
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the names of further op sets end in."""
+        return tuple(kind for kind in (self.compute, CACHES.get(self.cache or "")) if kind)
+
+    def of(self, role: str) -> str:
+        """A model's precision, as far as that is known without its weights."""
+        return (self.draft_precision if role == "draft" else None) or self.precision
+
+    @property
+    def chooses(self) -> bool:
+        """Whether a draft's precision is the fastest here: not where it is for other devices."""
+        return self.draft_precision is None and self.compute is None
+
+    def __post_init__(self) -> None:
+        for precision in (self.precision, self.draft_precision):
+            if precision not in (*CHOICES, None):
+                raise ValueError(
+                    f"precision must be one of {', '.join(CHOICES)}, got {precision!r}"
+                )
+        if self.ops not in ("auto", *OPS):
+            raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
+        self._check_compute({self.of("target"), self.of("draft")})
+        if self.cache not in (*CACHES, None):
+            raise ValueError(f"cache must be {', '.join(CACHES)}, got {self.cache!r}")
+        whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
+        if self.max_length is not None:
+            whole("max_length", self.max_length, 2)
+        if self.draft_vocab is not None:
+            whole("draft_vocab", self.draft_vocab, 1)
+        if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
+            raise ValueError(f"tolerance must be above 0 and finite, got {self.tolerance}")
+
+    def _check_compute(self, precisions: set[str]) -> None:
+        if self.compute not in (*COMPUTED, None):
+            raise ValueError(f"compute must be one of {', '.join(COMPUTED)}, got {self.compute!r}")
+        rounded = sorted(precisions & {*QUANTISED})
+        if self.compute == "fp32" and not rounded:
+            raise ValueError(
+                "all graphs of these precisions compute in fp32; leave compute out, or give a "
+                f"precision of {', '.join(QUANTISED)}"
+            )
+        if self.compute == "bf16" and rounded:
+            raise ValueError(
+                f"weights in {rounded[0]} cannot be widened to bf16: ONNX Runtime multiplies them "
+                "with fp32 and fp16 alone"
+            )
+        if self.compute == ENGINES and not rounded:
+            raise ValueError(
+                f"compute {ENGINES} is for weights that are integers; give a precision of "
+                f"{', '.join(QUANTISED)}, or compute in fp16"
+            )
+        if self.compute == ENGINES and self.ops == "gqa":
+            raise ValueError(f"compute {ENGINES} needs the op set onnx; leave ops out")
