@@ -64,6 +64,7 @@ class Pipeline:
         self.slots = Slots([Slot(target, draft, self.noise), *others])
         self.prompts = Prompts(bundle, tokenizer)
         self.grammars = Grammars(bundle, tokenizer)
+        self._chunk_length = chunk_length(bundle.target.cache.capacity)
 
     def generate(
         self,
@@ -152,7 +153,8 @@ class Pipeline:
             watch=watch,
             noise=self.noise,
             drafter=AUTO if planned else next(iter(drafters.values())).name,
-            chunk_length=chunk_length(self.bundle.target.cache.capacity),
+            chunk_length=self._chunk_length,
+            longest_first=self.longest_first,
         )
         text = Assembler(
             self.tokenizer,
@@ -221,6 +223,14 @@ class Pipeline:
         exact = takewhile(lambda k: holds(k + 1, held), range(1, MAX_EXPORTED_DRAFT_TOKENS + 1))
         none = 0 if self.target.rounds_inputs else self.bundle.num_draft_tokens
         return min(max(exact, default=none), fast - 1)
+
+    @property
+    def longest_first(self) -> int:
+        """The longest pass that may read the end of a prompt and a draft: as far as rows keep their
+        bits.
+        """
+        held, longest = self.target.row_independent_lengths, self._chunk_length
+        return sum(1 for _ in takewhile(lambda t: holds(t, held), range(1, longest + 1)))
 
     def chat(
         self,

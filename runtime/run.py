@@ -26,7 +26,8 @@ from .stats import Stats, stats_of
 class Run:
     """The rounds of a request; `prompt`, `sampling` and `seed` are derived from it.
 
-    Of a long prompt `chunk_length` tokens are read at a time.
+    Of a long prompt `chunk_length` tokens are read at a time, of its end `longest_first` in the
+    first round's pass.
     `again` is the target where it decides near-ties. `logit_noise`, which `noise` measures, is by
     how much a logit may differ from plain decoding's, 0 if by no bit. `drafter` is the
     name of what drafts, AUTO where rounds choose.
@@ -45,6 +46,7 @@ class Run:
     noise: Noise
     drafter: str
     chunk_length: int
+    longest_first: int
     done: list[Round] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # of these
     num_new_tokens: int = field(default=0, init=False)
@@ -65,7 +67,9 @@ class Run:
         """
         if self.request.exact:
             self.target.truncate(0)
-        decoder = SpeculativeDecoder(self.target, self.plan, self.watch, self._referee())
+        referee = self._referee()
+        longest = 1 if referee or self.request.exact else self.longest_first
+        decoder = SpeculativeDecoder(self.target, self.plan, self.watch, referee, longest)
         yield from self._reading(self.prompt[:-1])
         yield from decoder.rounds(
             self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs
@@ -95,10 +99,13 @@ class Run:
 
     @property
     def stats(self) -> Stats:
+        seconds, first = self.watch.seconds.copy(), self.target.seconds_of_first
+        seconds["prefill"] -= first
+        seconds["verify"] += first
         return stats_of(
             self.done,
             self.request.fixed_k or 0,
-            self.watch.seconds,
+            seconds,
             num_prompt_tokens=len(self.prompt),
             num_new_tokens=self.num_new_tokens,
             num_reused_tokens=self.num_reused_tokens,

@@ -46,7 +46,7 @@ class TableModel:
         self.length = 0
         self.passes: list[int] = []
 
-    def forward(self, tokens: Sequence[int]) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
         self.passes.append(len(tokens))
         logits = []
         for token in tokens:
@@ -55,7 +55,7 @@ class TableModel:
                 logits.append(
                     np.log(np.array(self.distribution(tuple(self.rows[: self.length])), float))
                 )
-        return Scores(np.stack(logits))
+        return Scores(np.stack(logits[-num_rows:] if num_rows else logits))
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for token in tokens:
@@ -88,9 +88,9 @@ class Counting:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def forward(self, tokens):
+    def forward(self, tokens, num_rows=None):
         self.num_read += len(tokens)
-        return self.model.forward(tokens)
+        return self.model.forward(tokens, num_rows)
 
     def prefill(self, tokens):
         self.num_read += len(tokens)
@@ -143,14 +143,14 @@ class NoisyModel(TableModel):
         self.noise = noise
         self.widths: list[int] = []
 
-    def forward(self, tokens: Sequence[int]) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
         start = self.length
         logits = super().forward(tokens).array()
         self.widths[start:] = [len(tokens)] * len(tokens)
         for i, row in enumerate(logits):
             seen = hash((self.rows[start + i], *self.widths[: start + i + 1]))
             row += self.noise * _TREMBLE[seen % len(_TREMBLE)][: len(row)]
-        return Scores(logits)
+        return Scores(logits[-num_rows:] if num_rows else logits)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         super().prefill(tokens)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-LENGTHS = (1, 2, 3, 5, 9, 64, 256)  # what is promised; 64 and 256 read prompts
+LENGTHS = (1, 2, 3, 5, 9, 18, 36, 64, 128, 256)  # what is promised; from 18 on they read prompts
 
 
 def dependent_lengths(model, lengths, num_tokens=300):

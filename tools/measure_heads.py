@@ -39,8 +39,9 @@ class Cut:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._model, name)
 
-    def forward(self, tokens: list[int]) -> Scores:
-        return Scores(self._model.forward(tokens).array()[:, self._ids], self._ids)
+    def forward(self, tokens: list[int], num_rows: int | None = None) -> Scores:
+        rows = self._model.forward(tokens, num_rows).array()
+        return Scores(rows[:, self._ids], self._ids)
 
 
 @click.group()

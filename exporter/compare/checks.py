@@ -21,7 +21,9 @@ from .judgement import Judge
 from .reference import Reference
 from .runner import Action, Fill, FillNoise, Pass, Rows, Runner
 
-INDEPENDENT = (1, 2, 3, 5, 9)
+# Each is at most twice the one before, PREFILL_LENGTH and `chunk_length` among them: then all
+# between count as tried.
+INDEPENDENT = (1, 2, 3, 5, 9, 18, 36, 128)
 SPAN = 128  # rows that passes of each T go over
 TURNS = ("step", "verify", "catchup", "decoder", "prefill", "step", "verify")
 LARGE_TURNS = TURNS[:5]
@@ -59,7 +61,8 @@ def lengths_to_compare(runner: Runner) -> list[int]:
     """The T whose rows should have the same bits: a few, those of files, and a prompt's passes."""
     used = {x.length for x in runner.lengths.values() if x.length is not None}
     used.add(chunk_length(runner.geometry.capacity))
-    return sorted(t for t in {*INDEPENDENT, *used} if t <= runner.geometry.context_length)
+    most = min(max(used), runner.geometry.context_length)
+    return sorted(t for t in {*INDEPENDENT, *used} if t <= most)
 
 
 def through(runner: Runner, part: Reference, judge: Judge) -> Check:

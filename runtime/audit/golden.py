@@ -184,8 +184,8 @@ class _Listener:
     def length(self) -> int:
         return self._model.length
 
-    def forward(self, tokens: Sequence[int]) -> Scores:
-        scores = self._model.forward(tokens)
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+        scores = self._model.forward(tokens, num_rows)
         row = scores[-1]
         self._rows.append(Row(row.array().copy(), row.ids))
         return scores

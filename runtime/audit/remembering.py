@@ -36,9 +36,9 @@ class Remembering:
     def length(self) -> int:
         return len(self._tokens)
 
-    def forward(self, tokens: Sequence[int]) -> Scores:
-        start = len(self._tokens)
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
         self._tokens += tokens
+        start = len(self._tokens) - (len(tokens) if num_rows is None else num_rows)
         keys = [tuple(self._tokens[: i + 1]) for i in range(start, len(self._tokens))]
         needed = [key for key in keys if len(key) < self.horizon]
         kept = list(itertools.takewhile(self._rows.__contains__, needed))

@@ -34,16 +34,17 @@ class FixedLengthModel(OrtModel):
         self._capacity = model.cache.capacity
         super().__init__(bundle, model, device, ops, session=self._sessions[1])
 
-    def forward(self, tokens: Sequence[int]) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
         """One pass, or several where no graph is so long."""
         longest = max(self._sessions)
+        start = 0 if num_rows is None else len(tokens) - num_rows
         if len(tokens) <= longest:
-            return self._scores(self._run(tokens), len(tokens))
+            return self._scores(self._run(tokens), start, len(tokens))
         rows = [
-            self._scores(self._run(part), len(part)).array().copy()
+            self._scores(self._run(part), 0, len(part)).array().copy()
             for part in (tokens[i : i + longest] for i in range(0, len(tokens), longest))
         ]
-        return Scores(np.concatenate(rows), self._ids)
+        return Scores(np.concatenate(rows)[start:], self._ids)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for part in self._parts(tokens):

@@ -74,23 +74,28 @@ class OrtModel:
     def length(self) -> int:
         return self.cache.length
 
-    def forward(self, tokens: Sequence[int]) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
         length = len(tokens)
+        wanted = length if num_rows is None else num_rows
+        if wanted < length and length > self._longest:  # of a prompt: its like may never come again
+            bound = self._session.bind(self.cache, length, wanted)
+            self._session.run(bound, tokens)
+            return self._scores(bound, 0, wanted)
         if length not in self._passes:
             captured = length <= self._longest
             self._passes[length] = self._session.bind(self.cache, length, length, captured)
         bound = self._passes[length]
         self._session.run(bound, tokens)
-        return self._scores(bound, length)
+        return self._scores(bound, length - wanted, length)
 
-    def _scores(self, bound: Pass, length: int) -> Scores:
-        """What a pass gives of its first `length` rows."""
+    def _scores(self, bound: Pass, start: int, end: int) -> Scores:
+        """What a pass gives of some of its rows of logits."""
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
-            return Scores(fetch(arrays["logits"])[0, :length, : self._num_columns], self._ids)
+            return Scores(fetch(arrays["logits"])[0, start:end, : self._num_columns], self._ids)
         return DeviceScores(
-            lambda: fetch(arrays["logits"])[0, :, : self._num_columns],
-            lambda: fetch(arrays["best"])[0],
+            lambda: fetch(arrays["logits"])[0, start:end, : self._num_columns],
+            lambda: fetch(arrays["best"])[0, start:end],
             self._num_columns,
             self._ids,
         )

@@ -28,6 +28,7 @@ from ..planning.cost_table import READ_LENGTH, ROW, CostTable, ModeCosts, typica
 from ..planning.known_costs import Seen
 from ..sampling.distribution import Floats
 from ..sampling.history import History
+from ..sampling.scores import Scores
 from ..text.tokenizing import encode
 from .fitting import fitted
 
@@ -218,6 +219,12 @@ class _Unread:
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._model.cache.extend(tokens)
+
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+        start = 0 if num_rows is None else len(tokens) - num_rows
+        self.prefill(tokens[:start])
+        scores: Scores = self._model.forward(tokens[start:])
+        return scores
 
 
 def _run(

@@ -28,6 +28,10 @@ class SpeculativeDecoder:
     a takes the cache from N - 1 to N + n rows, and back to N + a. The `plan` chooses drafter and K
     of each round; with K = 0 it is plain decoding. A `referee` reviews verdicts at temperature 0 on
     a device where a token's logits differ in their last bits with the number of tokens in the pass.
+
+    The first verify pass reads the end of the prompt, too, as far as it then has no more than
+    `longest_first` tokens: that saves a pass. Passes as long as that must give a row's bits as
+    shorter ones do, since plain decoding's first pass is shorter.
     """
 
     judge = staticmethod(verify)  # replaceable: the audit's self-test puts in a wrong accept rule
@@ -36,6 +40,7 @@ class SpeculativeDecoder:
     plan: Plan
     watch: Stopwatch
     referee: Referee | None = None
+    longest_first: int = 1
 
     def rounds(
         self,
@@ -54,20 +59,25 @@ class SpeculativeDecoder:
         recovered or bonus token. So each round's numbers are known beforehand.
         """
         history = History(prompt)
-        self._prefill(history.tokens)
+        num_unread = self._prefill(history.tokens)
         end = len(prompt) + max_new_tokens
         stream = Uniforms(seed)
         while (left := end - len(history.tokens)) > 0:
             step = self.plan.next(history, left)
             numbers = stream.take(2 * step.num_draft_tokens + 1)
-            yield self._round(step, history, sampling, numbers, left, num_logprobs)
+            yield self._round(step, history, sampling, numbers, left, num_logprobs, num_unread)
+            num_unread = 1
 
-    def _prefill(self, tokens: list[int]) -> None:
+    def _prefill(self, tokens: list[int]) -> int:
+        """How many tokens at the prompt's end are left to the first round's pass."""
         self.plan.truncate(0)
         kept = self.target.reuse(tokens[:-1])
-        self.target.prefill(tokens[kept:-1])
+        room = max(0, self.longest_first - 1 - self.plan.max_draft_tokens)
+        if (end := len(tokens) - 1 - room) > kept:
+            self.target.prefill(tokens[kept:end])
         if self.referee:
             self.referee.begin(self.target.length)
+        return len(tokens) - max(kept, end)
 
     def _round(
         self,
@@ -77,8 +87,10 @@ class SpeculativeDecoder:
         numbers: Floats,
         left: int,
         num_logprobs: int | None,
+        num_unread: int,
     ) -> Round:
-        """Commit 1 to K + 1 tokens to `history`, of which `left` are still wanted.
+        """Commit 1 to K + 1 tokens to `history`, of which `left` are still wanted; the target has
+        not read its last `num_unread` ones.
 
         At most `left` are drafted. At temperature 0 one fewer suffices: the target's pass gives the
         last one, the same token. Drawn text needs all: a last token from the bonus row would use
@@ -89,7 +101,9 @@ class SpeculativeDecoder:
         with self.watch.part("sampling"):
             most = min(k, left - 1 if sampling.greedy else left)
             draft = propose(step.drafter, history, most, sampling, draws) if most else Draft([])
-        scores = self.target.forward([history.tokens[-1], *draft.tokens])
+        scores = self.target.forward(
+            [*history.last(num_unread), *draft.tokens], len(draft.tokens) + 1
+        )
         with self.watch.part("sampling"):
             verdict = self.judge(draft, scores, sampling, history, tests, last)
             near_ties: tuple[NearTie, ...] = ()

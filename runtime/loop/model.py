@@ -28,10 +28,12 @@ class LanguageModel(Protocol):
     def length(self) -> int:
         """How many tokens are in the cache."""
 
-    def forward(self, tokens: Sequence[int]) -> Scores:
-        """Append T tokens to the cache; their logits, to be read as `Scores` says. [T] -> [T, V]
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+        """Append T tokens to the cache; the logits of the last R of them, of all unless told, to be
+        read as `Scores` says. [T] -> [R, V]
 
-        Row i predicts the token after tokens[i]. A draft's may lack tokens: it says which it has.
+        The last row predicts the token after tokens[-1], and so on. A draft's may lack tokens: it
+        says which it has.
         """
 
     def prefill(self, tokens: Sequence[int]) -> None:

@@ -6,6 +6,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from statistics import fmean
 
 from specedge.options import Sampling
 
@@ -45,7 +46,8 @@ class Timed:
     """A language model whose passes are counted and timed as one part of a run.
 
     `firsts` are the seconds of each round's first pass, by how many tokens it read; `whole_rounds`
-    those of all its passes, by the tokens of the first and how many there were.
+    those of all its passes, by the tokens of the first and how many there were. A pass that reads
+    the end of a prompt, too, is in neither, and its time counts as "prefill".
     """
 
     def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
@@ -53,6 +55,7 @@ class Timed:
         self._watch = watch
         self._part = part
         self.num_passes = 0
+        self._shared = self._rows_share = 0.0
         self.firsts: defaultdict[int, list[float]] = defaultdict(list)
         self.whole_rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
         self._round: list[float] = []
@@ -62,13 +65,26 @@ class Timed:
     def length(self) -> int:
         return self.model.length
 
-    def forward(self, tokens: Sequence[int]) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
         self.num_passes += 1
         begin = time.perf_counter()
-        with self._watch.part(self._part):
-            logits = self.model.forward(tokens)
-        self._passed(len(tokens), [time.perf_counter() - begin])
-        return logits
+        with_prompt = num_rows is not None and num_rows < len(tokens)
+        with self._watch.part("prefill" if with_prompt else self._part):
+            scores = self.model.forward(tokens, num_rows)
+        seconds = time.perf_counter() - begin
+        if with_prompt:
+            self._shared, self._rows_share = seconds, seconds * (num_rows or 0) / len(tokens)
+        else:
+            self._passed(len(tokens), [seconds])
+        return scores
+
+    @property
+    def seconds_of_first(self) -> float:
+        """Of the pass that read the end of a prompt, too, the round's own part: what the other
+        rounds' first passes took on average, or if there are none its share of the tokens.
+        """
+        others = [seconds for some in self.firsts.values() for seconds in some]
+        return min(self._shared, fmean(others)) if others else self._rows_share
 
     def _passed(self, num_tokens: int, took: list[float]) -> None:
         """Note passes' seconds, and how many tokens the first of them read."""

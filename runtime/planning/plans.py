@@ -129,6 +129,8 @@ class Auto:
         behind = room = 0
         if self._model is not None:
             behind, room = self._model.behind_and_room(history.length, self._read)
+            if not history.num_new_tokens and self._is_long(behind, history.length):
+                room = 0
         if copier in self._drafters:
             self._copy = self._drafters[copier].propose(history, most, _CERTAIN, _NO_CHANCE).tokens
         ready = len(self._copy)
@@ -147,6 +149,13 @@ class Auto:
         return [
             offers.get(name) or Offer(name, name, most) for name in self._drafters if name in names
         ]
+
+    def _is_long(self, behind: int, length: int) -> bool:
+        """Whether a model would read for longer than a pass of the target takes: then the first
+        token, which the target's own reading gives, does not wait for it.
+        """
+        costs = self.planner.costs(length - 1)
+        return costs.catching_up(behind) > costs.plain
 
     def _note(self, choice: Choice) -> None:
         last, self._choice = self._choice, choice

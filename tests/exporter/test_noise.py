@@ -38,8 +38,8 @@ class Trembling:
     def __getattr__(self, name):
         return getattr(self.model, name)
 
-    def forward(self, tokens):
-        logits = self.model.forward(tokens).array().copy()
+    def forward(self, tokens, num_rows=None):
+        logits = self.model.forward(tokens, num_rows).array().copy()
         if len(tokens) > 1:
             logits += 1e-6 * np.sin(1e6 * logits)
         return Scores(logits)
@@ -51,8 +51,8 @@ class Twins(Trembling):
     So the noise turns choices in every text.
     """
 
-    def forward(self, tokens):
-        logits = super().forward(tokens).array()
+    def forward(self, tokens, num_rows=None):
+        logits = super().forward(tokens, num_rows).array()
         logits[:, 1:128:2] = logits[:, :128:2] + 1e-5 * np.sin(1e7 * logits[:, 200:264])
         return Scores(logits)
 

@@ -59,8 +59,8 @@ LOOP = [
         "the prompt's last token is in the cache before it leads the first pass",
         "",
         DECODING,
-        "self.target.prefill(tokens[kept:-1])",
-        "self.target.prefill(tokens[kept:])",
+        "self.target.prefill(tokens[kept:end])",
+        "self.target.prefill(tokens[kept : end + 1])",
         JOINT,
     ),
     Mutant(

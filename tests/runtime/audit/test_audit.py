@@ -114,8 +114,8 @@ class Flipped:
     def __getattr__(self, name):
         return getattr(self._model, name)
 
-    def forward(self, tokens):
-        logits = self._model.forward(tokens).array()
+    def forward(self, tokens, num_rows=None):
+        logits = self._model.forward(tokens, num_rows).array()
         if len(tokens) > 1:
             for row in logits:
                 second, first = np.argsort(row)[-2:]

@@ -49,6 +49,13 @@ def test_a_pass_of_any_length_has_the_decoders_bits(pipeline, models, length):
     assert all(map(np.array_equal, *rows))
 
 
+@pytest.mark.parametrize("length", [3, 4, 11])
+def test_logits_of_the_last_rows_are_the_decoders(pipeline, models, length):
+    wanted, found = (model.forward(tokens(pipeline, length), 2).array() for model in models)
+    assert found.shape == wanted.shape == (2, pipeline.target.vocab_size)
+    assert np.array_equal(found, wanted)
+
+
 @pytest.mark.parametrize("count", [1, 5, 6, 63, 64, 65, 130])
 def test_a_prompt_in_padded_chunks_leaves_the_decoders_caches(pipeline, models, count):
     for model in models:

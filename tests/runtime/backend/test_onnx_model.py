@@ -51,13 +51,14 @@ def test_a_prompt_is_read_without_logits_and_leaves_the_caches_of_a_pass_with_th
     assert all(map(np.array_equal, model.cache_rows(0, 64), wanted))
 
 
-def test_logits_of_the_last_row_alone_are_its_own(model):
-    tokens = list(range(1, 65))
-    last = model.forward(tokens).array()[-1:].copy()
+@pytest.mark.parametrize("num_rows", [1, 3])
+@pytest.mark.parametrize("length", [4, 64])  # one that rounds have, too, and one of a prompt
+def test_logits_of_the_last_rows_alone_are_their_own(model, length, num_rows):
+    tokens = list(range(1, length + 1))
+    wanted = model.forward(tokens).array()[-num_rows:].copy()
     model.truncate(0)
-    bound = model._session.bind(model.cache, 64, 1)
-    model._session.run(bound, tokens)
-    assert np.array_equal(bound.arrays["logits"][0, :, : model.vocab_size], last)
+    assert np.array_equal(model.forward(tokens, num_rows).array(), wanted)
+    assert model.length == length
 
 
 def test_chunks_of_a_prompt_are_shorter_where_scores_would_take_much_memory():

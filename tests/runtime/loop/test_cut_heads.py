@@ -98,8 +98,8 @@ class CutModel(TableModel):
         super().__init__(distribution)
         self.ids = np.array(ids)
 
-    def forward(self, tokens):
-        return Scores(super().forward(tokens).array()[:, self.ids], self.ids)
+    def forward(self, tokens, num_rows=None):
+        return Scores(super().forward(tokens, num_rows).array()[:, self.ids], self.ids)
 
 
 DRAFTERS = {

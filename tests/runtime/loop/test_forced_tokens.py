@@ -52,7 +52,9 @@ def run(grammar, drafter, k, temperature=0.0, seed=0, count=24):
     target = hashed_distribution(seed, END + 1)
     loop = decoder(target, drafter, k)
     fed, forward = [], loop.target.forward
-    loop.target.forward = lambda tokens: fed.append(list(tokens[1:])) or forward(tokens)
+    loop.target.forward = lambda tokens, num_rows: (
+        fed.append(list(tokens[1:])) or forward(tokens, num_rows)
+    )
     sampling = Sampling(temperature, end_tokens=(END,), constraint=constraint(*grammar))
     return list(loop.rounds(PROMPT, sampling, seed, count)), fed
 

@@ -80,6 +80,28 @@ def test_a_plain_round_runs_no_draft_pass():
     assert model.passes == []
 
 
+@pytest.mark.parametrize(("length", "first"), [(12, "model"), (13, "plain")])
+def test_the_first_token_does_not_wait_for_a_draft_that_reads_longer_than_a_pass(length, first):
+    """Of a target pass it takes 0.1 for a pass and 0.08 for each further token of the prompt."""
+    distribution = hashed_distribution(1, 8)
+    costs = table(draft=0.1, reading=0.08, prior={"model": 0.98})
+    plan = auto(costs, model=DraftModel(TableModel(distribution)))
+    decoder = SpeculativeDecoder(TableModel(distribution), plan, Stopwatch())
+    rounds = list(decoder.rounds([1] * length, GREEDY, 1, 40))
+    assert [one.drafter for one in rounds[:2]] == [first, "model"]
+
+
+def test_a_copy_is_drafted_before_the_first_token_all_the_same():
+    costs = table(draft=0.1, reading=0.08, prior={"model": 0.98, "lookup": 0.98})
+    model = DraftModel(TableModel(hashed_distribution(1, 8)))
+    plan = auto(costs, lookup=Copies(3), chain=Chain(Copies(3), model))
+    decoder = SpeculativeDecoder(TableModel(lambda text: [0, 0, 0, 1]), plan, Stopwatch())
+    first = next(decoder.rounds([1] * 40, GREEDY, 1, 40))
+    assert first.sources == ("lookup",) * 5
+    assert first.num_draft_tokens == 5
+    assert model.model.length == 0
+
+
 class Counted(Copies):
     """Counts how often it was asked."""
 
