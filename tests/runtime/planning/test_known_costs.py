@@ -151,11 +151,11 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
     shares = []
     found = tuning.measure(pipeline, shares.append).costs
     assert found.origin == "tune"
-    assert found.rows == tuple(range(1, 10))
+    assert found.rows == (*range(1, 10), 17)
     assert found.lengths == (32, 224, 448)
     assert shares == sorted(shares)
     assert shares[-1] == 1
-    assert [len(found.greedy.draft[0]), len(found.greedy.host)] == [8, 9]
+    assert [len(found.greedy.draft[0]), len(found.greedy.host)] == [9, 10]
     for mode in (found.greedy, found.sampled):
         assert list(mode.host) == sorted(mode.host)
         assert all(list(costs) == sorted(costs) for costs in mode.draft)
