@@ -22,7 +22,7 @@ from .onnx_model import OrtModel
 from .ort import onnxruntime, translated_errors
 from .sessions import Device
 
-LONGEST = 18  # tokens of a pass that is tried; no draft makes longer ones unless asked
+LONGEST = 18  # tokens of a pass that is tried; longer ones read prompts, or drafts if asked
 STEP = 7  # between tokens; equal ones choose the same experts, whose kernels then see many rows
 PASTS = (0, 512)  # rows of the cache before it, on a GPU, whose kernels may split long ones
 KNOWN = {

@@ -30,8 +30,8 @@ class SpeculativeDecoder:
     a device where a token's logits differ in their last bits with the number of tokens in the pass.
 
     The first verify pass reads the end of the prompt, too, as far as it then has no more than
-    `longest_first` tokens: that saves a pass. Passes as long as that must give a row's bits as
-    shorter ones do, since plain decoding's first pass is shorter.
+    `longest_first` tokens: that saves a pass. A row must have the same bits in passes of any such
+    length, since plain decoding's first pass is a shorter one.
     """
 
     judge = staticmethod(verify)  # replaceable: the audit's self-test puts in a wrong accept rule
