@@ -8,9 +8,7 @@ import pytest
 
 import specedge
 from specedge import store
-from specedge.errors import ContextLengthError, SpecEdgeError
-from specedge.runtime.backend import self_test
-from specedge.runtime.loading import memory_of
+from specedge.errors import SpecEdgeError
 from specedge.runtime.loop.randomness import Uniforms
 from threads import in_threads
 
@@ -266,55 +264,6 @@ def test_noise_is_measured_in_the_slots_own_cache(slots):
     assert kept.noise.bound([1, 2], 4, trusting=False) == bound
     assert kept.target.length == 3  # measured once for all
     slots.forget()
-
-
-def test_a_pipelines_length_bounds_prompt_and_text():
-    pipeline = specedge.load(store.embedded(), max_length=40)
-    one = pipeline.generate([7] * 30, 100, ignore_eos=True)
-    assert (len(one.tokens), one.finish_reason) == (10, "context")
-    with pytest.raises(ContextLengthError, match="takes 40 with at least one new"):
-        pipeline.generate([7] * 40)
-
-
-def test_the_memory_of_slots_is_stated(alone):
-    one, four = memory_of(alone.bundle), memory_of(alone.bundle, slots=4)
-    assert (
-        four.slot
-        == one.slot
-        == sum(
-            array.nbytes
-            for model in (alone.target, alone.draft)
-            for array in model.cache.arrays.values()
-        )
-    )
-    assert four.parts["caches"] == 4 * one.slot
-    assert four.parts["packed weights"] == one.parts["packed weights"]
-    half = memory_of(alone.bundle, slots=4, max_length=alone.bundle.context_length // 2)
-    assert half.slot == pytest.approx(one.slot / 2, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"slots": 0}, "slots must be at least 1, got 0"),
-        ({"slots": True, "max_length": 10**6}, "max_length must be between 2 and"),
-        ({"slots": "2"}, "slots must be a whole number"),
-    ],
-)
-def test_a_number_of_slots_or_a_length_that_cannot_be_is_refused(options, message):
-    with pytest.raises(ValueError, match=message):
-        specedge.load(store.embedded(), **options)
-
-
-def test_every_slot_relies_on_the_lengths_that_the_self_test_left(monkeypatch):
-    def run(model, facts):
-        model.row_independent_lengths = (1, 2)
-        return "wider passes have other bits here"
-
-    monkeypatch.setattr(self_test, "run", run)
-    with specedge.load(slots=2) as pipeline:
-        found = [slot.target.row_independent_lengths for slot in pipeline.slots.all]
-    assert found == [(1, 2), (1, 2)]
 
 
 def test_a_closed_pipeline_says_so_and_may_be_closed_again():
