@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from typing import Any, Self, Unpack
 
 from tokenizers import Tokenizer
@@ -18,7 +17,7 @@ from specedge.request import AUTO, Options, Request, request_of
 from .async_stream import AsyncStream
 from .drafters.registry import Drafters
 from .drafters.suffix import Remembered
-from .exactness.row_noise import Noise, holds
+from .exactness.row_noise import Noise, longest_held
 from .loop.model import LoadedModel, TargetModel
 from .loop.timing import Stopwatch, Timed
 from .planning.known_costs import KnownCosts
@@ -65,6 +64,8 @@ class Pipeline:
         self.prompts = Prompts(bundle, tokenizer)
         self.grammars = Grammars(bundle, tokenizer)
         self._chunk_length = chunk_length(bundle.target.cache.capacity)
+        held = target.row_independent_lengths
+        self.max_first_length = longest_held(held, self._chunk_length)
 
     def generate(
         self,
@@ -154,7 +155,7 @@ class Pipeline:
             noise=self.noise,
             drafter=AUTO if planned else next(iter(drafters.values())).name,
             chunk_length=self._chunk_length,
-            longest_first=self.longest_first,
+            max_first_length=self.max_first_length,
         )
         text = Assembler(
             self.tokenizer,
@@ -220,17 +221,9 @@ class Pipeline:
         Where those of floats keep none, they are off by little; integers may turn anywhere.
         """
         held, fast = self.target.row_independent_lengths, self.target.fast_length
-        exact = takewhile(lambda k: holds(k + 1, held), range(1, MAX_EXPORTED_DRAFT_TOKENS + 1))
+        exact = longest_held(held, MAX_EXPORTED_DRAFT_TOKENS + 1) - 1
         none = 0 if self.target.rounds_inputs else self.bundle.num_draft_tokens
-        return min(max(exact, default=none), fast - 1)
-
-    @property
-    def longest_first(self) -> int:
-        """The longest pass that may read the end of a prompt and a draft: as far as rows keep their
-        bits.
-        """
-        held, longest = self.target.row_independent_lengths, self._chunk_length
-        return sum(1 for _ in takewhile(lambda t: holds(t, held), range(1, longest + 1)))
+        return min(exact if exact > 0 else none, fast - 1)
 
     def chat(
         self,

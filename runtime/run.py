@@ -26,11 +26,11 @@ from .stats import Stats, stats_of
 class Run:
     """The rounds of a request; `prompt`, `sampling` and `seed` are derived from it.
 
-    Of a long prompt `chunk_length` tokens are read at a time, of its end `longest_first` in the
-    first round's pass.
+    Of a long prompt `chunk_length` tokens are read at a time; the first round's pass may have
+    `max_first_length`, the draft included.
     `again` is the target where it decides near-ties. `logit_noise`, which `noise` measures, is by
-    how much a logit may differ from plain decoding's, 0 if by no bit. `drafter` is the
-    name of what drafts, AUTO where rounds choose.
+    how much a logit may differ from plain decoding's, 0 if by no bit. `drafter` is the name of what
+    drafts, AUTO where rounds choose.
     """
 
     request: Request
@@ -46,7 +46,7 @@ class Run:
     noise: Noise
     drafter: str
     chunk_length: int
-    longest_first: int
+    max_first_length: int
     done: list[Round] = field(default_factory=list, init=False)
     logprobs: list[TokenLogprobs] = field(default_factory=list, init=False)  # of these
     num_new_tokens: int = field(default=0, init=False)
@@ -68,7 +68,7 @@ class Run:
         if self.request.exact:
             self.target.truncate(0)
         referee = self._referee()
-        longest = 1 if referee or self.request.exact else self.longest_first
+        longest = 1 if referee or self.request.exact else self.max_first_length
         decoder = SpeculativeDecoder(self.target, self.plan, self.watch, referee, longest)
         yield from self._reading(self.prompt[:-1])
         yield from decoder.rounds(

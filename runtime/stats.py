@@ -23,7 +23,8 @@ class Stats:
     counts as sampling.
     `num_reused_tokens` are those of the prompt that the cache held from an earlier request.
     The first round's pass may read the end of the prompt, too: then as much of it is the round's as
-    other rounds' passes took, and the rest the prefill's.
+    other rounds' passes took, in a request of one round its share of the tokens, and the rest the
+    prefill's.
     `num_exact_passes` and `exact_seconds` are what deciding near-ties cost; `noise_seconds` is for
     measuring the noise, once a pipeline, and counts neither as decoding nor as prefill.
     """

@@ -53,7 +53,7 @@ def copy(tmp_path_factory):
 
 def run(copy, *killers):
     """pytest's result for these tests on the copy, with the cases that are slow."""
-    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", "not thorough"]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "-m", ""]
     command = [sys.executable, "-m", "pytest", *options, *killers]
     environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1"}
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)

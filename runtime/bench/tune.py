@@ -28,7 +28,6 @@ from ..planning.cost_table import READ_LENGTH, ROW, CostTable, ModeCosts, typica
 from ..planning.known_costs import Seen
 from ..sampling.distribution import Floats
 from ..sampling.history import History
-from ..sampling.scores import Scores
 from ..text.tokenizing import encode
 from .fitting import fitted
 
@@ -138,7 +137,7 @@ def _run_texts(
     found: dict[str, list[Seen]] = {mode: [] for mode in MODES}
     copies: dict[str, Copies] = {mode: {one.name: [] for one in _copying()} for mode in MODES}
     runs = list(product(TEXTS, MODES))
-    unlearning = Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
+    unlearning = _apart(pipeline, pipeline.target, pipeline.draft)
     for i, (text, mode) in enumerate(runs):
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
         seen, tokens = _run(unlearning, prompt, mode, min(4, max(ks)), i, seconds=TEXT_SECONDS)
@@ -181,9 +180,7 @@ def _run_rounds(
     """Rounds at every place, all in turn, so that a busy moment slows none alone; and what a token
     costs that the draft reads, by length. A pass of the target takes about `seconds`.
     """
-    unread = Pipeline(
-        pipeline.bundle, pipeline.tokenizer, _Unread(pipeline.target), _Unread(pipeline.draft)
-    )
+    unread = _apart(pipeline, _Unread(pipeline.target), _Unread(pipeline.draft))
     text = _tokens(pipeline, "".join(TEXTS))
     places = _places(lengths, ks)
     each = SECONDS / 2 / len(places) / (2 * seconds)  # rounds in half the time, drafts as dear
@@ -208,6 +205,13 @@ def _run_rounds(
     return found, reading
 
 
+def _apart(pipeline: Pipeline, target: Any, draft: Any) -> Pipeline:
+    """One that learns nothing, and whose first pass reads no prompt: it is timed as others are."""
+    made = Pipeline(pipeline.bundle, pipeline.tokenizer, target, draft)
+    made.max_first_length = 1
+    return made
+
+
 class _Unread:
     """A model that takes a prompt for read: what is in its cache changes the cost of no pass."""
 
@@ -219,12 +223,6 @@ class _Unread:
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._model.cache.extend(tokens)
-
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
-        start = 0 if num_rows is None else len(tokens) - num_rows
-        self.prefill(tokens[:start])
-        scores: Scores = self._model.forward(tokens[start:])
-        return scores
 
 
 def _run(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import numpy as np
 
@@ -109,3 +110,10 @@ def holds(length: int, held: Collection[int]) -> bool:
     """
     below = max((t for t in held if t <= length), default=0)
     return 1 in held and any(length <= t <= 2 * below for t in held)
+
+
+def longest_held(held: Collection[int], most: int) -> int:
+    """The T up to which, and at most to `most`, rows of all passes have the bits of one-row passes;
+    0 where those of no pass have.
+    """
+    return sum(1 for _ in takewhile(lambda t: holds(t, held), range(1, most + 1)))

@@ -29,9 +29,10 @@ class SpeculativeDecoder:
     of each round; with K = 0 it is plain decoding. A `referee` reviews verdicts at temperature 0 on
     a device where a token's logits differ in their last bits with the number of tokens in the pass.
 
-    The first verify pass reads the end of the prompt, too, as far as it then has no more than
-    `longest_first` tokens: that saves a pass. A row must have the same bits in passes of any such
-    length, since plain decoding's first pass is a shorter one.
+    Where what is left of the prompt and the draft fit into `max_first_length` tokens, the first
+    verify pass reads both, which saves a pass. A row must have the same bits in passes of any such
+    length: with another K they may be two passes. All of the rest or none of it, as other cuts of
+    the prompt for other K may give longer passes other bits.
     """
 
     judge = staticmethod(verify)  # replaceable: the audit's self-test puts in a wrong accept rule
@@ -40,7 +41,7 @@ class SpeculativeDecoder:
     plan: Plan
     watch: Stopwatch
     referee: Referee | None = None
-    longest_first: int = 1
+    max_first_length: int = 1
 
     def rounds(
         self,
@@ -72,12 +73,13 @@ class SpeculativeDecoder:
         """How many tokens at the prompt's end are left to the first round's pass."""
         self.plan.truncate(0)
         kept = self.target.reuse(tokens[:-1])
-        room = max(0, self.longest_first - 1 - self.plan.max_draft_tokens)
-        if (end := len(tokens) - 1 - room) > kept:
-            self.target.prefill(tokens[kept:end])
+        num_unread = len(tokens) - kept
+        if num_unread + self.plan.max_draft_tokens > self.max_first_length:
+            self.target.prefill(tokens[kept:-1])
+            num_unread = 1
         if self.referee:
             self.referee.begin(self.target.length)
-        return len(tokens) - max(kept, end)
+        return num_unread
 
     def _round(
         self,

@@ -61,7 +61,7 @@ def _changes(changes: Sequence[tuple[int, Choice]]) -> list[str]:
 
 def _choice(choice: Choice) -> str:
     if choice.kind == Kind.PLAIN:
-        return "plain decoding, nothing promises more"
+        return "plain decoding, nothing that is ready promises more"
     seconds = choice.seconds - choice.reading
     speedup = choice.expected_tokens * choice.plain_seconds / seconds
     what = f"{choice.drafter}, K = {choice.num_draft_tokens}"

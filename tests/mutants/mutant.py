@@ -30,6 +30,10 @@ JOINT = (
 
 
 GREEDY = "tests/runtime/loop/test_decoding.py::test_greedy_output_equals_the_target_alone"
+FIRST_PASS = (
+    "tests/runtime/loop/test_first_passes.py"
+    "::test_a_k_leaves_other_bits_nowhere_that_another_k_does_not"
+)
 
 
 @dataclass(frozen=True)

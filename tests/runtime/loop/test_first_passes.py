@@ -14,11 +14,11 @@ TARGET, DRAFT = hashed_distribution(1, 6), hashed_distribution(2, 6)
 PROMPT = [i % 6 for i in range(11)]
 
 
-def text_and_passes(k, longest_first, temperature=0.0, cached=0):
+def text_and_passes(k, max_first_length, temperature=0.0, cached=0):
     target = TableModel(TARGET)
     target.prefill(PROMPT[:cached])
     plan = Fixed(DraftModel(TableModel(DRAFT)), k)
-    decoder = SpeculativeDecoder(target, plan, Stopwatch(), longest_first=longest_first)
+    decoder = SpeculativeDecoder(target, plan, Stopwatch(), max_first_length=max_first_length)
     rounds = list(decoder.rounds(PROMPT, Sampling(temperature), 7, 24))
     return [token for one in rounds for token in one.tokens], target.passes, len(rounds)
 
@@ -37,10 +37,36 @@ def test_the_first_pass_reads_the_prompt_and_the_draft_and_the_text_stays(k, tem
 
 @pytest.mark.parametrize("longest", range(1, 20))
 @pytest.mark.parametrize("k", [0, 3])
-def test_the_first_pass_is_no_longer_than_it_may_be(k, longest):
+def test_the_first_pass_reads_all_that_is_left_of_the_prompt_or_none_of_it(k, longest):
     found, passes, _ = text_and_passes(k, longest)
-    assert passes[0] == min(len(PROMPT) + k, max(longest, 1 + k))
+    fits = len(PROMPT) + k <= longest
+    assert passes[0] == (len(PROMPT) + k if fits else 1 + k)
     assert found == text_and_passes(k, 1)[0]
+
+
+class OtherBits(TableModel):
+    """What passes of more than five tokens leave in the cache is another row to later ones."""
+
+    def forward(self, tokens, num_rows=None):
+        return super().forward(self._rows(tokens), num_rows)
+
+    def prefill(self, tokens):
+        super().prefill(self._rows(tokens))
+
+    def _rows(self, tokens):
+        return [token + 6 for token in tokens] if len(tokens) > 5 else tokens
+
+
+@pytest.mark.parametrize("length", [2, 3, 5, 6, 7, 20])
+@pytest.mark.parametrize("longest", range(1, 6))
+def test_a_k_leaves_other_bits_nowhere_that_another_k_does_not(length, longest):
+    found = []
+    for k in range(5):
+        plan = Fixed(DraftModel(TableModel(DRAFT)), k)
+        decoder = SpeculativeDecoder(OtherBits(TARGET), plan, Stopwatch(), max_first_length=longest)
+        rounds = decoder.rounds([i % 6 for i in range(length)], Sampling(), 0, 24)
+        found.append([token for one in rounds for token in one.tokens][:24])
+    assert found == [found[0]] * 5
 
 
 def test_what_the_cache_holds_is_not_read_again_in_the_first_pass():
@@ -93,14 +119,12 @@ def test_an_exact_request_reads_its_prompt_apart(pipeline):
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "seed": 5}])
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 def test_real_texts_are_those_of_prompts_read_apart_bit_for_bit(pipeline, k, options, monkeypatch):
-    from specedge.runtime.pipeline import Pipeline
-
     prompt = pipeline.tokenizer.encode("def read_config(path):\n    with open(path) as f:\n").ids
-    assert pipeline.longest_first >= len(prompt) + k
+    assert pipeline.max_first_length >= len(prompt) + k
     found = []
     for longest in (None, 1):
         if longest:
-            monkeypatch.setattr(Pipeline, "longest_first", longest)
+            monkeypatch.setattr(pipeline, "max_first_length", longest)
         pipeline.forget()
         one = pipeline.generate(
             prompt, 24, num_draft_tokens=k, ignore_eos=True, logprobs=2, **options
