@@ -30,14 +30,14 @@ DISTRIBUTIONS = [
 ]
 
 
-def make_subject(parts=None, num_prompts=3):
+def make_subject(parts=None, num_prompts=3, max_first_length=1):
     target, draft = (
         CachedTable(distribution, VOCAB_SIZE, CONTEXT + 8) for distribution in DISTRIBUTIONS
     )
     sizes = SimpleNamespace(vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0)
     by_role = {"target": sizes, "draft": sizes}
     prompts = [Prompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
-    return Subject(target, draft, by_role, 3, 1e-6, prompts, parts or Parts())
+    return Subject(target, draft, by_role, 3, 1e-6, prompts, max_first_length, parts or Parts())
 
 
 class Ticks:

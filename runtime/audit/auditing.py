@@ -12,12 +12,13 @@ from pathlib import Path
 from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle_files import sha256
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
-from specedge.manifest import Model
+from specedge.manifest import Model, chunk_length
 
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from ..backend.self_test import fitting
 from ..backend.sessions import Device
+from ..exactness.row_noise import longest_held
 from ..text.prompts import Prompts, UserPrompt
 from ..text.tokenizing import encode, load_tokenizer
 from . import graphs, joint, loop, sampled
@@ -185,8 +186,10 @@ def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) ->
     tolerance = max(
         graphs.allowed(model, machinery.op_set(bundle, model)) for model in bundle.models.values()
     )
-    k = bundle.num_draft_tokens
-    return Subject(models["target"], models["draft"], bundle.models, k, tolerance, prompts)
+    target, draft, k = models["target"], models["draft"], bundle.num_draft_tokens
+    most = chunk_length(bundle.target.cache.capacity)
+    first = longest_held(target.row_independent_lengths, most)
+    return Subject(target, draft, bundle.models, k, tolerance, prompts, first)
 
 
 def built_in_prompts(bundle: Bundle) -> list[Prompt]:

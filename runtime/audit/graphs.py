@@ -16,14 +16,13 @@ import numpy as np
 
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, DeviceError
-from specedge.manifest import Graph, Model
+from specedge.manifest import Graph, Model, chunk_length
 
 from ..backend.onnx_model import OrtModel
 from .budget import Budget
 from .cached import Array
 from .noise import Difference, distance, row_differences, size
 from .report import FAILED, PASSED, SHORT, Finding
-from .subject import ROWS
 
 Open = Callable[[Model, str, str], OrtModel]
 Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
@@ -190,8 +189,8 @@ def allowed(model: Model, *ops: str) -> float:
 
 
 def _tokens(model: Model) -> list[int]:
-    """A text of any tokens; the graphs are to agree on all."""
-    count = min(2 * ROWS, model.context_length)
+    """A text of any tokens; the graphs are to agree on all. As many as the longest pass has."""
+    count = min(chunk_length(model.cache.capacity), model.context_length)
     return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]
 
 

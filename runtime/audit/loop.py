@@ -143,6 +143,7 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
         plain = _target_alone(subject, tokens, min(ROWS, room), budget)
         ties = _near_ties(subject, found, prompt.name, tokens, plain)
         for k, decoder in decoders.items():
+            subject.target.truncate(0)  # as a request does, its first pass reads the prompt
             text = _tokens(decoder, tokens, len(plain), budget)
             found.by_k[k] += _compare(found, f"{prompt.name}, K = {k}", text, plain, ties)
         found.num_texts += 1

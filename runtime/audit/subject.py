@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specedge.manifest import Model
-from specedge.options import Sampling
+from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from ..drafters.draft_model import PLACEHOLDER, DraftModel
 from ..loop.decoding import SpeculativeDecoder
@@ -25,7 +25,7 @@ from .noise import row_differences
 from .remembering import Remembering
 
 ROWS = 64  # tokens of the texts that are run and drawn
-PLANNED = 8  # the largest K that rounds are planned with, where the bundle says no more
+EVERY = 8  # all K up to this one are tried, and the largest that rounds are planned with
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,8 @@ class Subject:
     """A pair, the prompts for it, and how much its logits depend on how many rows share a pass.
 
     `sizes` are the manifest's entries by role, of which vocabulary and context matter.
-    `tolerance` is the largest difference between two right graphs, relative to the largest value.
+    `tolerance` is the largest difference between two right graphs, relative to the largest value,
+    `max_first_length` what a decoder's first pass may read (see `SpeculativeDecoder`).
     """
 
     target: Cached
@@ -59,6 +60,7 @@ class Subject:
     num_draft_tokens: int
     tolerance: float
     prompts: list[Prompt]
+    max_first_length: int = 1
     parts: Parts = field(default_factory=Parts)
     noise: dict[str, float] = field(default_factory=dict)
     seconds_per_pass: float = 0.0
@@ -71,9 +73,10 @@ class Subject:
         return range(1, max(2, self.num_draft_tokens) + 1)
 
     @property
-    def greedy_ks(self) -> range:
+    def greedy_ks(self) -> list[int]:
         """The K that greedy texts go through: also those that rounds are planned with."""
-        return range(1, max(PLANNED, self.num_draft_tokens) + 1)
+        most = max(EVERY, self.num_draft_tokens)
+        return sorted({*range(1, most + 1), MAX_EXPORTED_DRAFT_TOKENS})
 
     def measure(self, budget: Budget) -> None:
         """Find the noise of both models, and what a pass of the target takes; once."""
@@ -120,6 +123,7 @@ class Subject:
             self.parts.target(target or self.target),
             Fixed(self.parts.drafter(drafter), num_draft_tokens),
             Stopwatch(),
+            max_first_length=self.max_first_length,
         )
 
     def scores_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Scores:

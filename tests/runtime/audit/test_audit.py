@@ -134,6 +134,26 @@ def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, st
     assert bool(found.facts["differences"]) == (noise == 0)
 
 
+class WrongBeyond(Flipped):
+    """A target that is wrong in passes of more than so many tokens."""
+
+    def forward(self, tokens, num_rows=None):
+        scores = self._model.forward(tokens, num_rows)
+        return Scores(-scores.array()) if len(tokens) > self._margin else scores
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_first_length", "status"), [(17, 1, PASSED), (17, 24, FAILED), (16, 1, FAILED)]
+)
+def test_greedy_text_goes_through_every_pass_that_a_request_may_run(
+    longest, max_first_length, status
+):
+    """The longest are of 16 draft tokens, as rounds are planned, and of the end of a prompt."""
+    parts = Parts(target=lambda model: WrongBeyond(model, longest))
+    subject = make_subject(parts, max_first_length=max_first_length)
+    assert loop.greedy(subject, Ticks(10**6).budget).status == status
+
+
 def test_tokens_that_the_distribution_does_not_allow_fail():
     class Stubborn(Parts().decoder):
         @staticmethod
