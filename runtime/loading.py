@@ -85,10 +85,7 @@ def load(
             one.warm_up(range(1, longest + 1))
         if not draft_on.is_cpu:
             other.warm_up(range(1, 3))
-    if target_on.is_cpu:
-        notes = [self_test.run(target, found.target)]
-    else:
-        notes = [self_test.run_on_gpu(target, found.target, longest)]
+    notes = [self_test.settle(target, found.target, target_on, longest)]
     if not draft_on.is_cpu and not draft_on.has_engines:
         for one in [draft] if target_on.is_cpu else [target, draft]:
             one.read_longest()

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from click.testing import CliRunner
@@ -22,7 +23,7 @@ from specedge import store
 from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle_files import describe
 from specedge.cli.verify import verify
-from specedge.runtime.audit import auditing
+from specedge.runtime.audit import auditing, graphs
 from specedge.runtime.audit.defects import DEFECTS
 from specedge.runtime.audit.report import FAILED, PASSED, SHORT, Finding
 
@@ -64,14 +65,16 @@ def test_the_embedded_pair_passes_every_check():
     assert report["result"] == "PASSED"
     found = {finding["check"]: finding["facts"] for finding in report["findings"]}
     for role in ("target", "draft"):
-        graphs = found["graphs"][role]
-        assert set(graphs["recorded_row_independent"]) <= set(graphs["row_independent"])
-        assert {1, 2, 3, 4, 5} <= set(graphs["row_independent"])
+        facts = found["graphs"][role]
+        recorded = bundle.models[role].parity["gqa"].row_independent_lengths
+        assert facts["recorded_row_independent"] == list(recorded)
+        assert set(recorded) <= set(facts["row_independent"])
+        assert {1, 2, 3, 4, 5} <= set(facts["row_independent"])
         assert (
-            0 < graphs["relative_difference_to_onnx"] <= 0.05
+            0 < facts["relative_difference_to_onnx"] <= 0.05
         )  # int8: another last bit rounds otherwise
-        assert graphs["fixed_shapes_gqa"].keys() == {"step", "catchup", "verify", "prefill"}
-    assert set(found["greedy"]["num_tokens_by_k"]) == set("12345678")
+        assert facts["fixed_shapes_gqa"].keys() == {"step", "catchup", "verify", "prefill"}
+    assert set(found["greedy"]["num_tokens_by_k"]) == {*"12345678", "16"}
     assert found["sampled"]["all together"]["num_tokens"] >= 5 * 320
     json.dumps(report)
 
@@ -117,6 +120,26 @@ def test_a_graph_of_another_model_fails_though_its_hash_is_listed(copy):
     assert result.returncode == 1
     assert "FAILED (graphs)" in result.stdout
     assert "sampled    not run" in result.stdout
+
+
+def test_the_loop_is_audited_with_the_first_passes_of_requests(pipeline):
+    bundle = pipeline.bundle
+    subject = auditing.make_subject(bundle, auditing.Machinery(), auditing.built_in_prompts(bundle))
+    assert subject.max_first_length == pipeline.max_first_length > 64
+    unread = min(len(subject.greedy_prompts[-1].tokens), 64)
+    assert max(subject.greedy_ks) + unread <= subject.max_first_length
+
+
+@pytest.mark.parametrize(
+    ("capacity", "context", "count"), [(512, 512, 256), (2**17, 2**17, 128), (32, 32, 32)]
+)
+def test_graphs_are_compared_over_the_longest_pass_and_two_of_the_longest_shape(
+    capacity, context, count
+):
+    model = SimpleNamespace(
+        cache=SimpleNamespace(capacity=capacity), context_length=context, vocab_size=9
+    )
+    assert len(graphs._tokens(model)) == count
 
 
 @pytest.mark.slow

@@ -16,7 +16,7 @@ from specedge.manifest import Model, chunk_length
 
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
-from ..backend.self_test import fitting
+from ..backend.self_test import fitting, settle
 from ..backend.sessions import Device
 from ..exactness.row_noise import longest_held
 from ..text.prompts import Prompts, UserPrompt
@@ -57,14 +57,15 @@ class Machinery:
 
     def op_set(self, bundle: Bundle, model: Model) -> str:
         """The op set of a model that is run."""
-        return choose_ops(model, self.ops, self._device_of(bundle, model))
+        return choose_ops(model, self.ops, self.device_of(bundle, model))
 
     def open(self, bundle: Bundle, model: Model, ops: str, graph: str = "decoder") -> OrtModel:
         """One graph, loaded."""
-        device = fitting([model], self._device_of(bundle, model))
+        device = fitting([model], self.device_of(bundle, model))
         return OrtModel(bundle, model, device, ops, graph)
 
-    def _device_of(self, bundle: Bundle, model: Model) -> Device:
+    def device_of(self, bundle: Bundle, model: Model) -> Device:
+        """Where a model is run."""
         return (self.draft_device or self.device) if model is bundle.draft else self.device
 
     @property
@@ -181,14 +182,15 @@ LOOP: dict[str, Callable[[Subject, Budget], Finding]] = {
 
 
 def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) -> Subject:
-    """Both models loaded, with the prompts to try them on."""
+    """Both models loaded, with the prompts to try them on; the target tested as `load` does."""
     models = {role: machinery.open(bundle, m, machinery.ops) for role, m in bundle.models.items()}
     tolerance = max(
         graphs.allowed(model, machinery.op_set(bundle, model)) for model in bundle.models.values()
     )
     target, draft, k = models["target"], models["draft"], bundle.num_draft_tokens
-    most = chunk_length(bundle.target.cache.capacity)
-    first = longest_held(target.row_independent_lengths, most)
+    settle(target, bundle.target, machinery.device_of(bundle, bundle.target), k + 1)
+    longest = chunk_length(bundle.target.cache.capacity)
+    first = longest_held(target.row_independent_lengths, longest)
     return Subject(target, draft, bundle.models, k, tolerance, prompts, first)
 
 

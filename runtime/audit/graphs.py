@@ -16,7 +16,7 @@ import numpy as np
 
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, DeviceError
-from specedge.manifest import Graph, Model, chunk_length
+from specedge.manifest import PREFILL_LENGTH, Graph, Model, chunk_length
 
 from ..backend.onnx_model import OrtModel
 from .budget import Budget
@@ -189,8 +189,11 @@ def allowed(model: Model, *ops: str) -> float:
 
 
 def _tokens(model: Model) -> list[int]:
-    """A text of any tokens; the graphs are to agree on all. As many as the longest pass has."""
-    count = min(chunk_length(model.cache.capacity), model.context_length)
+    """A text of any tokens; the graphs are to agree on all. As many as the longest pass has, and
+    as two of the longest fixed shape.
+    """
+    longest = max(2 * PREFILL_LENGTH, chunk_length(model.cache.capacity))
+    count = min(longest, model.context_length)
     return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]
 
 

@@ -135,7 +135,7 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
     ks = subject.greedy_ks
     decoders = {k: subject.decoder(k) for k in ks if k <= MAX_DRAFT_TOKENS}
     found = _Greedy(by_k=dict.fromkeys(decoders, 0))
-    for prompt in subject.prompts:
+    for prompt in subject.greedy_prompts:
         if budget.over:
             break
         room = subject.sizes["target"].context_length - len(prompt.tokens)
@@ -143,7 +143,10 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
         plain = _target_alone(subject, tokens, min(ROWS, room), budget)
         ties = _near_ties(subject, found, prompt.name, tokens, plain)
         for k, decoder in decoders.items():
-            subject.target.truncate(0)  # as a request does, its first pass reads the prompt
+            if budget.over:
+                break
+            # As a request's, the first pass reads the prompt's end, where that is allowed.
+            subject.target.truncate(max(0, len(tokens) - ROWS))
             text = _tokens(decoder, tokens, len(plain), budget)
             found.by_k[k] += _compare(found, f"{prompt.name}, K = {k}", text, plain, ties)
         found.num_texts += 1

@@ -25,7 +25,7 @@ from .noise import row_differences
 from .remembering import Remembering
 
 ROWS = 64  # tokens of the texts that are run and drawn
-EVERY = 8  # all K up to this one are tried, and the largest that rounds are planned with
+EVERY = 8  # all K up to this one are tried, and the largest that may be planned
 
 
 @dataclass(frozen=True)
@@ -74,9 +74,15 @@ class Subject:
 
     @property
     def greedy_ks(self) -> list[int]:
-        """The K that greedy texts go through: also those that rounds are planned with."""
+        """The K that greedy texts go through: also those that rounds may be planned with."""
         most = max(EVERY, self.num_draft_tokens)
         return sorted({*range(1, most + 1), MAX_EXPORTED_DRAFT_TOKENS})
+
+    @property
+    def greedy_prompts(self) -> list[Prompt]:
+        """Those that greedy texts continue, and last a longer one, of which caches hold a part."""
+        most = max(1, min(2 * ROWS, self.sizes["target"].context_length // 2))
+        return [*self.prompts, Prompt("all prompts in a row", tuple(self.text("target", most)))]
 
     def measure(self, budget: Budget) -> None:
         """Find the noise of both models, and what a pass of the target takes; once."""
@@ -100,11 +106,11 @@ class Subject:
         model.refresh()
         return model
 
-    def text(self, role: str) -> list[int]:
-        """Up to `ROWS` tokens for a model to read: prompts, one after the other."""
+    def text(self, role: str, most: int = ROWS) -> list[int]:
+        """Up to so many tokens for a model to read: prompts, one after the other."""
         sizes = self.sizes[role]
         endless = itertools.cycle(token for prompt in self.prompts for token in prompt.tokens)
-        count = min(ROWS, sizes.context_length)
+        count = min(most, sizes.context_length)
         return [known(token, sizes) for token in itertools.islice(endless, count)]
 
     def decoder(

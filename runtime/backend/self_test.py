@@ -35,6 +35,15 @@ EXPERTS = (
 )
 
 
+def settle(model: OrtModel, facts: Model, device: Device, longest: int) -> str | None:
+    """Let a target rely on the lengths of passes that keep rows' bits on its device, of those up to
+    `longest` on a GPU. What is to be said of others.
+
+    Ends with an empty cache.
+    """
+    return run(model, facts) if device.is_cpu else run_on_gpu(model, facts, longest)
+
+
 def run(model: OrtModel, facts: Model) -> str | None:
     """Pass the last of a few tokens again, in passes of each T that the export found to keep rows'
     bits, and let the model rely on those alone that do so here. What is to be said of the others.

@@ -29,10 +29,10 @@ class SpeculativeDecoder:
     of each round; with K = 0 it is plain decoding. A `referee` reviews verdicts at temperature 0 on
     a device where a token's logits differ in their last bits with the number of tokens in the pass.
 
-    Where what is left of the prompt and the draft fit into `max_first_length` tokens, the first
-    verify pass reads both, which saves a pass. A row must have the same bits in passes of any such
-    length: with another K they may be two passes. All of the rest or none of it, as other cuts of
-    the prompt for other K may give longer passes other bits.
+    Where what the cache lacks of the prompt and the plan's largest draft fit into
+    `max_first_length` tokens, the first verify pass reads both, which saves a pass. A row must have
+    the same bits in passes of any such length: with another K they may be two. All of the prompt's
+    rest or none of it: where K decided on the cut, a longer pass could have other bits.
     """
 
     judge = staticmethod(verify)  # replaceable: the audit's self-test puts in a wrong accept rule

@@ -142,6 +142,15 @@ def test_a_pair_in_whose_context_no_draft_token_fits_cannot_be_tuned():
         measure(pair)
 
 
+def test_a_text_of_one_round_tells_what_a_pass_takes(pipeline, monkeypatch):
+    """A slow target's first round may take all the time of a text."""
+    from specedge.runtime.bench import tune as tuning
+
+    monkeypatch.setattr(tuning, "TEXT_SECONDS", -1.0)
+    found, _ = tuning._run_texts(pipeline, [0, 4], lambda share: None)
+    assert all(sum(map(len, one.target.values())) == 1 for one in found["greedy"])
+
+
 @pytest.mark.slow
 def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
     from specedge.runtime.bench import tune as tuning
