@@ -26,8 +26,8 @@ from .stats import Stats, stats_of
 class Run:
     """The rounds of a request; `prompt`, `sampling` and `seed` are derived from it.
 
-    Of a long prompt `chunk_length` tokens are read at a time; what is left, and the
-    largest draft, may share the first round's pass where they fit into `max_first_length`.
+    Of a long prompt `chunk_length` tokens are read at a time; what is left shares the
+    first round's pass where both fit into `max_first_length`.
     `again` is the target where it decides near-ties. `logit_noise`, which `noise` measures, is by
     how much a logit may differ from plain decoding's, 0 if by no bit. `drafter` is the name of what
     drafts, AUTO where rounds choose.

@@ -29,8 +29,8 @@ class SpeculativeDecoder:
     of each round; with K = 0 it is plain decoding. A `referee` reviews verdicts at temperature 0 on
     a device where a token's logits differ in their last bits with the number of tokens in the pass.
 
-    Where what the cache lacks of the prompt and the plan's largest draft fit into
-    `max_first_length` tokens, the first verify pass reads both, which saves a pass. A row must have
+    Where what the cache lacks of the prompt and the first round's K tokens fit into
+    `max_first_length`, the first verify pass reads both, which saves a pass. A row must have
     the same bits in passes of any such length: with another K they may be two. All of the prompt's
     rest or none of it: where K decided on the cut, a longer pass could have other bits.
     """
@@ -60,21 +60,21 @@ class SpeculativeDecoder:
         recovered or bonus token. So each round's numbers are known beforehand.
         """
         history = History(prompt)
-        num_unread = self._prefill(history.tokens)
+        self.plan.truncate(0)
         end = len(prompt) + max_new_tokens
         stream = Uniforms(seed)
+        num_unread = 0
         while (left := end - len(history.tokens)) > 0:
             step = self.plan.next(history, left)
             numbers = stream.take(2 * step.num_draft_tokens + 1)
+            num_unread = 1 if num_unread else self._prefill(prompt, step.num_draft_tokens)
             yield self._round(step, history, sampling, numbers, left, num_logprobs, num_unread)
-            num_unread = 1
 
-    def _prefill(self, tokens: list[int]) -> int:
+    def _prefill(self, tokens: Sequence[int], num_draft_tokens: int) -> int:
         """How many tokens at the prompt's end are left to the first round's pass."""
-        self.plan.truncate(0)
         kept = self.target.reuse(tokens[:-1])
         num_unread = len(tokens) - kept
-        if num_unread + self.plan.max_draft_tokens > self.max_first_length:
+        if num_unread + num_draft_tokens > self.max_first_length:
             self.target.prefill(tokens[kept:-1])
             num_unread = 1
         if self.referee:

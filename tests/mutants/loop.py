@@ -70,7 +70,7 @@ LOOP = [
         "",
         DECODING,
         "            self.target.prefill(tokens[kept:-1])\n            num_unread = 1\n",
-        "            num_unread = max(1, self.max_first_length - self.plan.max_draft_tokens)\n"
+        "            num_unread = max(1, self.max_first_length - num_draft_tokens)\n"
         "            self.target.prefill(tokens[kept : len(tokens) - num_unread])\n",
         FIRST_PASS,
     ),
@@ -79,7 +79,7 @@ LOOP = [
         "the draft is not counted in the first pass's length",
         "",
         DECODING,
-        "        if num_unread + self.plan.max_draft_tokens > self.max_first_length:\n",
+        "        if num_unread + num_draft_tokens > self.max_first_length:\n",
         "        if num_unread > self.max_first_length:\n",
         FIRST_PASS,
     ),

@@ -1,5 +1,7 @@
 """The first verify pass reads the end of the prompt, too, where that changes no bit."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -42,6 +44,25 @@ def test_the_first_pass_reads_all_that_is_left_of_the_prompt_or_none_of_it(k, lo
     fits = len(PROMPT) + k <= longest
     assert passes[0] == (len(PROMPT) + k if fits else 1 + k)
     assert found == text_and_passes(k, 1)[0]
+
+
+def test_the_first_rounds_own_k_decides_whether_its_pass_reads_the_prompt():
+    """Not the largest that may follow: a plan whose first round is plain may draft 16 later."""
+
+    class Growing(Fixed):
+        def next(self, history, left):
+            step = super().next(history, left)
+            return replace(
+                step, num_draft_tokens=self.max_draft_tokens if history.num_new_tokens else 0
+            )
+
+    target = TableModel(TARGET)
+    plan = Growing(DraftModel(TableModel(DRAFT)), 16)
+    decoder = SpeculativeDecoder(target, plan, Stopwatch(), max_first_length=len(PROMPT))
+    rounds = list(decoder.rounds(PROMPT, Sampling(), 7, 24))
+    assert target.passes[:2] == [len(PROMPT), 17]
+    found = [token for one in rounds for token in one.tokens]
+    assert found[:24] == text_and_passes(0, 1)[0]
 
 
 class OtherBits(TableModel):
