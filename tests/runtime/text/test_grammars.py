@@ -3,7 +3,6 @@
 import json
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -173,67 +172,6 @@ def test_masks_of_positions_long_past_are_dropped_though_some_had_none():
         one.banned(text)
         text.extend([0] * step)
     assert [*one._masks] == [450 + 3 * MAX_DRAFT_TOKENS]
-
-
-def test_a_text_is_not_cut_by_what_other_texts_left_in_the_lexer(pipeline, monkeypatch):
-    limits = {**grammars._LIMITS, "max_lexer_states": 6000}
-    monkeypatch.setattr(grammars, "_LIMITS", limits)
-    for seed in range(8):  # each takes some 1,500 of these states
-        given = {"seed": seed, "num_draft_tokens": 4 * (seed % 2), "drafter": "model"}
-        found = pipeline.generate("a", 30, 1.0, regex="(.*[ae].{30}){2}.*", **given)
-        assert len(found.tokens) == 30
-
-
-FULL = "(.*[ae].{30}){2}.*"  # a text of 30 tokens takes some 1,500 states of the lexer
-FEW_STATES = {**grammars._LIMITS, "max_lexer_states": 3000}
-
-
-def walk(one, text, seed, length=30):
-    """A text that goes on by tokens that the grammar allows, as far as its lexer goes."""
-    rng, found = np.random.default_rng(seed), []
-    with suppress(OptionError):
-        for _ in range(length):
-            found.append(int(rng.choice(np.flatnonzero(~one.banned(text.then(found))))))
-    return found
-
-
-def test_a_full_lexer_is_not_called_a_text_that_breaks_the_grammar(pipeline, monkeypatch):
-    """It refuses a token without a word, also one that no mask was asked for."""
-    kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    text = walk(kept.constraint(Request(regex=FULL)), History([7]), 0)
-    monkeypatch.setattr(grammars, "_LIMITS", FEW_STATES)
-    kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    one = kept.constraint(Request(regex=FULL))
-    full = one._fresh
-    monkeypatch.setattr(one, "_renew", lambda: full)
-    for seed in range(1, 9):
-        walk(one, History([7]), seed)
-    with pytest.raises(OptionError, match="cannot be followed here: lexer error: too many states"):
-        one.banned(History([7], text))
-
-
-def test_drafts_that_fill_the_lexer_do_not_end_the_text(pipeline, monkeypatch):
-    monkeypatch.setattr(grammars, "_LIMITS", FEW_STATES)
-    monkeypatch.setattr(grammars, "MAX_RENEWALS", 2)
-    one = Grammars(pipeline.bundle, pipeline.tokenizer).constraint(Request(regex=FULL))
-    text, drafted = History([7]), []
-    for step in range(24):
-        next_token = int(np.flatnonzero(~one.banned(text))[step])
-        drafted.append(max(len(walk(one, text, seed)) for seed in range(2)))
-        text.extend([next_token])
-    assert drafted[0] > 1
-    assert drafted[-1] == 1  # by the text's own mask; they are followed no more
-
-
-def test_a_renewed_matcher_is_one_requests_alone_and_a_full_one_is_nobodys(pipeline):
-    kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    first, beside = (kept.constraint(Request(regex="[ab]*")) for _ in range(2))
-    assert first._fresh is beside._fresh
-    renewed = first._renew()
-    later = kept.constraint(Request(regex="[ab]*"))
-    assert len({id(one) for one in (first._fresh, renewed, later._fresh)}) == 3
-    first._fresh, _ = renewed, first._renew()
-    assert kept.constraint(Request(regex="[ab]*"))._fresh is later._fresh
 
 
 def spaces_of(pipeline, guidance, space):

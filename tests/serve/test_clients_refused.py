@@ -1,0 +1,66 @@
+"""What the official OpenAI client may not ask for, and what it is told."""
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs the test extra")
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+
+from served import MODEL, chat_pair, client, serving  # noqa: E402
+
+CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "A class."}], "max_tokens": 24}
+
+
+@pytest.fixture(scope="module")
+def ai():
+    with serving(chat_pair(1), timeout=60) as port, client(port) as found:
+        yield found
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"seed": True}, "seed"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"logit_bias": {"5000": 1}}, "logit_bias"),
+        ({"n": 17}, "n"),
+        ({"stop": [""]}, "stop"),
+        ({"extra_body": {"topp": 1}}, "topp"),
+        ({"extra_body": {"speculative": {"drafter": "ngram:/etc/passwd"}}}, "speculative.drafter"),
+        ({"extra_body": {"speculative": {"num_draft_tokens": 99}}}, "speculative.num_draft_tokens"),
+        ({"extra_body": {"speculative": {"of": True}}}, "speculative.of"),
+        ({"response_format": {"type": "xml"}}, "response_format.type"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "x"}}}},
+            "response_format",
+        ),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"extra_body": {"regex": "(a"}}, "regex"),
+        ({"extra_body": {"regex": "a" * 2**17}}, "regex"),
+        ({"extra_body": {"regex": "a", "ignore_eos": True}}, "regex"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0].role"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content[0]",
+        ),
+    ],
+)
+def test_a_field_that_cannot_be_is_a_400_that_names_it(ai, change, param):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ai.chat.completions.create(**(CHAT | change))
+    assert caught.value.param == param
+    assert param.split(".")[-1].partition("[")[0] in str(caught.value)
+    assert caught.value.type == "invalid_request_error"
+
+
+def test_a_text_that_is_too_long_says_so_by_its_code(ai):
+    with pytest.raises(openai.BadRequestError) as caught:
+        ai.completions.create(prompt=[7] * 512, model=MODEL, max_tokens=24)
+    assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")

@@ -1,0 +1,95 @@
+"""N-gram tables as a user builds and names them."""
+
+import json
+
+import numpy as np
+import pytest
+
+from specedge import store
+from specedge.runtime.drafters import ngram_files
+from test_cli import run
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+PROMPT = "def read_config(path):"
+WORDS = "def read(path):\n    with open(path) as file:\n        return file.read()\n" * 2
+
+
+@pytest.fixture
+def words(tmp_path):
+    path = tmp_path / "words.txt"
+    path.write_text(WORDS, "utf-8")
+    return path
+
+
+def test_tables_are_built_from_text_and_draft(tmp_path, words, pipeline):
+    output = tmp_path / "words.npz"
+    built = run("ngram", "build", words, "-", "--output", output, stdin="\ufeffimport os\n" * 9)
+    assert (built.returncode, built.stdout) == (0, "")
+    assert "tokens: " in built.stderr
+    assert len(built.stderr.splitlines()) == 1
+    made = run("generate", PROMPT, "-n", 30, "--drafter", f"ngram:{output}", "--json")
+    found = json.loads(made.stdout)
+    assert found["tokens"] == pipeline.generate(PROMPT, 30).tokens
+    assert found["drafter"] == "ngram"
+    assert found["stats"]["drafted_by_source"] == {"ngram": found["stats"]["num_drafted"]}
+    assert ", drafter ngram," in made.stderr
+    texts = [pipeline.tokenizer.encode(text).ids for text in (WORDS, "import os\n\ufeff" * 9)]
+    read = ngram_files.read(output, pipeline.bundle)
+    assert read.unigrams.sum() == len(texts[0]) + len(
+        pipeline.tokenizer.encode(("\ufeffimport os\n" * 9)[1:]).ids
+    )
+
+
+def test_the_order_and_the_bundle_are_options(tmp_path, words, pipeline):
+    output = tmp_path / "t"
+    arguments = ["--order", 2, "--bundle", store.embedded(), "--output", output]
+    assert run("ngram", "build", words, *arguments).returncode == 0
+    read = ngram_files.read(output, pipeline.bundle)
+    assert len(read.pair_tokens) > 0 == len(read.triple_tokens)
+
+
+def test_a_file_is_replaced_only_if_told(tmp_path, words):
+    output = tmp_path / "out.npz"
+    output.write_text("mine")
+    refused = run("ngram", "build", words, "--output", output)
+    assert (refused.returncode, output.read_text()) == (1, "mine")
+    assert "--overwrite" in refused.stderr
+    assert run("ngram", "build", words, "--output", output, "--overwrite").returncode == 0
+    assert np.load(output)["format"] == [1]
+
+
+def test_what_cannot_be_built_or_used_is_one_line_and_leaves_no_file(tmp_path, words):
+    (tmp_path / "latin").write_bytes("é".encode("latin-1"))
+    (tmp_path / "empty").write_bytes(b"")
+    out = tmp_path / "out"
+    build = ["ngram", "build"]
+    cases = [
+        ([*build, "--output", out], "TEXT"),
+        ([*build, words], "--output"),
+        ([*build, tmp_path / "none", "--output", out], "none: No such file"),
+        ([*build, tmp_path, "--output", out], "Is a directory"),
+        ([*build, words, tmp_path / "latin", "--output", out], "latin is not UTF-8 text"),
+        ([*build, tmp_path / "empty", "--output", out], "the texts hold no token"),
+        ([*build, words, "--output", tmp_path], "is a folder; name a file"),
+        ([*build, words, "--output", tmp_path / "no/out"], "lies in no folder"),
+        ([*build, words, "--output", words, "--overwrite"], "is itself an input"),
+        ([*build, words, "--output", out, "--order", 4], "--order"),
+        ([*build, words, "--output", out, "--bundle", tmp_path], "bundle.json"),
+        (["generate", PROMPT, "--drafter", "oracle"], "drafter must be auto, model, lookup"),
+        (["generate", PROMPT, "--drafter", f"ngram:{out}"], "No such file"),
+        (["generate", PROMPT, "--drafter", f"ngram:{words}"], "it is damaged or of another kind"),
+        (
+            ["generate", PROMPT, "--drafter", "block", "--lookup-min", 3],
+            "lookup_min is for the drafters",
+        ),
+        (["compare", PROMPT, "--drafter", "chain", "--lookup-max", 0], "--lookup-max"),
+    ]
+    for arguments, message in cases:
+        result = run(*arguments)
+        assert result.returncode == 1, arguments
+        assert message in result.stderr
+        assert "Traceback" not in result.stderr
+        said = [li for li in result.stderr.splitlines() if not li.startswith(("Usage", "Try"))]
+        assert len([line for line in said if line.strip()]) == 1, result.stderr
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "latin", "words.txt"]
