@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import json
-import shutil
 import signal
 import subprocess
-from pathlib import Path
 
 import damages
 import pytest
+from c_builds import SOURCES, compile_host, run
 from hosting import (
     REQUESTS,
     changed,
     check_refused,
     damaged,
     generated,
-    host_tools,
     joined,
     libraries,
     options,
@@ -25,9 +23,6 @@ from hosting import (
 
 pytestmark = [pytest.mark.hosts]
 
-SOURCES = Path(__file__).parents[2] / "hosts" / "c"
-LIBRARIES = ("-ljansson", "-lcrypto", "-ldl")
-LIBRARY = ("specedge_host.c", "bundle.c", "utf8.c")
 HOST_LINES = 300
 TURNS = r"""
 #include "specedge_host.h"
@@ -63,24 +58,6 @@ int main(int argc, char **argv) {
 """
 
 
-def compile_host(output, *options, sources=()):
-    """The host's program, or one of `sources` and the host without its command line."""
-    tools = host_tools("include/onnxruntime_c_api.h", "lib/libortextensions.so")
-    if not shutil.which("cc"):
-        pytest.skip("there is no C compiler; install gcc")
-    needed = "#include <jansson.h>\n#include <openssl/evp.h>\nint main(void) { return 0; }\n"
-    given = {"input": needed, "text": True, "capture_output": True}
-    tried = subprocess.run(["cc", *options, "-xc", "-", *LIBRARIES, "-o", output], **given)
-    if tried.returncode:
-        pytest.skip(f"cc {' '.join(options)} lacks a library of the host: {tried.stderr.strip()}")
-    parts = [p for p in SOURCES.glob("*.c") if not sources or p.name in LIBRARY]
-    command = ["cc", "-O1", "-g", "-Wall", "-Wextra", "-Werror", *options]
-    command += ["-I", tools / "include", "-I", SOURCES, *parts, *sources, *LIBRARIES, "-o", output]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return output
-
-
 @pytest.fixture(scope="session")
 def program(tmp_path_factory):
     """The host, built once."""
@@ -92,12 +69,6 @@ def checked_program(tmp_path_factory):
     """The host with AddressSanitizer, which makes a leak or a wrong access exit with 23."""
     output = tmp_path_factory.mktemp("c") / "checked_host"
     return compile_host(output, "-fsanitize=address,undefined", "-fno-sanitize-recover=undefined")
-
-
-def run(program, *arguments, **variables):
-    environment = libraries() | {"ASAN_OPTIONS": "exitcode=23"} | variables
-    command = [program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
 
 
 def test_golden_transcripts_are_written_again(program, fused_bundle):
