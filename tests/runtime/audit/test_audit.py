@@ -160,6 +160,13 @@ def test_greedy_text_goes_through_every_pass_that_a_request_may_run(
     assert loop.greedy(subject, Ticks(10**6).budget).status == status
 
 
+def test_greedy_text_begins_at_no_further_k_once_its_time_is_over():
+    """A long prompt would be read again for each."""
+    found = loop.greedy(make_subject(), Ticks(20).budget)
+    assert found.status == SHORT
+    assert found.facts["num_tokens_by_k"]["16"] == 0
+
+
 def test_tokens_that_the_distribution_does_not_allow_fail():
     class Stubborn(Parts().decoder):
         @staticmethod
