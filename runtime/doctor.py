@@ -13,6 +13,7 @@ from typing import Any
 
 from specedge.version import __version__
 
+from .backend.cpu_count import cpu_count
 from .diagnosis import packages, providers
 from .diagnosis.machine import Finding, Machine
 from .diagnosis.providers import Device
@@ -44,7 +45,7 @@ class Diagnosis:
             "python": platform.python_version(),
             "platform": platform.platform(),
             "processor": platform.machine(),
-            "cores": os.cpu_count(),
+            "cores": cpu_count(),
             "jetson": self.machine.jetson,
             "onnxruntime": _facts(runtime.facts) | {"ended": runtime.ended, "log": runtime.log},
             "packages": packages.related(),

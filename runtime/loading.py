@@ -42,9 +42,10 @@ def load(
     an output folder, else the embedded pair.
 
     `threads` is the number of CPU threads, by default what `specedge tune` found the fastest for
-    this bundle, else one a core. `share_threads` makes one pool
-    for all sessions of the process, which is faster for small models; sessions that the app makes
-    itself then need `use_per_session_threads` False. Where such a pool is, it is used in any case.
+    this bundle, else one a core that this process may use (CPU affinity and the control group's
+    CPU quota count). `share_threads` makes one pool for all sessions of the process,
+    which is faster for small models; sessions that the app makes itself then need
+    `use_per_session_threads` False. Where such a pool is, it is used in any case.
 
     `device` is "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number, such as "cuda:1",
     or "auto": "cuda" where that works and the bundle has graphs for it, else "cpu". The draft runs

@@ -14,6 +14,7 @@ from installed import run
 from specedge import store
 from specedge.errors import BundleError, MissingExtraError, SpecEdgeError
 from specedge.request import Request
+from specedge.runtime.backend.cpu_count import cpu_count
 from specedge.runtime.items import Item, seed_of
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
@@ -192,7 +193,7 @@ def test_a_node_that_claims_more_cpus_than_there_are_gives_an_actor_those_that_a
     given = []
     monkeypatch.setattr("specedge.runtime.loading.load", lambda *args, **_: given.append(args[2]))
     loaded(None, "cpu", None, None, "auto")
-    assert given == [os.cpu_count()]
+    assert given == [cpu_count()]
 
 
 def test_seeds_stay_within_those_that_there_are():

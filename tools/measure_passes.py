@@ -27,6 +27,7 @@ import onnxruntime as ort
 from specedge import products
 from specedge.bundle import Bundle
 from specedge.manifest import Model
+from specedge.runtime.backend.cpu_count import cpu_count
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -118,7 +119,7 @@ def shares(
 @click.command()
 @click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option("--role", type=click.Choice(["target", "draft"]), default="target")
-@click.option("--threads", type=int, default=os.cpu_count() or 1, show_default=True)
+@click.option("--threads", type=int, default=cpu_count(), show_default=True)
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--unsigned", is_flag=True, help="Multiply unsigned bytes, as AVX2 alone needs.")
 @click.option("--ops", multiple=True, help="Op sets, in turn. [default: what the CPU takes]")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import math
-import os
 import platform
 import subprocess
 import sys
@@ -13,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from specedge.version import __version__
+
+from ..backend.cpu_count import cpu_count
 
 PASSED, FAILED, SHORT, SKIPPED = "passed", "FAILED", "too little time", "not run"
 
@@ -96,9 +97,8 @@ def machine() -> dict[str, str]:
             versions.append(f"{package} {importlib.metadata.version(package)}")
         except importlib.metadata.PackageNotFoundError:
             continue
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "machine": f"{_processor()}, {cores} cores, {platform.platform(terse=True)}",
+        "machine": f"{_processor()}, {cpu_count()} cores, {platform.platform(terse=True)}",
         "versions": ", ".join(versions),
     }
 

@@ -21,6 +21,7 @@ from ..diagnosis import plug_in
 from . import engines, gpu_sessions, rtx, tensorrt
 from .buffers import Buffers, HostBuffers
 from .capture_gate import gate_of
+from .cpu_count import cpu_count, default_threads
 from .freed_blocks import large_blocks_apart
 from .gpu_buffers import GpuBuffers
 from .memory import is_out_of_memory
@@ -38,13 +39,13 @@ DEVICES = {  # and what ONNX Runtime calls them
 @dataclass(frozen=True)
 class Device:
     """What sessions run on, "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number, such
-    as "cuda:1"; with so many CPU threads, by default one a core.
+    as "cuda:1"; with so many CPU threads, by default one a core that this process may use.
 
     The workers of a session's own pool spin after a pass, and would take the cores of the other
     model's, so they are told to stop when a pass ends. `share_threads` makes one pool that serves
     every session instead: faster where passes take a few milliseconds. It lives as long as its
     process, in which no session can have a pool of its own from then on. `usual` is the number
-    where `threads` is None and no pool has another one yet; None: one a core.
+    where `threads` is None and no pool has another one yet; None: the default.
 
     With `unsigned` products of bytes are of unsigned ones alone: right
     on AVX2 without VNNI, which saturates else, and twice as slow where there is VNNI.
@@ -66,9 +67,9 @@ class Device:
             )
         if self.threads is not None:
             try:
-                threads = whole("threads", self.threads, 1, max(os.cpu_count() or 1, 1))
+                threads = whole("threads", self.threads, 1, cpu_count())
             except ValueError as error:
-                raise DeviceError(f"{error}; there is no use in more threads than cores") from error
+                raise DeviceError(f"{error}; this process may use no more CPUs") from error
             object.__setattr__(self, "threads", threads)
 
     @property
@@ -166,7 +167,7 @@ class Device:
         options.enable_mem_pattern = False
         providers = ["CPUExecutionProvider"]
         if not self.share_threads:
-            options.intra_op_num_threads = self.threads or self.usual or 0
+            options.intra_op_num_threads = self.threads or self.usual or default_threads()
             options.add_session_config_entry("session.force_spinning_stop", "1")
             try:
                 return ort.InferenceSession(path, options, providers, enable_fallback=False)
@@ -192,7 +193,7 @@ def _make_pool(ort: Any, threads: int | None, usual: int | None) -> None:
     with _pool_lock:
         if not _pool_threads:
             try:
-                ort.set_global_thread_pool_sizes(threads or usual or 0, 1)
+                ort.set_global_thread_pool_sizes(threads or usual or default_threads(), 1)
                 _pool_threads.append(threads or usual)
             except Exception as error:
                 if not is_of_onnxruntime(error):

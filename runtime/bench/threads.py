@@ -9,6 +9,7 @@ from specedge import store
 from specedge.bundle import Bundle
 
 from .. import loading
+from ..backend.cpu_count import cpu_count
 from ..backend.sessions import has_pool
 from ..pipeline import Pipeline
 from .tune import TEXTS
@@ -26,7 +27,7 @@ def fastest(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:
     Each count has sessions of its own, and each text goes to all of them in turn.
     """
     found = Bundle.read(store.find(bundle))
-    counts, cores = [], os.cpu_count() or 1
+    counts, cores = [], cpu_count()
     while cores:
         counts.append(cores)
         cores //= 2

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-import os
 import platform
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from specedge.bundle import MANIFEST, Bundle
 from specedge.strict_json import JsonError, build, parse, plain
 from specedge.version import __version__
 
+from ..backend.cpu_count import cpu_count
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
 from ..diagnosis import nvidia_driver
@@ -122,11 +122,11 @@ def gpus(devices: Iterable[Device]) -> str:
 
 
 def processor() -> str:
-    """The processor's name and its number of cores."""
+    """The processor's name and the number of cores that this process may use."""
     name = platform.processor()
     with contextlib.suppress(OSError, UnicodeDecodeError):  # Linux says it here alone
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith(("model name", "Hardware", "Model")):
                 name = line.partition(":")[2]
                 break
-    return f"{' '.join(name.split()) or platform.machine()}, {os.cpu_count() or 1} cores"
+    return f"{' '.join(name.split()) or platform.machine()}, {cpu_count()} cores"

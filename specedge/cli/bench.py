@@ -238,6 +238,7 @@ def _facts(
     request: dict[str, Any],
 ) -> dict[str, Any]:
     """What was measured, and on what."""
+    from specedge.runtime.backend.cpu_count import cpu_count
     from specedge.runtime.backend.ort import onnxruntime
     from specedge.runtime.planning.cost_files import processor
     from specedge.version import __version__
@@ -249,7 +250,7 @@ def _facts(
         "draft": bundle.draft.source.id,
         "device": device,
         "processor": processor(),
-        "threads": threads or os.cpu_count(),
+        "threads": threads or cpu_count(),
         "ops": getattr(pipeline.target, "ops", "auto"),
         "specedge": __version__,
         "onnxruntime": str(onnxruntime().__version__),

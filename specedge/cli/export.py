@@ -92,6 +92,8 @@ def export(draft: str, target: str, output: str | None, hosts: bool, **request: 
     """Export a draft and a target model to one bundle of ONNX graphs."""
     from specedge.exporter import export as run
 
+    _limit_threads()
+
     with _bars() as progress:
         bundle = run(draft, target, output, **request, progress=progress)
     for note in progress.notes:
@@ -103,6 +105,15 @@ def export(draft: str, target: str, output: str | None, hosts: bool, **request: 
     if hosts:
         add_graphs(bundle.folder)
     click.echo(bundle.folder)
+
+
+def _limit_threads() -> None:
+    """Let torch use no more threads than this process has CPUs: torch heeds no CPU quota."""
+    import torch
+
+    from specedge.runtime.backend.cpu_count import cpu_count
+
+    torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))
 
 
 def _times(seconds: dict[str, float]) -> str:

@@ -41,7 +41,9 @@ draft_device = click.option(
     "--draft-device", metavar="TEXT", help="Run the draft there. [default: beside the target]"
 )
 threads = click.option(
-    "--threads", type=click.IntRange(1), help="Use this many CPU threads. [default: one a core]"
+    "--threads",
+    type=click.IntRange(1),
+    help="Use this many CPU threads. [default: one per core this process may use]",
 )
 ops = click.option(
     "--ops",

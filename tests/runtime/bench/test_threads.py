@@ -1,6 +1,5 @@
 """The number of threads that tune makes the default, and who heeds it."""
 
-import os
 import subprocess
 import sys
 
@@ -30,7 +29,7 @@ class Loaded:
     [({4: 1.0, 2: 0.8, 1: 0.9}, 2), ({4: 1.0, 2: 0.99, 1: 1.5}, None), ({4: 1, 2: 2, 1: 3}, None)],
 )
 def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seconds, best):
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threads, "cpu_count", lambda: 4)
     monkeypatch.setattr(loading, "load", lambda bundle, threads, ops: Loaded(threads))
     monkeypatch.setattr(threads, "_unlearning", lambda loaded: loaded)
     monkeypatch.setattr(threads, "_seconds", lambda loaded, text, k: seconds[loaded.count])
@@ -39,9 +38,9 @@ def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seco
 
 def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr(os, "cpu_count", lambda: 1)
+    monkeypatch.setattr(threads, "cpu_count", lambda: 1)
     assert threads.fastest(store.embedded(), "auto") is None
-    monkeypatch.setattr(os, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threads, "cpu_count", lambda: 4)
     monkeypatch.setattr(threads, "LARGE", 1)
     assert threads.fastest(store.embedded(), "auto") is None
     monkeypatch.setattr(threads, "LARGE", 10**9)

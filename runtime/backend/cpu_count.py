@@ -1,0 +1,75 @@
+"""Number of CPUs that this process may use, as opposed to the CPUs of the machine."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+
+def cpu_count() -> int:
+    """Return the number of logical CPUs that this process may use, at least 1.
+
+    Honors the CPU affinity (cpusets included) and the CPU quota of the process's control groups,
+    which is rounded up to whole CPUs.
+    """
+    if hasattr(os, "process_cpu_count"):  # Python 3.13
+        allowed = os.process_cpu_count() or 1
+    elif hasattr(os, "sched_getaffinity"):
+        allowed = len(os.sched_getaffinity(0))
+    else:
+        allowed = os.cpu_count() or 1
+    return min([allowed, *(max(1, math.ceil(quota)) for quota in cpu_quotas())])
+
+
+def default_threads() -> int:
+    """Return ONNX Runtime's `intra_op_num_threads` for a session that no number was set for.
+
+    0, ONNX Runtime's default of a thread per physical core, unless the process is confined to
+    fewer CPUs: ONNX Runtime heeds neither affinity nor quota.
+    """
+    allowed = cpu_count()
+    return allowed if allowed < (os.cpu_count() or 1) else 0
+
+
+def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
+    """Yield the CPU quotas, in CPUs, of the process's control groups and their parents.
+
+    Reads `cpu.max` of cgroup v2 and `cpu.cfs_quota_us` of v1 below `root`. A group that is not
+    visible, as in a container that sees only its own, counts by its visible parents.
+    """
+    with suppress(OSError, UnicodeDecodeError):
+        for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
+            _, controllers, name = line.split(":", 2)
+            if not controllers:
+                mount, read = root / "sys/fs/cgroup", _quota_v2
+            elif "cpu" in controllers.split(","):
+                mount, read = root / "sys/fs/cgroup/cpu", _quota_v1
+            else:
+                continue
+            group = Path(name.strip("/"))
+            for part in (group, *group.parents):
+                with suppress(OSError, ValueError, ZeroDivisionError):
+                    yield read(mount / part)
+
+
+def _quota_v2(group: Path) -> float:
+    """Return a quota; ValueError if the group has none."""
+    quota, period = (group / "cpu.max").read_text("utf-8").split()
+    return _positive(int(quota) / int(period))
+
+
+def _quota_v1(group: Path) -> float:
+    """Return a quota; ValueError if the group has none, which v1 writes as -1."""
+    quota, period = (
+        int((group / f"cpu.cfs_{name}_us").read_text("utf-8")) for name in ("quota", "period")
+    )
+    return _positive(quota / period)
+
+
+def _positive(quota: float) -> float:
+    if quota <= 0:
+        raise ValueError("no quota")
+    return quota
