@@ -23,6 +23,7 @@ from .diagnosis.providers import why_not
 from .pipeline import Pipeline
 from .planning.cost_files import key_of
 from .planning.known_costs import KnownCosts
+from .planning.measurement import MIN_CONTEXT, Models, measure
 from .text.tokenizing import load_tokenizer
 
 AUTO = "auto"
@@ -86,7 +87,8 @@ def load(
             one.warm_up(range(1, longest + 1))
         if not draft_on.is_cpu:
             other.warm_up(range(1, 3))
-    notes = [self_test.settle(target, found.target, target_on, longest)]
+    seconds: dict[int, float] = {}
+    notes = [self_test.settle(target, found.target, target_on, longest, seconds)]
     if not draft_on.is_cpu and not draft_on.has_engines:
         for one in [draft] if target_on.is_cpu else [target, draft]:
             one.read_longest()
@@ -96,7 +98,13 @@ def load(
         other.unroll_as(draft)
     shorter = _shortened(found, max_length)
     note = "; ".join(filter(None, notes)) or None
-    return Pipeline(shorter, load_tokenizer(found), target, draft, costs or known(), note, more)
+    costs = costs or known()
+    pipeline = Pipeline(shorter, load_tokenizer(found), target, draft, costs, note, more)
+    models = Models(target, found.target.context_length, draft, found.draft.context_length)
+    if models.context >= MIN_CONTEXT:
+        most = max(1, pipeline.max_planned_tokens)
+        costs.complete(lambda: measure(models, most, samples=seconds).costs)
+    return pipeline
 
 
 def devices_of(
@@ -127,7 +135,7 @@ def devices_of(
 
 def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) -> KnownCosts:
     """What is known of a pair's costs there, by its models' op sets."""
-    return KnownCosts(bundle, key_of(bundle, target_on, draft_on, ", ".join(ops)))
+    return KnownCosts(key_of(bundle, target_on, draft_on, ", ".join(ops)))
 
 
 def _opened(bundle: Bundle, model: Model, device: Device, ops: str) -> OrtModel:

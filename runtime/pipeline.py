@@ -57,7 +57,7 @@ class Pipeline:
         self.draft = draft
         self.drafters = Drafters(bundle)
         self.noise = Noise(target, bundle.context_length)
-        self.costs = costs or KnownCosts(bundle)
+        self.costs = costs or KnownCosts()
         self.note = note
         others = [Slot(one, other, self.noise.over(one)) for one, other in more]
         self.slots = Slots([Slot(target, draft, self.noise), *others])
@@ -172,7 +172,6 @@ class Pipeline:
 
     def _learn(self, run: Run, tokens: list[int]) -> None:
         """A request's text has ended; it still has its turn."""
-        self.costs.learn(run.seen)
         if run.request.remember:
             self.drafters.remembered.add(tokens)
 

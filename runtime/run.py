@@ -14,8 +14,6 @@ from .exactness.row_noise import ANY, Noise
 from .loop.decoding import SpeculativeDecoder
 from .loop.round import Plan, Round
 from .loop.timing import Stopwatch, Timed
-from .planning.choices import MODEL
-from .planning.known_costs import Seen
 from .planning.plans import Auto
 from .sampling.logprobs import TokenLogprobs
 from .slots import Slot
@@ -118,16 +116,3 @@ class Run:
     def expected_speedup(self) -> float | None:
         """What planned rounds gained over the target alone, by the table of costs."""
         return self.plan.planner.expected_speedup if isinstance(self.plan, Auto) else None
-
-    @property
-    def seen(self) -> Seen:
-        stats = self.stats
-        return Seen(
-            greedy=self.sampling.greedy,
-            target=self.target.firsts,
-            draft=self.draft.whole_rounds,
-            firsts=self.draft.firsts,
-            host=(stats.sampling_seconds + stats.other_seconds) / max(1, stats.num_rounds),
-            num_tested=stats.tested_by_source.get(MODEL, 0),
-            num_accepted=stats.accepted_by_source.get(MODEL, 0),
-        )

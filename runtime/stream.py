@@ -10,7 +10,6 @@ from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, Planned
 
 from .loop.round import NearTie, Plan, Round
-from .planning.known_costs import Seen
 from .planning.plans import recorded
 from .run import Run
 from .sampling.logprobs import TokenLogprobs
@@ -135,11 +134,6 @@ class Stream:
     def stats(self) -> Stats:
         """What was done so far."""
         return self._run.stats
-
-    @property
-    def seen(self) -> Seen:
-        """What the rounds so far cost, for a table of costs."""
-        return self._run.seen
 
     @property
     def generation(self) -> Generation:

@@ -146,6 +146,23 @@ def replace_text(path: Path, text: str) -> None:
         os.replace(temporary, path)
 
 
+def create_text(path: Path, text: str) -> None:
+    """Write a file that is not there yet, whole or not at all. Raises OSError, FileExistsError
+    where it is there.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with beside(path) as temporary:
+        temporary.write_text(text, "utf-8")
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system without hard links
+            if path.exists():
+                raise FileExistsError(path) from None
+            os.replace(temporary, path)
+
+
 def check_writable(path: Path) -> None:
     """Raise OSError where `replace_text` could not write some text now; nothing is left of it."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -50,9 +50,16 @@ def test_tune_prints_json():
     assert len(found["greedy"]["target"]) == len(found["lengths"])
 
 
-def test_the_first_request_has_an_estimate_and_the_second_its_measures():
-    assert "an estimate" in run("generate", PROMPT, "-n", 80, "--explain").stderr
-    assert "by an earlier request" in run("generate", PROMPT, "-n", 80, "--explain").stderr
+def test_the_first_request_is_planned_with_costs_measured_at_load():
+    for _ in range(2):
+        explained = run("generate", PROMPT, "-n", 20, "--explain").stderr
+        assert "measured when the bundle was first loaded here" in explained
+
+
+def test_a_seed_repeats_its_text_in_later_processes_above_temperature_0():
+    options = ("-n", 40, "--temperature", 0.9, "--seed", 3, "--json")
+    first, later = (json.loads(run("generate", PROMPT, *options).stdout) for _ in range(2))
+    assert (first["tokens"], first["plan"]) == (later["tokens"], later["plan"])
 
 
 def test_json_has_the_plan_and_replay_repeats_it(tmp_path):

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from specedge.runtime.planning.choices import Offer
-from specedge.runtime.planning.cost_table import EXPECTED, Costs, CostTable, ModeCosts
+from specedge.runtime.planning.cost_table import Costs, CostTable, ModeCosts
 from specedge.runtime.planning.planner import Planner
 
 Accepts = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
@@ -35,9 +35,8 @@ def table(
 
 
 def untuned(draft: float = 0.09) -> CostTable:
-    """Of these costs, what a request plans with where nothing was measured."""
-    expected = dict.fromkeys(("model", "lookup"), EXPECTED)
-    return replace(table(draft, prior=expected), origin="bytes")
+    """The same costs as they are measured at load, which tells no acceptance."""
+    return replace(table(draft), origin="load")
 
 
 def constant(chance: float) -> Accepts:

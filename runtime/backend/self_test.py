@@ -5,6 +5,7 @@ T tokens a pass, K and N the sizes of a matrix.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from dataclasses import replace
 from functools import cache
@@ -35,16 +36,24 @@ EXPERTS = (
 )
 
 
-def settle(model: OrtModel, facts: Model, device: Device, longest: int) -> str | None:
+def settle(
+    model: OrtModel,
+    facts: Model,
+    device: Device,
+    longest: int,
+    seconds: dict[int, float] | None = None,
+) -> str | None:
     """Let a target rely on the lengths of passes that keep rows' bits on its device, of those up to
-    `longest` on a GPU. What is to be said of others.
+    `longest` on a GPU. What is to be said of others. `seconds` gets what each length took.
 
     Ends with an empty cache.
     """
-    return run(model, facts) if device.is_cpu else run_on_gpu(model, facts, longest)
+    if device.is_cpu:
+        return run(model, facts, seconds)
+    return run_on_gpu(model, facts, longest, seconds)
 
 
-def run(model: OrtModel, facts: Model) -> str | None:
+def run(model: OrtModel, facts: Model, seconds: dict[int, float] | None = None) -> str | None:
     """Pass the last of a few tokens again, in passes of each T that the export found to keep rows'
     bits, and let the model rely on those alone that do so here. What is to be said of the others.
 
@@ -55,7 +64,8 @@ def run(model: OrtModel, facts: Model) -> str | None:
     if not tried:
         return None
     steps = (STEP, 0) if facts.num_experts else (STEP,)
-    held = set.intersection(*(_held(model, tried, step=step) for step in steps))
+    seconds = {} if seconds is None else seconds
+    held = set.intersection(*(_held(model, tried, seconds, step=step) for step in steps))
     if not (lost := sorted({*tried} - held)):
         return None
     kept = [t for t in recorded if t < min(lost)]
@@ -76,7 +86,9 @@ def _known(facts: Model, ops: str) -> str:
     return KNOWN.get(facts.weights_dtype, "as some kernels do")
 
 
-def run_on_gpu(model: OrtModel, facts: Model, longest: int) -> str | None:
+def run_on_gpu(
+    model: OrtModel, facts: Model, longest: int, seconds: dict[int, float] | None = None
+) -> str | None:
     """Pass the last of a few tokens again in passes of every T that requests use, and let the model
     rely on those whose rows have the bits of the longest. What is to be said of the others.
 
@@ -84,7 +96,8 @@ def run_on_gpu(model: OrtModel, facts: Model, longest: int) -> str | None:
     """
     lengths = list(range(1, min(longest, facts.context_length) + 1))
     pasts = {min(past, facts.context_length - lengths[-1]) for past in PASTS}
-    held = set.intersection(*(_held(model, lengths, past, caches=False) for past in pasts))
+    seconds = {} if seconds is None else seconds
+    held = set.intersection(*(_held(model, lengths, seconds, past, caches=False) for past in pasts))
     if not (lost := sorted({*lengths} - held)):
         model.row_independent_lengths = tuple(lengths)
         return None
@@ -96,10 +109,15 @@ def run_on_gpu(model: OrtModel, facts: Model, longest: int) -> str | None:
 
 
 def _held(
-    model: OrtModel, lengths: list[int], past: int = 0, caches: bool = True, step: int = STEP
+    model: OrtModel,
+    lengths: list[int],
+    seconds: dict[int, float],
+    past: int = 0,
+    caches: bool = True,
+    step: int = STEP,
 ) -> set[int]:
     """The T whose rows, of logits and perhaps of caches, have the bits of the longest pass behind
-    `past` rows. Tokens are every `step`-th.
+    `past` rows. Tokens are every `step`-th. `seconds` gets what each pass took.
     """
     longest = past + max(lengths)
     tokens = [step * i % model.vocab_size for i in range(longest)]
@@ -111,7 +129,9 @@ def _held(
     for length in lengths:
         start = longest - length
         model.truncate(start)
+        begin = time.perf_counter()
         found = model.forward(tokens[start:]).array()
+        seconds[length] = time.perf_counter() - begin
         at = start - past
         same = np.array_equal(found, wanted[at:])
         again = model.cache_rows(start, longest) if caches else []

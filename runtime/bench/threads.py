@@ -34,7 +34,7 @@ def fastest(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:
     size = sum(found.files[weights].size for weights in {m.weights for m in found.models.values()})
     if len(counts) == 1 or size > LARGE or has_pool():
         return None
-    pipelines = {n: _unlearning(loading.load(bundle, threads=n, ops=ops)) for n in counts}
+    pipelines = {n: loading.load(bundle, threads=n, ops=ops) for n in counts}
     seconds: dict[tuple[int, int], list[float]] = {(n, k): [] for n in counts for k in K}
     for i in range(REPEATS):
         for n in counts[:: -1 if i % 2 else 1]:
@@ -43,10 +43,6 @@ def fastest(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:
     times = {n: min(median(seconds[n, k]) for k in K) for n in counts}
     best = min(times, key=lambda n: times[n])
     return best if times[best] < GAIN * times[counts[0]] else None
-
-
-def _unlearning(pipeline: Pipeline) -> Pipeline:
-    return Pipeline(pipeline.bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
 
 
 def _seconds(pipeline: Pipeline, text: str, k: int) -> float:

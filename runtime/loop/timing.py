@@ -45,9 +45,7 @@ class Stopwatch:
 class Timed:
     """A language model whose passes are counted and timed as one part of a run.
 
-    `firsts` are the seconds of each round's first pass, by how many tokens it read; `whole_rounds`
-    those of all its passes, by the tokens of the first and how many there were. A pass that reads
-    the end of a prompt, too, is in neither, and its time counts as "prefill".
+    A pass that reads the end of a prompt, too, counts as "prefill".
     """
 
     def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
@@ -56,10 +54,7 @@ class Timed:
         self._part = part
         self.num_passes = 0
         self._shared = self._rows_share = 0.0
-        self.firsts: defaultdict[int, list[float]] = defaultdict(list)
-        self.whole_rounds: defaultdict[tuple[int, int], list[float]] = defaultdict(list)
-        self._round: list[float] = []
-        self._first_tokens = 0
+        self._others: list[float] = []  # seconds of passes that read no prompt
 
     @property
     def length(self) -> int:
@@ -75,23 +70,15 @@ class Timed:
         if with_prompt:
             self._shared, self._rows_share = seconds, seconds * (num_rows or 0) / len(tokens)
         else:
-            self._passed(len(tokens), [seconds])
+            self._others.append(seconds)
         return scores
 
     @property
     def seconds_of_first(self) -> float:
         """Of the pass that read the end of a prompt, too, the round's own part: what the other
-        rounds' first passes took on average, or if there are none its share of the tokens.
+        passes took on average, or if there are none its share of the tokens.
         """
-        others = [seconds for some in self.firsts.values() for seconds in some]
-        return min(self._shared, fmean(others)) if others else self._rows_share
-
-    def _passed(self, num_tokens: int, took: list[float]) -> None:
-        """Note passes' seconds, and how many tokens the first of them read."""
-        if not self._round:
-            self._first_tokens = num_tokens
-            self.firsts[num_tokens].append(took[0])
-        self._round += took
+        return min(self._shared, fmean(self._others)) if self._others else self._rows_share
 
     def draft(
         self,
@@ -101,15 +88,13 @@ class Timed:
         sampling: Sampling,
         uniforms: Floats,
     ) -> Draft | None:
-        """Counted as so many passes, which took the same time each."""
+        """Counted as so many passes."""
         if not hasattr(self.model, "draft"):  # of one that hands on what it is asked, too
             return None
-        begin = time.perf_counter()
         with self._watch.part(self._part):
             draft: Draft | None = self.model.draft(tokens, count, history, sampling, uniforms)
         if draft is not None:
             self.num_passes += count
-            self._passed(len(tokens), [(time.perf_counter() - begin) / count] * count)
         return draft
 
     def prefill(self, tokens: Sequence[int]) -> None:
@@ -121,8 +106,4 @@ class Timed:
         return self.model.reuse(tokens)
 
     def truncate(self, length: int) -> None:
-        """The loop truncates once a round, at its end."""
         self.model.truncate(length)
-        if self._round:
-            self.whole_rounds[self._first_tokens, len(self._round)].append(sum(self._round))
-            self._round = []

@@ -21,14 +21,14 @@ from ..backend.sessions import Device
 from ..diagnosis import nvidia_driver
 from .cost_table import CostTable
 
-FORMAT = 7
+FORMAT = 8
 LARGEST = 2**20
 
 
 @dataclass(frozen=True)
 class Key:
-    """What costs hang on: `bundle` is the SHA-256 of its manifest, `threads` 0 the default, `gpus`
-    those that models run on, with their driver.
+    """Fingerprint of a bundle on a machine: `bundle` is the SHA-256 of its manifest, which lists
+    its graphs, `threads` 0 the default, `gpus` those that models run on, with their driver.
     """
 
     bundle: str
@@ -44,7 +44,7 @@ class Key:
     @property
     def path(self) -> Path:
         """Where the table for it lies."""
-        text = json.dumps(plain(self), sort_keys=True)
+        text = json.dumps([FORMAT, plain(self)], sort_keys=True)
         return store.costs_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
@@ -92,15 +92,29 @@ def read(key: Key) -> tuple[CostTable | None, str | None]:
         return None, None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        return None, f"{path} is not used ({reason}); run 'specedge tune' to measure again"
+        return None, f"{path} is not used ({reason}); costs are measured again"
     return found.costs, None
 
 
 def write(key: Key, table: CostTable) -> Path:
-    """Remember a table, whole or not at all; where. OSError where that cannot be."""
-    text = json.dumps(plain(CostFile(FORMAT, key, table)), indent=1)
-    store.replace_text(key.path, text + "\n")
+    """Store a table in place of another, whole or not at all; return its path. Raises OSError."""
+    store.replace_text(key.path, _text(key, table))
     return key.path
+
+
+def write_first(key: Key, table: CostTable) -> CostTable:
+    """Store a table unless another process was first; return the stored one. Raises OSError."""
+    try:
+        store.create_text(key.path, _text(key, table))
+    except FileExistsError:
+        if (stored := read(key)[0]) is not None:
+            return stored
+        write(key, table)  # that file is damaged
+    return table
+
+
+def _text(key: Key, table: CostTable) -> str:
+    return json.dumps(plain(CostFile(FORMAT, key, table)), indent=1) + "\n"
 
 
 def gpus(devices: Iterable[Device]) -> str:

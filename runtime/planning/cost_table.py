@@ -1,7 +1,7 @@
-"""What passes cost on one device, in seconds: a table, measured or estimated.
+"""Table of measured pass costs on one device, in seconds.
 
-A pass of T tokens is timed with several numbers of tokens in the cache (`lengths`). What was not
-timed is interpolated; beyond the last length costs grow as between the last two.
+A pass of T tokens is timed with one or several numbers of tokens in the cache (`lengths`). What was
+not timed is interpolated; beyond the last length costs grow as between the last two.
 """
 
 from __future__ import annotations
@@ -11,30 +11,22 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import fmean
 
-from specedge.bundle import Bundle
-
-READ_LENGTH = 64  # tokens of the pass that `reading` is timed with
 PLACES = 64  # costs are looked up once for so many places in the text
-ORIGINS = ("tune", "use", "bytes")
-BANDWIDTH = 10e9  # bytes a second: a guess, but choices hang on ratios of costs
-ROW = 0.1  # what a row more costs a pass, in passes: CPUs that read weights from memory need less
-EXPECTED = 0.7  # of the tokens of a draft model, and of copies, that were not measured
-HOST = (1e-4, 5e-5)  # the host's seconds a round, and a draft token
+ORIGINS = ("tune", "load", "assumed")
 
 
 @dataclass(frozen=True)
 class ModeCosts:
-    """Seconds in one mode, greedy or drawing: what the host does between passes slows them.
+    """Seconds in one mode, greedy or sampled.
 
     target: a pass over `rows` tokens. [lengths][rows]
-    draft: the passes of a round that drafts a token fewer than `rows`. The first finds the target's
-        weights in the processor's caches, and each later one more of its own. [lengths][rows - 1]
-    pending: what the first takes more over two tokens, after a full acceptance. [lengths]
+    draft: the passes of a round that drafts a token fewer than `rows`; empty without a draft model.
+        [lengths][rows - 1]
+    pending: what the first of these takes more over two tokens, after a full acceptance. [lengths]
     reading: a token of the draft's prefill. [lengths]
     host: a round's work outside the graphs. [rows]
-    acceptance: the chance that a draft token is accepted, by drafter; may be empty
+    acceptance: expected acceptance rate by drafter; empty where it was not measured
     """
 
     target: tuple[tuple[float, ...], ...]
@@ -49,7 +41,7 @@ class ModeCosts:
 class CostTable:
     """Seconds on one device.
 
-    origin: "tune" if all was measured, "use" if a request measured some, "bytes" if nothing was
+    origin: who measured them, "tune" or "load"; "assumed" if nobody did
     threads: CPU threads that were the fastest, for sessions that are given no number; 0: one a core
     """
 
@@ -85,10 +77,13 @@ class CostTable:
         mode = self.mode(greedy)
         target = self._between(mode.target, length)
         rounds = [t + host for t, host in zip(target, mode.host, strict=True)]
-        drafting = [0.0, *self._between(mode.draft, length)]
         known = range(1, self.rows[-1] + 1)
+        verifying = [interpolate(self.rows, rounds, tokens) for tokens in known]
+        if not mode.draft:
+            return Costs(verifying, [0.0] * len(known), 0.0, 0.0)
+        drafting = [0.0, *self._between(mode.draft, length)]
         return Costs(
-            [interpolate(self.rows, rounds, tokens) for tokens in known],
+            verifying,
             [interpolate(self.rows, drafting, tokens) for tokens in known],
             interpolate(self.lengths, mode.pending, length),
             interpolate(self.lengths, mode.reading, length),
@@ -123,31 +118,18 @@ class Costs:
         return 0.0 if behind <= 2 else self.passes[1] + (behind - 1) * self.reading
 
 
-def typical(seconds: Sequence[float]) -> float:
-    """The mean without the slowest tenth: of those something else wanted the cores."""
-    kept = sorted(seconds)[: len(seconds) - len(seconds) // 10]
-    return fmean(kept)
-
-
-def estimate(bundle: Bundle, max_draft_tokens: int) -> CostTable:
-    """A table from the weights' bytes alone, with costs of speculation that are rather too high.
-
-    Only ratios matter to a choice, so the unknown speed of the memory hardly does.
-    """
-    sizes: dict[str, float] = {r: bundle.files[m.weights].size for r, m in bundle.models.items()}
-    if bundle.shares_weights:  # a draft of the target's own layers reads a part of them
-        sizes["draft"] *= bundle.draft.num_parameters / max(1, bundle.target.num_parameters)
-    target, draft = (max(sizes[role], 1) / BANDWIDTH for role in ("target", "draft"))
-    rows = tuple(range(1, max_draft_tokens + 2))
+def assumed(max_draft_tokens: int) -> CostTable:
+    """Return costs for models that nobody measured, with passes that draft rather too dear."""
+    rows = range(1, max_draft_tokens + 2)
     mode = ModeCosts(
-        target=(tuple(target * (1 + ROW * (t - 1)) for t in rows),),
-        draft=(tuple(draft * k for k in range(1, max_draft_tokens + 1)),),
-        pending=(draft * ROW,),
-        reading=(draft * ROW,),
-        host=tuple(HOST[0] + k * HOST[1] for k in range(max_draft_tokens + 1)),
-        acceptance=dict.fromkeys(("model", "lookup", "suffix"), EXPECTED),
+        target=(tuple(1e-2 + 1e-3 * (t - 1) for t in rows),),
+        draft=(tuple(2e-3 * (t - 1) for t in rows[1:]),),
+        pending=(2e-4,),
+        reading=(2e-4,),
+        host=(0.0,) * len(rows),
+        acceptance={},
     )
-    return CostTable("bytes", (0,), rows, mode, mode, threads=0)
+    return CostTable("assumed", (0,), tuple(rows), mode, mode, threads=0)
 
 
 def interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
@@ -166,10 +148,11 @@ def interpolate(xs: Sequence[int], values: Sequence[float], x: float) -> float:
 def _check(mode: ModeCosts, num_lengths: int, num_rows: int) -> None:
     shapes = {"target": (mode.target, num_rows), "draft": (mode.draft, num_rows - 1)}
     for name, (values, width) in shapes.items():
-        if len(values) != num_lengths or any(len(row) != width for row in values):
+        absent = name == "draft" and not values
+        if (len(values) != num_lengths and not absent) or any(len(row) != width for row in values):
             raise ValueError(f"{name} has {width} costs for each of lengths")
-    if not len(mode.reading) == len(mode.pending) == num_lengths:
-        raise ValueError("reading and pending have a cost for each of lengths")
+    if not len(mode.reading) == len(mode.pending) == len(mode.draft):
+        raise ValueError("draft, reading and pending have costs for the same lengths")
     if len(mode.host) != num_rows:
         raise ValueError("host has a cost for each of rows")
     timed = [*sum(mode.target, ()), *sum(mode.draft, ()), *mode.reading]

@@ -12,8 +12,8 @@ from .plans import Auto, recorded
 
 ORIGINS = {
     "tune": "measured by 'specedge tune'",
-    "use": "measured by an earlier request; 'specedge tune' measures all",
-    "bytes": "an estimate from the weights' bytes, until a greedy request measured its own",
+    "load": "measured when the bundle was first loaded here; 'specedge tune' measures more",
+    "assumed": "assumed, for models that were not loaded from a bundle",
 }
 MAX_CHANGES = 40  # lines about single rounds; the rest are counted
 

@@ -15,6 +15,7 @@ from .cost_table import PLACES, Costs, CostTable
 
 MARGIN = 1.02  # a gain below this is within what costs were measured to
 STAKE = 2.5  # plain rounds that a request may lose, and half as many more by single draft tokens
+UNMEASURED = 0.7  # expected acceptance of a draft model, and of copies, before `specedge tune`
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
 PROBING = 0.005  # the share of a request's seconds that probes may lose
 FIRST_GAP = 8  # rounds from a drafter's last one to its probe; doubled by each probe that fails
@@ -50,6 +51,8 @@ class Planner:
     def known(self, source: str) -> Acceptance:
         if source not in self.acceptance:
             expected = self.table.mode(self.greedy).acceptance.get(source)
+            if expected is None and self.table.origin == "load" and source in (MODEL, *COPYING):
+                expected = UNMEASURED
             tuned = expected is not None and self.table.origin == "tune"
             tests = TUNED_TESTS if tuned else GUESSED_TESTS
             self.acceptance[source] = Acceptance(PRIOR if expected is None else expected, tests)

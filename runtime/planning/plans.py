@@ -35,9 +35,8 @@ def plan_of(
         return Replay(request.replay, drafters)
     if request.fixed_k is not None:
         return Fixed(first, request.fixed_k)
-    greedy = request.temperature == 0
-    table = costs.table if greedy else costs.settled_table
-    return Auto(Planner(table, greedy, max_draft_tokens), drafters)
+    planner = Planner(costs.table, request.temperature == 0, max_draft_tokens)
+    return Auto(planner, drafters)
 
 
 class Fixed:

@@ -31,7 +31,6 @@ class Loaded:
 def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seconds, best):
     monkeypatch.setattr(threads, "cpu_count", lambda: 4)
     monkeypatch.setattr(loading, "load", lambda bundle, threads, ops: Loaded(threads))
-    monkeypatch.setattr(threads, "_unlearning", lambda loaded: loaded)
     monkeypatch.setattr(threads, "_seconds", lambda loaded, text, k: seconds[loaded.count])
     assert threads.fastest(store.embedded(), "auto") == best
 

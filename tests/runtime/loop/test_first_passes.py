@@ -116,7 +116,6 @@ def test_of_the_first_pass_a_round_counts_what_other_rounds_take(monkeypatch):
     assert model.seconds_of_first == 2
     assert model.num_passes == 3
     assert dict(watch.seconds) == {"prefill": 11, "verify": 4}
-    assert dict(model.firsts) == {2: [2, 2]}
 
 
 def test_an_exact_request_reads_its_prompt_apart(pipeline):

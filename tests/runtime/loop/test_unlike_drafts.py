@@ -182,30 +182,18 @@ def test_only_the_prompts_prefill_counts_as_prefill():
     assert parts.count("draft") > 25  # a pass each round, and a prefill each slide
 
 
-class HandingOn:
-    """What `specedge tune` puts before a draft: it answers to what another model can."""
-
-    def __init__(self, model):
-        self._model = model
-
-    def __getattr__(self, name):
-        return getattr(self._model, name)
-
-
 class AtOnce(TableModel):
     def draft(self, tokens, count, history, sampling, uniforms):
         return Draft([1] * count) if count > 1 else None
 
 
-@pytest.mark.parametrize("wrap", [HandingOn, lambda model: model])
-def test_a_draft_of_one_call_counts_as_its_passes_also_where_it_is_handed_on(wrap):
+def test_a_draft_of_one_call_counts_as_its_passes():
     watch = Stopwatch()
-    draft = Timed(wrap(AtOnce(hashed_distribution(2, 5), context_length=64)), watch, "draft")
+    draft = Timed(AtOnce(hashed_distribution(2, 5), context_length=64), watch, "draft")
     guesses = DraftModel(draft, context_length=64)
     made = guesses.propose(History([0, 1, 2]), 4, Sampling(1.0), np.full(4, 0.5))
     assert made.tokens == [1] * 4
     assert draft.num_passes == 4
     draft.truncate(2)
-    assert {key: len(took) for key, took in draft.whole_rounds.items()} == {(1, 4): 1}
     made = guesses.propose(History([0, 1, 2]), 1, Sampling(1.0), np.full(1, 0.5))
     assert (len(made.probs), draft.num_passes) == (1, 5)  # by a pass

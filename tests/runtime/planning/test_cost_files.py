@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 
 import pytest
@@ -12,8 +11,7 @@ from specedge import store
 from specedge.bundle import Bundle
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.planning import cost_files
-from specedge.runtime.planning.cost_table import CostTable, ModeCosts, estimate
-from specedge.strict_json import plain
+from specedge.runtime.planning.cost_table import CostTable, ModeCosts
 from virtual import table
 
 
@@ -63,8 +61,8 @@ def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 7', '"format": 6')
-    yield "without a format", lambda text: text.replace('"format": 7,', "")
+    yield "of an older format", lambda text: text.replace('"format": 8', '"format": 7')
+    yield "without a format", lambda text: text.replace('"format": 8,', "")
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")
@@ -79,7 +77,7 @@ def test_a_damaged_file_is_not_used_and_one_line_says_so(key, damage):
     found, note = cost_files.read(key)
     assert found is None
     assert str(path) in note
-    assert "specedge tune" in note
+    assert "measured again" in note
     assert "\n" not in note
 
 
@@ -137,7 +135,7 @@ def test_a_table_that_contradicts_itself_cannot_be(change):
         {"target": ((1.0,),)},
         {"draft": ((0.1, 0.1),)},
         {"draft": ((float("inf"),),)},
-        {"reading": ()},
+        {"reading": (0.1, 0.1)},
         {"pending": ()},
         {"pending": (-0.1,)},
         {"host": (0.0,)},
@@ -152,13 +150,51 @@ def test_a_mode_that_contradicts_itself_cannot_be(mode, change):
         dataclasses.replace(costs, **{mode: dataclasses.replace(costs.greedy, **change)})
 
 
-def test_an_estimate_goes_by_bytes_and_has_every_pass():
-    bundle = Bundle.read(store.embedded())
-    found = estimate(bundle, 16)
-    costs = found.at(100, greedy=True)
-    sizes = [bundle.files[m.weights].size for m in (bundle.draft, bundle.target)]
-    assert found.max_draft_tokens == 16
-    ratio = found.greedy.draft[0][0] / found.greedy.target[0][0]
-    assert ratio == pytest.approx(sizes[0] / sizes[1])
-    assert costs.rounds == sorted(costs.rounds)
-    json.dumps(plain(found))
+def test_costs_without_a_draft_model_are_those_of_the_target_alone():
+    costs = table(0.1)
+    mode = dataclasses.replace(costs.greedy, draft=(), pending=(), reading=())
+    without = dataclasses.replace(costs, greedy=mode, sampled=mode).at(10, greedy=True)
+    assert without.rounds == costs.at(10, greedy=True).rounds
+    assert (set(without.passes), without.pending, without.catching_up(9)) == ({0.0}, 0.0, 0.0)
+
+
+def test_the_first_complete_measurement_is_used_by_all_processes(key):
+    assert cost_files.write_first(key, table(0.1)) == table(0.1)
+    assert cost_files.write_first(key, table(0.2)) == table(0.1)
+    assert os.listdir(key.path.parent) == [key.path.name]
+
+
+def test_processes_that_measure_at_once_agree(key, monkeypatch):
+    """Whoever loses the race between looking and writing takes the winner's table."""
+    link = os.link
+
+    def late(temporary, path):
+        monkeypatch.setattr(os, "link", link)
+        cost_files.write_first(key, table(0.1))
+        link(temporary, path)
+
+    monkeypatch.setattr(os, "link", late)
+    assert cost_files.write_first(key, table(0.2)) == table(0.1)
+    assert cost_files.read(key) == (table(0.1), None)
+
+
+def test_file_systems_without_hard_links_store_the_first_measurement_too(key, monkeypatch):
+    def refuse(*_):
+        raise OSError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    assert cost_files.write_first(key, table(0.1)) == table(0.1)
+    assert cost_files.write_first(key, table(0.2)) == table(0.1)
+
+
+def test_a_damaged_file_is_replaced_by_the_next_measurement(key):
+    cost_files.write(key, table(0.1)).write_text("{", "utf-8")
+    assert cost_files.write_first(key, table(0.2)) == table(0.2)
+    assert cost_files.read(key) == (table(0.2), None)
+
+
+def test_files_of_older_formats_are_left_alone_without_a_word(key, monkeypatch):
+    monkeypatch.setattr(cost_files, "FORMAT", cost_files.FORMAT - 1)
+    cost_files.write(key, table(0.1))
+    monkeypatch.undo()
+    assert cost_files.read(key) == (None, None)

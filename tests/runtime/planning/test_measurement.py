@@ -1,0 +1,149 @@
+"""Pass costs as they are measured: what becomes of a scripted clock's readings."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from specedge.runtime.planning import measurement
+from specedge.runtime.planning.measurement import Models, measure, on_grid
+from specedge.runtime.sampling.scores import Scores
+
+
+class Clock:
+    """A clock that passes of `Scripted` models alone advance."""
+
+    now = 0.0
+
+
+class Scripted:
+    """A model whose passes take the seconds that a function of their length says."""
+
+    def __init__(self, clock, seconds):
+        self.clock, self.seconds = clock, seconds
+        self.cache = SimpleNamespace(extend=self.extend)
+        self.length, self.passes = 0, []
+
+    def extend(self, tokens):
+        self.length += len(tokens)
+
+    def forward(self, tokens, num_rows=None):
+        self.passes.append(len(tokens))
+        self.prefill(tokens)
+        return Scores(np.zeros((len(tokens), 7), np.float32))
+
+    def prefill(self, tokens):
+        self.extend(tokens)
+        self.clock.now += self.seconds(len(tokens))
+
+    def truncate(self, length):
+        self.length = length
+
+    def draft(self, *_):
+        return None
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    found = Clock()
+    monkeypatch.setattr(time, "perf_counter", lambda: found.now)
+    return found
+
+
+def scripted(clock, target=lambda t: 10 + t, draft=lambda t: 2 + t / 10):
+    return Models(Scripted(clock, target), 512, Scripted(clock, draft), 256)
+
+
+def test_costs_are_those_of_the_passes_on_a_grid_of_ten_percent(clock):
+    costs = measure(scripted(clock), 16).costs
+    assert (costs.origin, costs.lengths, costs.rows) == ("load", (64,), (1, 2, 3, 4, 5, 7, 9, 17))
+    target = costs.greedy.target[0]
+    assert target[0] == on_grid(11)
+    assert [cost - target[0] for cost in target[1:]] == pytest.approx(
+        [on_grid(t - 1) for t in costs.rows[1:]]
+    )
+    assert costs.greedy.draft[0] == pytest.approx(
+        [k * on_grid(2.1) for k in (1, 2, 3, 4, 6, 8, 16)]
+    )
+    assert costs.greedy.pending == (on_grid(0.1),)
+    assert costs.sampled.target == costs.greedy.target
+
+
+@pytest.mark.parametrize("value", [3e-7, 0.0012, 0.9, 17.0])
+def test_the_grid_is_within_five_percent_and_noise_within_it_changes_nothing(value):
+    rounded = on_grid(value)
+    assert rounded == pytest.approx(value, rel=0.05)
+    assert on_grid(rounded * 1.04) == on_grid(rounded / 1.04) == rounded
+    assert on_grid(0.0) == 0.0
+
+
+def test_a_cold_first_pass_and_a_busy_moment_change_no_cost(clock):
+    calm = measure(scripted(clock), 4).costs
+    slow = iter([50.0, *[0.0] * 12, 90.0])
+    disturbed = scripted(clock, target=lambda t: 10 + t + next(slow, 0.0))
+    assert measure(disturbed, 4).costs.greedy.target == calm.greedy.target
+
+
+def test_a_longer_pass_never_costs_less(clock):
+    target = measure(scripted(clock, target=lambda t: 20 - t), 8).costs.greedy.target[0]
+    assert list(target) == sorted(target)
+
+
+def test_passes_that_the_self_test_of_a_slow_model_has_timed_are_not_repeated(clock):
+    models = scripted(clock)
+    costs = measure(models, 16, samples={1: 11.0, 2: 12.0, 5: 15.0, 18: 28.0}).costs
+    assert costs.rows == (1, 2, 5, 18)
+    assert costs.greedy.target[0][2] == pytest.approx(on_grid(11) + on_grid(4))
+    assert set(models.target.passes) <= {1}  # to know how many logits a row has
+    assert len(models.draft.passes) <= 4
+
+
+def test_a_model_whose_self_test_was_fast_is_timed_in_sweeps(clock):
+    models = scripted(clock, target=lambda t: 1e-3, draft=lambda t: 1e-4)
+    costs = measure(models, 4, samples={1: 9e-3, 2: 9e-3, 5: 9e-3}).costs
+    assert costs.greedy.target[0][0] == on_grid(1e-3)
+    assert models.target.passes.count(5) >= measurement.MIN_SWEEPS
+
+
+def test_busy_cores_are_reported(clock):
+    turn = iter(range(10**6))
+    assert measure(scripted(clock, target=lambda t: 1 + 9 * (next(turn) // 5 % 3 > 0)), 4).busy
+    assert not measure(scripted(clock), 4).busy
+
+
+def test_a_bundle_without_a_draft_model_has_the_targets_costs_alone(clock):
+    models = scripted(clock)
+    costs = measure(Models(models.target, 512), 4).costs
+    assert (costs.greedy.draft, costs.greedy.reading) == ((), ())
+    assert costs.greedy.target == measure(models, 4).costs.greedy.target
+
+
+@pytest.mark.parametrize("context", [4, 5, 20])
+def test_short_contexts_are_measured_within_them(clock, context):
+    target, draft = (Scripted(clock, lambda t: 1.0) for _ in range(2))
+    longest = []
+    for model in (target, draft):
+        model.extend = lambda tokens, model=model, real=model.extend: (
+            real(tokens), longest.append(model.length)
+        )  # fmt: skip
+        model.cache = SimpleNamespace(extend=model.extend)
+    measure(Models(target, context, draft, context), 16)
+    assert max(longest) <= context
+    assert target.length == draft.length == 0
+
+
+def test_the_hosts_work_is_measured_by_mode_and_grows_with_the_draft():
+    class Fast(Scripted):
+        def prefill(self, tokens):
+            self.extend(tokens)
+
+    target, draft = Fast(None, None), Fast(None, None)
+    target.forward = lambda tokens, num_rows=None: Scores(
+        np.zeros((len(tokens), 200_000), np.float32)
+    )
+    costs = measure(Models(target, 64, draft, 64), 8, seconds=1e-9).costs
+    assert costs.sampled.host[0] > costs.greedy.host[0] > 0
+    assert costs.sampled.host[-1] > 4 * costs.sampled.host[0]
