@@ -92,7 +92,7 @@ def answer(connection):
 def head(length, kind="application/json"):
     """That of a request whose body has a length."""
     return (
-        f"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: {kind}\r\n"
+        f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\n"
         f"Content-Length: {length}\r\n\r\n"
     ).encode()
 

@@ -79,8 +79,9 @@ KEY = "SPECEDGE_API_KEY"
     "--allow-host",
     metavar="NAME",
     multiple=True,
-    help="Let requests name this host, as through a proxy, and its pages ask; may be given "
-    "repeatedly. [default: on a loopback address without a key localhost alone, else any]",
+    help="Allow requests for this host name, and its web pages; may be given repeatedly. Needed "
+    "without a key on an address that other machines reach. [default: any with a key, else "
+    "localhost]",
 )
 @options.device
 @options.draft_device
@@ -111,11 +112,17 @@ def serve(
         raise MissingExtraError(
             f"{error.name} is not installed: pip install 'specedge[serve]'"
         ) from error
+    key = os.environ.get(KEY) or None
     listening = serving.listen(host, port)  # before the pair is loaded, which takes a while
     with listening, options.usage_errors():
+        is_loopback = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
+        if key is None and not is_loopback and not allow_host:
+            raise click.UsageError(
+                f"other machines, and web pages by DNS rebinding, could use the server on "
+                f"{host or 'all addresses'}; set ${KEY}, or name the hosts that clients use with "
+                "--allow-host"
+            )
         pipeline = options.load(bundle, device, threads, ops, draft_device, slots, max_length)
-        key = os.environ.get(KEY) or None
-        closed = allow_host or (key is None and _is_loopback(host))
         settings = app.Settings(
             model=model_name,
             max_waiting=queue,
@@ -123,13 +130,13 @@ def serve(
             max_body=max_body,
             api_key=key,
             origins=cors,
-            hosts=(*guards.LOOPBACK, host, *allow_host) if closed else (),
+            hosts=(*guards.LOOPBACK, host, *allow_host) if allow_host or key is None else (),
         )
         url = serving.url_of(listening)
 
         def ready() -> None:
             click.echo(one_line(_started(url, model_name, pipeline, ops)), err=True)
-            if key is None and not _is_loopback(host):
+            if key is None and not is_loopback:
                 click.echo(f"note: whoever reaches {host} can ask; set ${KEY}", err=True)
 
         serving.serve(app.make_app(pipeline, settings), listening, grace, ready)
@@ -147,10 +154,3 @@ def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
         f"{counted(slots, 'slot')} of {length} tokens and {shown(need.slot)} each; "
         f"memory up to {shown(need.peak)}"
     )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -28,7 +28,7 @@ from .answer import Answer
 from .asking import Asked
 from .bodies import Bodies
 from .errors import ApiError, failed
-from .guards import Keyed, Named
+from .guards import LOOPBACK, Keyed, Named
 from .jobs import Jobs
 from .metrics import GONE, STATUS, Metrics
 from .response_shape import Response as ResponseShape
@@ -63,7 +63,7 @@ class Settings:
     max_body: bytes of it
     api_key: what a client must send, if anything
     origins: of web pages that may ask from a browser
-    hosts: under which names requests may come; any, where there are none
+    hosts: allowed `Host` names, of any port; by default any with a key, else those of loopback
     """
 
     model: str | None = None
@@ -111,7 +111,8 @@ class _Server:
         ]
         known = frozenset(route.path for route in routes)
         settings = self._settings
-        key, origins, hosts = settings.api_key, settings.origins, settings.hosts
+        key, origins = settings.api_key, settings.origins
+        hosts = settings.hosts or (() if key else LOOPBACK)
         middleware = [
             Middleware(_Counted, metrics=self._metrics, known=known),
             Middleware(Named, hosts=hosts, origins=origins, any_origin=key is not None),

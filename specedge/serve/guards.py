@@ -19,8 +19,14 @@ LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 class Named:
-    """Refuses other hosts than these, of any port, and other origins than the server's own, those
-    of allowed hosts, and `origins`. Without hosts any is taken.
+    """Middleware that refuses requests of other hosts or of other web pages.
+
+    Args:
+        app: The application behind it.
+        hosts: Allowed `Host` names, of any port; empty allows any, which needs an API key against
+            DNS rebinding.
+        origins: Allowed origins besides the server's own and those of `hosts`.
+        any_origin: Whether every origin is allowed.
     """
 
     def __init__(
@@ -40,8 +46,8 @@ class Named:
         host, origin = given.get(b"host", ""), given.get(b"origin")
         if self._hosts and host and _name(f"//{host}") not in self._hosts:
             return ApiError(
-                f"this server is not asked as {_short(host)}: it answers as localhost; start it "
-                "with --allow-host NAME, or with a key",
+                f"the host {_short(host)} is not allowed; start the server with --allow-host NAME, "
+                "or with an API key",
                 code="host_not_allowed",
                 status=403,
             )

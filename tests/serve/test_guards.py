@@ -72,3 +72,12 @@ def test_with_a_key_any_origin_and_host_may_try(pair):
     with serving(pair, api_key="k") as port:
         given = {"Host": "here", "Origin": "https://there", "Authorization": "Bearer k"}
         assert ask(port, "GET", "/v1/models", **given)[0] == 200
+
+
+def test_an_app_without_a_key_or_hosts_answers_as_localhost_alone(pair):
+    with serving(pair) as port:
+        statuses = [
+            ask(port, "GET", "/v1/models", Host=host, Origin=f"http://{host}")[0]
+            for host in ("localhost:49153", "evil.example:49153")
+        ]
+    assert statuses == [200, 403]

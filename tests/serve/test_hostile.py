@@ -103,7 +103,7 @@ def test_a_body_that_is_too_large_is_refused_before_it_is_read(port, connection)
 
 def test_a_body_in_endless_chunks_is_refused_where_it_is_too_large(port, connection):
     connection.sendall(
-        b"POST /v1/completions HTTP/1.1\r\nHost: here\r\nContent-Type: application/json\r\n"
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         b"Transfer-Encoding: chunked\r\n\r\n"
     )
     for _ in range(20):  # as many as are read, so that nothing is left to reset the connection

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from installed import run
-from served import MODEL, PROMPT, ask
+from served import PROMPT, ask
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 SHORT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
@@ -105,11 +105,23 @@ def test_on_a_loopback_address_without_a_key_it_answers_for_localhost_and_for_na
     assert found == [200, 403, 403]
 
 
-def test_a_server_that_all_may_reach_without_a_key_says_so():
-    with served("--host", "0.0.0.0") as (process, port, _):
+@pytest.mark.parametrize("host", ["0.0.0.0", "::"])
+def test_a_reachable_address_needs_a_key_or_a_list_of_hosts(host):
+    result = run("serve", "--host", host, "--port", 0)
+    assert result.returncode == 1
+    said = result.stderr.strip().splitlines()[-1]
+    assert "$SPECEDGE_API_KEY" in said
+    assert "--allow-host" in said
+
+
+def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port():
+    with served("--host", "0.0.0.0", "--allow-host", "pair.example") as (process, port, _):
         assert "whoever reaches 0.0.0.0 can ask; set $SPECEDGE_API_KEY" in process.stderr.readline()
-        found = ask(port, "GET", "/v1/models", Host="pair.example")[2]
-        assert json.loads(found)["data"][0]["id"] == MODEL
+        statuses = {
+            host: ask(port, "GET", "/v1/models", Host=host, Origin=f"http://{host}")[0]
+            for host in ("localhost:49153", "pair.example", "evil.example:49153", "evil.example")
+        }
+    assert list(statuses.values()) == [200, 200, 403, 403]
 
 
 @pytest.mark.parametrize(
