@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from specedge import store
 from specedge.cli import options
 from specedge.cli.terminal import counted, one_line
 from specedge.errors import MissingExtraError
@@ -19,7 +20,11 @@ KEY = "SPECEDGE_API_KEY"
 
 
 @click.command()
-@options.bundle
+@click.option(
+    "--bundle",
+    metavar="FOLDER",
+    help="Serve this bundle. [default: $SPECEDGE_BUNDLE, else the embedded pair]",
+)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
 @click.option(
     "--port",
@@ -119,10 +124,14 @@ def serve(
         if key is None and not is_loopback and not allow_host:
             raise click.UsageError(
                 f"other machines, and web pages by DNS rebinding, could use the server on "
-                f"{host or 'all addresses'}; set ${KEY}, or name the hosts that clients use with "
+                f"{host}; set ${KEY}, or name the hosts that clients use with "
                 "--allow-host"
             )
-        pipeline = options.load(bundle, device, threads, ops, draft_device, slots, max_length)
+        if bundle is None:
+            bundle = os.environ.get(store.VARIABLE) or None
+        last_exported = store.noted_default() if bundle is None else None
+        folder = os.fspath(store.embedded()) if bundle is None else bundle
+        pipeline = options.load(folder, device, threads, ops, draft_device, slots, max_length)
         settings = app.Settings(
             model=model_name,
             max_waiting=queue,
@@ -138,6 +147,9 @@ def serve(
             click.echo(one_line(_started(url, model_name, pipeline, ops)), err=True)
             if key is None and not is_loopback:
                 click.echo(f"note: whoever reaches {host} can ask; set ${KEY}", err=True)
+            if last_exported is not None:
+                note = f"note: to serve the pair exported last, give --bundle {last_exported}"
+                click.echo(one_line(note), err=True)
 
         serving.serve(app.make_app(pipeline, settings), listening, grace, ready)
     click.echo("specedge: stopped", err=True)
@@ -149,8 +161,10 @@ def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
 
     slots, length = len(pipeline.slots.all), pipeline.bundle.context_length
     need = memory_of(pipeline.bundle, ops, slots, length)
+    folder = pipeline.bundle.folder
+    origin = "the embedded pair" if folder == store.embedded() else f"bundle {folder}"
     return (
-        f"specedge: {url} serves {name or pipeline.bundle.target.source.id} in "
+        f"specedge: {url} serves {name or pipeline.bundle.target.source.id} ({origin}) in "
         f"{counted(slots, 'slot')} of {length} tokens and {shown(need.slot)} each; "
         f"memory up to {shown(need.peak)}"
     )

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,7 +16,9 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from installed import run
-from served import PROMPT, ask
+from served import MODEL, PROMPT, ask
+from specedge import store
+from specedge.bundle import MANIFEST
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 SHORT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}
@@ -41,8 +44,8 @@ def served(*arguments, **environment):
 def test_it_says_in_one_line_where_what_and_how_much():
     with served("--slots", 2, "--max-length", 256, "--model-name", "pair") as (_, port, line):
         assert re.fullmatch(
-            rf"specedge: http://127\.0\.0\.1:{port}/v1 serves pair in 2 slots of 256 tokens and "
-            r"4\.6 MB each; memory up to \d+\.\d MB\n",
+            rf"specedge: http://127\.0\.0\.1:{port}/v1 serves pair \(the embedded pair\) in "
+            r"2 slots of 256 tokens and 4\.6 MB each; memory up to \d+\.\d MB\n",
             line,
         )
         assert json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]["id"] == "pair"
@@ -51,6 +54,21 @@ def test_it_says_in_one_line_where_what_and_how_much():
         assert (
             b"takes 256 with at least one new" in ask(port, "POST", "/v1/completions", too_long)[2]
         )
+
+
+def test_the_bundle_exported_last_is_not_served_unless_it_is_named():
+    folder = shutil.copytree(store.embedded(), store.bundles_folder() / "mine")
+    manifest = (folder / MANIFEST).read_text("utf-8")
+    (folder / MANIFEST).write_text(manifest.replace('"python-9m"', '"mine"'), "utf-8")
+    store.remember_default(folder)
+    with served() as (process, port, line):
+        assert f"serves {MODEL} (the embedded pair) in" in line
+        assert f"--bundle {folder}" in process.stderr.readline()
+        assert json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]["id"] == MODEL
+    with served("--bundle", folder) as (_, _, line):
+        assert f"serves mine (bundle {folder}) in" in line
+    with served(SPECEDGE_BUNDLE=str(folder)) as (_, _, line):
+        assert f"serves mine (bundle {folder}) in" in line
 
 
 @posix
