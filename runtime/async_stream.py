@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 from .stream import Generation, Stream
 
@@ -74,6 +75,8 @@ class _Work:
         self.cancelled.set()
         if self.stream is not None:
             self.stream.cancel()
+        else:  # its thread may wait for a slot for long; nobody needs to wait for the thread
+            self._put(None)
 
     def run(self, begin: Callable[[], Stream]) -> None:
         """Put the pieces into the queue; None, or what went wrong, is the last."""
@@ -88,5 +91,5 @@ class _Work:
         self._put(last)
 
     def _put(self, piece: str | BaseException | None) -> None:
-        if not self.loop.is_closed():
+        with suppress(RuntimeError):  # the loop is closed, and nobody reads
             self.loop.call_soon_threadsafe(self.pieces.put_nowait, piece)

@@ -34,11 +34,13 @@ from .text.prompts import Prompts
 class Pipeline:
     """A draft and a target ready to generate, in each slot one request at a time.
 
-    A slot has caches of its own; weights are shared, and rounds of running requests take turns.
-    Where no slot is free, a new request ends an unfinished stream of the same thread, or waits for
-    one of another thread to end; with `wait` False it is a SpecEdgeError instead. `more` are the
-    target and the draft of each slot but the first. Two pipelines are independent. `note` is what
-    the self-test at load found of this machine, None if nothing.
+    A slot has caches of its own; weights are shared, and rounds of running requests take turns. A
+    stream owns its slot until it ends, is closed, cancelled or garbage-collected, whichever threads
+    read it. Where no slot is free, a new request waits for one. It raises SpecEdgeError instead
+    with `wait` False, in a thread that runs an event loop, in the only thread of a process, and
+    when nobody has read a stream for 30 seconds. `more` are the target and the draft of each slot
+    but the first. Two pipelines are independent. `note` is what the self-test at load found of this
+    machine, None if nothing.
     """
 
     def __init__(
@@ -97,7 +99,8 @@ class Pipeline:
         tokens' log-probabilities, and for those of that many likeliest ones.
 
         Raises PromptError, ContextLengthError, DrafterError or ValueError before anything runs, and
-        OptionError if the options leave no token to go on with.
+        OptionError if the options leave no token to go on with; SpecEdgeError if no slot is free
+        and waiting is ruled out (see `Pipeline`).
         """
         stream = self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
         for _ in stream:

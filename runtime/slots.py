@@ -1,10 +1,15 @@
-"""A pipeline's places for requests: each has caches of its own, all share the weights."""
+"""Slots of a pipeline: each has caches of its own, all share the weights."""
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import itertools
+import queue
 import threading
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
@@ -13,99 +18,136 @@ from .exactness.row_noise import Noise
 from .loop.model import LoadedModel, TargetModel
 from .turns import Turns
 
-_PAUSE = 0.02  # seconds between looks whether a slot was abandoned, which nothing tells
+IDLE_TIMEOUT = 30.0  # seconds that a request waits for a slot while no stream makes progress
 
 
 @dataclass(eq=False)
 class Slot:
-    """A cache of each model. It is its owner's until that gives it back, loses it, or is dropped,
-    or the thread that took it has died.
+    """A cache of each model, which one stream owns at a time.
+
+    `lease` frees the slot, once: when it is called, or when the owner is garbage-collected.
     """
 
     target: TargetModel
     draft: LoadedModel
     noise: Noise
-    owner: weakref.ref[object] | None = field(default=None, init=False)
-    thread: threading.Thread | None = field(default=None, init=False)
+    lease: weakref.finalize[..., object] | None = field(default=None, init=False)
     last_used: int = field(default=0, init=False)
 
     @property
     def is_free(self) -> bool:
-        if self.owner is None or self.owner() is None or self.thread is None:
-            return True
-        return not self.thread.is_alive()
+        """Return True if no stream owns it."""
+        return self.lease is None
+
+    def is_owned_by(self, owner: object) -> bool:
+        """Return True if it is this object's."""
+        alive = self.lease.peek() if self.lease is not None else None
+        return alive is not None and alive[0] is owner
 
 
 class Slots:
-    """Gives requests their slots, in no order. `turns` is to be held for a round, and no longer."""
+    """The slots, which requests get in no order. Hold `turns` for a round, and no longer."""
 
     def __init__(self, slots: Sequence[Slot]) -> None:
         self.all = tuple(slots)
         self.turns = Turns()
-        self._changed = threading.Condition()
-        self._clock = 0
+        self._lock = threading.Lock()
+        self._clock = itertools.count(1)
+        # Wakes requests that wait. A queue of this type may be put to wherever garbage is
+        # collected, even inside its own `get`, which no lock and no condition allows.
+        self._freed: queue.SimpleQueue[None] = queue.SimpleQueue()
 
     def take(self, owner: object, prompt: Sequence[int], wait: bool) -> Slot:
-        """A free slot, the one that has read most of the prompt's beginning; of those alike the one
-        that was not used for longest.
+        """Give the owner a free slot until it is freed or its owner is collected.
 
-        Where none is free, the calling thread's oldest request loses its slot; if that has none, it
-        waits for others', or raises SpecEdgeError where it must not.
+        Prefers the slot whose cache shares the longest prefix with the prompt, then the least
+        recently used one. If none is free, waits for one. No thread and no task owns a slot, so a
+        request never ends a stream, not even one that its own thread began.
+
+        Raises:
+            SpecEdgeError: The pipeline is closed; or no slot is free and `wait` is False, waiting
+                would block an event loop or could never end, or no stream made progress for
+                `IDLE_TIMEOUT` seconds.
         """
-        with self._changed:
-            while (slot := self._best(prompt) or self._own()) is None:
-                if not self.all:
-                    raise SpecEdgeError("this pipeline is closed; load the bundle again")
-                if not wait:
-                    raise SpecEdgeError(self._taken())
-                self._changed.wait(_PAUSE)
-            slot.owner, slot.thread = weakref.ref(owner), threading.current_thread()
-            self._used(slot)
-            return slot
-
-    def has(self, owner: object) -> bool:
-        """Whether one of the slots is still its owner's."""
-        return self._of(owner) is not None
+        while (slot := self._leased(owner, prompt)) is None:
+            if not wait:
+                raise SpecEdgeError(self._taken("; wait for a stream to end, close one"))
+            self._wait()
+        return slot
 
     def give_back(self, owner: object) -> None:
         """Free the owner's slot, if it still has one."""
-        with self._changed:
-            if slot := self._of(owner):
-                slot.owner = None
-                self._used(slot)
-                self._changed.notify_all()
+        for slot in self.all:
+            if slot.is_owned_by(owner) and (lease := slot.lease):
+                lease()
 
     def close(self) -> tuple[Slot, ...]:
-        """Take all slots from their owners for good, between rounds; they are none afterwards."""
-        with self.turns, self._changed:
+        """Take all slots from their owners for good, between rounds."""
+        with self.turns, self._lock:
             closed, self.all = self.all, ()
+        self._freed.put(None)
         return closed
 
-    def _of(self, owner: object) -> Slot | None:
-        mine = (slot for slot in self.all if slot.owner is not None and slot.owner() is owner)
-        return next(mine, None)
+    def _leased(self, owner: object, prompt: Sequence[int]) -> Slot | None:
+        """Return a slot that is now the owner's, None if none is free."""
+        with self._lock:
+            if not self.all:
+                self._freed.put(None)  # for the next one that waits
+                raise SpecEdgeError("this pipeline is closed; load the bundle again")
+            free = [slot for slot in self.all if slot.is_free]
+            if not free:
+                return None
+            slot = free[0]
+            if len(free) > 1:
+                slot = max(free, key=lambda slot: (slot.target.shared(prompt), -slot.last_used))
+            slot.lease = weakref.finalize(owner, self._free, slot)
+            slot.lease.atexit = False
+            slot.last_used = next(self._clock)
+        with suppress(queue.Empty):
+            self._freed.get_nowait()  # or the queue would grow while nobody waits
+        return slot
 
-    def _best(self, prompt: Sequence[int]) -> Slot | None:
-        free = [slot for slot in self.all if slot.is_free]
-        if len(free) < 2:
-            return next(iter(free), None)
-        return max(free, key=lambda slot: (slot.target.shared(prompt), -slot.last_used))
+    def _free(self, slot: Slot) -> None:
+        """Run by a lease, perhaps in the midst of anything in any thread, so it takes no lock."""
+        slot.last_used = next(self._clock)
+        slot.lease = None
+        self._freed.put(None)
 
-    def _own(self) -> Slot | None:
-        own = (slot for slot in self.all if slot.thread is threading.current_thread())
-        return min(own, key=lambda slot: slot.last_used, default=None)
-
-    def _used(self, slot: Slot) -> None:
-        self._clock += 1
-        slot.last_used = self._clock
-
-    def _taken(self) -> str:
-        if len(self.all) == 1:
-            return (
-                "another thread's request is running on this pipeline; wait for its end, "
-                "cancel it, or load the pipeline with more slots"
+    def _wait(self) -> None:
+        """Wait until a slot may be free."""
+        if _runs_event_loop():
+            reason = "; waiting would block this thread's event loop: use `astream`, close a stream"
+        elif threading.active_count() == 1:
+            reason = (
+                "; waiting in this process's only thread would never end: finish or close a stream"
             )
-        return (
-            f"other threads' requests run in all {len(self.all)} slots of this pipeline; wait for "
-            "an end, cancel one, or load the pipeline with more slots"
-        )
+        elif self._has_progress():
+            return
+        else:
+            reason = f"; nobody read a stream for {IDLE_TIMEOUT:g} seconds: finish or close one"
+        gc.collect()  # what nobody reads any more may be in a reference cycle
+        if self.all and not any(slot.is_free for slot in self.all):
+            raise SpecEdgeError(self._taken(reason))
+
+    def _has_progress(self) -> bool:
+        """Wait for a slot; return False if no round ran for as long as that may take."""
+        num_before = self.turns.num_begun
+        try:
+            self._freed.get(timeout=IDLE_TIMEOUT)
+        except queue.Empty:
+            return self.turns.is_taken or self.turns.num_begun > num_before
+        return True
+
+    def _taken(self, reason: str) -> str:
+        count = len(self.all)
+        taken = "the slot" if count == 1 else f"all {count} slots"
+        by = "is taken by an unfinished stream" if count == 1 else "are taken by unfinished streams"
+        return f"{taken} of this pipeline {by}{reason}, or load the pipeline with more slots"
+
+
+def _runs_event_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

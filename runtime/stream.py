@@ -58,9 +58,9 @@ class Generation:
 class Stream:
     """The pieces of a request's text, as they become certain. Close it or leave it at any time.
 
-    It has a slot from the start to the end of its text, or until it is closed, cancelled or
-    dropped; its rounds take turns with those of other slots. `learn` is told of the run and of the
-    new tokens when the text has ended.
+    It owns a slot from the start to the end of its text, or until it is closed, cancelled or
+    garbage-collected, whichever threads read it; its rounds take turns with those of other slots.
+    `learn` is told of the run and of the new tokens when the text has ended.
     """
 
     def __init__(
@@ -76,10 +76,8 @@ class Stream:
 
     def __next__(self) -> str:
         while not (self._text.finished or self._cancelled):
-            self._check_slot()
             try:
                 with self._slots.turns, self._running, self._run.watch.part("other"):
-                    self._check_slot()
                     piece = self._next_piece()
             except BaseException:
                 self.cancel()
@@ -163,19 +161,13 @@ class Stream:
         """Those of the tokens so far from one on, if they were asked for."""
         return self._run.logprobs[start : len(self._text.tokens)]
 
-    def _check_slot(self) -> None:
-        if not self._slots.has(self):
-            raise SpecEdgeError(
-                "this stream ended when its pipeline began another request or was closed"
-            )
-
     def _next_piece(self) -> str:
-        """What the next round adds to the text; nothing, if more of the prompt was read."""
-        try:
-            round_ = next(self._rounds)
-        except StopIteration:  # it was closed meanwhile
-            self._cancelled = True
+        """Return what the next round adds to the text; nothing, if more of the prompt was read."""
+        if self._cancelled:  # while this thread waited for its turn
             return ""
+        if not self._slots.all:
+            raise SpecEdgeError("this stream ended when its pipeline was closed")
+        round_ = next(self._rounds)
         if round_ is None:
             return ""
         piece = self._text.feed(zip(round_.tokens, fates(round_), strict=True))

@@ -9,11 +9,12 @@ from collections import deque
 class Turns:
     """A lock that goes to whoever has waited longest: who wants it again is behind all others.
 
-    Python's own goes to anyone, often to whoever has just released it.
+    Python's own goes to anyone, often to whoever has just released it. `num_begun` counts turns.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.num_begun = 0
         self._taken = False
         self._waiting: deque[threading.Lock] = deque()
 
@@ -21,6 +22,7 @@ class Turns:
         with self._lock:
             if not self._taken:
                 self._taken = True
+                self.num_begun += 1
                 return
             turn = threading.Lock()
             turn.acquire()
@@ -35,9 +37,15 @@ class Turns:
     def __exit__(self, *_: object) -> None:
         self._hand_over()
 
+    @property
+    def is_taken(self) -> bool:
+        """Return True while somebody has a turn."""
+        return self._taken
+
     def _hand_over(self) -> None:
         with self._lock:
             if self._waiting:
+                self.num_begun += 1
                 self._waiting.popleft().release()
             else:
                 self._taken = False

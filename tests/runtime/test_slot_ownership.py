@@ -1,0 +1,309 @@
+"""A stream owns its slot until it ends, is cancelled, closed or collected, in any threads."""
+
+import asyncio
+import gc
+import logging
+import subprocess
+import sys
+import threading
+import time
+from urllib.parse import quote
+
+import pytest
+
+import specedge
+from specedge import store
+from specedge.errors import SpecEdgeError
+from specedge.runtime import slots as slots_module
+from threads import in_threads
+
+PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]
+OPTIONS = {"num_draft_tokens": 4, "ignore_eos": True}
+NEW_TOKENS = 24
+
+
+@pytest.fixture(scope="module")
+def pipeline():
+    return specedge.load(store.embedded())
+
+
+@pytest.fixture(scope="module")
+def texts(pipeline):
+    """The continuation of each prompt, when it has the pipeline to itself."""
+    return {p: pipeline.generate(p, NEW_TOKENS, **OPTIONS).text for p in PROMPTS}
+
+
+def begin(pipeline, prompt, num_tokens=NEW_TOKENS, **options):
+    return pipeline.stream(prompt, num_tokens, **OPTIONS, **options)
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "it never happened"
+        time.sleep(0.001)
+
+
+def has_reader_in_line(pipeline):
+    return bool(pipeline.slots.turns._waiting)
+
+
+def in_worker(function):
+    """Run a function in a thread that ends with it; return its value."""
+    (value,) = in_threads(function)
+    assert not isinstance(value, Exception), value
+    return value
+
+
+def test_stream_that_is_cancelled_while_its_reader_waits_for_a_turn_just_ends(pipeline):
+    for _ in range(5):
+        stream = begin(pipeline, PROMPTS[0])
+        pieces = [next(stream)]
+        ended = []
+        reader = threading.Thread(
+            target=lambda s=stream, e=ended: e.extend(in_threads(lambda: list(s)))
+        )
+        with pipeline.slots.turns:
+            reader.start()
+            wait_until(lambda: has_reader_in_line(pipeline))
+            stream.cancel()
+        reader.join(30)
+        assert ended == [[]]
+        assert "".join(pieces) == stream.generation.text
+        assert in_worker(lambda: pipeline.generate(PROMPTS[1], 4, wait=False)).text
+
+
+def test_async_stream_that_is_cancelled_while_it_waits_for_a_turn_just_ends(pipeline):
+    async def main():
+        stream = pipeline.astream(PROMPTS[0], NEW_TOKENS, **OPTIONS)
+        pieces = []
+        with pipeline.slots.turns:
+            reader = asyncio.create_task(anext(stream, None))
+            while not has_reader_in_line(pipeline):
+                await asyncio.sleep(0.001)
+            stream.cancel()
+        async with asyncio.timeout(30):
+            assert await reader is None
+            assert [piece async for piece in stream] == pieces
+
+    asyncio.run(main())
+
+
+def test_client_that_disconnects_while_its_stream_waits_for_a_turn_leaves_no_traceback(
+    pipeline, caplog
+):
+    pytest.importorskip("starlette")
+    from specedge.serve.jobs import Jobs
+
+    async def main():
+        jobs = Jobs(num_slots=1, max_waiting=0)
+        events = jobs.run(lambda: begin(pipeline, PROMPTS[0]), lambda stats: None)
+        with pipeline.slots.turns:
+            reader = asyncio.create_task(anext(events))
+            while not has_reader_in_line(pipeline):
+                await asyncio.sleep(0.001)
+            reader.cancel()
+            await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            await asyncio.gather(reader, return_exceptions=True)
+            await events.aclose()
+
+    with caplog.at_level(logging.ERROR, "specedge"):
+        asyncio.run(main())
+    assert not caplog.records
+
+
+def test_stream_of_a_thread_that_ended_keeps_its_slot(pipeline, texts):
+    stream = in_worker(lambda: begin(pipeline, PROMPTS[0]))
+    piece = in_worker(lambda: next(stream))
+    with pytest.raises(SpecEdgeError, match="taken"):
+        pipeline.generate(PROMPTS[1], 4, wait=False)
+    assert piece + "".join(stream) == texts[PROMPTS[0]]
+
+
+def test_request_waits_for_a_stream_that_its_own_worker_thread_began(pipeline, texts):
+    """One worker begins both; the first stream is read elsewhere meanwhile, as in any pool."""
+    first, second, begun = [], [], threading.Event()
+
+    def worker():
+        first.append(begin(pipeline, PROMPTS[0]))
+        next(first[0])
+        begun.set()
+        second.append("".join(begin(pipeline, PROMPTS[1])))
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    begun.wait(30)
+    rest = [in_worker(lambda: next(first[0])) for _ in range(2)]
+    assert not second
+    rest += first[0]
+    thread.join(30)
+    assert first[0].generation.text == texts[PROMPTS[0]]
+    assert first[0].generation.text.endswith("".join(rest))
+    assert second == [texts[PROMPTS[1]]]
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_streaming_responses_of_synchronous_endpoints_do_not_take_each_others_slots(
+    texts, num_slots
+):
+    """As FastAPI runs them: an endpoint and each `next` are calls in any thread of a pool."""
+    pytest.importorskip("starlette")
+    from starlette.applications import Starlette
+    from starlette.responses import StreamingResponse
+    from starlette.routing import Route
+
+    pipeline = specedge.load(store.embedded(), slots=num_slots)
+
+    begun = []
+
+    def endpoint(request):
+        begun.append(request)
+        return StreamingResponse(begin(pipeline, request.query_params["prompt"]))
+
+    app = Starlette(routes=[Route("/", endpoint)])
+
+    async def ask(prompt, on_first_piece=lambda: asyncio.sleep(0)):
+        pieces = []
+
+        async def receive():
+            await asyncio.Event().wait()
+
+        async def send(message):
+            if message.get("body"):
+                pieces.append(message["body"])
+                if len(pieces) == 1:
+                    await on_first_piece()
+
+        scope = {
+            "type": "http",
+            "method": "GET",
+            "path": "/",
+            "headers": [],
+            "query_string": f"prompt={quote(prompt)}".encode(),
+        }
+        await app(scope, receive, send)
+        return b"".join(pieces).decode()
+
+    async def main():
+        others = []
+
+        async def begin_others():
+            """The worker that began the first stream is idle now, so it begins the second."""
+            others.extend(asyncio.create_task(ask(prompt)) for prompt in PROMPTS[1:])
+            while len(begun) < len(PROMPTS):
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.05)
+
+        async with asyncio.timeout(60):
+            return [await ask(PROMPTS[0], begin_others), *await asyncio.gather(*others)]
+
+    assert asyncio.run(main()) == [texts[prompt] for prompt in PROMPTS]
+    assert all(slot.is_free for slot in pipeline.slots.all)
+
+
+@pytest.mark.parametrize("num_slots", [1, 2])
+def test_async_streams_that_are_read_in_turn_on_one_event_loop_do_not_collide(texts, num_slots):
+    pipeline = specedge.load(store.embedded(), slots=num_slots)
+
+    async def main():
+        streams = [pipeline.astream(prompt, NEW_TOKENS, **OPTIONS) for prompt in PROMPTS[:2]]
+        pieces = [[], []]
+        for _ in range(NEW_TOKENS):
+            for stream, read in zip(streams, pieces, strict=True):
+                read.append(await anext(stream, ""))
+        return ["".join(read) for read in pieces]
+
+    assert asyncio.run(main()) == [texts[prompt] for prompt in PROMPTS[:2]]
+
+
+def test_request_that_would_block_an_event_loop_is_refused_and_ends_no_stream(pipeline, texts):
+    async def main():
+        stream = begin(pipeline, PROMPTS[0])
+        pieces = [next(stream)]
+        with pytest.raises(SpecEdgeError, match="event loop"):
+            await asyncio.create_task(another())
+        return "".join([*pieces, *stream])
+
+    async def another():
+        return begin(pipeline, PROMPTS[1])
+
+    assert asyncio.run(main()) == texts[PROMPTS[0]]
+
+
+def test_async_stream_that_waits_for_a_slot_is_closed_at_once(pipeline):
+    async def main():
+        holder = begin(pipeline, PROMPTS[0])
+        stream = pipeline.astream(PROMPTS[1], 4, **OPTIONS)
+        reader = asyncio.create_task(anext(stream, None))
+        await asyncio.sleep(0.01)
+        async with asyncio.timeout(30):
+            stream.cancel()
+            assert await reader is None
+            await stream.aclose()
+        assert next(holder)
+        holder.close()
+
+    asyncio.run(main())
+    assert in_worker(lambda: pipeline.generate(PROMPTS[1], 4)).text
+
+
+def test_request_in_a_process_of_one_thread_does_not_wait_for_its_own_stream():
+    code = """if True:
+        import specedge
+        pipeline = specedge.load()
+        stream = pipeline.stream("import ", 24)
+        next(stream)
+        try:
+            pipeline.generate("import ")
+        except specedge.SpecEdgeError as error:
+            print(error)
+        assert "".join(stream)
+        cycle = [pipeline.stream("import ", 24)]
+        cycle.append(cycle)
+        del cycle
+        assert pipeline.generate("import ").text
+    """
+    child = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr
+    assert "close" in child.stdout
+
+
+def test_request_stops_waiting_for_streams_that_nobody_reads(pipeline, monkeypatch):
+    monkeypatch.setattr(slots_module, "IDLE_TIMEOUT", 0.01)
+    stream = begin(pipeline, PROMPTS[0])
+    (error,) = in_threads(lambda: pipeline.generate(PROMPTS[1], 4))
+    assert isinstance(error, SpecEdgeError)
+    assert next(stream)
+    stream.close()
+
+
+def test_request_keeps_waiting_while_another_stream_goes_on(pipeline, monkeypatch):
+    monkeypatch.setattr(slots_module, "IDLE_TIMEOUT", 0.01)
+    stream = begin(pipeline, PROMPTS[0])
+    with pipeline.slots.turns:  # as in a long round
+        results = []
+        waiting = threading.Thread(target=lambda: results.append(pipeline.generate(PROMPTS[1], 4)))
+        waiting.start()
+        time.sleep(0.1)
+        assert waiting.is_alive()
+        stream.cancel()
+    waiting.join(30)
+    assert results[0].text
+
+
+@pytest.mark.parametrize("is_cyclic", [False, True])
+def test_stream_that_is_collected_wakes_a_request_that_waits(pipeline, is_cyclic):
+    references = [begin(pipeline, PROMPTS[0])]
+    if is_cyclic:
+        references.append(references)
+    results = []
+    waiting = threading.Thread(target=lambda: results.append(pipeline.generate(PROMPTS[1], 4)))
+    waiting.start()
+    time.sleep(0.05)
+    assert not results
+    del references
+    if is_cyclic:
+        gc.collect()
+    waiting.join(30)
+    assert results[0].text
