@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle, pack_ids
+from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids
 from specedge.bundle_files import describe
 from specedge.errors import ExportError
 from specedge.manifest import File, Model
@@ -30,10 +30,11 @@ from .tokenizers import frequent, pair
 from .tracing import dry_run
 
 IDS = "ids.bin"
+NO_DRAFT = "none"  # in place of a draft: the target alone
 
 
 def export(
-    draft: str | os.PathLike[str],
+    draft: str | os.PathLike[str] | None,
     target: str | os.PathLike[str],
     output: str | os.PathLike[str] | None = None,
     *,
@@ -55,7 +56,8 @@ def export(
 ) -> Bundle:
     """Export a draft and a target, each a folder or a hub id, to a bundle in the folder `output`.
 
-    A draft "self:N" is the target's own first N layers, out of the target's weights file. An
+    A draft "self:N" is the target's own first N layers, out of the target's weights file; with None
+    or "none" the bundle has no draft model and drafts by suffix decoding. An
     `adapter` is a LoRA adapter, merged into the target, a `draft_adapter` one into the draft.
 
     Without `output` the bundle goes to the user's data folder and becomes the default one. `ops`
@@ -88,9 +90,11 @@ def export(
         num_draft_tokens, max_length, ops, tolerance, precision, draft_precision, file, draft_vocab,
         compute, cache,
     )  # fmt: skip
-    draft, target = os.fspath(draft), os.fspath(target)
+    draft, target = _draft_name(draft), os.fspath(target)
+    if draft is None:
+        _check_no_draft_options(draft_precision, draft_vocab, draft_revision, draft_adapter)
     adapters = [None if a is None else os.fspath(a) for a in (adapter, draft_adapter)]
-    num_layers = self_draft.asked(draft, draft_revision, adapters[1])
+    num_layers = draft if draft is None else self_draft.asked(draft, draft_revision, adapters[1])
     if num_layers is not None and draft_precision not in (None, precision):
         raise ExportError("a draft of the target's own layers has its precision; leave that out")
     text = texts.read(file)
@@ -100,7 +104,10 @@ def export(
     try:
         with writing.destination(folder) as work:
             found = _find("target", target, target_revision, adapters[0], request)
-            if num_layers is None:
+            other: Checkpoint | None
+            if draft is None:
+                other = None
+            elif num_layers is None:
                 other = _find("draft", draft, draft_revision, adapters[1], request)
             else:
                 self_draft.check(num_layers, found)
@@ -114,6 +121,30 @@ def export(
     if output is None:
         store.remember_default(folder)
     return bundle
+
+
+def _draft_name(draft: str | os.PathLike[str] | None) -> str | None:
+    """Return the draft's name, or None for a bundle without a draft model."""
+    name = NO_DRAFT if draft is None else os.fspath(draft)
+    return None if name == NO_DRAFT else name
+
+
+def _check_no_draft_options(
+    precision: str | None,
+    vocab: int | None,
+    revision: str | None,
+    adapter: str | os.PathLike[str] | None,
+) -> None:
+    """Refuse options of a draft model where there is none."""
+    options = {
+        "--draft-precision": precision,
+        "--draft-vocab": vocab,
+        "--draft-revision": revision,
+        "--draft-adapter": adapter,
+    }
+    for option, value in options.items():
+        if value is not None:
+            raise ExportError(f"{option} needs a draft model; give --draft, or leave {option} out")
 
 
 def _find(
@@ -130,7 +161,7 @@ def _find(
 
 
 def _write(
-    draft: Checkpoint,
+    draft: Checkpoint | None,
     target: Checkpoint,
     num_layers: int | None,
     request: Request,
@@ -138,11 +169,14 @@ def _write(
     work: Path,
     progress: Progress,
 ) -> None:
-    """Fill a bundle's folder; with `num_layers` the draft is as many layers of the target."""
+    """Fill a bundle's folder; with `num_layers` the draft is as many layers of the target.
+
+    Without a `draft` the bundle has the target alone.
+    """
     text = pair.fit(draft, target, progress)
     pair.write_tokenizer(text, target, work)
     lengths = pair.context_lengths(target, draft, request.max_length, progress)
-    found = [target] if num_layers is not None else [target, draft]
+    found = [target] if draft is None or num_layers is not None else [target, draft]
     for checkpoint, length in zip(found, lengths, strict=False):
         prediction.announce(checkpoint, length, request.num_draft_tokens, request.ops, progress)
     head = _head(draft, target, text, request, calibration, work, progress)
@@ -176,15 +210,16 @@ def _write(
             exported = add_kinds(request.kinds, roles, folder, pieces, own, progress)
         models += exported
         hashed[exported[0].weights] = weights
-    ours, theirs = (model.vocab_size for model in models)
-    sizes = pair.vocab_sizes(text.num_tokens, ours, theirs, progress)
+    sizes = pair.vocab_sizes(text.num_tokens, [model.vocab_size for model in models], progress)
     models = [replace(m, vocab_size=size) for m, size in zip(models, sizes, strict=True)]
     with progress.step("Writing graphs for GPUs"):
         models = [scored.add(model, work) for model in models]
-        models[1] = unrolled.add(models[1], work, request.num_draft_tokens, head)
+        if draft is not None:
+            models[1] = unrolled.add(models[1], work, request.num_draft_tokens, head)
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
+    own_draft = models[1] if draft is not None else None
     bundle = Bundle(
-        format=FORMAT,
+        format=oldest_format(own_draft),
         specedge_version=__version__,
         num_draft_tokens=request.num_draft_tokens,
         end_tokens=ends,
@@ -193,8 +228,8 @@ def _write(
         special_tokens=text.special_tokens,
         default_sampling=pair.default_sampling(target),
         target=models[0],
-        draft=models[1],
-        id_map=_write_ids(head, models[1], work),
+        draft=own_draft,
+        id_map=_write_ids(head, models[-1], work),
         hosts=None,
         files=_files(work, hashed, progress),
     )
@@ -208,7 +243,7 @@ def _pieces(model: Model, text: tuple[str, str], work: Path) -> texts.Texts:
 
 
 def _head(
-    draft: Checkpoint,
+    draft: Checkpoint | None,
     target: Checkpoint,
     text: pair.Text,
     request: Request,
@@ -217,7 +252,7 @@ def _head(
     progress: Progress,
 ) -> list[int] | None:
     """The tokens that the draft's head is cut to, ascending; None where it stays whole."""
-    if request.draft_vocab is None:
+    if draft is None or request.draft_vocab is None:
         return None
     rows = heads.matrix(dry_run.without_numbers(draft.config)).out_features
     return frequent.most_frequent(

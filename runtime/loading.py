@@ -78,29 +78,30 @@ def load(
         self_test.fitting(found.models.values(), replace(one, usual=usual))
         for one in (asked, apart)
     )
-    draft = _opened(found, found.draft, draft_on, ops)
+    draft = None if found.draft is None else _opened(found, found.draft, draft_on, ops)
     target = _opened(found, found.target, target_on, ops)
-    more = [(target.twin(), draft.twin()) for _ in range(slots - 1)]
+    more = [(target.twin(), draft.twin() if draft else None) for _ in range(slots - 1)]
     longest = found.num_draft_tokens + 1
     for one, other in [(target, draft), *more]:
         if not target_on.is_cpu:
             one.warm_up(range(1, longest + 1))
-        if not draft_on.is_cpu:
+        if other is not None and not draft_on.is_cpu:
             other.warm_up(range(1, 3))
     seconds: dict[int, float] = {}
     notes = [self_test.settle(target, found.target, target_on, longest, seconds)]
-    if not draft_on.is_cpu and not draft_on.has_engines:
+    if draft is not None and not draft_on.is_cpu and not draft_on.has_engines:
         for one in [draft] if target_on.is_cpu else [target, draft]:
             one.read_longest()
-        notes.append(draft.unroll(found, found.draft, draft_on))
+        notes.append(draft.unroll(found, found.draft_model, draft_on))
     for one, other in more:
         one.row_independent_lengths = target.row_independent_lengths
-        other.unroll_as(draft)
+        if other is not None and draft is not None:
+            other.unroll_as(draft)
     shorter = _shortened(found, max_length)
     note = "; ".join(filter(None, notes)) or None
     costs = costs or known()
     pipeline = Pipeline(shorter, load_tokenizer(found), target, draft, costs, note, more)
-    models = Models(target, found.target.context_length, draft, found.draft.context_length)
+    models = Models.of(found, target, draft)
     if models.context >= MIN_CONTEXT:
         most = max(1, pipeline.max_planned_tokens)
         costs.complete(lambda: measure(models, most, samples=seconds).costs)
@@ -117,8 +118,14 @@ def devices_of(
 ) -> dict[str, Device]:
     """What the models of a bundle run on, by their roles, as `load` is told.
 
-    DeviceError also for a number of threads where neither model is, or may be, on the CPU.
+    DeviceError also for a number of threads where neither model is, or may be, on the CPU, and for
+    a draft device where there is no draft model.
     """
+    if draft_device and bundle.draft is None:
+        raise DeviceError(
+            f"draft_device={draft_device} is for a draft model, which this bundle does not have; "
+            "leave it out"
+        )
     target = Device(_chosen(device, bundle, ops), threads, share_threads)
     draft = target
     if draft_device:
@@ -164,8 +171,8 @@ def memory_of(
     whole("slots", slots, 1)
     if max_length is not None:
         whole("max_length", max_length, 2, bundle.context_length)
-    target, draft = (choose_ops(model, ops) for model in (bundle.target, bundle.draft))
-    return pair_memory(bundle, target, draft, slots, max_length)
+    chosen = {role: choose_ops(model, ops) for role, model in bundle.models.items()}
+    return pair_memory(bundle, chosen, slots, max_length)
 
 
 def _shortened(bundle: Bundle, max_length: int | None) -> Bundle:

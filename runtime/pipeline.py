@@ -32,7 +32,7 @@ from .text.prompts import Prompts
 
 
 class Pipeline:
-    """A draft and a target ready to generate, in each slot one request at a time.
+    """A loaded target, perhaps with a draft model; in each slot one request at a time.
 
     A slot has caches of its own; weights are shared, and rounds of running requests take turns. A
     stream owns its slot until it ends, is closed, cancelled or garbage-collected, whichever threads
@@ -48,10 +48,10 @@ class Pipeline:
         bundle: Bundle,
         tokenizer: Tokenizer,
         target: TargetModel,
-        draft: LoadedModel,
+        draft: LoadedModel | None,
         costs: KnownCosts | None = None,
         note: str | None = None,
-        more: Iterable[tuple[TargetModel, LoadedModel]] = (),
+        more: Iterable[tuple[TargetModel, LoadedModel | None]] = (),
     ) -> None:
         self.bundle = bundle
         self.tokenizer = tokenizer
@@ -141,7 +141,7 @@ class Pipeline:
         wanted, room = request.max_new_tokens, self.bundle.context_length - len(prompt)
         limit = min(wanted, room)
         watch = Stopwatch()
-        draft = Timed(self.draft, watch, "draft")
+        draft = None if self.draft is None else Timed(self.draft, watch, "draft")
         drafters = self.drafters.offered(request, draft)
         planned = request.drafter == AUTO and request.fixed_k is None
         run = Run(
@@ -199,7 +199,8 @@ class Pipeline:
         self.drafters.remembered = Remembered()
         for slot in self.slots.all:
             slot.target.truncate(0)
-            slot.draft.truncate(0)
+            if slot.draft is not None:
+                slot.draft.truncate(0)
 
     def close(self) -> None:
         """Give back what its models hold, of a GPU above all; it generates no more.
@@ -208,7 +209,8 @@ class Pipeline:
         """
         for slot in self.slots.close():
             slot.target.close()
-            slot.draft.close()
+            if slot.draft is not None:
+                slot.draft.close()
 
     def __enter__(self) -> Self:
         return self

@@ -39,7 +39,7 @@ class Run:
     plan: Plan
     target: Timed
     again: Timed
-    draft: Timed
+    draft: Timed | None  # None without a draft model
     watch: Stopwatch
     noise: Noise
     drafter: str
@@ -54,7 +54,9 @@ class Run:
     def use(self, slot: Slot) -> None:
         """Run in the caches of a slot."""
         self.target.model = self.again.model = slot.target
-        self.draft.model, self.noise = slot.draft, slot.noise
+        self.noise = slot.noise
+        if self.draft is not None and slot.draft is not None:
+            self.draft.model = slot.draft
 
     def rounds(self) -> Generator[Round | None]:
         """Run them; where wider passes have other last bits, greedy ones have a referee.
@@ -107,7 +109,7 @@ class Run:
             num_prompt_tokens=len(self.prompt),
             num_new_tokens=self.num_new_tokens,
             num_reused_tokens=self.num_reused_tokens,
-            num_draft_passes=self.draft.num_passes,
+            num_draft_passes=self.draft.num_passes if self.draft else 0,
             num_target_passes=self.target.num_passes,
             num_exact_passes=self.again.num_passes,
         )

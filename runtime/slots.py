@@ -29,7 +29,7 @@ class Slot:
     """
 
     target: TargetModel
-    draft: LoadedModel
+    draft: LoadedModel | None
     noise: Noise
     lease: weakref.finalize[..., object] | None = field(default=None, init=False)
     last_used: int = field(default=0, init=False)

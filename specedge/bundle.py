@@ -25,9 +25,10 @@ from .options import MAX_DRAFT_TOKENS, Filters
 from .reports import check_line
 from .strict_json import LARGEST, JsonError, build, parse, plain, text_of
 
-FORMAT = 8
+FORMAT = 9
 WITH_HOSTS = 8  # the first format that has `hosts`
-FORMATS = (6, 7, FORMAT)  # that are read: 6 has the op sets without a type alone
+WITHOUT_DRAFT = 9  # the first format whose `draft` may be null
+FORMATS = (6, 7, 8, FORMAT)  # that are read: 6 has the op sets without a type alone
 MANIFEST = "bundle.json"
 LARGEST_MANIFEST = 16 * 2**20
 LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
@@ -37,8 +38,9 @@ SMALL = 8 * 2**20  # files up to this size are hashed at every load
 
 @dataclass(frozen=True)
 class Bundle:
-    """A draft, a target and what both need, as `bundle.json` states it. `folder` is where.
+    """A target, a draft model or None, and what both need, as `bundle.json` states it.
 
+    `folder` is where it lies. A bundle without a draft model drafts from the text itself.
     `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`. `id_map` is
     the file that says which tokens the columns of the draft's head are, if it was cut to some.
     `hosts` is what apps without specedge run, None where there is nothing for them.
@@ -53,7 +55,7 @@ class Bundle:
     special_tokens: dict[str, str]
     default_sampling: Filters
     target: Model
-    draft: Model
+    draft: Model | None
     id_map: str | None
     hosts: Hosts | None
     files: dict[str, File]
@@ -72,13 +74,21 @@ class Bundle:
                 raise ValueError(f"hosts names '{file}', which is not among the files")
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
-        if self.draft.vocab_size > self.target.vocab_size:
+        self._check_draft()
+        if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
+            raise ValueError(f"end_tokens has {bad[0]}, which is not in the vocabulary")
+
+    def _check_draft(self) -> None:
+        if self.draft is None:
+            if self.format < WITHOUT_DRAFT:
+                raise ValueError(f"draft is null, which formats before {WITHOUT_DRAFT} do not have")
+            if self.id_map is not None:
+                raise ValueError("id_map is of the draft's head, and draft is null")
+        elif self.draft.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"draft.vocab_size {self.draft.vocab_size} is above target.vocab_size "
                 f"{self.target.vocab_size}"
             )
-        if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
-            raise ValueError(f"end_tokens has {bad[0]}, which is not in the vocabulary")
 
     def _check_columns(self) -> None:
         for key, model in self.models.items():
@@ -129,8 +139,14 @@ class Bundle:
 
     @property
     def models(self) -> dict[str, Model]:
-        """Both models by their role."""
-        return {"target": self.target, "draft": self.draft}
+        """The models by their role: the target, and the draft if there is one."""
+        return {"target": self.target} | ({"draft": self.draft} if self.draft else {})
+
+    @property
+    def draft_model(self) -> Model:
+        """The draft model of a bundle that has one."""
+        assert self.draft is not None
+        return self.draft
 
     def path(self, file: str) -> Path:
         """Where a listed file lies."""
@@ -151,7 +167,7 @@ class Bundle:
     @property
     def shares_weights(self) -> bool:
         """Whether the draft reads the target's weights file, as the target's own layers do."""
-        return self.draft.weights == self.target.weights
+        return self.draft is not None and self.draft.weights == self.target.weights
 
     @classmethod
     def read(cls, folder: Path) -> Bundle:
@@ -167,7 +183,8 @@ class Bundle:
             bundle._check_size(name, file)
             if file.size <= SMALL:
                 bundle.check_hash(name)
-        bundle.ids_of(bundle.draft)
+        if bundle.draft is not None:
+            bundle.ids_of(bundle.draft)
         return bundle
 
     def ids_of(self, model: Model) -> tuple[int, ...] | None:
@@ -240,6 +257,11 @@ class Bundle:
             raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
         if size != file.size:
             raise BundleError(f"{path}: has {size} bytes, {MANIFEST} lists {file.size}; {CURE}")
+
+
+def oldest_format(draft: Model | None) -> int:
+    """Return the oldest format that has what a new bundle needs, so that older readers take it."""
+    return WITHOUT_DRAFT if draft is None else WITH_HOSTS
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -40,10 +40,9 @@ def costs_folder() -> Path:
     return data_folder() / "costs"
 
 
-def default_destination(draft: str, target: str) -> Path:
-    """Where an export without `--output` goes: one folder a pair."""
-    name = f"{_slug(target)}--{_slug(draft)}"
-    return bundles_folder() / name
+def default_destination(draft: str | None, target: str) -> Path:
+    """Return where an export without `--output` goes: one folder for each pair of names."""
+    return bundles_folder() / "--".join(map(_slug, [target] if draft is None else [target, draft]))
 
 
 def remember_default(folder: Path) -> None:

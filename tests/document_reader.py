@@ -87,11 +87,12 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
 def parse(text: str) -> dict:
     """The manifest as plain values, of the types that the tables say."""
     manifest = json.loads(text)
-    wanted(isinstance(manifest, dict) and manifest.get("format") in (6, 7, 8), "format")
+    wanted(isinstance(manifest, dict) and manifest.get("format") in (6, 7, 8, 9), "format")
     known = tables()
     if manifest["format"] < 8:
         known = known | {"bundle": {k: v for k, v in known["bundle"].items() if k != "hosts"}}
     check("bundle", manifest, known)
+    wanted(manifest["draft"] is not None or manifest["format"] >= 9, "draft")
     return manifest
 
 

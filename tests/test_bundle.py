@@ -158,13 +158,13 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
 
 
 @pytest.mark.parametrize(
-    ("found", "cure"), [(5, "export the pair again"), (9, "use the specedge that wrote it")]
+    ("found", "cure"), [(5, "export the pair again"), (10, "use the specedge that wrote it")]
 )
 def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
-    said = f"format is {found}, this specedge reads 6, 7 and 8; {cure}"
+    said = f"format is {found}, this specedge reads 6, 7, 8 and 9; {cure}"
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 

@@ -13,7 +13,7 @@ import onnx_ir as ir
 import onnxruntime
 
 from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle
+from specedge.bundle import MANIFEST, WITH_HOSTS, Bundle
 from specedge.bundle_files import describe
 from specedge.declared import whole
 from specedge.errors import ExportError
@@ -88,6 +88,8 @@ class _Making:
     golden: Golden | None
 
     def write(self, bundle: Bundle) -> Bundle:
+        if bundle.draft is None:
+            raise ExportError("embed needs a draft model; export the target again with --draft")
         ops = {role: model.cpu_ops for role, model in bundle.models.items()}
         ks = sorted({*self.num_draft_tokens} or {bundle.num_draft_tokens})
         whole("num_draft_tokens", ks[0], 1)
@@ -168,7 +170,8 @@ def _write(bundle: Bundle, hosts: Hosts, made: list[_Made], texts: Mapping[str, 
             for name, text in texts.items():
                 Path(work, name).write_text(text, "utf-8")
             described = {name: describe(Path(work, name)) for name in hosts.files}
-            new = replace(bundle, format=FORMAT, hosts=hosts, files=files | described)
+            number = max(bundle.format, WITH_HOSTS)
+            new = replace(bundle, format=number, hosts=hosts, files=files | described)
             if old:
                 _put(without.to_json(), Path(work), bundle.folder)
             for file in described:

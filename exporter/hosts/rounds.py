@@ -71,7 +71,7 @@ class _Round:
 
     def _draft(self, uniforms: list[ir.Value]) -> list[Step]:
         """K steps, of which each writes the buffers that the one before it gives."""
-        nodes, draft = self._nodes, self._bundle.draft
+        nodes, draft = self._nodes, self._bundle.draft_model
         part = Part(self._root, draft.graph("decoder", self._ops["draft"]).file)
         buffers, settings, steps = self._caches["draft"], self._settings, list[Step]()
         fed, length, num_fed = self._tokens, self._draft_length, self._num_fed()
@@ -130,7 +130,7 @@ def draft_step(
     uniform: ir.Value,
 ) -> Step:
     """Feed tokens [1, N] to a copy of the draft and draw the next one."""
-    fed = _known(nodes, tokens, bundle.draft, bundle.target.vocab_size)
+    fed = _known(nodes, tokens, bundle.draft_model, bundle.target.vocab_size)
     last = nodes.constant([-1])
     made = copy({"input_ids": fed, "past_length": length, "logits_from": last} | buffers)
     row = _draft_row(nodes, made["logits"], bundle, settings)
@@ -140,7 +140,7 @@ def draft_step(
 
 def check_fused(bundle: Bundle) -> str | None:
     """Why a round cannot be one graph, or should not be."""
-    draft = bundle.draft
+    draft = bundle.draft_model
     if draft.context_length < bundle.target.context_length:
         return f"{draft.source.id} has a shorter context than the target, which one graph cannot do"
     weights = bundle.files[draft.weights].size
@@ -209,7 +209,7 @@ def _draft_row(
     nodes: Nodes, logits: ir.Value, bundle: Bundle, settings: drawing.Settings
 ) -> drawing.Rows:
     """A draft's row among all tokens of the target. [1, 1, C]"""
-    draft, size, seen = bundle.draft, bundle.target.vocab_size, settings.seen
+    draft, size, seen = bundle.draft_model, bundle.target.vocab_size, settings.seen
     ids = bundle.ids_of(draft)
     if ids is not None:
         columns = np.array(ids)

@@ -21,7 +21,7 @@ from .rounds import IR_VERSION, caches, commit, draft_step, of_tokens, verdict
 
 def draft(root: Path, bundle: Bundle, ops: str) -> ir.Model:
     """A draft step: tokens to feed, and the token drawn after them with its distribution."""
-    nodes, model, size = Nodes("draft"), bundle.draft, bundle.target.vocab_size
+    nodes, model, size = Nodes("draft"), bundle.draft_model, bundle.target.vocab_size
     tokens = nodes.input("tokens", INT, [1, "N"])
     length = nodes.input("draft_length", INT, [1])
     settings = drawing.settings(nodes, size)

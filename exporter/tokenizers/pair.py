@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,19 +40,19 @@ class Text:
     special_tokens: dict[str, str]
 
 
-def fit(draft: Checkpoint, target: Checkpoint, progress: Progress) -> Text:
+def fit(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> Text:
     """Check that both models read ordinary text as the same tokens; note what else differs."""
-    ours = _settings(target)
-    for note in compatibility.compare(ours, _settings(draft)):
-        progress.note(note)
-    if end_tokens(draft) != end_tokens(target):
-        progress.note(
-            f"the draft ends at tokens {list(end_tokens(draft))}, the target at "
-            f"{list(end_tokens(target))}; the target's rule"
-        )
-    template = _chat_template(target)
-    if _chat_template(draft) != template:
-        progress.note("the draft has another chat template; the target's rules")
+    ours, template = _settings(target), _chat_template(target)
+    if draft is not None:
+        for note in compatibility.compare(ours, _settings(draft)):
+            progress.note(note)
+        if end_tokens(draft) != end_tokens(target):
+            progress.note(
+                f"the draft ends at tokens {list(end_tokens(draft))}, the target at "
+                f"{list(end_tokens(target))}; the target's rule"
+            )
+        if _chat_template(draft) != template:
+            progress.note("the draft has another chat template; the target's rules")
     named = target.tokenizer.special_tokens_map
     special = {name: token for name, token in named.items() if isinstance(token, str)}
     return Text(
@@ -110,10 +111,11 @@ def default_sampling(target: Checkpoint) -> Filters:
 
 
 def context_lengths(
-    target: Checkpoint, draft: Checkpoint, limit: int | None, progress: Progress
+    target: Checkpoint, draft: Checkpoint | None, limit: int | None, progress: Progress
 ) -> tuple[int, int]:
     """The positions that the target and the draft get; the draft needs no more than the target."""
-    ours, theirs = (context_length(one, limit, progress) for one in (target, draft))
+    ours = context_length(target, limit, progress)
+    theirs = ours if draft is None else context_length(draft, limit, progress)
     if theirs < ours:
         progress.note(
             f"the draft has {theirs} positions, the target {ours}; when they are full, the draft "
@@ -122,10 +124,15 @@ def context_lengths(
     return ours, min(ours, theirs)
 
 
-def vocab_sizes(num_tokens: int, target: int, draft: int, progress: Progress) -> tuple[int, int]:
-    """How many of the tokenizer's ids the target and the draft take, by their embeddings' rows."""
-    ours = min(num_tokens, target)
-    theirs = min(ours, draft)
+def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> list[int]:
+    """Return how many of the tokenizer's ids each model takes: the target, then a draft model.
+
+    Args:
+        num_tokens: Ids of the tokenizer.
+        rows: Rows of each model's embedding.
+    """
+    ours = min(num_tokens, rows[0])
+    theirs = min(ours, *rows)
     if ours < num_tokens:
         progress.note(f"the tokenizer has {num_tokens} ids, the target takes {ours} of them")
     if theirs < ours:
@@ -133,7 +140,7 @@ def vocab_sizes(num_tokens: int, target: int, draft: int, progress: Progress) ->
             f"the draft takes {theirs} of the target's {ours} ids; the others are never drafted, "
             "and it reads another token in their place"
         )
-    return ours, theirs
+    return [ours, theirs][: len(rows)]
 
 
 def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:

@@ -138,8 +138,9 @@ def _written(
     not wide.
     """
     bundle = pipeline.bundle
+    assert pipeline.draft is not None
     listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
-    sizes = bundle.draft
+    sizes = bundle.draft_model
     drafter = DraftModel(listener, context_length=sizes.context_length, vocab_size=sizes.vocab_size)
     decoder = SpeculativeDecoder(pipeline.target, Fixed(drafter, k), Stopwatch())
     decoder.judge = listener.judge

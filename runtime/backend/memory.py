@@ -8,7 +8,7 @@ The figures are of the CPU; docs/measurements.md has what was measured beside th
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -79,31 +79,46 @@ class ModelMemory:
 
 @dataclass(frozen=True)
 class PairMemory:
-    """Bytes of a process that loads a pair, the draft first, and fills its context."""
+    """Bytes of a process that loads a pair and fills its context.
+
+    The draft is loaded first; it is None where the bundle has none.
+    """
 
     process: int
     tokenizer: int
     target: ModelMemory
-    draft: ModelMemory
+    draft: ModelMemory | None
     context_length: int
     slots: int = 1
     ops: str = "gqa"  # the target's attention
 
     @property
+    def models(self) -> tuple[ModelMemory, ...]:
+        """The models that are loaded."""
+        return (self.target,) if self.draft is None else (self.target, self.draft)
+
+    @property
+    def caches(self) -> int:
+        """The caches of all slots."""
+        return sum(model.caches for model in self.models)
+
+    @property
     def slot(self) -> int:
         """The caches of one slot."""
-        return (self.target.caches + self.draft.caches) // self.slots
+        return self.caches // self.slots
 
     @property
     def opening(self) -> int:
         """The peak while the sessions open."""
         target = self.target.weights + self.target.opening
+        if self.draft is None:
+            return self.process + target
         return self.process + self.draft.weights + max(self.draft.opening, target)
 
     @property
     def running(self) -> int:
         """The peak while it generates."""
-        return self.process + self.tokenizer + self.target.running + self.draft.running
+        return self.process + self.tokenizer + sum(model.running for model in self.models)
 
     @property
     def peak(self) -> int:
@@ -113,12 +128,11 @@ class PairMemory:
     @property
     def parts(self) -> dict[str, int]:
         """The peak by what it is for."""
-        models = (self.target, self.draft)
         return {
-            "packed weights": sum(model.packed for model in models),
-            "weights as they lie": sum(model.lying for model in models),
-            "caches": sum(model.caches for model in models),
-            "passes": sum(model.passes for model in models),
+            "packed weights": sum(model.packed for model in self.models),
+            "weights as they lie": sum(model.lying for model in self.models),
+            "caches": self.caches,
+            "passes": sum(model.passes for model in self.models),
             "tokenizer": self.tokenizer,
             "process": self.process,
             "while loading": self.peak - self.running,
@@ -126,46 +140,50 @@ class PairMemory:
 
     def rounded(self) -> PairMemory:
         """The same pair with weights in int8."""
-        return replace(self, target=self.target.rounded(), draft=self.draft.rounded())
+        return self._each(ModelMemory.rounded)
 
     def halved(self) -> PairMemory:
         """The same pair with caches in float16."""
-        return replace(self, target=self.target.halved(), draft=self.draft.halved())
+        return self._each(ModelMemory.halved)
 
     def shorter(self, limit: int) -> PairMemory:
         """The same pair with the longest context that keeps its peak below a limit, or as it is."""
-        caches = self.target.caches + self.draft.caches
-        share = (limit - self.running + caches) / caches
+        share = (limit - self.running + self.caches) / self.caches
         length = int(self.context_length * share) // SHORTEST * SHORTEST
         if not SHORTEST <= length < self.context_length:
             return self
-        target, draft = (
-            replace(model, caches=model.caches * length // self.context_length)
-            for model in (self.target, self.draft)
+        shortened = self._each(
+            lambda model: replace(model, caches=model.caches * length // self.context_length)
         )
-        return replace(self, target=target, draft=draft, context_length=length)
+        return replace(shortened, context_length=length)
+
+    def _each(self, change: Callable[[ModelMemory], ModelMemory]) -> PairMemory:
+        """Return the same pair with each model changed."""
+        draft = None if self.draft is None else change(self.draft)
+        return replace(self, target=change(self.target), draft=draft)
 
 
 def pair_memory(
-    bundle: Bundle,
-    target_ops: str,
-    draft_ops: str,
-    slots: int = 1,
-    max_length: int | None = None,
+    bundle: Bundle, ops: Mapping[str, str], slots: int = 1, max_length: int | None = None
 ) -> PairMemory:
-    """What loading and running a pair takes, by its files. Raises BundleError.
+    """Predict what loading and running a pair takes, by its files. Raises BundleError.
 
+    `ops` are the op sets by role.
     Rows of a cache past `max_length` take nothing: the system gives memory when it is written.
     """
     length = bundle.context_length if max_length is None else max_length
+    models = {
+        role: model_memory(bundle, model, ops[role], slots, max_length)
+        for role, model in bundle.models.items()
+    }
     return PairMemory(
         process=PROCESS,
         tokenizer=TOKENIZER * bundle.files[bundle.tokenizer].size,
-        target=model_memory(bundle, bundle.target, target_ops, slots, max_length),
-        draft=model_memory(bundle, bundle.draft, draft_ops, slots, max_length),
+        target=models["target"],
+        draft=models.get("draft"),
         context_length=length,
         slots=slots,
-        ops=attention(target_ops),
+        ops=attention(ops["target"]),
     )
 
 
@@ -240,8 +258,9 @@ def check_memory(need: PairMemory) -> None:
     """Raise DeviceError for a pair that cannot fit beside this process."""
     left = left_bytes()
     if left is not None and CERTAIN * (need.peak - need.process) > left:
+        models = need.target.id if need.draft is None else f"{need.target.id} and its draft"
         raise DeviceError(
-            f"not enough memory for {need.target.id} and its draft: they need about "
+            f"not enough memory for {models}: loading needs about "
             f"{shown(need.peak)} ({_listed(need.parts)}), {shown(left)} are free; "
             f"free some, or {_advice(need, left + need.process)}"
         )

@@ -26,19 +26,20 @@ ROWS = 16  # of logits at a time: a row may have 150,000 columns
 def acceptances(
     pipeline: Pipeline, prompt: Sequence[int], text: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """The chance that a token of the draft model's is accepted at each place of a text. -> [n]
+    """Return the chance that the draft model's token is accepted at each place of a text. [n]
 
     The sum over tokens of min(t, d); at temperature 0, 1 where both would take the same token and
-    else 0. Where the draft's context ends, so does the list. Both caches are overwritten.
+    else 0. Where the draft's context ends, so does the list; without a draft model it is empty.
+    Both caches are overwritten.
     """
-    bundle = pipeline.bundle
+    sizes = pipeline.bundle.draft
+    if pipeline.draft is None or sizes is None:
+        return []
     model = DraftModel(
-        pipeline.draft,
-        context_length=bundle.draft.context_length,
-        vocab_size=bundle.draft.vocab_size,
+        pipeline.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size
     )
     read = [*prompt, *text[:-1]]
-    room = bundle.draft.context_length
+    room = sizes.context_length
     targets = _rows(pipeline.target, read, len(prompt))
     drafts = _rows(model.model, model.known(read[:room]), len(prompt))
     history = History(prompt)

@@ -50,10 +50,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
             "no room for draft tokens; generate decodes without them there"
         )
     accepted = _run_texts(pipeline, lambda share: progress(share / 4))
-    bundle = pipeline.bundle
-    models = Models(
-        pipeline.target, bundle.target.context_length, pipeline.draft, bundle.draft.context_length
-    )
+    models = Models.of(pipeline.bundle, pipeline.target, pipeline.draft)
     last = max(1, context - READ_LENGTH)
     try:
         measured = measurement.measure(
@@ -78,8 +75,8 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
 
 
 def _run_texts(pipeline: Pipeline, progress: Progress) -> dict[str, Accepted]:
-    """Run the draft model on built-in texts; return which tokens were accepted, of it and of copies
-    of the same text, by mode.
+    """Run built-in texts, with the draft model if there is one; return which tokens were accepted,
+    of it and of copies of the same text, by mode.
     """
     found: dict[str, Accepted] = {mode: {} for mode in MODES}
     runs = list(product(TEXTS, MODES))
@@ -107,12 +104,14 @@ def _run(
         temperature,
         seed=seed,
         num_draft_tokens=min(DRAFT_TOKENS, max(1, pipeline.max_planned_tokens)),
-        drafter=DrafterName.MODEL,
+        drafter=DrafterName.SUFFIX if pipeline.draft is None else DrafterName.MODEL,
         ignore_eos=True,
     ) as stream:
         for _ in stream:
             if time.perf_counter() > until:
                 break
+    if pipeline.draft is None:
+        return stream.generation.tokens
     stats = stream.stats
     tests = accepted.setdefault(DrafterName.MODEL, [])
     tests += [True] * stats.num_accepted + [False] * (stats.num_tested - stats.num_accepted)

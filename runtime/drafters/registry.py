@@ -20,6 +20,8 @@ from .ngrams import NGrams, Tables
 from .prompt_lookup import MIN_MATCH, Lookup
 from .suffix import Remembered, Suffix
 
+NEEDS_MODEL = (DrafterName.MODEL, DrafterName.CHAIN, DrafterName.BLOCK)
+
 
 class Drafters:
     """What can draft for a bundle. Tables are read once and again when their file has changed."""
@@ -30,29 +32,33 @@ class Drafters:
         self._tables: dict[str, tuple[tuple[int, ...], Tables]] = {}
 
     def check(self, drafter: object) -> None:
-        """DrafterError if the file that a drafter's name names cannot be used."""
+        """Raise DrafterError for a drafter whose draft model or file is not there."""
+        if self._bundle.draft is None and drafter in NEEDS_MODEL:
+            raise DrafterError(
+                f"drafter '{drafter}' needs a draft model, which this bundle does not have; take "
+                "auto or suffix, or export the target again with --draft"
+            )
         if isinstance(drafter, str) and drafter.startswith(NGRAM):
             self._read(drafter.removeprefix(NGRAM))
 
-    def offered(self, request: Request, model: LanguageModel) -> dict[str, Drafter]:
-        """The drafters that a request may use, by name, the one that it names first.
+    def offered(self, request: Request, model: LanguageModel | None) -> dict[str, Drafter]:
+        """Return the drafters that a request may use, by name, the one that it names first.
 
-        `model` is the bundle's draft. Raises DrafterError, and ValueError for match lengths that
+        `model` is the bundle's draft model, None where it has none. Raises DrafterError, also for a
+        drafter that needs a draft model where there is none, and ValueError for match lengths that
         contradict each other.
         """
         name, sizes = request.drafter, self._bundle.draft
         if not isinstance(name, str):
             own = Checked(name, self._bundle.target.vocab_size)
             return {f"own {own.name}": own}  # its name may be one of ours
+        if model is None or sizes is None:
+            return {one.name: one for one in self._without_model(name, request)}
         draft = DraftModel(model, context_length=sizes.context_length, vocab_size=sizes.vocab_size)
         found: list[Drafter]
         match name:
             case DrafterName.MODEL:
                 found = [draft]
-            case DrafterName.SUFFIX:
-                found = [self._suffix(request)]
-            case DrafterName.LOOKUP:
-                found = [_lookup(request)]
             case DrafterName.AUTO:
                 copier = self._copier(request)
                 found = [draft, copier, Chain(copier, draft)]
@@ -61,18 +67,30 @@ class Drafters:
                 found = [Chain(copier, draft), copier]
             case DrafterName.BLOCK:
                 found = [Block(draft)]
-            case DrafterName.RANDOM:
-                found = [Random(self._bundle.target.vocab_size)]
             case _:
-                assert name.startswith(NGRAM), name  # a Request has no other names
-                found = [NGrams(self._read(name.removeprefix(NGRAM)))]
+                found = self._without_model(name, request)
         return {one.name: one for one in found}
 
-    def _copier(self, request: Request) -> Drafter:
-        """What copies beside the model: lookup if lengths of matches are given, which it has."""
+    def _without_model(self, name: str, request: Request) -> list[Drafter]:
+        """Return the drafters of a name that need no draft model. Raises DrafterError."""
+        match name:
+            case DrafterName.SUFFIX:
+                return [self._suffix(request)]
+            case DrafterName.LOOKUP:
+                return [_lookup(request)]
+            case DrafterName.AUTO:
+                return [self._copier(request, before_model=False)]
+            case DrafterName.RANDOM:
+                return [Random(self._bundle.target.vocab_size)]
+        self.check(name)
+        assert name.startswith(NGRAM), name  # a Request has no other names
+        return [NGrams(self._read(name.removeprefix(NGRAM)))]
+
+    def _copier(self, request: Request, before_model: bool = True) -> Drafter:
+        """Return the drafter that copies: lookup if lengths of matches are given, which it has."""
         if request.lookup_min or request.lookup_max:
             return _lookup(request)
-        return self._suffix(request, before_model=True)
+        return self._suffix(request, before_model)
 
     def _suffix(self, request: Request, before_model: bool = False) -> Suffix:
         return Suffix(self.remembered if request.remember else None, before_model)

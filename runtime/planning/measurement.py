@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from specedge.bundle import Bundle
 from specedge.options import Sampling
 
 from ..drafters.draft_model import DraftModel
@@ -46,6 +47,13 @@ class Models:
     target_context: int
     draft: Any = None
     draft_context: int = 0
+
+    @classmethod
+    def of(cls, bundle: Bundle, target: Any, draft: Any) -> Models:
+        """Return the models of a bundle, which are loaded."""
+        if bundle.draft is None:
+            return cls(target, bundle.target.context_length)
+        return cls(target, bundle.target.context_length, draft, bundle.draft.context_length)
 
     @property
     def context(self) -> int:

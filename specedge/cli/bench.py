@@ -114,17 +114,19 @@ def bench(
     """Measure drafters and K against plain decoding, and the predictions against both."""
     from specedge.cli import bench_output, bench_page
     from specedge.runtime.bench.measure import settings
+    from specedge.runtime.drafters.registry import NEEDS_MODEL
 
     request = distribution | {"max_new_tokens": max_new_tokens, "seed": seed}
-    names = drafters or _DRAFTERS
     with options.usage_errors():
-        for name in names:
+        for name in drafters or _DRAFTERS:
             Request(**request, drafter=name)
     outputs = [("--csv", csv, bench_output.csv_text), ("--html", html, bench_page.page)]
     named = {flag: path for flag, path, _ in outputs if path is not None}
     _check_outputs(named, prompts, overwrite)
     given = _read(sets, prompts, form)
     pipeline = options.load(bundle, device, threads, ops, draft_device)
+    without_model = pipeline.bundle.draft is None
+    names = drafters or [n for n in _DRAFTERS if not (without_model and n in NEEDS_MODEL)]
     for name in names:
         pipeline.drafters.check(name)
     tokens = _prompts(pipeline, given, request["special_tokens"])
@@ -247,7 +249,7 @@ def _facts(
     default = Request()
     return {
         "target": bundle.target.source.id,
-        "draft": bundle.draft.source.id,
+        "draft": bundle.draft and bundle.draft.source.id,
         "device": device,
         "processor": processor(),
         "threads": threads or cpu_count(),

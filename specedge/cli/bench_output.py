@@ -78,8 +78,9 @@ def csv_text(report: Report) -> str:
 def table_text(report: Report) -> str:
     """A table for each set, and below it what to make of it."""
     facts = report.facts
+    draft = f"with {facts['draft']} as its draft" if facts["draft"] else "without a draft model"
     lines = [
-        f"{facts['target']} with {facts['draft']} as its draft, {facts['processor']},"
+        f"{facts['target']} {draft}, {facts['processor']},"
         f" {facts['threads']} threads, {facts['ops']}; temperature {facts['temperature']:g}",
     ]
     for name in report.sets:

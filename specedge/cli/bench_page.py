@@ -35,7 +35,7 @@ dd { margin: 0; }
 <body>
 <h1>Speculative decoding of {{ facts.target }}, measured</h1>
 <dl>{% for name, value in facts.items() %}
-<dt>{{ name.replace("_", " ") }}</dt><dd>{{ value }}</dd>{% endfor %}</dl>
+<dt>{{ name.replace("_", " ") }}</dt><dd>{{ value or "none" }}</dd>{% endfor %}</dl>
 {% for line in losing %}<p class="verdict loses">{{ line }}</p>
 {% endfor %}
 {% for set in sets %}

@@ -22,8 +22,10 @@ from specedge.precision import CHOICES
 @click.command()
 @click.option(
     "--draft",
-    required=True,
-    help="The draft: a folder, a GGUF file, a hub id, or self:N for the target's first N layers.",
+    default="none",
+    show_default=True,
+    help="The draft: a folder, a GGUF file, a hub id, self:N for the target's first N layers, or"
+    " none: draft by suffix decoding.",
 )
 @click.option("--target", required=True, help="The target: a folder, a GGUF file or a hub id.")
 @click.option(
@@ -89,7 +91,7 @@ from specedge.precision import CHOICES
 @click.option("--draft-adapter", help="A LoRA adapter to merge into the draft.")
 @click.option("--hosts", is_flag=True, help="Add graphs for apps without specedge, as embed does.")
 def export(draft: str, target: str, output: str | None, hosts: bool, **request: Any) -> None:
-    """Export a draft and a target model to one bundle of ONNX graphs."""
+    """Export a target, and a draft model if there is one, to one bundle of ONNX graphs."""
     from specedge.exporter import export as run
 
     _limit_threads()

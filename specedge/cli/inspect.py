@@ -85,6 +85,8 @@ def _lines(bundle: Bundle) -> list[str]:
     ]
     for role, model in bundle.models.items():
         lines += ["", *_model_lines(bundle, role, model)]
+    if bundle.draft is None:
+        lines += ["", f"{'draft':16} none: drafts by suffix decoding"]
     return lines
 
 

@@ -89,11 +89,12 @@ def _row(entry: Entry) -> tuple[str, ...]:
     start = ("*" if entry.is_default else "", entry.name)
     if entry.bundle is None:
         return (*start, f"error: {entry.error}")
-    models = entry.bundle.target, entry.bundle.draft
+    models = entry.bundle.models
     size = f"{entry.size / 1e6:.1f} MB"
-    ops = _both(", ".join(model.parity) for model in models)
-    licences = _both(model.source.licence or "not stated" for model in models)
-    return (*start, *(model.source.id for model in models), size, ops, licences)
+    ops = _both(", ".join(model.parity) for model in models.values())
+    licences = _both(model.source.licence or "not stated" for model in models.values())
+    ids = (models[role].source.id if role in models else "none" for role in ("target", "draft"))
+    return (*start, *ids, size, ops, licences)
 
 
 def _both(values: Iterable[str]) -> str:
@@ -114,6 +115,7 @@ def _as_json(entry: Entry) -> dict[str, Any]:
     if bundle := entry.bundle:
         for name in ("format", "num_draft_tokens", "context_length"):
             facts[name] = getattr(bundle, name)
+        facts["draft"] = None
         for role, model in bundle.models.items():
             facts[role] = plain(model.source) | {"ops": list(model.parity)}
     return facts

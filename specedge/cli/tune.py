@@ -11,6 +11,7 @@ import click
 from specedge.cli import options
 from specedge.cli.progress import bar
 from specedge.cli.terminal import counted
+from specedge.request import DrafterName
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -83,13 +84,23 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
         lines.append(
             row(f"target, {counted(tokens, 'token')}", (costs[i] for costs in mode.target))
         )
+    host = (
+        f" the host adds {1e3 * mode.host[0]:.3f} ms to a plain round, {1e3 * mode.host[-1]:.3f}"
+        f" to one with K = {table.max_draft_tokens}"
+    )
+    alpha = mode.acceptance.get(DrafterName.MODEL)
+    if alpha is None:  # a bundle without a draft model
+        copied = ", ".join(f"{rate:.0%} of {name}" for name, rate in mode.acceptance.items())
+        return [
+            *lines,
+            f"  draft tokens that would have been accepted on built-in texts: {copied};{host}",
+        ]
     for i, tokens in enumerate(table.rows[1:]):
         es = "es" if tokens > 2 else ""
         what = f"draft, a round's {tokens - 1} pass{es}"
         lines.append(row(what, (costs[i] for costs in mode.draft)))
     lines.append(row("draft, more where the first is over 2 tokens", mode.pending))
     lines.append(row("draft, a token of the prompt", mode.reading))
-    alpha = mode.acceptance["model"]
     found = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
     best = max(range(len(found)), key=lambda k: found[k])
     shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(found)} | {best})
@@ -100,9 +111,7 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     )
     return [
         *lines,
-        f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{copied};"
-        f" the host adds {1e3 * mode.host[0]:.3f} ms to a plain round, {1e3 * mode.host[-1]:.3f}"
-        f" to one with K = {table.max_draft_tokens}",
+        f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{copied};{host}",
         "  predicted speed-up of the draft model: "
         + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
         f"  its best is K = {best}, {found[best]:.2f} times as fast as the target alone"

@@ -14,7 +14,7 @@ import click
 from specedge.bundle import MANIFEST, Bundle
 from specedge.cli import options, progress
 from specedge.cli.terminal import lines
-from specedge.errors import BundleError
+from specedge.errors import BundleError, SpecEdgeError
 
 if TYPE_CHECKING:
     from specedge.runtime.audit.auditing import Machinery, SelfTest
@@ -104,6 +104,8 @@ def _audit(
             if not (folder / MANIFEST).is_file():
                 raise
             return unreadable(folder, error, budget)
+        if bundle.draft is None:
+            raise SpecEdgeError("verify does not audit bundles without a draft model yet")
         return audit(bundle, machinery_for(bundle), prompts, budget, told, special_tokens)
 
 

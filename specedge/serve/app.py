@@ -183,7 +183,7 @@ class _Server:
             "owned_by": "specedge",
             "context_length": bundle.context_length,
             "target": bundle.target.source.id,
-            "draft": bundle.draft.source.id,
+            "draft": bundle.draft and bundle.draft.source.id,
         }
 
     def _unknown(self, name: object) -> ApiError:

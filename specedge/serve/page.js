@@ -19,7 +19,7 @@ async function checked(response) {
 async function describe() {
   const response = await checked(await fetch("v1/models", { headers: headers() }));
   model = (await response.json()).data[0];
-  at("model").textContent = `${model.id}, drafted by ${model.draft}, ${model.context_length} tokens`;
+  at("model").textContent = `${model.id}, drafted by ${model.draft ?? "suffix decoding"}, ${model.context_length} tokens`;
   at("chat").checked = model.chat;
   at("chat-label").hidden = !model.chat;
 }

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 import specedge
 from round_host import Fused, Split
 from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle
+from specedge.bundle import MANIFEST, WITH_HOSTS, Bundle
 from specedge.cli.embed import embed as command
 from specedge.errors import ExportError
 from specedge.exporter import embed, export
@@ -71,7 +71,7 @@ def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pip
 
 def test_the_manifest_lists_what_each_graph_takes_and_gives(folder):
     bundle = embed(folder)
-    assert bundle.format == FORMAT
+    assert bundle.format == WITH_HOSTS
     (graph,) = rounds(bundle)
     (session,) = sessions(bundle).values()
     for tensors, values in (
@@ -131,7 +131,7 @@ def test_more_draft_tokens_than_the_caches_have_room_for_are_refused(folder):
 
 def test_an_older_manifest_with_hosts_is_refused(folder):
     text = (folder / MANIFEST).read_text("utf-8")
-    (folder / MANIFEST).write_text(text.replace(f'"format": {FORMAT}', '"format": 7'), "utf-8")
+    (folder / MANIFEST).write_text(text.replace(f'"format": {WITH_HOSTS}', '"format": 7'), "utf-8")
     with pytest.raises(specedge.BundleError, match="'hosts' is unknown"):
         Bundle.read(folder)
 

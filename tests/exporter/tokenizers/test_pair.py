@@ -181,7 +181,7 @@ def test_another_post_processor_and_decoder_are_noted(both):
 )
 def test_a_model_takes_the_ids_that_it_has_rows_for(num_tokens, target, draft, sizes, noted):
     progress = Progress()
-    assert pair.vocab_sizes(num_tokens, target, draft, progress) == sizes
+    assert pair.vocab_sizes(num_tokens, [target, draft], progress) == [*sizes]
     assert len(progress.notes) == noted
 
 

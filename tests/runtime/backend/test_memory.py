@@ -198,7 +198,9 @@ def test_a_pair_that_cannot_fit_is_refused_with_figures_and_what_helps(
     with pytest.raises(DeviceError) as caught:
         memory.check_memory(need)
     message = str(caught.value)
-    assert "some/target and its draft: they need about 1.6 GB (packed weights 840.0 MB" in message
+    assert (
+        "some/target and its draft: loading needs about 1.6 GB (packed weights 840.0 MB" in message
+    )
     assert f"{memory.shown(megabytes * MB)} are free" in message
     assert advice in message
 

@@ -1,0 +1,19 @@
+"""The embedded target as a bundle without a draft model."""
+
+import shutil
+from dataclasses import replace
+
+from specedge import store
+from specedge.bundle import FORMAT, MANIFEST, Bundle
+
+
+def make_draftless(folder):
+    """Write the bundle to a new folder; nothing is exported."""
+    embedded = Bundle.read(store.embedded())
+    files = {name: file for name, file in embedded.files.items() if not name.startswith("draft/")}
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(embedded.path(name), folder / name)
+    bundle = replace(embedded, format=FORMAT, draft=None, id_map=None, hosts=None, files=files)
+    (folder / MANIFEST).write_text(bundle.to_json(), "utf-8")
+    return Bundle.read(folder)

@@ -1,0 +1,52 @@
+"""Exports of a target alone."""
+
+import pytest
+
+import specedge
+from specedge import store
+from specedge.bundle import WITHOUT_DRAFT, Bundle
+from specedge.errors import ExportError
+from specedge.exporter import export
+
+
+@pytest.fixture(scope="module")
+def bundle(pairs, tmp_path_factory):
+    target = pairs.checkpoint("gpt2")[1]
+    return export(None, target, tmp_path_factory.mktemp("alone") / "bundle", max_length=64)
+
+
+def test_a_target_alone_is_exported(bundle):
+    assert (bundle.draft, bundle.format) == (None, WITHOUT_DRAFT)
+    assert not [name for name in bundle.files if name.startswith("draft/")]
+    assert Bundle.read(bundle.folder) == bundle
+
+
+def test_its_text_is_the_pairs(bundle, pairs):
+    with specedge.load(bundle.folder) as alone, specedge.load(pairs.bundle("gpt2").folder) as pair:
+        wanted = pair.generate([1, 2, 3, 1, 2], 24, num_draft_tokens=0, ignore_eos=True).tokens
+        for k in (0, 3, "auto"):
+            assert (
+                alone.generate([1, 2, 3, 1, 2], 24, num_draft_tokens=k, ignore_eos=True).tokens
+                == wanted
+            )
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("draft_precision", "int8"),
+        ("draft_vocab", 8),
+        ("draft_revision", "main"),
+        ("draft_adapter", "some/adapter"),
+    ],
+)
+def test_options_of_a_draft_need_one(pairs, tmp_path, option, value):
+    name = f"--{option.replace('_', '-')}"
+    with pytest.raises(ExportError, match=f"{name} needs a draft model; give --draft"):
+        export("none", pairs.checkpoint("gpt2")[1], tmp_path / "bundle", **{option: value})
+
+
+def test_a_target_alone_has_a_folder_of_its_own():
+    alone = store.default_destination(None, "some/target")
+    assert alone.name == "some-target"
+    assert alone != store.default_destination("some/draft", "some/target")

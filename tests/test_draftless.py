@@ -1,0 +1,163 @@
+"""A bundle without a draft model: read, loaded, run, measured and shown."""
+
+import json
+from functools import partial
+
+import pytest
+
+import installed
+from draftless import make_draftless
+from manifests import make_bundle
+from specedge import store
+from specedge.bundle import MANIFEST, WITHOUT_DRAFT, Bundle
+from specedge.errors import BundleError, DeviceError, DrafterError
+
+PROMPT = "def read_config(path):"
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    return make_draftless(tmp_path_factory.mktemp("draftless"))
+
+
+@pytest.fixture(scope="module")
+def loaded(bundle):
+    pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+    import specedge
+
+    with specedge.load(bundle.folder, slots=2) as pipeline:
+        yield pipeline
+
+
+@pytest.fixture
+def run(bundle):
+    return partial(installed.run, SPECEDGE_BUNDLE=str(bundle.folder))
+
+
+def edit(folder, **values):
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8")) | values
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+
+
+def test_a_manifest_without_a_draft_reads_as_written(bundle):
+    assert bundle.draft is None
+    assert bundle.models == {"target": bundle.target}
+    assert not bundle.shares_weights
+    assert Bundle.from_json(bundle.to_json()) == bundle
+
+
+@pytest.mark.parametrize("number", [6, 7, 8])
+def test_formats_without_an_optional_draft_refuse_null(tmp_path, number):
+    make_bundle(tmp_path)
+    edit(tmp_path, draft=None, format=number)
+    manifest = json.loads((tmp_path / MANIFEST).read_text("utf-8"))
+    if number < 8:
+        del manifest["hosts"]
+    (tmp_path / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    with pytest.raises(BundleError, match=f"draft is null, which formats before {WITHOUT_DRAFT}"):
+        Bundle.read(tmp_path)
+
+
+def test_an_id_map_without_a_draft_is_refused(tmp_path):
+    make_bundle(tmp_path)
+    edit(tmp_path, draft=None, id_map="tokenizer.json")
+    with pytest.raises(BundleError, match="id_map is of the draft's head"):
+        Bundle.read(tmp_path)
+
+
+def test_bundles_of_today_still_have_their_draft():
+    assert Bundle.read(store.embedded()).draft is not None
+
+
+@pytest.mark.parametrize("k", [0, 1, 4, "auto"])
+def test_greedy_text_is_that_of_the_pair(loaded, pipeline, k):
+    wanted = pipeline.generate(PROMPT, 48, num_draft_tokens=0).tokens
+    generation = loaded.generate(PROMPT, 48, num_draft_tokens=k)
+    assert generation.tokens == wanted
+    assert generation.stats.num_draft_passes == 0
+
+
+def test_auto_drafts_by_suffix(loaded):
+    generation = loaded.generate("1 2 3 4 1 2 3 4 1 2 3 4 1 2 3", 64, num_draft_tokens=4)
+    assert generation.stats.num_accepted > 0
+    assert {*generation.stats.drafted_by_source} == {"suffix"}
+    assert generation.drafter == "suffix"
+
+
+def test_sampled_text_follows_its_seed(loaded):
+    texts = [loaded.generate(PROMPT, 32, 1.0, seed=3, num_draft_tokens=4).tokens for _ in range(2)]
+    assert texts[0] == texts[1]
+
+
+def test_slots_have_caches_of_the_target_alone(loaded):
+    with loaded.stream(PROMPT, 8) as one, loaded.stream("import ", 8) as other:
+        assert "".join(one) == loaded.generate(PROMPT, 8).text
+        assert "".join(other) == loaded.generate("import ", 8).text
+
+
+@pytest.mark.parametrize("drafter", ["model", "chain", "block"])
+def test_drafters_that_need_a_model_are_one_clear_error(loaded, drafter):
+    with pytest.raises(DrafterError, match=f"drafter '{drafter}' needs a draft model.*--draft"):
+        loaded.generate(PROMPT, 8, drafter=drafter)
+
+
+@pytest.mark.parametrize("drafter", ["suffix", "lookup", "random"])
+def test_other_drafters_run(loaded, drafter):
+    plain = loaded.generate(PROMPT, 8, num_draft_tokens=0).text
+    assert loaded.generate(PROMPT, 8, drafter=drafter, num_draft_tokens=2).text == plain
+
+
+def test_memory_is_the_targets_alone(bundle):
+    from specedge.runtime.loading import memory_of
+
+    alone, pair = memory_of(bundle), memory_of(Bundle.read(store.embedded()))
+    assert alone.draft is None
+    assert alone.caches == pair.target.caches < pair.caches
+    assert alone.peak < pair.peak
+    assert alone.rounded().shorter(alone.peak).draft is None
+
+
+def test_a_draft_device_is_refused(bundle):
+    import specedge
+
+    with pytest.raises(DeviceError, match="draft_device=cpu is for a draft model"):
+        specedge.load(bundle.folder, draft_device="cpu")
+
+
+def test_tune_times_the_target_alone(loaded, monkeypatch):
+    from specedge.runtime.bench import tune
+
+    monkeypatch.setattr(tune, "SECONDS", 0.01)
+    monkeypatch.setattr(tune, "TEXT_SECONDS", 0.05)
+    costs = tune.measure(loaded).costs
+    assert "model" not in costs.greedy.acceptance
+    assert costs.greedy.target[0][0] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        (("generate", PROMPT, "-n", 8), ""),
+        (("inspect",), "draft            none"),
+        (("inspect", "--memory"), "caches"),
+        (("compare", PROMPT, "-n", 8, "--repeats", 1), "same tokens          yes"),
+        (
+            ("bench", "--set", "code", "-n", 4, "-k", 2, "--repeats", 1),
+            "python-9m without a draft model",
+        ),
+    ],
+)
+def test_commands_run_without_a_draft(run, arguments, wanted):
+    result = run(*arguments)
+    assert result.returncode == 0, result.stderr
+    assert wanted in result.stdout
+
+
+def test_list_shows_that_there_is_none():
+    from draftless import make_draftless
+
+    make_draftless(store.bundles_folder() / "alone")
+    result = installed.run("list")
+    assert "alone     python-9m  none " in result.stdout
+    (entry, _) = json.loads(installed.run("list", "--json").stdout)
+    assert entry["draft"] is None
