@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
 
 SIZES = ("B", "T", "R", "N", "K")
@@ -12,6 +13,7 @@ ROLES = (
     *("tokens", "past_length", "logits_from", "cache", "logits", "best", "drafted"),
     *(*DRAWING, "drawn", "weights"),
 )
+REPEATED_ROLES = ("cache", "weights")  # of several tensors, which hosts tell apart by name
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,9 @@ class Signature:
         for tensors in (self.inputs, self.outputs):
             if len({tensor.name for tensor in tensors}) < len(tensors):
                 raise ValueError("no name appears twice among inputs, nor among outputs")
+            roles = Counter(t.role for t in tensors if t.role not in REPEATED_ROLES)
+            if repeated := next((role for role, count in roles.items() if count > 1), None):
+                raise ValueError(f"role '{repeated}' appears twice among inputs or among outputs")
         buffers = [tensor.buffer for tensor in self.inputs if tensor.buffer]
         if len({*buffers}) < len(buffers):
             raise ValueError("no buffer appears twice among inputs")

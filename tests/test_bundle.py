@@ -157,6 +157,19 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
     assert "export the pair again" in str(caught.value)
 
 
+@pytest.mark.parametrize("role", ["hidden", "logits"])
+def test_duplicate_role_among_the_outputs_of_a_graph_is_refused(folder, role):
+    signature = json.loads((folder / MANIFEST).read_text("utf-8"))
+    for key in OUTPUT[:-1]:
+        signature = signature[key]
+    extra = {"role": role, "buffer": None, "dtype": "float32", "shape": ["B", "T", 8]}
+    extras = [extra | {"name": name} for name in ("first", "second")]
+    edit(folder, *OUTPUT[:-1], value=[*signature, *extras])
+    with pytest.raises(BundleError, match=f"role '{role}' appears twice among") as caught:
+        Bundle.read(folder)
+    assert "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("found", "cure"), [(5, "export the pair again"), (10, "use the specedge that wrote it")]
 )

@@ -89,9 +89,9 @@ class ModelSession:
         with self._translated():
             new = Pass(self._session.io_binding(), cache, self.buffers.options(captured), length)
             sizes = length, num_logits
-            inputs = {t.name: self._array(t, new, *sizes) for t in signature.inputs}
-            outputs = {t.name: self._array(t, new, *sizes) for t in signature.outputs}
-            self.buffers.bind(new.binding, inputs, outputs)
+            new.inputs = {t.name: self._array(t, new, *sizes) for t in signature.inputs}
+            new.outputs = {t.name: self._array(t, new, *sizes) for t in signature.outputs}
+            self.buffers.bind(new.binding, new.inputs, new.outputs)
         return new
 
     def _array(self, tensor: Tensor, bound: Pass, length: int, num_logits: int) -> Any:
@@ -134,8 +134,10 @@ class ModelSession:
 
 
 class Pass:
-    """A binding for one number of tokens, with its arrays by their roles; rows of weights, of which
-    there are several, by their names.
+    """A binding for one number of tokens.
+
+    `inputs` and `outputs` keep every array that is bound, by tensor name: the binding has their
+    addresses alone. `arrays` has them by role, and rows of weights, which are several, by name.
     """
 
     def __init__(self, binding: Any, cache: Cache, options: Any, length: int) -> None:
@@ -143,6 +145,8 @@ class Pass:
         self.cache = cache
         self.options = options
         self.length = length
+        self.inputs: dict[str, Any] = {}
+        self.outputs: dict[str, Any] = {}
         self.arrays: dict[str, Any] = {}
 
 
