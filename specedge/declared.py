@@ -15,6 +15,8 @@ from enum import StrEnum
 from numbers import Real
 from typing import Any
 
+from .errors import OptionError
+
 
 class Name(StrEnum):
     """A name out of a fixed set; it is the text that it prints as."""
@@ -47,22 +49,31 @@ class Declared:
             return f"{low} and at most {self.most}"
         return f"{low} and finite" if self.kind == "number" else low
 
-    def checked(self, name: str, value: Any) -> Any:
-        """The value, if it can be; else a ValueError that names it."""
+    def checked(self, name: str, value: Any, option: str | None = None) -> Any:
+        """Return the value if it is valid.
+
+        Args:
+            name: What an error calls the value.
+            value: The value.
+            option: The name of the option that an error has; by default `name`.
+
+        Raises:
+            OptionError: If the value is invalid.
+        """
         if self.kind == "whole":
             most = None if self.most is None else int(self.most)
-            return whole(name, value, int(self.least or 0), most)
+            return whole(name, value, int(self.least or 0), most, option)
         if self.kind == "flag" and value not in (True, False):
-            raise ValueError(f"{name} must be true or false, got {quoted(value)}")
+            raise OptionError(f"{name} must be true or false, got {quoted(value)}", option or name)
         if self.kind == "number":
-            self._check_number(name, value)
+            self._check_number(name, value, option or name)
         return value
 
-    def _check_number(self, name: str, value: Any) -> None:
-        check_number(name, value)
+    def _check_number(self, name: str, value: Any, option: str) -> None:
+        check_number(name, value, option)
         low = value > self.above if self.above is not None else value >= (self.least or 0)
         if not (low and value <= (_LARGEST if self.most is None else self.most)):
-            raise ValueError(f"{name} must be {self.limits}, got {value}")
+            raise OptionError(f"{name} must be {self.limits}, got {value}", option)
 
 
 _LARGEST = sys.float_info.max
@@ -131,26 +142,36 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def whole(name: str, value: object, least: int, most: int | None = None) -> int:
-    """`value` as an integer within limits; anything else is a ValueError that names it."""
+def whole(
+    name: str, value: object, least: int, most: int | None = None, option: str | None = None
+) -> int:
+    """Return `value` as an integer within limits.
+
+    Raises:
+        OptionError: If it is anything else; its option is `option`, by default `name`.
+    """
     limits = f"at least {least}" if most is None else f"between {least} and {most}"
     try:
         found = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
-        raise ValueError(f"{name} must be a whole number {limits}, got {value!r}") from error
+        raise OptionError(
+            f"{name} must be a whole number {limits}, got {value!r}", option or name
+        ) from error
     if found < least or (most is not None and found > most):
-        raise ValueError(f"{name} must be {limits}, got {found}")
+        raise OptionError(f"{name} must be {limits}, got {found}", option or name)
     return found
 
 
-def check_number(name: str, value: object) -> None:
-    """A ValueError for what is no real number."""
+def check_number(name: str, value: object, option: str | None = None) -> None:
+    """Raise OptionError for what is no real number."""
     try:
         if not isinstance(value, Real):
             raise TypeError
         float(value)
     except (TypeError, OverflowError) as error:
-        raise ValueError(f"{name} must be a number, got {quoted(value)}") from error
+        raise OptionError(
+            f"{name} must be a number, got {quoted(value)}", option or name
+        ) from error
 
 
 def quoted(value: object) -> str:

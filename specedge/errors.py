@@ -20,7 +20,15 @@ class DeviceError(SpecEdgeError):
 
 
 class OptionError(SpecEdgeError, ValueError):
-    """An option that this bundle or this text cannot have, such as a token that does not exist."""
+    """An option whose value is invalid, in itself or for this bundle or text.
+
+    Attributes:
+        option: The option's name; None where several options together leave no token.
+    """
+
+    def __init__(self, message: str, option: str | None = None) -> None:
+        super().__init__(message)
+        self.option = option
 
 
 class DrafterError(SpecEdgeError):

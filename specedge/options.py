@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any, Protocol
 
 from .declared import Declared, number, other, settle, whole, whole_number
+from .errors import OptionError
 
 MAX_DRAFT_TOKENS = 64
 MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
@@ -136,7 +137,7 @@ class Sampling(Rules):
     def __post_init__(self) -> None:
         super().__post_init__()
         if text := [word for word in self.bad_words if isinstance(word, str)]:
-            raise ValueError(f"bad_words must be token ids here, got {text[0]!r}")
+            raise OptionError(f"bad_words must be token ids here, got {text[0]!r}", "bad_words")
         ends = tuple(whole("an end token", token, 0) for token in self.end_tokens)
         self._set("end_tokens", ends)
 
@@ -171,14 +172,16 @@ def _biases(bias: Any) -> Biases:
     try:
         pairs = bias.items() if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
         found = [(_biased_token(token), value) for token, value in pairs]
+    except OptionError:
+        raise
     except (TypeError, ValueError) as error:
-        if "a token of logit_bias" in str(error):
-            raise
-        raise ValueError(f"logit_bias must map token ids to numbers, got {bias!r}") from error
+        raise OptionError(
+            f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias"
+        ) from error
     if len(dict(found)) < len(found):
-        raise ValueError("logit_bias names a token twice")
+        raise OptionError("logit_bias names a token twice", "logit_bias")
     for token, value in found:
-        _BIAS.checked(f"logit_bias of token {token}", value)
+        _BIAS.checked(f"logit_bias of token {token}", value, "logit_bias")
     return tuple(sorted((token, float(value)) for token, value in found))
 
 
@@ -186,19 +189,25 @@ def _biased_token(token: object) -> int:
     """A token id, also as the text that JSON makes of a key."""
     if isinstance(token, str) and token.isascii() and token.isdigit():
         token = int(token)
-    return whole("a token of logit_bias", token, 0)
+    return whole("a token of logit_bias", token, 0, option="logit_bias")
 
 
 def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     given = (words,) if isinstance(words, str) else words
     if not isinstance(given, list | tuple):
-        raise ValueError(f"bad_words must be texts or sequences of token ids, got {words!r}")
+        raise OptionError(
+            f"bad_words must be texts or sequences of token ids, got {words!r}", "bad_words"
+        )
     return tuple(dict.fromkeys(_bad_word(word) for word in given))
 
 
 def _bad_word(word: object) -> str | tuple[int, ...]:
     if not isinstance(word, str | list | tuple):
-        raise ValueError(f"a bad word must be text or a sequence of token ids, got {word!r}")
+        raise OptionError(
+            f"a bad word must be text or a sequence of token ids, got {word!r}", "bad_words"
+        )
     if not word:
-        raise ValueError("a bad word must not be empty")
-    return word if isinstance(word, str) else tuple(whole("a bad word's token", t, 0) for t in word)
+        raise OptionError("a bad word must not be empty", "bad_words")
+    if isinstance(word, str):
+        return word
+    return tuple(whole("a bad word's token", token, 0, option="bad_words") for token in word)

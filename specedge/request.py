@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
 from .declared import Name, declarations, flag, nearest, other, quoted, whole, whole_number
+from .errors import OptionError
 from .options import MAX_DRAFT_TOKENS, Rules, Sampling
 from .strict_json import JsonError, parse
 
@@ -49,7 +50,7 @@ class Request(Rules):
     `json_schema`, an object or its JSON text, `regex` or `grammar`, in Lark's syntax, is what the
     text must follow, as llguidance reads it; a text that is cut follows it as far as it goes.
 
-    None is an option's default. A value that cannot be is a ValueError that names it.
+    None is an option's default. An invalid value is an OptionError with the option's name.
     """
 
     max_new_tokens: int = whole_number(128, "Generate at most this many tokens.", 1)
@@ -96,56 +97,69 @@ class Request(Rules):
         super().__post_init__()
         self._check_grammar()
         if self.min_new_tokens > self.max_new_tokens:
-            raise ValueError(
+            raise OptionError(
                 f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
-                f"{self.max_new_tokens}"
+                f"{self.max_new_tokens}",
+                "min_new_tokens",
             )
         if isinstance(k := self.num_draft_tokens, str) and k != AUTO:
-            raise ValueError(
+            raise OptionError(
                 f"num_draft_tokens must be 'auto' or a whole number between 0 and "
-                f"{MAX_DRAFT_TOKENS}, got {k!r}"
+                f"{MAX_DRAFT_TOKENS}, got {k!r}",
+                "num_draft_tokens",
             )
         if k != AUTO:
             self._set("num_draft_tokens", whole("num_draft_tokens", k, 0, MAX_DRAFT_TOKENS))
         if self.replay is not None:
             if self.num_draft_tokens != AUTO:
-                raise ValueError("a replay has its own num_draft_tokens; leave that out")
+                raise OptionError(
+                    "a replay has its own num_draft_tokens; leave that out", "num_draft_tokens"
+                )
             self._set("replay", _planned(self.replay))
         self._set("stop", _stop_strings(self.stop))
         if self.exact and self.temperature != 0:
-            raise ValueError(
+            raise OptionError(
                 "exact is for temperature 0, where a last bit can turn a choice; a drawn text "
-                "follows the target's distribution as it is"
+                "follows the target's distribution as it is",
+                "exact",
             )
         _check_drafter(self.drafter)
         for name in ("lookup_min", "lookup_max"):
             if getattr(self, name) and self.drafter not in COPYING:
-                raise ValueError(f"{name} is for the drafters lookup and chain")
+                raise OptionError(f"{name} is for the drafters lookup and chain", name)
             if getattr(self, name) and self.remember:
-                raise ValueError(f"{name} is for lookup, which remembers nothing; leave one out")
+                raise OptionError(
+                    f"{name} is for lookup, which remembers nothing; leave one out", name
+                )
         if self.remember and self.drafter not in REMEMBERING:
-            raise ValueError("remember is for the drafters suffix, chain and auto")
+            raise OptionError("remember is for the drafters suffix, chain and auto", "remember")
         if self.lookup_min and self.lookup_max and self.lookup_min > self.lookup_max:
-            raise ValueError(
+            raise OptionError(
                 f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
-                f"{self.lookup_max}"
+                f"{self.lookup_max}",
+                "lookup_min",
             )
 
     def _check_grammar(self) -> None:
         self._set("json_schema", _schema(self.json_schema))
         given = [name for name in GRAMMARS if getattr(self, name) is not None]
         if len(given) > 1:
-            raise ValueError(f"{given[1]} and {given[0]} cannot both be given; leave one out")
+            raise OptionError(
+                f"{given[1]} and {given[0]} cannot both be given; leave one out", given[1]
+            )
         for name in given:
             text = getattr(self, name)
             if not isinstance(text, str) or not text:
-                raise ValueError(f"{name} must be text that is not empty, got {quoted(text)}")
+                raise OptionError(
+                    f"{name} must be text that is not empty, got {quoted(text)}", name
+                )
             if len(text) > MAX_GRAMMAR:
-                raise ValueError(f"{name} must have at most {MAX_GRAMMAR} characters")
+                raise OptionError(f"{name} must have at most {MAX_GRAMMAR} characters", name)
             if self.ignore_eos:
-                raise ValueError(
+                raise OptionError(
                     f"{name} needs the end tokens, with which a text that follows it ends; leave "
-                    "ignore_eos out"
+                    "ignore_eos out",
+                    name,
                 )
 
     @property
@@ -210,54 +224,62 @@ class Options(TypedDict, total=False):
 
 
 def _schema(schema: object) -> str | None:
-    """A schema as JSON text; ValueError for what is no JSON object."""
+    """Return a schema as JSON text; OptionError for what is no JSON object."""
     if schema is None:
         return None
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
         facts = parse(text)
     except JsonError as error:
-        raise ValueError(f"json_schema is {error}") from error
+        raise OptionError(f"json_schema is {error}", "json_schema") from error
     except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"json_schema cannot be written as JSON: {error}") from error
+        raise OptionError(
+            f"json_schema cannot be written as JSON: {error}", "json_schema"
+        ) from error
     if not isinstance(facts, dict):
-        raise ValueError(f"json_schema must be an object, got {quoted(text)}")
+        raise OptionError(f"json_schema must be an object, got {quoted(text)}", "json_schema")
     return text
 
 
 def _planned(rounds: object) -> tuple[Planned, ...]:
     if not isinstance(rounds, list | tuple) or not rounds:
-        raise ValueError("replay must be a list of rounds: a drafter, its K, and how many in a row")
+        raise OptionError(
+            "replay must be a list of rounds: a drafter, its K, and how many in a row", "replay"
+        )
     found = tuple(map(_planned_rounds, rounds))
     if sum(times for _, _, times in found) > MAX_REPLAYED_ROUNDS:
-        raise ValueError(f"replay must have at most {MAX_REPLAYED_ROUNDS} rounds")
+        raise OptionError(f"replay must have at most {MAX_REPLAYED_ROUNDS} rounds", "replay")
     return found
 
 
 def _planned_rounds(rounds: object) -> Planned:
     if not isinstance(rounds, list | tuple) or len(rounds) != 3 or not isinstance(rounds[0], str):
-        raise ValueError(f"rounds of a replay are [drafter, K, how many], got {str(rounds)[:40]}")
-    k = whole("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS)
-    return rounds[0], k, whole("a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS)
+        raise OptionError(
+            f"rounds of a replay are [drafter, K, how many], got {str(rounds)[:40]}", "replay"
+        )
+    k = whole("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS, "replay")
+    times = whole("a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS, "replay")
+    return rounds[0], k, times
 
 
 def _check_drafter(drafter: object) -> None:
     if not isinstance(drafter, str):
         ours = all(callable(getattr(drafter, name, None)) for name in ("propose", "truncate"))
         if not (ours and isinstance(getattr(drafter, "name", None), str)):
-            raise ValueError(
+            raise OptionError(
                 f"drafter must be a name or an object with name, propose and truncate, "
-                f"got {str(drafter)[:40]}"
+                f"got {str(drafter)[:40]}",
+                "drafter",
             )
     elif drafter not in [*DrafterName] and drafter.removeprefix(NGRAM) in ("", drafter):
         names = ", ".join(DrafterName)
-        raise ValueError(f"drafter must be {names} or {NGRAM}FILE, got {drafter!r}")
+        raise OptionError(f"drafter must be {names} or {NGRAM}FILE, got {drafter!r}", "drafter")
 
 
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
-        raise ValueError(f"stop must be text or a list of texts, got {stop!r}")
+        raise OptionError(f"stop must be text or a list of texts, got {stop!r}", "stop")
     if not all(stops):
-        raise ValueError("a stop string must not be empty")
+        raise OptionError("a stop string must not be empty", "stop")
     return tuple(stops)

@@ -31,9 +31,9 @@ _DOMAIN, _ENTER, _LEAVE = "specedge", "Enter", "Leave"  # of the marks around a 
 
 
 def trace(model: nn.Module, geometry: Geometry, ops: str, layers: list[Layer]) -> ir.Model:
-    """The model as a graph with T symbolic, whose initializers share the model's memory."""
+    """Trace a model as a graph with T symbolic, whose initializers share the model's memory."""
     if len(geometry.layers) > DEEP:
-        with contextlib.suppress(Exception):  # if it cannot be traced, tracing it whole says why
+        with contextlib.suppress(UnlikeError):
             return _repeated(model, geometry, ops, layers)
     return tracing.trace(model, geometry, ops, layers)
 

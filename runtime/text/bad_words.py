@@ -26,7 +26,8 @@ def sampling_of(request: Request, bundle: Bundle, tokenizer: Tokenizer) -> Sampl
         if bad := [token for token in tokens if token >= bundle.target.vocab_size]:
             raise OptionError(
                 f"{name} has token {bad[0]}, {bundle.target.source.id} has 0 to "
-                f"{bundle.target.vocab_size - 1}"
+                f"{bundle.target.vocab_size - 1}",
+                name,
             )
     return sampling
 
@@ -42,8 +43,10 @@ def _sequences(tokenizer: Tokenizer, word: str | Sequence[int]) -> Iterator[tupl
         try:
             text.encode()
         except UnicodeEncodeError as error:
-            raise OptionError(f"a bad word is not valid Unicode text ({error.reason})") from error
+            raise OptionError(
+                f"a bad word is not valid Unicode text ({error.reason})", "bad_words"
+            ) from error
         tokens = tuple(encode(tokenizer, text, add_special_tokens=False))
         if not tokens:
-            raise OptionError(f"the tokenizer makes no token of the bad word {word!r}")
+            raise OptionError(f"the tokenizer makes no token of the bad word {word!r}", "bad_words")
         yield tokens

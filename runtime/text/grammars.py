@@ -59,13 +59,16 @@ class Grammars:
         if not ends:
             raise OptionError(
                 f"{given[0]} needs an end token, {self._bundle.target.source.id} has none; "
-                "leave it out"
+                "leave it out",
+                given[0],
             )
         matcher = self._matcher(*given)
         renew = partial(self._renewed, matcher, *given)
         found = Constraint(matcher, self._bundle.target.vocab_size, ends, renew)
         if found.banned(History([])).all():
-            raise OptionError(f"{given[0]} allows no text that this bundle's tokens can spell")
+            raise OptionError(
+                f"{given[0]} allows no text that this bundle's tokens can spell", given[0]
+            )
         return found
 
     def _matcher(self, name: str, text: str) -> LLMatcher:
@@ -118,7 +121,8 @@ class Grammars:
             return llguidance.LLTokenizer(self._tokenizer.to_str(), n_vocab=size, eos_token=ends)
         except Exception as error:  # of no type of its own
             raise OptionError(
-                f"{name} cannot be used with this bundle's tokenizer: {_one_line(str(error))}"
+                f"{name} cannot be used with this bundle's tokenizer: {_one_line(str(error))}",
+                name,
             ) from error
 
 
@@ -137,7 +141,7 @@ def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
     except ValueError as error:
         reason = str(error)
     if reason:
-        raise OptionError(f"{name} is refused by llguidance: {_one_line(reason)}")
+        raise OptionError(f"{name} is refused by llguidance: {_one_line(reason)}", name)
     return made
 
 

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from specedge.errors import DrafterError, OptionError
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.stream import Generation, Stream
 
 from . import errors
-from .asking import Asked, Ready
+from .asking import Asked, Ready, option_error
 from .errors import ApiError
 from .jobs import Event, Jobs, Piece, merged
 from .metrics import GONE, STATUS, Metrics
@@ -70,9 +71,9 @@ class Answer:
                 async for index, event in events:
                     choice = self._choices[index]
                     self._add(choice, event, _parts(choice, event))
+            return self._shape.whole(self._choices)
         except Exception as error:
             raise self._failed(error) from error
-        return self._shape.whole(self._choices)
 
     async def _stream(self, scope: Scope, send: Send) -> None:
         await self._prepared()
@@ -97,7 +98,7 @@ class Answer:
         try:
             async with asyncio.timeout_at(self._end):
                 self._ready = await self._prepare()
-        except TimeoutError as error:
+        except Exception as error:
             raise self._failed(error) from error
         calling = self._ready.calling
         self._choices = [
@@ -156,6 +157,10 @@ class Answer:
                 status=504,
                 headers={"x-should-retry": "false"},  # OpenAI's clients ask again after a 504
             )
+        if isinstance(error, OptionError):
+            return option_error(error, self._asked)
+        if isinstance(error, DrafterError):
+            return ApiError(str(error), "speculative.drafter", "invalid_value")
         return errors.failed(error)
 
 

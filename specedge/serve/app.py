@@ -27,7 +27,7 @@ from . import asking
 from .answer import Answer
 from .asking import Asked
 from .bodies import Bodies
-from .errors import ApiError, failed
+from .errors import ApiError, shown_to_client
 from .guards import LOOPBACK, Keyed, Named
 from .jobs import Jobs
 from .metrics import GONE, STATUS, Metrics
@@ -247,12 +247,14 @@ def _file(path: str) -> Callable[[Request], Any]:
 
 
 async def _said(request: Request, error: Exception) -> Response:
-    """Any error in OpenAI's shape."""
+    """Return any error in OpenAI's format."""
+    if isinstance(error, ClientDisconnect):
+        request.scope[STATUS] = GONE
     if isinstance(error, HTTPException):
         known = {404: "there is no such path", 405: "this path takes another method"}
         said = known.get(error.status_code, error.detail)
         error = ApiError(said, code="not_found", status=error.status_code)
-    found = failed(error)
+    found = shown_to_client(error)  # the ASGI server logs what is not expected
     return JSONResponse(found.body, found.status, found.headers)
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from specedge.errors import MissingExtraError, OptionError, PromptError
 from specedge.request import GRAMMARS, request_of
 from specedge.runtime.pipeline import Pipeline
 
 from . import formats
-from .errors import ApiError, refused
-from .fields import MAX_CHOICES, MAX_TOP_LOGPROBS, NEUTRAL, Fields, options_of, shown
+from .errors import UNSUPPORTED, ApiError, prompt_error
+from .fields import MAX_CHOICES, MAX_TOP_LOGPROBS, NEUTRAL, Fields, field_of, options_of, shown
 from .messages import have_calls, messages_of
 from .tools import declared
 from .tools.calling import Calling, calling_of
@@ -24,7 +25,7 @@ class Asked:
     """What a client asks for. `prompts` are a text, token ids or messages each, with `n` choices.
 
     With `trace` a stream tells what became of each token. `facts` are those of its fields that an
-    answer repeats, `form` is the one that may have given a JSON schema. `tools` are functions that
+    answer repeats, `form` is the one that gave a JSON schema, if any. `tools` are functions that
     the model may call.
     """
 
@@ -74,7 +75,9 @@ def chat(facts: object, longest: int) -> Asked:
         raise ApiError("top_logprobs needs logprobs", "top_logprobs", "invalid_value")
     if wanted:
         options["logprobs"] = top or 0
-    return _asked(fields, "chat", "messages", [messages], options, form=form.name, tools=tools)
+    return _asked(
+        fields, "chat", "messages", [messages], options, form=form.field_of_schema, tools=tools
+    )
 
 
 def completions(facts: object, longest: int) -> Asked:
@@ -109,7 +112,9 @@ def responses(facts: object, longest: int) -> Asked:
     if tools is not None:
         repeated |= {"tools": given_tools, "tool_choice": choice or "auto"}
         repeated |= {"parallel_tool_calls": tools.parallel}
-    return _asked(fields, "responses", "input", [messages], options, repeated, form.name, tools)
+    return _asked(
+        fields, "responses", "input", [messages], options, repeated, form.field_of_schema, tools
+    )
 
 
 def _asked(
@@ -184,16 +189,23 @@ def _tokens(
     try:
         pipeline.sampling(request_of(**options))
         return [pipeline.prompts.tokens_of(prompt, tools=tools) for prompt in prompts]
-    except ValueError as error:
-        name, said = str(error).split()[0], str(error)
-        param = name if name in options else None
-        if param == "json_schema" and asked.form is not None:
-            param, said = asked.form, f"{asked.form}: {said}"
-        if param == "grammar" and "grammar" not in asked.options:
-            param, said = "tools", f"tools: {said}"
-        raise ApiError(said, param, "invalid_value") from error
-    except Exception as error:
-        raise refused(error, asked.where) from error
+    except OptionError as error:
+        raise option_error(error, asked) from error
+    except PromptError as error:
+        raise prompt_error(error, asked.where) from error
+    except MissingExtraError as error:
+        raise ApiError(str(error), code=UNSUPPORTED) from error
+
+
+def option_error(error: OptionError, asked: Asked) -> ApiError:
+    """Return the client's error for an option, with the field of the request that gave it."""
+    name = None
+    if error.option == "json_schema":
+        name = asked.form
+    elif error.option == "grammar" and "grammar" not in asked.options:
+        name = "tools"
+    message = str(error) if name is None else f"{name}: {error}"
+    return ApiError(message, name or field_of(error.option), "invalid_value")
 
 
 def _prompts(given: object) -> list[Any]:

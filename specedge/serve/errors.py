@@ -1,10 +1,11 @@
-"""What a client is told when something is wrong, in OpenAI's shape."""
+"""Errors of the API, in OpenAI's format."""
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from specedge.errors import ContextLengthError, OptionError, PromptError, SpecEdgeError
+from specedge.errors import ContextLengthError, PromptError, SpecEdgeError
 
 UNSUPPORTED = "unsupported_value"
 RETRY_AFTER = 1  # seconds; a slot is free again when the shortest of its texts ends
@@ -52,20 +53,22 @@ def busy(why: str, **headers: str) -> ApiError:
     )
 
 
-def refused(error: Exception, prompt: str) -> ApiError:
-    """What was wrong with a request that the pipeline refuses; `prompt` is where its text is."""
-    if isinstance(error, ContextLengthError):
-        return ApiError(str(error), prompt, "context_length_exceeded")
-    if isinstance(error, PromptError):
-        return ApiError(str(error), prompt, "invalid_prompt")
-    return ApiError(str(error), code="invalid_value")
+def prompt_error(error: PromptError, field: str) -> ApiError:
+    """Return the client's error for a prompt in a field."""
+    is_long = isinstance(error, ContextLengthError)
+    return ApiError(str(error), field, "context_length_exceeded" if is_long else "invalid_prompt")
 
 
 def failed(error: BaseException) -> ApiError:
-    """What went wrong while a request ran."""
+    """Return the error that a client gets, and log it if it is the server's fault."""
+    if not isinstance(error, ApiError):
+        logging.getLogger("specedge").error("a request failed", exc_info=error)
+    return shown_to_client(error)
+
+
+def shown_to_client(error: BaseException) -> ApiError:
+    """Return the error that a client gets: of a fault inside the server no more than its status."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, OptionError):  # clients ask again after a status of 500
-        return ApiError(str(error), code="invalid_value")
     said = str(error) if isinstance(error, SpecEdgeError) else "the server failed; its log says how"
     return ApiError(said, code="failed", status=500)

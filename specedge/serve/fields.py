@@ -6,12 +6,13 @@ docs/serving.md has the table of them all, which a test compares.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from specedge.declared import declarations, nearest
-from specedge.request import GRAMMARS, DrafterName, Request, request_of
+from specedge.declared import nearest
+from specedge.errors import OptionError
+from specedge.request import GRAMMARS, DrafterName, request_of
 
 from .errors import UNSUPPORTED, ApiError
 
@@ -179,23 +180,20 @@ def options_of(
             raise ApiError(said, name, "invalid_value")
     try:
         request = request_of(**given)
-    except ValueError as error:
-        said = str(error).replace("max_new_tokens", limit_name)
-        raise ApiError(said, _named(str(error), limit_name), "invalid_value") from error
+    except OptionError as error:
+        message = str(error).replace("max_new_tokens", limit_name)
+        is_limit = error.option == "max_new_tokens"
+        param = limit_name if is_limit else field_of(error.option)
+        raise ApiError(message, param, "invalid_value") from error
     if (grammar := request.grammar_given) and len(grammar[1]) > MAX_GRAMMAR:
         said = f"{grammar[0]} must have at most {MAX_GRAMMAR} characters"
         raise ApiError(said, grammar[0], "invalid_value")
     return given
 
 
-def _named(message: str, limit_name: str) -> str | None:
-    """The field that an error of the pipeline begins with."""
-    words = message.replace(":", " ").split()
-    first: Iterable[str] = [word for word in words if word in declarations(Request)]
-    name = next(iter(first), None)
-    if name == "max_new_tokens":
-        return limit_name
-    return f"speculative.{name}" if name in SPECULATIVE else name
+def field_of(option: str | None) -> str | None:
+    """Return the field of a request that gives an option of the pipeline."""
+    return f"speculative.{option}" if option in SPECULATIVE else option
 
 
 def _speculative(facts: dict[str, Any] | None) -> dict[str, Any]:

@@ -21,6 +21,11 @@ class Format:
     schema: dict[str, Any] | None = None
     facts: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
 
+    @property
+    def field_of_schema(self) -> str | None:
+        """The field that gave a JSON schema, if one did."""
+        return None if self.schema is None else self.name
+
 
 def of_chat(fields: Fields) -> Format:
     """Of /v1/chat/completions, where a schema is in an object of its own."""

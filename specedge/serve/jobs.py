@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
-from specedge.errors import OptionError
+from specedge.errors import DrafterError, OptionError
 from specedge.runtime.sampling.logprobs import TokenLogprobs
 from specedge.runtime.stats import Stats
 from specedge.runtime.stream import Generation, Stream
 from specedge.runtime.text.assembler import FinishReason
 from specedge.runtime.text.spans import Span
 
-from .errors import ApiError, busy
+from .errors import ApiError, busy, failed
 
 
 @dataclass(frozen=True)
@@ -122,9 +121,8 @@ class _Work:
             with self._begin() as self._stream:
                 self._read(self._stream)
         except BaseException as error:
-            if not isinstance(error, ApiError | OptionError):  # the server's own failure
-                logging.getLogger("specedge").exception("a request failed")
-            self._tell(self.events.put_nowait, error)
+            is_clients = isinstance(error, OptionError | DrafterError)
+            self._tell(self.events.put_nowait, error if is_clients else failed(error))
         self._tell(self.ended.set)
 
     def _read(self, stream: Stream) -> None:

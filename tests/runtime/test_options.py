@@ -1,6 +1,7 @@
 """What a request may ask for, and what is refused when the object is built."""
 
 import dataclasses
+import pickle
 import typing
 from decimal import Decimal
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import tables
 from specedge.cli.generate import generate
 from specedge.declared import declarations, shown_default
+from specedge.errors import OptionError
 from specedge.options import Sampling
 from specedge.request import Options, Request, request_of
 
@@ -122,3 +124,47 @@ def row(name):
 def test_the_table_of_options_is_their_declarations():
     found = tables.lines_of(DOCUMENT, "options")
     assert found[2:] == [row(name) for name in declarations(Request)]
+
+
+@pytest.mark.parametrize(
+    ("option", "options"),
+    [
+        ("temperature", {"temperature": -1}),
+        ("top_k", {"top_k": "x"}),
+        ("max_new_tokens", {"max_new_tokens": 0}),
+        ("min_new_tokens", {"min_new_tokens": 9, "max_new_tokens": 3}),
+        ("num_draft_tokens", {"num_draft_tokens": 99}),
+        ("num_draft_tokens", {"num_draft_tokens": "many"}),
+        ("num_draft_tokens", {"num_draft_tokens": 1, "replay": [("model", 1, 1)]}),
+        ("replay", {"replay": []}),
+        ("replay", {"replay": [("model", 99, 1)]}),
+        ("replay", {"replay": [("model", 1, 2**30)]}),
+        ("stop", {"stop": [""]}),
+        ("stop", {"stop": 3}),
+        ("logit_bias", {"logit_bias": 3}),
+        ("logit_bias", {"logit_bias": {"x": 1}}),
+        ("logit_bias", {"logit_bias": {1: 1000}}),
+        ("logit_bias", {"logit_bias": [(1, 1), (1, 2)]}),
+        ("bad_words", {"bad_words": 3}),
+        ("bad_words", {"bad_words": [""]}),
+        ("bad_words", {"bad_words": [[-1]]}),
+        ("lookup_min", {"lookup_min": 2, "drafter": "model"}),
+        ("lookup_min", {"lookup_min": 3, "lookup_max": 2, "drafter": "lookup"}),
+        ("lookup_max", {"lookup_max": 2, "remember": True}),
+        ("remember", {"remember": True, "drafter": "model"}),
+        ("exact", {"exact": True, "temperature": 1}),
+        ("drafter", {"drafter": "none"}),
+        ("drafter", {"drafter": 3}),
+        ("json_schema", {"json_schema": "{"}),
+        ("json_schema", {"json_schema": {"a": object()}}),
+        ("json_schema", {"json_schema": "[]"}),
+        ("regex", {"regex": ""}),
+        ("regex", {"regex": "a", "ignore_eos": True}),
+        ("grammar", {"regex": "a", "grammar": "b"}),
+    ],
+)
+def test_an_error_has_the_name_of_its_option(option, options):
+    with pytest.raises(OptionError) as caught:
+        request_of(**options)
+    assert caught.value.option == option
+    assert pickle.loads(pickle.dumps(caught.value)).option == option

@@ -9,11 +9,14 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
-from served import PROMPT, ask, chat_pair, counts, health, serving, until
+from served import PROMPT, ask, chat_pair, counts, head, health, serving, until
 from specedge.runtime.loop.decoding import SpeculativeDecoder
 from specedge.serve.app import make_app
 
-LONG = {"prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True}
+LONG = {
+    "prompt": PROMPT, "max_tokens": 400, "temperature": 0, "ignore_eos": True,
+    "speculative": {"num_draft_tokens": 4},
+}  # fmt: skip
 REQUESTS = 'specedge_requests_total{path="/v1/completions",status="%s"}'
 
 
@@ -76,11 +79,18 @@ def test_a_text_whose_client_went_away_is_counted(port, rounds, stream):
     numbers = []
     rounds.append(lambda number: numbers.append(number) or time.sleep(0.02))
     body = json.dumps(LONG | {"stream": stream}).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", port), 30) as connection:
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        connection.sendall(head(len(body)) + body)
         until(lambda: len(numbers) > 5)
     has_counted(port, "gone")
+
+
+def test_a_client_that_leaves_within_its_body_is_no_failure_of_the_server(port, caplog):
+    with socket.create_connection(("127.0.0.1", port), 30) as connection:
+        connection.sendall(head(100) + b'{"prompt"')
+    until(lambda: counts(port)[REQUESTS % "gone"] == 1)
+    assert REQUESTS % 500 not in counts(port)
+    assert not caplog.text
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -240,3 +240,24 @@ def test_a_model_is_itself_again_after_it_was_traced(monkeypatch):
     assert [*model.named_modules()] == modules
     assert not [name for name, module in modules if "forward" in vars(module)]
     assert torch.equal(model(tokens).logits, before)
+
+
+class _FaultError(Exception):
+    """A fault of the exporter, not of the model."""
+
+
+@pytest.mark.parametrize("error", [UnlikeError, _FaultError])
+def test_only_unlike_layers_are_traced_whole(monkeypatch, error):
+    model, shape, layers = parts_of(model_of("qwen2", layers=3))
+
+    def fails(*arguments):
+        raise error("layers")
+
+    monkeypatch.setattr(repeating, "DEEP", 2)
+    monkeypatch.setattr(like_layers, "find", fails)
+    monkeypatch.setattr(tracing, "trace", lambda *arguments: "whole")
+    if error is UnlikeError:
+        assert repeating.trace(model, shape, "onnx", layers) == "whole"
+        return
+    with pytest.raises(_FaultError):
+        repeating.trace(model, shape, "onnx", layers)
