@@ -1,9 +1,9 @@
-"""Memory: what this machine has, and what this process takes of it.
-
-Pages of large mapped files are given back before they fill the memory that a user sees taken.
+"""Memory of this machine, and resident pages of the files that an export maps.
 
 A checkpoint's file stays mapped while its matrices are read again and again. The system may drop
-such pages when it needs room, yet they count as the process's own until it does.
+such pages when it needs room, yet they count as the process's own until it does. So pages of large
+mappings are dropped before they fill the memory that a user sees taken, but only of mappings that
+were made here or registered by `own`: nobody else's memory is touched.
 """
 
 from __future__ import annotations
@@ -12,17 +12,41 @@ import contextlib
 import ctypes
 import re
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil  # type: ignore[import-untyped]
+import torch
 
 LIMIT = 8 << 30  # bytes of mapped files that are let stand
 LARGE = 64 << 20  # bytes of a mapping that is worth it
 PAUSE = 0.1  # seconds; a fast disk reads some hundred megabytes meanwhile
 _DONTNEED = 4
 _STATUS, _MAPPINGS = Path("/proc/self/status"), Path("/proc/self/smaps")
+
+
+_owned: dict[int, tuple[weakref.ref[Any], int]] = {}  # what maps files, and an address therein
+
+
+def mapped(path: Path, offset: int, size: int) -> np.memmap[Any, Any]:
+    """Map bytes of a file copy-on-write, as memory whose pages `bounded` may drop."""
+    array = np.memmap(path, np.uint8, "c", offset, (size,))
+    _own(array, array.ctypes.data)
+    return array
+
+
+def own(tensor: torch.Tensor) -> torch.Tensor:
+    """Register a tensor over a mapped file, whose pages `bounded` may drop while it has views."""
+    _own(tensor.untyped_storage(), tensor.data_ptr())
+    return tensor
+
+
+def _own(owner: Any, address: int) -> None:
+    key = id(owner)
+    _owned[key] = weakref.ref(owner, lambda _: _owned.pop(key, None)), address
 
 
 def memory() -> Any:
@@ -32,9 +56,9 @@ def memory() -> Any:
 
 @contextlib.contextmanager
 def bounded(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[None]:
-    """Keep the pages of mapped files that this process holds near a limit; on Linux alone.
+    """Keep this process's pages of mapped files near a limit by dropping its own; on Linux alone.
 
-    What is given back is read again from the system's cache, or the file, when it is touched.
+    What is dropped is read again from the system's cache, or the file, when it is touched.
     """
     if not _MAPPINGS.exists() or "RssFile:" not in _STATUS.read_text():
         yield
@@ -50,11 +74,15 @@ def bounded(limit: int = LIMIT, pause: float = PAUSE) -> Iterator[None]:
 
 
 def _watch(limit: int, pause: float, done: threading.Event) -> None:
-    """Above the limit, let go of the pages of all large mapped files that nobody has written to."""
+    """Above the limit, drop the pages of own large mappings that nobody has written to."""
     libc = ctypes.CDLL(None)
     while not done.wait(pause):
         if _mapped() > limit:
-            for start, end in _untouched():
+            # The owners are held meanwhile, so that no mapping of theirs can end and its addresses
+            # become somebody else's memory.
+            owned = [(ref(), address) for ref, address in [*_owned.values()]]
+            addresses = [address for owner, address in owned if owner is not None]
+            for start, end in _untouched(addresses):
                 libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(end - start), _DONTNEED)
 
 
@@ -63,10 +91,12 @@ def _mapped() -> int:
     return 1024 * int(re.findall(r"RssFile:\s+(\d+)", _STATUS.read_text())[0])
 
 
-def _untouched() -> Iterator[tuple[int, int]]:
-    """Large mappings of files without a page that was changed: addresses."""
+def _untouched(addresses: list[int]) -> Iterator[tuple[int, int]]:
+    """Yield bounds of large file mappings at these addresses that have no changed page."""
     for found in psutil.Process().memory_maps(grouped=False):
         start, end = (int(address, 16) for address in found.addr.split("-"))
         of_a_file = found.path.startswith("/") and "x" not in found.perms
-        if of_a_file and end - start >= LARGE and not found.anonymous and not found.swap:
+        is_own = any(start <= address < end for address in addresses)
+        is_unchanged = not found.anonymous and not found.swap
+        if is_own and of_a_file and end - start >= LARGE and is_unchanged:
             yield start, end

@@ -15,6 +15,7 @@ import torch
 from specedge.errors import CheckpointError
 
 from ..quiet import explained, one_line
+from ..resident import own
 from .lazy_tensors import LazyTensor
 from .lazy_weights import FLOATS
 
@@ -141,18 +142,23 @@ def _refused(where: str, name: str, kind: torch.dtype) -> CheckpointError:
 
 def _safe(file: Path) -> dict[str, torch.Tensor]:
     with safetensors.safe_open(file, "pt") as tensors:
-        return {key: tensors.get_tensor(key) for key in tensors.keys()}  # noqa: SIM118
+        return {key: own(tensors.get_tensor(key)) for key in tensors.keys()}  # noqa: SIM118
 
 
 def _pickled(file: Path) -> dict[str, torch.Tensor]:
     """What torch's weights-only loader reads, which runs no code."""
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        is_mapped = True
     except RuntimeError as error:
         if "mmap can only be used" not in str(error):
             raise
         # torch.save of before version 1.6 wrote no file that can be mapped.
         state = torch.load(file, map_location="cpu", weights_only=True)
+        is_mapped = False
     if not isinstance(state, dict) or not all(map(torch.is_tensor, state.values())):
         raise ValueError("it is not a dictionary of tensors")
+    if is_mapped:
+        for tensor in state.values():
+            own(tensor)
     return state

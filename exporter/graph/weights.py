@@ -16,6 +16,7 @@ import torch
 from specedge.errors import ExportError
 from specedge.manifest import File
 
+from .. import resident
 from ..checkpoint.lazy_tensors import numbers
 from ..checkpoint.lazy_weights import Sources
 from ..progress import Advance
@@ -159,8 +160,8 @@ class Hashed:
 def mapped(tensor: onnx.TensorProto, folder: Path) -> torch.Tensor:
     """A stored tensor in its own type, as pages of the file it lies in."""
     where = {entry.key: entry.value for entry in tensor.external_data}
-    size = (int(where["length"]),)
-    data = np.memmap(folder / where["location"], np.uint8, "c", int(where["offset"]), size)
+    size = int(where["length"])
+    data = resident.mapped(folder / where["location"], int(where["offset"]), size)
     return torch.from_numpy(data).view(TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
 
 

@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Set
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
 import torch
 
+from .. import resident
 from ..graph.nodes import insert, producer
 from ..graph.weights import TYPES
 
@@ -69,8 +71,7 @@ class Group:
 def contents(tensor: ir.ExternalTensor) -> torch.Tensor:
     """A tensor of the weights file in its own type, as pages of the file."""
     assert tensor.length is not None
-    offset, size = tensor.offset or 0, (tensor.length,)
-    data = np.memmap(tensor.path, np.uint8, "c", offset, size)
+    data = resident.mapped(Path(tensor.path), tensor.offset or 0, tensor.length)
     return torch.from_numpy(data).view(TYPES[tensor.dtype.value]).reshape(tuple(tensor.shape))
 
 

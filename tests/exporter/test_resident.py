@@ -3,9 +3,13 @@
 import time
 
 import numpy as np
+import psutil
 import pytest
+import safetensors.torch
+import torch
 
 from specedge.exporter import resident
+from specedge.exporter.checkpoint import weight_files
 
 SIZE = 128 << 20
 
@@ -20,6 +24,15 @@ def file(tmp_path):
     return path
 
 
+def resident_bytes(array):
+    """Return the resident bytes of the mapping that an array lies in."""
+    for mapping in psutil.Process().memory_maps(grouped=False):
+        start, end = (int(address, 16) for address in mapping.addr.split("-"))
+        if start <= array.ctypes.data < end:
+            return mapping.rss
+    raise AssertionError("it is not mapped")
+
+
 def settled(wanted, pause=0.01):
     """Whether something comes true within some seconds."""
     for _ in range(1000):
@@ -30,7 +43,7 @@ def settled(wanted, pause=0.01):
 
 
 def test_pages_of_mapped_files_are_given_back_and_read_again(file):
-    mapped = np.memmap(file, np.uint8, "r")
+    mapped = resident.mapped(file, 0, SIZE)
     before = int(mapped.sum(dtype=np.int64))
     held = resident._mapped()
     assert held > SIZE
@@ -39,8 +52,30 @@ def test_pages_of_mapped_files_are_given_back_and_read_again(file):
     assert int(mapped.sum(dtype=np.int64)) == before
 
 
+def test_pages_of_mappings_that_the_exporter_did_not_make_stay(file):
+    foreign = np.memmap(file, np.uint8, "r")
+    own = resident.mapped(file, 0, SIZE)
+    foreign.sum()
+    own.sum()
+    held = resident._mapped()
+    with resident.bounded(limit=0, pause=0.01):
+        assert settled(lambda: resident._mapped() < held - SIZE // 2)
+        time.sleep(0.1)
+    (bounds,) = [*resident._untouched([own.ctypes.data])]
+    assert resident_bytes(own) == 0 < resident_bytes(foreign) == SIZE
+    assert bounds[0] == own.ctypes.data
+
+
+def test_mapping_that_ended_is_no_longer_owned(file):
+    owned = resident.mapped(file, 0, SIZE)
+    assert owned.ctypes.data in [address for _, address in resident._owned.values()]
+    address = owned.ctypes.data
+    del owned
+    assert address not in [known for _, known in resident._owned.values()]
+
+
 def test_pages_below_the_limit_stay(file):
-    mapped = np.memmap(file, np.uint8, "r")
+    mapped = resident.mapped(file, 0, SIZE)
     mapped.sum()
     held = resident._mapped()
     with resident.bounded(limit=held + SIZE, pause=0.01):
@@ -49,10 +84,20 @@ def test_pages_below_the_limit_stay(file):
 
 
 def test_a_mapping_that_was_written_to_keeps_what_was_written(file):
-    mapped = np.memmap(file, np.uint8, "c")
+    mapped = resident.mapped(file, 0, SIZE)
     mapped.sum()
     mapped[SIZE // 2] = 7
     with resident.bounded(limit=0, pause=0.001):
         time.sleep(0.1)
     assert mapped[SIZE // 2] == 7
-    assert (mapped.ctypes.data, mapped.ctypes.data + SIZE) not in [*resident._untouched()]
+    assert [*resident._untouched([mapped.ctypes.data])] == []
+
+
+def test_tensor_of_a_checkpoint_is_owned_while_a_view_of_it_lives(tmp_path):
+    path = tmp_path / "model.safetensors"
+    safetensors.torch.save_file({"weight": torch.ones(4, 4)}, path)
+    before = len(resident._owned)
+    view = weight_files.read("target", [path])["weight"][1:]
+    assert len(resident._owned) == before + 1
+    del view
+    assert len(resident._owned) == before
