@@ -77,7 +77,11 @@ def generate(
     as_json: bool,
     **request: Any,
 ) -> None:
-    """Continue PROMPT with the target's own tokens; `-` reads it from standard input."""
+    """Continue PROMPT with the target's own tokens; `-` reads it from standard input.
+
+    Decoding is greedy unless --temperature is given: the sampling that the model's authors
+    recommend, which 'specedge inspect' shows, applies to 'specedge serve' alone.
+    """
     if (prompt is None) == (prompts is None):
         raise click.UsageError("give either a PROMPT or --prompts FILE")
     if system is not None and not chat:

@@ -88,6 +88,14 @@ KEY = "SPECEDGE_API_KEY"
     "without a key on an address that other machines reach. [default: any with a key, else "
     "localhost]",
 )
+@click.option(
+    "--generation-config",
+    type=click.Choice(("auto", "none")),
+    default="auto",
+    show_default=True,
+    help="Sampling where a request leaves its fields out: auto takes what the model's own "
+    "generation config recommends, none the defaults of OpenAI's API.",
+)
 @options.device
 @options.draft_device
 @options.threads
@@ -105,6 +113,7 @@ def serve(
     max_body: int,
     cors: tuple[str, ...],
     allow_host: tuple[str, ...],
+    generation_config: str,
     device: str,
     draft_device: str | None,
     threads: int | None,
@@ -139,12 +148,17 @@ def serve(
             max_body=max_body,
             api_key=key,
             origins=cors,
+            generation_config=generation_config,
             hosts=(*guards.LOOPBACK, host, *allow_host) if allow_host or key is None else (),
         )
         url = serving.url_of(listening)
 
         def ready() -> None:
             click.echo(one_line(_started(url, model_name, pipeline, ops)), err=True)
+            defaults = app.model_defaults(pipeline.bundle.default_sampling)
+            if defaults and generation_config == "auto":
+                told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+                click.echo(f"note: sampling defaults of the model: {told}", err=True)
             if key is None and not is_loopback:
                 click.echo(f"note: whoever reaches {host} can ask; set ${KEY}", err=True)
             if last_exported is not None:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from specedge.options import Filters
 from specedge.runtime.pipeline import Pipeline
 from specedge.strict_json import JsonError, parse
 
@@ -28,6 +30,7 @@ from .answer import Answer
 from .asking import Asked
 from .bodies import Bodies
 from .errors import ApiError, shown_to_client
+from .fields import DEFAULTS
 from .guards import LOOPBACK, Keyed, Named
 from .jobs import Jobs
 from .metrics import GONE, STATUS, Metrics
@@ -48,7 +51,8 @@ PAGE_HEADERS = {
 }
 OPEN = ("/health", *FILES)  # what needs no key
 THREADS = 2  # that read requests, and as many that compile their grammars
-Reads = Callable[[object, int], Asked]
+GENERATION_CONFIGS = ("auto", "none")
+Reads = Callable[[object, int, Mapping[str, Any]], Asked]
 Shapes = Callable[[str, Asked, Tokens], Shape]
 
 
@@ -63,6 +67,8 @@ class Settings:
     max_body: bytes of it
     api_key: what a client must send, if anything
     origins: of web pages that may ask from a browser
+    generation_config: "auto" applies the sampling that the model's authors recommend where a
+        request leaves its fields out, "none" the defaults of OpenAI's API
     hosts: allowed `Host` names, of any port; by default any with a key, else those of loopback
     """
 
@@ -74,6 +80,23 @@ class Settings:
     api_key: str | None = None
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
+    generation_config: str = "auto"
+
+    def __post_init__(self) -> None:
+        if self.generation_config not in GENERATION_CONFIGS:
+            raise ValueError(
+                f"generation_config must be {' or '.join(GENERATION_CONFIGS)}, "
+                f"got {self.generation_config!r}"
+            )
+
+
+def model_defaults(sampling: Filters) -> dict[str, float]:
+    """Return the options that a model's recommended sampling sets, none where it is greedy."""
+    if sampling.greedy:  # as of checkpoints without a recommendation
+        return {}
+    neutral = Filters()
+    options: dict[str, float] = dataclasses.asdict(sampling)
+    return {name: value for name, value in options.items() if value != getattr(neutral, name)}
 
 
 def make_app(pipeline: Pipeline, settings: Settings | None = None) -> Starlette:
@@ -88,6 +111,9 @@ class _Server:
         self._jobs = Jobs(len(pipeline.slots.all), settings.max_waiting)
         self._metrics = Metrics(self._jobs)
         self._tokens = Tokens(pipeline.tokenizer)
+        self._defaults: dict[str, float] = dict(DEFAULTS)
+        if settings.generation_config == "auto":
+            self._defaults |= model_defaults(pipeline.bundle.default_sampling)
         self._bodies = Bodies(self._settings.max_body, self._settings.body_timeout)
         # Grammars take up to seconds to compile, and only each other's time.
         self._readers, self._compilers = (ThreadPoolExecutor(THREADS) for _ in range(2))
@@ -159,7 +185,7 @@ class _Server:
         """What a body asks for."""
         facts = _parsed(body)
         named = facts.get("model") if isinstance(facts, dict) else None
-        asked = reads(facts, self._pipeline.bundle.context_length)
+        asked = reads(facts, self._pipeline.bundle.context_length, self._defaults)
         if named not in (None, self._model):
             raise self._unknown(named)
         self._jobs.check(asked.num_choices)  # before so many prompts are read
@@ -182,6 +208,7 @@ class _Server:
             "created": 0,
             "owned_by": "specedge",
             "context_length": bundle.context_length,
+            "default_sampling": self._defaults,
             "target": bundle.target.source.id,
             "draft": bundle.draft and bundle.draft.source.id,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,16 @@ from specedge.runtime.pipeline import Pipeline
 
 from . import formats
 from .errors import UNSUPPORTED, ApiError, prompt_error
-from .fields import MAX_CHOICES, MAX_TOP_LOGPROBS, NEUTRAL, Fields, field_of, options_of, shown
+from .fields import (
+    DEFAULTS,
+    MAX_CHOICES,
+    MAX_TOP_LOGPROBS,
+    NEUTRAL,
+    Fields,
+    field_of,
+    options_of,
+    shown,
+)
 from .messages import have_calls, messages_of
 from .tools import declared
 from .tools.calling import Calling, calling_of
@@ -60,15 +70,24 @@ class Ready:
     shown: frozenset[int] = frozenset()
 
 
-def chat(facts: object, longest: int) -> Asked:
-    """Of /v1/chat/completions; `longest` is as many tokens as there can be."""
+def chat(facts: object, longest: int, defaults: Mapping[str, Any] = DEFAULTS) -> Asked:
+    """Parse the body of a /v1/chat/completions request.
+
+    Args:
+        facts: The parsed JSON.
+        longest: The most tokens that a text can have.
+        defaults: Options that apply where the body leaves them out.
+
+    Raises:
+        ApiError: If a field is unknown or its value invalid.
+    """
     fields = Fields(facts)
     messages = messages_of(fields.take("messages"), "messages")
     tools = declared.of_chat(fields)
     limits = {name: fields.whole(name, 1) for name in ("max_completion_tokens", "max_tokens")}
     name = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
     form = formats.of_chat(fields)
-    options = options_of(fields, limits[name] or longest, name, form.schema)
+    options = options_of(fields, limits[name] or longest, name, defaults, form.schema)
     wanted = fields.flag("logprobs")
     top = fields.whole("top_logprobs", 0, MAX_TOP_LOGPROBS)
     if top is not None and not wanted:
@@ -80,19 +99,19 @@ def chat(facts: object, longest: int) -> Asked:
     )
 
 
-def completions(facts: object, longest: int) -> Asked:
-    """Of /v1/completions."""
+def completions(facts: object, longest: int, defaults: Mapping[str, Any] = DEFAULTS) -> Asked:
+    """Parse the body of a /v1/completions request, as `chat`."""
     fields = Fields(facts)
     prompts = _prompts(fields.take("prompt"))
     limit = fields.whole("max_tokens", 1)
-    options = options_of(fields, limit or min(DEFAULT_COMPLETION, longest), "max_tokens")
+    options = options_of(fields, limit or min(DEFAULT_COMPLETION, longest), "max_tokens", defaults)
     if (top := fields.whole("logprobs", 0, MAX_TOP_LOGPROBS)) is not None:
         options["logprobs"] = top
     return _asked(fields, "completions", "prompt", prompts, options)
 
 
-def responses(facts: object, longest: int) -> Asked:
-    """Of /v1/responses: a text or messages in, a text or calls out; nothing is stored."""
+def responses(facts: object, longest: int, defaults: Mapping[str, Any] = DEFAULTS) -> Asked:
+    """Parse the body of a /v1/responses request, as `chat`; nothing is stored."""
     fields = Fields(facts)
     given_tools, choice = fields.peek("tools"), fields.peek("tool_choice")
     given = fields.take("input")
@@ -105,7 +124,7 @@ def responses(facts: object, longest: int) -> Asked:
     limit = fields.whole("max_output_tokens", 1)
     tools = declared.of_responses(fields)
     form = formats.of_responses(fields)
-    options = options_of(fields, limit or longest, "max_output_tokens", form.schema)
+    options = options_of(fields, limit or longest, "max_output_tokens", defaults, form.schema)
     repeated = {"instructions": instructions, "max_output_tokens": limit}
     repeated["metadata"] = fields.typed("metadata", dict, "an object") or {}
     repeated |= {"text": {"format": form.facts}}

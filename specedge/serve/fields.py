@@ -6,7 +6,7 @@ docs/serving.md has the table of them all, which a test compares.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,6 +28,7 @@ OPTIONS = {
     "seed": "seed",
     "stop": "stop",
 }
+DEFAULTS = {"temperature": 1.0}  # of OpenAI's API, where they are not specedge's own
 # Those that OpenAI's API does not have: of their own names.
 OWN = (
     "top_k", "min_p", "typical_p", "repetition_penalty", "bad_words", "min_new_tokens", *GRAMMARS,
@@ -152,10 +153,20 @@ def shown(value: Any) -> str:
 
 
 def options_of(
-    fields: Fields, max_new_tokens: int, limit_name: str, schema: dict[str, Any] | None = None
+    fields: Fields,
+    max_new_tokens: int,
+    limit_name: str,
+    defaults: Mapping[str, Any],
+    schema: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The options of the pipeline's request that the fields give, checked. `schema` is that of the
-    answer's format.
+    """Return the checked options of the pipeline's request.
+
+    Args:
+        fields: The fields of the request's body.
+        max_new_tokens: The limit of the text, which the field `limit_name` gives.
+        limit_name: The field's name, for errors.
+        defaults: Options that apply where the fields leave them out.
+        schema: The JSON schema of the answer's format.
     """
     names = OPTIONS | {name: name for name in OWN}
     given = {
@@ -164,7 +175,7 @@ def options_of(
     if ignores := fields.flag("ignore_eos"):
         given["ignore_eos"] = ignores
     given |= _speculative(fields.typed("speculative", dict, "an object"))
-    given = {"temperature": 1.0, "max_new_tokens": max_new_tokens} | given
+    given = {**defaults, "max_new_tokens": max_new_tokens} | given
     if schema is not None:
         if "json_schema" in given:
             said = "json_schema and a format of the answer cannot both be given; leave one out"

@@ -71,6 +71,19 @@ def test_the_bundle_exported_last_is_not_served_unless_it_is_named():
         assert f"serves mine (bundle {folder}) in" in line
 
 
+@pytest.mark.parametrize("choice", ["auto", "none"])
+def test_the_log_tells_the_models_own_sampling_defaults(tmp_path, choice):
+    folder = shutil.copytree(store.embedded(), tmp_path / "pair")
+    manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
+    manifest["default_sampling"] |= {"temperature": 0.2, "top_p": 0.9}
+    (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
+    with served("--bundle", folder, "--generation-config", choice) as (process, _, _):
+        process.terminate()
+        rest = process.stderr.read()
+    told = "sampling defaults of the model: temperature 0.2, top_p 0.9" in rest
+    assert told == (choice == "auto")
+
+
 @posix
 def test_sigterm_lets_a_running_request_end_and_refuses_new_ones():
     with served("--slots", 1) as (process, port, _):
