@@ -119,6 +119,7 @@ def test_a_stop_string_and_a_full_context_are_told_apart(ai):
 
 def test_usage_counts_tokens_reused_accepted_and_drafted(ai):
     given = GREEDY | {"prompt": f"{PROMPT} # usage", "stream": True}
+    given["extra_body"] = {"speculative": {"num_draft_tokens": 4}}
     list(ai.completions.create(**given))
     *chunks, last = ai.completions.create(stream_options={"include_usage": True}, **given)
     usage, counts = last.usage, last.usage.speculative
@@ -258,7 +259,8 @@ def test_a_client_that_leaves_its_stream_frees_the_slot(ai, port):
 
 def test_metrics_count_what_was_done(ai, port):
     before = counts(port)
-    ai.completions.create(prompt=PROMPT, **GREEDY)
+    drafting = {"speculative": {"num_draft_tokens": 4}}
+    ai.completions.create(prompt=PROMPT, extra_body=drafting, **GREEDY)
     until(lambda: counts(port)["specedge_running"] == 0)
     after = counts(port)
     grown = {name: after[name] - before[name] for name in after}
