@@ -12,12 +12,13 @@ from tokenizers import Tokenizer
 from specedge.bundle import Bundle
 from specedge.manifest import chunk_length
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
-from specedge.request import AUTO, Options, Request, request_of
+from specedge.request import AUTO, Coupling, Options, Request, request_of
 
 from .async_stream import AsyncStream
 from .drafters.registry import Drafters
 from .drafters.suffix import Remembered
 from .exactness.row_noise import Noise, longest_held
+from .loop.coupling import GumbelNoise
 from .loop.model import LoadedModel, TargetModel
 from .loop.timing import Stopwatch, Timed
 from .planning.known_costs import KnownCosts
@@ -93,6 +94,9 @@ class Pipeline:
         0 as plain decoding does, on any device. A prompt or a message that spells a special token
         is text, unless `special_tokens`. `json_schema`, `regex` or `grammar` is what the text must
         follow; the distribution is then the target's under the mask of what may come next.
+        `coupling` "gumbel" makes the text depend on the seed alone above temperature 0, too,
+        whatever drafts, where passes are pass-length-invariant; `choice` is its number among the
+        texts of a seed.
 
         The other options are those of `specedge.request.Request`, which says what they mean.
         `lenience` below 1 gives up the target's distribution for speed. `logprobs` asks for the
@@ -144,11 +148,14 @@ class Pipeline:
         draft = None if self.draft is None else Timed(self.draft, watch, "draft")
         drafters = self.drafters.offered(request, draft)
         planned = request.drafter == AUTO and request.fixed_k is None
+        seed = secrets.randbits(32) if request.seed is None else request.seed
+        if request.coupling == Coupling.GUMBEL:
+            sampling = replace(sampling, noise=GumbelNoise(seed, request.choice))
         run = Run(
             request=request,
             prompt=prompt,
             sampling=sampling,
-            seed=secrets.randbits(32) if request.seed is None else request.seed,
+            seed=seed,
             limit=limit,
             plan=plan_of(request, drafters, self.costs, self.max_planned_tokens),
             target=Timed(self.target, watch, "verify"),

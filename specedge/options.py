@@ -123,23 +123,44 @@ class Constraint(Protocol):
         """The one token that can follow a `History`; None where several can, or it has ended."""
 
 
+class SharedNoise(Protocol):
+    """Noise by which every model chooses tokens, in place of drawing them."""
+
+    def choose(self, distribution: Any, position: int) -> int:
+        """Return the token that a `Distribution` chooses at a position of the text."""
+
+    def forget(self, length: int) -> None:
+        """Drop what is kept of the positions before `length`."""
+
+
 @dataclass(frozen=True)
 class Sampling(Rules):
     """How the next token is drawn: `Rules`, with bad words as token ids alone.
 
     `end_tokens` are what `min_new_tokens` holds back. As in transformers, a bad word that is one
     end token does not count. `constraint` bans tokens by the text before them, of one request.
+    `noise`, of one request, couples draft and target above temperature 0.
     """
 
     end_tokens: tuple[int, ...] = ()
     constraint: Constraint | None = field(default=None, compare=False)
+    noise: SharedNoise | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.greedy:
+            self._set("noise", None)
+        if self.noise is not None and self.lenience < 1:
+            raise OptionError(LENIENT_COUPLING, "coupling")
         if text := [word for word in self.bad_words if isinstance(word, str)]:
             raise OptionError(f"bad_words must be token ids here, got {text[0]!r}", "bad_words")
         ends = tuple(whole("an end token", token, 0) for token in self.end_tokens)
         self._set("end_tokens", ends)
+
+    @property
+    def chooses(self) -> bool:
+        """Return True if a token is a function of its row and position, with nothing drawn."""
+        return self.greedy or self.noise is not None
 
     @property
     def edits(self) -> bool:
@@ -165,6 +186,10 @@ class Sampling(Rules):
         return found
 
 
+LENIENT_COUPLING = (
+    "coupling 'gumbel' accepts the target's own tokens alone, which lenience is to change; leave "
+    "one out"
+)
 _BIAS = Declared("", "number", least=-100, most=100)
 
 

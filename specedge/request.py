@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from .declared import Name, declarations, flag, nearest, other, quoted, whole, whole_number
 from .errors import OptionError
-from .options import MAX_DRAFT_TOKENS, Rules, Sampling
+from .options import LENIENT_COUPLING, MAX_DRAFT_TOKENS, Rules, Sampling
 from .strict_json import JsonError, parse
 
 MAX_MATCH = 64
@@ -31,6 +31,13 @@ class DrafterName(Name):
     RANDOM = "random"
 
 
+class Coupling(Name):
+    """How the random numbers of draft and target are coupled above temperature 0."""
+
+    RESIDUAL = "residual"
+    GUMBEL = "gumbel"
+
+
 AUTO = DrafterName.AUTO
 COPYING = (AUTO, DrafterName.LOOKUP, DrafterName.CHAIN)
 REMEMBERING = (AUTO, DrafterName.SUFFIX, DrafterName.CHAIN)
@@ -47,6 +54,9 @@ class Request(Rules):
     drafter and K of each round of an earlier run, `Generation.plan`. `special_tokens` lets a prompt
     or a message that spells a special token have it; else that is text as any other.
 
+    Above temperature 0 `coupling` "gumbel" makes the text depend on the seed alone, not on what
+    drafts; `choice` tells several texts of one seed apart.
+
     `json_schema`, an object or its JSON text, `regex` or `grammar`, in Lark's syntax, is what the
     text must follow, as llguidance reads it; a text that is cut follows it as far as it goes.
 
@@ -56,6 +66,14 @@ class Request(Rules):
     max_new_tokens: int = whole_number(128, "Generate at most this many tokens.", 1)
     seed: int | None = whole_number(
         None, "Repeat an earlier run; else a fresh one is drawn.", -(2**64), 2**64
+    )
+    coupling: str = other(
+        Coupling.RESIDUAL.value,
+        "Accept draft tokens by this rule; with gumbel the text depends on the seed alone.",
+        " or ".join(Coupling),
+    )
+    choice: int = whole_number(
+        0, "With coupling gumbel, write this one of the texts of a seed.", 0, 2**32
     )
     num_draft_tokens: int | str | None = other(
         AUTO,
@@ -96,6 +114,7 @@ class Request(Rules):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_grammar()
+        self._check_coupling()
         if self.min_new_tokens > self.max_new_tokens:
             raise OptionError(
                 f"min_new_tokens {self.min_new_tokens} is above max_new_tokens "
@@ -138,6 +157,19 @@ class Request(Rules):
                 f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
                 f"{self.lookup_max}",
                 "lookup_min",
+            )
+
+    def _check_coupling(self) -> None:
+        if self.coupling not in [*Coupling]:
+            raise OptionError(
+                f"coupling must be {' or '.join(Coupling)}, got {quoted(self.coupling)}",
+                "coupling",
+            )
+        if self.coupling == Coupling.GUMBEL and self.lenience < 1:
+            raise OptionError(LENIENT_COUPLING, "coupling")
+        if self.choice and self.coupling != Coupling.GUMBEL:
+            raise OptionError(
+                "choice is for coupling 'gumbel'; without it take another seed", "choice"
             )
 
     def _check_grammar(self) -> None:
@@ -207,6 +239,8 @@ class Options(TypedDict, total=False):
     min_new_tokens: int
     lenience: float
     seed: int | None
+    coupling: str
+    choice: int
     num_draft_tokens: int | str | None
     stop: str | Sequence[str]
     ignore_eos: bool

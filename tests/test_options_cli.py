@@ -43,6 +43,18 @@ def test_every_option_reaches_the_sampler_by_flag_and_by_line(pipeline):
         assert found["logprobs"] == entries
 
 
+def test_a_coupled_text_is_the_same_with_any_k_by_flag_and_by_line(pipeline):
+    options = {"seed": 3, "coupling": "gumbel", "choice": 1}
+    plain = pipeline.generate(PROMPT, 20, 0.9, num_draft_tokens=0, **options)
+    common = ["--temperature", 0.9, "--seed", 3, "-n", 20, "-k", 4]
+    flags = ["--coupling", "gumbel", "--choice", 1]
+    by_flag = json.loads(run("generate", PROMPT, *common, *flags, "--json").stdout)
+    line = json.dumps({"prompt": PROMPT, "coupling": "gumbel", "choice": 1})
+    jsonl = ["generate", "--prompts", "-", "--format", "jsonl"]
+    by_line = json.loads(run(*jsonl, *common, stdin=line).stdout)
+    assert by_flag["tokens"] == by_line["tokens"] == plain.tokens
+
+
 def test_lossy_text_is_marked_wherever_it_is_shown():
     lenient = ["-n", 10, "--temperature", 1, "--lenience", 0.25]
     marked = run("generate", PROMPT, *lenient, "--trace")
@@ -76,6 +88,9 @@ def test_what_is_not_lossy_is_not_marked(pipeline):
         (["--lenience", "0"], "--lenience"),
         (["--lenience", "nan"], "lenience"),
         (["--typical-p", "2"], "--typical-p"),
+        (["--coupling", "maximal"], "--coupling"),
+        (["--coupling", "gumbel", "--lenience", "0.5"], "lenience"),
+        (["--choice", "1"], "choice is for coupling 'gumbel'"),
         (["--repetition-penalty", "inf"], "repetition_penalty"),
         (["--min-new-tokens", "200"], "min_new_tokens 200 is above max_new_tokens 128"),
         (["--logprobs", "3"], "--logprobs needs"),

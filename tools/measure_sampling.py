@@ -20,6 +20,7 @@ import click
 import numpy as np
 
 from specedge import Sampling
+from specedge.runtime.loop.coupling import GumbelNoise
 from specedge.runtime.loop.verify import Draft, draw, verify
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.scores import Row, Scores
@@ -29,10 +30,13 @@ SETTINGS = {
     "temperature": Sampling(1.0),
     "top-k 50": Sampling(1.0, top_k=50),
     "top-p 0.95": Sampling(1.0, top_p=0.95),
+    "top-p 0.9": Sampling(1.0, top_p=0.9),
     "typical-p 0.95": Sampling(1.0, typical_p=0.95),
     "three penalties": Sampling(
         1.0, repetition_penalty=1.1, presence_penalty=0.1, frequency_penalty=0.1
     ),
+    "temperature, gumbel": Sampling(1.0, noise=GumbelNoise(0)),
+    "top-p 0.9, gumbel": Sampling(1.0, top_p=0.9, noise=GumbelNoise(0)),
 }
 UNIFORMS = np.random.default_rng(3).random(64)
 PAST = History(range(0, 1000, 2), range(0, 1000, 3))
@@ -72,6 +76,8 @@ def round_of(rows: np.ndarray, sampling: Sampling, accepted: bool) -> Callable[[
     tests = np.full(len(rows), 0.0 if accepted else 1 - 2**-53)
 
     def run() -> int:
+        if sampling.noise:
+            sampling.noise.forget(PAST.length + len(targets))  # of all positions
         return verify(drawn(rows, sampling), scores, sampling, PAST, tests, 0.7).num_accepted
 
     return run
@@ -106,7 +112,7 @@ def main(vocab_size: int, k: int, repeats: int, output: Path | None) -> None:
     """Measure a round's milliseconds of drawing and judging."""
     found = measure(vocab_size, k, repeats)
     for name, cases in found.items():
-        click.echo(f"{name:16} " + ", ".join(f"{c} {ms:.3f} ms" for c, ms in cases.items()))
+        click.echo(f"{name:19} " + ", ".join(f"{c} {ms:.3f} ms" for c, ms in cases.items()))
     if output:
         facts = {"python": platform.python_version(), "numpy": np.__version__}
         facts |= {"vocab_size": vocab_size, "k": k, "repeats": repeats}

@@ -69,7 +69,7 @@ class Sampled(OneCall):
         named = sampling.logit_bias or sampling.bad_words or sampling.constraint
         held_back = history.num_new_tokens < sampling.min_new_tokens
         typical = sampling.typical_p < 1 and not sampling.greedy
-        return not (penalties or named or held_back or typical)
+        return not (penalties or named or held_back or typical or sampling.noise)
 
     def _kind(self, sampling: Sampling) -> bool:
         """Whether passes fetch whole rows."""

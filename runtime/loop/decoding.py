@@ -94,14 +94,14 @@ class SpeculativeDecoder:
         """Commit 1 to K + 1 tokens to `history`, of which `left` are still wanted; the target has
         not read its last `num_unread` ones.
 
-        At most `left` are drafted. At temperature 0 one fewer suffices: the target's pass gives the
+        At most `left` are drafted. One fewer suffices where the target chooses: its pass gives the
         last one, the same token. Drawn text needs all: a last token from the bonus row would use
         another random number than in a longer request.
         """
         k = step.num_draft_tokens  # asked for; `draft` may have fewer
         draws, tests, last = numbers[:k], numbers[k : 2 * k], float(numbers[-1])
         with self.watch.part("sampling"):
-            most = min(k, left - 1 if sampling.greedy else left)
+            most = min(k, left - 1 if sampling.chooses else left)
             draft = propose(step.drafter, history, most, sampling, draws) if most else Draft([])
         scores = self.target.forward(
             [*history.last(num_unread), *draft.tokens], len(draft.tokens) + 1
@@ -119,6 +119,8 @@ class SpeculativeDecoder:
             committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
             logprobs = of_tokens(scores, committed, num_logprobs)
         history.extend(committed)
+        if sampling.noise:
+            sampling.noise.forget(history.length)
         self.target.truncate(len(history.tokens) - 1)
         self.plan.truncate(len(history.tokens) - 1)
         ended = Round(

@@ -66,6 +66,9 @@ def verify(
     target's last row. With a lenience b it is accepted if b u d(x) < t(x) (appendix A.5), with the
     same recovered token, and the output follows another distribution.
 
+    With noise (`coupling.GumbelNoise`), as at temperature 0, a token is accepted if it is the
+    target's own choice.
+
     Where the options leave no token behind accepted ones, no more than these are committed: a text
     that ends with one of them needs no other. OptionError where they leave none for the first.
 
@@ -73,8 +76,8 @@ def verify(
     """
     passed: list[int] = []
     try:
-        if sampling.greedy:
-            return _verify_greedy(draft.tokens, scores, sampling, history, passed)
+        if sampling.chooses:
+            return _verify_choices(draft.tokens, scores, sampling, history, passed)
         return _verify_drawn(draft, scores, sampling, history, tests, last, passed)
     except OptionError:
         if not passed:
@@ -107,16 +110,23 @@ def _verify_drawn(
     return Verdict(num_drafted, target.pick(last))
 
 
-def _verify_greedy(
+def _verify_choices(
     tokens: list[int], scores: Scores, sampling: Sampling, history: History, passed: list[int]
 ) -> Verdict:
-    """The same rule with one-hot rows: a token is accepted if it is the target's own choice."""
+    """Accept each token that is the target's own choice: the same rule with one-hot rows."""
     for i, token in enumerate(tokens):
-        chosen = choice(scores[i], sampling, history.then(tokens[:i]))
+        chosen = _choice(scores[i], sampling, history.then(tokens[:i]))
         if chosen != token:
             return Verdict(i, chosen)
         passed.append(token)
-    return Verdict(len(tokens), choice(scores[len(tokens)], sampling, history.then(tokens)))
+    return Verdict(len(tokens), _choice(scores[len(tokens)], sampling, history.then(tokens)))
+
+
+def _choice(row: Row, sampling: Sampling, history: History) -> int:
+    """Return the token that a model chooses: the likeliest, or by the noise of its position."""
+    if sampling.noise is None:
+        return choice(row, sampling, history)
+    return sampling.noise.choose(of_row(row, sampling, history), history.length)
 
 
 def _residual(target: Distribution, draft: Draft, i: int, vocab_size: int) -> Distribution:
@@ -137,8 +147,8 @@ def draw(
     row: Row, sampling: Sampling, history: History, uniform: float
 ) -> tuple[int, Distribution | None]:
     """For drafters: a token drawn from a row and the distribution it came from, None if chosen."""
-    if sampling.greedy:
-        return choice(row, sampling, history), None
+    if sampling.chooses:
+        return _choice(row, sampling, history), None
     distribution = of_row(row, sampling, history)
     return distribution.pick(uniform), distribution
 

@@ -16,7 +16,7 @@ from specedge.cli.terminal import one_line
 from specedge.declared import declarations, shown_default
 from specedge.op_sets import OP_SETS
 from specedge.options import MAX_DRAFT_TOKENS, Rules
-from specedge.request import AUTO, Request
+from specedge.request import AUTO, Coupling, Request
 
 if TYPE_CHECKING:
     from specedge.runtime.pipeline import Pipeline
@@ -140,6 +140,7 @@ _ON_THE_COMMAND_LINE: dict[str, dict[str, Any]] = {
     "bad_words": {"multiple": True, "metavar": "TEXT"},
     "num_draft_tokens": {"type": NumDraftTokens()},
     "seed": {"type": int},
+    "coupling": {"type": click.Choice([name.value for name in Coupling])},
     "stop": {"multiple": True},
     "drafter": {"metavar": "NAME"},
     "logprobs": {"metavar": "N"},

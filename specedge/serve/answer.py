@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
@@ -13,6 +14,7 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from specedge.errors import DrafterError, OptionError
+from specedge.request import Coupling
 from specedge.runtime.pipeline import Pipeline
 from specedge.runtime.stream import Generation, Stream
 
@@ -126,16 +128,26 @@ class Answer:
             yield line
 
     def _events(self) -> AsyncGenerator[tuple[int, Event]]:
-        """Of all choices, each a job; those of a prompt have seeds in a row."""
+        """Run all choices, each as a job. Those of a prompt have seeds in a row, or with Gumbel
+        coupling one seed and numbers in a row.
+        """
+        options = dict(self._ready.options)
+        if options.get("coupling") == Coupling.GUMBEL:
+            options.setdefault("seed", secrets.randbits(32))
         prompts = [prompt for prompt in self._ready.prompts for _ in range(self._asked.n)]
-        jobs = (partial(self._begin, i % self._asked.n, one) for i, one in enumerate(prompts))
+        jobs = (
+            partial(self._begin, i % self._asked.n, prompt, options)
+            for i, prompt in enumerate(prompts)
+        )
         return merged([self._jobs.run(begin, self._metrics.ended) for begin in jobs])
 
-    def _begin(self, place: int, prompt: list[int]) -> Stream:
-        options = dict(self._ready.options)
-        if (seed := options.get("seed")) is not None:
-            options["seed"] = (seed + place) % 2**64
-        return self._pipeline.stream(prompt, shown=self._ready.shown, **options)
+    def _begin(self, place: int, prompt: list[int], options: dict[str, Any]) -> Stream:
+        own: dict[str, Any] = {}
+        if options.get("coupling") == Coupling.GUMBEL:
+            own["choice"] = place
+        elif (seed := options.get("seed")) is not None:
+            own["seed"] = (seed + place) % 2**64
+        return self._pipeline.stream(prompt, shown=self._ready.shown, **options | own)
 
     def _add(self, choice: Choice, event: Event, parts: list[Part]) -> None:
         if isinstance(event, Generation):

@@ -31,7 +31,8 @@ OPTIONS = {
 DEFAULTS = {"temperature": 1.0}  # of OpenAI's API, where they are not specedge's own
 # Those that OpenAI's API does not have: of their own names.
 OWN = (
-    "top_k", "min_p", "typical_p", "repetition_penalty", "bad_words", "min_new_tokens", *GRAMMARS,
+    "top_k", "min_p", "typical_p", "repetition_penalty", "bad_words", "min_new_tokens", "coupling",
+    *GRAMMARS,
 )  # fmt: skip
 MAX_GRAMMAR = 2**16  # characters: of more, some take seconds to read
 LISTS = ("stop", "logit_bias", "bad_words")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .mutant import JOINT, RULE, VERIFY, Mutant
+from .mutant import COUPLING, JOINT, RULE, VERIFY, Mutant
 
 ACCEPT_RULE = [
     Mutant(
@@ -132,7 +132,7 @@ ACCEPT_RULE = [
         "temperature 0 as a small temperature: ties become chances",
         "jaymody/speculative-sampling, toyllm, candle, Speculative-Sampling",
         VERIFY,
-        "return choice(row, sampling, history), None",
+        "return _choice(row, sampling, history), None",
         "return of_row(row, Sampling(1e-6), history).pick(uniform), None",
         "tests/runtime/loop/test_verify.py::test_greedy_takes_the_lowest_id_on_ties",
     ),
@@ -144,5 +144,44 @@ ACCEPT_RULE = [
         "    lenience: float = number(\n        1.0,",
         "    lenience: float = number(\n        0.8,",
         RULE,
+    ),
+    Mutant(
+        "coupled-noise-of-the-text",
+        "all positions of a coupled text share their noise",
+        "",
+        COUPLING,
+        "stream = word(self._stream, position)",
+        "stream = word(self._stream, 0)",
+        "tests/runtime/loop/test_coupling.py"
+        "::test_choices_of_seeds_positions_and_numbers_follow_the_distribution",
+    ),
+    Mutant(
+        "coupled-noise-by-column",
+        "noise belongs to a row's columns, not to tokens, so a reduced head sees other noise",
+        "",
+        COUPLING,
+        "bounds = _bounds(stream, ids)",
+        "bounds = _bounds(stream, columns)",
+        "tests/runtime/loop/test_coupling.py"
+        "::test_the_noise_of_a_token_does_not_depend_on_which_others_are_left",
+    ),
+    Mutant(
+        "coupled-noise-of-the-round",
+        "a draft token's noise is that of its round's first position",
+        "",
+        VERIFY,
+        "sampling.noise.choose(of_row(row, sampling, history), history.length)",
+        "sampling.noise.choose(of_row(row, sampling, history), history.num_kept)",
+        "tests/runtime/loop/test_coupling.py::test_a_text_is_plain_decodings_whatever_drafts",
+    ),
+    Mutant(
+        "coupled-noise-of-likely-tokens",
+        "unlikely tokens get no noise, so they are never chosen",
+        "",
+        COUPLING,
+        "score(token, weights[likeliest])) >= 1",
+        "score(token, weights[likeliest])) >= 2.0**50",
+        "tests/runtime/loop/test_coupling.py"
+        "::test_the_choice_is_the_least_noise_over_probability_of_all_tokens",
     ),
 ]

@@ -48,8 +48,8 @@ DISTRIBUTIONS = [
         "penalties at a draft position count no drafted token",
         "",
         VERIFY,
-        "chosen = choice(scores[i], sampling, history.then(tokens[:i]))",
-        "chosen = choice(scores[i], sampling, history)",
+        "chosen = _choice(scores[i], sampling, history.then(tokens[:i]))",
+        "chosen = _choice(scores[i], sampling, history)",
         "tests/runtime/sampling/test_logit_edits.py::test_speculative_text_equals_plain_text_under_every_edit",
     ),
     Mutant(

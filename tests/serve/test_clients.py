@@ -89,6 +89,22 @@ def test_choices_have_seeds_in_a_row_and_each_is_what_it_is_alone(ai, alone):
     assert found == wanted
 
 
+def test_coupled_choices_share_a_seed_and_each_is_what_it_is_alone(ai, alone):
+    given = {"model": MODEL, "prompt": PROMPT, "max_tokens": 20, "temperature": 1}
+    coupled = {"coupling": "gumbel", "speculative": {"num_draft_tokens": 3}}
+    whole = ai.completions.create(n=3, seed=5, extra_body=coupled, **given)
+    expected = [
+        alone.generate(PROMPT, 20, 1.0, seed=5, coupling="gumbel", choice=i, num_draft_tokens=0)
+        for i in range(3)
+    ]
+    assert [choice.text for choice in whole.choices] == [one.text for one in expected]
+    assert len({one.text for one in expected}) == 3
+    fresh = ai.completions.create(n=3, extra_body=coupled, **given)
+    assert len({choice.seed for choice in fresh.choices}) == 1
+    again = ai.completions.create(n=3, seed=fresh.choices[0].seed, extra_body=coupled, **given)
+    assert [choice.text for choice in again.choices] == [choice.text for choice in fresh.choices]
+
+
 def test_penalties_biases_filters_and_stops_reach_the_sampler(ai, alone):
     ours = {
         "top_p": 0.9,

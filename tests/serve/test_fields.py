@@ -119,6 +119,7 @@ def test_every_option_that_is_taken_is_one_of_a_request():
         "repetition_penalty": 1.1,
         "bad_words": ["a"],
         "min_new_tokens": 1,
+        "coupling": "gumbel",
         "json_schema": {"type": "object"},
     }
     found = reads(body | own, 10).options
@@ -152,6 +153,8 @@ def test_an_event_has_no_character_at_which_a_client_may_end_a_line():
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
         ({"ignore_eos": "yes"}, "ignore_eos must be true or false"),
+        ({"coupling": "maximal"}, "coupling must be residual or gumbel"),
+        ({"coupling": ["gumbel"]}, "coupling must be residual or gumbel"),
         ({"stream": 1}, "stream must be true or false, got 1"),
         ({"min_new_tokens": 20}, "min_new_tokens 20 is above max_tokens 5"),
         ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
