@@ -55,6 +55,11 @@ def test_a_coupled_text_is_the_same_with_any_k_by_flag_and_by_line(pipeline):
     assert by_flag["tokens"] == by_line["tokens"] == plain.tokens
 
 
+def test_comparing_coupled_texts_says_that_they_are_the_same():
+    coupled = ["-n", 10, "--temperature", 1, "--coupling", "gumbel", "--repeats", 1]
+    assert "same tokens          yes" in run("compare", PROMPT, *coupled).stdout
+
+
 def test_lossy_text_is_marked_wherever_it_is_shown():
     lenient = ["-n", 10, "--temperature", 1, "--lenience", 0.25]
     marked = run("generate", PROMPT, *lenient, "--trace")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from specedge.request import AUTO
+from specedge.request import AUTO, Coupling
 
 from ..pipeline import Pipeline
 from ..planning.plans import PLANNED
@@ -32,6 +32,7 @@ class Comparison:
     plain: Generation
     speculative: Generation
     greedy: bool
+    coupled: bool
     exact: bool
     repeats: int
     num_draft_tokens: int | str
@@ -47,7 +48,9 @@ class Comparison:
 
     @property
     def same_tokens(self) -> bool:
-        """Whether both gave the same tokens; at temperature 0 they must."""
+        """Return True if both gave the same tokens, as they must at temperature 0, and with Gumbel
+        coupling where passes are pass-length-invariant.
+        """
         return self.plain.tokens == self.speculative.tokens
 
     @property
@@ -119,6 +122,7 @@ def _summarise(
         plain=plain[0],
         speculative=speculative[0],
         greedy=not request.get("temperature"),
+        coupled=request.get("coupling") == Coupling.GUMBEL,
         exact=bool(request.get("exact")),
         repeats=len(ratios),
         num_draft_tokens=speculative[0].num_draft_tokens,

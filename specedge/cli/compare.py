@@ -106,7 +106,7 @@ def _figures(result: Comparison) -> list[str]:
             f" one is {result.target_seconds * 1e3:.3f} ms",
         ]
     found += near_ties.lines(result.speculative, result.exact)
-    if result.greedy:
+    if result.greedy or result.coupled:
         found.append(f"same tokens          {'yes' if result.same_tokens else 'NO'}")
     elif lossy := result.speculative.lossy:
         found.append(
