@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Self, Unpack
 
 from tokenizers import Tokenizer
@@ -28,6 +29,7 @@ from .slots import Slot, Slots
 from .stream import Generation, Stream
 from .text.assembler import Assembler, FinishReason
 from .text.bad_words import sampling_of
+from .text.grammars import Constraint as GrammarConstraint
 from .text.grammars import Grammars
 from .text.prompts import Prompts
 
@@ -176,6 +178,8 @@ class Pipeline:
             at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
             shown=shown,
         )
+        if isinstance(sampling.constraint, GrammarConstraint):
+            sampling.constraint.outside_turn = partial(self.slots.outside_turn, watch)
         stream = Stream(run, text, self.slots, self._learn)
         run.use(self.slots.take(stream, prompt, wait))  # last: what is refused takes no slot
         return stream

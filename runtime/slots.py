@@ -8,16 +8,18 @@ import itertools
 import queue
 import threading
 import weakref
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
 
 from .exactness.row_noise import Noise
 from .loop.model import LoadedModel, TargetModel
+from .loop.timing import Stopwatch
 from .turns import Turns
 
+_CLOSED = "this pipeline is closed; load the bundle again"
 IDLE_TIMEOUT = 30.0  # seconds that a request waits for a slot while no stream makes progress
 
 
@@ -81,6 +83,18 @@ class Slots:
             if slot.is_owned_by(owner) and (lease := slot.lease):
                 lease()
 
+    @contextmanager
+    def outside_turn(self, watch: Stopwatch) -> Iterator[None]:
+        """Let other streams have turns during a block inside a round, which does not count it.
+
+        Raises:
+            SpecEdgeError: The pipeline was closed meanwhile.
+        """
+        with watch.part("waiting"), self.turns.released():
+            yield
+        if not self.all:
+            raise SpecEdgeError(_CLOSED)
+
     def close(self) -> tuple[Slot, ...]:
         """Take all slots from their owners for good, between rounds."""
         with self.turns, self._lock:
@@ -93,7 +107,7 @@ class Slots:
         with self._lock:
             if not self.all:
                 self._freed.put(None)  # for the next one that waits
-                raise SpecEdgeError("this pipeline is closed; load the bundle again")
+                raise SpecEdgeError(_CLOSED)
             free = [slot for slot in self.all if slot.is_free]
             if not free:
                 return None

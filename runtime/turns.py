@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class Turns:
@@ -36,6 +38,28 @@ class Turns:
 
     def __exit__(self, *_: object) -> None:
         self._hand_over()
+
+    @contextmanager
+    def released(self) -> Iterator[None]:
+        """Give one's turn up for the block, and wait for the next one after it."""
+        self._hand_over()
+        try:
+            yield
+        finally:
+            self._take_again()
+
+    def _take_again(self) -> None:
+        """Wait for a turn; an interrupt is raised only once there is one, for its holder to end."""
+        interrupt: BaseException | None = None
+        while True:
+            try:
+                self.__enter__()
+            except BaseException as error:
+                interrupt = error
+            else:
+                break
+        if interrupt is not None:
+            raise interrupt
 
     @property
     def is_taken(self) -> bool:

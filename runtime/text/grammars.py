@@ -10,8 +10,11 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +28,7 @@ from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import Request
 
 from ..sampling.history import History
+from .compilation import Compilations
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
@@ -33,6 +37,7 @@ if TYPE_CHECKING:
 # may have taken a second to fill.
 MAX_RENEWALS = 8
 NUM_KEPT = 16  # compiled grammars: lines of a file and a request's choices share theirs
+COMPILE_SECONDS = 20.0  # for a request's grammars: what is larger could take minutes
 # A state of the lexer takes one or two kilobytes. llguidance's own limit is 250,000.
 _LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 # Between two signs of JSON: a space, or a new line with its indentation. JSON itself sets no bound,
@@ -47,7 +52,8 @@ class Grammars:
         self._bundle, self._tokenizer = bundle, tokenizer
         self._tokens: Any = None
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
-        self._making: dict[tuple[str, str], threading.Lock] = {}
+        self._compilations = Compilations()
+        self._running: dict[tuple[str, str], Future[LLMatcher]] = {}
         self._lock = threading.Lock()
 
     def constraint(self, request: Request) -> Constraint | None:
@@ -62,8 +68,9 @@ class Grammars:
                 "leave it out",
                 given[0],
             )
-        matcher = self._matcher(*given)
-        renew = partial(self._renewed, matcher, *given)
+        budget = _Budget(given[0], COMPILE_SECONDS)
+        matcher = self._matcher(*given, budget)
+        renew = partial(self._renewed, matcher, *given, budget)
         found = Constraint(matcher, self._bundle.target.vocab_size, ends, renew)
         if found.banned(History([])).all():
             raise OptionError(
@@ -71,41 +78,44 @@ class Grammars:
             )
         return found
 
-    def _matcher(self, name: str, text: str) -> LLMatcher:
-        """A matcher that has read nothing, and must not."""
+    def _matcher(self, name: str, text: str, budget: _Budget) -> LLMatcher:
+        """Return a matcher that has read nothing, and must not."""
         with self._lock:
             self._tokens = self._tokens or self._handed_over(name)
             if found := self._compiled.get((name, text)):
                 self._compiled.move_to_end((name, text))
                 return found
-            makes = self._making.setdefault((name, text), threading.Lock())
-        with makes:  # who comes meanwhile takes what the first one compiled
-            with self._lock:
-                if found := self._compiled.get((name, text)):
-                    return found
-            try:
-                return self._compile(name, text)
-            finally:
-                with self._lock:
-                    self._making.pop((name, text), None)
+            running = self._running.get((name, text))
+            if running is None:
+                running = self._compilations.begin(partial(self._compile, name, text))
+                self._running[name, text] = running
+        return budget.wait(running)  # who comes meanwhile waits for the same one
 
-    def _renewed(self, full: LLMatcher, name: str, text: str) -> LLMatcher:
-        """One for a request alone: copies of a matcher have one lexer, whose states only grow. Nor
-        does another request get the full one.
+    def _renewed(self, full: LLMatcher, name: str, text: str, budget: _Budget) -> LLMatcher:
+        """Compile a matcher for a request alone.
+
+        Copies of a matcher have one lexer, whose states only grow. Nor does another request get
+        the full one.
         """
         with self._lock:
             if self._compiled.get((name, text)) is full:
                 del self._compiled[name, text]
-        return compiled(self._tokens, name, text)
+        return budget.wait(self._compilations.begin(lambda: compiled(self._tokens, name, text)))
 
     def _compile(self, name: str, text: str) -> LLMatcher:
-        made = compiled(self._tokens, name, text)
+        """Compile a matcher and keep it."""
+        try:
+            matcher = compiled(self._tokens, name, text)
+        except BaseException:
+            with self._lock:
+                del self._running[name, text]
+            raise
         with self._lock:
-            self._compiled[name, text] = made
-            self._compiled.move_to_end((name, text))
+            del self._running[name, text]
+            self._compiled[name, text] = matcher
             while len(self._compiled) > NUM_KEPT:
                 self._compiled.popitem(last=False)
-        return made
+        return matcher
 
     def _handed_over(self, name: str) -> Any:
         """The tokenizer as llguidance takes it."""
@@ -124,6 +134,27 @@ class Grammars:
                 f"{name} cannot be used with this bundle's tokenizer: {_one_line(str(error))}",
                 name,
             ) from error
+
+
+class _Budget:
+    """Seconds that a request may wait for its grammars."""
+
+    def __init__(self, option: str, seconds: float) -> None:
+        self._option, self._total, self._left = option, seconds, seconds
+
+    def wait(self, running: Future[LLMatcher]) -> LLMatcher:
+        """Return what is compiled; OptionError where the budget does not suffice."""
+        begin = time.perf_counter()
+        try:
+            return running.result(max(0.0, self._left))
+        except TimeoutError as error:
+            raise OptionError(
+                f"{self._option} takes more than {self._total:g} seconds to compile; simplify it, "
+                "or try again when fewer grammars are compiled",
+                self._option,
+            ) from error
+        finally:
+            self._left -= time.perf_counter() - begin
 
 
 def compiled(tokens: Any, name: str, text: str) -> LLMatcher:
@@ -167,7 +198,12 @@ class Constraint:
     that the text never followed, may have filled this one. So the text has renewals of its own, and
     drafts that used up theirs are followed no more. Where the text's own are used up still depends
     on when it got them.
+
+    `outside_turn` gives a context in which it gets another matcher, for one that is asked within
+    the turn of its pipeline: compiling takes up to seconds.
     """
+
+    outside_turn: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
         self,
@@ -202,7 +238,9 @@ class Constraint:
             if not self._may_renew():
                 self._begin_anew()
                 raise
-        self._fresh, self._mixed = self._renew(), drafted
+        with self.outside_turn():
+            matcher = self._renew()
+        self._fresh, self._mixed = matcher, drafted
         self._begin_anew()
         try:
             return self._after(new)

@@ -50,7 +50,7 @@ PAGE_HEADERS = {
     "Referrer-Policy": "no-referrer",
 }
 OPEN = ("/health", *FILES)  # what needs no key
-THREADS = 2  # that read requests, and as many that compile their grammars
+THREADS = 2  # that read requests
 GENERATION_CONFIGS = ("auto", "none")
 Reads = Callable[[object, int, Mapping[str, Any]], Asked]
 Shapes = Callable[[str, Asked, Tokens], Shape]
@@ -115,8 +115,8 @@ class _Server:
         if settings.generation_config == "auto":
             self._defaults |= model_defaults(pipeline.bundle.default_sampling)
         self._bodies = Bodies(self._settings.max_body, self._settings.body_timeout)
-        # Grammars take up to seconds to compile, and only each other's time.
-        self._readers, self._compilers = (ThreadPoolExecutor(THREADS) for _ in range(2))
+        # Who waits for a grammar keeps no thread from another.
+        self._readers, self._compilers = map(ThreadPoolExecutor, (THREADS, self._jobs.most))
 
     def app(self) -> Starlette:
         paths: tuple[tuple[str, Reads, Shapes], ...] = (

@@ -50,3 +50,36 @@ def test_who_is_interrupted_while_it_waits_leaves_the_turns_to_others(monkeypatc
     if not has_it:
         turns.__exit__()
     assert in_threads(turns.__enter__) == [None]
+
+
+def test_who_releases_its_turn_waits_for_the_next_one():
+    turns, order = Turns(), []
+
+    def other():
+        with turns:
+            order.append("other")
+
+    with turns:
+        with turns.released():
+            other()
+        order.append("again")
+        assert turns.is_taken
+    assert order == ["other", "again"]
+    assert not turns.is_taken
+
+
+def test_an_interrupt_while_a_turn_is_taken_again_is_raised_by_its_holder(monkeypatch):
+    turns, enter, interrupted = Turns(), Turns.__enter__, []
+
+    def interrupting(self):
+        if len(interrupted) == 1:
+            interrupted.append(1)
+            raise KeyboardInterrupt
+        interrupted.append(0)
+        return enter(self)
+
+    monkeypatch.setattr(Turns, "__enter__", interrupting)
+    with pytest.raises(KeyboardInterrupt), turns, turns.released():
+        pass
+    assert not turns.is_taken
+    assert turns.num_begun == 2

@@ -11,7 +11,7 @@ pytest.importorskip("uvicorn", reason="needs the serve extra")
 pytest.importorskip("llguidance", reason="needs the grammar extra")
 
 from served import SHORT, answers, ask, chat_pair, error_of, head, health, serving, until
-from specedge.runtime.text import grammars
+from specedge.runtime.text import compilation, grammars
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +38,38 @@ def test_grammars_that_compile_slowly_keep_others_from_nothing(pair, held):
         assert answers(port)
         stack.close()  # who goes away waits for no grammar
         until(lambda: health(port)["waiting"] == 0)
+
+
+def test_grammars_that_overrun_keep_no_other_grammar_waiting(pair, monkeypatch):
+    monkeypatch.setattr(compilation, "PATIENCE", 0.05)
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 2.0)
+    event, compiled = threading.Event(), grammars.compiled
+
+    def slowly(tokens, name, text):
+        assert not text.startswith("slow") or event.wait(60)
+        return compiled(tokens, name, text)
+
+    monkeypatch.setattr(grammars, "compiled", slowly)
+    answered = []
+
+    def overrun(letter):
+        answered.append(ask(port, "POST", "/v1/completions", SHORT | {"regex": f"slow{letter}"}))
+
+    with serving(pair, max_waiting=9) as port:
+        threads = [threading.Thread(target=overrun, args=letter) for letter in "abcd"]
+        for thread in threads:
+            thread.start()
+        until(lambda: health(port)["waiting"] == 4)
+        status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"regex": "quick"})
+        assert (status, json.loads(said)["choices"][0]["text"]) == (200, "quick")
+        assert not answered
+        for thread in threads:
+            thread.join(60)
+        event.set()
+    assert [(status, error_of(said)["param"]) for status, _, said in answered] == [
+        (400, "regex")
+    ] * 4
+    assert "takes more than 2 seconds to compile" in error_of(answered[0][2])["message"]
 
 
 @pytest.fixture

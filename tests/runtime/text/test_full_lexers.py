@@ -1,5 +1,6 @@
 """A grammar whose lexer has no room left for the states of its texts."""
 
+import threading
 from contextlib import suppress
 
 import numpy as np
@@ -8,11 +9,14 @@ import pytest
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 pytest.importorskip("llguidance", reason="needs the grammar extra")
 
-from specedge.errors import OptionError
+import specedge
+from specedge import store
+from specedge.errors import OptionError, SpecEdgeError
 from specedge.request import Request
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text import grammars
 from specedge.runtime.text.grammars import Grammars
+from threads import in_threads
 
 FULL = "(.*[ae].{30}){2}.*"  # a text of 30 tokens takes some 1,500 states of the lexer
 FEW_STATES = {**grammars._LIMITS, "max_lexer_states": 3000}
@@ -73,3 +77,68 @@ def test_a_renewed_matcher_is_one_requests_alone_and_a_full_one_is_nobodys(pipel
     assert len({id(one) for one in (first._fresh, renewed, later._fresh)}) == 3
     first._fresh, _ = renewed, first._renew()
     assert kept.constraint(Request(regex="[ab]*"))._fresh is later._fresh
+
+
+FILLING = {"temperature": 1.0, "seed": 3, "num_draft_tokens": 4, "regex": FULL}
+
+
+@pytest.fixture
+def pair():
+    with specedge.load(store.embedded(), slots=2) as found:
+        yield found
+
+
+@pytest.fixture
+def compiling_again(pair, monkeypatch):
+    """Let few states fit into a lexer, and call a function before a grammar is compiled again."""
+
+    def compile_again(before):
+        monkeypatch.setattr(grammars, "_LIMITS", {**grammars._LIMITS, "max_lexer_states": 2500})
+        monkeypatch.setattr(pair, "grammars", Grammars(pair.bundle, pair.tokenizer))
+        compiled, texts = grammars.compiled, []
+
+        def compiling(tokens, name, text):
+            if text in texts:
+                before()
+            texts.append(text)
+            return compiled(tokens, name, text)
+
+        monkeypatch.setattr(grammars, "compiled", compiling)
+
+    return compile_again
+
+
+def test_others_have_turns_while_a_grammar_is_compiled_again(pair, compiling_again):
+    wanted = pair.generate("a", 30, **FILLING)
+    begun, ended, had_turns, found = threading.Event(), threading.Event(), [], []
+
+    def before():
+        begun.set()
+        had_turns.append(ended.wait(10))
+
+    def beside():
+        assert begun.wait(20)
+        pair.generate("b", 8)
+        ended.set()
+
+    compiling_again(before)
+    in_threads(beside, lambda: found.append(pair.generate("a", 30, **FILLING)))
+    assert had_turns
+    assert all(had_turns)
+    assert found[0].tokens == wanted.tokens
+
+
+def test_a_pipeline_closed_while_a_grammar_is_compiled_again_ends_the_stream(pair, compiling_again):
+    compiling_again(pair.close)
+    with pytest.raises(SpecEdgeError, match="this pipeline is closed"):
+        pair.generate("a", 30, **FILLING)
+
+
+def test_grammars_compiled_again_have_a_budget(pair, compiling_again, monkeypatch):
+    ended = threading.Event()
+    compiling_again(lambda: ended.wait(60))
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.5)
+    with pytest.raises(OptionError, match=r"regex takes more than 0\.5 seconds") as caught:
+        pair.generate("a", 30, **FILLING | {"num_draft_tokens": 0})
+    ended.set()
+    assert caught.value.option == "regex"

@@ -1,0 +1,83 @@
+"""Compilation of grammars, each in a thread of its own.
+
+llguidance takes from a millisecond to minutes, cannot be stopped, and lets Python run meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import TypeVar
+
+T = TypeVar("T")
+
+NUM_AT_A_TIME = 2
+PATIENCE = 1.0  # seconds until a compilation no longer keeps the next one waiting
+MAX_OVERRUNS = 6  # that run beside the others
+LOWEST_PRIORITY = 19
+
+
+class Compilations:
+    """Runs `NUM_AT_A_TIME` compilations, in the order in which they come.
+
+    One that overruns `PATIENCE` seconds lets the next one begin, and gets the CPU time that others
+    leave (on Linux, where threads have priorities). At most `MAX_OVERRUNS` do.
+    """
+
+    def __init__(self) -> None:
+        self.permits = threading.Semaphore(NUM_AT_A_TIME)
+        self.lock = threading.Lock()
+        self.num_overruns = 0
+
+    def begin(self, work: Callable[[], T]) -> Future[T]:
+        """Run `work` in a thread, which does not keep the process from ending."""
+        future: Future[T] = Future()
+        threading.Thread(target=self._run, args=(work, future), daemon=True).start()
+        return future
+
+    def _run(self, work: Callable[[], T], future: Future[T]) -> None:
+        with _Permit(self):
+            try:
+                future.set_result(work())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+class _Permit:
+    """Permission of one thread to compile."""
+
+    def __init__(self, compilations: Compilations) -> None:
+        self._all = compilations
+        self._thread = threading.get_native_id()
+        self._overran = self._ended = False
+        self._timer = threading.Timer(PATIENCE, self._overrun)
+        self._timer.daemon = True
+
+    def __enter__(self) -> None:
+        self._all.permits.acquire()
+        self._timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
+        with self._all.lock:
+            self._ended = True
+            if self._overran:
+                self._all.num_overruns -= 1
+            else:
+                self._all.permits.release()
+
+    def _overrun(self) -> None:
+        """Pass the permit on."""
+        with self._all.lock:
+            if self._ended or self._all.num_overruns == MAX_OVERRUNS:
+                return
+            self._overran = True
+            self._all.num_overruns += 1
+            self._all.permits.release()
+            if sys.platform == "linux":
+                with suppress(OSError):
+                    os.setpriority(os.PRIO_PROCESS, self._thread, LOWEST_PRIORITY)
