@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specedge.errors import MissingExtraError
+from specedge.telemetry import no_telemetry
 
 if TYPE_CHECKING:
     from .exporting import export
@@ -22,7 +23,8 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     try:
-        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+        with no_telemetry():
+            return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("specedge"):
             raise

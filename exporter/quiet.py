@@ -12,25 +12,42 @@ from transformers.utils import logging as transformers_logging
 
 from specedge.errors import SpecEdgeError
 
+LIBRARIES = (
+    *("accelerate", "gguf", "huggingface_hub", "onnx", "onnx_ir", "onnxscript", "optimum"),
+    *("peft", "safetensors", "tokenizers", "torch", "transformers"),
+)
+
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """No warnings, log lines, progress bars or prints of torch, transformers and onnxscript."""
+    """Silence warnings, log lines, progress bars and prints of the exporter's libraries.
+
+    Loggers of others go on; while an export runs, warnings and prints of other threads do not.
+    """
     bars = transformers_logging.is_progress_bar_enabled()
-    verbosity = transformers_logging.get_verbosity()
-    disabled = logging.root.manager.disable
     transformers_logging.disable_progress_bar()
-    transformers_logging.set_verbosity(logging.CRITICAL)
-    logging.disable(logging.CRITICAL)
+    levels = {logger: logger.level for logger in _loggers()}
+    for logger in levels:
+        logger.setLevel(logging.CRITICAL + 1)
     try:
         with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(disabled)
-        transformers_logging.set_verbosity(verbosity)
+        for logger, level in levels.items():
+            logger.setLevel(level)
         if bars:
             transformers_logging.enable_progress_bar()
+
+
+def _loggers() -> Iterator[logging.Logger]:
+    """Yield the libraries' loggers that have a level of their own, or that others inherit from."""
+    for name in LIBRARIES:
+        yield logging.getLogger(name)
+    for name, logger in [*logging.root.manager.loggerDict.items()]:
+        root, _, rest = name.partition(".")
+        if rest and root in LIBRARIES and isinstance(logger, logging.Logger) and logger.level:
+            yield logger
 
 
 @contextlib.contextmanager

@@ -3,48 +3,39 @@
     import specedge
     print(specedge.load().generate("def read_config(path):").text)
 
-Importing this module loads neither NumPy nor ONNX Runtime: names are fetched when first used.
+Importing this module loads neither NumPy nor ONNX Runtime: names are fetched when first used. It
+changes nothing in the process: no signal handler, no environment variable, no logging.
 """
 
 from __future__ import annotations
 
-from . import starting
-
-if starting.is_command():  # before anything that takes a while
-    starting.end_quietly_on_interrupt()
-
 import importlib
-import os
 from typing import TYPE_CHECKING, Any
-
-from .errors import (
-    BundleError,
-    CheckpointError,
-    ContextLengthError,
-    DeviceError,
-    DrafterError,
-    ExportError,
-    MissingExtraError,
-    OptionError,
-    PairError,
-    ParityError,
-    PromptError,
-    ReplayError,
-    SpecEdgeError,
-)
-from .version import __version__
 
 if TYPE_CHECKING:
     from .bundle import Bundle
+    from .errors import (
+        BundleError,
+        CheckpointError,
+        ContextLengthError,
+        DeviceError,
+        DrafterError,
+        ExportError,
+        MissingExtraError,
+        OptionError,
+        PairError,
+        ParityError,
+        PromptError,
+        ReplayError,
+        SpecEdgeError,
+    )
     from .options import Sampling
     from .runtime.loading import load
     from .runtime.loop.verify import Draft
     from .runtime.pipeline import Pipeline
     from .runtime.sampling.distribution import Distribution
     from .runtime.stream import Generation
-
-# ONNX Runtime's official packages collect telemetry unless this is set before it is imported.
-os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+    from .version import __version__
 
 _HOMES = {
     "Bundle": "specedge.bundle",
@@ -54,6 +45,7 @@ _HOMES = {
     "Generation": "specedge.runtime.stream",
     "Pipeline": "specedge.runtime.pipeline",
     "load": "specedge.runtime.loading",
+    "__version__": "specedge.version",
 }
 
 __all__ = [
@@ -82,9 +74,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name == "errors":
+        return importlib.import_module("specedge.errors")
+    if name not in __all__:
         raise AttributeError(f"module 'specedge' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_HOMES.get(name, "specedge.errors")), name)
 
 
 def __dir__() -> list[str]:

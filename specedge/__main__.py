@@ -1,6 +1,15 @@
-"""`python -m specedge` is the `specedge` command."""
+"""Entry point of the `specedge` command and of `python -m specedge`."""
 
-from specedge.cli import main
+from specedge import interrupts
+
+
+def main() -> None:
+    """Run the command line; Ctrl-C is handled before anything is imported that takes a while."""
+    interrupts.end_quietly_on_interrupt()
+    from specedge.cli import main as run
+
+    run()
+
 
 if __name__ == "__main__":
     main()

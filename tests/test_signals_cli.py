@@ -61,7 +61,7 @@ def test_ctrl_c_at_any_moment_of_the_start_exits_130_quietly(interrupted, module
 @posix
 def test_ctrl_c_at_the_start_of_the_installed_script_exits_130_quietly(interrupted, tmp_path):
     script = tmp_path / "specedge"
-    script.write_text("import sys\nfrom specedge.cli import main\nsys.exit(main())\n", "utf-8")
+    script.write_text("import sys\nfrom specedge.__main__ import main\nsys.exit(main())\n", "utf-8")
     result = interrupted("specedge.errors", "--help", command=[sys.executable, str(script)])
     assert (result.returncode, result.stdout) == (130, "")
     assert result.stderr.strip() == "specedge: interrupted"

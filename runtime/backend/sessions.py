@@ -22,7 +22,7 @@ from . import engines, gpu_sessions, rtx, tensorrt
 from .buffers import Buffers, HostBuffers
 from .capture_gate import gate_of
 from .cpu_count import cpu_count, default_threads
-from .freed_blocks import large_blocks_apart
+from .freed_memory import return_freed_memory
 from .gpu_buffers import GpuBuffers
 from .memory import is_out_of_memory
 from .ort import first_line, is_for_want_of_own_threads, is_of_onnxruntime, onnxruntime
@@ -127,8 +127,10 @@ class Device:
         """A session for a graph, or an engine. MemoryError where ONNX Runtime has too little."""
         ort = onnxruntime()
         try:
-            with large_blocks_apart(), self._no_capture():
-                return self._open(ort, os.fspath(path))
+            with self._no_capture():
+                session = self._open(ort, os.fspath(path))
+            return_freed_memory()
+            return session
         except Exception as error:
             if not is_of_onnxruntime(error):
                 raise

@@ -10,6 +10,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+from specedge.telemetry import VARIABLE
+
 SECONDS = 120.0  # a driver that wakes a GPU takes some, building an engine more
 LONGEST = 4000  # characters of what it logged
 
@@ -35,7 +37,7 @@ def ask(question: str, *arguments: str, seconds: float = SECONDS) -> Answer:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=seconds,
-            env=os.environ | {"PYTHONPATH": paths},
+            env={VARIABLE: "1"} | os.environ | {"PYTHONPATH": paths},
         )
     except subprocess.TimeoutExpired as error:
         return _answer(error.stdout or b"", error.stderr or b"", f"no end in {seconds:g} s")

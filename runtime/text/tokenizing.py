@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
-import sys
-import tempfile
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from tokenizers import Encoding, Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import BundleError
+
+# Held while a tokenizer is loaded and tried. Rust reports a panic on stderr before it is raised;
+# the command line hides that by a redirection, which the whole process sees, so a library must not.
+around_trial: Callable[[], AbstractContextManager[object]] = nullcontext
 
 _TRIAL = "A trial: def f(x):\n    return 'é'  # 1 + 2\n"
 
@@ -24,7 +25,7 @@ def load_tokenizer(bundle: Bundle) -> Tokenizer:
     """
     path = bundle.path(bundle.tokenizer)
     try:
-        with _quiet_panics(), translated_panics():
+        with around_trial(), translated_panics():
             tokenizer = Tokenizer.from_file(os.fspath(path))
             tokenizer.no_truncation()
             tokenizer.no_padding()
@@ -72,34 +73,3 @@ def translated_panics() -> Iterator[None]:
             raise
         lines = str(error).strip().splitlines() or ["panic"]
         raise BundleError(f"the tokenizer fails: {lines[0][:300]}") from error
-
-
-_stderr_lock = threading.Lock()
-
-
-@contextmanager
-def _quiet_panics() -> Iterator[None]:
-    """Keep back what is written to stderr, where Rust reports a panic before it is raised.
-
-    Without a panic it is written after all, as it may be of another thread.
-    """
-    with _stderr_lock, tempfile.TemporaryFile() as kept:
-        try:
-            stderr = os.dup(2)
-        except OSError:  # closed by whoever started us
-            yield
-            return
-        if sys.stderr is not None:
-            sys.stderr.flush()
-        os.dup2(kept.fileno(), 2)
-        try:
-            yield
-        except BundleError:
-            kept.truncate(0)
-            raise
-        finally:
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            kept.seek(0)
-            if late := kept.read():
-                os.write(2, late)

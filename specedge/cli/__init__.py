@@ -16,7 +16,7 @@ from types import FrameType
 
 import click
 
-from specedge import starting
+from specedge import interrupts, telemetry
 from specedge.cli.bench import bench
 from specedge.cli.build import build
 from specedge.cli.compare import compare
@@ -51,6 +51,7 @@ for command in (
 
 def main() -> None:
     """Run the command line and exit."""
+    os.environ.setdefault(telemetry.VARIABLE, "1")  # of child processes, too
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
@@ -138,7 +139,7 @@ class Signals:
         finally:
             if signal.getsignal(signal.SIGTERM) == self._raise:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            starting.end_quietly_on_interrupt()
+            interrupts.end_quietly_on_interrupt()
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         self.last = number

@@ -9,6 +9,7 @@ from pathlib import Path
 import click
 
 from specedge.cli import options
+from specedge.cli.panics import hidden_panics
 from specedge.errors import PromptError
 
 
@@ -48,7 +49,8 @@ def build(
     from specedge.runtime.text.tokenizing import encode, load_tokenizer
 
     found = Bundle.read(store.find(bundle))
-    tokenizer = load_tokenizer(found)
+    with hidden_panics():
+        tokenizer = load_tokenizer(found)
     as_text = SpecialTokens(tokenizer).encode_text
     to_tokens = partial(encode, tokenizer) if special_tokens else as_text
 

@@ -12,6 +12,7 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from specedge.cli.panics import hidden_panics
 from specedge.cli.terminal import one_line
 from specedge.declared import declarations, shown_default
 from specedge.op_sets import OP_SETS
@@ -73,16 +74,17 @@ def load(
     """A bundle, with one thread pool for all sessions: no other code here has any."""
     from specedge.runtime import loading
 
-    pipeline = loading.load(
-        bundle,
-        device,
-        threads,
-        share_threads=True,
-        ops=ops,
-        draft_device=draft_device,
-        slots=slots,
-        max_length=max_length,
-    )
+    with hidden_panics():
+        pipeline = loading.load(
+            bundle,
+            device,
+            threads,
+            share_threads=True,
+            ops=ops,
+            draft_device=draft_device,
+            slots=slots,
+            max_length=max_length,
+        )
     if pipeline.note:
         click.echo(one_line(f"note: {pipeline.note}"), err=True)
     return pipeline

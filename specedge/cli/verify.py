@@ -13,6 +13,7 @@ import click
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.cli import options, progress
+from specedge.cli.panics import hidden_panics
 from specedge.cli.terminal import lines
 from specedge.errors import BundleError, SpecEdgeError
 
@@ -106,7 +107,8 @@ def _audit(
             return unreadable(folder, error, budget)
         if bundle.draft is None:
             raise SpecEdgeError("verify does not audit bundles without a draft model yet")
-        return audit(bundle, machinery_for(bundle), prompts, budget, told, special_tokens)
+        with hidden_panics():
+            return audit(bundle, machinery_for(bundle), prompts, budget, told, special_tokens)
 
 
 def _test_self(bundle: Bundle, machinery: Machinery, minutes: float, as_json: bool) -> None:
