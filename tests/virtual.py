@@ -21,14 +21,17 @@ def table(
     reading: float = 0.01,
     host: float = 0.0,
     prior: dict[str, float] | None = None,
+    unit: float = 1.0,
 ) -> CostTable:
-    """Costs in passes of the target: of a draft pass, of a row more, of a token that is read."""
+    """Costs in passes of the target: of a draft pass, of a row more, of a token that is read, and
+    of the host in a round. A pass takes `unit` seconds.
+    """
     mode = ModeCosts(
-        target=(tuple(1 + row * t for t in range(rows)),),
-        draft=(tuple(draft * k for k in range(1, rows)),),
-        pending=(0.1 * draft,),
-        reading=(reading,),
-        host=tuple(host * k for k in range(rows)),
+        target=(tuple(unit * (1 + row * t) for t in range(rows)),),
+        draft=(tuple(unit * draft * k for k in range(1, rows)),),
+        reading=(unit * reading,),
+        host=unit * host,
+        token=0.0,
         acceptance=prior or {},
     )
     return CostTable("tune", (0,), tuple(range(1, rows + 1)), mode, mode, threads=0)
@@ -92,14 +95,13 @@ class VirtualRequest:
             self.planner.record(choice, [drafter] * k, accepted)
             if ready and drafter != "lookup":
                 accepted = self.accepts("lookup", self.place, self.rng)
-                self.planner.known("lookup").record(int(accepted), 1)
+                self.planner.known("lookup").record(0, accepted)
         self.place += accepted + 1
 
     def _pay(self, drafter: str, k: int, accepted: int, costs: Costs) -> None:
         self.seconds += costs.rounds[k]
         if drafter == "model" and k:
             self.seconds += costs.catching_up(self.behind) + costs.passes[k]
-            self.seconds += (self.behind == 2) * costs.pending
             self.behind = 2 if accepted == k else 1
         else:
             self.behind += accepted + 1

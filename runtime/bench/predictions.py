@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
-from math import prod
 from operator import mul
 
 from ..planning.cost_table import Costs
@@ -32,13 +31,11 @@ def text_rounds(
 
 
 def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
-    """Seconds of a draft model's rounds of 0 to K tokens, one for each of `chances` at most.
-
-    The first pass of a round that follows a full acceptance is over two tokens.
-    """
-    more = prod(chances) * costs.pending
-    return [costs.plain] + [
-        costs.passes[k] + more + costs.rounds[k] for k in range(1, len(chances) + 1)
+    """Return the seconds of a draft model's rounds of 0 to K tokens, one for each of `chances`."""
+    expected = [1.0, *(1 + total for total in accumulate(accumulate(chances, mul)))]
+    return [costs.plain + costs.token] + [
+        costs.passes[k] + costs.rounds[k] + costs.token * expected[k]
+        for k in range(1, len(chances) + 1)
     ]
 
 
@@ -48,7 +45,7 @@ def predicted_speedup(
     """A draft model's over all texts together: of each how many tokens it has, and its costs."""
     plain = seconds = 0.0
     for num_tokens, costs in texts:
-        plain += num_tokens * costs.plain
+        plain += num_tokens * (costs.plain + costs.token)
         seconds += text_rounds(chances, model_rounds(costs, chances), num_tokens, greedy)
     return plain / seconds
 

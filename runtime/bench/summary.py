@@ -273,7 +273,7 @@ def _run_costs(known: Stats, base: Stats, k: int) -> Costs:
     none, most = (seconds_a_target_pass(one) + host_seconds_a_round(one) for one in (base, known))
     rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
     draft = seconds_a_draft_pass(known) or 0.0
-    return Costs(rounds, [draft * i for i in range(k + 1)], 0.0, 0.0)
+    return Costs(rounds, [draft * i for i in range(k + 1)], 0.0)
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:

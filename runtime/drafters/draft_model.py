@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import cast
 
 from specedge.options import Sampling
 from specedge.request import DrafterName
@@ -44,6 +45,7 @@ class DraftModel:
         self.model = model
         self.context_length = context_length
         self.vocab_size = vocab_size
+        self._may_draft = isinstance(model, DraftingModel)
         self._start = 0  # the place in the text of the cache's first token
         self._begins = True  # what the cache holds may be of another text
 
@@ -54,8 +56,9 @@ class DraftModel:
             return Draft([])
         feed, room = self.catch_up(history)
         count = min(max_tokens, room)
-        if isinstance(self.model, DraftingModel):
-            draft = self.model.draft(feed, count, history, sampling, uniforms)
+        if self._may_draft:
+            model = cast(DraftingModel, self.model)
+            draft = model.draft(feed, count, history, sampling, uniforms)
             if draft is not None:
                 return draft
 

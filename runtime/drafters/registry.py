@@ -60,11 +60,11 @@ class Drafters:
             case DrafterName.MODEL:
                 found = [draft]
             case DrafterName.AUTO:
-                copier = self._copier(request)
-                found = [draft, copier, Chain(copier, draft)]
+                copier, before_model = self._copiers(request)
+                found = [draft, copier, Chain(before_model, draft)]
             case DrafterName.CHAIN:
-                copier = self._copier(request)
-                found = [Chain(copier, draft), copier]
+                copier, before_model = self._copiers(request)
+                found = [Chain(before_model, draft), copier]
             case DrafterName.BLOCK:
                 found = [Block(draft)]
             case _:
@@ -79,21 +79,25 @@ class Drafters:
             case DrafterName.LOOKUP:
                 return [_lookup(request)]
             case DrafterName.AUTO:
-                return [self._copier(request, before_model=False)]
+                return [self._copiers(request)[0]]
             case DrafterName.RANDOM:
                 return [Random(self._bundle.target.vocab_size)]
         self.check(name)
         assert name.startswith(NGRAM), name  # a Request has no other names
         return [NGrams(self._read(name.removeprefix(NGRAM)))]
 
-    def _copier(self, request: Request, before_model: bool = True) -> Drafter:
-        """Return the drafter that copies: lookup if lengths of matches are given, which it has."""
+    def _copiers(self, request: Request) -> tuple[Drafter, Drafter]:
+        """Return what copies alone and before the model: lookup if lengths of matches are given,
+        which it has.
+        """
         if request.lookup_min or request.lookup_max:
-            return _lookup(request)
-        return self._suffix(request, before_model)
+            lookup = _lookup(request)
+            return lookup, lookup
+        suffix = self._suffix(request)
+        return suffix, suffix.for_chain()
 
-    def _suffix(self, request: Request, before_model: bool = False) -> Suffix:
-        return Suffix(self.remembered if request.remember else None, before_model)
+    def _suffix(self, request: Request) -> Suffix:
+        return Suffix(self.remembered if request.remember else None)
 
     def _read(self, name: str) -> Tables:
         path = Path(name)

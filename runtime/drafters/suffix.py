@@ -6,7 +6,9 @@ which drafts on while the counts promise enough. Here what they promise is teste
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from specedge.options import Sampling
 from specedge.request import DrafterName
@@ -24,6 +26,19 @@ FADING = 0.95  # what a test leaves of those of its kind before it: half after 1
 MAX_REMEMBERED = 2**15  # tokens of earlier outputs, in some 20 MB
 
 
+@dataclass(frozen=True)
+class Guess:
+    """Tokens that may follow a text, and the rate at which guesses of each one's kind were right.
+
+    `num_alone` of them are drafted where nothing else is, `num_before_model` where a model goes on.
+    """
+
+    tokens: list[int]
+    rates: list[float]
+    num_alone: int
+    num_before_model: int
+
+
 class Suffix:
     """Drafts what most often followed the longest run that ends the text, token by token.
 
@@ -37,47 +52,96 @@ class Suffix:
     name = DrafterName.SUFFIX
 
     def __init__(self, earlier: Remembered | None = None, before_model: bool = False) -> None:
-        self._earlier = earlier
+        self._text = _Text(earlier)
         self._before_model = before_model
-        self._begin()
+
+    def for_chain(self) -> Suffix:
+        """Return one that reads the same text, for use before a model."""
+        twin = copy.copy(self)
+        twin._before_model = True
+        return twin
+
+    def guess(self, history: History, max_tokens: int) -> Guess:
+        """Return what may follow as far as any draft goes."""
+        return self._text.guess(history, max_tokens)
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
+        guess = self._text.guess(history, max_tokens)
+        count = guess.num_before_model if self._before_model else guess.num_alone
+        return Draft(guess.tokens[: min(count, max_tokens)])
+
+    def truncate(self, length: int) -> None:
+        """Another text, or one that goes on otherwise, is read from its start."""
+        self._text.truncate(length)
+
+
+class _Text:
+    """A text as far as it was read: its index, and the rates of guesses in it."""
+
+    def __init__(self, earlier: Remembered | None) -> None:
+        self._earlier = earlier
+        self._length = 0
+        self._guessed = -1  # tokens that the last guess was to have at most; -1: there is none
+        self._last = Guess([], [], 0, 0)
+        self._rates = Rates()
+        self._readers: list[Reader] = []
+        self._begin()
+
+    def guess(self, history: History, max_tokens: int) -> Guess:
+        """Return the last guess again where the text is as it was and that was long enough."""
         drafted = history.last(history.length - history.num_kept)
-        new = history.last(history.length - self._length)
-        self._read(new[: len(new) - len(drafted)])
-        readers = [reader.ahead(drafted) for reader in self._readers]
+        if (missing := history.num_kept - self._length) or drafted or max_tokens > self._guessed:
+            new = history.last(missing + len(drafted))
+            self._read(new[:missing])
+            if drafted:
+                return self._guess([reader.ahead(drafted) for reader in self._readers], max_tokens)
+            self._last, self._guessed = self._guess(self._readers, max_tokens), max_tokens
+        return self._last
+
+    def _guess(self, readers: Sequence[Reader], max_tokens: int) -> Guess:
         tokens: list[int] = []
+        rates: list[float] = []
+        alone = before = True
+        num_alone = num_before_model = 0
         chance = 1.0
         while len(tokens) < max_tokens and (guesses := _guesses(readers)):
             token, kind = max(guesses, key=lambda guess: self._rates.of(guess[1]))
             rate = self._rates.of(kind)
             chance *= rate
-            if rate < LEAST_RATE if self._before_model else chance < LEAST_CHANCE:
+            alone = alone and chance >= LEAST_CHANCE
+            before = before and rate >= LEAST_RATE
+            if not (alone or before):
                 break
             tokens.append(token)
+            rates.append(rate)
+            num_alone += alone
+            num_before_model += before
+            if readers is self._readers:  # few guesses come so far that copies of these pay
+                readers = [reader.ahead(()) for reader in readers]
             for reader in readers:
                 reader.read(token)
-        return Draft(tokens)
+        return Guess(tokens, rates, num_alone, num_before_model)
 
     def truncate(self, length: int) -> None:
-        """Another text, or one that goes on otherwise, is read from its start."""
         if length < self._length or not length:
             self._begin()
 
     def _begin(self) -> None:
-        self._length = 0
+        self._length, self._guessed = 0, -1
         self._rates = Rates()
         self._readers = [Reader(Index(), adds=True)]
         if self._earlier is not None:
             self._readers += [Reader(index, NUM_KINDS) for index in self._earlier.indexes]
 
     def _read(self, tokens: Sequence[int]) -> None:
+        readers, record = self._readers, self._rates.record
         for token in tokens:
-            for guess, kind in _guesses(self._readers):
-                self._rates.record(kind, guess == token)
-            for reader in self._readers:
+            for reader in readers:
+                if guess := reader.guess():
+                    record(guess[1], guess[0] == token)
+            for reader in readers:
                 reader.read(token)
         self._length += len(tokens)
 

@@ -51,17 +51,22 @@ class Index:
         if recent:
             self._follow(recent[-1], token)
         self.num_tokens += 1
+        names, size, count = self._names, len(self._total), len(recent)
         found: Names = []
-        key = token
-        for place in range(NUM_LENGTHS):
-            name = self._names.setdefault(key, len(self._total))
-            if name == len(self._total):
-                for values in (self._best, self._count, self._total):
-                    values.append(0)
+        key, place = token, 0
+        while True:
+            name = names.setdefault(key, size)
+            size += name == size
             found.append(name)
-            if place == len(HALVES) or not (first := _first_half(recent, place)):
+            if place == len(HALVES) or (half := HALVES[place]) > count:
                 break
-            key = first << 32 | name
+            if place >= len(first := recent[-half]):
+                break
+            key = first[place] << 32 | name
+            place += 1
+        zeros = bytes(8 * (size - len(self._total)))
+        for values in (self._best, self._count, self._total):
+            values.frombytes(zeros)
         return found
 
     def follower(self, names: Names) -> tuple[int, int] | None:
@@ -80,6 +85,9 @@ class Index:
     def _follow(self, names: Names, token: int) -> None:
         best, counts, total, others = self._best, self._count, self._total, self._others
         for name in names:
+            if not total[name]:
+                total[name], best[name], counts[name] = 1, token, 1
+                continue
             total[name] += 1
             if best[name] == token:
                 counts[name] += 1

@@ -1,7 +1,8 @@
-"""What drafters offer for the next round, and what is chosen of it."""
+"""Offers of drafters for the next round, and what is chosen of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from specedge.declared import Name
@@ -24,8 +25,9 @@ class Kind(Name):
 class Offer:
     """What a drafter could propose in the next round.
 
-    First come `ready` tokens that cost nothing, known by the name `source`; then, if a model drafts
-    on, up to `room` tokens at a pass each, once it has read the `behind` tokens that it lacks.
+    First come `ready` tokens without a pass, of the drafter `source`, with `rates` if it knows
+    their acceptance rates itself; then, if a model drafts on, up to `room` tokens at a pass each,
+    once it has read the `behind` tokens that it lacks.
     """
 
     drafter: str
@@ -33,15 +35,16 @@ class Offer:
     ready: int = 0
     room: int = 0
     behind: int = 1
+    rates: Sequence[float] = ()
 
 
 @dataclass(frozen=True)
 class Choice:
     """A drafter and K for one round, with what is expected of it.
 
-    `seconds` are the round's, by the table, `plain_seconds` those of the target for one token. Of
-    the former, a model spends `reading` on what it missed; `pace` is seconds a token with a share
-    of that. A probe is to tell of the drafter `probed`.
+    `seconds` are the round's by the table, `plain_seconds` those of plain decoding for one token,
+    both without what every token costs the host. Of the former, a model spends `reading` on what it
+    missed; `pace` is seconds a token, with a share of that.
     """
 
     drafter: str
@@ -52,4 +55,3 @@ class Choice:
     plain_seconds: float
     reading: float = 0.0
     pace: float = 0.0
-    probed: str = ""

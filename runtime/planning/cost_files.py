@@ -21,7 +21,7 @@ from ..backend.sessions import Device
 from ..diagnosis import nvidia_driver
 from .cost_table import CostTable
 
-FORMAT = 8
+FORMAT = 9
 LARGEST = 2**20
 
 

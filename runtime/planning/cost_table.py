@@ -23,17 +23,17 @@ class ModeCosts:
     target: a pass over `rows` tokens. [lengths][rows]
     draft: the passes of a round that drafts a token fewer than `rows`; empty without a draft model.
         [lengths][rows - 1]
-    pending: what the first of these takes more over two tokens, after a full acceptance. [lengths]
     reading: a token of the draft's prefill. [lengths]
-    host: a round's work outside the graphs. [rows]
+    host: the host's work in a round, drafting aside, which is in `draft`,
+    token: and for each token that a round yields
     acceptance: expected acceptance rate by drafter; empty where it was not measured
     """
 
     target: tuple[tuple[float, ...], ...]
     draft: tuple[tuple[float, ...], ...]
-    pending: tuple[float, ...]
     reading: tuple[float, ...]
-    host: tuple[float, ...]
+    host: float
+    token: float
     acceptance: dict[str, float]
 
 
@@ -76,17 +76,16 @@ class CostTable:
         """The costs of a round with `length` tokens in the cache."""
         mode = self.mode(greedy)
         target = self._between(mode.target, length)
-        rounds = [t + host for t, host in zip(target, mode.host, strict=True)]
         known = range(1, self.rows[-1] + 1)
-        verifying = [interpolate(self.rows, rounds, tokens) for tokens in known]
+        rounds = [mode.host + interpolate(self.rows, target, tokens) for tokens in known]
         if not mode.draft:
-            return Costs(verifying, [0.0] * len(known), 0.0, 0.0)
+            return Costs(rounds, [0.0] * len(known), 0.0, mode.token)
         drafting = [0.0, *self._between(mode.draft, length)]
         return Costs(
-            verifying,
+            rounds,
             [interpolate(self.rows, drafting, tokens) for tokens in known],
-            interpolate(self.lengths, mode.pending, length),
             interpolate(self.lengths, mode.reading, length),
+            mode.token,
         )
 
     def _between(self, rows: Sequence[Sequence[float]], length: int) -> list[float]:
@@ -98,19 +97,19 @@ class CostTable:
 class Costs:
     """Seconds at one place of the text.
 
-    `rounds[k]` is a round's verify pass over k + 1 tokens with what the host does in it;
-    `passes[k]` its draft passes, the first over one token; `pending` is what that takes more over
-    two; `reading` is a token of the draft's prefill.
+    `rounds[k]` is a round's verify pass over k + 1 tokens with the host's work in it; `passes[k]`
+    its draft passes; `reading` is a token of the draft's prefill; `token` is the host's work for
+    each token that a round yields, in plain decoding, too.
     """
 
     rounds: list[float]
     passes: list[float]
-    pending: float
     reading: float
+    token: float = 0.0
 
     @property
     def plain(self) -> float:
-        """A round without a draft: one token."""
+        """A round without a draft, its token aside."""
         return self.rounds[0]
 
     def catching_up(self, behind: int) -> float:
@@ -124,9 +123,9 @@ def assumed(max_draft_tokens: int) -> CostTable:
     mode = ModeCosts(
         target=(tuple(1e-2 + 1e-3 * (t - 1) for t in rows),),
         draft=(tuple(2e-3 * (t - 1) for t in rows[1:]),),
-        pending=(2e-4,),
         reading=(2e-4,),
-        host=(0.0,) * len(rows),
+        host=0.0,
+        token=0.0,
         acceptance={},
     )
     return CostTable("assumed", (0,), tuple(rows), mode, mode, threads=0)
@@ -151,15 +150,13 @@ def _check(mode: ModeCosts, num_lengths: int, num_rows: int) -> None:
         absent = name == "draft" and not values
         if (len(values) != num_lengths and not absent) or any(len(row) != width for row in values):
             raise ValueError(f"{name} has {width} costs for each of lengths")
-    if not len(mode.reading) == len(mode.pending) == len(mode.draft):
-        raise ValueError("draft, reading and pending have costs for the same lengths")
-    if len(mode.host) != num_rows:
-        raise ValueError("host has a cost for each of rows")
+    if len(mode.reading) != len(mode.draft):
+        raise ValueError("draft and reading have costs for the same lengths")
     timed = [*sum(mode.target, ()), *sum(mode.draft, ()), *mode.reading]
     if not all(0 < cost < math.inf for cost in timed):
         raise ValueError("a pass costs more than 0 seconds")
-    if not all(0 <= cost < math.inf for cost in (*mode.host, *mode.pending)):
-        raise ValueError("what is added to a pass costs at least 0 seconds")
+    if not all(0 <= cost < math.inf for cost in (mode.host, mode.token)):
+        raise ValueError("the host's work costs at least 0 seconds")
     if not all(0 <= rate <= 1 for rate in mode.acceptance.values()):
         raise ValueError("acceptance is between 0 and 1")
 

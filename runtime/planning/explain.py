@@ -42,8 +42,8 @@ def _costs(planner: Planner) -> list[str]:
     passes = [f"{k}: {_ms(costs.passes[k])}" for k in known[1:]]
     return [
         f"  ms of a round's verify pass and the host's work, by K: {', '.join(rounds)}",
-        f"  ms of a round's draft passes, by K: {', '.join(passes)}; more if the first is over two"
-        f" tokens: {_ms(costs.pending)}; a token to read: {_ms(costs.reading)}",
+        f"  ms of a round's draft passes, by K: {', '.join(passes)}; a token to read:"
+        f" {_ms(costs.reading)}",
     ]
 
 

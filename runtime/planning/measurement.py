@@ -7,36 +7,37 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, product
 from statistics import fmean, median
 from typing import Any
-
-import numpy as np
 
 from specedge.bundle import Bundle
 from specedge.options import Sampling
 
+from ..drafters.baselines import Random
 from ..drafters.draft_model import DraftModel
 from ..loop.decoding import SpeculativeDecoder
-from ..loop.timing import Stopwatch
-from ..sampling.history import History
-from ..sampling.scores import Scores
-from .cost_table import CostTable, ModeCosts
+from ..loop.round import Drafter
+from ..loop.timing import Stopwatch, Timed
+from .cost_table import CostTable, ModeCosts, interpolate
 from .plans import Fixed
 
 LENGTH = 64  # tokens in the caches at load
-SECONDS, MIN_SWEEPS = 0.06, 3  # at load; up to PATIENCE times as long while others have the cores
+SECONDS, MIN_SWEEPS = 0.06, 4  # at load; up to PATIENCE times as long while others have the cores
+WARM_UP = 1  # sweeps: the first passes of a process take up to twice as long
 PATIENCE = 5
 SLOW = 0.5  # seconds of the self-test's passes from which on they are not timed again
-PASS_LENGTHS = (1, 2, 3, 4, 5, 7, 9)  # and the longest: kernels work on tiles of a few rows
+PASS_LENGTHS = (1, 2, 3, 5, 9)  # and the longest: kernels work on tiles of a few rows
+DRAFTED, DRAFTED_IF_SLOW = (1, 4), (2,)  # K of the rounds that are timed with the draft model
+ROUNDS = 1  # of each kind in a sweep, after one that warms up
 READ_LENGTH = 64  # tokens of the draft's timed prefill
-MIN_CONTEXT = 4  # tokens that the shortest drafted round needs
+MIN_CONTEXT = 10  # tokens that these rounds need
 STEP = 1.1  # ratio of neighboring values on the grid that costs are rounded to
 BUSY = 1.5  # mean ratio of a pass's median to its minimum from which on others have the cores
-HOST_DRAFT_TOKENS, HOST_ROUNDS = 8, 5  # of the rounds that the host's work is measured with
+LEAST = 1e-7  # seconds of a draft pass where noise makes it less
+MODES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
 
 Progress = Callable[[float], None]  # called with the share of the work that is done
-Kind = tuple[str, int, int]  # of a pass: its use, the tokens in the cache, and its own
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,10 @@ def measure(
 ) -> Measurement:
     """Time the passes and the host work of a bundle. Both caches are empty afterwards.
 
-    Passes of the target follow passes of the draft, as in a round: alone they would find other
-    data in the processor's caches. Sweeps go through all pass lengths, so that a busy moment slows
-    none alone; a cost is the lower quartile over them, rounded to a grid.
+    Passes of the target are timed by themselves, and rounds in the decoding loop, plain and drafted
+    by the model: after the draft's passes a pass of the target takes longer, which counts as the
+    draft's. Sweeps go through everything, so that a busy moment slows no cost alone. A cost is the
+    least of all sweeps after the first, on a grid.
 
     Args:
         models: Models to measure, with contexts of at least MIN_CONTEXT tokens.
@@ -93,180 +95,151 @@ def measure(
         seconds: Time for sweeps.
         samples: Seconds of the target's passes by length, from the self-test at load.
     """
-    longest = min(max_draft_tokens, models.context - 1) + 1
-    places = sorted({max(0, min(length, models.context - longest)) for length in lengths})
-    known = samples or {}
-    is_slow = 1 in known and len(known) > 1 and sum(known.values()) > SLOW
-    rows = sorted(known if is_slow else {t for t in PASS_LENGTHS if t < longest} | {longest})
-    times: defaultdict[Kind, list[float]] = defaultdict(list)
+    room = models.context - 1
+    longest = min(max_draft_tokens + 1, room)
+    samples = samples or {}
+    is_slow = 1 in samples and len(samples) > 1 and sum(samples.values()) > SLOW
+    rows = sorted(samples if is_slow else {t for t in PASS_LENGTHS if t < longest} | {longest})
+    tried = [0, *(DRAFTED_IF_SLOW if is_slow else DRAFTED)] if models.draft is not None else [0]
+    ks = [k for k in tried if k < rows[-1] and (1 + ROUNDS) * (k + 1) < room]
+    most = max(longest, (1 + ROUNDS) * (ks[-1] + 1))
+    places = [
+        _Place(models, length, rows, ks)
+        for length in sorted({max(1, min(length, room - most)) for length in lengths})
+    ]
     begin, sweeps, share = time.perf_counter(), 0, 0.0
     while share < 1:
         for place in places:
-            _sweep(models, place, rows[:2] if is_slow else rows, not is_slow, times)
+            if sweeps == WARM_UP:
+                place.forget()
+            place.sweep(samples if is_slow else None)
         sweeps += 1
-        patience = PATIENCE if sweeps >= MIN_SWEEPS and _is_busy(times) else 1
+        is_busy = fmean(place.disturbance for place in places) > BUSY
+        patience = PATIENCE if sweeps >= MIN_SWEEPS and is_busy else 1
         share = (time.perf_counter() - begin) / (patience * seconds)
         share = 1.0 if is_slow else min(share, sweeps / MIN_SWEEPS)
         on_progress(min(share, 1.0))
-    for place in places if is_slow else ():
-        times |= {("target", place, t): [known[t]] for t in rows}
-    _empty(models)
-    modes = {
-        mode: _mode_costs(times, places, rows, _host_costs(models.target, sampling, rows))
-        for mode, sampling in (("greedy", Sampling()), ("sampled", Sampling(1.0)))
-    }
-    return Measurement(
-        CostTable(origin, tuple(places), tuple(rows), **modes, threads=0), _is_busy(times)
+    models.target.truncate(0)
+    if models.draft is not None:
+        models.draft.truncate(0)
+    greedy, sampled = (_mode_costs(mode, places) for mode in MODES)
+    numbers = tuple(place.length for place in places)
+    return Measurement(CostTable(origin, numbers, tuple(rows), greedy, sampled, 0), is_busy)
+
+
+class _Place:
+    """What was timed behind one number of cached tokens.
+
+    passes: seconds of the target's passes. [sweeps][rows]
+    rounds: seconds of rounds, of that without the target's pass, and the tokens that they yielded,
+        by mode and K
+    reading: seconds of a token of the draft's prefill. [sweeps]
+    """
+
+    def __init__(self, models: Models, length: int, rows: Sequence[int], ks: Sequence[int]) -> None:
+        self.length, self.rows, self.ks = length, rows, ks
+        self.passes: list[list[float]] = []
+        self.rounds: defaultdict[tuple[str, int], list[tuple[float, float, int]]]
+        self.rounds = defaultdict(list)
+        self.reading: list[float] = []
+        self._models = models
+
+    def sweep(self, passes: Mapping[int, float] | None) -> None:
+        """Time everything once more, but for the target's passes where their seconds are given."""
+        self.passes.append([passes[t] for t in self.rows] if passes else self._time_passes())
+        for mode, k in product(MODES, self.ks):
+            self._time_rounds(mode, k)
+        if (draft := self._models.draft) is not None:
+            _fill(draft, self.length)
+            count = min(READ_LENGTH, self._models.draft_context - self.length)
+            begin = time.perf_counter()
+            draft.prefill([0] * count)
+            self.reading.append((time.perf_counter() - begin) / count)
+
+    def forget(self) -> None:
+        """Begin anew after warm-up."""
+        self.passes.clear()
+        self.rounds.clear()
+        self.reading.clear()
+
+    def _time_passes(self) -> list[float]:
+        """Time a pass of each length, after one that warms up."""
+        target, times = self._models.target, []
+        for length in (1, *self.rows):
+            _fill(target, self.length)
+            begin = time.perf_counter()
+            target.forward([0] * length)[0].largest(1)
+            times.append(time.perf_counter() - begin)
+        return times[1:]
+
+    def _time_rounds(self, mode: str, k: int) -> None:
+        """Time a few rounds in the decoding loop, after one that warms up."""
+        watch = Stopwatch()
+        target = Timed(self._models.target, watch, "verify")
+        drafter: Drafter = DraftModel(self._models.draft) if k else Random(1)
+        for model in (self._models.target, self._models.draft) if k else (self._models.target,):
+            _fill(model, self.length)
+        decoder = SpeculativeDecoder(target, Fixed(drafter, k), watch)
+        rounds = decoder.rounds([0] * (self.length + 1), MODES[mode], 0, 1 << 20)
+        next(rounds)
+        for _ in range(ROUNDS):
+            begin, before = time.perf_counter(), watch.seconds["verify"]
+            tokens = next(rounds).tokens
+            took, passed = time.perf_counter() - begin, watch.seconds["verify"] - before
+            self.rounds[mode, k].append((took, took - passed, len(tokens)))
+
+    @property
+    def target(self) -> list[float]:
+        """The seconds of the target's passes; a longer one never takes less. [rows]"""
+        least = [*map(min, zip(*self.passes, strict=True))]
+        plain = min(took - rest for mode in MODES for took, rest, _ in self.rounds[mode, 0])
+        return list(accumulate([min(least[0], plain), *least[1:]], max))
+
+    @property
+    def disturbance(self) -> float:
+        """The mean ratio of a pass's median to its minimum."""
+        return fmean(median(column) / min(column) for column in zip(*self.passes, strict=True))
+
+    def host(self, mode: str) -> float:
+        """The seconds of a plain round beside its pass."""
+        return min(rest for _, rest, _ in self.rounds[mode, 0])
+
+    def drafting(self, mode: str, k: int, token: float) -> float:
+        """The seconds that K draft tokens take, where each token that is yielded costs the host so
+        much.
+        """
+        took = min(took - token * count for took, _, count in self.rounds[mode, k])
+        return took - interpolate(self.rows, self.target, k + 1) - self.host("greedy")
+
+
+def _mode_costs(mode: str, places: Sequence[_Place]) -> ModeCosts:
+    """Return the costs on the grid."""
+    host = fmean(place.host("greedy") for place in places)
+    token = max(0.0, fmean(place.host(mode) for place in places) - host)
+    draft, reading = [], []
+    for place in places:
+        if len(place.ks) > 1:
+            least, most = place.ks[1], place.ks[-1]
+            few, many = (place.drafting(mode, k, token) for k in (least, most))
+            later = (many - few) / (most - least) if most > least else many / most
+            later = on_grid(max(later, LEAST))
+            first = on_grid(max(few - (least - 1) * later, later))
+            draft.append(tuple(first + later * (t - 2) for t in place.rows[1:]))
+            reading.append(on_grid(min(place.reading)))
+    return ModeCosts(
+        target=tuple(_rounded(place.target) for place in places),
+        draft=tuple(draft),
+        reading=tuple(reading),
+        host=on_grid(host),
+        token=on_grid(token),
+        acceptance={},
     )
 
 
-def _sweep(
-    models: Models,
-    place: int,
-    rows: Sequence[int],
-    with_target: bool,
-    times: defaultdict[Kind, list[float]],
-) -> None:
-    """Time a round of each pass length behind `place` cached tokens, and the draft's prefill."""
-    target, draft = models.target, models.draft
-    for i, length in enumerate(rows):
-        if draft is not None:
-            num_fed = 1 + i % 2
-            _fill(draft, place)
-            first, later = _draft_seconds(models, place, num_fed)
-            times["first", place, num_fed].append(first)
-            times["later", place, 1].append(later)
-        if with_target:
-            _fill(target, place)
-            times["target", place, length].append(_seconds(target.forward, [0] * length))
-    if draft is not None:
-        _fill(draft, place)
-        count = min(READ_LENGTH, models.draft_context - place)
-        times["reading", place, 1].append(_seconds(draft.prefill, [0] * count) / count)
-
-
-def _draft_seconds(models: Models, place: int, num_fed: int) -> tuple[float, float]:
-    """Return the seconds of a round's first draft pass, over `num_fed` tokens, and of its second.
-
-    Where the model drafts several tokens in one call, each is its share of that.
-    """
-    draft, fed = models.draft, [0] * num_fed
-    count = min(HOST_DRAFT_TOKENS, models.draft_context - place - num_fed)
-    begin = time.perf_counter()
-    history = History([0] * (place + num_fed))
-    if draft.draft(fed, count, history, Sampling(), np.zeros(count)) is not None:
-        share = (time.perf_counter() - begin) / count
-        return share, share
-    return _seconds(draft.forward, fed), _seconds(draft.forward, [0])
-
-
-def _seconds(run: Callable[[list[int]], Any], tokens: list[int]) -> float:
-    """Return the seconds of a pass, its likeliest token included, without which none is over."""
-    begin = time.perf_counter()
-    scores = run(tokens)
-    if scores is not None:
-        scores[0].largest(1)
-    return time.perf_counter() - begin
-
-
-def _fill(model: Any, place: int) -> None:
-    """Take `place` rows of the cache for tokens: their values change no pass's time."""
+def _fill(model: Any, length: int) -> None:
+    """Take rows of the cache for those of tokens: their values change no pass's time."""
     model.truncate(0)
-    model.cache.extend([0] * place)
-
-
-def _is_busy(times: Mapping[Kind, Sequence[float]]) -> bool:
-    """Return True if other programs had the cores for much of the time."""
-    return fmean(median(took) / min(took) for took in times.values()) > BUSY
-
-
-def typical(times: Sequence[float]) -> float:
-    """Return the lower quartile, which neither a cold first pass nor busy cores change."""
-    return sorted(times)[len(times) // 4]
-
-
-def _empty(models: Models) -> None:
-    for model in (models.target, models.draft):
-        if model is not None:
-            model.truncate(0)
-
-
-def _mode_costs(
-    times: Mapping[Kind, Sequence[float]],
-    places: Sequence[int],
-    rows: Sequence[int],
-    host: tuple[float, ...],
-) -> ModeCosts:
-    """Return the costs on the grid; a longer pass never costs less."""
-    target, draft, pending, reading = [], [], [], []
-    for place in places:
-        passes = accumulate((typical(times["target", place, t]) for t in rows), max)
-        target.append(_rounded(list(passes)))
-        if ("later", place, 1) not in times:
-            continue
-        one, two = (
-            typical(times.get(("first", place, n), times["later", place, 1])) for n in (1, 2)
-        )
-        first, later = on_grid(one), on_grid(typical(times["later", place, 1]))
-        draft.append(tuple(first + later * (t - 2) for t in rows[1:]))
-        pending.append(on_grid(max(0.0, two - one)))
-        reading.append(on_grid(typical(times["reading", place, 1])))
-    return ModeCosts(tuple(target), tuple(draft), tuple(pending), tuple(reading), host, {})
-
-
-def _host_costs(target: Any, sampling: Sampling, rows: Sequence[int]) -> tuple[float, ...]:
-    """Return the host's seconds of a round by pass length, with passes that take no time.
-
-    They grow by the token, so two K tell them all.
-    """
-    logits = _logits(target)
-    plain, drafted = (_host_seconds(logits, sampling, k) for k in (0, HOST_DRAFT_TOKENS))
-    more = max(0.0, drafted - plain) / HOST_DRAFT_TOKENS
-    return _rounded([plain + more * (t - 1) for t in rows])
-
-
-def _logits(target: Any) -> np.ndarray[Any, Any]:
-    """Return rows of logits as a drafted round has them."""
-    row = target.forward([0]).array()
-    target.truncate(0)
-    row = np.random.default_rng(0).standard_normal(row.shape[1]).astype(row.dtype)
-    return np.tile(4 * row, (HOST_DRAFT_TOKENS + 1, 1))
-
-
-def _host_seconds(logits: np.ndarray[Any, Any], sampling: Sampling, k: int) -> float:
-    """Return the host's seconds of a round with K draft tokens, all of which are accepted."""
-    plan = Fixed(DraftModel(_Instant(logits)), k)
-    decoder = SpeculativeDecoder(_Instant(logits), plan, Stopwatch())
-    rounds = decoder.rounds([0] * 8, sampling, seed=0, max_new_tokens=1 << 20)
-    next(rounds)
-    times = []
-    for _ in range(HOST_ROUNDS):
-        begin = time.perf_counter()
-        next(rounds)
-        times.append(time.perf_counter() - begin)
-    return typical(times)
-
-
-class _Instant:
-    """A language model whose passes take no time and always give the same logits."""
-
-    def __init__(self, logits: np.ndarray[Any, Any]) -> None:
-        self.length = 0
-        self._logits = logits
-
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
-        self.length += len(tokens)
-        return Scores(self._logits[: len(tokens) if num_rows is None else num_rows])
-
-    def prefill(self, tokens: Sequence[int]) -> None:
-        self.length += len(tokens)
-
-    def reuse(self, tokens: Sequence[int]) -> int:
-        self.length = min(self.length, len(tokens))
-        return self.length
-
-    def truncate(self, length: int) -> None:
-        self.length = length
+    model.cache.extend([0] * length)
 
 
 def on_grid(seconds: float) -> float:

@@ -1,24 +1,23 @@
-"""Which drafter drafts how many tokens in the next round: what gives most tokens a second.
+"""Choice of the drafter and K of a round: the most expected tokens for the expected time.
 
-Arithmetic on costs and counts alone: no clock, no chance. The same table and the same rounds before
-give the same choice, so a seed repeats a text to the byte.
+Arithmetic on costs and counts alone, without a clock or randomness: the same table and the same
+rounds before give the same choice, so a seed repeats its text.
 """
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Sequence
+from math import inf
 
-from .acceptance import GUESSED_TESTS, PRIOR, TUNED_TESTS, Acceptance
+from .acceptance import PRIOR, Acceptance
 from .choices import COPYING, MODEL, PLAIN, Choice, Kind, Offer
 from .cost_table import PLACES, Costs, CostTable
 
-MARGIN = 1.02  # a gain below this is within what costs were measured to
-STAKE = 2.5  # plain rounds that a request may lose, and half as many more by single draft tokens
-UNMEASURED = 0.7  # expected acceptance of a draft model, and of copies, before `specedge tune`
+MARGIN = 1.03  # a gain below this is within the grid that costs are rounded to
 HORIZON = 32  # a text is expected to go on for as long as it has, and so many tokens at least
-PROBING = 0.005  # the share of a request's seconds that probes may lose
-FIRST_GAP = 8  # rounds from a drafter's last one to its probe; doubled by each probe that fails
+STAKE, SHARE = 1.5, 0.005  # plain rounds that a request may lose, and the share of its time
+UNLIKELY = 0.01  # chance of a draft token from which on no more is considered
 
 
 class Planner:
@@ -31,18 +30,16 @@ class Planner:
         self.max_draft_tokens = most if max_draft_tokens is None else min(max_draft_tokens, most)
         self.acceptance: dict[str, Acceptance] = {}
         self.kinds: Counter[Kind] = Counter()
+        self.num_tokens = 0
         self.seconds = 0.0  # of all rounds so far, by the table
-        self.plain_seconds = 0.0  # of their tokens from the target alone
+        self.plain_seconds = 0.0  # of their tokens in plain decoding
         self.lost = 0.0  # by probes
-        self.last_costs: Costs | None = None
         self._reading = 0.0  # the most that a draft model read at once
-        self._num_tokens = 0
-        self._gaps: defaultdict[str, int] = defaultdict(lambda: FIRST_GAP)
-        self._due: Counter[str] = Counter()  # the round from which on a drafter may be probed
+        self.last_costs: Costs | None = None
         self._costs: dict[int, Costs] = {}
 
     def costs(self, length: int) -> Costs:
-        """The costs with about `length` tokens in the cache."""
+        """Return the costs with about `length` tokens in the cache."""
         place = length // PLACES
         if place not in self._costs:
             self._costs[place] = self.table.at(place * PLACES + PLACES // 2, self.greedy)
@@ -50,37 +47,39 @@ class Planner:
 
     def known(self, source: str) -> Acceptance:
         if source not in self.acceptance:
-            expected = self.table.mode(self.greedy).acceptance.get(source)
-            if expected is None and self.table.origin == "load" and source in (MODEL, *COPYING):
-                expected = UNMEASURED
-            tuned = expected is not None and self.table.origin == "tune"
-            tests = TUNED_TESTS if tuned else GUESSED_TESTS
-            self.acceptance[source] = Acceptance(PRIOR if expected is None else expected, tests)
+            expected = self.table.mode(self.greedy).acceptance.get(source, PRIOR)
+            self.acceptance[source] = Acceptance(expected)
         return self.acceptance[source]
 
     def choose(self, offers: Sequence[Offer], length: int) -> Choice:
-        """The best of the offers, or K = 0.
+        """Return the best of the offers, or K = 0, with `length` tokens in the target's cache.
 
-        `length` tokens are in the target's cache. How many are still wanted makes no difference: so
-        a seed's text does not depend on where a request ends.
+        How many are still wanted makes no difference: so a seed's text does not depend on where a
+        request ends.
         """
         costs = self.last_costs = self.costs(length)
-        plain = costs.plain
-        found = [best for offer in offers if (best := self._best(offer, costs))]
-        best = min(found, key=lambda choice: choice.pace, default=None)
-        if best is not None and best.pace * MARGIN < plain:
+        best: Choice | None = None
+        for offer in offers:
+            choice = self._best(offer, costs)
+            if choice is not None and (best is None or choice.pace < best.pace):
+                best = choice
+        if best is not None and (best.pace + costs.token) * MARGIN < costs.plain + costs.token:
             return best
         probes = (probe for offer in offers if (probe := self._probe(offer, costs)))
-        return next(probes, Choice(PLAIN, 0, Kind.PLAIN, 1.0, plain, plain))
+        return next(probes, None) or Choice(PLAIN, 0, Kind.PLAIN, 1.0, costs.plain, costs.plain)
 
     def record(self, choice: Choice, sources: Sequence[str], num_accepted: int) -> None:
-        """A round ended: where its drafted tokens came from, and how many were accepted.
+        """Learn from a round: where its draft tokens came from, and how many were accepted.
 
         Where a draft was chosen and none was made, as at a request's end, the round was plain.
         """
-        self._num_tokens += num_accepted + 1
+        self.num_tokens += num_accepted + 1
         self.kinds[choice.kind] += 1
-        drafted = bool(sources) or choice.kind == Kind.PLAIN
+        if choice.kind == Kind.PLAIN:
+            self.seconds += choice.seconds
+            self.plain_seconds += choice.seconds
+            return
+        drafted = bool(sources) or choice.kind == Kind.PROBE
         seconds = choice.seconds if drafted else choice.plain_seconds
         plain_seconds = choice.plain_seconds * (num_accepted + 1)
         self.seconds += seconds
@@ -88,102 +87,103 @@ class Planner:
         self._reading = max(self._reading, choice.reading)
         if choice.kind == Kind.PROBE:
             self.lost = max(0.0, self.lost + seconds - plain_seconds)
-        if not sources and not choice.probed:
-            return
         # No more than was tested counts: how much was drafted depends on the request's end.
-        tested, accepted = Counter(sources[: num_accepted + 1]), Counter(sources[:num_accepted])
-        for source in tested:
-            self.known(source).record(accepted[source], tested[source])
-        # A probe whose token a grammar forced has told nothing of the drafter.
-        for source in tested or [choice.probed]:
-            self._postpone(source, choice.kind == Kind.PROBE, accepted[source] > 0)
-
-    def _postpone(self, source: str, probed: bool, accepted: bool) -> None:
-        """The next probe of a drafter: at once after one that was accepted, else after a gap."""
-        if accepted:
-            self._gaps[source] = FIRST_GAP
-        elif probed:
-            self._gaps[source] *= 2
-        self._due[source] = self.kinds.total() + (0 if probed and accepted else self._gaps[source])
+        positions: Counter[str] = Counter()
+        for i, source in enumerate(sources[: num_accepted + 1]):
+            self.known(source).record(positions[source], i < num_accepted)
+            positions[source] += 1
 
     @property
     def gained(self) -> float:
-        """Seconds that the target alone would have taken longer, by the table; a loss below 0."""
+        """Seconds that plain decoding would have taken longer, by the table; a loss below 0."""
         return self.plain_seconds - self.seconds
 
     @property
     def expected_speedup(self) -> float | None:
-        """What the rounds so far gained over the target alone, by the table."""
-        return self.plain_seconds / self.seconds if self.seconds else None
-
-    def _best(self, offer: Offer, costs: Costs) -> Choice | None:
-        """An offer's best K above 0 that the request can afford; None if it has none."""
-        copied = self.known(offer.source).rate if offer.ready else 0.0
-        drafted = self.known(MODEL).rate if offer.room else 0.0
-        stake = STAKE * costs.plain
-        spare = stake + self.gained + self._reading
-        rounds = [
-            (pace, k, expected, seconds)
-            for pace, k, expected, seconds in self._rounds(offer, costs, copied, drafted)
-            if seconds - costs.plain <= (spare if k > 1 else spare + stake / 2)
-        ]
-        if not rounds:
+        """What the rounds so far gained over plain decoding, by the table."""
+        if self.last_costs is None or not self.seconds:
             return None
-        pace, k, expected, seconds = min(rounds)
-        reading = costs.catching_up(offer.behind) if k > offer.ready else 0.0
+        each = self.num_tokens * self.last_costs.token
+        return (self.plain_seconds + each) / (self.seconds + each)
+
+    def _best(self, offer: Offer, costs: Costs, certain: bool = False) -> Choice | None:
+        """Return an offer's best K above 0, None if it has none.
+
+        Tokens with acceptance rates a, b, ... give 1 + a + ab + ... of them. What the model must
+        read first is spread over the tokens that may still come; the copy that it goes on from is
+        the round's own cost. A round that would lose more than the budget and what was gained, if
+        nothing were accepted, is not offered. `certain` takes all rates for 1.
+        """
+        ready = offer.ready
+        most = min(self.max_draft_tokens, ready + offer.room)
+        if most < 1:
+            return None
+        if certain:
+            rates: Sequence[float] = [1.0] * most
+        else:
+            rates = self._ready_rates(offer)
+            if most > ready:
+                rates = [*rates, *self.known(MODEL).rates(most - ready)]
+        reading = more = share = 0.0
+        if offer.room:
+            reading, behind = costs.catching_up(offer.behind), offer.behind + ready
+            more = costs.catching_up(behind) - reading
+            share = reading / max(HORIZON, self.num_tokens)
+        rounds, passes = costs.rounds, costs.passes
+        budget = STAKE * costs.plain + SHARE * self.seconds
+        dearest = costs.plain + budget + self.gained + self._reading if not certain else inf
+        chance = expected = 1.0
+        best = (inf, 0, 1.0, 0.0)
+        for k in range(1, most + 1):
+            chance *= rates[k - 1]
+            if chance < UNLIKELY:
+                break
+            expected += chance
+            seconds = rounds[k] if k <= ready else rounds[k] + passes[k - ready] + more
+            pace = seconds / expected if k <= ready else seconds / expected + share
+            if pace < best[0] and seconds <= dearest:
+                best = pace, k, expected, seconds
+        pace, k, expected, seconds = best
+        if not k:
+            return None
+        read = reading if k > ready else 0.0
         return Choice(
-            offer.drafter, k, Kind.GAIN, expected, seconds + reading, costs.plain, reading, pace
+            offer.drafter, k, Kind.GAIN, expected, seconds + read, costs.plain, read, pace
         )
 
-    def _rounds(
-        self, offer: Offer, costs: Costs, copied: float, drafted: float
-    ) -> list[tuple[float, int, float, float]]:
-        """Of each K above 0 its seconds a token, K, the tokens expected, and the round's seconds.
-
-        K tokens of rate a give 1 + a + a^2 + ... of them. What the model must read first is spread
-        over the tokens that may still come; the copy that it goes on from is the round's own cost.
-        """
-        ready, behind = offer.ready, offer.behind + offer.ready
-        reading = costs.catching_up(offer.behind)
-        more = costs.catching_up(behind) - reading + (behind == 2) * costs.pending
-        share = reading / max(HORIZON, self._num_tokens)
-        found, chance, expected = [], 1.0, 1.0
-        for k in range(1, min(self.max_draft_tokens, ready + offer.room) + 1):
-            is_copy, seconds = k <= ready, costs.rounds[k]
-            chance *= copied if is_copy else drafted
-            expected += chance
-            if not is_copy:
-                seconds += costs.passes[k - ready] + more
-            pace = seconds / expected + (0.0 if is_copy else share)
-            found.append((pace, k, expected, seconds))
-        return found
+    def _ready_rates(self, offer: Offer) -> list[float]:
+        known = self.known(offer.source)
+        if offer.rates:
+            return known.trusted(offer.rates[: offer.ready])
+        return known.rates(offer.ready)
 
     def _probe(self, offer: Offer, costs: Costs) -> Choice | None:
-        """One draft token, to learn; None if it is not yet time, too dear or without hope.
+        """Return a round of one draft token, to learn; None if it is too dear or without hope.
 
         Copies are compared with the text in every round, so they need none.
         """
         source = offer.source if offer.ready else MODEL  # whose acceptance the token tells of
-        if source in COPYING or self.kinds.total() < self._due[source]:
+        if source in COPYING or not offer.ready + offer.room or not self.max_draft_tokens:
             return None
-        reading = costs.catching_up(offer.behind) if not offer.ready else 0.0
-        first = costs.passes[1] + (offer.behind == 2) * costs.pending
-        seconds = costs.rounds[1] + (0.0 if offer.ready else first) + reading
-        if self.lost + seconds - costs.plain > PROBING * self.seconds:
+        reading, seconds = 0.0, costs.rounds[1]
+        if not offer.ready:
+            reading = costs.catching_up(offer.behind)
+            seconds += costs.passes[1] + reading
+        budget = STAKE * costs.plain + SHARE * self.seconds
+        if seconds - costs.plain > budget - max(self.lost, -self.gained - self._reading):
             return None
-        sure = self._rounds(offer, costs, 1.0, 1.0)
-        if not sure or min(sure)[0] * MARGIN >= costs.plain:
+        hoped = self._best(offer, costs, certain=True)
+        if hoped is None or hoped.pace * MARGIN >= costs.plain:
             return None
         expected = 1 + self.known(source).rate
-        return Choice(
-            offer.drafter, 1, Kind.PROBE, expected, seconds, costs.plain, reading, probed=source
-        )
+        return Choice(offer.drafter, 1, Kind.PROBE, expected, seconds, costs.plain, reading)
 
 
 def predictions(costs: Costs, alpha: float) -> list[float]:
-    """The speed-up of a draft model at K = 0, 1, ... if tokens are accepted with alpha."""
-    found, expected = [1.0], 1.0
+    """Return the speed-up of a draft model at K = 0, 1, ... if tokens are accepted with alpha."""
+    speedups, expected = [1.0], 1.0
     for k in range(1, len(costs.rounds)):
         expected += alpha**k
-        found.append(expected * costs.plain / (costs.passes[k] + costs.rounds[k]))
-    return found
+        seconds = costs.passes[k] + costs.rounds[k] + costs.token * expected
+        speedups.append(expected * (costs.plain + costs.token) / seconds)
+    return speedups

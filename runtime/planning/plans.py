@@ -14,16 +14,17 @@ from specedge.request import Planned, Request
 from ..drafters.chain import Chain
 from ..drafters.draft_model import DraftModel
 from ..drafters.prompt_lookup import agreeing
+from ..drafters.suffix import Suffix
 from ..loop.round import Drafter, Plan, Round, Step
 from ..sampling.history import History
 from .choices import CHAIN, COPYING, MODEL, PLAIN, Choice, Kind, Offer
 from .known_costs import KnownCosts
-from .planner import Planner
+from .planner import SHARE, Planner
 
 PLANNED = (MODEL, *COPYING, CHAIN)  # whose costs are known
 _CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
-LONGEST_REST = 7  # rounds that are not planned anew where planned ones were plain,
-ATTENTIVE = 2  # more than so many in a row
+PLANNING = 5e-5  # seconds that planning a round takes, of which a SHARE is spent at most
+ATTENTIVE, LONGEST_REST = 2, 15  # planned rounds before a rest, and unplanned ones in it
 
 
 def plan_of(
@@ -61,9 +62,8 @@ class Fixed:
 class Auto:
     """What a planner chooses among a draft model and copies of the text itself.
 
-    A copy is made in every planned round, which costs no pass, and judged by what the target says
-    even where it is not used; at any temperature that is the chance that it would have been
-    accepted. Where nothing pays, more and more plain rounds follow one that is planned.
+    What would have been copied is known in every planned round, which costs no pass. Where nothing
+    pays, and rounds are so short that planning shows, more and more of them are not planned.
     `changes` are the choices that differ from those before them, with the round's number.
     """
 
@@ -76,7 +76,8 @@ class Auto:
         self._copier = next((name for name in COPYING if name in drafters), COPYING[0])
         self._choice: Choice | None = None
         self._copy: list[int] = []
-        self._quiet = 0  # planned rounds since something paid,
+        self._rates: Sequence[float] = ()  # that its drafter promises
+        self._quiet = 0  # planned rounds in a row in which nothing paid,
         self._rest = 0  # and plain rounds to come that are not planned
         self._length = 0  # of the text before the round
         self._read = 0  # of the text, by the model when it drafted the last token that was tested
@@ -87,11 +88,9 @@ class Auto:
             self._rest, self._copy, choice = self._rest - 1, [], self._choice
         else:
             choice = self.planner.choose(self._offers(history), history.length - 1)
-            if choice.kind == Kind.GAIN:
-                self._quiet = 0
-            elif choice.kind == Kind.PLAIN:
-                self._quiet += 1
-                self._rest = min(max(0, self._quiet - ATTENTIVE), LONGEST_REST)
+            self._quiet = self._quiet + 1 if choice.kind == Kind.PLAIN else 0
+            longest = int(PLANNING / (SHARE * choice.plain_seconds))
+            self._rest = max(0, min(self._quiet - ATTENTIVE, longest, LONGEST_REST))
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
         return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
@@ -107,47 +106,66 @@ class Auto:
             if names[i] == MODEL:
                 self._read = self._length + i
                 break
-        if self._copy and self._copier not in names:
-            num_accepted, num_tested = agreeing(self._copy, round_.tokens)
-            self.planner.known(self._copier).record(num_accepted, num_tested)
+        if self._copy:
+            num_accepted = max(num_accepted, self._judge_copy(round_.tokens, names))
         if num_accepted:
-            self._quiet = self._rest = 0
+            self._quiet = 0
+
+    def _judge_copy(self, tokens: Sequence[int], names: Sequence[str]) -> int:
+        """Compare a copy with the text, drafted or not; return how many tokens agree."""
+        num_agreeing, num_tested = agreeing(self._copy, tokens)
+        known = self.planner.known(self._copier)
+        if self._rates:
+            known.trust(self._rates[:num_tested], num_agreeing)
+        if self._copier not in names:
+            for i in range(num_tested):
+                known.record(i, i < num_agreeing)
+        return num_agreeing
 
     def truncate(self, length: int) -> None:
+        if length and self._choice is not None and self._choice.kind == Kind.PLAIN:
+            return  # nobody has read a draft
         self._read = min(self._read, length)
         for drafter in self._drafters.values():
             drafter.truncate(length)
 
     def _offers(self, history: History) -> list[Offer]:
-        """What each has.
+        """Return what each has.
 
         A chain that stops early is its copy. Without one it is the model, but for copies that its
         tokens may lead to: if these are accepted as often, the model alone is no better.
         """
         most, copier = self.planner.max_draft_tokens, self._copier
-        behind = room = 0
+        behind = room = ready = num_before_model = 0
         if self._model is not None:
             behind, room = self._model.behind_and_room(history.length, self._read)
             if not history.num_new_tokens and self._is_long(behind, history.length):
                 room = 0
-        if copier in self._drafters:
-            self._copy = self._drafters[copier].propose(history, most, _CERTAIN, _NO_CHANCE).tokens
-        ready = len(self._copy)
-        offers: dict[str, Offer] = {
-            MODEL: Offer(MODEL, room=room, behind=behind),
-            copier: Offer(copier, copier, ready),
-            CHAIN: Offer(CHAIN, copier, ready, max(0, room - ready), behind),
-        }
-        names = set(self._drafters)
-        if CHAIN in names:
-            names.discard(copier)
-        if MODEL in names and CHAIN in names and not ready:
+        if (copies := self._drafters.get(copier)) is None:
+            pass
+        elif isinstance(copies, Suffix):
+            guess = copies.guess(history, most)
+            ready, num_before_model = guess.num_alone, guess.num_before_model
+            self._copy, self._rates = guess.tokens[:ready], guess.rates
+        else:
+            self._copy = copies.propose(history, most, _CERTAIN, _NO_CHANCE).tokens
+            ready = num_before_model = len(self._copy)
+        offers: list[Offer] = []
+        for name in self._drafters:
+            if name == MODEL:
+                offers.append(Offer(MODEL, room=room, behind=behind))
+            elif name == copier:
+                offers.append(Offer(copier, copier, ready, rates=self._rates))
+            elif name == CHAIN:
+                rest = max(0, room - num_before_model)
+                offers.append(Offer(CHAIN, copier, num_before_model, rest, behind, self._rates))
+            else:  # its cost is not known; a drafter without a model is nearly free
+                offers.append(Offer(name, name, most))
+        if not num_before_model and MODEL in self._drafters and CHAIN in self._drafters:
             copied, drafted = (self.planner.known(name).rate for name in (copier, MODEL))
-            names.discard(MODEL if copied >= drafted else CHAIN)
-        # Of others no cost is known; a drafter without a model is nearly free.
-        return [
-            offers.get(name) or Offer(name, name, most) for name in self._drafters if name in names
-        ]
+            worse = MODEL if copied >= drafted else CHAIN
+            offers = [offer for offer in offers if offer.drafter != worse]
+        return offers
 
     def _is_long(self, behind: int, length: int) -> bool:
         """Whether a model would read for longer than a pass of the target takes: then the first

@@ -85,8 +85,8 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
             row(f"target, {counted(tokens, 'token')}", (costs[i] for costs in mode.target))
         )
     host = (
-        f" the host adds {1e3 * mode.host[0]:.3f} ms to a plain round, {1e3 * mode.host[-1]:.3f}"
-        f" to one with K = {table.max_draft_tokens}"
+        f" the host adds {1e3 * mode.host:.3f} ms to a round and {1e3 * mode.token:.3f} to each of"
+        " its tokens"
     )
     alpha = mode.acceptance.get(DrafterName.MODEL)
     if alpha is None:  # a bundle without a draft model
@@ -99,7 +99,6 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
         es = "es" if tokens > 2 else ""
         what = f"draft, a round's {tokens - 1} pass{es}"
         lines.append(row(what, (costs[i] for costs in mode.draft)))
-    lines.append(row("draft, more where the first is over 2 tokens", mode.pending))
     lines.append(row("draft, a token of the prompt", mode.reading))
     found = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
     best = max(range(len(found)), key=lambda k: found[k])

@@ -48,7 +48,7 @@ def test_a_number_of_slots_or_a_length_that_cannot_be_is_refused(options, messag
 
 
 def test_every_slot_relies_on_the_lengths_that_the_self_test_left(monkeypatch):
-    def run(model, facts):
+    def run(model, facts, seconds):
         model.row_independent_lengths = (1, 2)
         return "wider passes have other bits here"
 

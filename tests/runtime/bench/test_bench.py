@@ -198,10 +198,10 @@ def test_a_text_of_one_token_takes_a_round_and_longer_ones_what_acceptance_says(
     assert found == pytest.approx(expected, rel=1e-3)
 
 
-def test_a_rounds_cost_has_a_first_pass_over_two_tokens_after_full_acceptances():
-    costs = Costs([1.0, 1.1, 1.3], [0.0, 0.1, 0.2], 0.1, 0.0)
+def test_a_rounds_cost_has_the_hosts_work_for_each_token_that_it_yields():
+    costs = Costs([1.0, 1.1, 1.3], [0.0, 0.1, 0.2], reading=0.0, token=0.1)
     found = model_rounds(costs, [0.5, 0.5])
-    assert found == pytest.approx([1.0, 0.125 + 1.1, 0.125 + 0.1 + 1.3])
+    assert found == pytest.approx([1.1, 1.2 + 0.15, 1.5 + 0.175])
     assert known_chances([0.9, None], 0.6, 3) == [0.9, 0.6, 0.6]
 
 

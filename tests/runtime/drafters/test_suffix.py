@@ -213,7 +213,7 @@ class CountedNames(dict):
 @pytest.mark.parametrize("alphabet", [1, 3, 50])
 def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
     drafter, history = Suffix(), History([0])
-    names = drafter._readers[0]._index._names = CountedNames()
+    names = drafter._text._readers[0]._index._names = CountedNames()
     rng, asked = np.random.default_rng(0), []
     for _ in range(600):
         history.extend(rng.integers(0, alphabet, 3).tolist())

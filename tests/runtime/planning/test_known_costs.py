@@ -90,7 +90,7 @@ def test_a_loaded_pipeline_plans_with_measured_costs_that_no_request_changes():
 def test_a_pair_in_whose_context_no_draft_token_fits_cannot_be_tuned():
     models = {name: SimpleNamespace(context_length=length) for name, length in (("a", 9), ("b", 3))}
     pair = SimpleNamespace(bundle=SimpleNamespace(models=models), max_planned_tokens=8)
-    with pytest.raises(ContextLengthError, match="needs a context of 4 tokens, the pair has 3"):
+    with pytest.raises(ContextLengthError, match="needs a context of 10 tokens, the pair has 3"):
         tuning.measure(pair)
 
 
@@ -101,15 +101,15 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
     shares = []
     found = tuning.measure(pipeline, shares.append).costs
     assert found.origin == "tune"
-    assert found.rows == (1, 2, 3, 4, 5, 7, 9, 17)
+    assert found.rows == (1, 2, 3, 5, 9, 17)
     assert found.lengths == (32, 224, 448)
     assert shares == sorted(shares)
     assert shares[-1] == 1
-    assert [len(found.greedy.draft[0]), len(found.greedy.host)] == [7, 8]
+    assert len(found.greedy.draft[0]) == 5
+    assert found.sampled.token > found.greedy.token == 0
     for mode in (found.greedy, found.sampled):
-        assert list(mode.host) == sorted(mode.host)
+        assert mode.host > 0
         assert all(list(costs) == sorted(costs) for costs in mode.draft)
-        assert all(pending >= 0 for pending in mode.pending)
         assert 0.3 < mode.acceptance["model"] < 1
         assert 0 < mode.acceptance["lookup"] < 1
         assert 0 < mode.acceptance["suffix"] < 1
