@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specedge.cpu_count import cpu_count
 from specedge.version import __version__
 
-from .backend.cpu_count import cpu_count
 from .diagnosis import packages, providers
 from .diagnosis.machine import Finding, Machine
 from .diagnosis.providers import Device

@@ -219,7 +219,7 @@ def _num_cpus() -> int | None:
     if ray is None or not ray.is_initialized():
         return None
     claimed = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
-    from specedge.runtime.backend.cpu_count import cpu_count
+    from specedge.cpu_count import cpu_count
 
     return min(claimed, cpu_count()) or None
 

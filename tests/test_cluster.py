@@ -12,9 +12,9 @@ import pytest
 
 from installed import run
 from specedge import store
+from specedge.cpu_count import cpu_count
 from specedge.errors import BundleError, MissingExtraError, SpecEdgeError
 from specedge.request import Request
-from specedge.runtime.backend.cpu_count import cpu_count
 from specedge.runtime.items import Item, seed_of
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")

@@ -10,6 +10,7 @@ import numpy as np
 import onnxruntime as ort
 
 from specedge import products
+from specedge.cpu_count import default_threads
 from specedge.errors import ExportError
 
 from ..quiet import explained
@@ -119,6 +120,7 @@ def _products_are_right() -> bool:
 
 def _opened(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
     options.log_severity_level = 4
+    options.intra_op_num_threads = default_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     providers = ["CPUExecutionProvider"]
     try:

@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from specedge.cpu_count import cpu_count
 from specedge.version import __version__
-
-from ..backend.cpu_count import cpu_count
 
 PASSED, FAILED, SHORT, SKIPPED = "passed", "FAILED", "too little time", "not run"
 

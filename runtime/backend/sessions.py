@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specedge.cpu_count import cpu_count, default_threads
 from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError
 from specedge.op_sets import ENGINES
@@ -21,7 +22,6 @@ from ..diagnosis import plug_in
 from . import engines, gpu_sessions, rtx, tensorrt
 from .buffers import Buffers, HostBuffers
 from .capture_gate import gate_of
-from .cpu_count import cpu_count, default_threads
 from .freed_memory import return_freed_memory
 from .gpu_buffers import GpuBuffers
 from .memory import is_out_of_memory

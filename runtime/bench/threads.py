@@ -7,9 +7,9 @@ from statistics import median
 
 from specedge import store
 from specedge.bundle import Bundle
+from specedge.cpu_count import cpu_count
 
 from .. import loading
-from ..backend.cpu_count import cpu_count
 from ..backend.sessions import has_pool
 from ..pipeline import Pipeline
 from .tune import TEXTS

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from specedge import store
 from specedge.bundle import MANIFEST, Bundle
+from specedge.cpu_count import cpu_count
 from specedge.strict_json import JsonError, build, parse, plain
 from specedge.version import __version__
 
-from ..backend.cpu_count import cpu_count
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
 from ..diagnosis import nvidia_driver

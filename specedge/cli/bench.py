@@ -240,7 +240,7 @@ def _facts(
     request: dict[str, Any],
 ) -> dict[str, Any]:
     """What was measured, and on what."""
-    from specedge.runtime.backend.cpu_count import cpu_count
+    from specedge.cpu_count import cpu_count
     from specedge.runtime.backend.ort import onnxruntime
     from specedge.runtime.planning.cost_files import processor
     from specedge.version import __version__

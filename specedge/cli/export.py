@@ -113,7 +113,7 @@ def _limit_threads() -> None:
     """Let torch use no more threads than this process has CPUs: torch heeds no CPU quota."""
     import torch
 
-    from specedge.runtime.backend.cpu_count import cpu_count
+    from specedge.cpu_count import cpu_count
 
     torch.set_num_threads(min(torch.get_num_threads(), cpu_count()))
 

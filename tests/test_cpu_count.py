@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from specedge.runtime.backend import cpu_count as cpus
+from specedge import cpu_count as cpus
 
 
 def file_tree(root, cgroup, files):
@@ -64,7 +64,7 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
     if (os.cpu_count() or 1) < 2:
         pytest.skip("needs two CPUs")
     code = """if True:
-        import os
+        import importlib.util, os
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         import specedge
         from specedge import store
@@ -74,6 +74,10 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
         bundle = specedge.Bundle.read(store.embedded())
         session = Device().open(bundle.path(bundle.draft.graph("step", "onnx").file))
         assert session.get_session_options().intra_op_num_threads == 1
+        if importlib.util.find_spec("onnx"):
+            from specedge.exporter.compare import stage
+            session = stage.open_session(stage.products.PRODUCT, stage.ort.SessionOptions())
+            assert session.get_session_options().intra_op_num_threads == 1
         try:
             Device(threads=2)
         except specedge.DeviceError as error:
