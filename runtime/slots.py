@@ -71,10 +71,16 @@ class Slots:
                 would block an event loop or could never end, or no stream made progress for
                 `IDLE_TIMEOUT` seconds.
         """
-        while (slot := self._leased(owner, prompt)) is None:
+        slot = self._leased(owner, prompt)
+        if slot is not None:
+            with suppress(queue.Empty):
+                self._freed.get_nowait()  # this slot's wake-up, which nobody needs any more
+            return slot
+        while slot is None:
             if not wait:
                 raise SpecEdgeError(self._taken("; wait for a stream to end, close one"))
             self._wait()
+            slot = self._leased(owner, prompt)
         return slot
 
     def give_back(self, owner: object) -> None:
@@ -117,8 +123,6 @@ class Slots:
             slot.lease = weakref.finalize(owner, self._free, slot)
             slot.lease.atexit = False
             slot.last_used = next(self._clock)
-        with suppress(queue.Empty):
-            self._freed.get_nowait()  # or the queue would grow while nobody waits
         return slot
 
     def _free(self, slot: Slot) -> None:

@@ -15,6 +15,7 @@ import specedge
 from specedge import store
 from specedge.errors import SpecEdgeError
 from specedge.runtime import slots as slots_module
+from specedge.runtime.slots import Slot, Slots
 from threads import in_threads
 
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]
@@ -307,3 +308,27 @@ def test_stream_that_is_collected_wakes_a_request_that_waits(pipeline, is_cyclic
         gc.collect()
     waiting.join(30)
     assert results[0].text
+
+
+def test_every_freed_slot_wakes_a_request_that_waits():
+    class Owner:
+        pass
+
+    class FirstTime:
+        def shared(self, prompt):
+            return 0
+
+    slots = Slots([Slot(FirstTime(), None, None) for _ in range(2)])
+    streams = [Owner(), Owner()]
+    for stream in streams:
+        slots.take(stream, [], wait=True)
+    requests = [Owner(), Owner()]
+    waiting = [threading.Thread(target=slots.take, args=(one, [], True)) for one in requests]
+    for thread in waiting:
+        thread.start()
+    time.sleep(0.05)
+    for stream in streams:
+        slots.give_back(stream)
+    for thread in waiting:
+        thread.join(slots_module.IDLE_TIMEOUT / 3)  # after that, waiting requests look anyway
+    assert all(any(slot.is_owned_by(request) for slot in slots.all) for request in requests)
