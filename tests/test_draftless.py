@@ -161,3 +161,38 @@ def test_list_shows_that_there_is_none():
     assert "alone     python-9m  none " in result.stdout
     (entry, _) = json.loads(installed.run("list", "--json").stdout)
     assert entry["draft"] is None
+
+
+def test_the_audit_passes_without_a_draft_model(bundle):
+    pytest.importorskip("scipy", reason="the audit needs SciPy")
+    from auditing import Ticks
+    from specedge.runtime.audit import auditing
+
+    report = auditing.audit(bundle, auditing.Machinery(), [], Ticks(400).budget).as_dict()
+    assert not [f for f in report["findings"] if f["status"] == "FAILED"]
+    assert "draft none" in report["about"]["pair"]
+    found = {finding["check"]: finding["facts"] for finding in report["findings"]}
+    assert "draft" not in found["caches"]
+
+
+def test_a_stand_in_differs_from_the_target_and_overlaps_it(loaded):
+    from specedge.options import Sampling
+    from specedge.runtime.audit.subject import StandIn
+    from specedge.runtime.bench.acceptance import acceptances
+    from specedge.runtime.pipeline import Pipeline
+
+    stand_in = StandIn(loaded.target.twin())
+    embedded = Bundle.read(store.embedded())
+    pair = Pipeline(embedded, loaded.tokenizer, loaded.target, stand_in)
+    tokens = loaded.prompts.tokens(PROMPT)
+    text = loaded.generate(tokens, 32, 1.0, seed=1).tokens
+    chances = acceptances(pair, tokens, text, Sampling(1.0))
+    assert 0.4 < sum(chances) / len(chances) < 0.9
+
+
+def test_embed_says_that_it_needs_a_draft_model(run):
+    pytest.importorskip("onnx_ir", reason="needs the export extra")
+    result = run("embed", "--output", "out")
+    assert result.returncode == 1
+    assert result.stderr.startswith("specedge: embed needs a draft model")
+    assert result.stderr.count("\n") == 1

@@ -23,11 +23,11 @@ from specedge import store
 from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle_files import describe
 from specedge.cli.verify import verify
-from specedge.runtime.audit import auditing, graphs
+from specedge.runtime.audit import auditing, graphs, loop
 from specedge.runtime.audit.defects import DEFECTS
 from specedge.runtime.audit.report import FAILED, PASSED, SHORT, Finding
 
-CHECKS = ["files", "graphs", "caches", "self-draft", "greedy", "joint", "sampled"]
+CHECKS = ["files", "caches", "self-draft", "greedy", "graphs", "joint", "sampled"]
 SHORT_RUN = ("verify", "--minutes", "0.0001")
 
 
@@ -79,13 +79,42 @@ def test_the_embedded_pair_passes_every_check():
     json.dumps(report)
 
 
-def test_too_little_time_is_incomplete_and_exits_1():
-    result = run(*SHORT_RUN)
-    assert result.returncode == 1
-    assert result.stdout.startswith("specedge verify: INCOMPLETE (too little time for")
-    assert "give more --minutes" in result.stdout
-    assert result.stderr == ""
+@pytest.mark.parametrize(("options", "code"), [((), 0), (("--strict",), 1)])
+def test_too_little_time_is_incomplete_which_fails_only_if_strict(options, code):
+    result = run(*SHORT_RUN, *options)
+    assert result.returncode == code
+    (first, *_) = result.stdout.splitlines()
+    assert first.startswith("specedge verify: INCOMPLETE (nothing is wrong so far; too little time")
+    assert first.endswith("give more --minutes)")
+    assert result.stderr.startswith("first verdict after ")
+    assert result.stderr.count("\n") == 1
     assert "\x1b" not in result.stdout
+
+
+def test_the_first_verdict_comes_before_statistical_tests_and_says_what_is_wrong(copy, monkeypatch):
+    told, verdicts = [], []
+    monkeypatch.setattr(loop, "greedy", lambda *_: Finding("greedy", FAILED, "off"))
+    monkeypatch.setitem(auditing.CERTAIN, "greedy", loop.greedy)
+    report = auditing.audit(
+        Bundle.read(copy),
+        auditing.Machinery(),
+        [],
+        Ticks(1).budget,
+        told.append,
+        on_first_verdict=lambda report: verdicts.append((report.result, [*told])),
+    )
+    assert verdicts == [("FAILED", CHECKS[:4])]
+    assert report.result == "FAILED"
+
+
+def test_the_budget_is_the_time_of_so_many_passes(copy):
+    def audited(step):
+        ticks = Ticks(1, step)
+        auditing.audit(Bundle.read(copy), auditing.Machinery(), [], ticks.budget, passes=3)
+        return ticks.budget.end
+
+    assert audited(0.01) == 1
+    assert audited(2.0) == 3 * 2.0
 
 
 def test_json_has_the_facts_of_the_report():

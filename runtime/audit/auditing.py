@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
@@ -23,21 +23,23 @@ from ..text.prompts import Prompts, UserPrompt
 from ..text.tokenizing import encode, load_tokenizer
 from . import graphs, joint, loop, sampled
 from .budget import Budget
+from .cached import Cached
 from .defects import DEFECTS, Defect
 from .report import FAILED, SKIPPED, Finding, Report, machine
 from .statistics import CONFIDENCE, POWER
-from .subject import Prompt, Subject
+from .subject import Prompt, StandIn, Subject
 from .texts import BUILT_IN
 
 FALSE_ALARM = 1e-6  # of the whole audit
+PASSES = 15000  # steps of the target in whose time every check reaches its least size
 # Each takes its share of the time that is left, so what one leaves the next have.
 SHARES = {
-    "graphs": 0.3,
-    "measuring": 0.05,
-    "caches": 0.1,
-    "self-draft": 0.1,
-    "greedy": 0.25,
-    "joint": 0.4,
+    "measuring": 0.02,
+    "caches": 0.02,
+    "self-draft": 0.02,
+    "greedy": 0.08,
+    "graphs": 0.2,
+    "joint": 0.5,
 }
 NUM_TESTS = (sampled.TESTS + joint.TESTS) * (len(sampled.SETTINGS) + 1) - 1
 CONTROL = 0.1  # of a self-test's time
@@ -82,27 +84,58 @@ def audit(
     budget: Budget,
     told: Told = lambda check: None,
     special_tokens: bool = False,
+    passes: float = 0,
+    on_first_verdict: Callable[[Report], None] = lambda report: None,
 ) -> Report:
     """Run every check. A check that finds damage fails; the rest is then not run if it cannot be.
 
-    `prompts` are the user's, text or messages, beside the built-in ones; `special_tokens` is as of
-    `Request`. Raises PromptError for one that cannot be continued.
+    What is sure and quick comes first: a damaged file, a cache that falls out of step or a greedy
+    text that is not the target's shows before the statistical tests begin. Each of those is
+    evaluated once, when its samples are drawn, so the order changes no false-alarm bound.
+
+    Args:
+        prompts: The user's, text or messages, beside the built-in ones.
+        budget: Time to take.
+        special_tokens: As of `Request`.
+        passes: Extend the budget to the time of so many steps of the target.
+        on_first_verdict: Called with a report of the first checks.
+
+    Raises:
+        PromptError: A prompt cannot be continued.
     """
     findings: list[Finding] = []
+    about = _about(bundle, machinery)
 
     def step(name: str, run: Callable[[], Finding]) -> bool:
         told(name)
         findings.append(_guarded(name, run))
         return findings[-1].status != FAILED
 
-    if step("files", lambda: graphs.files(bundle, budget)):
-        texts = _prompts(bundle, prompts, special_tokens)
-        share = budget.share(SHARES["graphs"])
-        if step("graphs", lambda: graphs_of(bundle, machinery, share)):
-            subject = make_subject(bundle, machinery, texts)
-            findings += _loop_checks(subject, budget, told)
-    about = _about(bundle, machinery)
-    return Report(about, _with_skipped(findings), _sureness(), budget.clock.used)
+    def report() -> Report:
+        return Report(about, _with_skipped(findings), _sureness(bundle), budget.clock.used)
+
+    if not step("files", lambda: graphs.files(bundle, budget)):
+        return report()
+    texts = _prompts(bundle, prompts, special_tokens)
+    try:
+        subject = make_subject(bundle, machinery, texts)
+    except (DeviceError, MissingExtraError):
+        raise
+    except SpecEdgeError as error:  # a graph that is not what the manifest says
+        findings.append(Finding("graphs", FAILED, str(error)))
+        return report()
+    subject.time_passes(budget.clock)
+    budget.extend(passes * subject.seconds_per_pass)
+    subject.measure(budget.share(SHARES["measuring"]))
+    findings += _checks(CERTAIN, subject, budget, told)
+    on_first_verdict(Report(about, tuple(findings), (), budget.clock.used))
+    measured = {name: getattr(subject, name) for name in ("noise", "seconds_per_pass")}
+    del subject  # graphs are compared one at a time
+    share = budget.share(SHARES["graphs"])
+    if step("graphs", lambda: graphs_of(bundle, machinery, share)):
+        subject = dataclasses.replace(make_subject(bundle, machinery, texts), **measured)
+        findings += _checks(DRAWN, subject, budget, told)
+    return report()
 
 
 def graphs_of(bundle: Bundle, machinery: Machinery, budget: Budget) -> Finding:
@@ -119,7 +152,8 @@ def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> Report:
 
 
 def _with_skipped(findings: list[Finding]) -> tuple[Finding, ...]:
-    left = ("files", "graphs", *LOOP)[len(findings) :]
+    names = {finding.check for finding in findings}
+    left = [name for name in ("files", *CERTAIN, "graphs", *DRAWN) if name not in names]
     return (*findings, *(Finding(name, SKIPPED, "an earlier check failed") for name in left))
 
 
@@ -158,6 +192,7 @@ def self_test(
     """Run the checks of the loop on it as it is, then with each defect planted until one fails: at
     first in little time, then in more. What one does not need of its time, the next have.
     """
+    subject.time_passes(budget.clock)
     control = _loop_checks(subject, budget.share(CONTROL), told, "as it is: ")
     found: list[tuple[Defect, list[Finding]]] = []
     for i, defect in enumerate(defects):
@@ -172,10 +207,13 @@ def self_test(
     return SelfTest(control, found)
 
 
-LOOP: dict[str, Callable[[Subject, Budget], Finding]] = {
+Check = Callable[[Subject, Budget], Finding]
+CERTAIN: dict[str, Check] = {  # no chance is in them
     "caches": loop.caches,
     "self-draft": loop.self_draft,
     "greedy": loop.greedy,
+}
+DRAWN: dict[str, Check] = {
     "joint": lambda subject, budget: joint.joint(subject, budget, sampled.SETTINGS, ALPHA),
     "sampled": lambda subject, budget: sampled.sampled(subject, budget, sampled.SETTINGS, ALPHA),
 }
@@ -183,15 +221,23 @@ LOOP: dict[str, Callable[[Subject, Budget], Finding]] = {
 
 def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) -> Subject:
     """Both models loaded, with the prompts to try them on; the target tested as `load` does."""
-    models = {role: machinery.open(bundle, m, machinery.ops) for role, m in bundle.models.items()}
+    target, draft = _open(bundle, machinery)
     tolerance = max(
         graphs.allowed(model, machinery.op_set(bundle, model)) for model in bundle.models.values()
     )
-    target, draft, k = models["target"], models["draft"], bundle.num_draft_tokens
-    settle(target, bundle.target, machinery.device_of(bundle, bundle.target), k + 1)
     longest = chunk_length(bundle.target.cache.capacity)
     first = longest_held(target.row_independent_lengths, longest)
-    return Subject(target, draft, bundle.models, k, tolerance, prompts, first)
+    sizes = {"target": bundle.target, "draft": bundle.draft or bundle.target}
+    return Subject(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)
+
+
+def _open(bundle: Bundle, machinery: Machinery) -> tuple[OrtModel, Cached]:
+    """Load the target and its draft model, or what stands in for one; test the target."""
+    models = {role: machinery.open(bundle, m, machinery.ops) for role, m in bundle.models.items()}
+    target = models["target"]
+    device = machinery.device_of(bundle, bundle.target)
+    settle(target, bundle.target, device, bundle.num_draft_tokens + 1)
+    return target, models.get("draft") or StandIn(target.twin())
 
 
 def built_in_prompts(bundle: Bundle) -> list[Prompt]:
@@ -203,9 +249,20 @@ def _loop_checks(
     subject: Subject, budget: Budget, told: Told, what: str = "", until_caught: bool = False
 ) -> list[Finding]:
     """All checks of the loop, or those up to the first that fails."""
-    findings: list[Finding] = []
     subject.measure(budget.share(SHARES["measuring"]))
-    for name, check in LOOP.items():
+    return _checks(CERTAIN | DRAWN, subject, budget, told, what, until_caught)
+
+
+def _checks(
+    checks: Mapping[str, Check],
+    subject: Subject,
+    budget: Budget,
+    told: Told,
+    what: str = "",
+    until_caught: bool = False,
+) -> list[Finding]:
+    findings: list[Finding] = []
+    for name, check in checks.items():
         told(what + name)
         share = budget.share(SHARES.get(name, 1.0))
         findings.append(_guarded(name, partial(check, subject, share)))
@@ -252,19 +309,26 @@ def _about(bundle: Bundle, machinery: Machinery) -> dict[str, str]:
         + (f" at {model.source.revision}" if model.source.revision else "")
         for role, model in bundle.models.items()
     }
+    own = f" (draft {ops['draft']})" if "draft" in ops else ""
     return {
         "bundle": str(bundle.folder),
-        "pair": f"target {ids['target']}, draft {ids['draft']}, K = {bundle.num_draft_tokens}",
+        "pair": f"target {ids['target']}, draft {ids.get('draft', 'none')}, "
+        f"K = {bundle.num_draft_tokens}",
         "identity": f"SHA-256 of {MANIFEST} {sha256(bundle.path(MANIFEST))}",
         "exported": f"by specedge {bundle.specedge_version} with {used}",
         **machine(),
-        "run": f"on {machinery.devices}, op set {ops['target']} (draft {ops['draft']}), "
+        "run": f"on {machinery.devices}, op set {ops['target']}{own}, "
         f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
     }
 
 
-def _sureness() -> tuple[str, ...]:
+def _sureness(bundle: Bundle) -> tuple[str, ...]:
+    stand_in = (
+        "the bundle has no draft model: greedy texts are drafted by suffix decoding, as requests "
+        "are, and drawn ones by the target itself with other logits"
+    )
     return (
+        *([] if bundle.draft else [stand_in]),
         "files, graphs, caches, self-draft and greedy are comparisons: no chance is in them, and "
         "they say nothing of texts that were not tried",
         f"sampled and joint are {NUM_TESTS} tests; each fails an honest bundle with probability "

@@ -34,6 +34,15 @@ class Budget:
         self._end = end
 
     @property
+    def end(self) -> float:
+        """Seconds of the clock at which it ends."""
+        return self._end
+
+    def extend(self, seconds: float) -> None:
+        """Move the end to so many seconds of the clock, unless it is later already."""
+        self._end = max(self._end, seconds)
+
+    @property
     def left(self) -> float:
         """Seconds until its end, below 0 behind it."""
         return self._end - self.clock.used

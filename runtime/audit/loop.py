@@ -11,6 +11,7 @@ import numpy as np
 
 from specedge.options import MAX_DRAFT_TOKENS, Sampling
 
+from ..drafters.suffix import Suffix
 from ..loop.decoding import SpeculativeDecoder
 from ..loop.round import Round
 from .budget import Budget
@@ -27,7 +28,9 @@ def caches(subject: Subject, budget: Budget) -> Finding:
     """Rows after rollbacks over other tokens, against those of a straight run."""
     problems, lines, facts = [], [], {}
     short = False
-    for role, model in (("target", subject.parts.target(subject.target)), ("draft", subject.draft)):
+    models = {"target": subject.parts.target(subject.target), "draft": subject.draft}
+    for role in subject.roles:
+        model = models[role]
         text = subject.text(role)
         runs = 0
         worst = 0.0
@@ -133,7 +136,13 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
     than twice the noise of this device.
     """
     ks = subject.greedy_ks
-    decoders = {k: subject.decoder(k) for k in ks if k <= MAX_DRAFT_TOKENS}
+    # Without a draft model texts are drafted as requests are.
+    copies = "draft" not in subject.roles
+    decoders = {
+        k: subject.decoder(k, drafter=Suffix() if copies else None)
+        for k in ks
+        if k <= MAX_DRAFT_TOKENS
+    }
     found = _Greedy(by_k=dict.fromkeys(decoders, 0))
     for prompt in subject.greedy_prompts:
         if budget.over:

@@ -84,7 +84,10 @@ def _why(report: Report) -> str:
     if found:
         return f" ({', '.join(found)})"
     short = [f.check for f in report.findings if f.status == SHORT]
-    return f" (too little time for {', '.join(short)}; give more --minutes)" if short else ""
+    if not short:
+        return ""
+    names = ", ".join(short)
+    return f" (nothing is wrong so far; too little time for {names}: give more --minutes)"
 
 
 def machine() -> dict[str, str]:

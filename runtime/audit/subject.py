@@ -5,7 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
+
+import numpy as np
 
 from specedge.manifest import Model
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
@@ -19,7 +22,7 @@ from ..planning.plans import Fixed
 from ..sampling.history import History
 from ..sampling.probabilities import probabilities
 from ..sampling.scores import Scores
-from .budget import Budget
+from .budget import Budget, Clock
 from .cached import Array, Cached
 from .noise import row_differences
 from .remembering import Remembering
@@ -55,7 +58,7 @@ class Subject:
     """
 
     target: Cached
-    draft: Cached
+    draft: Cached  # a StandIn where the bundle has no draft model
     sizes: Mapping[str, Model]
     num_draft_tokens: int
     tolerance: float
@@ -65,6 +68,11 @@ class Subject:
     noise: dict[str, float] = field(default_factory=dict)
     seconds_per_pass: float = 0.0
     memory: dict[str, Remembering] = field(default_factory=dict)
+
+    @property
+    def roles(self) -> list[str]:
+        """The models that the bundle has."""
+        return ["target"] if isinstance(self.draft, StandIn) else ["target", "draft"]
 
     @property
     def ks(self) -> range:
@@ -84,21 +92,30 @@ class Subject:
         most = max(1, min(2 * ROWS, self.sizes["target"].context_length // 2))
         return [*self.prompts, Prompt("all prompts in a row", tuple(self.text("target", most)))]
 
+    def time_passes(self, clock: Clock) -> None:
+        """Measure the seconds of a step of the target with a draw from its row: the median of 5."""
+        text, took = self.text("target"), []
+        self.target.truncate(0)
+        for i in range(5):
+            begun = clock.used
+            row = self.target.forward([text[i % len(text)]])[-1]
+            probabilities(row.array(), Sampling(1.0, top_p=0.9), History(text), row.ids)
+            took.append(clock.used - begun)
+        self.target.truncate(0)
+        self.seconds_per_pass = median(took)
+
     def measure(self, budget: Budget) -> None:
-        """Find the noise of both models, and what a pass of the target takes; once."""
+        """Find the noise of the models, once."""
         if self.noise:
             return
         for role, part in (("draft", 0.5), ("target", 1.0)):
+            if role not in self.roles:
+                continue
             # A draft in blocks may lose few bits, and seldom: it needs a time of its own.
             tokens, lengths = self.text(role), [1, *(k + 1 for k in self.greedy_ks)]
             share = budget.share(part)
             found = row_differences(getattr(self, role), tokens, lengths, share)
             self.noise[role] = max((d.largest for d in found.values()), default=0.0)
-        begun = budget.clock.used
-        self.target.truncate(0)
-        for token in self.text("target")[:4]:
-            self.target.forward([token])
-        self.seconds_per_pass = (budget.clock.used - begun) / 4
 
     def remembered(self, role: str) -> Remembering:
         """A model that keeps its rows, for all settings and parts."""
@@ -119,10 +136,11 @@ class Subject:
         target: LanguageModel | None = None,
         draft: LanguageModel | None = None,
         draft_sizes: Model | None = None,
+        drafter: Drafter | None = None,
     ) -> SpeculativeDecoder:
-        """The decoder that a pipeline makes, of these parts."""
+        """The decoder that a pipeline makes, of these parts; with its draft model by default."""
         sizes = draft_sizes or self.sizes["draft"]
-        drafter = DraftModel(
+        drafter = drafter or DraftModel(
             draft or self.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size
         )
         return self.parts.decoder(
@@ -161,6 +179,44 @@ class Subject:
     @property
     def _context(self) -> int:
         return min(sizes.context_length for sizes in self.sizes.values())
+
+
+class StandIn:
+    """Draft model for the audit of a bundle without one: the target with other logits.
+
+    Its distributions overlap the target's by about half, so that the accept rule and the residual
+    distribution are both tested.
+    """
+
+    def __init__(self, target: Cached) -> None:
+        self._target = target
+        self._offsets = np.zeros(0, np.float32)
+
+    @property
+    def length(self) -> int:
+        return self._target.length
+
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+        rows = self._target.forward(tokens, num_rows).array()
+        if len(self._offsets) != rows.shape[1]:
+            random = np.random.default_rng(0)
+            self._offsets = random.standard_normal(rows.shape[1]).astype(np.float32)
+        return Scores(rows + self._offsets)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._target.prefill(tokens)
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        return self._target.reuse(tokens)
+
+    def truncate(self, length: int) -> None:
+        self._target.truncate(length)
+
+    def cache_rows(self, start: int, end: int) -> Sequence[Array]:
+        return self._target.cache_rows(start, end)
+
+    def twin(self) -> StandIn:
+        return StandIn(self._target.twin())
 
 
 def known(token: int, sizes: Model) -> int:
