@@ -155,7 +155,7 @@ def whole(
         found = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise OptionError(
-            f"{name} must be a whole number {limits}, got {value!r}", option or name
+            f"{name} must be a whole number {limits}, got {quoted(value)}", option or name
         ) from error
     if found < least or (most is not None and found > most):
         raise OptionError(f"{name} must be {limits}, got {found}", option or name)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from .declared import Declared, number, other, settle, whole, whole_number
+from .declared import Declared, number, other, quoted, settle, whole, whole_number
 from .errors import OptionError
 
 MAX_DRAFT_TOKENS = 64
@@ -201,7 +201,7 @@ def _biases(bias: Any) -> Biases:
         raise
     except (TypeError, ValueError) as error:
         raise OptionError(
-            f"logit_bias must map token ids to numbers, got {bias!r}", "logit_bias"
+            f"logit_bias must map token ids to numbers, got {quoted(bias)}", "logit_bias"
         ) from error
     if len(dict(found)) < len(found):
         raise OptionError("logit_bias names a token twice", "logit_bias")
@@ -221,7 +221,7 @@ def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     given = (words,) if isinstance(words, str) else words
     if not isinstance(given, list | tuple):
         raise OptionError(
-            f"bad_words must be texts or sequences of token ids, got {words!r}", "bad_words"
+            f"bad_words must be texts or sequences of token ids, got {quoted(words)}", "bad_words"
         )
     return tuple(dict.fromkeys(_bad_word(word) for word in given))
 
@@ -229,7 +229,7 @@ def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
 def _bad_word(word: object) -> str | tuple[int, ...]:
     if not isinstance(word, str | list | tuple):
         raise OptionError(
-            f"a bad word must be text or a sequence of token ids, got {word!r}", "bad_words"
+            f"a bad word must be text or a sequence of token ids, got {quoted(word)}", "bad_words"
         )
     if not word:
         raise OptionError("a bad word must not be empty", "bad_words")

@@ -124,7 +124,7 @@ class Request(Rules):
         if isinstance(k := self.num_draft_tokens, str) and k != AUTO:
             raise OptionError(
                 f"num_draft_tokens must be 'auto' or a whole number between 0 and "
-                f"{MAX_DRAFT_TOKENS}, got {k!r}",
+                f"{MAX_DRAFT_TOKENS}, got {quoted(k)}",
                 "num_draft_tokens",
             )
         if k != AUTO:
@@ -313,7 +313,7 @@ def _check_drafter(drafter: object) -> None:
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
-        raise OptionError(f"stop must be text or a list of texts, got {stop!r}", "stop")
+        raise OptionError(f"stop must be text or a list of texts, got {quoted(stop)}", "stop")
     if not all(stops):
         raise OptionError("a stop string must not be empty", "stop")
     return tuple(stops)

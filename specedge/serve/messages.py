@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from specedge.strict_json import JsonError, parse
@@ -20,6 +21,7 @@ def messages_of(given: object, where: str) -> list[dict[str, Any]]:
     if not isinstance(given, list) or not given:
         raise ApiError(f"{where} must be a list of at least one message", where, "invalid_type")
     found: list[dict[str, Any]] = []
+    names: dict[str, str] = {}  # of the functions called so far, by the ids of the calls
     for i, message in enumerate(given):
         place = f"{where}[{i}]"
         if not isinstance(message, dict):
@@ -30,10 +32,13 @@ def messages_of(given: object, where: str) -> list[dict[str, Any]]:
             if kind == "function_call":
                 _add_call(found, fields)
             elif kind == "function_call_output":
-                found.append(_output(fields, found))
+                found.append(_output(fields, names))
             else:
-                found.append(_message(fields, found))
+                found.append(_message(fields, names))
             fields.end()
+        if calls := found[-1].get("tool_calls"):
+            new = calls[-1:] if kind == "function_call" else calls
+            names |= {call["id"]: call["function"]["name"] for call in new}
     return found
 
 
@@ -42,7 +47,7 @@ def have_calls(messages: list[dict[str, Any]]) -> bool:
     return any("tool_calls" in message for message in messages)
 
 
-def _message(fields: Fields, before: list[dict[str, Any]]) -> dict[str, Any]:
+def _message(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
     role = fields.take("role")
     if role not in ROLES:
         said = f"role must be one of {', '.join(ROLES)}, got {shown(role)}"
@@ -58,7 +63,7 @@ def _message(fields: Fields, before: list[dict[str, Any]]) -> dict[str, Any]:
     fields.skip({"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()})
     fields.skip({"type": ("message",), "id": ANY, "status": ("completed", "incomplete")})
     if role == "tool":
-        return _result(fields.take("tool_call_id"), "tool_call_id", text, before)
+        return _result(fields.take("tool_call_id"), "tool_call_id", text, names)
     role = "system" if role == "developer" else role
     found: dict[str, Any] = {"role": role, "content": text}
     found |= {"name": name} if name is not None else {}
@@ -105,20 +110,13 @@ def _called(id_: object, field: str, fields: Fields) -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _output(fields: Fields, before: list[dict[str, Any]]) -> dict[str, Any]:
+def _output(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
     fields.skip({"type": ANY, "id": ANY, "status": ("completed", "incomplete")})
-    return _result(
-        fields.take("call_id"), "call_id", _text(fields.take("output"), "output"), before
-    )
+    return _result(fields.take("call_id"), "call_id", _text(fields.take("output"), "output"), names)
 
 
-def _result(id_: object, field: str, text: str, before: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a call gave; some templates want the name of its function."""
-    names = {
-        call["id"]: call["function"]["name"]
-        for message in before
-        for call in message.get("tool_calls", [])
-    }
+def _result(id_: object, field: str, text: str, names: Mapping[str, str]) -> dict[str, Any]:
+    """Return the message of a call's result; some templates want the name of its function."""
     if not isinstance(id_, str) or id_ not in names:
         said = f"{field} must be the id of a call before it, got {shown(id_)}"
         raise ApiError(said, field, "invalid_value")
