@@ -27,6 +27,7 @@ from .planning.measurement import MIN_CONTEXT, Models, measure
 from .text.tokenizing import load_tokenizer
 
 AUTO = "auto"
+EXACT_BYTES = 50_000_000  # of weights up to which long passes' bits are tried at the first load
 
 
 def load(
@@ -93,18 +94,28 @@ def load(
         for one in [draft] if target_on.is_cpu else [target, draft]:
             one.read_longest()
         notes.append(draft.unroll(found, found.draft_model, draft_on))
+    costs = costs or known()
+    exact_length = costs.table.exact_length
+    if target_on.is_cpu:
+        if not costs.is_measured and found.files[found.target.weights].size <= EXACT_BYTES:
+            exact_length = self_test.longest_exact(target, found.target)
+        longest = max(exact_length, self_test.LONGEST)
+        target.row_independent_lengths = tuple(
+            t for t in target.row_independent_lengths if t <= longest
+        )
     for one, other in more:
         one.row_independent_lengths = target.row_independent_lengths
         if other is not None and draft is not None:
             other.unroll_as(draft)
     shorter = _shortened(found, max_length)
     note = "; ".join(filter(None, notes)) or None
-    costs = costs or known()
     pipeline = Pipeline(shorter, load_tokenizer(found), target, draft, costs, note, more)
     models = Models.of(found, target, draft)
     if models.context >= MIN_CONTEXT:
         most = max(1, pipeline.max_planned_tokens)
-        costs.complete(lambda: measure(models, most, samples=seconds).costs)
+        costs.complete(
+            lambda: replace(measure(models, most, samples=seconds).costs, exact_length=exact_length)
+        )
     return pipeline
 
 

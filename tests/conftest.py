@@ -31,10 +31,23 @@ def pytest_collection_modifyitems(items):
             seen.add(item.function)
 
 
+HOMES = ("XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _folders_of_the_session(tmp_path_factory):
+    """What fixtures that many tests share load stores nothing in the user's folders."""
+    home = tmp_path_factory.mktemp("home")
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in HOMES:
+            patch.setenv(variable, str(home))
+        yield
+
+
 @pytest.fixture(autouse=True)
 def _own_folders(tmp_path_factory, monkeypatch):
     home = tmp_path_factory.mktemp("home")
-    for variable in ("XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE"):
+    for variable in HOMES:
         monkeypatch.setenv(variable, str(home))
     monkeypatch.delenv("SPECEDGE_BUNDLE", raising=False)
 

@@ -63,9 +63,8 @@ def run(model: OrtModel, facts: Model, seconds: dict[int, float] | None = None) 
     tried = [t for t in recorded if t <= min(LONGEST, facts.context_length)]
     if not tried:
         return None
-    steps = (STEP, 0) if facts.num_experts else (STEP,)
     seconds = {} if seconds is None else seconds
-    held = set.intersection(*(_held(model, tried, seconds, step=step) for step in steps))
+    held = set.intersection(*(_held(model, tried, seconds, step=step) for step in _steps(facts)))
     if not (lost := sorted({*tried} - held)):
         return None
     kept = [t for t in recorded if t < min(lost)]
@@ -75,6 +74,26 @@ def run(model: OrtModel, facts: Model, seconds: dict[int, float] | None = None) 
         f"other last bits than longer ones ({_known(facts, model.ops)};"
         f" ONNX Runtime {onnxruntime().__version__}), so drafts stay shorter than that"
     )
+
+
+def _steps(facts: Model) -> tuple[int, ...]:
+    """Return the steps between tokens to try: where they are all alike, experts are, too."""
+    return (STEP, 0) if facts.num_experts else (STEP,)
+
+
+def longest_exact(model: OrtModel, facts: Model) -> int:
+    """Return the pass length up to which rows keep their bits here, of those that the export
+    recorded and `run` does not try: passes that read a prompt beside a draft may be so long.
+
+    At least LONGEST. Ends with an empty cache.
+    """
+    recorded = facts.parity[model.ops].row_independent_lengths
+    tried = [t for t in recorded if LONGEST <= t <= facts.context_length]
+    if len(tried) < 2 or LONGEST not in model.row_independent_lengths:
+        return LONGEST
+    held = set.intersection(*(_held(model, tried, {}, step=step) for step in _steps(facts)))
+    first_lost = min((t for t in tried if t not in held), default=tried[-1] + 1)
+    return max((t for t in tried if t < first_lost), default=LONGEST)
 
 
 def _known(facts: Model, ops: str) -> str:

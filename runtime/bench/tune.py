@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
 from statistics import fmean
+from typing import cast
 
 import numpy as np
 
@@ -14,6 +15,8 @@ from specedge.errors import ContextLengthError
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
+from ..backend import self_test
+from ..backend.onnx_model import OrtModel
 from ..drafters.prompt_lookup import Lookup, agreeing
 from ..drafters.suffix import Suffix
 from ..loop.round import Drafter
@@ -50,7 +53,8 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
             "no room for draft tokens; generate decodes without them there"
         )
     accepted = _run_texts(pipeline, lambda share: progress(share / 4))
-    models = Models.of(pipeline.bundle, pipeline.target, pipeline.draft)
+    bundle, target = pipeline.bundle, cast(OrtModel, pipeline.target)
+    models = Models.of(bundle, target, pipeline.draft)
     last = max(1, context - READ_LENGTH)
     try:
         measured = measurement.measure(
@@ -70,7 +74,12 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
         )
         for mode, of_mode in accepted.items()
     }
-    costs = replace(measured.costs, greedy=modes["greedy"], sampled=modes["sampled"])
+    costs = replace(
+        measured.costs,
+        greedy=modes["greedy"],
+        sampled=modes["sampled"],
+        exact_length=self_test.longest_exact(target, bundle.target),
+    )
     return replace(measured, costs=costs)
 
 

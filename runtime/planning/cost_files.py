@@ -21,7 +21,7 @@ from ..backend.sessions import Device
 from ..diagnosis import nvidia_driver
 from .cost_table import CostTable
 
-FORMAT = 9
+FORMAT = 10
 LARGEST = 2**20
 
 

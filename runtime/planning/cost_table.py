@@ -43,6 +43,8 @@ class CostTable:
 
     origin: who measured them, "tune" or "load"; "assumed" if nobody did
     threads: CPU threads that were the fastest, for sessions that are given no number; 0: one a core
+    exact_length: longest pass of the target whose rows have the bits of shorter ones, as tested
+        here; 0 where only those were tested that every load tests
     """
 
     origin: str
@@ -51,10 +53,11 @@ class CostTable:
     greedy: ModeCosts
     sampled: ModeCosts
     threads: int
+    exact_length: int = 0
 
     def __post_init__(self) -> None:
-        if self.threads < 0:
-            raise ValueError("threads is at least 0")
+        if min(self.threads, self.exact_length) < 0:
+            raise ValueError("threads and exact_length are at least 0")
         if self.origin not in ORIGINS:
             raise ValueError(f"origin is one of {', '.join(ORIGINS)}, got '{self.origin}'")
         _check_ascending("lengths", self.lengths, 0)

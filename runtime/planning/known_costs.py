@@ -27,12 +27,17 @@ class KnownCosts:
         stored, self.note = (None, None) if key is None else cost_files.read(key)
         self.table = stored or assumed(MAX_EXPORTED_DRAFT_TOKENS)
 
+    @property
+    def is_measured(self) -> bool:
+        """Whether the table is this bundle's on this machine."""
+        return self.table.origin != "assumed"
+
     def complete(self, measure: Callable[[], CostTable]) -> None:
         """Measure where nothing is stored, and store that unless another process was first.
 
         Where it cannot be stored it serves this process.
         """
-        if self.table.origin == "assumed":
+        if not self.is_measured:
             self.table = measure()
             if self._key is not None:
                 with contextlib.suppress(OSError):

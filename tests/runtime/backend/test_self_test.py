@@ -9,6 +9,7 @@ import pytest
 from specedge import products, store
 from specedge.bundle import Bundle
 from specedge.errors import DeviceError
+from specedge.runtime import loading
 from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
@@ -62,6 +63,58 @@ def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target
     assert moved.row_independent_lengths == kept
     assert said is not None
     assert bundle.target.source.id in said
+
+
+def faulty_from(length, monkeypatch):
+    """Plant a kernel fault: passes of so many tokens and more have other last bits."""
+    forward = OrtModel.forward
+
+    def moved(self, tokens, num_rows=None):
+        logits = forward(self, tokens, num_rows).array()
+        if len(tokens) >= length:
+            logits[:, 3] = np.nextafter(logits[:, 3], np.float32(np.inf))
+        return Scores(logits)
+
+    monkeypatch.setattr(OrtModel, "forward", moved)
+
+
+def test_first_passes_are_as_long_as_rows_keep_their_bits_on_this_machine(monkeypatch):
+    assert loading.load().max_first_length == 256
+    monkeypatch.setattr(store, "costs_folder", lambda: store.data_folder() / "others")
+    faulty_from(40, monkeypatch)
+    pipeline = loading.load()
+    assert pipeline.max_first_length <= 36
+    read, forward = [], pipeline.target.forward
+    monkeypatch.setattr(
+        pipeline.target,
+        "forward",
+        lambda tokens, n=None: read.append(len(tokens)) or forward(tokens, n),
+    )
+    prompt = list(range(100, 138))
+    texts = [
+        pipeline.generate(prompt, 20, num_draft_tokens=k, ignore_eos=True).tokens for k in (0, 8)
+    ]
+    assert texts[0] == texts[1]
+    assert max(read) < 40
+
+
+def test_lengths_that_take_a_large_model_too_long_to_try_are_not_relied_on_until_tune_tried_them(
+    bundle, monkeypatch
+):
+    monkeypatch.setattr(loading, "EXACT_BYTES", 0)
+    for _ in range(2):
+        pipeline = loading.load()
+        assert pipeline.max_first_length == self_test.LONGEST
+    assert self_test.longest_exact(pipeline.target, bundle.target) == 256
+    table = dataclasses.replace(pipeline.costs.table, exact_length=256)
+    pipeline.costs.remember(table)
+    assert loading.load().max_first_length == 256
+
+
+def test_lengths_that_were_tried_once_are_not_tried_by_later_loads(monkeypatch):
+    loading.load()
+    monkeypatch.setattr(self_test, "longest_exact", lambda *_: pytest.fail("tried again"))
+    assert loading.load().max_first_length == 256
 
 
 @pytest.mark.parametrize(("num_experts", "kept"), [(8, (1, 2, 3)), (0, None)])

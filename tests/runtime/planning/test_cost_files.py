@@ -61,8 +61,8 @@ def _damage():
     yield "cut", lambda text: text[: len(text) // 2]
     yield "empty", lambda text: ""
     yield "no object", lambda text: "[]"
-    yield "of an older format", lambda text: text.replace('"format": 9', '"format": 8')
-    yield "without a format", lambda text: text.replace('"format": 9,', "")
+    yield "of an older format", lambda text: text.replace('"format": 10', '"format": 9')
+    yield "without a format", lambda text: text.replace('"format": 10,', "")
     yield "with a key more", lambda text: text.replace('"format"', '"more": 1, "format"')
     yield "free passes", lambda text: text.replace("0.09", "0.0")
     yield "negative", lambda text: text.replace("0.09", "-1.0")
