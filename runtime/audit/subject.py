@@ -200,7 +200,7 @@ class StandIn:
         rows = self._target.forward(tokens, num_rows).array()
         if len(self._offsets) != rows.shape[1]:
             random = np.random.default_rng(0)
-            self._offsets = random.standard_normal(rows.shape[1]).astype(np.float32)
+            self._offsets = random.standard_normal((rows.shape[1],), np.float32)
         return Scores(rows + self._offsets)
 
     def prefill(self, tokens: Sequence[int]) -> None:

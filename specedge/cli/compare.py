@@ -73,10 +73,11 @@ def _print(result: Comparison) -> None:
         ("plain", result.plain, result.plain_seconds),
         ("speculative", result.speculative, result.speculative_seconds),
     ):
-        click.secho(
-            f"--- {name}: {seconds:.3f} s, {counted(len(generation.tokens), 'token')}", bold=True
-        )
-        click.echo(generation.text)
+        same = ", the same text" if result.same_tokens and name == "plain" else ""
+        count = counted(len(generation.tokens), "token")
+        click.secho(f"--- {name}: {seconds:.3f} s, {count}{same}", bold=True)
+        if not same:
+            click.echo(generation.text)
     click.secho("---", bold=True)
     for line in _figures(result):
         click.echo(lines(line))
