@@ -6,34 +6,33 @@ import textwrap
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
-from click.testing import CliRunner
 
-import compare
 import environments
+import quality
+import reference
 from environments import PEERS, Peer, UnavailableError
-from processes import Loaded, Pool, Worker, WorkerError
+from processes import Worker, WorkerError
+from specedge.exporter.quantise import texts
 
-WORKERS = Path(compare.__file__).parent / "workers"
-PYTHON_1M = Path(__file__).parents[1] / "models/checkpoints/python-1m"
+WORKERS = Path(environments.__file__).parent / "workers"
 FAKE = """
     import os, subprocess, sys
+    import numpy as np
     from serving import cached, serve
 
     class Fake:
-        def convert(self, request):
-            make = lambda place: place.mkdir()
-            name = "fake-" + request["precision"]
-            if request["precision"] == "int5":
-                raise ValueError("five bits")
-            target = cached(request["cache"], [request["model"]], name, make)
-            return {"target": target, "draft": target}
+        def convert(self, gguf, checkpoint, precision, cache):
+            return cached(cache, gguf, "fake-" + precision, lambda folder: folder.mkdir())
 
-        def load(self, target, draft, threads):
+        def num_bytes(self, model):
+            return 7
+
+        def load(self, model, threads):
             print("a library prints")
             os.system("echo a child prints")
-            self.speed = {1: 2.0, 2: 1.0}[threads]
-            return {"version": "7"}
+            return "7"
 
         def generate(self, prompt, tokens, k):
             if prompt[0] == 13:
@@ -42,9 +41,17 @@ FAKE = """
                 sys.exit("fell over")
             if prompt[0] == 15:
                 subprocess.run(["sleep", "600"])
-            seconds = self.speed * (0.5 + (k - 4) ** 2 / 100 if k else 1) * tokens
-            found = {"prefill_seconds": 1.0, "decode_seconds": seconds}
-            return {"tokens": [t + prompt[0] for t in range(tokens)], **found}
+            times = {"prefill_seconds": 1.0, "decode_seconds": 2.0 * tokens}
+            return {"tokens": [t + prompt[0] for t in range(tokens)], **times}
+
+        def prefill(self, tokens):
+            self.length = len(tokens)
+
+        def run_pass(self, tokens):
+            assert self.length == 3
+
+        def logits(self, tokens):
+            return np.zeros((len(tokens), 4))
 
     serve(Fake())
 """
@@ -52,26 +59,27 @@ FAKE = """
 
 @pytest.fixture
 def fake(tmp_path):
-    """The command of a worker, and its log."""
+    """The command of a worker, its log and its environment."""
     path = tmp_path / "fake_worker.py"
     path.write_text(textwrap.dedent(FAKE))
     return [sys.executable, str(path)], tmp_path / "log.txt", {"PYTHONPATH": str(WORKERS)}
 
 
-def test_a_worker_answers_in_lines_whatever_its_library_prints(fake):
+def test_worker_answers_in_lines_whatever_its_library_prints(fake):
     with Worker(*fake) as worker:
-        assert worker.ask("load", target="t", draft=None, threads=1)["version"] == "7"
-        found = worker.ask("generate", prompt=[5], tokens=3, k=0)
-        assert found["tokens"] == [5, 6, 7]
-        assert found["decode_seconds"] == 6.0
-        assert 1e6 < found["peak_bytes"] < 1e9
+        assert worker.ask("load", model="m", threads=1)["version"] == "7"
+        answer = worker.ask("generate", prompt=[5], tokens=3, k=0)
+        assert answer["tokens"] == [5, 6, 7]
+        assert answer["decode_seconds"] == 6.0
+        assert 1e6 < answer["peak_bytes"] < 1e9
+        times = worker.ask("passes", prompt=[1, 2, 3], lengths=[1, 2], repeats=4)
+        assert [len(one) for one in times["seconds_by_length"]] == [4, 4]
     assert "a library prints" in fake[1].read_text()
     assert "a child prints" in fake[1].read_text()
 
 
-def test_a_failed_request_is_one_line_and_the_worker_goes_on(fake):
+def test_failed_request_is_one_line_and_the_worker_goes_on(fake):
     with Worker(*fake) as worker:
-        worker.ask("load", target="t", draft=None, threads=1)
         with pytest.raises(WorkerError, match=r"^RuntimeError: unlucky$"):
             worker.ask("generate", prompt=[13], tokens=3, k=0)
         assert worker.ask("generate", prompt=[5], tokens=1, k=0)["tokens"] == [5]
@@ -79,16 +87,13 @@ def test_a_failed_request_is_one_line_and_the_worker_goes_on(fake):
             worker.ask("other")
 
 
-def test_a_worker_that_ends_says_its_last_words(fake):
-    with Worker(*fake) as worker:
-        worker.ask("load", target="t", draft=None, threads=1)
-        with pytest.raises(WorkerError, match="ended with 1: fell over"):
-            worker.ask("generate", prompt=[14], tokens=3, k=0)
+def test_worker_that_ends_reports_its_last_words(fake):
+    with Worker(*fake) as worker, pytest.raises(WorkerError, match="ended with 1: fell over"):
+        worker.ask("generate", prompt=[14], tokens=3, k=0)
 
 
-def test_a_worker_that_hangs_is_ended_with_what_it_started(fake):
+def test_worker_that_hangs_is_ended_with_what_it_started(fake):
     with Worker(*fake, patience=1.0) as worker:
-        worker.ask("load", target="t", draft=None, threads=1)
         with pytest.raises(WorkerError, match=r"^no answer to generate in 1 seconds$"):
             worker.ask("generate", prompt=[15], tokens=3, k=0)
         group = str(worker._process.pid)
@@ -96,64 +101,37 @@ def test_a_worker_that_hangs_is_ended_with_what_it_started(fake):
 
 
 def _stats():
-    """The fields of every process's stat, by proc(5)."""
+    """Yield the fields of every process's stat, by proc(5)."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
             name, _, rest = path.read_text().rpartition(")")
             yield [*name.split("(", 1), *rest.split()]
 
 
-def test_a_conversion_is_kept_until_its_source_changes(fake, tmp_path):
-    source = tmp_path / "source"
-    source.mkdir()
-    (source / "weights").write_text("1")
-    request = {"model": str(source), "precision": "int8", "cache": str(tmp_path / "cache")}
+def test_conversion_is_kept_until_its_source_changes(fake, tmp_path):
+    source = tmp_path / "weights.gguf"
+    source.write_text("1")
+    request = {"gguf": str(source), "checkpoint": "", "precision": "int8"}
+    request["cache"] = str(tmp_path / "cache")
     with Worker(*fake) as worker:
-        first = worker.ask("convert", **request)["target"]
-        assert worker.ask("convert", **request)["target"] == first
-        (source / "weights").write_text("12")
-        assert worker.ask("convert", **request)["target"] != first
+        first = worker.ask("convert", **request)
+        assert first["bytes"] == 7
+        assert worker.ask("convert", **request)["model"] == first["model"]
+        source.write_text("12")
+        assert worker.ask("convert", **request)["model"] != first["model"]
     assert not list((tmp_path / "cache").glob(".new*"))
 
 
-class Started:
-    """A worker for a pool."""
-
-    def __init__(self, loaded, log):
-        self.loaded, self.log = loaded, log
-        log.append(("start", loaded.peer))
-
-    def ask(self, op, **request):
-        return {"tokens": [], "peak_bytes": 4.0}
-
-    def close(self):
-        self.log.append(("end", self.loaded.peer))
-
-
-def test_a_pool_keeps_what_fits_and_ends_what_was_used_longest_ago():
-    log = []
-    pool = Pool(lambda one: (Started(one, log), {"seconds": 1}), lambda one: 3.0, 9.0)
-    for name in ("a", "b", "a", "c", "a", "b"):
-        pool.ask(Loaded(name, "fp32", None, 1))
-    pool.close()
-    assert log == [
-        ("start", "a"), ("start", "b"), ("end", "b"), ("start", "c"), ("end", "c"), ("start", "b"),
-        ("end", "a"), ("end", "b"),
-    ]  # fmt: skip
-    assert len(pool.answers[Loaded("b", "fp32", None, 1)]) == 2
-    assert pool.peak_bytes(Loaded("a", "fp32", None, 1)) == 4.0
-
-
-def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
+def test_library_that_cannot_be_installed_reports_why(tmp_path, monkeypatch):
     class Peerless(Peer):
         requirements = worker = tmp_path / "peerless.txt"
 
     Peerless.requirements.write_text("# without: pip\n")
-    peer = Peerless("peerless", "Peerless", ("fp32",))
-    made = []
+    peer = Peerless("peerless", "Peerless", ("int8",))
+    created = []
 
     def create(folder, with_pip):
-        made.append(folder)
+        created.append(folder)
         (folder / "bin").mkdir(parents=True)
         script = folder / "bin" / "python"
         script.write_text(
@@ -168,89 +146,60 @@ def test_a_peer_that_cannot_be_installed_says_why(tmp_path, monkeypatch):
     (tmp_path / "broken").unlink()
     python = environments.python_of(peer, tmp_path, {})
     assert environments.python_of(peer, tmp_path, {}) == python
-    assert len(made) == 2
+    assert len(created) == 2
     assert environments.python_of(peer, tmp_path, {"peerless": "/other"}) == "/other"
-
-
-def test_a_build_that_is_not_named_and_a_precision_without_conversion_are_reasons(
-    tmp_path, monkeypatch
-):
-    given = {"llamacpp": "/usr/bin/python"}
-    monkeypatch.delenv("LLAMA_CPP", raising=False)
-    with pytest.raises(UnavailableError, match="not built: LLAMA_CPP names no folder"):
-        environments.python_of(PEERS["llamacpp"], tmp_path, given)
-    monkeypatch.setenv("LLAMA_CPP", "/built")
-    assert environments.python_of(PEERS["llamacpp"], tmp_path, given) == "/usr/bin/python"
-    with pytest.raises(UnavailableError, match="int8 is not measured"):
-        environments.check_precision(PEERS["transformers"], "int8")
-    environments.check_precision(PEERS["specedge"], "int8-block")
     assert environments.python_of(PEERS["specedge"], tmp_path, {}) == sys.executable
 
 
-def test_the_whole_comparison_with_two_fakes(fake, tmp_path, monkeypatch):
-    class Fake(Peer):
-        worker = Path(fake[0][1])
+def test_quality_of_the_reference_itself_and_of_a_known_distribution(tmp_path):
+    """KL, agreement and perplexity by their definitions, on distributions of two tokens."""
+    windows = tmp_path / "windows.json"
+    windows.write_text(json.dumps({"prose": [[0, 1, 0, 1], [1, 1, 0, 0]]}))
+    even, uneven = np.log([[0.5, 0.5]]), np.log([[0.9, 0.1]])
 
-    peers = {
-        "specedge": Fake("specedge", "specedge", (), own_environment=False),
-        "genai": Fake("genai", "ORT GenAI", ("fp32", "int5"), own_environment=False),
-        "llamacpp": Peer("llamacpp", "llama.cpp", ("fp32",), variable="NO_SUCH_VARIABLE"),
-    }
-    for name, peer in peers.items():
-        monkeypatch.setitem(PEERS, name, peer)
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text('{"prompt": "def f"}\n{"prompt": "class C"}\n')
-    folder = tmp_path / "out"
-    arguments = [str(PYTHON_1M), str(PYTHON_1M), "--prompts", str(prompts), "--output", str(folder)]
-    arguments += [
-        "--precision",
-        "fp32,int8,int5",
-        "--peers",
-        "specedge,genai,llamacpp",
-        "--tokens",
-        "4",
-    ]
-    result = CliRunner().invoke(compare.main, [*arguments, "--cache", str(tmp_path / "cache")])
-    assert result.exit_code == 0, result.output
-    figures = json.loads((folder / "figures.json").read_text())
-    rows = {(r["peer"], r["precision"], r["mode"]): r for r in figures["rows"]}
-    assert len(rows) == len(figures["rows"]) == 3 * 3 * 2
-    best_row = rows["genai", "fp32", "draft"]
-    assert (best_row["k"], best_row["threads"]) == (4, 2)
-    assert best_row["speedup"] == pytest.approx((1 + 4) / (1 + 2))
-    assert best_row["same_as_ours"] == "2/2"
-    assert rows["genai", "int8", "plain"]["reason"].startswith("int8 is not measured")
-    reason = "not converted: ValueError: five bits"
-    assert rows["genai", "int5", "plain"]["reason"] == reason
-    assert "ORT GenAI fp32 with a draft in int8: int8 is not measured" in figures["notes"][0]
-    assert rows["llamacpp", "fp32", "draft"]["reason"].startswith("not built")
-    assert rows["specedge", "int8", "plain"]["min_ms"] == pytest.approx(1250)
-    assert "NO_SUCH_VARIABLE" in (folder / "table.md").read_text()
-    assert "<svg" in (folder / "picture.svg").read_text()
+    def logits(row):
+        return lambda tokens: np.repeat(row, len(tokens), 0) + 3.0  # a constant changes nothing
 
-
-def test_a_draft_precision_may_be_one_librarys_alone():
-    drafts = ["int8", "genai:int4", "openvino:int8-block"]
-    plan = compare.Plan([], [], drafts, [], [], 0, 0)
-    assert plan.drafts_of("genai") == ["int8", "int4"]
-    assert plan.drafts_of("specedge") == ["int8"]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (["--peers", "other"], "no peer other; there are specedge, transformers"),
-        (["-k", "0,2"], "give whole numbers from 1"),
-        (["--threads", "a"], "give whole numbers with commas between them"),
-        ([], "has no prompts"),
-    ],
-)
-def test_mistakes_are_told_before_anything_runs(change, message, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("")
-    arguments = [str(PYTHON_1M), str(PYTHON_1M), "--prompts", str(prompts)]
-    result = CliRunner().invoke(
-        compare.main, [*arguments, "--output", str(tmp_path / "o"), *change]
+    quality.write_reference(logits(uneven), windows, tmp_path / "reference")
+    own, other = (
+        quality.measure(logits(row), str(windows), str(tmp_path / "reference"))["texts"]["prose"]
+        for row in (uneven, even)
     )
-    assert result.exit_code == 2
-    assert message in result.output
+    assert own["tokens"] == 6
+    assert own["kl"] == pytest.approx(0, abs=1e-4)
+    assert own["top1"] == other["top1"] == 1
+    perplexity = (0.9**3 * 0.1**3) ** (-1 / 6)
+    assert own["perplexity"] == pytest.approx(perplexity, rel=1e-5)
+    assert own["reference_perplexity"] == pytest.approx(perplexity, rel=1e-5)
+    assert other["perplexity"] == pytest.approx(2)
+    kl = 0.9 * np.log(0.9 / 0.5) + 0.1 * np.log(0.1 / 0.5)
+    assert other["kl"] == pytest.approx(kl, rel=1e-3)
+    swapped = quality.measure(logits(uneven[:, ::-1]), str(windows), str(tmp_path / "reference"))
+    assert swapped["texts"]["prose"]["top1"] == 0
+
+
+def test_windows_begin_with_bos_and_never_fall_short():
+    windows = reference.cut("prose", range(1000, 10_000), [2])
+    assert [window[:2] for window in windows[:2]] == [[2, 1000], [2, 1511]]
+    assert {len(window) for window in windows} == {512}
+    with pytest.raises(ValueError, match="prose has 2559 tokens; 2560 are needed"):
+        reference.cut("prose", range(2559), [])
+    assert 512 * sum(reference.NUM_WINDOWS.values()) >= 10_000
+
+
+def test_held_out_text_is_not_in_the_calibration_text():
+    """No text of the comparison shares 80 characters with a text that the exporter comes with."""
+    folder = Path(texts.__file__).parent
+    calibration = " ".join(_words(path.read_text("utf-8")) for path in _calibration(folder))
+    held_out = [path.read_text("utf-8") for path in reference.TEXTS.glob("*.*")]
+    for text in map(_words, [*held_out, reference.code()]):
+        assert len(text) > 80
+        assert not [i for i in range(0, len(text) - 80, 40) if text[i : i + 80] in calibration]
+
+
+def _calibration(folder):
+    return [path for path in folder.rglob("*.txt") if not path.name.startswith("evaluation")]
+
+
+def _words(text):
+    return " ".join(text.split())

@@ -83,19 +83,23 @@ def lines(
 
 
 def bars(
-    title: str, unit: str, names: Sequence[str], some: Sequence[tuple[str, Sequence[float]]]
+    title: str,
+    unit: str,
+    names: Sequence[str],
+    some: Sequence[tuple[str, Sequence[float]]],
+    label_width: int = _LABELS,
 ) -> str:
     """Stacked bars with labels and totals, one below the other; `names` are the parts'."""
     longest = max([*(sum(sizes) for _, sizes in some), 1e-9])
-    scale = (_WIDTH - _LABELS - 130) / longest
+    scale = (_WIDTH - label_width - 130) / longest
     parts: list[str] = []
     for i, name in enumerate(names):
-        parts.append(_box(_LABELS + 110 * i, 4, 12, 12, COLOURS[i]))
-        parts.append(_text(_LABELS + 110 * i + 17, 14, name))
+        parts.append(_box(label_width + 110 * i, 4, 12, 12, COLOURS[i]))
+        parts.append(_text(label_width + 110 * i + 17, 14, name))
     for row, (label, sizes) in enumerate(some):
         y = 30 + row * (_BAR + _GAP)
-        parts.append(_text(_LABELS - 8, y + 12, label, "end"))
-        x = float(_LABELS)
+        parts.append(_text(label_width - 8, y + 12, label, "end"))
+        x = float(label_width)
         for i, size in enumerate(sizes):
             parts.append(_box(x, y, size * scale, _BAR, COLOURS[i]))
             x += size * scale

@@ -1,146 +1,205 @@
-"""The two stages of a comparison: each peer's best settings, then the best ones in turn."""
+"""Quality and interleaved timings of converted models, kept as JSON."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
-from processes import Loaded, WorkerError
+from processes import WorkerError
 
-Prompt = list[int]
-AUTO = "auto"  # K of a library that chooses it round by round
+AUTO = "auto"  # drafts as the library plans them
+LENGTHS = (1, 5)  # tokens of the passes that are timed
+REPEATS = 8  # passes of each length in a round
+WARM_UP = 8  # tokens after loading
 
 
 class Asked(Protocol):
-    """What measuring needs of a pool of workers."""
+    """The part of a worker that measuring needs."""
 
-    def ask(self, loaded: Loaded, **request: Any) -> dict[str, Any]: ...
+    def ask(self, op: str, **arguments: Any) -> dict[str, Any]: ...
 
 
-@dataclass(frozen=True)
-class Setting:
-    """A loaded peer and its K; 0 is plain decoding, AUTO its own choice."""
+@dataclass
+class Variant:
+    """A model as one library holds it in one precision.
 
-    loaded: Loaded
-    k: int | str
+    Attributes:
+        model: Folder name of the conversion; empty if there is none.
+        reason: Why there are no figures.
+        has_drafts: True if the library also decodes with drafts here.
+    """
+
+    peer: str
+    precision: str
+    model: str = ""
+    num_bytes: int = 0
+    reason: str = ""
+    version: str = ""
+    peak_bytes: int = 0
+    has_drafts: bool = False
+    quality: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.peer} {self.precision}"
 
 
 @dataclass(frozen=True)
 class Run:
-    """One generation. Counts are None where a peer does not tell them."""
+    """One greedy generation of a prompt."""
 
-    setting: Setting
-    round: int
+    variant: str
+    k: int | str
     prompt: int
-    tokens: tuple[int, ...]
+    tokens: int
     prefill_seconds: float
     decode_seconds: float
+    text: str  # digest of the token ids
     accepted: int | None = None
     drafted: int | None = None
 
     @property
-    def seconds(self) -> float:
-        return self.prefill_seconds + self.decode_seconds
+    def ms_per_token(self) -> float:
+        """Milliseconds of the whole request for each new token."""
+        return 1000 * (self.prefill_seconds + self.decode_seconds) / self.tokens
 
 
-@dataclass(frozen=True)
-class Tried:
-    """A setting of a sweep and the time of its prompts, or why there is none."""
+@dataclass
+class Round:
+    """One turn of every setting: all prompts, and passes by variant and length.
 
-    setting: Setting
-    seconds: float | None
-    reason: str = ""
+    Attributes:
+        stamp: Digest of what was compared; rounds of another one are discarded.
+    """
+
+    stamp: str
+    date: str
+    runs: list[Run]
+    passes: dict[str, list[list[float]]]
 
 
-def generate(
-    pool: Asked, setting: Setting, at: tuple[int, int], prompt: Prompt, length: int
+@dataclass
+class Figures:
+    """Everything that is measured of one file."""
+
+    name: str
+    kinds: list[str] = field(default_factory=list)  # of the prompts
+    variants: dict[str, Variant] = field(default_factory=dict)
+    rounds: list[Round] = field(default_factory=list)
+
+    @classmethod
+    def parse(cls, fields: Mapping[str, Any]) -> Figures:
+        """Return the figures of their JSON form."""
+        rounds = [
+            Round(r["stamp"], r["date"], [Run(**run) for run in r["runs"]], r["passes"])
+            for r in fields["rounds"]
+        ]
+        variants = {name: Variant(**one) for name, one in fields["variants"].items()}
+        return cls(fields["name"], fields["kinds"], variants, rounds)
+
+    def json(self) -> dict[str, Any]:
+        """Return the JSON form."""
+        return asdict(self)
+
+
+def measure_rounds(
+    workers: Mapping[str, Asked],
+    figures: Figures,
+    prompts: Sequence[tuple[str, list[int]]],
+    tokens: int,
+    rounds: int,
+    seconds: float,
+) -> Iterator[Round]:
+    """Run rounds until there are enough or the time is over, at least one if one is missing.
+
+    A round generates each prompt by every setting in turn, another one first each time, so that
+    runs to compare lie within seconds of each other.
+    """
+    variants = [figures.variants[name] for name in workers]
+    settings = [(one, k) for one in variants for k in ((0, AUTO) if one.has_drafts else (0,))]
+    facts = [[one.name, one.model, one.version] for one in variants]
+    stamp = _digest([facts, [ids for _, ids in prompts], tokens])
+    figures.kinds = [kind for kind, _ in prompts]
+    figures.rounds = [one for one in figures.rounds if one.stamp == stamp]
+    end = time.monotonic() + seconds
+    while len(figures.rounds) < rounds:
+        runs = []
+        for i, (_, prompt) in enumerate(prompts):
+            first = (i + len(figures.rounds)) % len(settings)
+            for variant, k in [*settings[first:], *settings[:first]]:
+                runs.append(_run(workers[variant.name], variant, k, i, prompt, tokens))
+        passes = {
+            name: worker.ask("passes", prompt=prompts[0][1], lengths=LENGTHS, repeats=REPEATS)
+            for name, worker in workers.items()
+        }
+        times = {name: answer["seconds_by_length"] for name, answer in passes.items()}
+        for name, answer in passes.items():
+            figures.variants[name].peak_bytes = answer["peak_bytes"]
+        figures.rounds.append(Round(stamp, time.strftime("%Y-%m-%d"), runs, times))
+        yield figures.rounds[-1]
+        if time.monotonic() > end:
+            return
+
+
+def _run(
+    worker: Asked, variant: Variant, k: int | str, number: int, prompt: list[int], tokens: int
 ) -> Run:
-    """One generation; `at` are its round and the prompt's number. Raises WorkerError."""
-    found = pool.ask(setting.loaded, prompt=prompt, tokens=length, k=setting.k)
-    if len(found["tokens"]) != length:
-        raise WorkerError(f"gave {len(found['tokens'])} tokens of {length}")
+    answer = worker.ask("generate", prompt=prompt, tokens=tokens, k=k)
+    if len(answer["tokens"]) != tokens:
+        raise WorkerError(f"{variant.name} gave {len(answer['tokens'])} tokens of {tokens}")
     return Run(
-        setting,
-        *at,
-        tuple(found["tokens"]),
-        found["prefill_seconds"],
-        found["decode_seconds"],
-        found.get("accepted"),
-        found.get("drafted"),
+        variant.name,
+        k,
+        number,
+        tokens,
+        answer["prefill_seconds"],
+        answer["decode_seconds"],
+        _digest(answer["tokens"]),
+        answer.get("accepted"),
+        answer.get("drafted"),
     )
 
 
-def sweep(
-    pool: Asked,
-    peer: str,
-    precision: str,
-    drafts: Sequence[str],
-    prompts: Sequence[Prompt],
-    length: int,
-    threads: Sequence[int],
-    ks: Sequence[int | str],
-) -> list[Tried]:
-    """Plain decoding with every number of threads; with the best, every draft precision and K."""
-    plain = [
-        _tried(pool, Setting(Loaded(peer, precision, None, count), 0), prompts, length)
-        for count in threads
-    ]
-    fastest = best(plain)
-    if fastest is None:
-        return plain
-    return plain + [
-        _tried(pool, Setting(replace(fastest.loaded, draft_precision=draft), k), prompts, length)
-        for draft in drafts
-        for k in ks
-    ]
-
-
-def _tried(pool: Asked, setting: Setting, prompts: Sequence[Prompt], length: int) -> Tried:
-    """The faster of two passes over the prompts."""
-    try:
-        times = [
-            sum(
-                generate(pool, setting, (turn, i), p, length).seconds for i, p in enumerate(prompts)
-            )
-            for turn in range(2)
-        ]
-    except WorkerError as error:
-        return Tried(setting, None, str(error))
-    return Tried(setting, min(times))
-
-
-def best(tried: Sequence[Tried]) -> Setting | None:
-    """The fastest setting, None if all failed."""
-    worked = [(one.seconds, i) for i, one in enumerate(tried) if one.seconds is not None]
-    return tried[min(worked)[1]].setting if worked else None
-
-
-def in_turn(
-    pool: Asked,
-    settings: Sequence[Setting],
-    prompts: Sequence[Prompt],
-    length: int,
-    rounds: int,
-    said: Callable[[str], object] = lambda line: None,
-) -> Iterator[tuple[list[Run], dict[Setting, str]]]:
-    """All settings in each round, another one first each time; and why some failed.
-
-    Gives all that is known after each round.
-    """
-    runs: list[Run] = []
-    failed: dict[Setting, str] = {}
-    for turn in range(rounds):
-        start = turn % max(len(settings), 1)
-        for setting in [*settings[start:], *settings[:start]]:
-            if setting in failed:
-                continue
-            said(f"round {turn + 1} of {rounds}: {setting}")
+@contextmanager
+def loaded(
+    variants: Sequence[Variant],
+    start: Callable[[Variant], Any],
+    *,
+    models: Path,
+    prompt: list[int],
+    threads: int,
+    say: Callable[[str], object],
+) -> Iterator[dict[str, Asked]]:
+    """Load each variant in a process of its own and warm it up; those that fail get a reason."""
+    with ExitStack() as stack:
+        workers: dict[str, Asked] = {}
+        for variant in variants:
+            worker = stack.enter_context(start(variant))
             try:
-                runs += [
-                    generate(pool, setting, (turn, i), prompt, length)
-                    for i, prompt in enumerate(prompts)
-                ]
+                model = str(models / variant.model)
+                answer = worker.ask("load", model=model, threads=threads)
+                variant.version = answer["version"]
+                for k in (0, AUTO) if variant.has_drafts else (0,):
+                    worker.ask("generate", prompt=prompt, tokens=WARM_UP, k=k)
+                workers[variant.name] = worker
             except WorkerError as error:
-                failed[setting] = str(error)
-        yield runs, failed
+                variant.reason = str(error)
+                say(f"{variant.name}: {error}")
+        yield workers
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:12]
+
+
+def read(path: Path) -> list[Figures]:
+    """Return the figures of a file, none if there is no file."""
+    if not path.exists():
+        return []
+    return [Figures.parse(one) for one in json.loads(path.read_text("utf-8"))["models"]]

@@ -1,4 +1,4 @@
-"""Workers as processes: requests as lines of JSON, and as many at a time as fit in memory."""
+"""Worker processes, asked by lines of JSON."""
 
 from __future__ import annotations
 
@@ -7,29 +7,15 @@ import os
 import signal
 import subprocess
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 PATIENCE = 3600.0  # seconds for an answer; a conversion takes the longest
-GUESS = 3  # times the size of the files is what a model takes, before it was measured
 
 
 class WorkerError(Exception):
-    """A request that failed, or a worker that ended."""
-
-
-@dataclass(frozen=True)
-class Loaded:
-    """What a process holds. Without `draft_precision` there is no draft."""
-
-    peer: str
-    precision: str
-    draft_precision: str | None
-    threads: int
+    """A failed request, or a worker that ended."""
 
 
 class Worker:
@@ -55,7 +41,11 @@ class Worker:
         self._log, self._patience, self._is_late = log, patience, False
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]:
-        """Send a request and wait for its answer. Raises WorkerError."""
+        """Send a request and return its answer.
+
+        Raises:
+            WorkerError: The request failed, or the worker ended or was ended for being late.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         alarm = threading.Timer(self._patience, self._give_up)
@@ -64,7 +54,7 @@ class Worker:
             self._process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
             self._process.stdin.flush()
             line = self._process.stdout.readline()
-        except BrokenPipeError:
+        except (BrokenPipeError, ValueError):  # it has ended, or was closed
             line = ""
         finally:
             alarm.cancel()
@@ -79,7 +69,7 @@ class Worker:
         return answer
 
     def close(self) -> None:
-        """End the process by the end of its input, and by force where that does not help."""
+        """End the process by closing its input, and by force where that does not help."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.close()
@@ -107,53 +97,3 @@ class Worker:
     def _last_words(self) -> str:
         lines = self._log.read_text("utf-8", "replace").strip().splitlines()
         return lines[-1] if lines else "it said nothing"
-
-
-class Pool:
-    """Loaded workers; the one that was used longest ago makes room."""
-
-    def __init__(
-        self,
-        start: Callable[[Loaded], tuple[Worker, dict[str, Any]]],
-        guess: Callable[[Loaded], float],
-        limit: float,
-    ) -> None:
-        """`start` gives a loaded worker and its answer; `guess` and `limit` are bytes."""
-        self._start, self._guess, self._limit = start, guess, limit
-        self._live: OrderedDict[Loaded, Worker] = OrderedDict()
-        self._bytes: dict[Loaded, float] = {}
-        self.answers: dict[Loaded, list[dict[str, Any]]] = {}
-
-    def ask(self, loaded: Loaded, **request: Any) -> dict[str, Any]:
-        """A generation by what is loaded, or now is. Raises WorkerError."""
-        worker = self._get(loaded)
-        try:
-            answer = worker.ask("generate", **request)
-        except WorkerError:
-            del self._live[loaded]
-            worker.close()
-            raise
-        self._bytes[loaded] = answer["peak_bytes"]
-        return answer
-
-    def peak_bytes(self, loaded: Loaded) -> float:
-        """The most that its process had resident."""
-        return self._bytes[loaded]
-
-    def close(self) -> None:
-        while self._live:
-            self._live.popitem(last=False)[1].close()
-
-    def _get(self, loaded: Loaded) -> Worker:
-        if loaded in self._live:
-            self._live.move_to_end(loaded)
-            return self._live[loaded]
-        while self._live and self._size(loaded) + sum(map(self._size, self._live)) > self._limit:
-            self._live.popitem(last=False)[1].close()
-        worker, answer = self._start(loaded)
-        self._live[loaded] = worker
-        self.answers.setdefault(loaded, []).append(answer)
-        return worker
-
-    def _size(self, loaded: Loaded) -> float:
-        return self._bytes.get(loaded) or self._guess(loaded)

@@ -1,4 +1,4 @@
-"""onnxruntime-genai as a peer: its model builder, and a configuration with a draft beside."""
+"""onnxruntime-genai with its own model builder."""
 
 from __future__ import annotations
 
@@ -10,69 +10,82 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnxruntime_genai as og
 
-from serving import FirstToken, each_model, serve
+from serving import FirstToken, cached, serve, size_of
+
+CONTEXT = 1024
 
 
 class GenAI:
-    """The draft is described in the target's configuration, which is written by hand."""
+    """Models of the builder with its default options for a CPU."""
 
-    def convert(self, request: dict[str, Any]) -> dict[str, Any]:
-        return each_model(request, f"genai-{og.__version__}", _build)
+    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+        name = f"genai-{og.__version__}-{precision}"
+        return cached(cache, checkpoint, name, lambda path: _build(path, checkpoint, precision))
 
-    def load(self, target: str, draft: str | None, threads: int) -> dict[str, Any]:
-        config = json.loads(Path(target, "genai_config.json").read_text("utf-8"))
-        model = config["model"]
-        if draft:
-            described = json.loads(Path(draft, "genai_config.json").read_text("utf-8"))
-            model["draft"] = described["model"]["decoder"]
+    def num_bytes(self, model: Path) -> int:
+        return size_of(*model.glob("*.onnx*"))
+
+    def load(self, model: Path, threads: int) -> str:
+        config = json.loads((model / "genai_config.json").read_text("utf-8"))
+        decoder = config["model"]["decoder"]
+        decoder.setdefault("session_options", {})["intra_op_num_threads"] = threads
         self._folder = tempfile.TemporaryDirectory()
-        place = Path(self._folder.name)
-        for path in Path(target).glob("*.json"):
-            shutil.copy(path, place)
-        for part, folder in (("decoder", target), ("draft", draft)):
-            if folder:
-                (place / part).symlink_to(folder)  # files must lie below the configuration
-                model[part]["filename"] = f"{part}/{model[part]['filename']}"
-                model[part].setdefault("session_options", {})["intra_op_num_threads"] = threads
-        (place / "genai_config.json").write_text(json.dumps(config), "utf-8")
-        self.model = og.Model(str(place))
-        return {"version": og.__version__}
+        folder = Path(self._folder.name)
+        for path in model.glob("*.json"):
+            shutil.copy(path, folder)
+        (folder / "model").symlink_to(model)  # files must lie below the configuration
+        decoder["filename"] = f"model/{decoder['filename']}"
+        (folder / "genai_config.json").write_text(json.dumps(config), "utf-8")
+        self.model = og.Model(str(folder))
+        return og.__version__
 
-    def generate(self, prompt: list[int], tokens: int, k: int) -> dict[str, Any]:
+    def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
         length = len(prompt) + tokens
-        params = og.GeneratorParams(self.model)
-        params.set_search_options(max_length=length, min_length=length, do_sample=False)
-        if k:
-            params.set_speculative_options(max_draft_tokens=k)
         times = FirstToken()
-        generator = og.Generator(self.model, params)
+        # There is no option to write past an end token: a least length keeps it from giving one.
+        generator = self._generator(max_length=length, min_length=length)
         generator.append_tokens(prompt)
         while not generator.is_done() and generator.token_count() < length:
             generator.generate_next_token()
-            times.came()
-        found: dict[str, Any] = times.split()
-        if k:
-            stats = generator.get_speculative_stats()
-            found["drafted"] = stats["draft_tokens_proposed"]
-            found["accepted"] = stats["draft_tokens_accepted"]
-        return {"tokens": [int(t) for t in generator.get_sequence(0)[len(prompt) :]], **found}
+            times.arrived()
+        ids = [int(token) for token in generator.get_sequence(0)[len(prompt) :]]
+        return {"tokens": ids, **times.split()}
+
+    def prefill(self, tokens: list[int]) -> None:
+        self._passes = self._generator(max_length=CONTEXT)
+        self._passes.append_tokens(tokens)
+        self._length = len(tokens)
+
+    def run_pass(self, tokens: list[int]) -> None:
+        self._passes.append_tokens(tokens)
+        self._passes.rewind_to(self._length)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        generator = self._generator(max_length=CONTEXT)
+        generator.append_tokens(tokens)
+        rows = np.asarray(generator.get_output("logits"), np.float32)[0]
+        if len(rows) != len(tokens):
+            raise RuntimeError(f"gives {len(rows)} rows of logits for {len(tokens)} tokens")
+        return rows
+
+    def _generator(self, **options: int) -> Any:
+        params = og.GeneratorParams(self.model)
+        params.set_search_options(do_sample=False, **options)
+        return og.Generator(self.model, params)
 
 
-def _build(place: Path, source: str, precision: str) -> None:
+def _build(folder: Path, checkpoint: str, precision: str) -> None:
     builder = [sys.executable, "-m", "onnxruntime_genai.models.builder"]
-    options = ["-i", source, "-o", str(place), "-p", precision, "-e", "cpu"]
+    options = ["-i", checkpoint, "-o", str(folder), "-p", precision, "-e", "cpu"]
     with tempfile.TemporaryDirectory() as scratch:
-        done = subprocess.run(
-            [*builder, *options, "-c", scratch],
-            stdout=sys.stderr,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-    sys.stderr.write(done.stderr)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip().splitlines()[-1])
+        command = [*builder, *options, "-c", scratch]
+        process = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(process.stderr)
+    if process.returncode:
+        raise RuntimeError(process.stderr.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":

@@ -1,169 +1,129 @@
-"""llama.cpp as a peer: its server, its own converter and quantiser.
-
-LLAMA_CPP names the source folder, built in `build`: docs/peers.md has the commands. A K other than
-the last one starts the server anew, because K is an argument of it; that is not timed.
-"""
+"""llama.cpp through llama-cpp-python, with its own quantizer."""
 
 from __future__ import annotations
 
-import json
-import os
-import socket
-import subprocess
-import sys
-import tempfile
-import time
-import urllib.request
+import ctypes
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from serving import FirstToken, each_model, peak_bytes, serve
+import gguf
+import llama_cpp.llama_cpp as llama
+import numpy as np
 
-TREE = Path(os.environ["LLAMA_CPP"])
-PROGRAMS = TREE / "build/bin"
-TYPES = {"int8": "Q8_0", "int4": "Q4_0"}
-# Prompts are ids, so how the converted model would split text does not matter.
-CONVERT = """
-import runpy, sys
-sys.path[:0] = [sys.argv[1], sys.argv[1] + "/gguf-py"]
-from conversion.base import TextModel
-TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-sys.argv = sys.argv[2:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-START_SECONDS = 120
-WARM_UP = 8  # tokens after a start
+from serving import FirstToken, cached, serve, size_of
 
-
-class Server(NamedTuple):
-    """A running server and its K."""
-
-    process: subprocess.Popen[bytes]
-    port: int
-    k: int
-    log: str
+CONTEXT = 1024
+BATCH = 512  # tokens of a pass, at most
+FILE_TYPES = {
+    "Q8_0": llama.LLAMA_FTYPE_MOSTLY_Q8_0,
+    "Q4_0": llama.LLAMA_FTYPE_MOSTLY_Q4_0,
+    "Q4_K_M": llama.LLAMA_FTYPE_MOSTLY_Q4_K_M,
+}
 
 
 class LlamaCpp:
-    """float32 caches in float32; quantised models keep the defaults."""
+    """Files quantized from the published one's values; caches in the default, float16."""
 
-    def __init__(self) -> None:
-        self.server: Server | None = None
+    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+        whole = cached(cache, gguf, "llamacpp-F32", lambda folder: _dequantize(gguf, folder))
+        if precision == "F32":
+            return whole
+        name = f"llamacpp-{precision}"
+        return cached(cache, gguf, name, lambda folder: _quantize(whole, folder, precision))
 
-    def convert(self, request: dict[str, Any]) -> dict[str, Any]:
-        return each_model(request, "llamacpp", _convert)
+    def num_bytes(self, model: Path) -> int:
+        return size_of(model / "model.gguf")
 
-    def load(self, target: str, draft: str | None, threads: int) -> dict[str, Any]:
-        self.target, self.draft, self.threads = target, draft, threads
-        self._serve(2 if draft else 0)
-        said = subprocess.run(
-            [PROGRAMS / "llama-server", "--version"], capture_output=True, text=True, check=True
-        )
-        return {"version": (said.stderr + said.stdout).strip().splitlines()[0]}
+    def load(self, model: Path, threads: int) -> str:
+        llama.llama_backend_init()
+        path = str(model / "model.gguf").encode()
+        self.model = llama.llama_model_load_from_file(path, llama.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError("llama.cpp cannot load the file")
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = CONTEXT, BATCH, BATCH
+        params.n_threads = params.n_threads_batch = threads
+        self.context = llama.llama_init_from_model(self.model, params)
+        self.memory = llama.llama_get_memory(self.context)
+        vocab = llama.llama_model_get_vocab(self.model)
+        self.num_tokens = llama.llama_vocab_n_tokens(vocab)
+        self.batch = llama.llama_batch_init(BATCH, 0, 1)
+        try:
+            return version("llama-cpp-python")
+        except PackageNotFoundError:
+            return llama.llama_print_system_info().decode()
 
-    def generate(self, prompt: list[int], tokens: int, k: int) -> dict[str, Any]:
-        if self.server is None or self.server.k != k:
-            self._serve(k)
-            self._ask(prompt, WARM_UP)
-        found = self._ask(prompt, tokens)
-        return {**found, "peak_bytes": peak_bytes(self.server.process.pid)}
+    def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
+        times = FirstToken()
+        self.prefill(prompt)
+        ids = [int(self._rows(1)[0].argmax())]
+        times.arrived()
+        while len(ids) < tokens:
+            self._decode(ids[-1:], len(prompt) + len(ids) - 1, 1)
+            ids.append(int(self._rows(1)[0].argmax()))
+        return {"tokens": ids, **times.split()}
 
-    def _ask(self, prompt: list[int], tokens: int) -> dict[str, Any]:
-        body = {
-            "prompt": prompt, "n_predict": tokens, "temperature": 0, "ignore_eos": True,
-            "cache_prompt": False, "stream": True, "return_tokens": True,
-        }  # fmt: skip
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{self.server.port}/completion",
-            json.dumps(body).encode(),
-            {"Content-Type": "application/json"},
-        )
-        times, ids, last = FirstToken(), [], {}
-        with urllib.request.urlopen(request) as answer:
-            for line in answer:
-                if line.startswith(b"data: "):
-                    last = json.loads(line[6:])
-                    if not last.get("stop"):
-                        ids += last["tokens"]
-                        times.came()
-        counts = last.get("timings", {})
-        kept = {"accepted": "draft_n_accepted", "drafted": "draft_n"}
-        return {
-            "tokens": ids,
-            **times.split(),
-            **{name: counts[key] for name, key in kept.items() if key in counts},
-        }
+    def prefill(self, tokens: list[int]) -> None:
+        llama.llama_memory_clear(self.memory, True)
+        self._decode(tokens, 0, 1)
+        self._length = len(tokens)
 
-    def _serve(self, k: int) -> None:
-        self.close()
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        command = [
-            PROGRAMS / "llama-server", "--host", "127.0.0.1", "--port", port, "--parallel", 1,
-            "--ctx-size", 1024, "--threads", self.threads, "--model", _file(self.target),
-            "--cache-ram", 0,
-        ]  # fmt: skip
-        if "-fp32-" in Path(self.target).name:
-            command += ["--cache-type-k", "f32", "--cache-type-v", "f32"]
-        if self.draft and k:
-            command += ["--spec-type", "draft-simple", "--spec-draft-n-max", k]
-            command += ["--spec-draft-model", _file(self.draft)]
-        number, log = tempfile.mkstemp()
-        process = subprocess.Popen(
-            list(map(str, command)), stdin=subprocess.DEVNULL, stdout=number, stderr=number
-        )
-        os.close(number)
-        self.server = Server(process, port, k, log)
-        self._wait()
+    def run_pass(self, tokens: list[int]) -> None:
+        self._decode(tokens, self._length, len(tokens))
+        llama.llama_memory_seq_rm(self.memory, 0, self._length, -1)
 
-    def _wait(self) -> None:
-        end = time.monotonic() + START_SECONDS
-        while time.monotonic() < end and self.server.process.poll() is None:
-            try:
-                with urllib.request.urlopen(f"http://127.0.0.1:{self.server.port}/health"):
-                    return
-            except OSError:
-                time.sleep(0.05)
-        lines = Path(self.server.log).read_text("utf-8", "replace").strip().splitlines()
-        self.close()
-        raise RuntimeError(f"llama-server does not answer: {(lines or ['it said nothing'])[-1]}")
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        llama.llama_memory_clear(self.memory, True)
+        self._decode(tokens, 0, len(tokens))
+        return self._rows(len(tokens))
 
-    def close(self) -> None:
-        if self.server is not None:
-            self.server.process.kill()
-            self.server.process.wait()
-            Path(self.server.log).unlink()
-            self.server = None
+    def _decode(self, tokens: list[int], start: int, num_rows: int) -> None:
+        """Run one pass that gives the logits of the last `num_rows` tokens."""
+        batch = self.batch
+        batch.n_tokens = len(tokens)
+        for i, token in enumerate(tokens):
+            batch.token[i], batch.pos[i] = token, start + i
+            batch.n_seq_id[i], batch.seq_id[i][0] = 1, 0
+            batch.logits[i] = i >= len(tokens) - num_rows
+        if llama.llama_decode(self.context, batch):
+            raise RuntimeError("llama_decode failed")
+
+    def _rows(self, count: int) -> np.ndarray:
+        """Return the logits of the last pass, [count, V]."""
+        pointer = llama.llama_get_logits(self.context)
+        return np.ctypeslib.as_array(pointer, (count, self.num_tokens))
 
 
-def _file(folder: str) -> str:
-    return str(Path(folder, "model.gguf"))
+def _dequantize(source: str, folder: Path) -> None:
+    """Write a GGUF file with the same header and float32 tensors."""
+    folder.mkdir()
+    reader = gguf.GGUFReader(source)
+    architecture = reader.fields["general.architecture"].contents()
+    writer = gguf.GGUFWriter(folder / "model.gguf", architecture)
+    for name, field in reader.fields.items():
+        if name.startswith("GGUF.") or name in ("general.architecture", "general.file_type"):
+            continue
+        is_array = field.types[0] == gguf.GGUFValueType.ARRAY
+        element = field.types[-1] if is_array else None
+        writer.add_key_value(name, field.contents(), field.types[0], element)
+    for tensor in reader.tensors:
+        values = gguf.dequantize(tensor.data, tensor.tensor_type)
+        writer.add_tensor(tensor.name, np.ascontiguousarray(values, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
-def _convert(place: Path, source: str, precision: str) -> None:
-    place.mkdir()
-    whole = place / "whole.gguf"
-    script = str(TREE / "convert_hf_to_gguf.py")
-    command = [sys.executable, "-c", CONVERT, str(TREE), script, source]
-    _run([*command, "--outtype", "f32", "--outfile", str(whole)])
-    if precision == "fp32":
-        whole.rename(place / "model.gguf")
-    else:
-        quantise = str(PROGRAMS / "llama-quantize")
-        _run([quantise, str(whole), str(place / "model.gguf"), TYPES[precision]])
-        whole.unlink()
-
-
-def _run(command: list[str]) -> None:
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError((done.stderr.strip().splitlines() or ["it said nothing"])[-1])
+def _quantize(whole: Path, folder: Path, precision: str) -> None:
+    folder.mkdir()
+    params = llama.llama_model_quantize_default_params()
+    params.ftype = FILE_TYPES[precision]
+    source, target = (str(path / "model.gguf").encode() for path in (whole, folder))
+    if llama.llama_model_quantize(source, target, ctypes.byref(params)):
+        raise RuntimeError(f"llama.cpp cannot quantize to {precision}")
 
 
 if __name__ == "__main__":
-    peer = LlamaCpp()
-    try:
-        serve(peer)
-    finally:
-        peer.close()
+    serve(LlamaCpp())

@@ -1,4 +1,4 @@
-"""OpenVINO GenAI as a peer, its models converted by optimum-intel."""
+"""OpenVINO GenAI, its models converted by optimum-intel."""
 
 from __future__ import annotations
 
@@ -10,36 +10,74 @@ import numpy as np
 import openvino as ov
 import openvino_genai
 
-from serving import FirstToken, each_model, serve
+from serving import FirstToken, cached, serve, size_of
 
 
 class OpenVINO:
-    """float32 computes and caches in float32; quantised models keep the device's defaults."""
+    """Quantized weights with the device's defaults for everything else.
 
-    def convert(self, request: dict[str, Any]) -> dict[str, Any]:
-        return each_model(request, f"openvino-{openvino_genai.__version__}", _export)
+    Requests run in the pipeline; passes and logits come from the same graph, compiled apart.
+    """
 
-    def load(self, target: str, draft: str | None, threads: int) -> dict[str, Any]:
-        options = _options(target, threads)
-        if draft:
-            options["draft_model"] = openvino_genai.draft_model(
-                draft, "CPU", **_options(draft, threads)
-            )
-        self.pipe = openvino_genai.LLMPipeline(target, "CPU", **options)
-        return {"version": openvino_genai.__version__}
+    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+        name = f"openvino-{openvino_genai.__version__}-{precision}"
+        return cached(cache, checkpoint, name, lambda path: _export(path, checkpoint, precision))
 
-    def generate(self, prompt: list[int], tokens: int, k: int) -> dict[str, Any]:
+    def num_bytes(self, model: Path) -> int:
+        return size_of(model / "openvino_model.bin")
+
+    def load(self, model: Path, threads: int) -> str:
+        self._options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
+        # The pipeline's own scheduler, but that no prompt is known from an earlier request.
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_batched_tokens = sys.maxsize
+        scheduler.enable_prefix_caching = False
+        self._path = str(model / "openvino_model.xml")
+        self._request: Any = None
+        self.pipe = openvino_genai.LLMPipeline(
+            str(model), "CPU", scheduler_config=scheduler, **self._options
+        )
+        return openvino_genai.__version__
+
+    def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
         config = openvino_genai.GenerationConfig()
         config.max_new_tokens = tokens
         config.ignore_eos = True
         config.do_sample = False
-        if k:
-            config.num_assistant_tokens = k
         ids = np.array([prompt], np.int64)
         inputs = openvino_genai.TokenizedInputs(ov.Tensor(ids), ov.Tensor(np.ones_like(ids)))
         watch = _Watch()
-        found = self.pipe.generate(inputs, config, watch)
-        return {"tokens": [int(token) for token in found.tokens[0]], **watch.times.split()}
+        result = self.pipe.generate(inputs, config, watch)
+        return {"tokens": [int(token) for token in result.tokens[0]], **watch.times.split()}
+
+    def prefill(self, tokens: list[int]) -> None:
+        self.logits(tokens)
+
+    def run_pass(self, tokens: list[int]) -> None:
+        """Run a pass; the cache grows, as the graph cannot roll it back."""
+        self._run(tokens)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        if self._request is None:
+            model = ov.Core().compile_model(self._path, "CPU", self._options)
+            self._request = model.create_infer_request()
+            self._inputs = {name for port in model.inputs for name in port.names}
+        self._request.reset_state()
+        self._length = 0
+        return self._run(tokens)
+
+    def _run(self, tokens: list[int]) -> np.ndarray:
+        count, start = len(tokens), self._length
+        self._length += count
+        inputs = {
+            "input_ids": np.array([tokens], np.int64),
+            "attention_mask": np.ones((1, self._length), np.int64),
+            "position_ids": np.arange(start, self._length, dtype=np.int64)[None],
+            "beam_idx": np.zeros(1, np.int32),
+        }
+        used = {name: value for name, value in inputs.items() if name in self._inputs}
+        self._request.infer(used)
+        return np.asarray(self._request.get_tensor("logits").data)[0]
 
 
 class _Watch(openvino_genai.StreamerBase):
@@ -48,36 +86,21 @@ class _Watch(openvino_genai.StreamerBase):
         self.times = FirstToken()
 
     def write(self, token: int | list[int]) -> Any:
-        self.times.came()
+        self.times.arrived()
         return openvino_genai.StreamingStatus.RUNNING
 
     def end(self) -> None:
-        """Nothing is held back."""
+        """Do nothing: no token is held back."""
 
 
-def _options(folder: str, threads: int) -> dict[str, Any]:
-    options: dict[str, Any] = {"INFERENCE_NUM_THREADS": threads}
-    # As the pipeline's own scheduler, but that no prompt is known from an earlier request.
-    scheduler = openvino_genai.SchedulerConfig()
-    scheduler.max_num_batched_tokens = sys.maxsize
-    scheduler.enable_prefix_caching = False
-    options["scheduler_config"] = scheduler
-    if "-fp32-" in Path(folder).name:
-        options |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
-    return options
-
-
-def _export(place: Path, source: str, precision: str) -> None:
+def _export(folder: Path, checkpoint: str, precision: str) -> None:
     from optimum.exporters.openvino import main_export
     from optimum.intel.openvino.configuration import OVConfig, OVWeightQuantizationConfig
 
-    bits = {"int8": 8, "int4": 4}.get(precision)
-    group = {"sym": True, "group_size": 32} if bits == 4 else {}
-    scheme = OVWeightQuantizationConfig(bits=bits, **group) if bits else None
-    config = OVConfig(dtype="fp32") if scheme is None else OVConfig(quantization_config=scheme)
-    # A pipeline with a draft model compares tokenizers, and so needs them.
+    assert precision == "int8"
+    config = OVConfig(quantization_config=OVWeightQuantizationConfig(bits=8))
     task = "text-generation-with-past"
-    main_export(source, place, task=task, ov_config=config, convert_tokenizer=True)
+    main_export(checkpoint, folder, task=task, ov_config=config, convert_tokenizer=True)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
-"""What every worker shares: one request a line on stdin, one answer a line on stdout.
+"""Protocol of the workers: one JSON request a line on stdin, one JSON answer a line on stdout.
 
-    {"op": "convert", "model": FOLDER, "draft": FOLDER, "precision": P, "draft_precision": Q,
-     "cache": FOLDER}
-    {"op": "load", "target": PLACE, "draft": PLACE or null, "threads": N}
-    {"op": "generate", "prompt": [ids], "tokens": N, "k": K}
+    {"op": "convert", "gguf": FILE, "checkpoint": FOLDER, "precision": NAME, "cache": FOLDER}
+    {"op": "load", "model": PATH, "threads": N}
+    {"op": "generate", "prompt": [ids], "tokens": N, "k": 0 or "auto"}
+    {"op": "passes", "prompt": [ids], "lengths": [T, ...], "repeats": N}
+    {"op": "quality", "windows": FILE, "reference": FOLDER}
 
-A worker is a `Peer` given to `serve`. Only the standard library is needed here, so each peer's own
-Python can run it. An answer has "error" where a request failed; after that the next one is read.
+A worker gives a `Peer` to `serve`. The module needs the standard library and NumPy alone, so that
+the Python environment of any library can run it. A failed request is answered with an "error".
 """
 
 from __future__ import annotations
@@ -19,30 +20,56 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+
+import quality
+
+WARM_UP = 2  # passes of each length before timing
+
 
 class Peer(Protocol):
-    """A library: places are what `convert` gave."""
+    """A library with at most one loaded model."""
 
-    def convert(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{"target": place, "draft": place or None}, made in `request["cache"]` or found there."""
+    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+        """Return the converted model's path, from the cache where it exists.
 
-    def load(self, target: str, draft: str | None, threads: int) -> dict[str, Any]:
-        """Facts to keep, such as versions."""
+        Args:
+            gguf: The published file.
+            checkpoint: The same weights as a float32 checkpoint folder.
+            precision: One of the library's precisions.
+            cache: Folder of converted models.
+        """
+
+    def num_bytes(self, model: Path) -> int:
+        """Return the size of the weights on disk."""
+
+    def load(self, model: Path, threads: int) -> str:
+        """Load a converted model and return the library's version."""
 
     def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
-        """{"tokens": ids, "prefill_seconds": s, "decode_seconds": s} and perhaps counts.
+        """Generate greedily past end tokens without reusing an earlier request's cache.
 
-        Greedy, past end tokens; `k` is 0 without a draft, "auto" where the library chooses. The
-        prefill ends with the first token.
+        Returns:
+            "tokens", "prefill_seconds" (until the first token), "decode_seconds", and "accepted"
+            and "drafted" where the library counts them.
         """
+
+    def prefill(self, tokens: list[int]) -> None:
+        """Start an empty cache and read the tokens."""
+
+    def run_pass(self, tokens: list[int]) -> None:
+        """Run one pass behind the prefill, and roll it back where the library can."""
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        """Return the logits of a text that starts an empty cache, [T, V]."""
 
 
 def serve(peer: Peer) -> None:
-    """Answer until stdin ends. What libraries print goes to stderr."""
+    """Answer requests until stdin ends; what libraries print goes to stderr."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -55,79 +82,86 @@ def _answer(peer: Peer, request: dict[str, Any]) -> dict[str, Any]:
     try:
         match request["op"]:
             case "convert":
-                found = peer.convert(arguments)
+                model = peer.convert(**arguments)
+                result = {"model": str(model), "bytes": peer.num_bytes(model)}
             case "load":
-                found = peer.load(**arguments)
+                result = {"version": peer.load(Path(arguments["model"]), arguments["threads"])}
             case "generate":
-                found = peer.generate(**arguments)
+                result = peer.generate(**arguments)
+            case "passes":
+                result = {"seconds_by_length": time_passes(peer, **arguments)}
+            case "quality":
+                result = quality.measure(peer.logits, **arguments)
             case other:
                 raise ValueError(f"unknown op {other}")
     except Exception as error:  # whatever a library raises is this request's answer
         return {"error": f"{type(error).__name__}: {error}"}
-    return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(), **found}
+    return {"seconds": time.perf_counter() - start, "peak_bytes": peak_bytes(), **result}
 
 
-def peak_bytes(process: int | str = "self") -> int:
-    """The most memory that a process had resident, without what its parent had."""
+def time_passes(
+    peer: Peer, prompt: list[int], lengths: Sequence[int], repeats: int
+) -> list[list[float]]:
+    """Return the seconds of passes of each length behind a prompt, the lengths in turn."""
+    peer.prefill(prompt)
+    times: list[list[float]] = [[] for _ in lengths]
+    for repeat in range(WARM_UP + repeats):
+        for length, seconds in zip(lengths, times, strict=True):
+            start = time.perf_counter()
+            peer.run_pass(prompt[:length])
+            if repeat >= WARM_UP:
+                seconds.append(time.perf_counter() - start)
+    return times
+
+
+def peak_bytes() -> int:
+    """Return the peak resident memory of this process."""
     try:
-        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+        lines = Path("/proc/self/status").read_text().splitlines()
         return next(1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     except (OSError, StopIteration):
         unit = 1 if sys.platform == "darwin" else 1024
         return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def cached(cache: str, sources: list[str], name: str, make: Callable[[Path], object]) -> str:
-    """The folder that `make` fills, made once for what the source folders hold."""
-    known = hashlib.sha256()
-    for source in sources:
-        for path in sorted(Path(source).iterdir()):
-            facts = path.stat()
-            known.update(f"{path.resolve()} {facts.st_size} {facts.st_mtime_ns}\n".encode())
-    folder = Path(cache, f"{name}-{known.hexdigest()[:12]}")
+def cached(cache: str, source: str, name: str, make: Callable[[Path], object]) -> Path:
+    """Return the folder that `make` fills, made once for the source file or folder."""
+    files = sorted(Path(source).iterdir()) if Path(source).is_dir() else [Path(source)]
+    digest = hashlib.sha256()
+    for path in files:
+        stat = path.stat()
+        digest.update(f"{path.name} {stat.st_size} {stat.st_mtime_ns}\n".encode())
+    folder = Path(cache, f"{name}-{digest.hexdigest()[:12]}")
     if not folder.exists():
         Path(cache).mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(dir=cache, prefix=".new."))
         try:
-            make(temporary / "made")
-            os.rename(temporary / "made", folder)
+            make(temporary / "model")
+            os.rename(temporary / "model", folder)
         finally:
             shutil.rmtree(temporary)
-    return str(folder)
+    return folder
 
 
-def each_model(
-    request: dict[str, Any], peer: str, make: Callable[[Path, str, str], object]
-) -> dict[str, Any]:
-    """A conversion of each model on its own: `make(folder to write, source, precision)`."""
-
-    def one(source: str | None, precision: str | None) -> str | None:
-        if source is None or precision is None:
-            return None
-        name = f"{peer}-{precision}"
-        return cached(
-            request["cache"], [source], name, lambda place: make(place, source, precision)
-        )
-
-    return {
-        "target": one(request["model"], request["precision"]),
-        "draft": one(request["draft"], request["draft_precision"]),
-    }
+def size_of(*paths: Path) -> int:
+    """Return the bytes of files."""
+    return sum(path.stat().st_size for path in paths)
 
 
 class FirstToken:
-    """When the first token came: `prefill` and `decode` seconds of a generation."""
+    """Clock that separates prefill from decoding."""
 
     def __init__(self) -> None:
         self._start = time.perf_counter()
         self._first: float | None = None
 
-    def came(self) -> None:
-        """A token is known; only the first time counts."""
+    def arrived(self) -> None:
+        """Note that a token is known; only the first call counts."""
         if self._first is None:
             self._first = time.perf_counter()
 
     def split(self) -> dict[str, float]:
+        """Return the seconds until the first token and after it."""
         end = time.perf_counter()
         first = end if self._first is None else self._first
         return {"prefill_seconds": first - self._start, "decode_seconds": end - first}

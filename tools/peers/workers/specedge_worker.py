@@ -1,4 +1,4 @@
-"""specedge as a peer: a pair is one bundle."""
+"""specedge: a bundle without a draft model, which drafts by suffixes."""
 
 from __future__ import annotations
 
@@ -6,47 +6,62 @@ import importlib.metadata
 from pathlib import Path
 from typing import Any
 
-from serving import cached, serve
+import numpy as np
+
+from real_weights import bundle_of, digest_of_sources
+from serving import FirstToken, serve, size_of
+
+CHUNK = 128  # tokens of a pass whose logits are read
 
 
 class SpecEdge:
-    """Rows keep their bits, so speculative text is plain text."""
+    """Exported anew when the exporter's sources change."""
 
-    def convert(self, request: dict[str, Any]) -> dict[str, Any]:
-        model, precision = request["model"], request["precision"]
-        draft, draft_precision = request["draft"], request["draft_precision"] or precision
+    def convert(self, gguf: str, checkpoint: str, precision: str, cache: str) -> Path:
+        return bundle_of(Path(gguf), precision, Path(cache))
 
-        def make(place: Path) -> None:
-            from specedge.exporter import export
+    def num_bytes(self, model: Path) -> int:
+        return size_of(*(path for path in model.rglob("*") if "weights" in path.name))
 
-            export(draft, model, place, precision=precision, draft_precision=draft_precision)
-
-        name = f"specedge-{precision}-{draft_precision}"
-        return {"target": cached(request["cache"], [model, draft], name, make), "draft": None}
-
-    def load(self, target: str, draft: str | None, threads: int) -> dict[str, Any]:
+    def load(self, model: Path, threads: int) -> str:
         import specedge
 
-        self.pipeline = specedge.load(target, threads=threads)
+        self.pipeline = specedge.load(model, threads=threads)
         runtime = importlib.metadata.version("onnxruntime")
-        return {"version": f"{specedge.__version__} on onnxruntime {runtime}"}
+        own = f"{specedge.__version__} (sources {digest_of_sources('runtime')})"
+        return f"{own} on onnxruntime {runtime}"
 
     def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
         self.pipeline.forget()
-        one = self.pipeline.generate(
-            prompt,
-            tokens,
-            num_draft_tokens=None if k == "auto" else k,
-            drafter="model",
-            ignore_eos=True,
+        times = FirstToken()
+        result = self.pipeline.generate(
+            prompt, tokens, num_draft_tokens=None if k == "auto" else k, ignore_eos=True
         )
+        whole = sum(times.split().values())
         return {
-            "tokens": list(one.tokens),
-            "prefill_seconds": one.stats.prefill_seconds,
-            "decode_seconds": one.stats.decode_seconds,
-            "accepted": one.stats.num_accepted,
-            "drafted": one.stats.num_drafted,
+            "tokens": list(result.tokens),
+            "prefill_seconds": result.stats.prefill_seconds,
+            "decode_seconds": whole - result.stats.prefill_seconds,
+            "accepted": result.stats.num_accepted,
+            "drafted": result.stats.num_drafted,
         }
+
+    def prefill(self, tokens: list[int]) -> None:
+        model = self.pipeline.target
+        model.truncate(0)
+        model.prefill(tokens)
+        self._length = len(tokens)
+
+    def run_pass(self, tokens: list[int]) -> None:
+        self.pipeline.target.forward(tokens).array()
+        self.pipeline.target.truncate(self._length)
+
+    def logits(self, tokens: list[int]) -> np.ndarray:
+        model = self.pipeline.target
+        model.truncate(0)
+        starts = range(0, len(tokens), CHUNK)
+        chunks = [model.forward(tokens[i : i + CHUNK]).array().copy() for i in starts]
+        return np.concatenate(chunks)
 
 
 if __name__ == "__main__":

