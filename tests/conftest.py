@@ -64,6 +64,17 @@ def pipeline():
 
 
 @pytest.fixture(scope="session")
+def smollm2():
+    """SmolLM2-135M-Instruct, downloaded and exported once for all runs and workers."""
+    for package in ("torch", "transformers", "onnxruntime"):
+        pytest.importorskip(package, reason="needs the cpu and export extras")
+    import real_weights
+    from real import Real
+
+    return Real(real_weights.SMOLLM2)
+
+
+@pytest.fixture(scope="session")
 def self_draft(pipeline):
     """The embedded target drafting for itself."""
     from specedge.runtime.backend.onnx_model import OrtModel
