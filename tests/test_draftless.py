@@ -190,9 +190,49 @@ def test_a_stand_in_differs_from_the_target_and_overlaps_it(loaded):
     assert 0.4 < sum(chances) / len(chances) < 0.9
 
 
-def test_embed_says_that_it_needs_a_draft_model(run):
+@pytest.fixture(scope="module")
+def embedded(bundle, tmp_path_factory):
+    """Graphs of a plain round, for hosts."""
     pytest.importorskip("onnx_ir", reason="needs the export extra")
-    result = run("embed", "--output", "out")
+    from specedge.exporter import embed
+    from specedge.runtime.audit.golden import transcripts
+
+    folder = tmp_path_factory.mktemp("hosts") / "bundle"
+    return embed(bundle.folder, folder, golden=transcripts)
+
+
+def test_hosts_replay_the_transcripts_of_plain_rounds(embedded):
+    import onnxruntime
+
+    from round_host import Fused
+
+    options = onnxruntime.SessionOptions()
+    for entry in embedded.hosts.session_options.items():
+        options.add_session_config_entry(*entry)
+    session = onnxruntime.InferenceSession(embedded.path("round.onnx"), options)
+    host = Fused(session, embedded, embedded.end_tokens)
+    golden = json.loads(embedded.path(embedded.hosts.golden).read_text("utf-8"))
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "seed")
+    assert len(golden["transcripts"]) >= 5
+    for one in golden["transcripts"]:
+        settings = {name: one[name] for name in names}
+        written = host.generate(one["prompt_tokens"], one["max_new_tokens"], **settings)
+        assert written == (one["tokens"], one["num_accepted"])
+        assert {*one["num_accepted"]} == {0}
+
+
+def test_a_bundle_with_a_plain_round_reads_as_written(embedded):
+    assert Bundle.read(embedded.folder) == embedded
+    assert embedded.format == WITHOUT_DRAFT
+    (graph,) = (graph for graph in embedded.hosts.graphs if graph.name == "round")
+    assert not [t.buffer for t in graph.signature.inputs if (t.buffer or "").startswith("draft")]
+
+
+@pytest.mark.parametrize("option", [("-k", 2), ("--layout", "split")])
+def test_graphs_that_need_a_draft_model_are_refused(run, tmp_path, option):
+    pytest.importorskip("onnx_ir", reason="needs the export extra")
+    result = run("embed", "--output", tmp_path / "out", *option)
     assert result.returncode == 1
-    assert result.stderr.startswith("specedge: embed needs a draft model")
+    assert f"{option[0]}" in result.stderr
+    assert "needs a draft model" in result.stderr
     assert result.stderr.count("\n") == 1

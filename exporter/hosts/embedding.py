@@ -24,7 +24,7 @@ from specedge.products import UNSIGNED
 from specedge.signature import Signature, Tensor
 
 from ..writing import destination
-from .rounds import check_fused, fused
+from .rounds import PLAIN_K, check_fused, fused, plain
 from .split import accept, draft
 from .text_graphs import text_graphs
 
@@ -61,6 +61,7 @@ def embed(
     number; "split" graphs are for any. "auto" is fused, but where each draft step would copy large
     caches or packed weights. `golden` makes the golden transcripts of a bundle at these numbers of
     draft tokens, as `specedge.runtime.audit.golden.transcripts` does; without it there are none.
+    A bundle without a draft model gets a fused round that decodes plainly.
 
     Raises BundleError, or ExportError before anything is changed.
     """
@@ -88,10 +89,11 @@ class _Making:
     golden: Golden | None
 
     def write(self, bundle: Bundle) -> Bundle:
-        if bundle.draft is None:
-            raise ExportError("embed needs a draft model; export the target again with --draft")
         ops = {role: model.cpu_ops for role, model in bundle.models.items()}
-        ks = sorted({*self.num_draft_tokens} or {bundle.num_draft_tokens})
+        if bundle.draft is None:
+            self._check_plain()
+        own = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
+        ks = sorted({*self.num_draft_tokens} or {own})
         whole("num_draft_tokens", ks[0], 1)
         if room := [k for k in ks if k > bundle.num_draft_tokens]:
             raise ExportError(
@@ -101,7 +103,10 @@ class _Making:
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {self.layout!r}")
         made = None
-        if self.layout != "split":
+        if bundle.draft is None:
+            model = plain(bundle.folder, bundle, ops["target"])
+            made = [_Made(model, "round.onnx", "round", PLAIN_K)]
+        elif self.layout != "split":
             made = _fused(bundle, ks, ops, self.layout == "auto")
         made = made or _split(bundle, ops)
         text = text_graphs(bundle.path(bundle.tokenizer))
@@ -121,6 +126,15 @@ class _Making:
         )
         others = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
         return _write(bundle, hosts, made, others)
+
+    def _check_plain(self) -> None:
+        """Refuse what needs a draft model."""
+        if self.layout == "split" or self.num_draft_tokens:
+            option = "-k" if self.num_draft_tokens else "--layout split"
+            raise ExportError(
+                f"{option} needs a draft model, which this bundle does not have; leave it out for "
+                "a round that decodes plainly, or export the target again with --draft"
+            )
 
 
 def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:

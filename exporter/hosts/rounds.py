@@ -23,12 +23,41 @@ from .nodes import DOUBLE, END, FLOAT, INT, Nodes
 from .parts import Part
 
 IR_VERSION = 10
+PLAIN_K = 1  # the smallest that a host's graph may have
 _SMALL = 8 << 20  # bytes of packed weights that each draft step may have of its own
 
 
 def fused(root: Path, bundle: Bundle, num_draft_tokens: int, ops: Mapping[str, str]) -> ir.Model:
     """The round over the weights files of the bundle in `root`, in the op sets of both models."""
     return _Round(root, bundle, num_draft_tokens, ops).model()
+
+
+def plain(root: Path, bundle: Bundle, ops: str) -> ir.Model:
+    """Return the round of a bundle without a draft model: a pass of the target, and one token.
+
+    Its inputs and outputs are those of a fused round of `PLAIN_K` draft tokens, of which it accepts
+    none, so hosts run it as they run others.
+    """
+    nodes, target = Nodes("round"), bundle.target
+    tokens = nodes.input("tokens", INT, [1, "N"])
+    draft_length = nodes.input("draft_length", INT, [1])
+    length = nodes.input("target_length", INT, [1])
+    limit = nodes.input("num_draft_tokens", INT, [1])
+    settings = drawing.settings(nodes, target.vocab_size)
+    uniforms = nodes.input("uniforms", DOUBLE, [2 * PLAIN_K + 1])
+    buffers = caches(nodes, "target", target)
+    fed = nodes("Slice", tokens, nodes("Sub", length, draft_length), [END], [1])
+    inputs = {"input_ids": fed, "past_length": length, "logits_from": nodes.constant([-1])}
+    part = Part(root, target.graph("decoder", ops).file)
+    made = part.copy(nodes, "target", inputs | buffers)
+    logits = of_tokens(nodes, made["logits"], target, 1)
+    row = drawing.rows(nodes, logits, settings.seen, target.vocab_size, settings, is_one=True)
+    token = drawing.choose(nodes, row, nodes("Slice", uniforms, [-1], [END]), settings)
+    found = nodes("Concat", *[token] * (PLAIN_K + 1), axis=0)
+    nodes.output("next_tokens", nodes("Reshape", found, [-1]), INT, ["R"])
+    nodes.output("num_accepted", nodes("Mul", limit, 0), INT, [1])
+    commit(nodes, "target", buffers, made)
+    return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
 
 class _Round:

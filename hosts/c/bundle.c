@@ -6,7 +6,7 @@
 #include <string.h>
 #include <sys/stat.h>
 
-enum { FORMAT = 8, HASHED = 8 << 20 /* bytes; a larger file is known by its size alone */ };
+enum { OLDEST_FORMAT = 8, FORMAT = 9, HASHED = 8 << 20 /* bytes; a larger file is known by its size alone */ };
 enum { MOST_TOKENS = 1 << 27 /* that memory is taken for */ };
 
 static void hash(const char *path, char hex[65]) {
@@ -44,9 +44,10 @@ static bool read_manifest(Bundle *bundle, const char *path, char *error, size_t 
     bundle->ids_only = json_string_value(json_object_get(hosts, "ids_only"));
     if (!manifest)
         snprintf(error, error_size, "%s is not read: %s; give a bundle", path, found.text);
-    else if (format != FORMAT)
-        snprintf(error, error_size, "%s has format %lld, this host reads %d; export the pair again",
-                 path, (long long)format, FORMAT);
+    else if (format < OLDEST_FORMAT || format > FORMAT)
+        snprintf(error, error_size,
+                 "%s has format %lld, this host reads %d and %d; export the pair again", path,
+                 (long long)format, OLDEST_FORMAT, FORMAT);
     else if (!json_is_object(hosts))
         snprintf(error, error_size, "%s has no graphs for hosts; run specedge embed", path);
     else if (json_unpack_ex(manifest, &found, 0, "{s:o, s:o, s:{s:I, s:I}, s:{s:o, s:o, s:s}}",

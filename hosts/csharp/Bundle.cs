@@ -53,7 +53,7 @@ namespace SpecEdge
     /// <summary>A bundle with graphs for hosts. InvalidDataException says what is wrong with one.</summary>
     public sealed class Bundle
     {
-        private const int Format = 8;
+        private static readonly long[] Formats = { 8, 9 };
         private const string Manifest = "bundle.json";
         private const long MaxHashed = 8 << 20;  // bytes; larger files are checked by their size
         private const string Again = "copy the bundle again, or run `specedge embed` again";
@@ -67,7 +67,8 @@ namespace SpecEdge
             Folder = folder;
             _files = json["files"].Members;
             _tokenizer = json["tokenizer"].Text;
-            JsonValue target = json["target"], draft = json["draft"], hosts = json["hosts"];
+            JsonValue target = json["target"], hosts = json["hosts"];
+            JsonValue draft = json["draft"].IsNull ? target : json["draft"];  // null: rounds are plain
             NumDraftTokens = (int)json["num_draft_tokens"].Integer;
             ContextLength = (int)target["context_length"].Integer;
             VocabSize = (int)target["vocab_size"].Integer;
@@ -137,9 +138,9 @@ namespace SpecEdge
             if (!File.Exists(Path.Combine(folder, Manifest)))
                 throw new InvalidDataException($"{folder} is no bundle, it has no {Manifest}; give the folder of one");
             JsonValue json = JsonValue.Read(folder, Manifest);
-            if (json["format"].Integer != Format)
+            if (!Formats.Contains(json["format"].Integer))
                 throw new InvalidDataException(
-                    $"{folder} has format {json["format"].Integer}, this host reads format {Format}; run `specedge embed`");
+                    $"{folder} has format {json["format"].Integer}, this host reads {string.Join(" and ", Formats)}; run `specedge embed`");
             var bundle = new Bundle(folder, json);
             foreach (string file in bundle._files.Keys)
                 bundle.CheckSize(file);

@@ -3,7 +3,7 @@ import { createHash } from 'node:crypto';
 import { readFile, stat } from 'node:fs/promises';
 import { join } from 'node:path';
 
-const FORMAT = 8;
+const FORMATS = [8, 9];
 const HASHED = 8 * 2 ** 20; // bytes; a larger file is known by its size alone
 
 /** The manifest of a bundle whose files are all as it says. */
@@ -12,8 +12,9 @@ export async function readBundle(folder) {
     throw new Error(`${error.message}; give the folder of a bundle`, { cause: error });
   });
   const { format, files, hosts, ...others } = JSON.parse(text);
-  if (format !== FORMAT) {
-    throw new Error(`the bundle has format ${format}, this host reads ${FORMAT}; export it again`);
+  if (!FORMATS.includes(format)) {
+    const known = FORMATS.join(' and ');
+    throw new Error(`the bundle has format ${format}, this host reads ${known}; export it again`);
   }
   if (!hosts) throw new Error('the bundle has no graphs for hosts; run specedge embed');
   for (const [name, file] of Object.entries(files)) {

@@ -24,9 +24,11 @@ from ..loading import load
 from ..loop.decoding import SpeculativeDecoder
 from ..loop.model import LanguageModel
 from ..loop.randomness import uniforms
+from ..loop.round import Drafter
 from ..loop.timing import Stopwatch
 from ..loop.verify import Draft, Verdict, verify
 from ..pipeline import Pipeline
+from ..planning.choices import PLAIN
 from ..planning.plans import Fixed
 from ..sampling.distribution import Floats
 from ..sampling.history import History
@@ -138,10 +140,12 @@ def _written(
     not wide.
     """
     bundle = pipeline.bundle
-    assert pipeline.draft is not None
     listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
-    sizes = bundle.draft_model
-    drafter = DraftModel(listener, context_length=sizes.context_length, vocab_size=sizes.vocab_size)
+    drafter: Drafter = _NoDrafts()
+    if sizes := bundle.draft:
+        drafter = DraftModel(
+            listener, context_length=sizes.context_length, vocab_size=sizes.vocab_size
+        )
     decoder = SpeculativeDecoder(pipeline.target, Fixed(drafter, k), Stopwatch())
     decoder.judge = listener.judge
     new: list[int] = []
@@ -170,22 +174,39 @@ def _written(
     )
 
 
+class _NoDrafts:
+    """Drafter of rounds without a draft model: it proposes nothing."""
+
+    name = PLAIN
+
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        return Draft([])
+
+    def truncate(self, length: int) -> None:
+        """Keep nothing."""
+
+
 class _Listener:
     """A draft model that remembers the rows it gave in a round, and a judge that finds the round's
-    margin of them.
+    margin of them. Without a `model` it only judges.
     """
 
-    def __init__(self, model: LanguageModel, k: int, seed: int, vocab_size: int) -> None:
+    def __init__(self, model: LanguageModel | None, k: int, seed: int, vocab_size: int) -> None:
         self._model, self._k, self._seed, self._vocab_size = model, k, seed, vocab_size
         self._rows: list[Row] = []
         self.margins: list[float] = []
-        self.prefill, self.reuse, self.truncate = model.prefill, model.reuse, model.truncate
+        if model is not None:
+            self.prefill, self.reuse, self.truncate = model.prefill, model.reuse, model.truncate
 
     @property
     def length(self) -> int:
+        assert self._model is not None
         return self._model.length
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+        assert self._model is not None
         scores = self._model.forward(tokens, num_rows)
         row = scores[-1]
         self._rows.append(Row(row.array().copy(), row.ids))
@@ -219,7 +240,7 @@ class _Listener:
         ]
         targets = [self._shares(scores[i], text, sampling) for i, text in enumerate(texts)]
         judging = Judged(draft.tokens, drafted, targets, tests, last, temperature)
-        self.margins.append(min(*found, judging.margin(verdict)))
+        self.margins.append(min([*found, judging.margin(verdict)]))
         return verdict
 
     def _shares(self, row: Row, text: History, sampling: Sampling) -> Shares:

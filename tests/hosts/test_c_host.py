@@ -259,7 +259,7 @@ def _without_text(manifest):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (damages.of_format_7, "has format 7, this host reads 8; export the pair again"),
+        (damages.of_format_7, "has format 7, this host reads 8 and 9; export the pair again"),
         (damages.without_graphs, "has no graphs for hosts; run specedge embed"),
         (_without_text, "only token ids can be taken: the tokenizer is not a BPE of bytes"),
         (damages.for_a_later_version, "the bundle needs 9.0"),

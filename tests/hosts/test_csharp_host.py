@@ -202,7 +202,7 @@ def _without_a_key(manifest):
 @pytest.mark.parametrize(
     ("change", "wanted"),
     [
-        (damages.of_format_7, "has format 7, this host reads format 8; run `specedge embed`"),
+        (damages.of_format_7, "has format 7, this host reads 8 and 9; run `specedge embed`"),
         (damages.without_graphs, "has no graphs for hosts; run `specedge embed --bundle"),
         (_without_text, "takes token ids alone: the tokenizer is not a BPE of bytes"),
         (damages.for_a_later_version, "the bundle needs ONNX Runtime 9.0 or later"),
