@@ -20,6 +20,7 @@ from .loop.timing import Stopwatch
 from .turns import Turns
 
 _CLOSED = "this pipeline is closed; load the bundle again"
+COLLECTION_DELAY = 1.0  # seconds without progress, until what may be abandoned is collected
 IDLE_TIMEOUT = 30.0  # seconds that a request waits for a slot while no stream makes progress
 
 
@@ -133,25 +134,29 @@ class Slots:
 
     def _wait(self) -> None:
         """Wait until a slot may be free."""
+        reason = None
         if _runs_event_loop():
             reason = "; waiting would block this thread's event loop: use `astream`, close a stream"
         elif threading.active_count() == 1:
             reason = (
                 "; waiting in this process's only thread would never end: finish or close a stream"
             )
-        elif self._has_progress():
+        elif self._has_progress(COLLECTION_DELAY):
             return
-        else:
-            reason = f"; nobody read a stream for {IDLE_TIMEOUT:g} seconds: finish or close one"
         gc.collect()  # what nobody reads any more may be in a reference cycle
-        if self.all and not any(slot.is_free for slot in self.all):
-            raise SpecEdgeError(self._taken(reason))
+        if not self.all or any(slot.is_free for slot in self.all):
+            return
+        if reason is None:
+            if self._has_progress(IDLE_TIMEOUT):
+                return
+            reason = f"; nobody read a stream for {IDLE_TIMEOUT:g} seconds: finish or close one"
+        raise SpecEdgeError(self._taken(reason))
 
-    def _has_progress(self) -> bool:
+    def _has_progress(self, seconds: float) -> bool:
         """Wait for a slot; return False if no round ran for as long as that may take."""
         num_before = self.turns.num_begun
         try:
-            self._freed.get(timeout=IDLE_TIMEOUT)
+            self._freed.get(timeout=seconds)
         except queue.Empty:
             return self.turns.is_taken or self.turns.num_begun > num_before
         return True
