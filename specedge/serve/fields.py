@@ -36,6 +36,7 @@ OWN = (
 )  # fmt: skip
 MAX_GRAMMAR = 2**16  # characters: of more, some take seconds to read
 LISTS = ("stop", "logit_bias", "bad_words")
+MAX_BAD_WORDS = 2**16  # characters: a megabyte takes seconds to tokenize
 MAX_LISTED = 1024  # entries of one of these: each takes time in every round, and others wait
 SPECULATIVE = ("drafter", "num_draft_tokens", "off")
 
@@ -190,6 +191,10 @@ def options_of(
         if isinstance(value, list | dict) and len(value) > MAX_LISTED:
             said = f"{name} must have at most {MAX_LISTED} entries, got {len(value)}"
             raise ApiError(said, name, "invalid_value")
+    words = given.get("bad_words")
+    if isinstance(words, str | list) and _num_characters(words) > MAX_BAD_WORDS:
+        said = f"bad_words must have at most {MAX_BAD_WORDS} characters together"
+        raise ApiError(said, "bad_words", "invalid_value")
     try:
         request = request_of(**given)
     except OptionError as error:
@@ -201,6 +206,11 @@ def options_of(
         said = f"{grammar[0]} must have at most {MAX_GRAMMAR} characters"
         raise ApiError(said, grammar[0], "invalid_value")
     return given
+
+
+def _num_characters(words: str | list[Any]) -> int:
+    texts = [words] if isinstance(words, str) else words
+    return sum(len(text) for text in texts if isinstance(text, str))
 
 
 def field_of(option: str | None) -> str | None:

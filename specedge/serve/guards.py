@@ -46,8 +46,8 @@ class Named:
         host, origin = given.get(b"host", ""), given.get(b"origin")
         if self._hosts and host and _name(f"//{host}") not in self._hosts:
             return ApiError(
-                f"the host {_short(host)} is not allowed; start the server with --allow-host NAME, "
-                "or with an API key",
+                f"the host {_short(host)} is not allowed; start the server with --allow-host NAME "
+                "(an app: Settings.hosts), or with an API key",
                 code="host_not_allowed",
                 status=403,
             )

@@ -52,6 +52,15 @@ def test_an_error_does_not_repeat_a_long_value(name, value):
     assert "x" * 100 not in message
 
 
+def test_bad_words_have_a_length_together():
+    """Their tokens are made before a text begins, in a thread that others wait for."""
+    words = ["w" * 640] * 100
+    assert not error_of({"prompt": "a", "bad_words": words})
+    assert "bad_words must have at most 65536 characters" in error_of(
+        {"prompt": "a", "bad_words": [*words, *words]}
+    )
+
+
 def error_of(body):
     """What a client hears of a body, nothing where it is valid."""
     try:
