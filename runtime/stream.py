@@ -68,6 +68,7 @@ class Stream:
     ) -> None:
         self._run, self._text, self._slots, self._learn = run, text, slots, learn
         self._rounds: Generator[Round | None] = run.rounds()
+        self._reading = threading.Lock()  # held by a reader, before it waits for a turn
         self._running = threading.Lock()  # held for a round
         self._cancelled = False
 
@@ -77,7 +78,13 @@ class Stream:
     def __next__(self) -> str:
         while not (self._text.finished or self._cancelled):
             try:
-                with self._slots.turns, self._running, self._run.watch.part("other"):
+                # A second reader must not hold a turn: the first one's round may wait for it.
+                with (
+                    self._reading,
+                    self._slots.turns,
+                    self._running,
+                    self._run.watch.part("other"),
+                ):
                     piece = self._next_piece()
             except BaseException:
                 self.cancel()

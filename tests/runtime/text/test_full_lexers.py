@@ -1,6 +1,7 @@
 """A grammar whose lexer has no room left for the states of its texts."""
 
 import threading
+import time
 from contextlib import suppress
 
 import numpy as np
@@ -84,8 +85,7 @@ FILLING = {"temperature": 1.0, "seed": 3, "num_draft_tokens": 4, "regex": FULL}
 
 @pytest.fixture
 def pair():
-    with specedge.load(store.embedded(), slots=2) as found:
-        yield found
+    return specedge.load(store.embedded(), slots=2)
 
 
 @pytest.fixture
@@ -126,6 +126,26 @@ def test_others_have_turns_while_a_grammar_is_compiled_again(pair, compiling_aga
     assert had_turns
     assert all(had_turns)
     assert found[0].tokens == wanted.tokens
+
+
+def test_two_threads_read_one_stream_while_its_grammar_is_compiled_again(pair, compiling_again):
+    expected = pair.generate("a", 30, **FILLING)
+    readers = []
+
+    def before():
+        """Let the second thread ask for the next piece, then a request of another slot pass it."""
+        if not readers:
+            readers.append(threading.Thread(target=lambda: list(stream), daemon=True))
+            readers[0].start()
+            time.sleep(0.05)
+        in_threads(lambda: pair.generate("b", 2))
+
+    compiling_again(before)
+    stream = pair.stream("a", 30, **FILLING)
+    in_threads(lambda: list(stream))
+    readers[0].join(60)
+    assert not readers[0].is_alive()
+    assert stream.generation.tokens == expected.tokens
 
 
 def test_a_pipeline_closed_while_a_grammar_is_compiled_again_ends_the_stream(pair, compiling_again):
