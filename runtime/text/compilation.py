@@ -34,13 +34,18 @@ class Compilations:
         self.num_overruns = 0
 
     def begin(self, work: Callable[[], T]) -> Future[T]:
-        """Run `work` in a thread, which does not keep the process from ending."""
+        """Run `work` in a thread, which does not keep the process from ending.
+
+        Work whose future is cancelled before its turn comes is not begun.
+        """
         future: Future[T] = Future()
         threading.Thread(target=self._run, args=(work, future), daemon=True).start()
         return future
 
     def _run(self, work: Callable[[], T], future: Future[T]) -> None:
         with _Permit(self):
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except BaseException as error:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
@@ -54,6 +54,7 @@ class Grammars:
         self._compiled: OrderedDict[tuple[str, str], LLMatcher] = OrderedDict()
         self._compilations = Compilations()
         self._running: dict[tuple[str, str], Future[LLMatcher]] = {}
+        self._num_waiting: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
     def constraint(self, request: Request) -> Constraint | None:
@@ -80,16 +81,26 @@ class Grammars:
 
     def _matcher(self, name: str, text: str, budget: _Budget) -> LLMatcher:
         """Return a matcher that has read nothing, and must not."""
+        key = name, text
         with self._lock:
             self._tokens = self._tokens or self._handed_over(name)
-            if found := self._compiled.get((name, text)):
-                self._compiled.move_to_end((name, text))
-                return found
-            running = self._running.get((name, text))
+            if matcher := self._compiled.get(key):
+                self._compiled.move_to_end(key)
+                return matcher
+            running = self._running.get(key)
             if running is None:
                 running = self._compilations.begin(partial(self._compile, name, text))
-                self._running[name, text] = running
-        return budget.wait(running)  # who comes meanwhile waits for the same one
+                self._running[key] = running
+            self._num_waiting[key] += 1
+        try:
+            return budget.wait(running)  # who comes meanwhile waits for the same one
+        finally:
+            with self._lock:
+                self._num_waiting[key] -= 1
+                if not self._num_waiting[key]:
+                    del self._num_waiting[key]
+                    if running.cancel():  # it has not begun, and nobody wants it any more
+                        del self._running[key]
 
     def _renewed(self, full: LLMatcher, name: str, text: str, budget: _Budget) -> LLMatcher:
         """Compile a matcher for a request alone.
@@ -100,7 +111,11 @@ class Grammars:
         with self._lock:
             if self._compiled.get((name, text)) is full:
                 del self._compiled[name, text]
-        return budget.wait(self._compilations.begin(lambda: compiled(self._tokens, name, text)))
+        running = self._compilations.begin(lambda: compiled(self._tokens, name, text))
+        try:
+            return budget.wait(running)
+        finally:
+            running.cancel()
 
     def _compile(self, name: str, text: str) -> LLMatcher:
         """Compile a matcher and keep it."""

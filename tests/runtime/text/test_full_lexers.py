@@ -15,7 +15,7 @@ from specedge import store
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.request import Request
 from specedge.runtime.sampling.history import History
-from specedge.runtime.text import grammars
+from specedge.runtime.text import compilation, grammars
 from specedge.runtime.text.grammars import Grammars
 from threads import in_threads
 
@@ -162,3 +162,34 @@ def test_grammars_compiled_again_have_a_budget(pair, compiling_again, monkeypatc
         pair.generate("a", 30, **FILLING | {"num_draft_tokens": 0})
     ended.set()
     assert caught.value.option == "regex"
+
+
+def test_grammar_that_nobody_waits_for_any_more_is_not_compiled(pair, monkeypatch):
+    """Others would wait behind it, for as long as such grammars take."""
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 0.05)
+    compiled, begun, ended = grammars.compiled, [], threading.Event()
+
+    def compiling(tokens, name, text):
+        begun.append(text)
+        assert not text.startswith("slow") or ended.wait(60)
+        return compiled(tokens, name, text)
+
+    monkeypatch.setattr(grammars, "compiled", compiling)
+    kept = Grammars(pair.bundle, pair.tokenizer)
+    slow = [f"slow{i}" for i in range(compilation.NUM_AT_A_TIME)]
+    for text in [*slow, "left"]:
+        with pytest.raises(OptionError, match="seconds to compile"):
+            kept.constraint(Request(regex=text))
+    monkeypatch.setattr(grammars, "COMPILE_SECONDS", 60)
+    results = []
+    waiting = threading.Thread(
+        target=lambda: results.append(kept.constraint(Request(regex="wanted")))
+    )
+    waiting.start()
+    ended.set()
+    waiting.join(60)
+    assert results
+    assert kept.constraint(Request(regex="slow0"))  # was ready after all
+    assert sorted(begun) == [*slow, "wanted"]
+    assert kept.constraint(Request(regex="left"))
+    assert begun[-1] == "left"
