@@ -31,16 +31,17 @@ from .subject import Prompt, StandIn, Subject
 from .texts import BUILT_IN
 
 FALSE_ALARM = 1e-6  # of the whole audit
-PASSES = 15000  # steps of the target in whose time every check reaches its least size
+PASSES = 20000  # steps of the target in whose time every check reaches its least size
 # Each takes its share of the time that is left, so what one leaves the next have.
 SHARES = {
     "measuring": 0.02,
     "caches": 0.02,
     "self-draft": 0.02,
-    "greedy": 0.08,
+    "greedy": 0.05,
     "graphs": 0.2,
-    "joint": 0.5,
+    "joint": 0.3,
 }
+GREEDY_SHARE, GREEDY_SECONDS = 0.25, 30.0  # it may take more where little time is left
 NUM_TESTS = (sampled.TESTS + joint.TESTS) * (len(sampled.SETTINGS) + 1) - 1
 CONTROL = 0.1  # of a self-test's time
 LOOKS = (0.1, 0.3, 1.0)  # shares of a defect's time, of what is left of it
@@ -264,11 +265,19 @@ def _checks(
     findings: list[Finding] = []
     for name, check in checks.items():
         told(what + name)
-        share = budget.share(SHARES.get(name, 1.0))
+        share = budget.share(_share(name, budget.left))
         findings.append(_guarded(name, partial(check, subject, share)))
         if until_caught and findings[-1].status == FAILED:
             break
     return findings
+
+
+def _share(check: str, seconds_left: float) -> float:
+    """Return the part of the time left that a check may take."""
+    share = SHARES.get(check, 1.0)
+    if check == "greedy":
+        share = max(share, min(GREEDY_SHARE, GREEDY_SECONDS / max(seconds_left, 1e-9)))
+    return share
 
 
 def _guarded(name: str, run: Callable[[], Finding]) -> Finding:
