@@ -1,185 +1,161 @@
-"""Whether `auto` keeps its promises: never slower, near the best K, ahead where text switches.
+"""Benchmark of `auto`: never slower than plain decoding, and near the best fixed setting.
 
-    python tools/measure_planner.py [--bundle FOLDER] [--threads N] [--part PART] [--seeds N]
+    python tools/measure_planner.py [--bundle FOLDER] [--set SET]... [--temperature T]... [--tune]
 
-Against plain decoding the figure is the median over prompts of paired ratios of whole requests, two
-of one between two of the other. Against every K it is the ratio of all requests' seconds together:
-drawn texts differ by K, so pairs do not have the text in common, but each prompt's settings run in
-turn. Both have a 95% interval from bootstrap over prompts. Seconds are the processor's, all threads
-together: take one thread. Costs are tuned first. Development only.
+Whole requests, prefill included, by the wall clock on a quiet machine. Each prompt's settings run
+in turn, `auto` and plain decoding twice, one between two of the other. Costs are measured at load
+in an empty data folder, anew for every few prompts, as a first user has them, or by `specedge
+tune`. A figure is the ratio of all seconds together with a 95% interval from bootstrap over
+prompts. The best fixed setting is the one that was the fastest over the whole set, which nobody
+knows before. Development only.
 """
 
 from __future__ import annotations
 
+import os
 import random
+import tempfile
 import time
-from collections.abc import Callable, Sequence
-from itertools import chain, product
-from statistics import median
-from typing import Any
+from collections.abc import Sequence
+from itertools import product
+from math import exp, log
+from pathlib import Path
+from statistics import fmean
 
 import click
 
 from measure_pair import prompts
 from specedge import Pipeline, load
-from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.backend.sessions import Device
 from specedge.runtime.bench.measure import PLAIN_SETTING, Setting
+from specedge.runtime.bench.prompts import SETS
 from specedge.runtime.bench.tune import measure as tune
 
-PARTS = ("bad", "good", "code", "switching")
-KS = (1, 2, 3, 4, 6, 8)
 AUTO = Setting("auto", "auto")
-REPEATING = '    "{0}": {{"name": "{0}", "value": {1}, "kind": "entry", "checked": False}},\n'
+FIXED = [Setting(name, k) for name, k in (("model", 1), ("model", 4), ("suffix", 2), ("suffix", 4))]
+QUESTIONS = (
+    "What is the difference between a virus and a bacterium?",
+    "Write a short email to my landlord about the broken heating.",
+    "Explain recursion to a ten-year-old.",
+    "Give me five ideas for a cheap weekend trip with children.",
+    "Summarize the plot of Romeo and Juliet in four sentences.",
+    "How do I make a simple tomato soup?",
+    "Write a Python function that returns the n-th Fibonacci number and explain it.",
+    "List the planets of the solar system with one fact about each.",
+    "What should I consider before I buy a used car?",
+    "Translate 'Where is the train station?' into French, Spanish and German.",
+)
+PROSE = (
+    "It was late in the autumn, and the rain had not stopped for a week. She looked out of the",
+    "The history of the city began when the first settlers came over the mountains and",
+    "Most people who keep bees will tell you that the hardest month is not January but",
+    "In the years before the railway came, the valley had been",
+)
 
 
-def noise(pipeline: Pipeline, count: int, length: int = 96) -> list[list[int]]:
-    """Prompts of tokens drawn alike from the whole vocabulary."""
-    rng = random.Random(0)
-    size = pipeline.bundle.target.vocab_size
-    return [[rng.randrange(size) for _ in range(length)] for _ in range(count)]
+def prompt_tokens(pipeline: Pipeline, name: str, count: int) -> list[list[int]]:
+    """Return the prompts of a set."""
+    if name == "noise":
+        rng, size = random.Random(0), pipeline.bundle.target.vocab_size
+        return [[rng.randrange(size) for _ in range(96)] for _ in range(count)]
+    if name == "chat":
+        chats = [[{"role": "user", "content": text}] for text in QUESTIONS[:count]]
+        return [pipeline.prompts.chat_tokens(chat, False) for chat in chats]
+    if name == "code":
+        return prompts(pipeline, count)
+    return [pipeline.tokenizer.encode(text).ids for text in (*SETS["prose"], *PROSE)[:count]]
 
 
-def repeating(pipeline: Pipeline, count: int) -> list[list[int]]:
-    """Prompts of a table of code that goes on as it began."""
-    texts = [
-        "".join(REPEATING.format(f"item_{i}", i) for i in range(n, n + 6)) for n in range(count)
-    ]
-    return [pipeline.tokenizer.encode("ENTRIES = {\n" + text).ids for text in texts]
-
-
-def seconds(pipeline: Pipeline, prompt: list[int], length: int, **options: Any) -> float:
-    """The processor's, of one request, a new token."""
+def seconds(
+    pipeline: Pipeline, prompt: list[int], length: int, temperature: float, seed: int, one: Setting
+) -> float:
+    """Return the seconds of a new token of one request."""
     pipeline.forget()
-    begin = time.process_time()
-    one = pipeline.generate(prompt, length, ignore_eos=True, **options)
-    return (time.process_time() - begin) / one.stats.num_new_tokens
+    begin = time.perf_counter()
+    run = pipeline.generate(prompt, length, temperature, seed=seed, ignore_eos=True, **one.options)
+    return (time.perf_counter() - begin) / run.stats.num_new_tokens
 
 
-def ratios(
-    pipeline: Pipeline, texts: Sequence[list[int]], seeds: int, length: int, **both: Any
-) -> list[tuple[float, float]]:
-    """Seconds with `auto` and of plain decoding, each twice: one between both of the other."""
-    found = []
-    for i, (text, seed) in enumerate(product(texts, range(seeds))):
-        took = {True: 0.0, False: 0.0}
-        outer = bool(i % 2)
-        for auto in (outer, not outer, not outer, outer):
-            other = {} if auto else {"num_draft_tokens": 0}
-            took[auto] += seconds(pipeline, text, length, seed=seed, **both | other)
-        found.append((took[True], took[False]))
-    return found
+def interval(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """Return the ratio of all seconds together, and the ends of its 95% interval."""
 
+    def ratio(some: Sequence[tuple[float, float]]) -> float:
+        return sum(ours for ours, _ in some) / sum(other for _, other in some)
 
-def sweep(
-    pipeline: Pipeline, texts: Sequence[tuple[list[int], float]], settings: Sequence[Setting],
-    seeds: int, group: int, length: int,
-) -> dict[Setting, list[tuple[float, float]]]:  # fmt: skip
-    """Of each setting the seconds with `auto`, and its own, of each `group` of prompts, which have
-    a temperature each; all settings take turns on a prompt.
-    """
-    found = {setting: [(0.0, 0.0)] * (len(texts) // group) for setting in settings}
-    for i, (at, seed) in enumerate(product(range(len(texts)), range(seeds))):
-        (text, temperature), place = texts[at], at // group
-        turn = [AUTO, *settings]
-        first = i % len(turn)
-        took = {
-            one: seconds(pipeline, text, length, temperature=temperature, seed=seed, **one.options)
-            for one in (turn[first:] + turn[:first])[:: -1 if i % 2 else 1]
-        }
-        for setting, pairs in found.items():
-            ours, other = pairs[place]
-            pairs[place] = ours + took[AUTO], other + took[setting]
-    return found
-
-
-def interval(
-    pairs: Sequence[tuple[float, float]], figure: Callable[[Sequence[tuple[float, float]]], float]
-) -> str:
-    """A figure of the pairs, and its 95% interval."""
     rng = random.Random(0)
-    drawn = sorted(figure(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
-    return f"{figure(pairs):.3f} ({drawn[50]:.3f} to {drawn[-51]:.3f})"
+    drawn = sorted(ratio(rng.choices(pairs, k=len(pairs))) for _ in range(2000))
+    return ratio(pairs), drawn[50], drawn[-51]
 
 
-def middle(pairs: Sequence[tuple[float, float]]) -> float:
-    """The median of the pairs' ratios."""
-    return median(ours / other for ours, other in pairs)
-
-
-def total(pairs: Sequence[tuple[float, float]]) -> float:
-    """The ratio of all seconds together."""
-    return sum(ours for ours, _ in pairs) / sum(other for _, other in pairs)
+def fresh(bundle: str | None, threads: int | None, tuned: bool) -> Pipeline:
+    """Load a bundle as if for the first time on this machine."""
+    os.environ["XDG_DATA_HOME"] = tempfile.mkdtemp()
+    pipeline = load(bundle, threads=threads)
+    if tuned:
+        pipeline.costs.table = tune(pipeline).costs
+    return pipeline
 
 
 @click.command()
 @click.option("--bundle", help="The bundle to measure. [default: as for specedge generate]")
 @click.option("--threads", type=int, help="CPU threads.")
-@click.option("--prompts", "count", default=24, show_default=True, help="At least 15.")
-@click.option("--length", default=128, show_default=True)
+@click.option("--set", "sets", multiple=True, default=("noise", "code", "prose"), show_default=True)
 @click.option(
-    "--part",
-    "parts",
-    type=click.Choice(PARTS),
-    multiple=True,
-    default=PARTS,
-    help="Bad or good drafts against plain decoding, or every K on code, or on texts that switch."
-    " [default: all]",
+    "--temperature", "temperatures", type=float, multiple=True, default=(0.0, 0.8, 1.0, 1.5)
 )
-@click.option("--seeds", default=1, show_default=True, help="Drawn texts of a prompt, or turns.")
-@click.option("-k", "ks", type=int, multiple=True, default=KS, help="The sweeps' K. [default: all]")
+@click.option("--prompts", "count", default=10, show_default=True, help="Of each set.")
+@click.option("--length", default=128, show_default=True)
+@click.option("--each", default=4, show_default=True, help="Prompts between two loads.")
+@click.option("--tune", "tuned", is_flag=True, help="Tune after each load.")
+@click.option("--fixed/--no-fixed", default=True, help="Run fixed settings, too.")
 def main(
     bundle: str | None,
     threads: int | None,
+    sets: Sequence[str],
+    temperatures: Sequence[float],
     count: int,
     length: int,
-    parts: Sequence[str],
-    seeds: int,
-    ks: Sequence[int],
+    each: int,
+    tuned: bool,
+    fixed: bool,
 ) -> None:
-    """Measure auto against plain decoding and every fixed setting."""
-    pipeline = load(bundle, threads=threads)
-    tuned = tune(pipeline)
-    if tuned.busy:
-        click.echo("note: other programs kept the processor busy")
-    pipeline.costs.table = tuned.costs
-    # The same target under its own name: a draft as large as the target.
-    bundle_ = pipeline.bundle
-    twin = OrtModel(bundle_, bundle_.target, Device(threads=threads))
-    large = Pipeline(bundle_, pipeline.tokenizer, pipeline.target, twin)
-    large.costs.table = tune(large).costs
-    code, nonsense, tables = (
-        prompts(pipeline, count), noise(pipeline, count), repeating(pipeline, count)
-    )  # fmt: skip
-    cases: list[tuple[str, str, Pipeline, list[list[int]], dict[str, Any]]] = [
-        ("bad", "plain, a control", pipeline, code, {"num_draft_tokens": 0}),
-        ("bad", "random", pipeline, code, {"drafter": "random"}),
-        ("bad", "draft = target", large, code, {"drafter": "model"}),
-        ("good", "noise", pipeline, nonsense, {}),
-        ("good", "code", pipeline, code, {}),
-    ]
-    for temperature, (part, name, one, texts, both) in product((0.0, 1.0), cases):
-        if part in parts:
-            found = ratios(one, texts, seeds, length, temperature=temperature, **both)
-            click.echo(f"temperature {temperature:g}, {name}: {interval(found, middle)}")
-    plans: list[tuple[str, list[tuple[list[list[int]], float]], tuple[str, ...]]] = [
-        ("code", [(code, t)], ("model", "chain")) for t in (0.0, 1.0)
-    ]
-    plans += [
-        ("switching", [(tables, first), (nonsense, second)], ("model", "lookup", "chain"))
-        for first, second in ((0.0, 1.0), (0.0, 0.0), (1.0, 1.0))
-    ]
-    for part, sets, drafters in plans:
-        if part in parts:
-            settings = [PLAIN_SETTING, *(Setting(name, k) for name, k in product(drafters, ks))]
-            groups = zip(*([(text, t) for text in texts] for texts, t in sets), strict=True)
-            mixed = list(chain.from_iterable(groups))
-            temperatures = [t for _, t in sets]
-            swept = sweep(pipeline, mixed, settings, seeds, len(sets), length)
-            shown = ", ".join(f"{t:g}" for t in temperatures)
-            for setting, pairs in swept.items():
-                what = f"{setting.drafter}, K = {setting.num_draft_tokens}"
-                click.echo(f"{part} at {shown}, over {what}: {interval(pairs, total)}")
+    """Measure auto against plain decoding and fixed settings."""
+    path = os.fspath(Path(bundle).absolute()) if bundle else None
+    settings = FIXED if fixed else []
+    took: dict[tuple[float, str, Setting], list[float]] = {}
+    pipeline = fresh(path, threads, tuned)
+    texts = {name: prompt_tokens(pipeline, name, count) for name in sets}
+    for i in range(count):
+        if i and i % each == 0:
+            pipeline.close()
+            pipeline = fresh(path, threads, tuned)
+        for temperature, name in product(temperatures, sets):
+            ends = [AUTO, PLAIN_SETTING] if i % 2 else [PLAIN_SETTING, AUTO]
+            others = settings[i % 4 :] + settings[: i % 4]
+            for one in (*ends, *others, *ends[::-1]):
+                spent = seconds(pipeline, texts[name][i], length, temperature, i, one)
+                took.setdefault((temperature, name, one), []).append(spent)
+    ratios, over_best = [], []
+    for temperature, name in product(temperatures, sets):
+        ours, plain = (took[temperature, name, one] for one in (AUTO, PLAIN_SETTING))
+        pairs = [(sum(ours[i : i + 2]), sum(plain[i : i + 2])) for i in range(0, len(ours), 2)]
+        ratio, low, high = interval(pairs)
+        line = (
+            f"temperature {temperature:g}, {name}: {ratio:.3f} ({low:.3f} to {high:.3f}) of plain"
+        )
+        ratios.append(ratio)
+        fixed_sums = {one: 2 * sum(took[temperature, name, one]) for one in settings}
+        if fixed_sums:
+            fixed_sums[PLAIN_SETTING] = sum(plain)
+            best = min(fixed_sums, key=lambda one: fixed_sums[one])
+            over_best.append(sum(ours) / fixed_sums[best])
+            line += (
+                f"; {over_best[-1]:.3f} of the best fixed, {best.drafter} K ="
+                f" {best.num_draft_tokens} at {fixed_sums[best] / sum(plain):.3f}"
+            )
+        click.echo(line + ("; SLOWER" if low > 1.02 else ""))
+    click.echo(f"geometric mean over plain: {exp(fmean(map(log, ratios))):.3f}")
+    if over_best:
+        click.echo(f"geometric mean over the best fixed: {exp(fmean(map(log, over_best))):.3f}")
 
 
 if __name__ == "__main__":

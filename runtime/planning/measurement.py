@@ -23,9 +23,8 @@ from .cost_table import CostTable, ModeCosts, interpolate
 from .plans import Fixed
 
 LENGTH = 64  # tokens in the caches at load
-SECONDS, MIN_SWEEPS = 0.06, 4  # at load; up to PATIENCE times as long while others have the cores
-WARM_UP = 1  # sweeps: the first passes of a process take up to twice as long
-PATIENCE = 5
+SECONDS, MIN_SWEEPS = 0.12, 2  # at load; up to PATIENCE times as long while others have the cores
+PATIENCE = 3
 SLOW = 0.5  # seconds of the self-test's passes from which on they are not timed again
 PASS_LENGTHS = (1, 2, 3, 5, 9)  # and the longest: kernels work on tiles of a few rows
 DRAFTED, DRAFTED_IF_SLOW = (1, 4), (2,)  # K of the rounds that are timed with the draft model
@@ -86,7 +85,7 @@ def measure(
     Passes of the target are timed by themselves, and rounds in the decoding loop, plain and drafted
     by the model: after the draft's passes a pass of the target takes longer, which counts as the
     draft's. Sweeps go through everything, so that a busy moment slows no cost alone. A cost is the
-    least of all sweeps after the first, on a grid.
+    least of all sweeps, on a grid: the first passes of a process take up to twice as long.
 
     Args:
         models: Models to measure, with contexts of at least MIN_CONTEXT tokens.
@@ -110,8 +109,6 @@ def measure(
     begin, sweeps, share = time.perf_counter(), 0, 0.0
     while share < 1:
         for place in places:
-            if sweeps == WARM_UP:
-                place.forget()
             place.sweep(samples if is_slow else None)
         sweeps += 1
         is_busy = fmean(place.disturbance for place in places) > BUSY
@@ -155,12 +152,6 @@ class _Place:
             begin = time.perf_counter()
             draft.prefill([0] * count)
             self.reading.append((time.perf_counter() - begin) / count)
-
-    def forget(self) -> None:
-        """Begin anew after warm-up."""
-        self.passes.clear()
-        self.rounds.clear()
-        self.reading.clear()
 
     def _time_passes(self) -> list[float]:
         """Time a pass of each length, after one that warms up."""

@@ -23,7 +23,7 @@ from .planner import SHARE, Planner
 
 PLANNED = (MODEL, *COPYING, CHAIN)  # whose costs are known
 _CERTAIN, _NO_CHANCE = Sampling(), np.zeros(MAX_DRAFT_TOKENS)  # a copy draws nothing
-PLANNING = 5e-5  # seconds that planning a round takes, of which a SHARE is spent at most
+PLANNING = 1e-4  # seconds that planning a round takes, of which a SHARE is spent at most
 ATTENTIVE, LONGEST_REST = 2, 15  # planned rounds before a rest, and unplanned ones in it
 
 
@@ -75,6 +75,7 @@ class Auto:
         self._model = _model(drafters)
         self._copier = next((name for name in COPYING if name in drafters), COPYING[0])
         self._choice: Choice | None = None
+        self._step: Step | None = None
         self._copy: list[int] = []
         self._rates: Sequence[float] = ()  # that its drafter promises
         self._quiet = 0  # planned rounds in a row in which nothing paid,
@@ -84,16 +85,17 @@ class Auto:
 
     def next(self, history: History, left: int) -> Step:
         self._length = history.length
-        if self._rest and self._choice is not None:
-            self._rest, self._copy, choice = self._rest - 1, [], self._choice
-        else:
-            choice = self.planner.choose(self._offers(history), history.length - 1)
-            self._quiet = self._quiet + 1 if choice.kind == Kind.PLAIN else 0
-            longest = int(PLANNING / (SHARE * choice.plain_seconds))
-            self._rest = max(0, min(self._quiet - ATTENTIVE, longest, LONGEST_REST))
+        if self._rest and self._step is not None:
+            self._rest, self._copy = self._rest - 1, []
+            return self._step
+        choice = self.planner.choose(self._offers(history), history.length - 1)
+        self._quiet = self._quiet + 1 if choice.kind == Kind.PLAIN else 0
+        longest = int(PLANNING / (SHARE * choice.plain_seconds))
+        self._rest = max(0, min(self._quiet - ATTENTIVE, longest, LONGEST_REST))
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
-        return Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
+        self._step = Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
+        return self._step
 
     def ended(self, round_: Round) -> None:
         assert self._choice is not None
