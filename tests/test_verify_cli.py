@@ -107,6 +107,17 @@ def test_the_first_verdict_comes_before_statistical_tests_and_says_what_is_wrong
     assert report.result == "FAILED"
 
 
+def test_a_model_whose_logits_are_not_numbers_fails_with_a_report(copy):
+    weights = copy / Bundle.read(copy).target.weights
+    weights.write_bytes(b"\xff" * weights.stat().st_size)
+    relist(copy)
+    result = run(*SHORT_RUN, "--bundle", copy)
+    assert result.returncode == 1
+    assert result.stdout.startswith("specedge verify: FAILED")
+    assert "logits are not numbers" in result.stdout
+    assert "Traceback" not in result.stderr
+
+
 def test_the_budget_is_the_time_of_so_many_passes(copy):
     def audited(step):
         ticks = Ticks(1, step)

@@ -120,14 +120,14 @@ def audit(
     texts = _prompts(bundle, prompts, special_tokens)
     try:
         subject = make_subject(bundle, machinery, texts)
+        subject.time_passes(budget.clock)
+        budget.extend(passes * subject.seconds_per_pass)
+        subject.measure(budget.share(SHARES["measuring"]))
     except (DeviceError, MissingExtraError):
         raise
-    except SpecEdgeError as error:  # a graph that is not what the manifest says
+    except SpecEdgeError as error:  # a graph that is not as the manifest says, or gives NaN
         findings.append(Finding("graphs", FAILED, str(error)))
         return report()
-    subject.time_passes(budget.clock)
-    budget.extend(passes * subject.seconds_per_pass)
-    subject.measure(budget.share(SHARES["measuring"]))
     findings += _checks(CERTAIN, subject, budget, told)
     on_first_verdict(Report(about, tuple(findings), (), budget.clock.used))
     measured = {name: getattr(subject, name) for name in ("noise", "seconds_per_pass")}
