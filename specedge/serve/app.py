@@ -31,7 +31,7 @@ from .asking import Asked
 from .bodies import Bodies
 from .errors import ApiError, shown_to_client
 from .fields import DEFAULTS
-from .guards import LOOPBACK, Keyed, Named
+from .guards import LOOPBACK, Keyed, Named, check_host
 from .jobs import Jobs
 from .metrics import GONE, STATUS, Metrics
 from .response_shape import Response as ResponseShape
@@ -88,6 +88,8 @@ class Settings:
                 f"generation_config must be {' or '.join(GENERATION_CONFIGS)}, "
                 f"got {self.generation_config!r}"
             )
+        for host in self.hosts:
+            check_host(host)
 
 
 def model_defaults(sampling: Filters) -> dict[str, float]:

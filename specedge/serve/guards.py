@@ -63,6 +63,15 @@ class Named:
         )
 
 
+def check_host(host: str) -> None:
+    """Raise ValueError for what no request's host can equal, such as one with a port."""
+    if host == "*" or host.lower() not in (_name(f"//{host}"), _name(f"//[{host}]")):
+        raise ValueError(
+            "an allowed host is a name or an address without scheme, port or wildcard, such as "
+            f"pair.example, got {_short(host)}"
+        )
+
+
 def _name(address: str) -> str | None:
     """The host of an address, without its port."""
     try:

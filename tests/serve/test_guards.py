@@ -5,6 +5,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import ask, chat_pair, error_of, serving
+from specedge.serve.app import Settings
 
 
 @pytest.fixture(scope="module")
@@ -81,3 +82,16 @@ def test_an_app_without_a_key_or_hosts_answers_as_localhost_alone(pair):
             for host in ("localhost:49153", "evil.example:49153")
         ]
     assert statuses == [200, 403]
+
+
+@pytest.mark.parametrize("host", ["pair.example", "PAIR.example", "10.0.0.7", "::1", "fe80::1"])
+def test_a_host_that_requests_can_have_is_allowed(host):
+    assert Settings(hosts=(host,)).hosts == (host,)
+
+
+@pytest.mark.parametrize(
+    "host", ["pair.example:8000", "http://pair.example", "pair.example/", "[::1]", "*", ""]
+)
+def test_a_host_that_no_request_can_have_is_refused(host):
+    with pytest.raises(ValueError, match="an allowed host is a name or an address without scheme"):
+        Settings(hosts=(host,))
