@@ -32,7 +32,7 @@ class DrafterName(Name):
 
 
 class Coupling(Name):
-    """How the random numbers of draft and target are coupled above temperature 0."""
+    """Coupling of the random numbers of draft and target above temperature 0."""
 
     RESIDUAL = "residual"
     GUMBEL = "gumbel"

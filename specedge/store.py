@@ -146,8 +146,11 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def create_text(path: Path, text: str) -> None:
-    """Write a file that is not there yet, whole or not at all. Raises OSError, FileExistsError
-    where it is there.
+    """Write a new file, whole or not at all.
+
+    Raises:
+        FileExistsError: The file exists.
+        OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with beside(path) as temporary:

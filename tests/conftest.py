@@ -36,7 +36,7 @@ HOMES = ("XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE
 
 @pytest.fixture(scope="session", autouse=True)
 def _folders_of_the_session(tmp_path_factory):
-    """What fixtures that many tests share load stores nothing in the user's folders."""
+    """Keep what shared fixtures load and store out of the user's folders."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for variable in HOMES:

@@ -29,7 +29,7 @@ class KnownCosts:
 
     @property
     def is_measured(self) -> bool:
-        """Whether the table is this bundle's on this machine."""
+        """Return True if the table is this bundle's on this machine."""
         return self.table.origin != "assumed"
 
     def complete(self, measure: Callable[[], CostTable]) -> None:

@@ -125,7 +125,7 @@ def measure(
 
 
 class _Place:
-    """What was timed behind one number of cached tokens.
+    """Timings behind one number of cached tokens.
 
     passes: seconds of the target's passes. [sweeps][rows]
     rounds: seconds of rounds, of that without the target's pass, and the tokens that they yielded,

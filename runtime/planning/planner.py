@@ -100,7 +100,7 @@ class Planner:
 
     @property
     def expected_speedup(self) -> float | None:
-        """What the rounds so far gained over plain decoding, by the table."""
+        """Speed-up of the rounds so far over plain decoding, by the table."""
         if self.last_costs is None or not self.seconds:
             return None
         each = self.num_tokens * self.last_costs.token

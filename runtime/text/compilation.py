@@ -76,7 +76,7 @@ class _Permit:
                 self._all.permits.release()
 
     def _overrun(self) -> None:
-        """Pass the permit on."""
+        """Let the next compilation begin."""
         with self._all.lock:
             if self._ended or self._all.num_overruns == MAX_OVERRUNS:
                 return

@@ -1,4 +1,4 @@
-"""What Rust reports of a panic, kept from stderr, where the command line has one line for it."""
+"""Reports of Rust panics, kept from stderr: the command line has one line for each."""
 
 from __future__ import annotations
 

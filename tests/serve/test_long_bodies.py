@@ -62,7 +62,7 @@ def test_bad_words_have_a_length_together():
 
 
 def error_of(body):
-    """What a client hears of a body, nothing where it is valid."""
+    """Return the error that a body gets, empty where it is valid."""
     try:
         asking.completions(body, 512)
     except ApiError as error:
