@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from specedge.declared import whole
 from specedge.op_sets import CACHES, COMPUTED, ENGINES, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
-from specedge.precision import CHOICES, QUANTISED
+from specedge.precision import CHOICES, QUANTISED, ROUNDINGS
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Request:
     draft_vocab: int | None
     compute: str | None
     cache: str | None
+    rounding: str
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -50,6 +51,10 @@ class Request:
         self._check_compute({self.of("target"), self.of("draft")})
         if self.cache not in (*CACHES, None):
             raise ValueError(f"cache must be {', '.join(CACHES)}, got {self.cache!r}")
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(
+                f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
+            )
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)

@@ -73,7 +73,8 @@ class Quantisation:
     """What rounding an op set's weights and inputs cost, measured on a text.
 
     `num_tokens` is 0 where the exporting machine could not run the graphs, and numbers say nothing.
-    `perplexity` is the model's, `original_perplexity` that of the float graph it was made of;
+    `perplexity` is the model's, `original_perplexity` that of the float graph it was made of, both
+    0 of a self-draft, which is no language model;
     `agreement` is how often their likeliest tokens are the same, `divergence` the mean
     Kullback-Leibler divergence in nats, `error` the largest difference of a value of logits or
     cache, in the largest value. Of the groups of matrices that read one input `num_smoothed` had
@@ -110,9 +111,10 @@ class Quantisation:
         """All of it in one line."""
         if not self.num_tokens:
             return "checked, but not run, as ONNX Runtime cannot on the exporting machine"
+        where = f"on {self.num_tokens} tokens of {self.text}"
+        loss = f"perplexity {self.perplexity:.4g} {where}, in float {self.original_perplexity:.4g}"
         found = (
-            f"perplexity {self.perplexity:.4g} on {self.num_tokens} tokens of {self.text}, in "
-            f"float {self.original_perplexity:.4g}; the likeliest token is the same in "
+            f"{loss if self.perplexity else where}; the likeliest token is the same in "
             f"{self.agreement:.1%}, KL {self.divergence:.2g}, values are off by {self.error:.1%}"
         )
         if not self.plain_product_error:

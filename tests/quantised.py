@@ -13,7 +13,9 @@ PROMPTS = ("def parse(self):", "import json\n", "    return [")
 
 
 def with_outliers(model):
-    """The same function with channels of 256 times the others in front of every matrix it can."""
+    """The same function with channels of 256 times the others in front of every matrix whose input
+    has a norm or attention before it, and of 16 times in front of the others.
+    """
     with torch.no_grad():
         for layer in model.model.layers:
             attention, mlp = layer.self_attn, layer.mlp
@@ -24,8 +26,8 @@ def with_outliers(model):
                 norm.weight[3] *= 256
                 for matrix in matrices:
                     matrix.weight[:, 3] /= 256
-            mlp.up_proj.weight[7] *= 256
-            mlp.down_proj.weight[:, 7] /= 256
+            mlp.up_proj.weight[7] *= 16
+            mlp.down_proj.weight[:, 7] /= 16
             attention.v_proj.weight[5 :: attention.head_dim] *= 256
             attention.o_proj.weight[:, 5 :: attention.head_dim] /= 256
     return model

@@ -60,7 +60,8 @@ def acceptance(
     """Print accepted over tested and tokens a round; without counts those of the whole head."""
     pipeline = load(bundle)
     whole, found = pipeline.draft, prompts(pipeline, num_prompts)
-    text = ("the library", _library()) if library else texts.read(None)
+    built_in = texts.read(None)
+    text = ("the library", _library()) if library else (built_in.name, built_in.text)
     for count in counts or (None,):
         share = "whole"
         if count is not None:

@@ -94,15 +94,15 @@ def _as_written(model: Model) -> Model:
 
 
 def own_text(bundle: Bundle) -> Texts:
-    """specedge's own, half to choose by and half to report on."""
+    """specedge's own texts."""
     model = bundle.target
     tokenizer = bundle.folder / bundle.tokenizer
     sizes = model.vocab_size, model.context_length, model.num_parameters
-    return texts.cut(*texts.read(None), tokenizer, *sizes)
+    return texts.cut(texts.read(None), tokenizer, *sizes)
 
 
 def held_out_text(bundle: Bundle) -> Texts:
-    """Pieces of modules that the pair was not trained on, chosen by specedge's own text."""
+    """Pieces of modules that the pair was not trained on, chosen by specedge's own texts."""
     tokenizer = Tokenizer.from_file(str(bundle.folder / bundle.tokenizer))
     found = []
     for name, text in library_files():

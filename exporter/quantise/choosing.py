@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from . import rounding
 from .calibration import Seen
 from .experts import Experts
 from .matrices import Group
+from .rounding import Blocks, Integers
 from .smoothing import powers
 
 STRENGTHS = (0.5, 0.75)  # of smoothing; 0.5 shares a channel's size between input and weights
@@ -30,7 +31,8 @@ class Choice:
 
     `powers` [K] are moved from its input into its weights. With `bits` it is in blocks of numbers
     of so many, for which `weight` [K] is the mean square of its input. With 0 parts it is not
-    rounded. `why` says what a reader would not expect of the precision, if anything.
+    rounded. `why` says what a reader would not expect of the precision, if anything. `rounded` has
+    the integers of matrices that are not rounded to the nearest, by their places.
     """
 
     powers: np.ndarray | None
@@ -40,6 +42,7 @@ class Choice:
     bits: int = 0
     weight: np.ndarray | None = None
     why: str = ""
+    rounded: Mapping[int, Integers | Blocks] = field(default_factory=dict)
 
 
 def in_columns(group: Group, x: Seen, channels: np.ndarray | None, tied: bool = False) -> Choice:

@@ -17,7 +17,7 @@ from . import mixing, rounding
 from .choosing import Choice
 from .editing import take_over
 from .experts import Mixture
-from .matrices import Group
+from .matrices import Group, Stored
 from .rewriting import in_blocks, known, width_of
 from .widening import Widener
 
@@ -28,6 +28,10 @@ class Dequantiser(Widener):
     Lookups and products have initializers of their own over a tied table's bytes: over one
     ONNX Runtime fails with `session.x64quantprecision`. TensorRT-RTX makes one constant of both.
     """
+
+    def _rows_of_blocks(self, node: ir.Node, stored: Stored) -> ir.Value:
+        """Rows of a table that lies beside its blocks with one scale a row."""
+        return self._rows(node, *self._table(stored))
 
     def _rows(
         self, node: ir.Node, stored_values: ir.ExternalTensor, stored_scales: ir.ExternalTensor

@@ -16,6 +16,7 @@ import numpy as np
 import onnxruntime as ort
 
 from specedge.manifest import File, Model
+from specedge.precision import GPTQ
 
 from ..compare.runner import Runner
 from ..compare.stage import open_session
@@ -54,6 +55,7 @@ def fastest(
     head: Sequence[int] | None,
     progress: Progress,
     kinds: Sequence[str] = (),
+    rounding: str = GPTQ,
 ) -> tuple[Model, File]:
     """Leave the best draft in `folder`, where it is in its own type; its manifest and weights.
 
@@ -65,7 +67,7 @@ def fastest(
         place = folder.with_name(f"{folder.name}.{precision}")
         shutil.copytree(folder, place, copy_function=os.link)
         (model,), weights = quantise(
-            {"draft": draft}, place, precision, texts, head, progress, kinds
+            {"draft": draft}, place, precision, texts, head, progress, kinds, rounding
         )
         found.append(Candidate(precision, place, model, weights))
     with progress.step("Choosing the draft's precision"):

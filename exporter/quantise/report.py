@@ -22,6 +22,8 @@ from .experts import opened
 from .texts import Texts
 from .written import Report, Written
 
+HELD = 1 << 27  # logits of a model that are held at once
+STRIP = 64  # tokens whose distributions are compared at a time
 LATE = 64  # tokens of a late window
 LATE_TIMES = 3.0  # in that of texts, what its divergence may be;
 LATE_LEAST = 0.0001  # and nats more: ALiBi as 16 bits hold it cost 0.0003 in a small model
@@ -46,7 +48,7 @@ def report(
         return _described(Distance(), texts, choices), ()
     powers = {key: choice.powers for key, choice in choices.items()}
     factors = smoothing.of_caches(opened(model.decoder(ops)).graph, powers)
-    before = model.runner(model.folder, attention(ops))
+    before = model.runner(model.original or model.folder, attention(ops))
     found, late = distances(before, runner, texts.report, factors, model.head)
     numbers = (one.loss + one.divergence + one.error for one in (found, late))
     if not math.isfinite(sum(numbers)):
@@ -58,6 +60,8 @@ def report(
     if differing:
         progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
     described = _described(found, texts, choices)
+    if model.is_self_draft:  # first layers with the last one's head: no language model
+        described = replace(described, perplexity=0.0, original_perplexity=0.0)
     if said := _of_late(found, late, before.geometry.context_length):
         described = replace(described, exceptions=(*described.exceptions, said))
         progress.note(f"{who}: {said}")
@@ -121,8 +125,18 @@ class Distance:
 
         Column j is token head[j], or token j.
         """
-        ours, theirs = _log_softmax(found[:-1]), _log_softmax(wanted[:-1])
-        rows, columns = np.arange(len(tokens) - 1), tokens[1:]
+        for at in range(0, len(tokens) - 1, STRIP):
+            rows = slice(at, min(at + STRIP, len(tokens) - 1))
+            self._add(found[rows], wanted[rows], tokens[rows.start + 1 : rows.stop + 1], head)
+        self.compare(found, wanted)
+
+    def _add(
+        self, found: np.ndarray, wanted: np.ndarray, columns: np.ndarray, head: np.ndarray | None
+    ) -> None:
+        """Count some rows, 2 * [t, n], and the tokens that come next, [t]."""
+        ours, theirs = _log_softmax(found), _log_softmax(wanted)
+        rows = np.arange(len(columns))
+        self.num_tokens += len(columns)
         if head is not None:
             rows = np.flatnonzero(np.isin(columns, head))
             columns = head.searchsorted(columns[rows])
@@ -130,10 +144,8 @@ class Distance:
         self.loss -= float(ours[places].sum())
         self.original_loss -= float(theirs[places].sum())
         self.divergence += float((np.exp(theirs) * (theirs - ours)).sum())
-        self.num_same += int((found[:-1].argmax(1) == wanted[:-1].argmax(1)).sum())
-        self.num_tokens += len(tokens) - 1
+        self.num_same += int((found.argmax(1) == wanted.argmax(1)).sum())
         self.num_scored += len(rows)
-        self.compare(found, wanted)
 
     def compare(self, found: np.ndarray, wanted: np.ndarray) -> None:
         """Keep the largest difference of an output, in its largest value."""
@@ -159,13 +171,21 @@ def distances(
     text = texts[-1][:LATE]
     start = original.geometry.context_length - len(text)
     window = Window(text, start) if start >= 2 * max(map(len, texts)) else None
-    ours, theirs = (_run(runner, texts, window) for runner in (found, original))
-    for text, (logits, caches), (wanted, wanted_caches) in zip(texts, ours, theirs, strict=False):
-        total.add(logits, wanted, text, head)
-        for name, our, their in zip(names, caches, wanted_caches, strict=True):
-            total.compare(our * factors.get(name, 1), their)
-    if window is not None:
-        late.add(ours[-1][0], theirs[-1][0], window.text, head)
+    size = max(1, HELD // (original.geometry.padded_vocab_size * max(map(len, texts))))
+    for at in range(0, len(texts), size):
+        some = texts[at : at + size]
+        is_last = at + size >= len(texts)
+        ours, theirs = (
+            _run(runner, some, window if is_last else None) for runner in (found, original)
+        )
+        for text, (logits, caches), (wanted, wanted_caches) in zip(
+            some, ours, theirs, strict=False
+        ):
+            total.add(logits, wanted, text, head)
+            for name, our, their in zip(names, caches, wanted_caches, strict=True):
+                total.compare(our * factors.get(name, 1), their)
+        if window is not None and is_last:
+            late.add(ours[-1][0], theirs[-1][0], window.text, head)
     return total, late
 
 

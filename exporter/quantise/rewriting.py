@@ -8,7 +8,7 @@ MatMulNBits, which rounds x itself, a scale a block, at accuracy level 4.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ class Rewriter(Editor):
     """Replaces products and embeddings in one graph; the weights go to `store`."""
 
     tables: Mapping[int, np.ndarray | None]  # embeddings' places, and powers moved into them, [H]
+    block_tables: Container[int] = ()  # places of those that are in blocks of 8 bits
     column_powers: dict[ir.Node, np.ndarray] = field(default_factory=dict)
 
     def group(self, group: Group, choice: Choice) -> None:
@@ -56,6 +57,9 @@ class Rewriter(Editor):
     def embedding(self, node: ir.Node, stored: Stored) -> None:
         """Take rows of integers from a table, [V, H]."""
         output, by = node.outputs[0], self.tables[stored.place]
+        if stored.place in self.block_tables:
+            take_over(output, self._rows_of_blocks(node, stored))
+            return
         rows = self._rows(node, *self._table(stored))
         if by is not None:  # the head reads the table's channels times these powers
             name = f"{output.name}.powers"
@@ -79,6 +83,32 @@ class Rewriter(Editor):
         wide = self.node(node, "Cast", [taken], f"{output.name}.wide", output, to=to)
         scale = self.node(node, "Gather", [scales, ids], f"{output.name}.scale", output, 1)
         return self.node(node, "Mul", [wide, scale], f"{output.name}.whole", output)
+
+    def _rows_of_blocks(self, node: ir.Node, stored: Stored) -> ir.Value:
+        """Rows of a table in blocks of 8 bits, [V, H / 32, 32], which a tied head multiplies with.
+
+        The key of its blocks is that of the head.
+        """
+        output, ids = node.outputs[0], node.inputs[1]
+        key = ((stored.place,), 8, None)
+        blocks, scales = self.store.blocks(
+            key, lambda: rounding.blocks(contents(stored.tensor).T, 8)
+        )
+        rows, groups, size = blocks.shape.numpy()
+        scales = seen_as(scales, ir.Shape([rows, groups, 1]), f"{scales.name}.rows")
+        name, kind = output.name, ir.DataType.UINT8
+        inputs = [self.external(blocks), ids]
+        taken = self.node(node, "Gather", inputs, f"{name}.bytes", output, dtype=kind)
+        scale = self.node(node, "Gather", [self.external(scales), ids], f"{name}.scale", output)
+        wide = self.node(node, "Cast", [taken], f"{name}.wide", output, to=ir.DataType.FLOAT)
+        middle = self.constant("middle", np.float32(128))
+        signed = self.node(node, "Sub", [wide, middle], f"{name}.signed", output)
+        whole = self.node(node, "Mul", [signed, scale], f"{name}.blocks", output)
+        for value, last in ((taken, size), (wide, size), (signed, size), (whole, size), (scale, 1)):
+            if output.shape is not None:
+                value.shape = ir.Shape([*output.shape[:-1], groups, last])
+        dims = self.constant("row", np.array([1, -1, groups * size], np.int64))
+        return self.node(node, "Reshape", [whole, dims], f"{name}.whole", output)
 
     def _parts(self, before: ir.Node, value: ir.Value, choice: Choice) -> list[ir.Value]:
         """x in parts of K."""
@@ -249,7 +279,10 @@ def _columns(
         size = weights.shape[-2] // choice.num_parts
         rows = slice(part * size, (part + 1) * size)
         powers = None if choice.powers is None else choice.powers[rows]
-        integers = rounding.columns(weights[..., rows, :], powers)
+        integers = choice.rounded.get(matrix.place)
+        if integers is None:
+            integers = rounding.columns(weights[..., rows, :], powers)
+        assert isinstance(integers, Integers)
         factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)
         found.append(Integers(integers.values, integers.scales * factors))
     if len(found) == 1:
@@ -266,7 +299,10 @@ def in_blocks(
     """Matrices beside each other in blocks, with the powers that smoothing moved into them."""
     found = []
     for matrix, columns in zip(matrices, by, strict=True):
-        one = rounding.blocks(matrix.stored.numbers(), choice.bits, choice.weight)
+        one = choice.rounded.get(matrix.place)
+        if one is None:
+            one = rounding.blocks(matrix.stored.numbers(), choice.bits, choice.weight)
+        assert isinstance(one, Blocks)
         factors = np.float32(1) if columns is None else np.exp2(columns).astype(np.float32)[:, None]
         found.append(Blocks(one.values, one.scales * factors))
     return Blocks(

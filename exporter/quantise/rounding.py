@@ -66,10 +66,8 @@ def blocks(weights: torch.Tensor, bits: int, weight: np.ndarray | None = None) -
     values, scales = [], []
     for at in _strips(weights):
         strip = _cut(weights[:, at].float())
-        found, scale = (
-            _nearest(strip) if bits == 8 else _searched(strip, _importance(weight, strip))
-        )
-        values.append(_packed(found.to(torch.int16) + 2 ** (bits - 1), bits))
+        found, scale = _in_blocks(strip, bits, _importance(weight, strip))
+        values.append(packed(found.to(torch.int16) + 2 ** (bits - 1), bits))
         scales.append(scale.squeeze(-1))
     return Blocks(torch.cat(values).numpy(), torch.cat(scales).numpy())
 
@@ -88,6 +86,20 @@ def _importance(weight: np.ndarray | None, strip: torch.Tensor) -> torch.Tensor:
     missing = strip.shape[1] * BLOCK - len(weight)
     wide = torch.from_numpy(np.pad(weight.astype(np.float32), (0, missing)))
     return wide.reshape(-1, BLOCK) + _TINY
+
+
+def block_scales(strip: torch.Tensor, bits: int, importance: torch.Tensor) -> torch.Tensor:
+    """Return the scale of each block, [N, blocks, 1], with the weight of each number's error.
+
+    [N, blocks, BLOCK], [blocks, BLOCK]
+    """
+    return _in_blocks(strip, bits, importance)[1]
+
+
+def _in_blocks(
+    strip: torch.Tensor, bits: int, importance: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return _nearest(strip) if bits == 8 else _searched(strip, importance)
 
 
 def _nearest(strip: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,7 +126,8 @@ def _searched(strip: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, 
     return values, scales
 
 
-def _packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+def packed(values: torch.Tensor, bits: int) -> torch.Tensor:
+    """Return unsigned integers as bytes, two of 4 bits in one."""
     found = values.to(torch.uint8)
     return found if bits == 8 else found[..., 0::2] | (found[..., 1::2] << 4)
 
@@ -138,8 +151,8 @@ def _bytes(blocks_: Blocks, bits: int) -> torch.Tensor:
     return values if bits == 8 else torch.stack((values & 15, values >> 4), -1).flatten(-2)
 
 
-def _unpacked(blocks_: Blocks, bits: int) -> torch.Tensor:
-    """What rounded weights are. -> [K and zeros, N]"""
+def unpacked(blocks_: Blocks, bits: int) -> torch.Tensor:
+    """Return what rounded weights are. -> [K and zeros, N]"""
     values, scales = _bytes(blocks_, bits), torch.from_numpy(blocks_.scales)
     return ((values.float() - 2 ** (bits - 1)) * scales[..., None]).flatten(1).T
 
@@ -173,7 +186,7 @@ def _products_in_blocks(
     exact, weight = torch.from_numpy(x), np.square(x).mean(0)
     for at in _strips(weights):
         strip = weights[:, at]
-        yield exact @ strip.float(), given @ _unpacked(blocks(strip, bits, weight), bits)
+        yield exact @ strip.float(), given @ unpacked(blocks(strip, bits, weight), bits)
 
 
 def rows(x: np.ndarray) -> np.ndarray:

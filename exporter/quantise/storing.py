@@ -110,6 +110,19 @@ class Store:
             self._known[key] = (self._put(data, tensor.dtype, tensor.name, tensor.shape),)
         return self._known[key][0]
 
+    def floats(self, key: Hashable, make: Callable[[], np.ndarray], name: str) -> ir.ExternalTensor:
+        """Return where a float32 array lies."""
+        if key not in self._known:
+            self._known[key] = (self._put(make(), ir.DataType.FLOAT, name),)
+        return self._known[key][0]
+
+    def adopt(self, graph: ir.Graph) -> None:
+        """Copy what a graph reads of another model's file, and let it read the copies."""
+        for value in graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and Path(tensor.base_dir) != self.folder:
+                value.const_value = self.as_it_is(tensor)
+
     def _put(
         self, array: np.ndarray, kind: ir.DataType, name: str, shape: ir.ShapeProtocol | None = None
     ) -> ir.ExternalTensor:

@@ -27,13 +27,16 @@ Report = tuple[Quantisation, tuple[int, ...]]  # and the T whose rows keep their
 class Written:
     """A model of floats, and the folder where it lies.
 
-    `head` [n] are the tokens of its logits where these are not all.
+    `head` [n] are the tokens of its logits where these are not all. In another basis it has the
+    folder where it is as it was exported as `original`. A self-draft is a target's first layers.
     """
 
     role: str
     model: Model
     folder: Path
     head: np.ndarray | None = None
+    original: Path | None = None
+    is_self_draft: bool = False
 
     @property
     def geometry(self) -> Geometry:
@@ -67,6 +70,11 @@ class Written:
 
     def runner(self, folder: Path, ops: str) -> Runner:
         return Runner(folder, self.lengths, self.geometry, ops)
+
+    def decoder_runner(self, ops: str) -> Runner:
+        """Run the file for any length alone."""
+        lengths = [one for one in self.lengths if one.length is None]
+        return Runner(self.folder, lengths, self.geometry, ops)
 
     def decoder(self, ops: str) -> Path:
         """The file for any length of the op set that one with a type is made of."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -180,6 +180,14 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     settings = json.loads(checkpoint.tokenizer.backend_tokenizer.to_str())
     settings["truncation"] = settings["padding"] = None
     return settings
+
+
+def chat_writer(checkpoint: Checkpoint) -> Callable[[list[dict[str, str]]], str] | None:
+    """Return what writes a conversation as the model was trained on it, if it is a chat model."""
+    if _chat_template(checkpoint) is None:
+        return None
+    apply = checkpoint.tokenizer.apply_chat_template
+    return lambda turns: str(apply(turns, tokenize=False))
 
 
 def _chat_template(checkpoint: Checkpoint) -> str | None:

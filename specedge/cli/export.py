@@ -16,7 +16,7 @@ from specedge.cli.terminal import lines, one_line
 from specedge.manifest import Model
 from specedge.op_sets import CACHES, COMPUTED, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
-from specedge.precision import CHOICES
+from specedge.precision import CHOICES, GPTQ, ROUNDINGS
 
 
 @click.command()
@@ -79,6 +79,13 @@ from specedge.precision import CHOICES
     type=click.IntRange(1),
     metavar="N",
     help="Cut the draft's head to a text's N most frequent tokens, for cheaper drafts.",
+)
+@click.option(
+    "--rounding",
+    type=click.Choice(ROUNDINGS),
+    default=GPTQ,
+    show_default=True,
+    help="Round int8 and int4 weights by GPTQ with the calibration text, or to the nearest.",
 )
 @click.option(
     "--calibrate",

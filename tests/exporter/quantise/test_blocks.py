@@ -70,7 +70,7 @@ def test_a_searched_scale_heeds_what_a_row_is_multiplied_with(random):
     heeding = rounding.blocks(weights, 4, np.square(x).mean(0))
     heedless = rounding.blocks(weights, 4)
     off = [
-        float(np.square(x @ (rounding._unpacked(b, 4).numpy() - weights.numpy())).sum())
+        float(np.square(x @ (rounding.unpacked(b, 4).numpy() - weights.numpy())).sum())
         for b in (heeding, heedless)
     ]
     assert off[0] < 0.5 * off[1]
@@ -81,7 +81,7 @@ def test_blocks_of_zeros_and_of_one_number_stay_what_they_are(bits):
     weights = torch.zeros(64, 3)
     weights[32:, 1] = 0.75
     weights[:, 2] = -1.5
-    found = rounding._unpacked(rounding.blocks(weights, bits), bits)
+    found = rounding.unpacked(rounding.blocks(weights, bits), bits)
     assert np.allclose(found, weights, rtol=1e-6)
 
 
@@ -101,19 +101,28 @@ def made(request, tmp_path_factory):
     return Made(tmp_path_factory.mktemp("blocks"), kind, precision=precision)
 
 
-def test_layers_are_in_blocks_and_the_head_in_columns(made):
+def test_layers_are_in_blocks_and_in_eight_bits_the_head_is_too(made):
     for model in made.bundle.models.values():
-        assert model.weights_dtype in ("int4", "int8-block")
+        is_int8 = model.weights_dtype == "int8-block"
         for entry in model.graphs:
             graph = onnx.load(made.bundle.path(entry.file), load_external_data=False).graph
             ops = [node.op_type for node in graph.node]
             whole = entry.signature != "caches_alone"
-            assert ops.count("MatMulNBits") == (4 * SIZES["layers"] if whole else 5)
-            assert ops.count("MatMulInteger") == whole
-            assert "MatMul" not in ops
+            in_layers = 4 * SIZES["layers"] if whole else 5
+            assert ops.count("MatMulNBits") == in_layers + (whole and is_int8)
+            assert ops.count("MatMulInteger") == (whole and not is_int8)
+            floats = [node for node in graph.node if node.op_type == "MatMul"]
+            assert all("hadamard" in node.input[1] for node in floats)
         for report in model.quantisation.values():
-            assert report.num_in_blocks == 4 * SIZES["layers"]
+            assert report.num_in_blocks == 4 * SIZES["layers"] + is_int8
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.1)
+
+
+def test_a_tied_head_in_blocks_is_stored_once(made):
+    if made.bundle.target.weights_dtype == "int8-block":  # of GPT-2, whose head is tied
+        assert made.bundle.files[made.bundle.target.weights].size < (
+            1.3 * made.bundle.target.num_parameters
+        )
 
 
 def flatter(model):
@@ -144,7 +153,7 @@ def test_what_a_head_in_blocks_costs_is_the_divergence_of_its_distributions(rand
     x, weights = (random.standard_normal(shape, np.float32) for shape in ((48, 64), (64, 300)))
     blocks = rounding.blocks(torch.from_numpy(weights), 4, np.square(x).mean(0))
     wide = rounding.rows(x.reshape(48, 2, 32)).reshape(48, 64)
-    wanted, found = x @ weights, wide @ rounding._unpacked(blocks, 4).numpy()
+    wanted, found = x @ weights, wide @ rounding.unpacked(blocks, 4).numpy()
     p, q = (np.exp(z - z.max(1, keepdims=True), dtype=np.float64) for z in (wanted, found))
     p, q = p / p.sum(1, keepdims=True), q / q.sum(1, keepdims=True)
     exact = (p * np.log(p / q)).sum(1).mean()

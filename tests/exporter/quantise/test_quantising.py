@@ -35,7 +35,8 @@ def test_every_matrix_is_of_bytes_and_standard_operators_multiply_them(made):
         for graph in graphs(model, made.bundle):
             ops = {(node.domain, node.op_type) for node in graph.node}
             assert ("", "MatMulInteger") in ops
-            assert ("", "MatMul") not in ops
+            floats = [node for node in graph.node if node.op_type == "MatMul"]
+            assert all("hadamard" in node.input[1] for node in floats)
             own = {op for domain, op in ops if domain == "com.microsoft"}
             assert own <= {"GroupQueryAttention"}
             assert not {"DynamicQuantizeLinear", "MatMulNBits"} & {op for _, op in ops}
@@ -96,12 +97,11 @@ def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
             assert f"perplexity {report.perplexity:.4g}" in model.parity_line(ops)
 
 
-def test_channels_that_dwarf_the_others_are_smoothed_away(tmp_path):
+def test_channels_that_dwarf_the_others_are_folded_rotated_or_smoothed_away(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, ops="onnx")
     (report,) = made.bundle.target.quantisation.values()
-    assert report.num_smoothed >= 4 * SIZES["layers"]
+    assert report.num_smoothed == SIZES["layers"]  # through attention
     assert report.num_cut == report.num_in_blocks == 0
-    assert report.plain_product_error > 0.1
     assert report.product_error < 0.03
 
 

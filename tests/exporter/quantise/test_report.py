@@ -69,7 +69,9 @@ class Model:
     """Logits that are off by `late` from a position on; its actions are kept."""
 
     def __init__(self, context, late=0.0):
-        self.geometry = Mock(capacity=context + 8, context_length=context, cache_names=list)
+        self.geometry = Mock(
+            capacity=context + 8, context_length=context, cache_names=list, padded_vocab_size=5
+        )
         self.late, self.actions = late, []
 
     def run(self, actions, through):
@@ -101,6 +103,12 @@ def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
     assert (
         report._of_late(near, report.distances(original, Model(1000), TEXTS, {})[1], 1000) is None
     )
+
+
+def test_texts_are_run_some_at_a_time_where_their_logits_are_large(monkeypatch):
+    whole = report.distances(Model(1000), Model(1000, late=2.0), TEXTS, {})
+    monkeypatch.setattr(report, "HELD", 80 * 5)
+    assert report.distances(Model(1000), Model(1000, late=2.0), TEXTS, {}) == whole
 
 
 def test_a_context_that_texts_fill_has_no_late_window():

@@ -28,7 +28,10 @@ def kept(tokenizer, count, text=TEXT, ends=(0,), num_tokens=515):
     return most_frequent(count, text, tokenizer, ends, num_tokens, Progress())
 
 
-@pytest.mark.parametrize("text", [TEXT, texts.read(None)], ids=["short", "built in"])
+BUILT_IN = texts.read(None)
+
+
+@pytest.mark.parametrize("text", [TEXT, (BUILT_IN.name, BUILT_IN.text)], ids=["short", "built in"])
 @pytest.mark.parametrize("count", [5, 30, 300, 514])
 def test_the_most_frequent_tokens_of_a_text_are_kept(tokenizer, text, count):
     ids = kept(tokenizer, count, text)

@@ -1,0 +1,79 @@
+"""Orthogonal matrices that spread large channels over all of them.
+
+A `Rotation` [d, d] is for the residual stream, whose basis a model with RMS norms does not depend
+on (QuaRot, Ashkboos et al. 2024): random signs, a Hadamard matrix of the largest power of two that
+divides d, and a Hartley matrix of the rest, so that every channel reaches every other one at the
+cost of a fast transform. `hadamard` is for blocks of channels that have to be rotated in the graph.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+BLOCK = 64  # channels that a Hadamard matrix in the graph mixes
+_FACTOR = 64  # the largest Hadamard matrix that is multiplied with as a whole
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Orthogonal matrix R: diag(signs) times a Kronecker product of symmetric matrices."""
+
+    size: int
+    seed: int = 0
+
+    @cached_property
+    def signs(self) -> torch.Tensor:
+        """Signs of the channels before they are mixed, [d]."""
+        bits = np.random.default_rng(self.seed).integers(0, 2, self.size)
+        return torch.from_numpy(1.0 - 2.0 * bits)
+
+    @cached_property
+    def factors(self) -> tuple[torch.Tensor, ...]:
+        """Symmetric orthogonal matrices whose Kronecker product mixes the channels."""
+        power = self.size & -self.size
+        matrices = [hartley(self.size // power)]
+        while power > 1:
+            matrices.append(hadamard(min(power, _FACTOR)))
+            power //= len(matrices[-1])
+        return tuple(matrix for matrix in matrices if len(matrix) > 1)
+
+    def apply(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x R in float64. [..., d] -> [..., d]"""
+        return self._mix(x.double() * self.signs)
+
+    def undo(self, x: torch.Tensor) -> torch.Tensor:
+        """Return x R^T in float64. [..., d] -> [..., d]"""
+        return self._mix(x.double()) * self.signs
+
+    def _mix(self, x: torch.Tensor) -> torch.Tensor:
+        # Each factor in turn mixes the last axis, which then becomes the first: after all of them
+        # the axes are in their order again.
+        mixed = x.reshape(-1, self.size)
+        for matrix in reversed(self.factors):
+            rows = mixed.reshape(len(mixed), -1, len(matrix)) @ matrix
+            mixed = rows.transpose(1, 2).reshape(len(mixed), self.size)
+        return mixed.reshape(x.shape)
+
+
+def hadamard(size: int) -> torch.Tensor:
+    """Return Sylvester's Hadamard matrix over the root of its size, a power of two."""
+    matrix = torch.ones(1, 1, dtype=torch.float64)
+    while len(matrix) < size:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / size**0.5
+
+
+def hartley(size: int) -> torch.Tensor:
+    """Return the discrete Hartley transform as a matrix; it is its own inverse."""
+    numbers = torch.arange(size, dtype=torch.float64)
+    angles = 2 * torch.pi * (torch.outer(numbers, numbers) % size) / size
+    return (angles.cos() + angles.sin()) / size**0.5
+
+
+def in_blocks(x: torch.Tensor, block: int = BLOCK) -> torch.Tensor:
+    """Return x with every `block` channels times a Hadamard matrix, in float64. [..., d]"""
+    return (x.double().reshape(*x.shape[:-1], -1, block) @ hadamard(block)).reshape(x.shape)
