@@ -124,7 +124,7 @@ def _compare_formats(
 ) -> None:
     """Note how far the same weights are from float in llama.cpp's formats, on the same texts."""
     own = made.quantisation[model.ops[0]]
-    if model.model.num_experts or not own.num_tokens:
+    if model.role != "target" or model.model.num_experts or not own.num_tokens:
         return
     original = replace(model, folder=model.original or model.folder)
     ops, said = model.ops[0], []
@@ -138,8 +138,8 @@ def _compare_formats(
                 _rewrite(original, ops, "int8-block", choices, NOTHING, store, folder)
         else:
             llama_cpp.write_q4_k(original, ops, folder)
-        runners = (replace(original, folder=place) for place in (original.folder, folder))
-        near, _ = distances(*(one.decoder_runner(ops) for one in runners), texts.report, {})
+        rounded = replace(original, folder=folder).decoder_runner(ops)
+        near, _ = distances(original.decoder_runner(ops), rounded, texts.report, {})
         shutil.rmtree(folder)
         divergence = near.divergence / near.num_tokens
         said.append(
