@@ -278,13 +278,7 @@ def _choice(
         return choosing.in_blocks(group, x, 8)
     if precision == "int4" and not is_tied and len(shapes) == 1 and len(shapes[0]) == 2:
         return choosing.of_head(group, x, channels)
-    columns = choosing.in_columns(group, x, channels, is_tied)
-    if is_tied and shapes[0][0] % BLOCK == 0:
-        blocks = choosing.in_blocks(group, x, 8)
-        if blocks.num_parts and blocks.error < columns.error:
-            why = f"in blocks of {BLOCK}, as an embedding has its rows"
-            return replace(blocks, plain_error=columns.plain_error, why=why)
-    return columns
+    return choosing.in_columns(group, x, channels, is_tied)
 
 
 def _opened(model: Written, ops: str, known: Apart = NOTHING) -> ir.Model:
