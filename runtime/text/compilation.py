@@ -59,12 +59,10 @@ class _Permit:
         self._all = compilations
         self._thread = threading.get_native_id()
         self._overran = self._ended = False
-        self._timer = threading.Timer(PATIENCE, self._overrun)
-        self._timer.daemon = True
 
     def __enter__(self) -> None:
         self._all.permits.acquire()
-        self._timer.start()
+        self._start_timer()
 
     def __exit__(self, *_: object) -> None:
         self._timer.cancel()
@@ -75,10 +73,18 @@ class _Permit:
             else:
                 self._all.permits.release()
 
+    def _start_timer(self) -> None:
+        self._timer = threading.Timer(PATIENCE, self._overrun)
+        self._timer.daemon = True
+        self._timer.start()
+
     def _overrun(self) -> None:
-        """Let the next compilation begin."""
+        """Let the next compilation begin, or try again later where too many run."""
         with self._all.lock:
-            if self._ended or self._all.num_overruns == MAX_OVERRUNS:
+            if self._ended:
+                return
+            if self._all.num_overruns == MAX_OVERRUNS:
+                self._start_timer()
                 return
             self._overran = True
             self._all.num_overruns += 1
