@@ -235,6 +235,14 @@ def test_a_model_that_remembers_gives_the_rows_of_the_model():
     assert sum(table.passes) < 130  # of 60 texts with 1 to 4 rows; 3 + 9 + 27 + 81 differ
 
 
+@pytest.mark.parametrize(
+    ("seconds_left", "seconds"), [(40, 10), (100, 25), (240, 30), (600, 30), (6000, 300)]
+)
+def test_greedy_texts_leave_the_first_verdict_within_a_minute(seconds_left, seconds):
+    share = auditing._share("greedy", seconds_left)
+    assert share * seconds_left == pytest.approx(seconds)
+
+
 def test_json_has_no_infinities():
     finding = Finding("greedy", SHORT, "so", (), {"target": {"margin": float("inf"), "n": 1.5}})
     facts = Report({}, (finding,), (), 1.0).as_dict()["findings"][0]["facts"]
