@@ -205,8 +205,10 @@ def test_hosts_replay_the_transcripts_of_plain_rounds(embedded):
     import onnxruntime
 
     from round_host import Fused
+    from specedge.runtime.backend.sessions import has_pool
 
     options = onnxruntime.SessionOptions()
+    options.use_per_session_threads = not has_pool()  # commands run in this process make one
     for entry in embedded.hosts.session_options.items():
         options.add_session_config_entry(*entry)
     session = onnxruntime.InferenceSession(embedded.path("round.onnx"), options)
