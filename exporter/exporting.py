@@ -19,6 +19,7 @@ from . import prediction, resident, writing
 from .checkpoint import checkpoints, heads, hub, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .graph import scored, unrolled
+from .graph.graphs import SOURCE
 from .model_files import export_model
 from .progress import Progress
 from .quantise import drafting, texts
@@ -221,6 +222,8 @@ def _write(
         models = [scored.add(model, work) for model in models]
         if draft is not None:
             models[1] = unrolled.add(models[1], work, request.num_draft_tokens, head)
+    for path in work.rglob(f"*{SOURCE}-*.onnx"):
+        path.unlink()
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     own_draft = models[1] if draft is not None else None
     bundle = Bundle(

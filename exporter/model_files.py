@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import onnx_ir as ir
 import torch
 
 from specedge.errors import ExportError
@@ -191,7 +192,7 @@ def _write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
             if reason := layer.obstacle():
                 raise ExportError(reason)
     with part.progress.step(f"Tracing the {part.role}"):
-        with swapped(part.model, part.shape.context_length):
+        with swapped(part.model, part.shape.context_length, part.shape.capacity):
             traced = repeating.trace(part.model, part.shape, ops, part.layers)
         straighten(traced.graph)
         sigmoids.spell_out(traced)
@@ -201,6 +202,7 @@ def _write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
         choose_rows(traced.graph)
     with part.progress.step(f"Writing the {part.role}"):
         stored.attach(traced)
+        ir.save(traced, part.folder / part.lengths[0].source(ops))
         graphs.write(traced, part.folder, part.lengths, ops)
 
 
@@ -257,7 +259,8 @@ def _compared(
     reports = _each(part, written, partial(_compare, part, references, tolerance))
     for ops in {*OPS} - reports.keys():
         for length in part.lengths:
-            (part.folder / length.file(ops)).unlink(missing_ok=True)
+            for file in (length.file(ops), length.source(ops)):
+                (part.folder / file).unlink(missing_ok=True)
     return reports
 
 

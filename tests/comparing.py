@@ -24,7 +24,7 @@ def graphs_of(model):
     shape = geometry.measure(model, CONTEXT, 4)
     layers = tracing.observe(model, shape)
     fused = not any(layer.obstacle() for layer in layers)
-    with swapped(model, CONTEXT):
+    with swapped(model, CONTEXT, shape.capacity):
         op_sets = ("onnx", "gqa") if fused else ("onnx",)
         return layers, {ops: tracing.trace(model, shape, ops, layers) for ops in op_sets}
 

@@ -36,11 +36,18 @@ def _scatter(options: dict[str, Any], buffer: Array, rows: Array, start: Array) 
     return [buffer]
 
 
+def _skip_norm(options: dict[str, Any], x: Array, skip: Array, scale: Array) -> list[Array | None]:
+    """com.microsoft.SkipSimplifiedLayerNormalization: the RMS norm of a sum, and the sum."""
+    total = x + skip
+    mean = (total**2).mean(-1, keepdims=True)
+    return [total / np.sqrt(mean + options["epsilon"]) * scale, None, None, total]
+
+
 def grouped_query_attention(
     options: dict[str, Any],
     query: Array,
-    key: Array,
-    value: Array,
+    key: Array | None,
+    value: Array | None,
     past_key: Array,
     past_value: Array,
     last: Array,
@@ -53,18 +60,27 @@ def grouped_query_attention(
 ) -> list[Array]:
     """com.microsoft.GroupQueryAttention, as ONNX Runtime's ContribOperators.md has it.
 
-    [1, T, H D], 2 * [1, T, G D], 2 * [1, G, S, D], the last key's row, S -> [1, T, H D], caches
+    [1, T, H D], 2 * [1, T, G D], 2 * [1, G, S, D], the last key's row, S, 2 * [S, D/2]
+    -> [1, T, H D], caches. Without keys and values they follow the queries, [1, T, (H + 2 G) D].
     """
-    assert cos is None
-    assert sin is None
+    assert positions is None
     heads, groups = options["num_heads"], options["kv_num_heads"]
     length = query.shape[1]
     start = int(last.reshape(-1)[0]) + 1 - length
     end = start + length
+    if key is None or value is None:
+        size = query.shape[-1] // (heads + 2 * groups)
+        query, key, value = np.split(query, [heads * size, (heads + groups) * size], -1)
     q, k, v = (
         torch.from_numpy(x).reshape(length, n, -1).transpose(0, 1)
         for x, n in ((query, heads), (key, groups), (value, groups))
     )
+    if options.get("do_rotary"):
+        assert cos is not None
+        assert sin is not None
+        assert not options.get("rotary_interleaved")
+        factors = [torch.from_numpy(table[start:end]).to(q) for table in (cos, sin)]
+        q, k = (_rotated(x, *factors) for x in (q, k))
     caches = [torch.from_numpy(history.copy()) for history in (past_key, past_value)]
     for cache, rows in zip(caches, (k, v), strict=True):
         cache[0, :, start:end] = rows
@@ -79,6 +95,12 @@ def grouped_query_attention(
     weights = torch.softmax(scores, -1)[..., :end]
     output = (weights @ read).transpose(0, 1).reshape(1, length, -1)
     return [output.numpy(), *(cache.numpy() for cache in caches)]
+
+
+def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate the first half of each head against the second. [H, T, D], 2 * [T, D/2]"""
+    a, b = x.chunk(2, -1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
 
 def attention(
@@ -113,13 +135,14 @@ def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
     return (ahead >= 0) & (ahead < (window if window > 0 else end))
 
 
-OWN: dict[str, Callable[..., list[Array]]] = {
+OWN: dict[str, Callable[..., list[Any]]] = {
     "Attention": attention,
     "Cast": _cast,
     "Gelu": _gelu,
     "Erf": lambda options, x: [torch.erf(torch.from_numpy(x)).numpy()],
     # The reference has one for up to 64 rows.
     "GatherElements": lambda options, x, i: [np.take_along_axis(x, i, options.get("axis", 0))],
+    "SkipSimplifiedLayerNormalization": _skip_norm,
     "TensorScatter": _scatter,
     "GroupQueryAttention": grouped_query_attention,
 }

@@ -115,27 +115,43 @@ class Alone:
         random = np.random.default_rng(0)
         own = np.zeros(exact.shape[:2])
         for _ in range(ORDERS):
-            rounded = self._graph.node(node, _reordered(cut, random))[0]
+            rounded = self._graph.node(node, _reordered(node, cut, random))[0]
             own = np.maximum(own, errors(_by_head(rounded, heads)[:, : self._length], exact))
         name = f"{node.op_type} {node.name or node.output[0]}"
         self._judge.compare("fused", name, found, exact, float32_errors(own, exact))
 
 
-def _reordered(inputs: list[Array | None], random: np.random.Generator) -> list[Array | None]:
+def _reordered(
+    node: onnx.NodeProto, inputs: list[Array | None], random: np.random.Generator
+) -> list[Array | None]:
     """A node's inputs with the channels of queries and keys in another order, which scores add up.
 
-    Of one head's score the rounding is luck: it depends on the order of large channels.
+    Of one head's score the rounding is luck: it depends on the order of large channels. Channels
+    that a rotary embedding rotates against each other stay half a head apart.
     """
-    query, keys = inputs[0], inputs[3] if len(inputs) > 4 else inputs[1]
-    assert query is not None
+    options, grouped = attributes(node), node.op_type == "GroupQueryAttention"
+    keys = inputs[3 if grouped else 1]
     assert keys is not None
-    order = random.permutation(keys.shape[-1])
+    size = keys.shape[-1]
+    order = random.permutation(size)
+    tables: tuple[int, ...] = ()
+    if options.get("do_rotary"):
+        tables = (7, 8)
+        half = random.permutation(size // 2)
+        order = np.concatenate((half, half + size // 2))
     reordered = list(inputs)
-    for i in (0, 1, 3) if len(inputs) > 4 else (0, 1):
-        x = inputs[i]
-        assert x is not None
-        heads = x.reshape(*x.shape[:-1], -1, len(order))[..., order]
-        reordered[i] = np.ascontiguousarray(heads.reshape(x.shape))
+    for i in (0, 1, 3) if grouped else (0, 1):
+        if (x := inputs[i]) is not None:
+            heads = x.reshape(*x.shape[:-1], -1, size).copy()
+            rotated = heads.shape[-2]
+            if i == 0 and grouped and inputs[1] is None:  # values follow, which stay as they are
+                rotated -= options["kv_num_heads"]
+            heads[..., :rotated, :] = heads[..., :rotated, order]
+            reordered[i] = heads.reshape(x.shape)
+    for i in tables:
+        table = inputs[i]
+        assert table is not None
+        reordered[i] = np.ascontiguousarray(table[:, order[: size // 2]])
     return reordered
 
 

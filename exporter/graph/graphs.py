@@ -16,10 +16,12 @@ from specedge.op_sets import cached
 from specedge.precision import FLOAT32
 
 from ..private import versions
+from . import fusion
 from .head import keep_rows
 from .nodes import constant, insert, producer
 
 # Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
+SOURCE = "source"  # what a graph's file is called before fusion, during an export
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
 
 
@@ -34,6 +36,10 @@ class Length:
 
     def file(self, ops: str) -> str:
         return f"{self.prefix}{self.name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
+
+    def source(self, ops: str) -> str:
+        """Return the file of the graph before fusion, which other graphs are made from."""
+        return f"{self.prefix}{SOURCE}-{ops}.onnx" if fusion.is_fused(ops) else self.file(ops)
 
     def entry(self, folder: str, ops: str) -> Graph:
         file = f"{folder}/{self.file(ops)}"
@@ -164,7 +170,12 @@ def check(model: ir.Model) -> None:
 
 
 def write(model: ir.Model, folder: Path, wanted: list[Length], ops: str) -> None:
-    """Save one file for each length; all of them read the one weights file beside them."""
+    """Save one file for each length; all of them read the one weights file beside them.
+
+    Fuses nodes in place where the op set has operators for that.
+    """
+    if fusion.is_fused(ops):
+        fusion.fuse(model)
     for length in wanted:
         variant = model.clone() if length.length is None else _fixed(model, length)
         part_norms(variant.graph)

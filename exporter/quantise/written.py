@@ -77,9 +77,9 @@ class Written:
         return Runner(self.folder, lengths, self.geometry, ops)
 
     def decoder(self, ops: str) -> Path:
-        """The file for any length of the op set that one with a type is made of."""
+        """Return the file, for any length, that the graphs of an op set are made from."""
         (decoder,) = (one for one in self.lengths if one.length is None)
-        return self.folder / decoder.file(attention(ops))
+        return self.folder / decoder.source(attention(ops))
 
     def write(self, made: ir.Model, folder: Path, ops: str) -> None:
         """Write the files of an op set that was made of a decoder."""

@@ -35,15 +35,18 @@ def fix_rotary(model: nn.Module, context_length: int) -> bool:
 
 
 @contextlib.contextmanager
-def swapped(model: nn.Module, context_length: int) -> Iterator[None]:
-    """The same model out of fewer nodes while the context lasts."""
+def swapped(model: nn.Module, context_length: int, num_rows: int | None = None) -> Iterator[None]:
+    """The same model out of fewer nodes while the context lasts.
+
+    Rotary tables have `num_rows` rows, by default one for each position.
+    """
     with contextlib.ExitStack() as stack:
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if replacement := _replacement(child):
                     stack.callback(setattr, parent, name, child)
                     setattr(parent, name, replacement)
-        rotary.swap(model, context_length, stack)
+        rotary.swap(model, context_length, num_rows or context_length, stack)
         yield
 
 

@@ -21,13 +21,17 @@ from .attention import operator
 _CLOSE = 1e-6
 
 
-def swap(model: nn.Module, context_length: int, stack: contextlib.ExitStack) -> None:
-    """Swap rotary tables, and usual functions that apply them, until the stack is closed."""
+def swap(model: nn.Module, context_length: int, num_rows: int, stack: contextlib.ExitStack) -> None:
+    """Swap rotary tables, and usual functions that apply them, until the stack is closed.
+
+    Tables have `num_rows` rows; those behind the context's last position repeat it.
+    """
+    positions = torch.arange(num_rows).clamp(max=context_length - 1)
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             code = sys.modules[type(child).__module__]
             names = private.rotary_functions(code)
-            found = _swapped(child, code, names, context_length) if names else None
+            found = _swapped(child, code, names, positions) if names else None
             if found is None:
                 continue
             table, functions = found
@@ -38,14 +42,14 @@ def swap(model: nn.Module, context_length: int, stack: contextlib.ExitStack) -> 
 
 
 def _swapped(
-    module: nn.Module, code: ModuleType, names: list[str], context_length: int
+    module: nn.Module, code: ModuleType, names: list[str], positions: torch.Tensor
 ) -> tuple[nn.Module, dict[str, Callable[..., Any]]] | None:
     """A table in a module's place, and functions in their places in its code."""
-    if names == ["apply_rotary_emb"] and (pairs := _complex_table(module, context_length)):
+    if names == ["apply_rotary_emb"] and (pairs := _complex_table(module, positions)):
         apply = code.apply_rotary_emb  # type: ignore[attr-defined]
         axes = [axis for axis in (1, 2) if _applies_pairs(apply, pairs, axis)]
         return (pairs, {names[0]: partial(_rotate_pairs, axis=axes[0])}) if axes else None
-    table = _table(module, context_length)
+    table = _table(module, positions)
     if table is None:
         return None
     half = _half(table) if names == ["apply_rotary_pos_emb"] else None
@@ -98,8 +102,8 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return operator("RotaryEmbedding", (x, cos, sin), x, x.shape, **part)
 
 
-def _table(module: nn.Module, context_length: int) -> _RotaryTable | None:
-    """Every position's cos and sin, [S, D], if the module computes [B, T, D] from positions."""
+def _table(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None:
+    """The positions' cos and sin, [S, D], if the module computes [B, T, D] from positions."""
     kinds: list[str | None] = [None]
     parameters = list(inspect.signature(module.forward).parameters)
     if parameters == ["x", "position_ids", "layer_type"]:
@@ -110,7 +114,7 @@ def _table(module: nn.Module, context_length: int) -> _RotaryTable | None:
     for kind in kinds:
         with torch.no_grad():
             which = () if kind is None else (kind,)
-            result = module(torch.zeros(1), torch.arange(context_length)[None], *which)
+            result = module(torch.zeros(1), positions[None], *which)
         if not isinstance(result, tuple) or len(result) != 2 or result[0].ndim != 3:
             return None
         tables[kind] = tuple(part[0].float().contiguous() for part in result)
@@ -169,11 +173,11 @@ class _ComplexTable(nn.Module):
         return nn.functional.embedding(position_ids, self.table).unflatten(-1, (-1, 2))  # type: ignore[arg-type]
 
 
-def _complex_table(module: nn.Module, context_length: int) -> _ComplexTable | None:
+def _complex_table(module: nn.Module, positions: torch.Tensor) -> _ComplexTable | None:
     if list(inspect.signature(module.forward).parameters) != ["x", "position_ids"]:
         return None
     with torch.no_grad():
-        result = module(torch.zeros(1), torch.arange(context_length)[None])
+        result = module(torch.zeros(1), positions[None])
     if not isinstance(result, torch.Tensor) or not result.is_complex() or result.ndim != 3:
         return None
     return _ComplexTable(torch.view_as_real(result[0]).float().contiguous())

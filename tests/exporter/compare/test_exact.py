@@ -14,7 +14,7 @@ from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.compare import reference, structure
 from specedge.exporter.compare.exact_graph import ExactGraph, seen
 from specedge.exporter.compare.exact_model import ROUNDINGS, Exact, Nudged
-from specedge.exporter.compare.exact_nodes import attention, grouped_query_attention
+from specedge.exporter.compare.exact_nodes import OWN, attention, grouped_query_attention
 from specedge.exporter.compare.routing import Choices, close
 from specedge.exporter.tracing import geometry
 
@@ -89,6 +89,49 @@ def test_the_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(option
     wanted = grouped_query_attention(options, *wide)[0]
     assert wanted.dtype == np.float64
     assert np.abs(found - wanted).max() < 1e-6
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rotary_embedding_inside_grouped_query_attention_is_onnx_runtimes(packed):
+    random = np.random.default_rng(0)
+    heads, groups, size, capacity, length, start = 4, 2, 16, 24, 6, 5
+
+    def draw(*shape):
+        return random.standard_normal(shape).astype(np.float32)
+
+    rows = [draw(1, length, n * size) for n in (heads, groups, groups)]
+    inputs = [np.concatenate(rows, -1), None, None] if packed else rows
+    inputs += [draw(1, groups, capacity, size) for _ in "kv"]
+    inputs += [np.array([start + length - 1], np.int32), np.array(capacity, np.int32)]
+    inputs += [draw(capacity, size // 2) for _ in ("cos", "sin")]
+    options = {"num_heads": heads, "kv_num_heads": groups, "do_rotary": 1}
+    names = [f"x{i}" if x is not None else "" for i, x in enumerate(inputs)]
+    node = onnx.helper.make_node(
+        "GroupQueryAttention", names, ["y", "k", "v"], domain="com.microsoft", **options
+    )
+    found = structure._run(node, inputs)
+    wide = [x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in inputs]
+    output, keys, _ = grouped_query_attention(options, *wide)
+    assert np.abs(found - output).max() < 1e-5
+    for _ in range(3):  # another order of channels is the same function
+        reordered = structure._reordered(node, wide, random)
+        other, shuffled, _ = grouped_query_attention(options, *reordered)
+        assert np.abs(other - output).max() < 1e-12
+        assert not np.array_equal(shuffled, keys)
+
+
+def test_the_spelled_out_norm_of_a_sum_is_onnx_runtimes():
+    random = np.random.default_rng(0)
+    x, skip = (random.standard_normal((1, 3, 64)) for _ in range(2))
+    scale = random.standard_normal(64)
+    node = onnx.helper.make_node(
+        "SkipSimplifiedLayerNormalization", ["x", "skip", "scale"], ["y"], domain="com.microsoft",
+        epsilon=1e-5,
+    )  # fmt: skip
+    found = structure._run(node, [a.astype(np.float32) for a in (x, skip, scale)])
+    wanted, _, _, total = OWN[node.op_type]({"epsilon": 1e-5}, x, skip, scale)
+    assert np.abs(found - wanted).max() < 1e-6
+    assert np.array_equal(total, x + skip)
 
 
 def test_what_float32_makes_of_attention_is_computed_in_float32(tmp_path):

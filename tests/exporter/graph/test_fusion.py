@@ -1,0 +1,114 @@
+"""Fused operators in the op set `gqa`: fewer nodes for the same function."""
+
+from collections import Counter
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from comparing import CONTEXT, computed, measure, model_of, traced
+from specedge.errors import ParityError
+from specedge.exporter.compare.runner import FillNoise, Pass, Rows, Runner
+from specedge.exporter.graph import graphs
+
+
+def ops_of(graph):
+    return Counter(node.op_type for node in graph)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    model = model_of()
+    return model, traced(model, tmp_path_factory.mktemp("llama"), "gqa")
+
+
+def load(runner, name):
+    return ir.load(runner.folder / name).graph
+
+
+def test_residual_norms_and_rotary_embedding_are_fused_in_every_file(llama):
+    _, runner = llama
+    for length in runner.lengths.values():
+        ops = ops_of(load(runner, length.file("gqa")))
+        assert ops["RotaryEmbedding"] == 0
+        assert ops["SkipSimplifiedLayerNormalization"] == (3 if length.logits else 2)
+        # Of the embedding, and of the rows with logits.
+        assert ops["RMSNormalization"] == (2 if length.logits else 1)
+    assert ops_of(load(runner, "source-gqa.onnx"))["RotaryEmbedding"] == 4
+
+
+def test_a_layer_of_a_fused_graph_has_a_bounded_number_of_nodes(llama, tmp_path):
+    deeper = traced(model_of(layers=3), tmp_path, "gqa")
+    sizes = [len(load(runner, "decoder-gqa.onnx")) for runner in (llama[1], deeper)]
+    assert sizes[1] - sizes[0] == 19  # 7 products, 4 of them spell out a sigmoid
+
+
+def test_the_standard_op_set_has_standard_operators_alone(tmp_path):
+    runner = traced(model_of(), tmp_path, "onnx")
+    assert {node.domain for node in load(runner, "decoder.onnx")} == {""}
+
+
+def test_fused_graphs_are_the_model_at_every_pass_length(llama):
+    found = measure(*llama)
+    assert found.structure_error < 1e-12
+    assert {1, 2, 3, 5} <= {*found.row_independent_lengths}
+
+
+def test_fused_graphs_compute_what_their_source_does(llama):
+    _, fused = llama
+    source = Runner(fused.folder, [graphs.Length("source", None)], fused.geometry, "gqa")
+    actions = [FillNoise(0, CONTEXT), Pass("", np.arange(30), 0), Rows(0, 30)]
+    results = []
+    for runner, name in ((fused, "decoder"), (source, "source")):
+        actions[1] = Pass(name, np.arange(30), 0)
+        *_, logits, rows = runner.run(actions)
+        results.append([logits, *rows])
+    for ours, theirs in zip(*results, strict=True):
+        assert np.abs(ours - theirs).max() <= 1e-4 * np.abs(theirs).max()
+
+
+def wrong_table(graph):
+    """Cosines a position late."""
+    nodes = [node for node in graph if "do_rotary" in node.attributes]
+    value = nodes[0].inputs[7]
+    table = ir.tensor(np.roll(value.const_value.numpy(), 1, axis=0))
+    value.const_value = table
+
+
+def wrong_norm(graph):
+    for node in graph:
+        if node.op_type == "SkipSimplifiedLayerNormalization":
+            epsilon = node.attributes["epsilon"].as_float()
+            node.attributes["epsilon"] = ir.AttrFloat32("epsilon", 10 * epsilon)
+
+
+def no_rotation(graph):
+    for node in graph:
+        node.attributes.pop("do_rotary", None)
+
+
+@pytest.mark.parametrize("fault", [wrong_table, wrong_norm, no_rotation])
+def test_a_fault_in_a_fused_operator_is_a_parity_error(fault, llama, tmp_path):
+    model, _ = llama
+    runner = traced(model, tmp_path, "gqa")
+    for length in runner.lengths.values():
+        path = runner.folder / length.file("gqa")
+        changed = ir.load(path)
+        fault(changed.graph)
+        ir.save(changed, path)
+    with pytest.raises(ParityError):
+        measure(model, runner, references=computed(model, runner))
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "rotated", "norms"),
+    [
+        ("mistral", {"head_size": 8}, 4, 3),  # rotary embedding inside takes multiples of 16
+        ("qwen2", {}, 0, 3),
+        ("gpt2", {}, 0, 0),
+    ],
+)
+def test_what_does_not_match_stays_as_it_is(kind, options, rotated, norms, tmp_path):
+    ops = ops_of(load(traced(model_of(kind, **options), tmp_path, "gqa"), "decoder-gqa.onnx"))
+    assert ops["RotaryEmbedding"] == rotated
+    assert ops["SkipSimplifiedLayerNormalization"] == norms
