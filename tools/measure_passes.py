@@ -35,7 +35,10 @@ from specedge.runtime.backend.sessions import Device
 LENGTHS = (*range(1, 10), 96)
 ARRAY = 200_000_000  # bytes each thread adds up
 KINDS = {
-    "matrices": ("MatMul", "MatMulInteger", "MatMulNBits", "Gemm", "FusedMatMul"),
+    "matrices": (
+        *("MatMul", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "Gemm"),
+        "FusedMatMul",
+    ),
     "attention": ("GroupQueryAttention", "Attention", "Softmax"),
 }
 

@@ -14,14 +14,14 @@ import onnx_ir.passes.common as passes
 from specedge.op_sets import attention, is_typed
 
 from ..weights import drop_unused
-from . import packed_attention, residual_norms
+from . import integer_products, packed_attention, residual_norms
 
 MICROSOFT = "com.microsoft"
 
 
 def fuse(model: ir.Model) -> None:
     """Run every pass, in place."""
-    for module in (packed_attention, residual_norms):
+    for module in (packed_attention, residual_norms, integer_products):
         module.fuse(model.graph)
     passes.RemoveUnusedNodesPass()(model)
     drop_unused(model.graph)

@@ -50,7 +50,7 @@ def test_experts_are_read_by_the_node_that_an_op_set_has_for_them(bundle, ops, r
         stored = {t.name for t in graph.initializer if t.data_type in INTEGERS}
         found.update(node.op_type for node in graph.node if stored & {*node.input})
         assert ops != "onnx-qdq" or not any(node.domain for node in graph.node)
-    assert found.keys() - {"MatMulInteger", "QuantizeLinear"} == readers
+    assert found.keys() - {"MatMulInteger", "MatMulIntegerToFloat", "QuantizeLinear"} == readers
     assert found.keys() <= readers or ops != "onnx-qdq"
 
 

@@ -18,6 +18,8 @@ from specedge.exporter import export
 from specedge.exporter.compare.stage import open_session
 from specedge.exporter.quantise import texts
 
+FUSED = {"GroupQueryAttention", "MatMulIntegerToFloat", "SkipSimplifiedLayerNormalization"}
+
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])
 def made(request, tmp_path_factory):
@@ -29,22 +31,61 @@ def graphs(model, bundle):
     return [onnx.load(bundle.path(g.file), load_external_data=False).graph for g in model.graphs]
 
 
-def test_every_matrix_is_of_bytes_and_standard_operators_multiply_them(made):
+def test_every_matrix_is_of_bytes_and_standard_operators_multiply_them_in_onnx(made):
     for model in made.bundle.models.values():
         assert model.weights_dtype == "int8"
         for graph in graphs(model, made.bundle):
             ops = {(node.domain, node.op_type) for node in graph.node}
-            assert ("", "MatMulInteger") in ops
             floats = [node for node in graph.node if node.op_type == "MatMul"]
             assert all("hadamard" in node.input[1] for node in floats)
             own = {op for domain, op in ops if domain == "com.microsoft"}
-            assert own <= {"GroupQueryAttention", "SkipSimplifiedLayerNormalization"}
+            is_fused = ("com.microsoft", "GroupQueryAttention") in ops
+            assert (("", "MatMulInteger") in ops) is not is_fused
+            assert ("MatMulIntegerToFloat" in own) is is_fused
+            assert own <= FUSED
             assert not {"DynamicQuantizeLinear", "MatMulNBits"} & {op for _, op in ops}
+
+
+def test_a_fused_product_of_bytes_is_six_nodes_with_its_inputs_quantization(made):
+    bundle, model = made.bundle, made.bundle.target
+    path = bundle.path(model.graph("decoder", "gqa").file)
+    nodes = [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
+    products = 4 * SIZES["layers"] + 1
+    for op_type in ("Abs", "ReduceMax", "QuantizeLinear", "MatMulIntegerToFloat"):
+        assert nodes.count(op_type) == products
+    assert not {"Max", "MatMulInteger"} & {*nodes}
+
+
+def test_a_row_of_zeros_is_a_row_of_zeros_in_fused_products(made):
+    """Its quantization divides 0 by 0."""
+    bundle, model = made.bundle, made.bundle.target
+    path = bundle.path(model.graph("decoder", "gqa").file)
+    proto = onnx.load(path)
+    node = next(node for node in proto.graph.node if node.op_type == "MatMulIntegerToFloat")
+    index = [*proto.graph.node].index(node)
+    (scaled,) = (n for n in proto.graph.node if node.output[0] in n.input)
+    source = next(n for n in proto.graph.node if n.op_type == "Abs").input[0]
+    first = index - [n.op_type for n in proto.graph.node][index::-1].index("Abs")
+    part = [*proto.graph.node[first : index + 1], scaled]
+    reads = {name for n in part for name in n.input}
+    weights = [t for t in proto.graph.initializer if t.name in reads]
+    size = next(t.dims[0] for t in weights if t.name == node.input[1])
+    x = onnx.helper.make_tensor_value_info(source, onnx.TensorProto.FLOAT, [1, 3, size])
+    y = onnx.helper.make_tensor_value_info(scaled.output[0], onnx.TensorProto.FLOAT, None)
+    graph = onnx.helper.make_graph(part, "product", [x], [y], weights)
+    one = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=10)
+    session = open_session(one.SerializeToString(), ort.SessionOptions())
+    rows = np.ones((1, 3, size), np.float32)
+    rows[:, 1] = 0
+    (found,) = session.run(None, {source: rows})
+    assert np.isfinite(found).all()
+    assert not found[:, 1].any()
+    assert found[:, 0].any()
 
 
 def test_matrices_that_read_one_input_are_joined(made):
     graph = graphs(made.bundle.target, made.bundle)[0]
-    products = [node for node in graph.node if node.op_type == "MatMulInteger"]
+    products = [node for node in graph.node if node.op_type.startswith("MatMulInteger")]
     assert len(products) == 4 * SIZES["layers"] + 1
     assert len({node.input[0] for node in products}) == len(products)
 
