@@ -202,7 +202,7 @@ def _write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
         choose_rows(traced.graph)
     with part.progress.step(f"Writing the {part.role}"):
         stored.attach(traced)
-        ir.save(traced, part.folder / part.lengths[0].source(ops))
+        ir.save(traced, part.folder / part.lengths[0].source.file(ops))
         graphs.write(traced, part.folder, part.lengths, ops)
 
 
@@ -259,7 +259,7 @@ def _compared(
     reports = _each(part, written, partial(_compare, part, references, tolerance))
     for ops in {*OPS} - reports.keys():
         for length in part.lengths:
-            for file in (length.file(ops), length.source(ops)):
+            for file in (length.file(ops), length.source.file(ops)):
                 (part.folder / file).unlink(missing_ok=True)
     return reports
 

@@ -27,19 +27,25 @@ FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
 
 @dataclass(frozen=True)
 class Length:
-    """A graph's name, its T (None: any), whether it has logits, and what its file begins with."""
+    """A graph's name, its T (None: any), whether it has logits, and what its file begins with.
+
+    With `is_source` its file is the graph before fusion, which other graphs are made from.
+    """
 
     name: str
     length: int | None
     logits: bool = True
     prefix: str = ""
+    is_source: bool = False
 
     def file(self, ops: str) -> str:
-        return f"{self.prefix}{self.name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
+        name = SOURCE if self.is_source and fusion.is_fused(ops) else self.name
+        return f"{self.prefix}{name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
 
-    def source(self, ops: str) -> str:
-        """Return the file of the graph before fusion, which other graphs are made from."""
-        return f"{self.prefix}{SOURCE}-{ops}.onnx" if fusion.is_fused(ops) else self.file(ops)
+    @property
+    def source(self) -> Length:
+        """The same graph before fusion."""
+        return replace(self, is_source=True)
 
     def entry(self, folder: str, ops: str) -> Graph:
         file = f"{folder}/{self.file(ops)}"

@@ -72,14 +72,14 @@ class Written:
         return Runner(folder, self.lengths, self.geometry, ops)
 
     def decoder_runner(self, ops: str) -> Runner:
-        """Run the file for any length alone."""
-        lengths = [one for one in self.lengths if one.length is None]
+        """Run the file that the graphs of an op set are made from."""
+        lengths = [one.source for one in self.lengths if one.length is None]
         return Runner(self.folder, lengths, self.geometry, ops)
 
     def decoder(self, ops: str) -> Path:
         """Return the file, for any length, that the graphs of an op set are made from."""
         (decoder,) = (one for one in self.lengths if one.length is None)
-        return self.folder / decoder.source(attention(ops))
+        return self.folder / decoder.source.file(attention(ops))
 
     def write(self, made: ir.Model, folder: Path, ops: str) -> None:
         """Write the files of an op set that was made of a decoder."""
