@@ -117,13 +117,16 @@ class ModelSession:
         Where the pass is longer it is padded: the rows behind theirs count for nothing.
         """
         padding = [0] * (bound.length - len(tokens))
-        with self._translated():
+        try:
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
             for role, values in (told or {}).items():
                 self.buffers.write(bound.arrays[role], values)
             self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
+        except Exception:
+            with self._translated():  # entered here alone: every pass would pay for it
+                raise
 
     @contextmanager
     def _translated(self) -> Iterator[None]:

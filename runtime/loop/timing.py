@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from statistics import fmean
 
 from specedge.options import Sampling
@@ -25,21 +24,31 @@ class Stopwatch:
         self._part: str | None = None
         self._since = 0.0
 
-    @contextmanager
-    def part(self, name: str) -> Iterator[None]:
-        """Count the time inside the block as `name`."""
-        outer = self._switch(name)
-        try:
-            yield
-        finally:
-            self._switch(outer)
+    def part(self, name: str) -> _Part:
+        """Count the time inside a `with` block as `name`."""
+        return _Part(self, name)
 
-    def _switch(self, name: str | None) -> str | None:
+    def switch(self, name: str | None) -> str | None:
+        """Count the time from now on as `name`; return the part before."""
         now = time.perf_counter()
         if self._part is not None:
             self.seconds[self._part] += now - self._since
         previous, self._part, self._since = self._part, name, now
         return previous
+
+
+class _Part:
+    """Context of a part: a class, as each round enters several and a generator costs more."""
+
+    def __init__(self, watch: Stopwatch, name: str) -> None:
+        self._watch, self._name = watch, name
+        self._outer: str | None = None
+
+    def __enter__(self) -> None:
+        self._outer = self._watch.switch(self._name)
+
+    def __exit__(self, *_: object) -> None:
+        self._watch.switch(self._outer)
 
 
 class Timed:
