@@ -136,9 +136,10 @@ def _compare_formats(
             choices = {group.key: llama_cpp.q8_0(group) for group in found}
             with Store(folder) as store:
                 _rewrite(original, ops, "int8-block", choices, NOTHING, store, folder)
+            rounded = original.runner(folder, ops)
         else:
             llama_cpp.write_q4_k(original, ops, folder)
-        rounded = replace(original, folder=folder).decoder_runner(ops)
+            rounded = replace(original, folder=folder).decoder_runner(ops)
         near, _ = distances(original.decoder_runner(ops), rounded, texts.report, {})
         shutil.rmtree(folder)
         divergence = near.divergence / near.num_tokens
