@@ -50,6 +50,7 @@ def export(
     cache: str | None = None,
     calibrate: str | os.PathLike[str] | None = None,
     rounding: str = GPTQ,
+    bits: float | None = None,
     draft_revision: str | None = None,
     target_revision: str | None = None,
     adapter: str | os.PathLike[str] | None = None,
@@ -71,7 +72,8 @@ def export(
     weights, and what they are multiplied with to 8 bits, as a text says is best: the one that comes
     with specedge, or a file to `calibrate` with. "int8" has one scale a column, which verifies
     fastest, the last two one for 32 numbers. "int8" and "int4" are rounded by GPTQ, or with
-    `rounding` "nearest" to the nearest, which takes less time. The draft's, unless
+    `rounding` "nearest" to the nearest, which takes less time. With more than 4 `bits` on average
+    "int4" has the last matrices of MLPs in 8. The draft's, unless
     `draft_precision` says it, is the fastest measured here that keeps nine tenths of its
     acceptance; a tiny draft has the target's.
 
@@ -92,7 +94,7 @@ def export(
     file = None if calibrate is None else os.fspath(calibrate)
     request = Request(
         num_draft_tokens, max_length, ops, tolerance, precision, draft_precision, file, draft_vocab,
-        compute, cache, rounding,
+        compute, cache, rounding, bits,
     )  # fmt: skip
     draft, target = _draft_name(draft), os.fspath(target)
     if draft is None:
@@ -208,7 +210,7 @@ def _write(
             pieces = _pieces(exported[0], calibration, target, work)
             exported, weights = quantise(
                 roles, work / checkpoint.role, precision, pieces, own, progress, request.kinds,
-                request.rounding,
+                request.rounding, request.average_bits,
             )  # fmt: skip
         elif request.kinds:
             pieces = _pieces(exported[0], calibration, target, work)

@@ -25,6 +25,7 @@ class Request:
     compute: str | None
     cache: str | None
     rounding: str
+    bits: float | None  # None for 4
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -34,6 +35,11 @@ class Request:
     def of(self, role: str) -> str:
         """A model's precision, as far as that is known without its weights."""
         return (self.draft_precision if role == "draft" else None) or self.precision
+
+    @property
+    def average_bits(self) -> float:
+        """Bits of codes that int4's weights in layers may have on average."""
+        return 4.0 if self.bits is None else self.bits
 
     @property
     def chooses(self) -> bool:
@@ -55,6 +61,10 @@ class Request:
             raise ValueError(
                 f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
             )
+        if self.bits is not None and not 4 <= self.bits <= 8:
+            raise ValueError(f"bits must be from 4 to 8, got {self.bits}")
+        if self.bits is not None and self.precision != "int4":
+            raise ValueError("bits are for precision int4; leave them out")
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)

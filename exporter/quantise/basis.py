@@ -28,7 +28,7 @@ from ..graph.weights import drop_unused
 from . import rotation
 from .editing import Editor
 from .experts import Apart, opened
-from .matrices import NORMS, Group, Matrix, Stored, contents, embeddings, groups, vector
+from .matrices import NORMS, Group, Matrix, Stored, contents, embeddings, groups, stored_in, vector
 from .rotation import Rotation
 from .storing import Store
 from .written import Written
@@ -210,7 +210,7 @@ def change(model: ir.Model, basis: Basis, apart: Set[int], store: Store) -> None
             ones = constant(graph, np.ones_like(gain), f"{norm.outputs[0].name}.ones")
             norm.replace_input_with(1, ones)
         is_rotated, block = norm in stream.norms, 0
-        if not is_rotated and (gain is not None or _is_bent(group.value)):
+        if not is_rotated and (gain is not None or is_bent(group)):
             block = block_of(group)
             if block:
                 _insert_blocks(editor, group, block)
@@ -228,10 +228,17 @@ def change(model: ir.Model, basis: Basis, apart: Set[int], store: Store) -> None
     store.adopt(graph)
 
 
-def _is_bent(value: ir.Value | None) -> bool:
-    """Return True if a value is neither a norm's nor attention's: it cannot be rotated before."""
+def is_bent(group: Group) -> bool:
+    """Return True if a group reads what a nonlinearity makes: not a norm, attention or a product.
+
+    Hadamard matrices and shapes on the way count as nothing.
+    """
+    value: ir.Value | None = group.value
     node = value.producer() if value is not None else None
-    while node is not None and node.op_type in (*_ROWS, "Transpose"):
+    while node is not None and (
+        node.op_type in (*_ROWS, "Transpose")
+        or (node.op_type == "MatMul" and stored_in(node.inputs[1]) is None)
+    ):
         node = node.inputs[0].producer() if node.inputs[0] is not None else None
     return node is not None and node.op_type not in (*_FREE, "MatMul")
 

@@ -36,7 +36,7 @@ from .dequantising import Dequantiser
 from .experts import NOTHING, Apart, apart, mixtures, opened
 from .matrices import Group, embeddings, groups, others
 from .report import distances, report
-from .rewriting import Rewriter
+from .rewriting import Rewriter, width_of
 from .rounding import BLOCK, Blocks, Integers
 from .storing import Store
 from .texts import Texts
@@ -58,13 +58,14 @@ def quantise(
     progress: Progress,
     kinds: Sequence[str] = (),
     rounding: str = GPTQ,
+    bits: float = 4.0,
 ) -> tuple[list[Model], File]:
     """Give models that share a folder weights of a quantised precision; the weights' hash, too.
 
     A second model has the first one's own layers, for which choices are made once. The last one's
     logits are of the tokens `head` alone, if it is given. With `kinds` there are op sets, too,
     that widen the integers to floats of a type, or have caches of one. `rounding` is one of
-    `specedge.precision.ROUNDINGS`.
+    `specedge.precision.ROUNDINGS`, `bits` what int4's weights in layers may have on average.
     """
     before = folder.with_name(f"{folder.name}.float")
     folder.rename(before)
@@ -97,7 +98,7 @@ def quantise(
     with progress.step(f"Calibrating the {first} (about {minutes} min up to its report)"):
         graphs = (_opened(part, ops, known).graph for part in parts for ops in part.ops)
         channels = routes.shared(graphs, known.places)
-        chooser = Chooser(precision, rounding, texts, channels, known, work)
+        chooser = Chooser(precision, rounding, bits, texts, channels, known, work)
         for part in parts:
             choices |= chooser.choices(part, choices)
     with Store(folder) as store, progress.step(f"Quantising the {first}"):
@@ -167,6 +168,7 @@ class Chooser:
 
     precision: str
     rounding: str
+    bits: float
     texts: Texts
     channels: Channels
     apart: Apart
@@ -186,6 +188,7 @@ class Chooser:
             return {}
         tables = {stored.place for _, stored in embeddings(graph)}
         made: Choices = {key: choosing.as_it_is("it reads a cache") for key in new}
+        in_eight_bits = self._in_eight_bits(list(new.values()), model.model)
 
         def visit(key: tuple[int, ...], x: Seen) -> None:
             if key in layers:
@@ -194,7 +197,8 @@ class Chooser:
                 return
             group = new[key]
             is_tied = bool(tables & {*key})
-            choice = _choice(group, x, self.precision, model.model, is_tied, self.channels.get(key))
+            precision = "int8-block" if key in in_eight_bits else self.precision
+            choice = _choice(group, x, precision, model.model, is_tied, self.channels.get(key))
             if x.hessian is not None and not is_tied:
                 choice = replace(choice, rounded=self._rounded(group, x.hessian, choice))
             made[key] = _named(choice, [matrix.stored.tensor for matrix in group.matrices])
@@ -204,6 +208,23 @@ class Chooser:
             self.rounding == GPTQ, new.keys() | layers.keys(),
         )  # fmt: skip
         return made
+
+    def _in_eight_bits(self, found: list[Group], model: Model) -> set[tuple[int, ...]]:
+        """Return the groups that int4 has in 8 bits: last matrices of MLPs, evenly over the layers.
+
+        As many as leave the weights in layers `bits` on average.
+        """
+        if self.precision != "int4":
+            return set()
+        sizes = {
+            group.key: sum(matrix.stored.tensor.size for matrix in group.matrices)
+            for group in found
+            if all(width_of(matrix) != model.padded_vocab_size for matrix in group.matrices)
+        }
+        last = [group.key for group in found if group.key in sizes and basis.is_bent(group)]
+        room = (self.bits - 4) / 4 * sum(sizes.values())
+        count = int(min(len(last), room / max(1, max((sizes[key] for key in last), default=1))))
+        return {last[i * len(last) // count] for i in range(count)}
 
     def _rounded(
         self, group: Group, hessian: torch.Tensor, choice: Choice

@@ -88,6 +88,11 @@ from specedge.precision import CHOICES, GPTQ, ROUNDINGS
     help="Round int8 and int4 weights by GPTQ with the calibration text, or to the nearest.",
 )
 @click.option(
+    "--bits",
+    type=options.Number(4, 8),
+    help="Bits that int4's weights in layers may have on average. [default: 4]",
+)
+@click.option(
     "--calibrate",
     metavar="FILE",
     help="The text to choose by how to round, and which tokens to keep. [default: a built-in one]",

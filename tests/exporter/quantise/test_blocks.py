@@ -133,16 +133,33 @@ def flatter(model):
     return model
 
 
+def check_average_bits(bundle, most):
+    """The last matrix of every MLP has 8 bits, and matrices in layers as many as allowed."""
+    decoder = bundle.path(bundle.target.graph("decoder", "gqa").file)
+    nodes = onnx.load(decoder, load_external_data=False).graph.node
+    found = [
+        {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        for node in nodes
+        if node.op_type == "MatMulNBits" and "logits" not in node.output
+    ]
+    assert sum(one["bits"] == 8 for one in found) == SIZES["layers"]
+    assert all(one["K"] == 2 * SIZES["hidden"] for one in found if one["bits"] == 8)
+    sizes = [one["K"] * one["N"] for one in found]
+    bits = sum(size * one["bits"] for size, one in zip(sizes, found, strict=True))
+    assert 4 < bits / sum(sizes) <= most
+
+
 def test_a_head_is_in_four_bits_where_that_costs_little_and_the_report_says_so_where_not(
     tmp_path, made
 ):
-    flat = Made(tmp_path, "llama", flatter, "self:1", "int4", ops="gqa")
+    flat = Made(tmp_path, "llama", flatter, "self:1", "int4", ops="gqa", bits=5.0)
     for model in flat.bundle.models.values():
         decoder = flat.bundle.path(model.graph("decoder", "gqa").file)
         nodes = onnx.load(decoder, load_external_data=False).graph.node
         (last,) = (node for node in nodes if "logits" in node.output)
         assert last.op_type == "MatMulNBits"
         assert not any(node.op_type.startswith("MatMulInteger") for node in nodes)
+    check_average_bits(flat.bundle, 5.0)
     flat.check_greedy_text(16, 4)
     flat.check_rows()
     for report in made.bundle.target.quantisation.values():
