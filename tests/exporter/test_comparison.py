@@ -101,7 +101,7 @@ def test_comparison_measures_what_there_is_and_goes_on_where_it_ended(file, tmp_
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (["--steps", "convert,measure"], "no step measure; there are convert, quality, time"),
+        (["--steps", "convert,measure"], "no measure; there are convert, quality, time"),
         (["--python", "vllm=/usr/bin/python"], "no library vllm; there are specedge, llamacpp"),
     ],
 )

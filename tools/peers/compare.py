@@ -14,6 +14,7 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +44,11 @@ NAMES = {
 class Comparison:
     """The files to compare on, the caches and the results."""
 
-    def __init__(self, output: Path, cache: Path, pythons: dict[str, str], threads: int) -> None:
-        self.output, self.cache, self.pythons, self.threads = output, cache, pythons, threads
+    def __init__(
+        self, output: Path, cache: Path, peers: list[str], pythons: dict[str, str], threads: int
+    ) -> None:
+        self.output, self.cache, self.threads = output, cache, threads
+        self.peers, self.pythons = peers, pythons
         self.models = cache / "models"
         self.figures: list[Figures] = measuring.read(output / "figures.json")
         for folder in (output, cache):
@@ -61,7 +65,7 @@ class Comparison:
 
     def convert(self, reference: Reference, figures: Figures) -> None:
         """Convert the file for every library and precision."""
-        for peer in PEERS.values():
+        for peer in map(PEERS.__getitem__, self.peers):
             for precision in peer.precisions:
                 variant = Variant(peer.name, precision, has_drafts=peer.has_drafts)
                 previous = figures.variants.get(variant.name, variant)
@@ -90,7 +94,7 @@ class Comparison:
         """Measure every variant that has no figures of these windows."""
         windows, folder = reference.windows(), reference.log_probabilities(_say)
         for variant in figures.variants.values():
-            if variant.quality or variant.reason:
+            if variant.quality or variant.reason or variant.peer not in self.peers:
                 continue
             _say(f"{figures.name}: quality of {variant.name}")
             try:
@@ -109,7 +113,9 @@ class Comparison:
     ) -> None:
         """Time every variant in interleaved rounds."""
         prompts = reference.prompts()
-        variants = [one for one in figures.variants.values() if not one.reason]
+        variants = [
+            one for one in figures.variants.values() if not one.reason and one.peer in self.peers
+        ]
         load = {"models": self.models, "threads": self.threads, "prompt": prompts[0][1]}
         with loaded(variants, self._worker, **load, say=_say) as workers:
             for _ in measure_rounds(workers, figures, prompts, tokens, rounds, seconds):
@@ -151,11 +157,16 @@ def _processor() -> str:
     return f"{fields.get('model name', platform.machine())} ({', '.join(extensions)})"
 
 
-def _steps(_: Any, __: Any, value: str) -> list[str]:
-    steps = [part.strip() for part in value.split(",")]
-    if unknown := [step for step in steps if step not in STEPS]:
-        raise click.BadParameter(f"no step {unknown[0]}; there are {', '.join(STEPS)}")
-    return steps
+def _names(choices: Sequence[str]) -> Callable[[Any, click.Parameter, str], list[str]]:
+    """Return the callback of an option that takes some of the choices with commas between."""
+
+    def parse(_: Any, parameter: click.Parameter, value: str) -> list[str]:
+        names = [part.strip() for part in value.split(",")]
+        if unknown := [name for name in names if name not in choices]:
+            raise click.BadParameter(f"no {unknown[0]}; there are {', '.join(choices)}")
+        return names
+
+    return parse
 
 
 def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
@@ -173,7 +184,8 @@ def _pythons(_: Any, __: Any, values: tuple[str, ...]) -> dict[str, str]:
     default=ROOT / "docs/benchmarks",
     help="Folder of the results.  [default: docs/benchmarks]",
 )
-@click.option("--steps", default=",".join(STEPS), callback=_steps, show_default=True)
+@click.option("--steps", default=",".join(STEPS), callback=_names(STEPS), show_default=True)
+@click.option("--peers", default=",".join(PEERS), callback=_names(PEERS), show_default=True)
 @click.option("--minutes", type=float, default=60.0, show_default=True, help="Of rounds, a file.")
 @click.option("--rounds", type=click.IntRange(1), default=3, show_default=True)
 @click.option("--tokens", type=click.IntRange(2), default=48, show_default=True, help="A prompt.")
@@ -187,6 +199,7 @@ def main(
     files: tuple[Path, ...],
     output: Path,
     steps: list[str],
+    peers: list[str],
     minutes: float,
     rounds: int,
     tokens: int,
@@ -198,7 +211,7 @@ def main(
     cache = (cache or Path(platformdirs.user_cache_dir("specedge"))).absolute()
     if not files:
         files = tuple(map(real_weights.path_of, (real_weights.SMOLLM2, real_weights.GEMMA)))
-    comparison = Comparison(output, cache, pythons, threads)
+    comparison = Comparison(output, cache, peers, pythons, threads)
     for file in files:
         reference, figures = (
             Reference(file.absolute(), cache / "models"),

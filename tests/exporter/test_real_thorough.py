@@ -1,0 +1,42 @@
+"""Real weights in other precisions and Gemma-3-270M, which is run where it is cached: `-m thorough`."""
+
+import pytest
+from click.testing import CliRunner
+from real import LENGTH, Real
+
+import real_weights
+from specedge.cli import main
+
+pytestmark = pytest.mark.thorough
+MOST = {"int8-block": 0.016, "int4": 0.2}  # mean KL of prose, chat and code
+
+
+@pytest.fixture(scope="module")
+def gemma():
+    return Real(real_weights.GEMMA, download=False)
+
+
+@pytest.mark.parametrize("precision", MOST)
+def test_divergence_in_blocks_is_within_its_bound(smollm2, precision, tmp_path):
+    assert smollm2.divergence(precision, tmp_path) <= MOST[precision]
+
+
+def test_greedy_text_of_gemma_is_that_of_transformers(gemma):
+    for prompt in gemma.prompts()[::3]:
+        pipeline = gemma.pipeline("fp32")
+        tokens = pipeline.generate(prompt, LENGTH, num_draft_tokens=0, ignore_eos=True).tokens
+        gemma.check_greedy(prompt, list(tokens))
+        drafted = pipeline.generate(prompt, LENGTH, ignore_eos=True).tokens
+        assert drafted == tokens
+
+
+def test_gemma_in_int8_is_within_its_bound(gemma, tmp_path):
+    gemma.check_every_k("int8", gemma.prompts()[::3])
+    assert gemma.divergence("int8", tmp_path) <= 0.026
+
+
+def test_whole_audit_passes(smollm2):
+    result = CliRunner().invoke(
+        main, ["verify", "--bundle", str(smollm2.bundle("int8")), "--minutes", "10"]
+    )
+    assert result.exit_code == 0, result.output
