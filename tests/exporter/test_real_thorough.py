@@ -1,10 +1,10 @@
-"""Real weights in other precisions and Gemma-3-270M, which is run where it is cached: `-m thorough`."""
+"""Other precisions of real weights, the whole audit, and Gemma-3-270M where it is cached."""
 
 import pytest
 from click.testing import CliRunner
-from real import LENGTH, Real
 
 import real_weights
+from real import LENGTH, Real
 from specedge.cli import main
 
 pytestmark = pytest.mark.thorough
