@@ -26,13 +26,13 @@ def factor(hessian: torch.Tensor, powers: np.ndarray | None = None) -> torch.Ten
     H reversed is L L^T, and U is the inverse of L reversed: one factorization instead of three.
     Channel k of x was divided by 2 ** powers[k].
     """
-    exact = hessian.double()
+    exact = hessian.to(torch.float64, copy=True)
     if powers is not None:
         factors = torch.from_numpy(np.exp2(powers))
-        exact = exact / torch.outer(factors, factors)
-    damping = max(float(exact.diagonal().mean()) * DAMPING, _TINY)
+        exact /= torch.outer(factors, factors)
+    exact.diagonal().add_(max(float(exact.diagonal().mean()) * DAMPING, _TINY))
+    lower = torch.linalg.cholesky(exact.flip(0, 1))
     eye = torch.eye(len(exact), dtype=torch.float64)
-    lower = torch.linalg.cholesky((exact + damping * eye).flip(0, 1))
     inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
     return inverse.flip(0, 1).float()
 
