@@ -14,8 +14,8 @@ HALVES = {"fp16": "float16", "bf16": "bfloat16"}  # what matrices can be stored 
 BLOCKS = {"int8-block": 8, "int4": 4}  # bits of weights that have a scale for every 32 of them
 QUANTISED = ("int8", *BLOCKS)  # what weights can be rounded to, their inputs to int8
 CHOICES = ("fp32", *HALVES, *QUANTISED)  # of an export
-GPTQ = "gptq"
-ROUNDINGS = (GPTQ, "nearest")  # how weights are rounded to these
+GPTQ, NEAREST = "gptq", "nearest"
+ROUNDINGS = (GPTQ, NEAREST)  # how weights are rounded to these
 # What weights need. Before 1.30 bytes cannot be multiplied rightly on every processor; before 1.31
 # QMoE's rows do not keep their bits, and those of 4 bits it cannot multiply as bytes.
 OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30", "experts": "1.31"}

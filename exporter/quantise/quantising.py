@@ -14,7 +14,7 @@ import torch
 
 from specedge.manifest import File, Model
 from specedge.op_sets import attention, is_for_engines, is_typed
-from specedge.precision import BLOCKS, GPTQ
+from specedge.precision import BLOCKS, GPTQ, NEAREST
 
 from ..graph import sigmoids
 from ..graph.weights import FILE, drop_unused
@@ -65,7 +65,8 @@ def quantise(
     A second model has the first one's own layers, for which choices are made once. The last one's
     logits are of the tokens `head` alone, if it is given. With `kinds` there are op sets, too,
     that widen the integers to floats of a type, or have caches of one. `rounding` is one of
-    `specedge.precision.ROUNDINGS`, `bits` what int4's weights in layers may have on average.
+    `specedge.precision.ROUNDINGS`, of which int8-block has the nearest by either; `bits` is what
+    int4's weights in layers may have on average.
     """
     before = folder.with_name(f"{folder.name}.float")
     folder.rename(before)
@@ -94,6 +95,8 @@ def quantise(
             progress.note(f"{first}: its residual stream is not rotated, because {found.reason}")
             graphs = (_opened(part, ops).graph for part in parts for ops in part.ops)
             known = apart(graphs, parts[0].model.num_experts)
+    if precision == "int8-block":
+        rounding = NEAREST
     minutes = max(1, round(prediction.seconds(parts[0], texts, rounding) / 60))
     with progress.step(f"Calibrating the {first} (about {minutes} min up to its report)"):
         graphs = (_opened(part, ops, known).graph for part in parts for ops in part.ops)
