@@ -199,7 +199,7 @@ def _write(
         precision = request.of(checkpoint.role)
         roles = dict(zip((checkpoint.role, "draft"), exported, strict=False))
         if models and request.chooses and drafting.matters(exported[0]):
-            pieces = _pieces(exported[0], calibration, target, work)
+            pieces = _pieces(exported[0], calibration, target, work, progress)
             first = Written("target", models[0], work / "target")
             one, weights = drafting.fastest(
                 first, exported[0], weights, work / "draft", pieces, own, progress, request.kinds,
@@ -207,13 +207,13 @@ def _write(
             )  # fmt: skip
             exported = [one]
         elif precision in QUANTISED:
-            pieces = _pieces(exported[0], calibration, target, work)
+            pieces = _pieces(exported[0], calibration, target, work, progress)
             exported, weights = quantise(
                 roles, work / checkpoint.role, precision, pieces, own, progress, request.kinds,
                 request.rounding, request.average_bits,
             )  # fmt: skip
         elif request.kinds:
-            pieces = _pieces(exported[0], calibration, target, work)
+            pieces = _pieces(exported[0], calibration, target, work, progress)
             folder = work / checkpoint.role
             exported = add_kinds(request.kinds, roles, folder, pieces, own, progress)
         models += exported
@@ -246,10 +246,12 @@ def _write(
     (work / MANIFEST).write_text(bundle.to_json(), "utf-8")
 
 
-def _pieces(model: Model, source: texts.Source, target: Checkpoint, work: Path) -> texts.Texts:
+def _pieces(
+    model: Model, source: texts.Source, target: Checkpoint, work: Path, progress: Progress
+) -> texts.Texts:
     """A calibration text's tokens, as many as are good for a model."""
     sizes = model.vocab_size, model.context_length, model.num_parameters
-    return texts.cut(source, work / pair.FILE, *sizes, pair.chat_writer(target))
+    return texts.cut(source, work / pair.FILE, *sizes, pair.chat_writer(target, progress))
 
 
 def _head(

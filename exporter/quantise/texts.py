@@ -11,6 +11,8 @@ from tokenizers import Tokenizer
 
 from specedge.errors import ExportError
 
+from ..quiet import explained
+
 FOLDER = Path(__file__).with_name("text")
 NAME = "specedge's own texts"
 KINDS = ("prose", "code", "chat")
@@ -114,7 +116,8 @@ class Encoder:
     def tokens(self, text: str) -> np.ndarray:
         """Return a text's tokens, without those that the tokenizer adds. [T]"""
         if self.template is not None and text.startswith("User: "):
-            text = "".join(map(self.template, chats(text)))
+            with explained(ExportError, "the chat template fails on the calibration text: "):
+                text = "".join(map(self.template, chats(text)))
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return np.array([token for token in ids if token < self.num_tokens], np.int64)
 
@@ -126,8 +129,11 @@ class Encoder:
         return np.array(encoding.ids[:count], np.int64)
 
     def pieces(self, text: str, size: int) -> list[np.ndarray]:
-        """Return a text in pieces of at most `size` tokens, each after the prefix. [size] each"""
-        ids, prefix = self.tokens(text), self.prefix()
+        """Return a text in pieces of at most `size` tokens, each after the prefix. [size] each
+
+        A prefix that leaves no room for two tokens is cut.
+        """
+        ids, prefix = self.tokens(text), self.prefix()[: size - 2]
         step = size - len(prefix)
         starts = range(0, len(ids), step)
         pieces = [np.concatenate((prefix, ids[at : at + step])) for at in starts]

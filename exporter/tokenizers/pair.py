@@ -15,6 +15,7 @@ from specedge.options import Filters
 
 from ..checkpoint.checkpoints import Checkpoint
 from ..progress import Progress
+from ..quiet import one_line
 from . import compatibility
 
 FILE = "tokenizer.json"
@@ -182,12 +183,25 @@ def _settings(checkpoint: Checkpoint) -> dict[str, Any]:
     return settings
 
 
-def chat_writer(checkpoint: Checkpoint) -> Callable[[list[dict[str, str]]], str] | None:
-    """Return what writes a conversation as the model was trained on it, if it is a chat model."""
+def chat_writer(
+    checkpoint: Checkpoint, progress: Progress
+) -> Callable[[list[dict[str, str]]], str] | None:
+    """Return a function that renders a conversation with the chat template, if there is one.
+
+    A template that takes no plain text, as of a model of images, is noted and not used.
+    """
     if _chat_template(checkpoint) is None:
         return None
-    apply = checkpoint.tokenizer.apply_chat_template
-    return lambda turns: str(apply(turns, tokenize=False))
+
+    def render(turns: list[dict[str, str]]) -> str:
+        return str(checkpoint.tokenizer.apply_chat_template(turns, tokenize=False))
+
+    try:
+        render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    except Exception as error:  # a template can fail in any way that code can
+        progress.note(f"calibration without the chat template, which fails: {one_line(error)}")
+        return None
+    return render
 
 
 def _chat_template(checkpoint: Checkpoint) -> str | None:

@@ -53,6 +53,20 @@ def test_pieces_fit_the_context(tokenizer):
     assert max(map(len, (*found.calibration, *found.report))) == 96
 
 
+def test_a_prefix_leaves_room_for_text_in_a_context_of_two_tokens(tokenizer):
+    found = cut(tokenizer, context=2)
+    assert found.calibration
+    assert all(len(piece) == 2 for piece in found.report)
+
+
+def test_chats_that_the_template_refuses_are_an_export_error(tokenizer):
+    def template(turns):
+        raise ValueError("roles must alternate")
+
+    with pytest.raises(ExportError, match="chat template fails on the calibration text: roles"):
+        cut(tokenizer, template=template)
+
+
 def test_chats_are_written_with_the_models_template(tokenizer):
     seen = []
 

@@ -8,6 +8,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import LlamaConfig
 
+from checkpoints import make_tokenizer
 from specedge.errors import PairError
 from specedge.exporter.checkpoint import checkpoints
 from specedge.exporter.progress import Progress
@@ -264,3 +265,18 @@ def test_scaled_rotary_factors_reach_as_far_as_they_are_for(rope, own, asked, ta
     config = LlamaConfig(max_position_embeddings=own, rope_parameters={"rope_theta": 1e4, **rope})
     found = SimpleNamespace(config=config, name="x")
     assert pair.context_length(found, asked, Progress()) == taken
+
+
+@pytest.mark.parametrize(
+    ("template", "works"),
+    [
+        ("{% for m in messages %}{{ m['content'] }}{% endfor %}", True),
+        ("{{ messages[0]['content'][0]['text']['a'] }}", False),
+    ],
+)
+def test_a_chat_template_that_takes_no_plain_text_is_noted_and_not_used(template, works, tmp_path):
+    tokenizer, progress = make_tokenizer(tmp_path), Progress()
+    tokenizer.chat_template = template
+    render = pair.chat_writer(SimpleNamespace(tokenizer=tokenizer), progress)
+    assert (render is not None) is works
+    assert len(progress.notes) == (not works)
