@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from specedge.declared import whole
+from specedge.errors import ExportError
 from specedge.op_sets import CACHES, COMPUTED, ENGINES, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.precision import CHOICES, QUANTISED, ROUNDINGS
@@ -64,7 +65,7 @@ class Request:
         if self.bits is not None and not 4 <= self.bits <= 8:
             raise ValueError(f"bits must be from 4 to 8, got {self.bits}")
         if self.bits is not None and self.precision != "int4":
-            raise ValueError("bits are for precision int4; leave them out")
+            raise ExportError(f"--bits is for --precision int4, not {self.precision}; leave it out")
         whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
             whole("max_length", self.max_length, 2)

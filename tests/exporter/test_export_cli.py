@@ -7,6 +7,8 @@ import pytest
 
 import installed
 from specedge.bundle import Bundle
+from specedge.errors import ExportError
+from specedge.exporter import export
 
 run = partial(installed.run, "export")
 run_process = partial(installed.run_process, "export")
@@ -48,3 +50,9 @@ def test_a_missing_extra_is_one_line_with_its_command(tmp_path):
     assert result.returncode == 1
     assert 'pip install "specedge[cpu,export]"' in result.stderr
     assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_bits_of_another_precision_are_an_error_in_one_line(tmp_path, precision):
+    with pytest.raises(ExportError, match=f"--bits is for --precision int4, not {precision}"):
+        export(None, tmp_path, tmp_path / "bundle", precision=precision, bits=5.0)
