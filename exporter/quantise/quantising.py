@@ -12,6 +12,7 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
+from specedge.errors import ParityError
 from specedge.manifest import File, Model
 from specedge.op_sets import attention, is_for_engines, is_typed
 from specedge.precision import BLOCKS, GPTQ, NEAREST
@@ -87,12 +88,9 @@ def quantise(
     known = apart(graphs, parts[0].model.num_experts)
     if precision in ROTATED:
         with progress.step(f"Rotating the {first}"):
-            changed, found = basis.write(parts, work, known)
-            for own, rotated in zip(parts, changed, strict=True):
-                equivalence.check(own, rotated)
-            parts = changed
-        if found.reason:
-            progress.note(f"{first}: its residual stream is not rotated, because {found.reason}")
+            parts, reason = _in_basis(parts, work, known)
+        if reason:
+            progress.note(f"{first}: {reason}")
             graphs = (_opened(part, ops).graph for part in parts for ops in part.ops)
             known = apart(graphs, parts[0].model.num_experts)
     if precision == "int8-block":
@@ -121,6 +119,22 @@ def quantise(
     shutil.rmtree(work)
     shutil.rmtree(before)
     return made, store.file
+
+
+def _in_basis(parts: list[Written], work: Path, known: Apart) -> tuple[list[Written], str | None]:
+    """Return the models in a basis that suits integers, and why the basis is not rotated, if so.
+
+    Models that do not pass the comparison with their own graphs stay as they are.
+    """
+    try:
+        changed, chosen = basis.write(parts, work, known)
+        for own, rotated in zip(parts, changed, strict=True):
+            equivalence.check(own, rotated)
+    except ParityError as error:
+        return parts, f"its weights keep their own basis, because a rotated graph differs ({error})"
+    if chosen.reason:
+        return changed, f"its residual stream is not rotated, because {chosen.reason}"
+    return changed, None
 
 
 def _compare_formats(

@@ -13,10 +13,10 @@ from click.testing import CliRunner
 from quantised import PROMPTS, SIZES, Made, with_outliers, with_outliers_at_the_head
 from specedge.bundle import Bundle
 from specedge.cli.export import export as export_command
-from specedge.errors import ExportError
+from specedge.errors import ExportError, ParityError
 from specedge.exporter import export
 from specedge.exporter.compare.stage import open_session
-from specedge.exporter.quantise import texts
+from specedge.exporter.quantise import equivalence, texts
 
 FUSED = {"GroupQueryAttention", "MatMulIntegerToFloat", "SkipSimplifiedLayerNormalization"}
 
@@ -44,6 +44,18 @@ def test_every_matrix_is_of_bytes_and_standard_operators_multiply_them_in_onnx(m
             assert ("MatMulIntegerToFloat" in own) is is_fused
             assert own <= FUSED
             assert not {"DynamicQuantizeLinear", "MatMulNBits"} & {op for _, op in ops}
+
+
+def test_model_whose_rotated_graph_differs_keeps_its_basis(tmp_path, monkeypatch):
+    def differs(before, after):
+        raise ParityError("logits differ")
+
+    monkeypatch.setattr(equivalence, "check", differs)
+    made = Made(tmp_path, "llama", ops="gqa")
+    assert [note for note in made.progress.notes if "own basis" in note and "logits differ" in note]
+    for graph in graphs(made.bundle.target, made.bundle):
+        assert not [node for node in graph.node if node.op_type == "MatMul"]
+    made.check_greedy_text(8, k=2)
 
 
 def test_a_fused_product_of_bytes_is_six_nodes_with_its_inputs_quantization(made):
