@@ -176,8 +176,13 @@ def _chosen(device: str, bundle: Bundle, ops: str) -> str:
 def memory_of(
     bundle: Bundle, ops: str = "auto", slots: int = 1, max_length: int | None = None
 ) -> PairMemory:
-    """What a process that loads and runs a bundle holds at its peak. Raises BundleError, and
-    ValueError for a number of slots or a length that cannot be.
+    """Predict the peak memory of a process that loads and runs a bundle.
+
+    The first load of a bundle on a machine, which measures passes, may take tens of MB more.
+
+    Raises:
+        BundleError: The bundle has no graphs for `ops`.
+        ValueError: The number of slots or the length is invalid.
     """
     whole("slots", slots, 1)
     if max_length is not None:
