@@ -11,6 +11,8 @@ import pytest
 import reference
 from real import LENGTH
 
+pytestmark = pytest.mark.slow
+
 DIALOGUES = json.loads((reference.TEXTS / "chat.json").read_text("utf-8"))
 TEXTS = (
     (reference.TEXTS / "prose.txt").read_text("utf-8"),
@@ -41,7 +43,6 @@ def test_text_is_the_same_for_every_k(smollm2):
     smollm2.check_every_k("fp32", smollm2.prompts()[::4])
 
 
-@pytest.mark.slow
 def test_text_of_other_prompts_is_the_same_for_every_k(smollm2):
     smollm2.check_every_k("fp32", [p for i, p in enumerate(smollm2.prompts()) if i % 4])
 

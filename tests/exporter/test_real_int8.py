@@ -1,5 +1,9 @@
 """SmolLM2-135M-Instruct in int8: the distribution is near float32's, and drafts change nothing."""
 
+import pytest
+
+pytestmark = pytest.mark.slow
+
 MOST = 0.026  # mean KL of prose, chat and code
 
 
