@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -94,13 +95,14 @@ class _Watch(openvino_genai.StreamerBase):
 
 
 def _export(folder: Path, checkpoint: str, precision: str) -> None:
-    from optimum.exporters.openvino import main_export
-    from optimum.intel.openvino.configuration import OVConfig, OVWeightQuantizationConfig
-
-    assert precision == "int8"
-    config = OVConfig(quantization_config=OVWeightQuantizationConfig(bits=8))
-    task = "text-generation-with-past"
-    main_export(checkpoint, folder, task=task, ov_config=config, convert_tokenizer=True)
+    """Export by the command line: `main_export` of optimum-intel 2.2 leaves weights in float32."""
+    cli = str(Path(sys.executable).with_name("optimum-cli"))
+    options = ["--task", "text-generation-with-past", "--weight-format", precision]
+    command = [cli, "export", "openvino", "--model", checkpoint, *options, str(folder)]
+    process = subprocess.run(command, stdout=sys.stderr, stderr=subprocess.PIPE, text=True)
+    sys.stderr.write(process.stderr)
+    if process.returncode:
+        raise RuntimeError(process.stderr.strip().splitlines()[-1])
 
 
 if __name__ == "__main__":
