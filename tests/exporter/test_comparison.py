@@ -71,7 +71,7 @@ def file(tmp_path, monkeypatch):
 def test_comparison_measures_what_there_is_and_goes_on_where_it_ended(file, tmp_path):
     output = tmp_path / "out"
     arguments = [str(file), "--output", str(output), "--cache", str(tmp_path / "cache")]
-    arguments += ["--tokens", "4", "--rounds", "2"]
+    arguments += ["--peers", "specedge,llamacpp", "--tokens", "4", "--rounds", "2"]
 
     def run(*more):
         result = CliRunner().invoke(compare.main, [*arguments, *more])
@@ -106,6 +106,6 @@ def test_comparison_measures_what_there_is_and_goes_on_where_it_ended(file, tmp_
     ],
 )
 def test_mistakes_are_told_before_anything_runs(file, change, message):
-    result = CliRunner().invoke(compare.main, [str(file), *change])
+    result = CliRunner().invoke(compare.main, [str(file), "--peers", "specedge", *change])
     assert result.exit_code == 2
     assert message in result.output
