@@ -86,7 +86,9 @@ def quantise(
     work.mkdir()
     graphs = (_opened(part, ops).graph for part in parts for ops in part.ops)
     known = apart(graphs, parts[0].model.num_experts)
-    if precision in ROTATED:
+    if precision in ROTATED and parts[0].model.num_experts:
+        progress.note(f"{first}: it chooses among experts, so its weights keep their basis")
+    elif precision in ROTATED:
         with progress.step(f"Rotating the {first}"):
             parts, reason = _in_basis(parts, work, known)
         if reason:
