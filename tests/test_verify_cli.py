@@ -256,7 +256,6 @@ def test_a_terminal_sees_which_check_runs_and_ctrl_c_ends_it_in_one_line():
     assert process.communicate(timeout=60)[0] == b""
     seen += read_until(b"interrupted", master)
     assert process.returncode == 130
-    assert b"graphs" in seen
     assert b"Traceback" not in seen
     os.close(master)
 
