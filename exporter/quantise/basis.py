@@ -49,7 +49,7 @@ class NotRotatableError(Exception):
 
 @dataclass
 class Residual:
-    """Who reads and writes the residual stream of a graph."""
+    """Readers and writers of a graph's residual stream."""
 
     norms: set[ir.Node] = field(default_factory=set)
     writers: set[ir.Node] = field(default_factory=set)

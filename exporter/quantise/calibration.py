@@ -24,7 +24,7 @@ _DECODER = Length("decoder", None, prefix="calibration-")
 
 @dataclass(frozen=True)
 class Seen:
-    """What a group read: of each channel the largest and the mean square [K], and rows [n, K].
+    """Statistics of a group's input: maximum and mean square by channel [K], sample rows [n, K].
 
     And, if it is wanted, the Hessian of its products' squared errors, x^T x of all rows [K, K].
     """

@@ -1,4 +1,4 @@
-"""How long a quantization takes, said before it starts."""
+"""Predicted duration of a quantization."""
 
 from __future__ import annotations
 

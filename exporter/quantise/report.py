@@ -170,7 +170,7 @@ def distances(
     names = original.geometry.cache_names()
     text = texts[-1][:LATE]
     start = original.geometry.context_length - len(text)
-    window = Window(text, start) if start >= 2 * max(map(len, texts)) else None
+    window = Window(text, start) if start >= max(map(len, texts)) else None
     size = max(1, HELD // (original.geometry.padded_vocab_size * max(map(len, texts))))
     for at in range(0, len(texts), size):
         some = texts[at : at + size]

@@ -148,7 +148,7 @@ def test_request_waits_for_a_stream_that_its_own_worker_thread_began(pipeline, t
 def test_streaming_responses_of_synchronous_endpoints_do_not_take_each_others_slots(
     texts, num_slots
 ):
-    """As FastAPI runs them: an endpoint and each `next` are calls in any thread of a pool."""
+    """Run the endpoint and each `next` in any thread of a pool, as FastAPI does."""
     pytest.importorskip("starlette")
     from starlette.applications import Starlette
     from starlette.responses import StreamingResponse

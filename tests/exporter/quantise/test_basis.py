@@ -82,7 +82,7 @@ class Changed:
         return dict(ExactGraph(path).run(given))
 
     def difference(self):
-        """How far outputs are from those in the model's own basis, in their largest value."""
+        """Return the largest relative difference from the outputs in the original basis."""
         before, after = (self.outputs(path) for path in (self.before.path("decoder"), self.path))
         assert before.keys() == after.keys()
         return max(

@@ -1,4 +1,4 @@
-"""How long a quantization is said to take."""
+"""Predicted duration of a quantized export."""
 
 from pathlib import Path
 from unittest.mock import Mock

@@ -1,4 +1,4 @@
-"""What a quantization is calibrated with, and what it is reported on."""
+"""Calibration and evaluation texts of a quantized export."""
 
 import pytest
 from tokenizers import Tokenizer, processors

@@ -283,7 +283,7 @@ def test_acceptance_is_above_its_bound_and_nine_tenths_of_the_residual_rules():
 
 
 def test_a_row_has_the_same_choice_wherever_it_lies_in_a_pass():
-    """As weights are computed by vectorized functions, whose last bits may depend on the place."""
+    """Vectorized functions compute weights, whose last bits may depend on their position."""
     rng = np.random.default_rng(2)
     row = rng.normal(0, 3, 49_157).astype(np.float32)
     for options in ({}, {"top_p": 0.9}, {"top_k": 50}, {"temperature": 0.7, "typical_p": 0.9}):
