@@ -25,7 +25,10 @@ def bundle(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
     model = make_model(ARCHITECTURES["mixtral"][1]())
     target = save(model, make_tokenizer(folder / "tokenizer"), folder / "target")
-    return export("self:1", target, folder / "bundle", precision="int4", compute="qdq")
+    # With the integers of GPTQ a router's near-tie turns one token's choice between op sets.
+    return export(
+        "self:1", target, folder / "bundle", precision="int4", compute="qdq", rounding="nearest"
+    )
 
 
 def graphs(bundle, ops):
@@ -54,7 +57,6 @@ def test_experts_are_read_by_the_node_that_an_op_set_has_for_them(bundle, ops, r
     assert found.keys() <= readers or ops != "onnx-qdq"
 
 
-@pytest.mark.xfail(reason="off by 0.11 with AVX2 alone since inputs are calibrated on other text")
 @pytest.mark.slow
 def test_engines_get_what_the_cpu_computes_but_for_what_rounds_inputs(bundle):
     device = fitting(bundle.models.values(), Device())
