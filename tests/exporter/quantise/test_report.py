@@ -112,10 +112,10 @@ def test_texts_are_run_some_at_a_time_where_their_logits_are_large(monkeypatch):
 
 
 def test_a_context_that_texts_fill_has_no_late_window():
-    near, late = report.distances(Model(150), found := Model(150, late=2.0), TEXTS, {})
+    near, late = report.distances(Model(140), found := Model(140, late=2.0), TEXTS, {})
     assert (near.num_tokens, late.num_tokens) == (148, 0)
     assert len(found.actions) == 6
-    assert report._of_late(near, late, 150) is None
+    assert report._of_late(near, late, 140) is None
 
 
 def test_a_late_window_may_cost_what_texts_cost():
