@@ -7,12 +7,11 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from specedge import store
-from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids
-from specedge.bundle_files import describe
+from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids, store
+from specedge.bundle.files import describe
+from specedge.bundle.manifest import File, Model
+from specedge.bundle.precision import GPTQ, HALVES, QUANTISED
 from specedge.errors import ExportError
-from specedge.manifest import File, Model
-from specedge.precision import GPTQ, HALVES, QUANTISED
 from specedge.version import __version__
 
 from . import prediction, resident, writing
@@ -22,10 +21,10 @@ from .graph import scored, unrolled
 from .graph.graphs import SOURCE
 from .model_files import export_model
 from .progress import Progress
-from .quantise import drafting, texts
-from .quantise.computing import add_kinds
-from .quantise.quantising import quantise
-from .quantise.written import Written
+from .quantization import drafting, texts
+from .quantization.computing import add_kinds
+from .quantization.quantising import quantise
+from .quantization.written import Written
 from .request import Request
 from .tokenizers import frequent, pair
 from .tracing import dry_run

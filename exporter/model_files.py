@@ -12,19 +12,16 @@ from typing import TypeVar
 import onnx_ir as ir
 import torch
 
+from specedge.bundle.manifest import Cache, File, Model, Source, signatures
+from specedge.bundle.op_sets import OPS
+from specedge.bundle.precision import FLOAT32
+from specedge.bundle.reports import Parity
 from specedge.errors import ExportError
-from specedge.manifest import Cache, File, Model, Source, signatures
-from specedge.op_sets import OPS
-from specedge.precision import FLOAT32
-from specedge.reports import Parity
 
 from .checkpoint import heads, licences, loading, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.lazy_weights import Sources
 from .checkpoint.loading import Loaded
-from .compare import checks, parity, reference
-from .compare.reference import Reference
-from .compare.runner import Runner
 from .graph import graphs, sigmoids
 from .graph.head import choose_rows
 from .graph.peephole import straighten
@@ -35,6 +32,9 @@ from .tracing import geometry, repeating, tracing
 from .tracing.geometry import Geometry
 from .tracing.layers import Layer
 from .tracing.module_patches import fix_rotary, swapped
+from .verification import checks, parity, reference
+from .verification.reference import Reference
+from .verification.runner import Runner
 
 T = TypeVar("T")
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
+from specedge.bundle.manifest import chunk_length
+from specedge.bundle.op_sets import OPS
 from specedge.errors import ExportError
-from specedge.manifest import chunk_length
-from specedge.op_sets import OPS
 
 from .checkpoint.checkpoints import Checkpoint
 from .graph.graphs import Length, lengths

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from specedge.bundle.op_sets import CACHES, COMPUTED, ENGINES, OPS
+from specedge.bundle.precision import CHOICES, QUANTISED, ROUNDINGS
 from specedge.declared import whole
 from specedge.errors import ExportError
-from specedge.op_sets import CACHES, COMPUTED, ENGINES, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
-from specedge.precision import CHOICES, QUANTISED, ROUNDINGS
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specedge.runtime.decoding.verify import Draft
+    from specedge.runtime.requests.loading import load
+    from specedge.runtime.requests.pipeline import Pipeline
+    from specedge.runtime.requests.stream import Generation
+    from specedge.runtime.sampling.distribution import Distribution
+
     from .bundle import Bundle
     from .errors import (
         BundleError,
@@ -30,21 +36,16 @@ if TYPE_CHECKING:
         SpecEdgeError,
     )
     from .options import Sampling
-    from .runtime.loading import load
-    from .runtime.loop.verify import Draft
-    from .runtime.pipeline import Pipeline
-    from .runtime.sampling.distribution import Distribution
-    from .runtime.stream import Generation
     from .version import __version__
 
 _HOMES = {
     "Bundle": "specedge.bundle",
     "Sampling": "specedge.options",
     "Distribution": "specedge.runtime.sampling.distribution",
-    "Draft": "specedge.runtime.loop.verify",
-    "Generation": "specedge.runtime.stream",
-    "Pipeline": "specedge.runtime.pipeline",
-    "load": "specedge.runtime.loading",
+    "Draft": "specedge.runtime.decoding.verify",
+    "Generation": "specedge.runtime.requests.stream",
+    "Pipeline": "specedge.runtime.requests.pipeline",
+    "load": "specedge.runtime.requests.loading",
     "__version__": "specedge.version",
 }
 

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from . import leftovers, store
-from .bundle import MANIFEST, Bundle
+from . import leftovers
+from .bundle import MANIFEST, Bundle, store
 from .errors import BundleError
 from .strict_json import JsonError, parse
 

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from specedge.declared import declarations, whole
 from specedge.errors import MissingExtraError, SpecEdgeError
 from specedge.request import AUTO, Request, request_of
-from specedge.runtime.items import Item, answered, asked_of, failed, item_of, seed_of
+from specedge.runtime.requests.items import Item, answered, asked_of, failed, item_of, seed_of
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
     from specedge.serve.app import Settings
 
 
@@ -110,8 +110,8 @@ def loaded(
     """A pair in an actor, with a thread for each CPU, where a model is on them, and a pool that its
     sessions share.
     """
-    from specedge import store
-    from specedge.runtime.loading import load
+    from specedge.bundle import store
+    from specedge.runtime.requests.loading import load
 
     num_cpus = _num_cpus() if {"cpu", AUTO} & {device, draft_device or device} else None
     return load(

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import numpy as np
 
 from fakes import TableModel, hashed_distribution
-from specedge.runtime.audit.budget import Budget, Clock
-from specedge.runtime.audit.subject import Parts, Prompt, Subject
+from specedge.verification.budget import Budget, Clock
+from specedge.verification.subject import Parts, Prompt, Subject
 
 VOCAB_SIZE = 6
 CONTEXT = 96

@@ -4,10 +4,10 @@ from checkpoints import make_config, make_model
 from specedge.exporter import Progress, model_files
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
-from specedge.exporter.compare import parity, reference
-from specedge.exporter.compare.runner import Runner
 from specedge.exporter.tracing import geometry, tracing
 from specedge.exporter.tracing.module_patches import swapped
+from specedge.exporter.verification import parity, reference
+from specedge.exporter.verification.runner import Runner
 
 CONTEXT = 96
 

@@ -80,7 +80,7 @@ def self_draft(pipeline):
     from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.backend.self_test import fitting
     from specedge.runtime.backend.sessions import Device
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
 
     bundle = pipeline.bundle
     twin = OrtModel(bundle, bundle.target, fitting([bundle.target], Device()))
@@ -88,7 +88,7 @@ def self_draft(pipeline):
 
 
 def specedge_embedded():
-    from specedge import store
+    from specedge.bundle import store
 
     return store.embedded()
 

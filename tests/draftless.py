@@ -3,8 +3,7 @@
 import shutil
 from dataclasses import replace
 
-from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle
+from specedge.bundle import FORMAT, MANIFEST, Bundle, store
 
 
 def make_draftless(folder):

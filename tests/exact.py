@@ -9,7 +9,7 @@ from fractions import Fraction
 from itertools import product
 
 from specedge.options import Sampling
-from specedge.runtime.loop import decoding
+from specedge.runtime.decoding import decoding
 
 LENGTH = 3
 

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from specedge import Draft
-from specedge.runtime.loop.decoding import SpeculativeDecoder
-from specedge.runtime.loop.model import shared_beginning
-from specedge.runtime.loop.round import Drafter
-from specedge.runtime.loop.timing import Stopwatch
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.model import shared_beginning
+from specedge.runtime.decoding.round import Drafter
+from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.scores import Scores
 

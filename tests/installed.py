@@ -8,8 +8,8 @@ import sys
 from unittest import mock
 
 from manifests import make_bundle
-from specedge import library, store
-from specedge.bundle import FORMAT, MANIFEST
+from specedge import library
+from specedge.bundle import FORMAT, MANIFEST, store
 
 COMMAND = [sys.executable, "-m", "specedge"]
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from specedge import bundle as b
-from specedge import manifest as m
-from specedge.bundle_files import describe
+from specedge.bundle import manifest as m
+from specedge.bundle.files import describe
+from specedge.bundle.reports import Parity
 from specedge.options import Filters
-from specedge.reports import Parity
 
 PARITY = Parity(
     structure_error=1e-15,

@@ -5,14 +5,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 from onnx import TensorProto, helper, numpy_helper
 
-from specedge.exporter.compare.stage import open_session
 from specedge.exporter.graph.weights import FILE
-from specedge.exporter.quantise import choosing
-from specedge.exporter.quantise.calibration import Seen
-from specedge.exporter.quantise.experts import apart, mixtures
-from specedge.exporter.quantise.rewriting import Rewriter
-from specedge.exporter.quantise.storing import Store
+from specedge.exporter.quantization import choosing
+from specedge.exporter.quantization.calibration import Seen
+from specedge.exporter.quantization.experts import apart, mixtures
+from specedge.exporter.quantization.rewriting import Rewriter
+from specedge.exporter.quantization.storing import Store
 from specedge.exporter.tracing.experts import Swiglu
+from specedge.exporter.verification.stage import open_session
 
 E, CHOSEN, H, INNER = 16, 4, 64, 96
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0

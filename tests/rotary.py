@@ -13,9 +13,9 @@ from checkpoints import VOCAB_SIZE, make_model
 from specedge.exporter import Progress, model_files
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
-from specedge.exporter.compare.stage import open_session
 from specedge.exporter.tracing.geometry import Geometry
 from specedge.exporter.tracing.module_patches import fix_rotary
+from specedge.exporter.verification.stage import open_session
 
 CONTEXT, ORIGINAL = 8192, 4096
 _SIZES = {

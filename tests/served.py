@@ -11,8 +11,8 @@ from collections import Counter
 from contextlib import contextmanager
 
 import specedge
-from specedge import store
-from specedge.runtime.pipeline import Pipeline
+from specedge.bundle import store
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.serve.app import Settings, make_app
 from specedge.serve.serving import Server, listen
 from templates import CHATML

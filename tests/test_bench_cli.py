@@ -16,10 +16,10 @@ from click.testing import CliRunner
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
-from benchmarks import LOSING, PROMPTS, figures, measured, runs
+from benchmark_runs import LOSING, PROMPTS, figures, measured, runs
+from specedge.benchmarks.summary import losing
 from specedge.cli import bench_output, bench_page, cli, svg
 from specedge.cli.bench_output import Report
-from specedge.runtime.bench.summary import losing
 
 FACTS = {"target": "big <b>", "draft": "small", "processor": "a processor", "threads": 2}
 FACTS |= {"ops": "gqa", "temperature": 0.0}

@@ -5,9 +5,9 @@ import pytest
 
 from manifests import CACHE, make_bundle
 from specedge.bundle import MANIFEST, Bundle
-from specedge.bundle_files import describe
+from specedge.bundle.files import describe
+from specedge.bundle.manifest import signatures
 from specedge.errors import BundleError
-from specedge.manifest import signatures
 from specedge.strict_json import plain
 
 

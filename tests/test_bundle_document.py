@@ -12,8 +12,7 @@ import pytest
 
 import document_reader as reader
 import specedge
-from specedge import store
-from specedge.bundle import FORMAT, MANIFEST, Bundle
+from specedge.bundle import FORMAT, MANIFEST, Bundle, store
 from specedge.strict_json import JsonError
 
 NAMES = {type(None): "null", int: "integer", float: "number", str: "text", bool: "boolean"}
@@ -160,7 +159,7 @@ def test_a_host_written_from_the_document_runs_a_smaller_draft(
     from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.backend.self_test import fitting
     from specedge.runtime.backend.sessions import Device
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
 
     manifest, target, draft = models
     smaller = {"context_length": context, "vocab_size": 700}

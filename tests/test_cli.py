@@ -183,7 +183,7 @@ def test_compare_without_a_draft_has_no_prediction():
 
 def test_compare_exits_1_if_the_tokens_differ():
     code = (
-        "from specedge.runtime.loop import verify, decoding\n"
+        "from specedge.runtime.decoding import verify, decoding\n"
         "from specedge.cli import main\n"
         "def wrong(draft, *rest):\n"
         "    return verify.Verdict(len(draft.tokens), 5)\n"
@@ -206,7 +206,7 @@ def test_inspect_shows_the_bundle_and_its_json(pipeline):
 
 
 def test_inspect_says_what_memory_a_pair_takes(pipeline):
-    from specedge.runtime.loading import memory_of
+    from specedge.runtime.requests.loading import memory_of
 
     found = json.loads(run("inspect", "--memory", "--json").stdout)
     need = memory_of(pipeline.bundle)

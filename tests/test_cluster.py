@@ -11,11 +11,11 @@ from types import SimpleNamespace
 import pytest
 
 from installed import run
-from specedge import store
+from specedge.bundle import store
 from specedge.cpu_count import cpu_count
 from specedge.errors import BundleError, MissingExtraError, SpecEdgeError
 from specedge.request import Request
-from specedge.runtime.items import Item, seed_of
+from specedge.runtime.requests.items import Item, seed_of
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -153,7 +153,7 @@ def test_one_kind_of_device_for_all_and_its_own_gpu_for_each():
     ],
 )
 def test_threads_are_an_actors_cpus_where_a_model_is_on_them(monkeypatch, devices, threads):
-    from specedge.runtime import loading
+    from specedge.runtime.requests import loading
 
     given = []
 
@@ -191,7 +191,9 @@ def test_a_node_that_claims_more_cpus_than_there_are_gives_an_actor_those_that_a
     ray = SimpleNamespace(is_initialized=lambda: True, get_runtime_context=lambda: found)
     monkeypatch.setitem(sys.modules, "ray", ray)
     given = []
-    monkeypatch.setattr("specedge.runtime.loading.load", lambda *args, **_: given.append(args[2]))
+    monkeypatch.setattr(
+        "specedge.runtime.requests.loading.load", lambda *args, **_: given.append(args[2])
+    )
     loaded(None, "cpu", None, None, "auto")
     assert given == [cpu_count()]
 

@@ -67,7 +67,7 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
         import importlib.util, os
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
         import specedge
-        from specedge import store
+        from specedge.bundle import store
         from specedge.runtime.backend.sessions import Device
         from specedge.runtime.planning.cost_files import processor
         assert processor().endswith(", 1 cores"), processor()
@@ -75,7 +75,7 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
         session = Device().open(bundle.path(bundle.draft.graph("step", "onnx").file))
         assert session.get_session_options().intra_op_num_threads == 1
         if importlib.util.find_spec("onnx"):
-            from specedge.exporter.compare import stage
+            from specedge.exporter.verification import stage
             session = stage.open_session(stage.products.PRODUCT, stage.ort.SessionOptions())
             assert session.get_session_options().intra_op_num_threads == 1
         try:

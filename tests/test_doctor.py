@@ -10,8 +10,8 @@ import pytest
 from distributions import install, only
 from installed import run, run_process
 from specedge.cli import cli
-from specedge.runtime.diagnosis import plug_in, probe, providers
-from specedge.runtime.diagnosis.child import ask
+from specedge.diagnosis import plug_in, probe, providers
+from specedge.diagnosis.child import ask
 
 ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -19,7 +19,7 @@ POSIX = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 GONE = "raise ModuleNotFoundError(\"No module named 'onnxruntime'\", name='onnxruntime')"
 FAKE = """
 import os, numpy
-from specedge.runtime.diagnosis import probe
+from specedge.diagnosis import probe
 
 __version__, cuda_version = "1.31.1", "13.0"
 SessionOptions = type("SessionOptions", (), {"add_session_config_entry": lambda *x: None})

@@ -8,8 +8,7 @@ import pytest
 import installed
 from draftless import make_draftless
 from manifests import make_bundle
-from specedge import store
-from specedge.bundle import MANIFEST, WITHOUT_DRAFT, Bundle
+from specedge.bundle import MANIFEST, WITHOUT_DRAFT, Bundle, store
 from specedge.errors import BundleError, DeviceError, DrafterError
 
 PROMPT = "def read_config(path):"
@@ -108,7 +107,7 @@ def test_other_drafters_run(loaded, drafter):
 
 
 def test_memory_is_the_targets_alone(bundle):
-    from specedge.runtime.loading import memory_of
+    from specedge.runtime.requests.loading import memory_of
 
     alone, pair = memory_of(bundle), memory_of(Bundle.read(store.embedded()))
     assert alone.draft is None
@@ -125,7 +124,7 @@ def test_a_draft_device_is_refused(bundle):
 
 
 def test_tune_times_the_target_alone(loaded, monkeypatch):
-    from specedge.runtime.bench import tune
+    from specedge.benchmarks import tune
 
     monkeypatch.setattr(tune, "SECONDS", 0.01)
     monkeypatch.setattr(tune, "TEXT_SECONDS", 0.05)
@@ -166,7 +165,7 @@ def test_list_shows_that_there_is_none():
 def test_the_audit_passes_without_a_draft_model(bundle):
     pytest.importorskip("scipy", reason="the audit needs SciPy")
     from auditing import Ticks
-    from specedge.runtime.audit import auditing
+    from specedge.verification import auditing
 
     report = auditing.audit(bundle, auditing.Machinery(), [], Ticks(400).budget).as_dict()
     assert not [f for f in report["findings"] if f["status"] == "FAILED"]
@@ -176,10 +175,10 @@ def test_the_audit_passes_without_a_draft_model(bundle):
 
 
 def test_a_stand_in_differs_from_the_target_and_overlaps_it(loaded):
+    from specedge.benchmarks.acceptance import acceptances
     from specedge.options import Sampling
-    from specedge.runtime.audit.subject import StandIn
-    from specedge.runtime.bench.acceptance import acceptances
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
+    from specedge.verification.subject import StandIn
 
     stand_in = StandIn(loaded.target.twin())
     embedded = Bundle.read(store.embedded())
@@ -195,7 +194,7 @@ def embedded(bundle, tmp_path_factory):
     """Graphs of a plain round, for hosts."""
     pytest.importorskip("onnx_ir", reason="needs the export extra")
     from specedge.exporter import embed
-    from specedge.runtime.audit.golden import transcripts
+    from specedge.verification.golden import transcripts
 
     folder = tmp_path_factory.mktemp("hosts") / "bundle"
     return embed(bundle.folder, folder, golden=transcripts)

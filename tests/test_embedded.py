@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 
 ROOT = Path(__file__).parents[1]
 # Modules of CPython's library that neither model saw; models/README.md lists them all.

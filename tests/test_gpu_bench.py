@@ -10,7 +10,7 @@ import onnxruntime
 
 from gpu_bandwidth import bandwidth, measured
 from gpu_measuring import K, predicted
-from specedge.runtime.theory.formulas import alpha_from_tokens, speedup
+from specedge.theory.formulas import alpha_from_tokens, speedup
 
 
 def found(call):

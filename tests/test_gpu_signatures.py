@@ -6,7 +6,7 @@ import pytest
 
 from manifests import make_bundle
 from specedge.bundle import Bundle
-from specedge.gpu_signatures import ONE_CALL, one_call
+from specedge.bundle.gpu_signatures import ONE_CALL, one_call
 
 
 @pytest.mark.parametrize("name", ONE_CALL)

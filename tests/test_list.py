@@ -10,8 +10,8 @@ import pytest
 
 from installed import age, corrupt, garble, install, listed, run, strip
 from manifests import make_bundle
-from specedge import leftovers, library, store
-from specedge.bundle import MANIFEST
+from specedge import leftovers, library
+from specedge.bundle import MANIFEST, store
 
 
 def test_the_users_bundles_and_the_embedded_pair_are_listed_with_the_default():

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from specedge import store
+from specedge.bundle import store
 from specedge.runtime.drafters import ngram_files
 from test_cli import run
 

@@ -14,7 +14,7 @@ import quality
 import reference
 from environments import PEERS, Peer, UnavailableError
 from processes import Worker, WorkerError
-from specedge.exporter.quantise import texts
+from specedge.exporter.quantization import texts
 
 WORKERS = Path(environments.__file__).parent / "workers"
 FAKE = """

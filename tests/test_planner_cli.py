@@ -9,10 +9,10 @@ from click.testing import CliRunner
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
-from specedge import store
+from specedge.benchmarks import threads
+from specedge.benchmarks import tune as tuning
+from specedge.bundle import store
 from specedge.cli import cli
-from specedge.runtime.bench import threads
-from specedge.runtime.bench import tune as tuning
 
 PROMPT = "def read_config(path):"
 

@@ -11,8 +11,7 @@ import time
 import pytest
 
 import installed
-from specedge import store
-from specedge.bundle import MANIFEST
+from specedge.bundle import MANIFEST, store
 from templates import CHATML
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")

@@ -9,8 +9,8 @@ import pytest
 
 from installed import COMMAND, age, corrupt, everything_below, garble, install, listed, run, strip
 from manifests import make_bundle
-from specedge import leftovers, library, store
-from specedge.bundle import MANIFEST
+from specedge import leftovers, library
+from specedge.bundle import MANIFEST, store
 from specedge.errors import BundleError
 
 

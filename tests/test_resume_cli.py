@@ -10,8 +10,7 @@ import sys
 import pytest
 
 from installed import run
-from specedge import store
-from specedge.bundle import MANIFEST
+from specedge.bundle import MANIFEST, store
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -155,9 +154,9 @@ def test_a_full_disk_is_told_with_the_files_name(jsonl):
 def test_tune_says_before_it_measures_that_it_cannot_write(pipeline, monkeypatch):
     from click.testing import CliRunner
 
-    from specedge import store
+    from specedge.benchmarks import tune as tuning
+    from specedge.bundle import store
     from specedge.cli.tune import tune
-    from specedge.runtime.bench import tune as tuning
 
     def full(path):
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -170,7 +169,7 @@ def test_tune_says_before_it_measures_that_it_cannot_write(pipeline, monkeypatch
 
 
 def test_what_cannot_be_written_is_found_and_nothing_stays(tmp_path):
-    from specedge import store
+    from specedge.bundle import store
 
     store.check_writable(tmp_path / "folder" / "file.json")
     assert list((tmp_path / "folder").iterdir()) == []

@@ -35,7 +35,9 @@ def imports_of(path):
 
 
 def test_exporter_and_runtime_are_strangers():
-    assert ("parity.py", "specedge.exporter.compare.runner.Runner") in list(imports("exporter"))
+    assert ("parity.py", "specedge.exporter.verification.runner.Runner") in list(
+        imports("exporter")
+    )
     assert not [i for i in imports("exporter") if i[1].startswith("specedge.runtime")]
     assert not [i for i in imports("runtime") if i[1].startswith("specedge.exporter")]
 
@@ -50,7 +52,7 @@ def test_only_sessions_import_onnxruntime_in_the_runtime():
 
 
 def test_the_server_knows_the_runtime_and_only_its_command_knows_the_server():
-    assert ("app.py", "specedge.runtime.pipeline.Pipeline") in list(imports("serve"))
+    assert ("app.py", "specedge.runtime.requests.pipeline.Pipeline") in list(imports("serve"))
     strangers = ("specedge.exporter", "specedge.cli")
     assert not [i for i in imports("serve") if i[1].startswith(strangers)]
     serve = "specedge.serve"
@@ -70,10 +72,9 @@ def test_ray_is_known_by_name_alone_and_only_its_command_knows_what_uses_it():
     assert "ray" not in loaded_after("import specedge.cli; import specedge.ray")
 
 
-# Each room of the runtime imports those before it, never one behind it; "" is what lies on top.
-ROOMS = (
-    "sampling", "loop", "diagnosis", "backend", "drafters", "planning", "exactness", "text",
-    "theory", "", "bench", "audit",
+# Each package of the runtime imports those before it, never one behind it.
+LAYERS = (
+    "sampling", "decoding", "backend", "drafters", "planning", "exactness", "text", "requests",
 )  # fmt: skip
 
 
@@ -81,7 +82,7 @@ def modules():
     """Every module of specedge by its full name, and the modules that it imports anywhere."""
     paths = {
         ".".join(["specedge", *path.relative_to(ROOT).with_suffix("").parts]): path
-        for folder in ("*.py", "cli/*.py", "serve/**/*.py", "exporter/**/*.py", "runtime/**/*.py")
+        for folder in ("*.py", *(f"{p.name}/**/*.py" for p in ROOT.iterdir() if p.is_dir()))
         for path in sorted(ROOT.glob(folder))
     }
     found = {}
@@ -96,33 +97,32 @@ def test_a_wheel_has_every_folder_of_python():
     project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text("utf-8"))
     found = {
         ".".join(["specedge", *path.relative_to(ROOT).parent.parts])
-        for folder in ("*", "cli/*", "serve/**/*", "models/*", "exporter/**/*", "runtime/**/*")
-        for path in ROOT.glob(folder)
-        if path.name == "__init__.py"
+        for folder in ("", *(p.name for p in ROOT.iterdir() if p.is_dir()))
+        for path in (ROOT / folder).glob("**/__init__.py" if folder else "__init__.py")
     }
     assert found == {*project["tool"]["setuptools"]["packages"]}
 
 
 def test_no_module_imports_itself_by_way_of_others():
     left = modules()
-    assert "specedge.runtime.loop.verify" in left["specedge.runtime.loop.decoding"]
+    assert "specedge.runtime.decoding.verify" in left["specedge.runtime.decoding.decoding"]
     while free := [name for name, imported in left.items() if not imported & left.keys()]:
         left = {name: imported for name, imported in left.items() if name not in free}
     assert not left
 
 
-def test_the_runtimes_rooms_import_in_one_direction():
+def test_runtime_packages_import_in_one_direction():
     start = "specedge.runtime."
 
     def room(module):
-        return module.removeprefix(start).rpartition(".")[0]
+        return module.removeprefix(start).split(".")[0]
 
     wrong = [
         (name, other)
         for name, imported in modules().items()
         if name.startswith(start)
         for other in imported
-        if other.startswith(start) and ROOMS.index(room(other)) > ROOMS.index(room(name))
+        if other.startswith(start) and LAYERS.index(room(other)) > LAYERS.index(room(name))
     ]
     assert not wrong
 
@@ -151,6 +151,7 @@ def test_an_unknown_name_of_the_package_is_an_attribute_error():
 
 
 def test_only_the_audit_loads_scipy():
-    names = {file for file, module in imports("runtime") if module.startswith("scipy")}
+    names = {file for file, module in imports("verification") if module.startswith("scipy")}
     assert names == {"statistics.py"}
+    assert not any(module.startswith("scipy") for _, module in imports("runtime"))
     assert "scipy" not in loaded_after("from specedge import load; import specedge.cli")

@@ -48,8 +48,12 @@ def interrupted(tmp_path):
     "module",
     [
         *("specedge.errors", "specedge.version", "specedge.cli", "click", "specedge.cli.bench"),
-        *("specedge.runtime.loading", "numpy", "numpy._core", "tokenizers"),
-        *("onnxruntime.capi", "onnxruntime.capi.onnxruntime_pybind11_state", "specedge.store"),
+        *("specedge.runtime.requests.loading", "numpy", "numpy._core", "tokenizers"),
+        *(
+            "onnxruntime.capi",
+            "onnxruntime.capi.onnxruntime_pybind11_state",
+            "specedge.bundle.store",
+        ),
     ],
 )
 def test_ctrl_c_at_any_moment_of_the_start_exits_130_quietly(interrupted, module):
@@ -134,7 +138,7 @@ def test_a_signal_prints_what_there_is_and_the_summary(number, code):
 
 SLOW = """
 import os, signal
-from specedge.runtime.stream import Stream
+from specedge.runtime.requests.stream import Stream
 real, pieces = Stream.__next__, []
 def piece(self):
     pieces.append(1)

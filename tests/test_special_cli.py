@@ -8,15 +8,14 @@ import pytest
 
 from byte_level import END
 from installed import run
-from specedge import store
-from specedge.bundle import MANIFEST
+from specedge.bundle import MANIFEST, store
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 from specedge.errors import PromptError
-from specedge.runtime.audit import auditing
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.text import special
+from specedge.verification import auditing
 
 bench = importlib.import_module("specedge.cli.bench")  # the name in the package is a command
 TEXT = f"import os\n{END}import json"

@@ -7,8 +7,7 @@ import platformdirs
 import pytest
 
 from manifests import make_bundle
-from specedge import store
-from specedge.bundle import SMALL, Bundle
+from specedge.bundle import SMALL, Bundle, store
 from specedge.errors import BundleError
 
 

@@ -10,8 +10,7 @@ import pytest
 
 from installed import COMMAND, run
 from manifests import make_bundle
-from specedge import store
-from specedge.bundle import MANIFEST
+from specedge.bundle import MANIFEST, store
 from specedge.cli import options
 from specedge.cli.terminal import counted, lines, one_line
 from specedge.errors import BundleError

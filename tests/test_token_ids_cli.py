@@ -71,8 +71,8 @@ def test_progress_is_told_now_and_then_where_there_is_no_bar(capsys):
 
 
 def test_bench_and_verify_tell_their_progress(monkeypatch, capsys):
+    from specedge.benchmarks import measure as runtime
     from specedge.cli import progress
-    from specedge.runtime.bench import measure as runtime
 
     monkeypatch.setattr(progress.Lines, "__init__", _impatient)
     monkeypatch.setattr(runtime, "measure", lambda p, t, s, r, show, **_: show(0.25))

@@ -19,13 +19,12 @@ pytest.importorskip("scipy", reason="the audit needs SciPy")
 from auditing import Ticks
 from installed import COMMAND, run, run_process
 from manifests import make_bundle
-from specedge import store
-from specedge.bundle import MANIFEST, Bundle
-from specedge.bundle_files import describe
+from specedge.bundle import MANIFEST, Bundle, store
+from specedge.bundle.files import describe
 from specedge.cli.verify import verify
-from specedge.runtime.audit import auditing, graphs, loop
-from specedge.runtime.audit.defects import DEFECTS
-from specedge.runtime.audit.report import FAILED, PASSED, SHORT, Finding
+from specedge.verification import auditing, graphs, loop
+from specedge.verification.defects import DEFECTS
+from specedge.verification.report import FAILED, PASSED, SHORT, Finding
 
 CHECKS = ["files", "caches", "self-draft", "greedy", "graphs", "joint", "sampled"]
 SHORT_RUN = ("verify", "--minutes", "0.0001")

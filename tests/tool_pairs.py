@@ -8,8 +8,8 @@ import json
 from tokenizers import Tokenizer
 
 import specedge
-from specedge import store
-from specedge.runtime.pipeline import Pipeline
+from specedge.bundle import store
+from specedge.runtime.requests.pipeline import Pipeline
 from tool_templates import SPECIAL, TEMPLATES
 
 LAST = 4095

@@ -15,9 +15,9 @@ import numpy as np
 import specedge
 from specedge.options import Sampling
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
-from specedge.runtime.theory.formulas import alpha_from_tokens, speedup
+from specedge.theory.formulas import alpha_from_tokens, speedup
 
 K = 4
 PAST = 256

@@ -19,11 +19,11 @@ import numpy as np
 from measure_drafters import counts
 from measure_pair import prompts
 from specedge import Pipeline, load
+from specedge.benchmarks.prompts import SETS
 from specedge.options import Sampling
-from specedge.runtime.bench.prompts import SETS
+from specedge.runtime.decoding.round import Drafter
 from specedge.runtime.drafters.prompt_lookup import Lookup, agreeing
 from specedge.runtime.drafters.suffix import Suffix
-from specedge.runtime.loop.round import Drafter
 from specedge.runtime.sampling.history import History
 
 ALONE = {"lookup": Lookup, "suffix": Suffix}

@@ -22,7 +22,7 @@ from corpus import held_out, library_files
 from measure_pair import PROMPT_LENGTH, prompts
 from specedge import Pipeline, load
 from specedge.runtime.drafters import ngram_files, ngrams
-from specedge.runtime.stats import Stats
+from specedge.runtime.requests.stats import Stats
 
 DRAFTERS = ("model", "lookup", "suffix", "chain", "ngram", "block")
 

@@ -22,7 +22,8 @@ from typing import Any
 import click
 
 from corpus import held_out, library_files
-from specedge import Pipeline, load, store
+from specedge import Pipeline, load
+from specedge.bundle import store
 
 PROMPT_LENGTH = 96
 

@@ -28,10 +28,10 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 from specedge.exporter.graph.weights import Weights, drop_unused
-from specedge.exporter.quantise.choosing import Choice
-from specedge.exporter.quantise.experts import apart, mixtures
-from specedge.exporter.quantise.rewriting import Rewriter
-from specedge.exporter.quantise.storing import Store
+from specedge.exporter.quantization.choosing import Choice
+from specedge.exporter.quantization.experts import apart, mixtures
+from specedge.exporter.quantization.rewriting import Rewriter
+from specedge.exporter.quantization.storing import Store
 from specedge.exporter.tracing.attention import OPSET, TracedPass, running
 from specedge.exporter.tracing.families import registered
 

@@ -23,7 +23,7 @@ from corpus import held_out, library_files
 from measure_pair import prompts
 from specedge import Pipeline, load
 from specedge.exporter import Progress
-from specedge.exporter.quantise import texts
+from specedge.exporter.quantization import texts
 from specedge.exporter.tokenizers.frequent import most_frequent
 from specedge.runtime.sampling.scores import Scores
 

@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from specedge.bundle import Bundle
-from specedge.runtime.loading import load, memory_of
+from specedge.runtime.requests.loading import load, memory_of
 
 NEW_TOKENS = 64
 HEADER = [

@@ -26,8 +26,8 @@ import onnxruntime as ort
 
 from specedge import products
 from specedge.bundle import Bundle
+from specedge.bundle.manifest import Model
 from specedge.cpu_count import cpu_count
-from specedge.manifest import Model
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device

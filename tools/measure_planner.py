@@ -26,9 +26,9 @@ import click
 
 from measure_pair import prompts
 from specedge import Pipeline, load
-from specedge.runtime.bench.measure import PLAIN_SETTING, Setting
-from specedge.runtime.bench.prompts import SETS
-from specedge.runtime.bench.tune import measure as tune
+from specedge.benchmarks.measure import PLAIN_SETTING, Setting
+from specedge.benchmarks.prompts import SETS
+from specedge.benchmarks.tune import measure as tune
 
 AUTO = Setting("auto", "auto")
 FIXED = [Setting(name, k) for name, k in (("model", 1), ("model", 4), ("suffix", 2), ("suffix", 4))]

@@ -18,10 +18,10 @@ import click
 
 from held_out_prompts import held_out_prompts
 from specedge import Pipeline, load
-from specedge.runtime.bench.measure import Prompt, Run, Setting, measure
-from specedge.runtime.bench.predictions import known_chances, predicted_speedup
-from specedge.runtime.bench.totals import overall_speedup, total_of
-from specedge.runtime.bench.tune import measure as tune
+from specedge.benchmarks.measure import Prompt, Run, Setting, measure
+from specedge.benchmarks.predictions import known_chances, predicted_speedup
+from specedge.benchmarks.totals import overall_speedup, total_of
+from specedge.benchmarks.tune import measure as tune
 from specedge.runtime.planning.cost_table import Costs
 
 KS = range(1, 9)

@@ -13,8 +13,7 @@ from pathlib import Path
 
 import click
 
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
 

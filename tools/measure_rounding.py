@@ -26,13 +26,13 @@ import realistic
 import tables
 from corpus import held_out, library_files
 from specedge.bundle import Bundle
+from specedge.bundle.gpu_signatures import ONE_CALL, SCORED
+from specedge.bundle.manifest import Model, Quantisation
 from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export
-from specedge.exporter.quantise import choosing, routes, texts
-from specedge.exporter.quantise.quantising import quantise
-from specedge.exporter.quantise.texts import Texts
-from specedge.gpu_signatures import ONE_CALL, SCORED
-from specedge.manifest import Model, Quantisation
+from specedge.exporter.quantization import choosing, routes, texts
+from specedge.exporter.quantization.quantising import quantise
+from specedge.exporter.quantization.texts import Texts
 
 CHECKPOINTS = Path(__file__).parents[1] / "models" / "checkpoints"
 TRAINED = ("python-9m", "python-1m")

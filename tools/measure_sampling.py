@@ -20,8 +20,8 @@ import click
 import numpy as np
 
 from specedge import Sampling
-from specedge.runtime.loop.coupling import GumbelNoise
-from specedge.runtime.loop.verify import Draft, draw, verify
+from specedge.runtime.decoding.coupling import GumbelNoise
+from specedge.runtime.decoding.verify import Draft, draw, verify
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.scores import Row, Scores
 

@@ -3,7 +3,7 @@
     python tools/measure_versions.py OTHER_PYTHON [--bundle FOLDER ...]
 
 OTHER_PYTHON is of an environment that has the other version and NumPy. Golden transcripts keep ten
-times the largest difference from every decision: `LEAST_MARGIN` in runtime/audit/golden.py.
+times the largest difference from every decision: `LEAST_MARGIN` in specedge/verification/golden.py.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from pathlib import Path
 import click
 import numpy as np
 
-from specedge import products, store
-from specedge.bundle import Bundle
+from specedge import products
+from specedge.bundle import Bundle, store
 
 LENGTHS = (64, 5, 1, 1, 2, 5)  # tokens of a prompt, then of verify passes and single steps
 SCRIPT = """

@@ -29,12 +29,12 @@ from checkpoints import greedy_tokens
 from comparing import CONTEXT, computed, graphs_of, measure, traced
 from faults import DIFFERS, FAULTS
 from specedge.bundle import Bundle
+from specedge.bundle.op_sets import OPS
+from specedge.bundle.reports import Parity
 from specedge.errors import ParityError, SpecEdgeError
 from specedge.exporter import export
 from specedge.exporter.tracing import tracing
 from specedge.exporter.tracing.module_patches import fix_rotary
-from specedge.op_sets import OPS
-from specedge.reports import Parity
 
 DEPTHS, SEEDS = (2, 8, 32), (0, 1, 2)
 PROMPT = list(range(40, 52))

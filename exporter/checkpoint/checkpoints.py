@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 
+from specedge.bundle.manifest import Source
 from specedge.errors import CheckpointError
-from specedge.manifest import Source
 
 from .. import private
 from ..quiet import one_line, quiet

@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from torch import nn
 
+from specedge.bundle.manifest import Source
 from specedge.errors import CheckpointError, ExportError
-from specedge.manifest import Source
 
 from .checkpoints import Checkpoint
 from .loading import Loaded

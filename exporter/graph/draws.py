@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from specedge.gpu_signatures import num_best
+from specedge.bundle.gpu_signatures import num_best
 
 from ..hosts import drawing
 from ..hosts.nodes import DOUBLE, END, FLOAT, INT, Nodes
@@ -24,7 +24,7 @@ _BLOCK = 512
 @dataclass(frozen=True)
 class Draw:
     """The column of the token [1, 1], which columns are seen after it [1, C], the weights that it
-    was drawn from [1, C], and what `sampled` in `specedge/gpu_signatures.py` says of them.
+    was drawn from [1, C], and what `sampled` in `specedge/bundle/gpu_signatures.py` says of them.
     """
 
     column: ir.Value

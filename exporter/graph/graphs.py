@@ -10,10 +10,10 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
+from specedge.bundle.manifest import PREFILL_LENGTH, Graph, kind_of
+from specedge.bundle.op_sets import cached
+from specedge.bundle.precision import FLOAT32
 from specedge.errors import ExportError
-from specedge.manifest import PREFILL_LENGTH, Graph, kind_of
-from specedge.op_sets import cached
-from specedge.precision import FLOAT32
 
 from ..private import versions
 from . import fusion

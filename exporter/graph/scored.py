@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from specedge.gpu_signatures import SCORED, num_best, with_best
-from specedge.manifest import Graph, Model
+from specedge.bundle.gpu_signatures import SCORED, num_best, with_best
+from specedge.bundle.manifest import Graph, Model
 
 from .graphs import signature_of
 from .nodes import constant, producer

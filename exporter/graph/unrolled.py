@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specedge.gpu_signatures import SAMPLED, UNROLLED, made_by, one_call
-from specedge.manifest import Graph, Model
-from specedge.signature import DRAWING, SETTINGS, Signature
+from specedge.bundle.gpu_signatures import SAMPLED, UNROLLED, made_by, one_call
+from specedge.bundle.manifest import Graph, Model
+from specedge.bundle.signature import DRAWING, SETTINGS, Signature
 
 from ..hosts import drawing
 from ..hosts.nodes import END, Nodes

@@ -13,8 +13,8 @@ import onnx
 import onnx_ir as ir
 import torch
 
+from specedge.bundle.manifest import File
 from specedge.errors import ExportError
-from specedge.manifest import File
 
 from .. import resident
 from ..checkpoint.lazy_tensors import numbers

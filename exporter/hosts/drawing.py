@@ -1,6 +1,7 @@
 """Rows of logits as distributions, draws from them, and the accept rule, as ONNX nodes.
 
-The arithmetic of `runtime/sampling` and `runtime/loop/verify.py`, which docs/bundle.md states: in
+The arithmetic of `runtime/sampling` and `runtime/decoding/verify.py`,
+which docs/bundle.md states: in
 float32, but sums that decide a draw in double. Letters: R rows, V vocabulary entries, K draft
 tokens, and C columns: V above temperature 0, and 1 at temperature 0, where nothing is drawn. There
 is no If: nodes of a setting that is off are asked of the first column alone (`_some`), as ONNX

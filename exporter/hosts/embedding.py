@@ -12,16 +12,15 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime
 
-from specedge import store
-from specedge.bundle import MANIFEST, WITH_HOSTS, Bundle
-from specedge.bundle_files import describe
+from specedge.bundle import MANIFEST, WITH_HOSTS, Bundle, store
+from specedge.bundle.files import describe
+from specedge.bundle.graph_file import weights_of
+from specedge.bundle.hosts import HostGraph, Hosts
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTISED
+from specedge.bundle.signature import Signature, Tensor
 from specedge.declared import whole
 from specedge.errors import ExportError
-from specedge.graph_file import weights_of
-from specedge.hosts import HostGraph, Hosts
-from specedge.precision import OLDEST_ONNXRUNTIME, QUANTISED
 from specedge.products import UNSIGNED
-from specedge.signature import Signature, Tensor
 
 from ..writing import destination
 from .rounds import PLAIN_K, check_fused, fused, plain
@@ -60,7 +59,7 @@ def embed(
     `num_draft_tokens` are those of "fused" rounds, one graph each, by default the bundle's own
     number; "split" graphs are for any. "auto" is fused, but where each draft step would copy large
     caches or packed weights. `golden` makes the golden transcripts of a bundle at these numbers of
-    draft tokens, as `specedge.runtime.audit.golden.transcripts` does; without it there are none.
+    draft tokens, as `specedge.verification.golden.transcripts` does; without it there are none.
     A bundle without a draft model gets a fused round that decodes plainly.
 
     Raises BundleError, or ExportError before anything is changed.

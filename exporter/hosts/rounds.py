@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from specedge.bundle import Bundle
-from specedge.manifest import Model
-from specedge.precision import QUANTISED
+from specedge.bundle.manifest import Model
+from specedge.bundle.precision import QUANTISED
 
 from . import drawing
 from .nodes import DOUBLE, END, FLOAT, INT, Nodes

@@ -16,7 +16,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from tokenizers import Tokenizer
 
-from ..compare.stage import open_session
+from ..verification.stage import open_session
 
 DOMAIN = "ai.onnx.contrib"
 IR_VERSION, OPSET = 8, 17

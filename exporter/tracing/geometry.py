@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from specedge.bundle.manifest import CacheLayer
 from specedge.errors import ExportError, MissingExtraError, SpecEdgeError
-from specedge.manifest import CacheLayer
 
 from .. import private
 from ..quiet import quiet

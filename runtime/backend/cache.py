@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from specedge import manifest
+from specedge.bundle import manifest
 
-from ..loop.model import shared_beginning
+from ..decoding.model import shared_beginning
 from .buffers import Array, Buffers
 
 

@@ -18,8 +18,8 @@ import platformdirs
 
 from specedge import leftovers
 from specedge.bundle import Bundle
+from specedge.bundle.manifest import Graph, Model
 from specedge.errors import DeviceError
-from specedge.manifest import Graph, Model
 
 ENGINE, KEY = "engine.onnx", "key.json"
 FOLDER = "engines"  # of a bundle, and of the cache folder

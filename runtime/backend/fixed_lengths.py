@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from specedge.bundle import Bundle
-from specedge.manifest import Model
+from specedge.bundle.manifest import Model
 
 from ..sampling.scores import Scores
 from .model_session import ModelSession, Pass

@@ -9,11 +9,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from specedge.diagnosis.probe import GRAPH, missing_of
+from specedge.diagnosis.providers import why_not
+from specedge.diagnosis.shared_library import needed
 from specedge.errors import DeviceError
 
-from ..diagnosis.probe import GRAPH, missing_of
-from ..diagnosis.providers import why_not
-from ..diagnosis.shared_library import needed
 from .memory import is_out_of_memory
 from .ort import inference_session, onnxruntime
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import chain
 
 from specedge.bundle import Bundle
+from specedge.bundle.graph_file import Weight, weights_of
+from specedge.bundle.manifest import Model, chunk_length
+from specedge.bundle.op_sets import CACHES, attention, computed
+from specedge.bundle.precision import QUANTISED
 from specedge.errors import DeviceError
-from specedge.graph_file import Weight, weights_of
-from specedge.manifest import Model, chunk_length
-from specedge.op_sets import CACHES, attention, computed
-from specedge.precision import QUANTISED
 
 from .left_memory import left_bytes
 

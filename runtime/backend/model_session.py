@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle.gpu_signatures import SCORED
+from specedge.bundle.graph_file import check_graph
+from specedge.bundle.manifest import CURE, Graph, Model
+from specedge.bundle.op_sets import CACHED, ENGINES, OP_SETS, attention, computed
+from specedge.bundle.precision import QUANTISED, precision_of
+from specedge.bundle.signature import DRAWING, Signature, Tensor
 from specedge.errors import BundleError, DeviceError
-from specedge.gpu_signatures import SCORED
-from specedge.graph_file import check_graph
-from specedge.manifest import CURE, Graph, Model
-from specedge.op_sets import CACHED, ENGINES, OP_SETS, attention, computed
-from specedge.precision import QUANTISED, precision_of
-from specedge.signature import DRAWING, Signature, Tensor
 
 from . import engines
 from .cache import Cache

@@ -10,14 +10,14 @@ from functools import partial
 import numpy as np
 
 from specedge.bundle import Bundle
+from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
+from specedge.bundle.manifest import Model, chunk_length
+from specedge.bundle.op_sets import is_typed
+from specedge.bundle.precision import QUANTISED
 from specedge.errors import SpecEdgeError
-from specedge.gpu_signatures import ONE_CALL, UNROLLED
-from specedge.manifest import Model, chunk_length
-from specedge.op_sets import is_typed
 from specedge.options import Sampling
-from specedge.precision import QUANTISED
 
-from ..loop.verify import Draft, draw_draft
+from ..decoding.verify import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.scores import Row, Scores

@@ -7,10 +7,10 @@ import re
 from pathlib import Path
 from typing import Any
 
+from specedge.diagnosis import packages, plug_in
+from specedge.diagnosis.providers import why_not
 from specedge.errors import DeviceError
 
-from ..diagnosis import packages, plug_in
-from ..diagnosis.providers import why_not
 from .engines import Platform
 from .ort import first_line, inference_session, is_of_onnxruntime
 

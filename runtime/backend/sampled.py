@@ -11,10 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from specedge.gpu_signatures import SUMMARY, made_by, num_best
+from specedge.bundle.gpu_signatures import SUMMARY, made_by, num_best
 from specedge.options import Sampling
 
-from ..loop.verify import Draft
+from ..decoding.verify import Draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 from ..sampling.logit_edits import counts_of

@@ -13,12 +13,12 @@ from functools import cache
 import numpy as np
 
 from specedge import products
+from specedge.bundle.manifest import Model
+from specedge.bundle.op_sets import attention
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTISED
+from specedge.diagnosis import packages
 from specedge.errors import DeviceError
-from specedge.manifest import Model
-from specedge.op_sets import attention
-from specedge.precision import OLDEST_ONNXRUNTIME, QUANTISED
 
-from ..diagnosis import packages
 from .onnx_model import OrtModel
 from .ort import onnxruntime, translated_errors
 from .sessions import Device

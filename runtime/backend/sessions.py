@@ -11,14 +11,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specedge.bundle.op_sets import ENGINES
+from specedge.bundle.precision import HALVES, OLDEST_ONNXRUNTIME
 from specedge.cpu_count import cpu_count, default_threads
 from specedge.declared import whole
+from specedge.diagnosis import plug_in
 from specedge.errors import BundleError, DeviceError
-from specedge.op_sets import ENGINES
-from specedge.precision import HALVES, OLDEST_ONNXRUNTIME
 from specedge.products import UNSIGNED
 
-from ..diagnosis import plug_in
 from . import engines, gpu_sessions, rtx, tensorrt
 from .buffers import Buffers, HostBuffers
 from .capture_gate import gate_of

@@ -15,12 +15,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from specedge.bundle.op_sets import computed, is_for_engines
+from specedge.diagnosis import nvidia_driver
+from specedge.diagnosis.machine import TEGRA
+from specedge.diagnosis.providers import why_not
 from specedge.errors import DeviceError
-from specedge.op_sets import computed, is_for_engines
 
-from ..diagnosis import nvidia_driver
-from ..diagnosis.machine import TEGRA
-from ..diagnosis.providers import why_not
 from .engines import Platform, cache_folder
 from .gpu_sessions import load_libraries
 from .ort import first_line, inference_session, is_of_onnxruntime

@@ -19,7 +19,7 @@ import numpy as np
 
 from specedge.options import Sampling
 
-from ..loop.verify import Draft
+from ..decoding.verify import Draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from .cache import Cache

@@ -5,9 +5,9 @@ from __future__ import annotations
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
-from ..loop.proposing import propose
-from ..loop.round import Drafter, sources
-from ..loop.verify import Draft
+from ..decoding.proposing import propose
+from ..decoding.round import Drafter, sources
+from ..decoding.verify import Draft
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
 

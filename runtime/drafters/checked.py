@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from specedge.errors import DrafterError
 from specedge.options import Sampling
 
-from ..loop.round import Drafter
-from ..loop.verify import Draft
+from ..decoding.round import Drafter
+from ..decoding.verify import Draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 

@@ -9,8 +9,8 @@ from typing import cast
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
-from ..loop.model import DraftingModel, LanguageModel
-from ..loop.verify import Draft, draw_draft
+from ..decoding.model import DraftingModel, LanguageModel
+from ..decoding.verify import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.scores import Row

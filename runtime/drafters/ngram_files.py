@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specedge.bundle import Bundle
+from specedge.bundle.store import beside
 from specedge.errors import DrafterError
-from specedge.store import beside
 
 from .ngrams import Counts, Tables
 

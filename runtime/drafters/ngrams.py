@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from specedge.options import Sampling
 
-from ..loop.verify import Draft, draw_draft
+from ..decoding.verify import Draft, draw_draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 from ..sampling.scores import Row

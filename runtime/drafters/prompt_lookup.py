@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from specedge.options import Sampling
 from specedge.request import DrafterName
 
-from ..loop.model import shared_beginning
-from ..loop.verify import Draft
+from ..decoding.model import shared_beginning
+from ..decoding.verify import Draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 

@@ -9,8 +9,8 @@ from specedge.bundle import Bundle
 from specedge.errors import DrafterError
 from specedge.request import NGRAM, DrafterName, Request
 
-from ..loop.model import LanguageModel
-from ..loop.round import Drafter
+from ..decoding.model import LanguageModel
+from ..decoding.round import Drafter
 from . import ngram_files
 from .baselines import Block, Random
 from .chain import Chain

@@ -16,7 +16,7 @@ import numpy as np
 
 from specedge.options import Sampling
 
-from ..loop.verify import Verdict
+from ..decoding.verify import Verdict
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.logit_edits import edited

@@ -14,9 +14,9 @@ import numpy as np
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.options import Sampling
 
-from ..loop.model import LanguageModel
-from ..loop.round import NearTie
-from ..loop.verify import Draft, Verdict, verify
+from ..decoding.model import LanguageModel
+from ..decoding.round import NearTie
+from ..decoding.verify import Draft, Verdict, verify
 from ..sampling.history import History
 from ..sampling.probabilities import choice, likeliest
 from ..sampling.scores import Row, Scores

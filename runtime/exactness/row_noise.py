@@ -12,7 +12,7 @@ from itertools import takewhile
 
 import numpy as np
 
-from ..loop.model import LanguageModel, TargetModel
+from ..decoding.model import LanguageModel, TargetModel
 from ..sampling.distribution import Floats
 
 ROWS = 16  # at least so many are compared

@@ -10,15 +10,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from specedge import store
-from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle import MANIFEST, Bundle, store
 from specedge.cpu_count import cpu_count
+from specedge.diagnosis import nvidia_driver
 from specedge.strict_json import JsonError, build, parse, plain
 from specedge.version import __version__
 
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
-from ..diagnosis import nvidia_driver
 from .cost_table import CostTable
 
 FORMAT = 10

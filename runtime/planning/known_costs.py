@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from specedge import store
+from specedge.bundle import store
 from specedge.errors import SpecEdgeError
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 

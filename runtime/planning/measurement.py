@@ -14,11 +14,11 @@ from typing import Any
 from specedge.bundle import Bundle
 from specedge.options import Sampling
 
+from ..decoding.decoding import SpeculativeDecoder
+from ..decoding.round import Drafter
+from ..decoding.timing import Stopwatch, Timed
 from ..drafters.baselines import Random
 from ..drafters.draft_model import DraftModel
-from ..loop.decoding import SpeculativeDecoder
-from ..loop.round import Drafter
-from ..loop.timing import Stopwatch, Timed
 from .cost_table import CostTable, ModeCosts, interpolate
 from .plans import Fixed
 

@@ -11,11 +11,11 @@ from specedge.errors import ReplayError
 from specedge.options import MAX_DRAFT_TOKENS, Sampling
 from specedge.request import Planned, Request
 
+from ..decoding.round import Drafter, Plan, Round, Step
 from ..drafters.chain import Chain
 from ..drafters.draft_model import DraftModel
 from ..drafters.prompt_lookup import agreeing
 from ..drafters.suffix import Suffix
-from ..loop.round import Drafter, Plan, Round, Step
 from ..sampling.history import History
 from .choices import CHAIN, COPYING, MODEL, PLAIN, Choice, Kind, Offer
 from .known_costs import KnownCosts

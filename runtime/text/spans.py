@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specedge.declared import Name
 
-from ..loop.round import Round
+from ..decoding.round import Round
 
 
 class Fate(Name):

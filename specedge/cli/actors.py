@@ -9,14 +9,13 @@ from typing import Any
 
 import click
 
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 from specedge.cli.ray_process import Heard, last_line
 from specedge.cli.terminal import one_line
 from specedge.errors import BundleError, SpecEdgeError
 from specedge.ray import Generate, imported, reserved
-from specedge.runtime.items import Item, answered, check_drafters
 from specedge.runtime.planning.cost_files import processor
+from specedge.runtime.requests.items import Item, answered, check_drafters
 from specedge.runtime.text.chat import load_template
 from specedge.version import __version__
 

@@ -11,10 +11,10 @@ import click
 from specedge.cli.progress import bar
 from specedge.cli.results import opened
 from specedge.cli.terminal import counted
-from specedge.runtime.items import Item, answered, check_drafters
+from specedge.runtime.requests.items import Item, answered, check_drafters
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
 
 
 def answers(pipeline: Pipeline, items: list[Item]) -> Iterator[dict[str, Any]]:

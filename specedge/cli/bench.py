@@ -15,8 +15,8 @@ from specedge.options import MAX_DRAFT_TOKENS
 from specedge.request import AUTO, DrafterName, Request
 
 if TYPE_CHECKING:
-    from specedge.runtime.bench.measure import Measured, Prompt, Setting
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.benchmarks.measure import Measured, Prompt, Setting
+    from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.text.prompts import UserPrompt
 
 _SETS = ("code", "prose", "extraction")
@@ -112,8 +112,8 @@ def bench(
     **distribution: Any,
 ) -> None:
     """Measure drafters and K against plain decoding, and the predictions against both."""
+    from specedge.benchmarks.measure import settings
     from specedge.cli import bench_output, bench_page
-    from specedge.runtime.bench.measure import settings
     from specedge.runtime.drafters.registry import NEEDS_MODEL
 
     request = distribution | {"max_new_tokens": max_new_tokens, "seed": seed}
@@ -156,8 +156,8 @@ def _read(
     sets: Sequence[str], prompts: str | None, form: str | None
 ) -> list[tuple[str, UserPrompt]]:
     """Each prompt, a text or a chat, with its set's name; a bad file is a click.UsageError."""
+    from specedge.benchmarks.prompts import SETS
     from specedge.cli.prompts import alone
-    from specedge.runtime.bench.prompts import SETS
 
     if form and prompts is None:
         raise click.UsageError("--format needs --prompts")
@@ -175,7 +175,7 @@ def _prompts(
     pipeline: Pipeline, given: Sequence[tuple[str, UserPrompt]], special_tokens: bool = False
 ) -> list[Prompt]:
     """As tokens; PromptError before anything runs."""
-    from specedge.runtime.bench.measure import Prompt
+    from specedge.benchmarks.measure import Prompt
 
     found = []
     for name, prompt in given:
@@ -202,7 +202,7 @@ def _measure(
     repeats: int,
     request: dict[str, Any],
 ) -> Measured:
-    from specedge.runtime.bench.measure import measure
+    from specedge.benchmarks.measure import measure
 
     with options.usage_errors(), progress.told("measuring") as tell:
         return measure(pipeline, prompts, some, repeats, tell, **request)
@@ -215,10 +215,10 @@ def _report(
     request: dict[str, Any],
     facts: dict[str, Any],
 ) -> Any:
+    from specedge.benchmarks.acceptance import acceptances
+    from specedge.benchmarks.measure import PLAIN_SETTING
+    from specedge.benchmarks.summary import losing, summarise
     from specedge.cli.bench_output import Report
-    from specedge.runtime.bench.acceptance import acceptances
-    from specedge.runtime.bench.measure import PLAIN_SETTING
-    from specedge.runtime.bench.summary import losing, summarise
     from specedge.runtime.text.bad_words import sampling_of
 
     distribution = Request(**request, ignore_eos=True)

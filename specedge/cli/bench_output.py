@@ -10,9 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from specedge.benchmarks.measure import Prompt, Run
+from specedge.benchmarks.summary import Figures
 from specedge.cli.terminal import counted
-from specedge.runtime.bench.measure import Prompt, Run
-from specedge.runtime.bench.summary import Figures
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from specedge.cli import svg
 from specedge.cli.bench_output import Report, named, prediction, shown
 
 if TYPE_CHECKING:
-    from specedge.runtime.bench.summary import Figures
+    from specedge.benchmarks.summary import Figures
 
 _TEMPLATE = """<!DOCTYPE html>
 <html lang="en">

@@ -33,7 +33,7 @@ from specedge.cli.terminal import one_line
 @options.ops
 def build(bundle: str | None, device: str, gpu: str | None, output: Path | None, ops: str) -> None:
     """Build a pair's engines ahead of time for devices that need them."""
-    from specedge.runtime import building
+    from specedge.runtime.requests import building
 
     start = time.perf_counter()
     tell = lambda graph: click.echo(one_line(f"building {graph}"), err=True)  # noqa: E731

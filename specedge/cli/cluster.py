@@ -14,7 +14,7 @@ from specedge.cli.terminal import counted, one_line
 from specedge.errors import SpecEdgeError
 
 if TYPE_CHECKING:
-    from specedge.runtime.items import Item
+    from specedge.runtime.requests.items import Item
 
 AT_A_TIME = 2000  # prompts: after a loss at most so many lines wait for one before them
 MOST_PASSES = 5  # that lose a prompt: then it must be what its workers die of
@@ -49,7 +49,7 @@ def in_order(items: list[Item], run: Pass, heard: Heard) -> Iterator[dict[str, A
 
 
 def _part(items: list[Item], run: Pass, heard: Heard) -> Iterator[dict[str, Any]]:
-    from specedge.runtime.items import failed
+    from specedge.runtime.requests.items import failed
 
     left = {item.index: item for item in items}
     due, held = deque(left), dict[int, dict[str, Any]]()

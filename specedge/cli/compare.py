@@ -11,7 +11,7 @@ from specedge.cli import near_ties, options
 from specedge.cli.terminal import counted, lines
 
 if TYPE_CHECKING:
-    from specedge.runtime.bench.comparison import Comparison
+    from specedge.benchmarks.comparison import Comparison
 
 
 @click.command()
@@ -42,7 +42,7 @@ def compare(
     **request: Any,
 ) -> None:
     """Time plain and speculative decoding of PROMPT; at temperature 0, exit 1 if they differ."""
-    from specedge.runtime.bench.comparison import compare as run
+    from specedge.benchmarks.comparison import compare as run
 
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")

@@ -12,9 +12,9 @@ from specedge.cli import options, progress
 from specedge.cli.terminal import one_line
 
 if TYPE_CHECKING:
-    from specedge.runtime.diagnosis.machine import Finding
-    from specedge.runtime.diagnosis.providers import Device
-    from specedge.runtime.doctor import Diagnosis
+    from specedge.diagnosis.doctor import Diagnosis
+    from specedge.diagnosis.machine import Finding
+    from specedge.diagnosis.providers import Device
 
 DEVICES = ("cpu", "cuda", "tensorrt", "rtx")
 
@@ -32,7 +32,7 @@ def doctor(device: str | None, report: str | None, overwrite: bool, as_json: boo
         raise click.UsageError("--overwrite needs --report")
     if report is not None:
         options.check_output(report, [], overwrite, "--report")
-    from specedge.runtime.doctor import diagnose
+    from specedge.diagnosis.doctor import diagnose
 
     with progress.told("looking") as tell:
         found = diagnose([device] if device else DEVICES, lambda what: tell(next_=what))

@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from specedge.bundle import Bundle
+from specedge.bundle.manifest import Model
+from specedge.bundle.op_sets import CACHES, COMPUTED, OPS
+from specedge.bundle.precision import CHOICES, GPTQ, ROUNDINGS
 from specedge.cli import options
 from specedge.cli.embed import add_graphs
 from specedge.cli.inspect import licence
 from specedge.cli.terminal import lines, one_line
-from specedge.manifest import Model
-from specedge.op_sets import CACHES, COMPUTED, OPS
 from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
-from specedge.precision import CHOICES, GPTQ, ROUNDINGS
 
 
 @click.command()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specedge.runtime.theory import formulas
+from specedge.theory import formulas
 
 NAMES = ("tokens", "best-k", "operations", "verify-cost")
 

@@ -16,8 +16,8 @@ from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, DrafterName
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Pipeline
-    from specedge.runtime.stream import Generation, Stream
+    from specedge.runtime.requests.pipeline import Pipeline
+    from specedge.runtime.requests.stream import Generation, Stream
 
 
 @click.command()
@@ -127,12 +127,11 @@ def _many(
 ) -> None:
     from dataclasses import replace
 
-    from specedge import store
-    from specedge.bundle import Bundle
+    from specedge.bundle import Bundle, store
     from specedge.cli import batch, cluster
     from specedge.cli.prompts import read
     from specedge.cli.results import NEW, OVERWRITE, RESUME, remaining
-    from specedge.runtime.items import asked_of
+    from specedge.runtime.requests.items import asked_of
 
     if resume and (overwrite or output == "-"):
         raise click.UsageError("--resume needs --output, and goes on where --overwrite begins anew")
@@ -215,7 +214,7 @@ def _print(stream: Stream, traced: bool, as_json: bool) -> None:
 
 
 def _as_json(generation: Generation, traced: bool) -> str:
-    from specedge.runtime.stats import as_dict
+    from specedge.runtime.requests.stats import as_dict
 
     hidden = {"rounds"} if traced else {"rounds", "spans"}
     fields = {name: value for name, value in vars(generation).items() if name not in hidden}

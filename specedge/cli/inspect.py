@@ -7,13 +7,13 @@ import json
 import click
 
 from specedge.bundle import Bundle
+from specedge.bundle.manifest import Model
+from specedge.bundle.op_sets import OPS, cached, computed, is_typed
+from specedge.bundle.reports import Parity
 from specedge.cli import options
 from specedge.cli.progress import bar
 from specedge.cli.terminal import one_line
-from specedge.manifest import Model
-from specedge.op_sets import OPS, cached, computed, is_typed
 from specedge.options import Filters
-from specedge.reports import Parity
 
 
 @click.command()
@@ -27,7 +27,7 @@ def inspect(
     bundle: str | None, check: bool, memory: bool, device: str, ops: str, as_json: bool
 ) -> None:
     """Show what a bundle holds, and where it came from."""
-    from specedge import store
+    from specedge.bundle import store
 
     found = Bundle.read(store.find(bundle))
     if check:
@@ -45,7 +45,7 @@ def _memory(bundle: Bundle, device: str, ops: str, as_json: bool) -> None:
     from specedge.runtime.backend.left_memory import left_bytes
     from specedge.runtime.backend.memory import shown
     from specedge.runtime.backend.sessions import Device
-    from specedge.runtime.loading import memory_of
+    from specedge.runtime.requests.loading import memory_of
 
     Device(device)  # refuses one that there is none of
     need, left = memory_of(bundle, ops), left_bytes()
@@ -62,7 +62,7 @@ def _memory(bundle: Bundle, device: str, ops: str, as_json: bool) -> None:
 def _check(bundle: Bundle) -> None:
     from rich.progress import DownloadColumn
 
-    from specedge import store
+    from specedge.bundle import store
 
     total = sum(file.size for file in bundle.files.values())
     with bar("checking", total, DownloadColumn()) as (update, _):

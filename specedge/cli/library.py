@@ -21,7 +21,8 @@ from specedge.library import Entry
 @options.as_json
 def list_(as_json: bool) -> None:
     """List the bundles on this machine; `*` marks the one used when none is named."""
-    from specedge import library, store
+    from specedge import library
+    from specedge.bundle import store
 
     for path in library.remove_leftovers():
         click.echo(one_line(f"removed what an unfinished export left: {path}"), err=True)
@@ -63,7 +64,8 @@ def _confirmed(folders: list[Path]) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    from specedge import library, store
+    from specedge import library
+    from specedge.bundle import store
 
     before = store.noted_default()
     library.remove(folder)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from specedge.cli.terminal import counted
 
 if TYPE_CHECKING:
-    from specedge.runtime.stream import Generation
+    from specedge.runtime.requests.stream import Generation
 
 _SHOWN = 9
 _WORTH_TELLING = 0.1  # seconds

@@ -42,8 +42,7 @@ def build(
     """Count the n-grams of TEXT files in a bundle's tokens; `-` is standard input."""
     options.check_output(output, texts, overwrite)
     read = {name: options.read_text(name) for name in texts}
-    from specedge import store
-    from specedge.bundle import Bundle
+    from specedge.bundle import Bundle, store
     from specedge.runtime.drafters import ngram_files, ngrams
     from specedge.runtime.text.special import SpecialTokens
     from specedge.runtime.text.tokenizing import encode, load_tokenizer

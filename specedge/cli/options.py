@@ -12,15 +12,15 @@ from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from specedge.bundle.op_sets import OP_SETS
 from specedge.cli.panics import hidden_panics
 from specedge.cli.terminal import one_line
 from specedge.declared import declarations, shown_default
-from specedge.op_sets import OP_SETS
 from specedge.options import MAX_DRAFT_TOKENS, Rules
 from specedge.request import AUTO, Coupling, Request
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -72,7 +72,7 @@ def load(
     max_length: int | None = None,
 ) -> Pipeline:
     """A bundle, with one thread pool for all sessions: no other code here has any."""
-    from specedge.runtime import loading
+    from specedge.runtime.requests import loading
 
     with hidden_panics():
         pipeline = loading.load(
@@ -254,7 +254,7 @@ def check_output(
 
 def write_output(path: str, text: str, overwrite: bool, flag: str) -> None:
     """Write a text file whole or not at all, unless it is there by now, and say so."""
-    from specedge.store import named_errors, replace_text
+    from specedge.bundle.store import named_errors, replace_text
 
     check_output(path, [], overwrite, flag)  # the work took a while
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device stays one

@@ -14,7 +14,7 @@ from specedge.cli.terminal import one_line
 from specedge.declared import declarations, nearest
 from specedge.errors import PromptError
 from specedge.request import Request
-from specedge.runtime.items import Item, item_of, seed_of
+from specedge.runtime.requests.items import Item, item_of, seed_of
 from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from typing import TextIO
 
 import click
 
-from specedge.runtime.items import Item
-from specedge.store import named_errors
+from specedge.bundle.store import named_errors
+from specedge.runtime.requests.items import Item
 from specedge.strict_json import JsonError, parse
 
 NEW, OVERWRITE, RESUME = "new", "overwrite", "resume"

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import click
 
-from specedge import store
+from specedge.bundle import store
 from specedge.cli import options
 from specedge.cli.terminal import counted, one_line
 from specedge.errors import MissingExtraError
 
 if TYPE_CHECKING:
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
 
 KEY = "SPECEDGE_API_KEY"
 
@@ -171,7 +171,7 @@ def serve(
 
 def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
     from specedge.runtime.backend.memory import shown
-    from specedge.runtime.loading import memory_of
+    from specedge.runtime.requests.loading import memory_of
 
     slots, length = len(pipeline.slots.all), pipeline.bundle.context_length
     need = memory_of(pipeline.bundle, ops, slots, length)

@@ -13,7 +13,7 @@ from specedge.cli import options
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from specedge.runtime.theory.formulas import Costs
+    from specedge.theory.formulas import Costs
 
 _ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 _LENGTHS = (1, 2, 3, 4, 5, 7, 10)
@@ -106,7 +106,7 @@ def theory(
 
 def _tables() -> dict[str, Any]:
     """The papers' tables, by what is in them; costs are those of a draft pass."""
-    from specedge.runtime.theory import formulas
+    from specedge.theory import formulas
 
     best = {(a, c): formulas.best_k(a, c) for a in _ALPHAS for c in _DRAFT_COSTS}
     return {
@@ -139,7 +139,7 @@ def _prediction(
 ) -> dict[str, Any]:
     """What these costs give, at each K."""
     from specedge.options import MAX_DRAFT_TOKENS
-    from specedge.runtime.theory.formulas import best_k, expected_tokens_limit
+    from specedge.theory.formulas import best_k, expected_tokens_limit
 
     costs = (draft_cost, verify_cost, host_cost)
     best = best_k(alpha, *costs)
@@ -158,7 +158,7 @@ def _prediction(
 
 
 def _at(alpha: float, k: int, *costs: Any) -> dict[str, Any]:
-    from specedge.runtime.theory import formulas
+    from specedge.theory import formulas
 
     rates = formulas.acceptance_rates(alpha, k) if k else None
     return {

@@ -37,8 +37,8 @@ def tune(
     """Measure what a bundle costs here, and remember it for `--num-draft-tokens auto`."""
     from rich.progress import TaskProgressColumn
 
-    from specedge.runtime.bench import threads as counts
-    from specedge.runtime.bench import tune as tuning
+    from specedge.benchmarks import threads as counts
+    from specedge.benchmarks import tune as tuning
 
     on_cpu = {device, draft_device or device} == {"cpu"}
     fewer = counts.fastest(bundle, ops) if threads is None and on_cpu else None

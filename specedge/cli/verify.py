@@ -18,9 +18,9 @@ from specedge.cli.terminal import lines
 from specedge.errors import BundleError
 
 if TYPE_CHECKING:
-    from specedge.runtime.audit.auditing import Machinery, SelfTest
-    from specedge.runtime.audit.budget import Budget
-    from specedge.runtime.audit.report import Report
+    from specedge.verification.auditing import Machinery, SelfTest
+    from specedge.verification.budget import Budget
+    from specedge.verification.report import Report
 
 
 @click.command()
@@ -58,7 +58,7 @@ def verify(
     as_json: bool,
 ) -> None:
     """Audit a bundle on this machine: exit 1 if a check fails."""
-    from specedge import store
+    from specedge.bundle import store
     from specedge.cli.prompts import alone
 
     if form and not prompts:
@@ -84,8 +84,8 @@ def _machinery(
     bundle: Bundle, device: str, threads: int | None, ops: str, draft_device: str | None
 ) -> Machinery:
     """How a bundle's graphs are run, with one thread pool for all, as `options.load` has it."""
-    from specedge.runtime.audit.auditing import Machinery
-    from specedge.runtime.loading import devices_of
+    from specedge.runtime.requests.loading import devices_of
+    from specedge.verification.auditing import Machinery
 
     on = devices_of(bundle, device, threads, True, ops, draft_device)
     return Machinery(on["target"], ops, on["draft"])
@@ -98,7 +98,7 @@ def _audit(
     prompts: Sequence[Any],
     special_tokens: bool,
 ) -> Report:
-    from specedge.runtime.audit.auditing import PASSES, audit, unreadable
+    from specedge.verification.auditing import PASSES, audit, unreadable
 
     with _timed(minutes or 2.0) as (budget, told):
         try:
@@ -133,7 +133,7 @@ def _first_verdict(report: Report, budget: Budget) -> str:
 
 
 def _test_self(bundle: Bundle, machinery: Machinery, minutes: float, as_json: bool) -> None:
-    from specedge.runtime.audit.auditing import built_in_prompts, make_subject, self_test
+    from specedge.verification.auditing import built_in_prompts, make_subject, self_test
 
     with _timed(minutes) as (budget, told):
         subject = make_subject(bundle, machinery, built_in_prompts(bundle))
@@ -159,7 +159,7 @@ def _lines(result: SelfTest) -> Iterator[str]:
 
 
 def _alarms(result: SelfTest) -> str:
-    from specedge.runtime.audit.report import SHORT
+    from specedge.verification.report import SHORT
 
     found = [f"{finding.check}: {finding.summary}" for finding in result.false_alarms]
     if found:
@@ -187,7 +187,7 @@ def _facts(result: SelfTest) -> dict[str, Any]:
 @contextlib.contextmanager
 def _timed(minutes: float) -> Iterator[tuple[Budget, Callable[[str], None]]]:
     """A budget of time, and what to tell which check runs."""
-    from specedge.runtime.audit.budget import Budget, Clock
+    from specedge.verification.budget import Budget, Clock
 
     with progress.told("loading") as tell:
         clock = Clock(watch=lambda used: tell(used / budget.end))

@@ -15,8 +15,8 @@ from starlette.types import Receive, Scope, Send
 
 from specedge.errors import DrafterError, OptionError
 from specedge.request import Coupling
-from specedge.runtime.pipeline import Pipeline
-from specedge.runtime.stream import Generation, Stream
+from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.requests.stream import Generation, Stream
 
 from . import errors
 from .asking import Asked, Ready, option_error

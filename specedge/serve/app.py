@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specedge.options import Filters
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.strict_json import JsonError, parse
 
 from . import asking

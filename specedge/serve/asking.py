@@ -8,7 +8,7 @@ from typing import Any
 
 from specedge.errors import MissingExtraError, OptionError, PromptError
 from specedge.request import GRAMMARS, request_of
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests.pipeline import Pipeline
 
 from . import formats
 from .errors import UNSUPPORTED, ApiError, prompt_error

@@ -9,9 +9,9 @@ from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 
 from specedge.errors import DrafterError, OptionError
+from specedge.runtime.requests.stats import Stats
+from specedge.runtime.requests.stream import Generation, Stream
 from specedge.runtime.sampling.logprobs import TokenLogprobs
-from specedge.runtime.stats import Stats
-from specedge.runtime.stream import Generation, Stream
 from specedge.runtime.text.assembler import FinishReason
 from specedge.runtime.text.spans import Span
 

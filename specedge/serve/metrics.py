@@ -6,7 +6,7 @@ import time
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from specedge.runtime.stats import Stats
+from specedge.runtime.requests.stats import Stats
 
 from .jobs import Jobs
 

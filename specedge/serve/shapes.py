@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from specedge.runtime.requests.stream import Generation
 from specedge.runtime.sampling.logprobs import TokenLogprobs
-from specedge.runtime.stream import Generation
 from specedge.runtime.text.assembler import FinishReason
 from specedge.version import __version__
 

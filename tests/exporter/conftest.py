@@ -17,10 +17,9 @@ from filelock import FileLock  # noqa: E402
 
 import traces  # noqa: E402
 from checkpoints import make_pair  # noqa: E402
-from specedge import store  # noqa: E402
-from specedge.bundle import Bundle  # noqa: E402
+from specedge.bundle import Bundle, store  # noqa: E402
 from specedge.exporter import Progress, export  # noqa: E402
-from specedge.exporter.compare import partition, runner  # noqa: E402
+from specedge.exporter.verification import partition, runner  # noqa: E402
 
 torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 PAIRS = {

@@ -15,10 +15,10 @@ from checkpoints import add_noise, make_config, make_model, make_tokenizer, save
 from specedge.cli.inspect import inspect
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
-from specedge.runtime.audit import auditing
-from specedge.runtime.audit.report import PASSED
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
+from specedge.verification import auditing
+from specedge.verification.report import PASSED
 
 CONTEXT, COUNT = 96, 200
 PROMPT = list(range(40, 52))

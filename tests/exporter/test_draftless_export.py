@@ -3,8 +3,7 @@
 import pytest
 
 import specedge
-from specedge import store
-from specedge.bundle import WITHOUT_DRAFT, Bundle
+from specedge.bundle import WITHOUT_DRAFT, Bundle, store
 from specedge.errors import ExportError
 from specedge.exporter import export
 

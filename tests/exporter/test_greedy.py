@@ -78,7 +78,7 @@ def test_self_draft_of_any_architecture_gives_k_plus_one_tokens(pipeline, prompt
     from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.backend.self_test import fitting
     from specedge.runtime.backend.sessions import Device
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
 
     bundle = pipeline.bundle
     twin = OrtModel(bundle, bundle.target, fitting([bundle.target], Device()))

@@ -13,12 +13,12 @@ from rows import LENGTHS, dependent_lengths
 from specedge.cli import cli
 from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export
-from specedge.exporter.compare import checks
-from specedge.runtime import loading
+from specedge.exporter.verification import checks
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.exactness.row_noise import Noise, measure
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests import loading
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.scores import Scores
 
 LENGTH = 200

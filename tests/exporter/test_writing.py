@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 from specedge.errors import ExportError
 from specedge.exporter import export, writing
 from specedge.exporter.graph import weights

@@ -14,7 +14,7 @@ import standin
 
 import specedge
 from gpu.reporting import ON_A_GPU, Reporting
-from specedge.gpu_signatures import num_best
+from specedge.bundle.gpu_signatures import num_best
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.unrolled import OneCall

@@ -12,16 +12,16 @@ import standin
 import specedge
 from gpu.conftest import PAIRS, PROMPT, VOCAB_SIZE, K, loaded
 from specedge.bundle import Bundle
+from specedge.bundle.gpu_signatures import ONE_CALL
+from specedge.bundle.signature import SETTINGS
 from specedge.errors import DeviceError, SpecEdgeError
-from specedge.gpu_signatures import ONE_CALL
 from specedge.options import Sampling
-from specedge.runtime import loading
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sampled import Sampled
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.backend.unrolled import OneCall, Unrolled
+from specedge.runtime.requests import loading
 from specedge.runtime.sampling.history import History
-from specedge.signature import SETTINGS
 
 if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -270,7 +270,7 @@ def test_threads_are_refused_where_no_model_is_on_the_cpu(cuda, pairs):
 
 def test_the_audit_takes_the_draft_elsewhere(cuda, pairs):
     pytest.importorskip("scipy", reason="the audit needs SciPy")
-    from specedge.runtime.audit.auditing import Machinery
+    from specedge.verification.auditing import Machinery
 
     bundle = Bundle.read(pairs("fp32-fp16"))
     machinery = Machinery(Device("cuda"), draft_device=Device("cpu"))

@@ -12,8 +12,8 @@ import standin
 
 from gpu.conftest import COMPILE
 from installed import run
-from specedge.runtime.diagnosis import providers
-from specedge.runtime.diagnosis.shared_library import gpu_codes, needed
+from specedge.diagnosis import providers
+from specedge.diagnosis.shared_library import gpu_codes, needed
 
 if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)

@@ -8,8 +8,8 @@ import standin
 
 from gpu.conftest import PROMPT, VOCAB_SIZE, K, loaded
 from specedge.bundle import Bundle
+from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED
 from specedge.errors import DeviceError
-from specedge.gpu_signatures import ONE_CALL, SAMPLED
 from specedge.runtime.backend import gpu_buffers
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device

@@ -12,17 +12,17 @@ from click.testing import CliRunner
 import specedge
 from gpu.conftest import PAIRS
 from specedge.bundle import Bundle
+from specedge.bundle.gpu_signatures import SAMPLED
+from specedge.bundle.op_sets import computed
 from specedge.cli.verify import verify
-from specedge.gpu_signatures import SAMPLED
-from specedge.op_sets import computed
+from specedge.diagnosis.machine import Machine
+from specedge.diagnosis.providers import why_not
 from specedge.options import Sampling
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sampled import Sampled
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.diagnosis.machine import Machine
-from specedge.runtime.diagnosis.providers import why_not
-from specedge.runtime.loop.verify import draw_draft
+from specedge.runtime.decoding.verify import draw_draft
 from specedge.runtime.sampling.history import History
 
 pytestmark = pytest.mark.gpu

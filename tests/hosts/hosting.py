@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specedge.bundle_files import describe
+from specedge.bundle.files import describe
 
 TOOLS = "SPECEDGE_HOST_TOOLS"
 REQUESTS = {

@@ -21,7 +21,7 @@ ACCEPT_RULE = [
         VERIFY,
         "accepted = sampling.lenience * tests[i] * draft_prob < target.of(token)",
         "accepted = sampling.lenience * tests[i] * draft_prob <= target.of(token)",
-        "tests/runtime/loop/test_verify.py"
+        "tests/runtime/decoding/test_verify.py"
         "::test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero",
     ),
     Mutant(
@@ -31,7 +31,7 @@ ACCEPT_RULE = [
         VERIFY,
         "accepted = sampling.lenience * tests[i] * draft_prob < target.of(token)",
         "accepted = not tests[i] >= min(1, np.float64(target.of(token)) / draft_prob)",
-        "tests/runtime/loop/test_verify.py"
+        "tests/runtime/decoding/test_verify.py"
         "::test_a_token_without_probability_in_either_distribution_is_not_accepted",
     ),
     Mutant(
@@ -97,7 +97,7 @@ ACCEPT_RULE = [
         VERIFY,
         "(residual if residual.total else target).pick(last)",
         "residual.pick(last)",
-        "tests/runtime/loop/test_verify.py"
+        "tests/runtime/decoding/test_verify.py"
         "::test_a_residual_that_rounds_to_nothing_falls_back_to_the_target",
     ),
     Mutant(
@@ -134,7 +134,7 @@ ACCEPT_RULE = [
         VERIFY,
         "return _choice(row, sampling, history), None",
         "return of_row(row, Sampling(1e-6), history).pick(uniform), None",
-        "tests/runtime/loop/test_verify.py::test_greedy_takes_the_lowest_id_on_ties",
+        "tests/runtime/decoding/test_verify.py::test_greedy_takes_the_lowest_id_on_ties",
     ),
     Mutant(
         "lenient-by-default",
@@ -152,7 +152,7 @@ ACCEPT_RULE = [
         COUPLING,
         "stream = word(self._stream, position)",
         "stream = word(self._stream, 0)",
-        "tests/runtime/loop/test_coupling.py"
+        "tests/runtime/decoding/test_coupling.py"
         "::test_choices_of_seeds_positions_and_numbers_follow_the_distribution",
     ),
     Mutant(
@@ -162,7 +162,7 @@ ACCEPT_RULE = [
         COUPLING,
         "bounds = _bounds(stream, ids)",
         "bounds = _bounds(stream, columns)",
-        "tests/runtime/loop/test_coupling.py"
+        "tests/runtime/decoding/test_coupling.py"
         "::test_the_noise_of_a_token_does_not_depend_on_which_others_are_left",
     ),
     Mutant(
@@ -172,7 +172,7 @@ ACCEPT_RULE = [
         VERIFY,
         "sampling.noise.choose(of_row(row, sampling, history), history.length)",
         "sampling.noise.choose(of_row(row, sampling, history), history.num_kept)",
-        "tests/runtime/loop/test_coupling.py::test_a_text_is_plain_decodings_whatever_drafts",
+        "tests/runtime/decoding/test_coupling.py::test_a_text_is_plain_decodings_whatever_drafts",
     ),
     Mutant(
         "coupled-noise-of-likely-tokens",
@@ -181,7 +181,7 @@ ACCEPT_RULE = [
         COUPLING,
         "score(token, weights[likeliest])) >= 1",
         "score(token, weights[likeliest])) >= 2.0**50",
-        "tests/runtime/loop/test_coupling.py"
+        "tests/runtime/decoding/test_coupling.py"
         "::test_the_choice_is_the_least_noise_over_probability_of_all_tokens",
     ),
 ]

@@ -59,7 +59,7 @@ DISTRIBUTIONS = [
         PROBABILITIES,
         "return probabilities(row.array(), sampling, history, row.ids)",
         "return probabilities(row.array(), sampling, history)",
-        "tests/runtime/loop/test_cut_heads.py::test_only_what_the_head_has_is_drafted",
+        "tests/runtime/decoding/test_cut_heads.py::test_only_what_the_head_has_is_drafted",
     ),
     Mutant(
         "edits-of-the-next-token",
@@ -68,7 +68,7 @@ DISTRIBUTIONS = [
         LOGIT_EDITS,
         "slice(at, at + int(at < len(ids) and ids[at] == token))",
         "slice(at, at + 1)",
-        "tests/runtime/loop/test_cut_heads.py::test_an_edit_of_a_token_that_the_head_lacks_moves_no_other",
+        "tests/runtime/decoding/test_cut_heads.py::test_an_edit_of_a_token_that_the_head_lacks_moves_no_other",
     ),
     Mutant(
         "residual-without-what-the-draft-lacks",
@@ -78,7 +78,7 @@ DISTRIBUTIONS = [
         "    weights[drawn_from.where] -= scale * drawn_from.weights\n",
         "    weights[drawn_from.where] -= scale * drawn_from.weights\n"
         "    weights[len(drawn_from.weights) :] = 0\n",
-        "tests/runtime/loop/test_unlike_drafts.py"
+        "tests/runtime/decoding/test_unlike_drafts.py"
         "::test_a_smaller_vocabulary_leaves_the_joint_distribution_as_it_is",
     ),
     Mutant(

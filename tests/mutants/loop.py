@@ -43,7 +43,7 @@ LOOP = [
         DRAFTERS,
         "            self.model.truncate(min(length - self._start, self.model.length))\n",
         "            pass\n",
-        "tests/runtime/loop/test_decoding.py::test_after_a_rejection_the_draft_feeds_one_token",
+        "tests/runtime/decoding/test_decoding.py::test_after_a_rejection_the_draft_feeds_one_token",
     ),
     Mutant(
         "draft-misses-its-last-token",
@@ -52,7 +52,7 @@ LOOP = [
         DRAFTERS,
         "        if len(feed) > 2:\n            self.model.prefill(feed[:-1])\n",
         "        if len(feed) > 1:\n",
-        "tests/runtime/loop/test_decoding.py"
+        "tests/runtime/decoding/test_decoding.py"
         "::test_a_draft_that_equals_its_target_gives_k_plus_one_tokens_every_round",
     ),
     Mutant(
@@ -99,7 +99,7 @@ LOOP = [
         DECODING,
         "numbers = stream.take(",
         "numbers = Uniforms(seed).take(",
-        "tests/runtime/loop/test_decoding.py::test_sampled_pairs_of_tokens_follow_the_targets_distribution",
+        "tests/runtime/decoding/test_decoding.py::test_sampled_pairs_of_tokens_follow_the_targets_distribution",
     ),
     Mutant(
         "draws-and-tests-share-uniforms",

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from specedge.options import Rules, Sampling
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 

@@ -11,15 +11,10 @@ import numpy as np
 import pytest
 
 import specedge
-from specedge import (
-    BundleError,
-    ContextLengthError,
-    DeviceError,
-    PromptError,
-    store,
-)
-from specedge.manifest import signatures
-from specedge.signature import Tensor
+from specedge import BundleError, ContextLengthError, DeviceError, PromptError
+from specedge.bundle import store
+from specedge.bundle.manifest import signatures
+from specedge.bundle.signature import Tensor
 
 PROMPTS = ("def read_config(path):", "class Parser:\n    def __init__(self")
 

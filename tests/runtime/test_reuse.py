@@ -5,13 +5,13 @@ import pytest
 
 from fakes import Counting, TableModel, hashed_distribution
 from specedge.options import Sampling
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.model import shared_beginning
+from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.baselines import Block
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.loop.decoding import SpeculativeDecoder
-from specedge.runtime.loop.model import shared_beginning
-from specedge.runtime.loop.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
 
 PROMPT = "def read_config(path):\n    with open(path) as file:\n"
@@ -64,7 +64,7 @@ def _text(drafter, target, k, run):
 
 @pytest.fixture
 def counted(pipeline):
-    from specedge.runtime.pipeline import Pipeline
+    from specedge.runtime.requests.pipeline import Pipeline
 
     target, draft = Counting(pipeline.target), Counting(pipeline.draft)
     yield Pipeline(pipeline.bundle, pipeline.tokenizer, target, draft)

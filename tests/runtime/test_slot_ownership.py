@@ -12,10 +12,10 @@ from urllib.parse import quote
 import pytest
 
 import specedge
-from specedge import store
+from specedge.bundle import store
 from specedge.errors import SpecEdgeError
-from specedge.runtime import slots as slots_module
-from specedge.runtime.slots import Slot, Slots
+from specedge.runtime.requests import slots as slots_module
+from specedge.runtime.requests.slots import Slot, Slots
 from threads import in_threads
 
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from specedge.runtime.turns import Turns
+from specedge.runtime.requests.turns import Turns
 from threads import in_threads
 
 

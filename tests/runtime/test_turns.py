@@ -7,7 +7,7 @@ import threading
 import pytest
 
 import specedge
-from specedge import store
+from specedge.bundle import store
 from specedge.errors import DrafterError, PromptError, SpecEdgeError
 
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]

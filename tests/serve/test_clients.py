@@ -5,7 +5,7 @@ import json
 import pytest
 
 import specedge
-from specedge import store
+from specedge.bundle import store
 
 openai = pytest.importorskip("openai", reason="needs the test extra")
 pytest.importorskip("uvicorn", reason="needs the serve extra")

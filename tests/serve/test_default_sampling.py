@@ -10,8 +10,7 @@ pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from installed import run
 from served import PROMPT, ask, chat_pair, serving
-from specedge import store
-from specedge.bundle import MANIFEST
+from specedge.bundle import MANIFEST, store
 from specedge.options import Filters
 from specedge.serve.app import Settings, make_app
 

@@ -25,7 +25,7 @@ from served import (
     serving,
     until,
 )
-from specedge.runtime.loop.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
 
 LONG = SHORT | {"max_tokens": 400, "ignore_eos": True}
 

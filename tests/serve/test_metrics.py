@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import PROMPT, ask, chat_pair, counts, head, health, serving, until
-from specedge.runtime.loop.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.serve.app import make_app
 
 LONG = {

@@ -17,8 +17,7 @@ pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from installed import run
 from served import MODEL, PROMPT, ask
-from specedge import store
-from specedge.bundle import MANIFEST
+from specedge.bundle import MANIFEST, store
 
 posix = pytest.mark.skipif(os.name == "nt", reason="needs POSIX signals")
 SHORT = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0}

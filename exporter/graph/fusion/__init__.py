@@ -11,7 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specedge.op_sets import attention, is_typed
+from specedge.bundle.op_sets import attention, is_typed
 
 from ..weights import drop_unused
 from . import integer_products, packed_attention, residual_norms

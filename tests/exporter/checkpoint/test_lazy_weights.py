@@ -12,12 +12,12 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from checkpoints import make_config, make_model, make_tokenizer, save
 from specedge.bundle import Bundle
-from specedge.bundle_files import describe
+from specedge.bundle.files import describe
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, lazy_weights, loading
-from specedge.exporter.compare.exact_model import exactly
 from specedge.exporter.tracing import geometry, tracing
+from specedge.exporter.verification.exact_model import exactly
 
 HIDDEN = 576  # every matrix of a layer is 1 MiB or more in float32
 TOKENS = torch.arange(12)[None]

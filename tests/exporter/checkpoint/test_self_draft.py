@@ -14,8 +14,8 @@ import document_reader
 import specedge
 from architectures import ARCHITECTURES
 from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer
-from specedge import library, store
-from specedge.bundle import Bundle
+from specedge import library
+from specedge.bundle import Bundle, store
 from specedge.cli.inspect import inspect
 from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import Progress, export, model_files

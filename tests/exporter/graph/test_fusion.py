@@ -8,8 +8,8 @@ import pytest
 
 from comparing import CONTEXT, computed, measure, model_of, traced
 from specedge.errors import ParityError
-from specedge.exporter.compare.runner import FillNoise, Pass, Rows, Runner
 from specedge.exporter.graph import graphs
+from specedge.exporter.verification.runner import FillNoise, Pass, Rows, Runner
 
 
 def ops_of(graph):

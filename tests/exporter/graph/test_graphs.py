@@ -7,12 +7,12 @@ from safetensors import safe_open
 
 import traces
 from specedge.bundle import Bundle
+from specedge.bundle.gpu_signatures import ONE_CALL, num_best
+from specedge.bundle.graph_file import weights_of
+from specedge.bundle.signature import SETTINGS
 from specedge.exporter import export
 from specedge.exporter.graph import graphs
 from specedge.exporter.tracing import tracing
-from specedge.gpu_signatures import ONE_CALL, num_best
-from specedge.graph_file import weights_of
-from specedge.signature import SETTINGS
 
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop", "Memcpy"}
 

@@ -8,13 +8,13 @@ import pytest
 
 from checkpoints import make_config, make_model
 from comparing import measure, model_of, traced
+from specedge.bundle.gpu_signatures import ONE_CALL
 from specedge.errors import ExportError, ParityError
 from specedge.exporter import export
-from specedge.exporter.compare.runner import FillNoise, Pass, Rows, Runner
 from specedge.exporter.graph import graphs
 from specedge.exporter.graph.nodes import constant, insert
 from specedge.exporter.tracing.geometry import Geometry
-from specedge.gpu_signatures import ONE_CALL
+from specedge.exporter.verification.runner import FillNoise, Pass, Rows, Runner
 
 LENGTH = 9
 

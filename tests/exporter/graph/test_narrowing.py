@@ -6,8 +6,8 @@ import onnxruntime
 import pytest
 from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
 
-from specedge.exporter.compare.stage import open_session
 from specedge.exporter.graph.narrowing import narrow
+from specedge.exporter.verification.stage import open_session
 
 HALF = ir.DataType.FLOAT16
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import specedge
+from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED, num_best
 from specedge.exporter.graph import unrolled as unrolling
-from specedge.gpu_signatures import ONE_CALL, SAMPLED, num_best
 from specedge.options import Sampling
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sampled import Lent, Sampled
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.backend.unrolled import OneCall
-from specedge.runtime.loop.verify import draw_draft
+from specedge.runtime.decoding.verify import draw_draft
 from specedge.runtime.sampling.history import History
 
 OPS = "onnx"  # in float32, where rows keep their bits

@@ -5,8 +5,8 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from specedge.exporter.compare.stage import open_session
 from specedge.exporter.graph import sigmoids
+from specedge.exporter.verification.stage import open_session
 
 FORMULAS = {
     "x * sigmoid(x)": ("s = Sigmoid(x)  y = Mul(x, s)", lambda x: x / (1 + np.exp(-x))),

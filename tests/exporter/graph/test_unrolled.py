@@ -7,8 +7,8 @@ import numpy as np
 import onnx
 import pytest
 
+from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
 from specedge.exporter.graph import unrolled as unrolling
-from specedge.gpu_signatures import ONE_CALL, UNROLLED
 from specedge.options import Sampling
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device

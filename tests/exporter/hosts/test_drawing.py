@@ -14,7 +14,7 @@ from specedge.exporter.hosts import drawing
 from specedge.exporter.hosts.nodes import Nodes
 from specedge.options import Sampling
 from specedge.runtime.backend.ort import inference_session
-from specedge.runtime.loop.verify import Draft, verify
+from specedge.runtime.decoding.verify import Draft, verify
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.runtime.sampling.scores import Scores

@@ -11,14 +11,13 @@ from click.testing import CliRunner
 
 import specedge
 from round_host import Fused, Split
-from specedge import store
-from specedge.bundle import MANIFEST, WITH_HOSTS, Bundle
+from specedge.bundle import MANIFEST, WITH_HOSTS, Bundle, store
 from specedge.cli.embed import embed as command
 from specedge.errors import ExportError
 from specedge.exporter import embed, export
-from specedge.runtime.audit.golden import LEAST_MARGIN, transcripts
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
+from specedge.verification.golden import LEAST_MARGIN, transcripts
 
 PROMPT = [60, 61, 62, 63]
 

@@ -8,10 +8,9 @@ import onnxruntime as ort
 import pytest
 from tokenizers import AddedToken, Tokenizer, normalizers
 
-from specedge import store
-from specedge.bundle import Bundle
-from specedge.exporter.compare.stage import open_session
+from specedge.bundle import Bundle, store
 from specedge.exporter.hosts.text_graphs import text_graphs
+from specedge.exporter.verification.stage import open_session
 
 extensions = pytest.importorskip("onnxruntime_extensions", reason="needs the hosts extra")
 LINES = "def f(x):\n    return {'é': 1}  # <|endoftext|> 😀\n"

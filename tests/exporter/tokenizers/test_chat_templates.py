@@ -8,8 +8,7 @@ from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
 from byte_level import train_tokenizer
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 from specedge.exporter.checkpoint import checkpoints
 from specedge.runtime.text.chat import render
 from specedge.runtime.text.prompts import Prompts

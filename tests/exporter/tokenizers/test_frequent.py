@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 from checkpoints import MARKERS, make_tokenizer
 from specedge.errors import ExportError
 from specedge.exporter import Progress
-from specedge.exporter.quantise import texts
+from specedge.exporter.quantization import texts
 from specedge.exporter.tokenizers.frequent import most_frequent
 
 TEXT = ("a text", "the then there " * 9 + "self.assertEqual(1, 2)\n" * 20)

@@ -28,8 +28,8 @@ from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export, model_files
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
-from specedge.exporter.compare import parity, reference
-from specedge.exporter.compare.runner import Runner
+from specedge.exporter.verification import parity, reference
+from specedge.exporter.verification.runner import Runner
 from tables import Table
 
 FAMILIES = Table(DOCUMENT, "families", ("architecture", *MEASURED), tuple(ARCHITECTURES))

@@ -14,17 +14,17 @@ import transformers
 
 from architectures import ARCHITECTURES
 from checkpoints import VOCAB_SIZE, make_model
+from specedge.bundle.op_sets import OPS
 from specedge.errors import ExportError
 from specedge.exporter import Progress, model_files
 from specedge.exporter.checkpoint.lazy_weights import Sources
 from specedge.exporter.checkpoint.loading import Loaded
-from specedge.exporter.compare import runner
-from specedge.exporter.compare.runner import Fill, Pass, Runner
-from specedge.exporter.compare.stage import open_session
 from specedge.exporter.tracing.attention import OPSET, TracedPass, running
 from specedge.exporter.tracing.experts import Experts, Swiglu, spelled_out
 from specedge.exporter.tracing.families import eager, registered
-from specedge.op_sets import OPS
+from specedge.exporter.verification import runner
+from specedge.exporter.verification.runner import Fill, Pass, Runner
+from specedge.exporter.verification.stage import open_session
 
 NUMBER, CHOSEN, HIDDEN, INNER = 8, 2, 64, 32
 _SIZES = {

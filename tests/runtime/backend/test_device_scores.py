@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from specedge.bundle.gpu_signatures import num_best
 from specedge.errors import SpecEdgeError
-from specedge.gpu_signatures import num_best
 from specedge.options import Sampling
 from specedge.runtime.backend.device_scores import DeviceScores
 from specedge.runtime.sampling.history import History

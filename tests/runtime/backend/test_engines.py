@@ -5,14 +5,13 @@ import threading
 
 import pytest
 
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
+from specedge.bundle.manifest import File
 from specedge.errors import DeviceError
-from specedge.manifest import File
-from specedge.runtime import building
 from specedge.runtime.backend import engines, rtx, tensorrt
 from specedge.runtime.backend.engines import ENGINE, Key, Platform
 from specedge.runtime.backend.sessions import Device
+from specedge.runtime.requests import building
 
 PLATFORM = Platform("tensorrt", "1.31.1", "10.16.1", "sm89", "590.44", "R39.1.0")
 WHOLE = Key("a" * 64, "b" * 64, PLATFORM)

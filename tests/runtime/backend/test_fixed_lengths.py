@@ -7,7 +7,7 @@ from specedge.runtime.backend.fixed_lengths import FixedLengthModel
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests.pipeline import Pipeline
 
 PROMPT = "def read_config(path):"
 

@@ -6,11 +6,10 @@ import shutil
 
 import pytest
 
-from specedge import store
-from specedge.bundle import MANIFEST, Bundle
-from specedge.bundle_files import describe
+from specedge.bundle import MANIFEST, Bundle, store
+from specedge.bundle.files import describe
+from specedge.bundle.graph_file import WireError, external_files
 from specedge.errors import BundleError
-from specedge.graph_file import WireError, external_files
 
 GRAPH, FUNCTION, TRAINING = 7, 25, 20  # fields of a model
 NODE, INITIALIZER, SPARSE = 1, 5, 15  # of a graph
@@ -74,7 +73,7 @@ def test_a_graph_that_names_a_file_not_listed_is_refused(folder, name):
 
 
 def test_a_graph_may_name_any_file_that_is_listed(folder):
-    from specedge.graph_file import check_graph
+    from specedge.bundle.graph_file import check_graph
 
     bundle = append(folder, field(GRAPH, field(INITIALIZER, tensor(b"decoder.onnx"))))
     check_graph(bundle, GRAPH_FILE)
@@ -93,7 +92,7 @@ def test_a_node_with_a_graph_inside_is_refused_whatever_its_name(folder, number)
 
 
 def test_a_graph_of_another_file_format_is_refused(folder):
-    from specedge.graph_file import check_graph
+    from specedge.bundle.graph_file import check_graph
 
     bundle = append(folder, b"")
     with pytest.raises(BundleError, match=r"ends in \.onnx"):

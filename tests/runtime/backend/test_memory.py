@@ -11,19 +11,18 @@ import pytest
 
 import measure_memory
 import specedge
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
+from specedge.bundle.graph_file import weights
+from specedge.bundle.manifest import Cache, CacheLayer
 from specedge.errors import DeviceError
-from specedge.graph_file import weights
-from specedge.manifest import Cache, CacheLayer
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 from test_graph_files import INITIALIZER, NODE, field
 
-from specedge.runtime import loading
 from specedge.runtime.backend import freed_memory, left_memory, memory
 from specedge.runtime.backend.memory import ModelMemory, PairMemory
+from specedge.runtime.requests import loading
 
 MB = 10**6
 

@@ -10,10 +10,9 @@ import time
 import numpy as np
 import pytest
 
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
+from specedge.bundle.manifest import chunk_length, signatures
 from specedge.errors import BundleError, SpecEdgeError
-from specedge.manifest import chunk_length, signatures
 from specedge.runtime.backend import onnx_model as ort
 from specedge.runtime.backend.sessions import Device
 
@@ -174,8 +173,8 @@ def test_a_pair_beyond_the_processs_limit_is_refused_with_what_would_help():
 def limited(megabytes, action):
     """What becomes of an action in a process that may take so much more memory."""
     code = f"""if True:
-        import resource, specedge, specedge.runtime.loading, onnxruntime
-        from specedge import store
+        import resource, specedge, specedge.runtime.requests.loading, onnxruntime
+        from specedge.bundle import store
         from specedge.bundle import Bundle
         from specedge.runtime.backend.onnx_model import OrtModel
         from specedge.runtime.backend.sessions import Device

@@ -6,14 +6,14 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from specedge import products, store
-from specedge.bundle import Bundle
+from specedge import products
+from specedge.bundle import Bundle, store
 from specedge.errors import DeviceError
-from specedge.runtime import loading
 from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests import loading
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.scores import Scores
 from specedge.runtime.text.tokenizing import load_tokenizer
 

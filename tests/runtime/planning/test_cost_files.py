@@ -7,8 +7,7 @@ import os
 
 import pytest
 
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.cost_table import CostTable, ModeCosts

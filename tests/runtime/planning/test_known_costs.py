@@ -7,12 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.benchmarks import tune as tuning
+from specedge.benchmarks.tune import accepted_copies
+from specedge.bundle import Bundle, store
 from specedge.errors import ContextLengthError, SpecEdgeError
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.bench import tune as tuning
-from specedge.runtime.bench.tune import accepted_copies
 from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.planning import cost_files
 from specedge.runtime.planning.known_costs import KnownCosts

@@ -11,12 +11,12 @@ from fakes import TableModel, hashed_distribution
 from specedge.errors import ReplayError
 from specedge.options import Sampling
 from specedge.request import Request
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.timing import Stopwatch
+from specedge.runtime.decoding.verify import Draft
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.loop.decoding import SpeculativeDecoder
-from specedge.runtime.loop.timing import Stopwatch
-from specedge.runtime.loop.verify import Draft
 from specedge.runtime.planning.explain import explain
 from specedge.runtime.planning.planner import SHARE, STAKE, Planner
 from specedge.runtime.planning.plans import Auto, Replay, recorded

@@ -8,10 +8,10 @@ import pytest
 from fakes import TableModel, hashed_distribution
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.options import Sampling
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.timing import Stopwatch
+from specedge.runtime.decoding.verify import draw
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.loop.decoding import SpeculativeDecoder
-from specedge.runtime.loop.timing import Stopwatch
-from specedge.runtime.loop.verify import draw
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logit_edits import edited

@@ -7,7 +7,7 @@ import pytest
 
 from specedge import OptionError
 from specedge.request import Request
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.bad_words import sampling_of
 
 PROMPT = "def read_config(path):"

@@ -11,9 +11,9 @@ import sys
 import pytest
 
 import specedge
-from specedge import BundleError, PromptError, store
-from specedge.bundle import MANIFEST, Bundle
-from specedge.runtime.pipeline import Pipeline
+from specedge import BundleError, PromptError
+from specedge.bundle import MANIFEST, Bundle, store
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.chat import render
 from templates import CHATML, GEMMA, LLAMA_2, QUESTION, SPECIAL, SYSTEM, TOOLS, ZEPHYR
 

@@ -11,7 +11,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 pytest.importorskip("llguidance", reason="needs the grammar extra")
 
 import specedge
-from specedge import store
+from specedge.bundle import store
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.request import Request
 from specedge.runtime.sampling.history import History

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import TableModel
-from specedge.runtime.loop.round import Round
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.decoding.round import Round
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.spans import Fate, Marks, Span, fates
 
 A, R, B, P = Fate.ACCEPTED, Fate.RECOVERED, Fate.BONUS, Fate.PLAIN

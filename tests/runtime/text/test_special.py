@@ -13,11 +13,10 @@ from tokenizers import (
 )
 
 from byte_level import END
-from specedge import store
-from specedge.bundle import Bundle
+from specedge.bundle import Bundle, store
 from specedge.errors import PromptError
 from specedge.request import Request
-from specedge.runtime.pipeline import Pipeline
+from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.chat import render
 from specedge.runtime.text.prompts import Prompts
 from specedge.runtime.text.special import SpecialTokens

@@ -10,9 +10,8 @@ import sys
 import pytest
 from tokenizers import Tokenizer
 
-from specedge import store
-from specedge.bundle import MANIFEST, Bundle
-from specedge.bundle_files import describe
+from specedge.bundle import MANIFEST, Bundle, store
+from specedge.bundle.files import describe
 from specedge.errors import BundleError
 from specedge.runtime.text.prompts import Prompts
 
@@ -74,7 +73,7 @@ def test_a_tokenizer_that_panics_later_is_an_error_of_ours(pipeline):
 
 
 def test_truncation_and_padding_in_a_tokenizers_file_change_no_prompt(changed, pipeline):
-    from specedge.runtime.loading import load
+    from specedge.runtime.requests.loading import load
 
     found = load(changed(truncation=CUTTING, padding=PADDING).folder)
     for text in ("def read_config(path):\n    with open(path) as file:", "x"):

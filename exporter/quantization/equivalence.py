@@ -1,0 +1,66 @@
+"""Verification that a model in another basis computes what it computed before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from specedge.bundle.precision import FLOAT32
+
+from ..tracing.geometry import Geometry
+from ..verification.exact_graph import ExactGraph
+from ..verification.judgement import Judge, errors, float32_errors
+from ..verification.runner import Action, FillNoise, Pass, Rows
+from .written import Written
+
+NUM_TOKENS = 24
+
+
+def check(before: Written, after: Written) -> None:
+    """Compare both in float64, and in float32 with what float32 itself costs. Raises ParityError.
+
+    Float64 shows a wrong structure, of which only the rounding of changed weights is left.
+    """
+    model = before.model
+    tokens = np.random.default_rng(0).integers(0, model.vocab_size, NUM_TOKENS)
+    tokens = tokens[: model.context_length]
+    ops, geometry = before.ops[0], before.geometry
+    exact = _exact(before.decoder(ops), geometry, tokens)
+    float32 = _float32(before, ops, tokens)
+    judge = Judge(before.role, "the model's in its own basis", multiple=FLOAT32.multiple)
+    rotated = _exact(after.decoder(ops), geometry, tokens)
+    others = [_float32(after, each, tokens) for each in after.ops]
+    for name, wanted in exact.items():
+        own = float32_errors(errors(float32[name], wanted), wanted)
+        # In a rotated stream the error of the largest channel is in all of them, and of one run
+        # the error of a row is luck: so the worst row of an output is the measure of all.
+        worst = np.full_like(own, own.max())
+        for one in (rotated, *others):
+            judge.compare("basis", name, one[name], wanted, worst)
+
+
+def _exact(path: Path, geometry: Geometry, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """Logits [T, V] and caches [H, T, D] of a graph in float64."""
+    shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
+    inputs = {"input_ids": tokens[None], "past_length": np.zeros(1), "logits_from": np.zeros(1)}
+
+    def given(name: str) -> np.ndarray:
+        if name in shapes:
+            return np.zeros(shapes[name])
+        return inputs[name].astype(np.int64)
+
+    found = {}
+    for name, value in ExactGraph(path).run(given):
+        found[name] = value[0] if name == "logits" else value[0][:, : len(tokens)]
+    return found
+
+
+def _float32(model: Written, ops: str, tokens: np.ndarray) -> dict[str, np.ndarray]:
+    """The same in ONNX Runtime."""
+    actions: list[Action] = [
+        FillNoise(0, model.geometry.capacity), Pass("decoder", tokens, 0), Rows(0, len(tokens))
+    ]  # fmt: skip
+    _, logits, rows = model.decoder_runner(ops).run([], through=actions)
+    names = [name.replace("past_key_values", "present") for name in model.geometry.cache_names()]
+    return {"logits": logits, **dict(zip(names, rows, strict=True))}

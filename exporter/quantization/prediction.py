@@ -1,0 +1,45 @@
+"""Predicted duration of a quantization."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from specedge.bundle.precision import GPTQ
+
+from .experts import opened
+from .matrices import groups
+from .texts import Texts
+from .written import Written
+
+_SIZE = 1024  # of matrices whose product is timed
+_PASSES = 6  # over the report's text: float, two op sets beside float, and two formats
+_GPTQ_SPEED = 0.4  # of a product's operations a second, that GPTQ's small steps reach
+
+
+def seconds(model: Written, texts: Texts, rounding: str) -> float:
+    """Predict the time for calibration, rounding and report, from a product that is timed now."""
+    graph = opened(model.decoder(model.ops[0])).graph
+    calibrated, compared = (sum(map(len, part)) for part in (texts.calibration, texts.report))
+    passes = hessians = rounded = 0.0
+    for group in groups(graph):
+        shapes = [matrix.stored.numbers().shape for matrix in group.matrices]
+        size, width = float(shapes[0][-2]), float(sum(shape[-1] for shape in shapes))
+        passes += 2 * size * width * (calibrated + _PASSES * compared)
+        hessians += 2 * size * size * calibrated
+        rounded += 2 * size * size * (width + size)
+    work = passes
+    if rounding == GPTQ:
+        work += hessians + rounded / _GPTQ_SPEED
+    return work / _operations_a_second()
+
+
+def _operations_a_second() -> float:
+    x = torch.ones(_SIZE, _SIZE)
+    best = float("inf")
+    for _ in range(3):
+        start = time.perf_counter()
+        x @ x
+        best = min(best, time.perf_counter() - start)
+    return 2 * _SIZE**3 / best

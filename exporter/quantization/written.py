@@ -1,0 +1,105 @@
+"""A model that was written and compared, which other graphs are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from specedge.bundle.manifest import Model, signatures
+from specedge.bundle.op_sets import OP_SETS, OPS, attention, cached, computed, is_rounded
+from specedge.bundle.reports import Quantisation
+
+from ..graph import graphs
+from ..graph.graphs import Length, signature_of
+from ..graph.narrowing import narrow, narrow_caches
+from ..graph.weights import STORED
+from ..tracing.geometry import Geometry
+from ..verification.runner import Runner
+
+Report = tuple[Quantisation, tuple[int, ...]]  # and the T whose rows keep their bits
+
+
+@dataclass(frozen=True)
+class Written:
+    """A model of floats, and the folder where it lies.
+
+    `head` [n] are the tokens of its logits where these are not all. In another basis it has the
+    folder where it is as it was exported as `original`. A self-draft is a target's first layers.
+    """
+
+    role: str
+    model: Model
+    folder: Path
+    head: np.ndarray | None = None
+    original: Path | None = None
+    is_self_draft: bool = False
+
+    @property
+    def geometry(self) -> Geometry:
+        model = self.model
+        sizes = model.context_length, model.cache.capacity, model.padded_vocab_size
+        return Geometry(*sizes, model.cache.layers)
+
+    @property
+    def ops(self) -> list[str]:
+        """Its op sets, but for those with a type."""
+        return [ops for ops in OPS if ops in self.model.parity]
+
+    def rounded(self, weights_dtype: str, kinds: Sequence[str]) -> list[str]:
+        """What is made of it: op sets over weights of a type, and with types of their own."""
+        wanted = [*self.ops, *(f"{ops}-{kind}" for kind in kinds for ops in self.ops)]
+        return [ops for ops in wanted if ops in OP_SETS and is_rounded(ops, weights_dtype)]
+
+    @property
+    def lengths(self) -> list[Length]:
+        """Its files, by what they are called in any op set."""
+        return [
+            Length(
+                graph.name,
+                graph.length,
+                graph.signature != "caches_alone",
+                graph.file.rpartition("/")[2].partition(graph.name)[0],
+            )
+            for graph in self.model.graphs
+            if graph.ops == self.ops[0]
+        ]
+
+    def runner(self, folder: Path, ops: str) -> Runner:
+        return Runner(folder, self.lengths, self.geometry, ops)
+
+    def decoder_runner(self, ops: str) -> Runner:
+        """Run the file that the graphs of an op set are made from."""
+        lengths = [one.source for one in self.lengths if one.length is None]
+        return Runner(self.folder, lengths, self.geometry, ops)
+
+    def decoder(self, ops: str) -> Path:
+        """Return the file, for any length, that the graphs of an op set are made from."""
+        (decoder,) = (one for one in self.lengths if one.length is None)
+        return self.folder / decoder.source.file(attention(ops))
+
+    def write(self, made: ir.Model, folder: Path, ops: str) -> None:
+        """Write the files of an op set that was made of a decoder."""
+        if (kind := cached(ops)) != "float32":
+            (narrow if kind == computed(ops) else narrow_caches)(made, STORED[kind][1])
+        graphs.write(made, folder, self.lengths, ops)
+
+    def with_reports(self, reports: dict[str, Report], weights_dtype: str) -> Model:
+        """The manifest with other weights, or further op sets, and what they cost."""
+        model, place = self.model, self.model.weights.rpartition("/")[0]
+        parity, quantisation = dict(model.parity), dict(model.quantisation)
+        entries, known = list(model.graphs), dict(model.signatures)
+        for ops, (report, held) in reports.items():
+            if ops not in parity:
+                entries += [length.entry(place, ops) for length in self.lengths]
+            parity[ops] = replace(parity[attention(ops)], row_independent_lengths=held)
+            quantisation[ops] = report
+            own = signatures(model.cache_of(ops), model.padded_vocab_size)
+            known |= {signature_of(kind, ops): signature for kind, signature in own.items()}
+        return replace(
+            model, weights_dtype=weights_dtype, signatures=known, graphs=tuple(entries),
+            parity=parity, quantisation=quantisation,
+        )  # fmt: skip

@@ -1,0 +1,97 @@
+"""Does the exported graph compute what the PyTorch model computes? Measured on every export."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import onnxruntime
+import onnxscript
+import torch
+import transformers
+
+from specedge.bundle.reports import Parity
+
+from ..progress import Advance
+from . import checks, structure
+from .checks import Check
+from .judgement import Judge, scales
+from .reference import Reference
+from .runner import Fill, Runner
+
+PACKAGES = (torch, transformers, onnx, onnxruntime, onnxscript)
+
+
+def measure(
+    role: str,
+    parts: list[Reference],
+    runner: Runner,
+    tolerance: float | None = None,
+    advance: Advance = lambda amount: None,
+) -> tuple[Parity, list[str]]:
+    """Ask whether the graph is the model, and whether it is as good as float32 can be.
+
+    Also given are the fixed-shape files that have other bits than the decoder's.
+
+    The first in float64. The second by running all files along the same stretches in float32. Of a
+    large model with layers of like form all layers run in one pass of each stretch, compared with
+    PyTorch; then one layer of each form in passes of all kinds, compared with one such pass.
+    Raises ParityError.
+    """
+    runner.check_files()
+    difference, ratio = structure.check(
+        role, runner.path("decoder"), runner.geometry, parts, tolerance
+    )
+    judge = Judge(role, "the exact result", tolerance, ratio=ratio)
+    held, differing = _run(parts, runner, judge, advance)
+    own = [_largest(p.logits_float32, p.logits) for p in parts]
+    caches = [c for p in parts for c in map(_largest, p.caches_float32, p.caches)]
+    parity = Parity(
+        structure_error=difference,
+        logits_error=judge.worst["logits"],
+        cache_error=judge.worst["cache"],
+        float32_logits_error=max(own),
+        float32_cache_error=max(caches),
+        error_ratio=judge.ratio,
+        tolerance=tolerance,
+        logits_std=float(parts[0].logits.std(1).mean()),  # of a row, on average
+        num_positions=sum(len(part.tokens) for part in parts),
+        num_left_out=sum(part.left_out for part in parts),
+        row_independent_lengths=held,
+        versions={package.__name__: package.__version__ for package in PACKAGES},
+    )
+    return parity, differing
+
+
+def _largest(errors: np.ndarray, values: np.ndarray) -> float:
+    """An output's largest error, relative to its largest value; `errors` are so to their rows."""
+    return float((errors * scales(values)).max()) / max(1e-30, float(np.abs(values).max()))
+
+
+def _run(
+    parts: list[Reference], runner: Runner, judge: Judge, advance: Advance
+) -> tuple[tuple[int, ...], list[str]]:
+    """Run everything and judge it: the T whose rows keep their bits, and the files with others."""
+    through: list[Check] = []
+    ways: list[Check] = []
+    if runner.left_out is not None:
+        through = [checks.through(runner, part, judge) for part in parts]
+        parts, ways = map(list, zip(*(checks.own(runner, part) for part in parts), strict=True))
+    differing: list[str] = []
+    held: dict[int, bool] = {}
+    alone = [length for length in runner.lengths.values() if length.length is not None]
+    ways += [checks.stretch(runner, part, judge, alone, differing) for part in parts]
+    ways.append(checks.independence(runner, parts[0].tokens, held))
+    first = parts[0]
+
+    def rows(start: int) -> Fill:
+        return Fill(lambda i: first.caches[i][:, :start])
+
+    ways += [checks.file(length, first.tokens, rows, differing) for length in alone]
+    # All at once, because a model in parts is loaded for each run.
+    each, once = ([a for actions, _ in c for a in actions] for c in (ways, through))
+    results = iter(runner.run(each, advance, once))
+    for actions, decide in (*through, *ways):
+        decide(list(itertools.islice(results, len(actions))))
+    return tuple(length for length, same in held.items() if same), differing

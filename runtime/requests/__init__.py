@@ -1,0 +1,1 @@
+"""Pipeline, requests, streams, slots and statistics."""

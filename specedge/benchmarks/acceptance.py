@@ -1,0 +1,74 @@
+"""alpha the right way: what draft and target say along texts that the target wrote itself.
+
+Leviathan et al. 2023 define alpha as the mean over such positions of the chance that a draft token
+is accepted. Here both models read plain decoding's own tokens and both distributions are compared
+at each place: no speculation is in it, so no K, no drafter and no luck of a test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from specedge.errors import OptionError
+from specedge.options import Sampling
+from specedge.runtime.decoding.model import LanguageModel
+from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.probabilities import choice, probabilities
+from specedge.runtime.sampling.scores import Row, Scores
+
+from ..theory.overlap import acceptance_probability
+
+ROWS = 16  # of logits at a time: a row may have 150,000 columns
+
+
+def acceptances(
+    pipeline: Pipeline, prompt: Sequence[int], text: Sequence[int], sampling: Sampling
+) -> list[float]:
+    """Return the chance that the draft model's token is accepted at each place of a text. [n]
+
+    The sum over tokens of min(t, d); at temperature 0, 1 where both would take the same token and
+    else 0. Where the draft's context ends, so does the list; without a draft model it is empty.
+    Both caches are overwritten.
+    """
+    sizes = pipeline.bundle.draft
+    if pipeline.draft is None or sizes is None:
+        return []
+    model = DraftModel(
+        pipeline.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size
+    )
+    read = [*prompt, *text[:-1]]
+    room = sizes.context_length
+    targets = _rows(pipeline.target, read, len(prompt))
+    drafts = _rows(model.model, model.known(read[:room]), len(prompt))
+    history = History(prompt)
+    found = []
+    for token, target, draft in zip(text, targets, drafts, strict=False):
+        found.append(_chances(target, draft, sampling, history))
+        history.extend([token])
+    return found
+
+
+def _chances(target: Row, draft: Row, sampling: Sampling, history: History) -> float:
+    size = len(target.array())
+    try:
+        if sampling.greedy:
+            chosen = [choice(row, sampling, history) for row in (draft, target)]
+            return float(chosen[0] == chosen[1])
+        drafted = probabilities(draft.array(), sampling, history, draft.ids).row(size)
+    except OptionError:  # the draft knows none of the tokens that the options allow
+        return 0.0
+    wanted = probabilities(target.array(), sampling, history).row(size)
+    return acceptance_probability(wanted, drafted)
+
+
+def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> Iterator[Row]:
+    """The logits after each token, from the prompt's last one on."""
+    start = prompt_length - 1
+    model.truncate(0)
+    model.prefill(tokens[:start])
+    for at in range(start, len(tokens), ROWS):
+        scores = model.forward(tokens[at : at + ROWS])
+        kept = Scores(scores.array().copy(), scores.ids)
+        yield from (kept[i] for i in range(len(tokens[at : at + ROWS])))

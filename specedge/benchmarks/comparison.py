@@ -1,0 +1,147 @@
+"""Plain against speculative decoding of one prompt: the same path, with and without a draft."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from specedge.request import AUTO, Coupling
+from specedge.runtime.planning.plans import PLANNED
+from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.requests.stats import Stats, as_dict
+from specedge.runtime.requests.stream import Generation
+
+from ..theory.formulas import speedup
+from .measure import pace
+from .totals import host_seconds_a_round, seconds_a_draft_pass, seconds_a_target_pass
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Medians over repeats; `speedup` is the median of the paired ratios of seconds a new token,
+    without the prefill, which both share.
+
+    Costs are in seconds of a plain pass of the target, `target_seconds`: of one draft pass, of one
+    verify pass, and of what the host does in a round. None where no draft model ran; without a
+    pass for each draft token there is no prediction.
+    """
+
+    plain: Generation
+    speculative: Generation
+    greedy: bool
+    coupled: bool
+    exact: bool
+    repeats: int
+    num_draft_tokens: int | str
+    plain_seconds: float
+    speculative_seconds: float
+    speedup: float
+    speedup_range: tuple[float, float]
+    predicted_speedup: float | None
+    target_seconds: float
+    draft_cost: float | None
+    verify_cost: float
+    host_cost: float
+
+    @property
+    def same_tokens(self) -> bool:
+        """Return True if both gave the same tokens, as they must at temperature 0, and with Gumbel
+        coupling where passes are pass-length-invariant.
+        """
+        return self.plain.tokens == self.speculative.tokens
+
+    @property
+    def first_difference(self) -> int | None:
+        """The first new token that differs; the length of the shorter text if none before does."""
+        pairs = enumerate(zip(self.plain.tokens, self.speculative.tokens, strict=False))
+        shorter = min(len(self.plain.tokens), len(self.speculative.tokens))
+        found = next((i for i, (one, other) in pairs if one != other), shorter)
+        return None if self.same_tokens else found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values by the API's names."""
+        fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        for name in ("plain", "speculative"):
+            one = fields[name]
+            fields[name] = {
+                "text": one.text,
+                "tokens": one.tokens,
+                "finish_reason": one.finish_reason,
+                "lossy": one.lossy,
+                "stats": as_dict(one.stats),
+                "near_ties": [vars(tie) for tie in one.near_ties],
+            }
+        return fields | {"same_tokens": self.same_tokens}
+
+
+def compare(
+    pipeline: Pipeline, prompt: str | Sequence[int], repeats: int, **request: Any
+) -> Comparison:
+    """Time both, warm, in alternating order, `repeats` times. Takes the options of `generate`."""
+    request["seed"] = 0 if request.get("seed") is None else request["seed"]
+    num_draft_tokens = request.pop("num_draft_tokens", None)
+
+    def run(plain: bool) -> Generation:
+        pipeline.forget()
+        return pipeline.generate(
+            prompt, num_draft_tokens=0 if plain else num_draft_tokens, **request
+        )
+
+    plain, speculative = [run(True)], [run(False)]
+    for i in range(repeats):
+        for first in (True, False) if i % 2 else (False, True):
+            (plain if first else speculative).append(run(first))
+    return _summarise(plain[1:], speculative[1:], request)
+
+
+def _summarise(
+    plain: list[Generation], speculative: list[Generation], request: dict[str, Any]
+) -> Comparison:
+    ratios = [pace(p.stats) / pace(s.stats) for p, s in zip(plain, speculative, strict=True)]
+    base, ours = [one.stats for one in plain], [one.stats for one in speculative]
+    target = median(map(seconds_a_target_pass, base))
+    plain_host = median(map(host_seconds_a_round, base)) / target
+    host = median(map(host_seconds_a_round, ours)) / target
+    exact = median(stats.exact_seconds / stats.num_rounds for stats in ours) / target
+    verify = median(map(seconds_a_target_pass, ours))
+    stats = ours[0]
+    drafts = [seconds for seconds in map(seconds_a_draft_pass, ours) if seconds is not None]
+    draft_cost = median(drafts) / target if stats.num_draft_passes else None
+    predicted = None
+    k = speculative[0].num_draft_tokens
+    if not isinstance(k, int):
+        if speculative[0].drafter in (AUTO, *PLANNED):
+            predicted = speculative[0].expected_speedup
+    elif draft_cost is not None and stats.accepted_over_tested is not None and _is_model(stats):
+        alpha, extra = stats.accepted_over_tested, host + exact
+        predicted = speedup(alpha, k, draft_cost, verify / target, extra) * (1 + plain_host)
+    return Comparison(
+        plain=plain[0],
+        speculative=speculative[0],
+        greedy=not request.get("temperature"),
+        coupled=request.get("coupling") == Coupling.GUMBEL,
+        exact=bool(request.get("exact")),
+        repeats=len(ratios),
+        num_draft_tokens=speculative[0].num_draft_tokens,
+        plain_seconds=median(map(_seconds, plain)),
+        speculative_seconds=median(map(_seconds, speculative)),
+        speedup=median(ratios),
+        speedup_range=(min(ratios), max(ratios)),
+        predicted_speedup=predicted,
+        target_seconds=target,
+        draft_cost=draft_cost,
+        verify_cost=verify / target,
+        host_cost=host,
+    )
+
+
+def _is_model(stats: Stats) -> bool:
+    """Whether each draft token took a pass of its own, as the formula has it."""
+    return stats.num_draft_passes == stats.num_drafted
+
+
+def _seconds(generation: Generation) -> float:
+    return generation.stats.prefill_seconds + generation.stats.decode_seconds

@@ -1,0 +1,280 @@
+"""From a benchmark's runs to its figures: pure arithmetic, so that a test can choose the runs."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from specedge.request import AUTO, PLAIN, DrafterName
+from specedge.runtime.planning.cost_table import Costs, CostTable
+from specedge.runtime.requests.stats import Stats
+
+from ..theory.formulas import run_speedup
+from ..theory.formulas import speedup as theory_speedup
+from .measure import PLAIN_SETTING, Measured, Prompt, Run, Setting
+from .predictions import known_chances, predicted_speedup
+from .totals import (
+    host_seconds_a_round,
+    overall_speedup,
+    seconds_a_draft_pass,
+    seconds_a_target_pass,
+    total_of,
+)
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One setting on one set of prompts.
+
+    `speedup` is the median, over prompts and repeats, of the ratio of plain decoding's seconds a
+    token to the setting's, without the prefill; `low` and `high` are the quartiles, and
+    `request_speedup` counts the prefill. It `loses` where `speedup` is below 1. `overall_speedup`
+    is the ratio of all prompts' seconds together, of the repeats the median: what formulas predict.
+
+    `*_seconds` are seconds a new token, of each prompt the median of its repeats.
+    The four acceptance rates are named as in `runtime.theory`; `alpha` is along the target's own
+    text and the draft model's, whatever the drafter.
+
+    Costs are in plain passes of the target: c of a draft pass, v of a verify pass, o of the host's
+    work a round. A prediction is None where its formula does not hold: `theorem_3_8`, `run_level`
+    and `with_costs` are about a draft model and one K. `run_level` is theorem 3.8 with the tokens a
+    round that the run had in place of E; `with_costs` is E(alpha, K) / (K c + v + o) times a plain
+    round, whose host is not free either. `by_position` takes what positions and passes did in the
+    run itself. `held_out` is what the acceptance of every other prompt says of the rest, for which
+    `held_out_speedup` was measured; its costs are those of `specedge tune` if there are any, else
+    the run's. An error is predicted over measured `overall_speedup`, less 1.
+    """
+
+    set_name: str
+    drafter: str
+    num_draft_tokens: int | str
+    num_prompts: int
+    num_runs: int
+    speedup: float
+    low: float
+    high: float
+    loses: bool
+    request_speedup: float
+    overall_speedup: float
+    seconds_per_token: float
+    draft_seconds: float
+    verify_seconds: float
+    sampling_seconds: float
+    rest_seconds: float
+    num_new_tokens: int
+    num_rounds: int
+    num_draft_passes: int
+    num_target_passes: int
+    tokens_per_round: float
+    alpha: float | None
+    accepted_over_tested: float | None
+    accepted_over_drafted: float | None
+    tokens_over_rows: float | None
+    acceptance_by_position: tuple[float | None, ...]
+    draft_cost: float | None
+    verify_cost: float
+    host_cost: float
+    theorem_3_8: float | None
+    theorem_3_8_error: float | None
+    run_level: float | None
+    run_level_error: float | None
+    with_costs: float | None
+    with_costs_error: float | None
+    by_position: float
+    by_position_error: float
+    held_out: float | None
+    held_out_speedup: float | None
+    held_out_error: float | None
+    loop_share: float
+
+
+def summarise(
+    measured: Measured,
+    prompts: Sequence[Prompt],
+    alphas: Mapping[int, Sequence[float]],
+    table: CostTable | None,
+    greedy: bool,
+) -> list[Figures]:
+    """The figures of every set and setting, plain decoding first.
+
+    `alphas` has, by prompt, the chance at each place of the target's text that a draft token
+    is accepted; `table` is what `specedge tune` measured, if it did.
+    """
+    found: list[Figures] = []
+    for name in dict.fromkeys(prompt.set_name for prompt in prompts):
+        held = [i for i, prompt in enumerate(prompts) if prompt.set_name == name]
+        places = [chance for i in held for chance in alphas.get(i, ())]
+        alpha = fmean(places) if places else None
+        by_setting: dict[Setting, list[Run]] = {one: [] for one, _ in measured.texts}
+        for run in measured.runs:
+            if run.prompt in held:
+                by_setting[run.setting].append(run)
+        plain = by_setting[PLAIN_SETTING]
+        for setting, runs in by_setting.items():
+            texts = [measured.texts[setting, i] for i in held]
+            share = 1 - sum(t.kept for t in texts) / sum(len(t.tokens) for t in texts)
+            lengths = {
+                i: (len(prompts[i].tokens), text.kept) for i, text in zip(held, texts, strict=True)
+            }
+            out = _held_out(setting, plain, runs, held, lengths, table, greedy)
+            found.append(_figures(name, setting, plain, runs, alpha, out, share))
+    return found
+
+
+def losing(figures: Sequence[Figures]) -> list[str]:
+    """A line for each set in which some setting is slower than the target alone."""
+    lines = []
+    for name in dict.fromkeys(one.set_name for one in figures):
+        lost = [one for one in figures if one.set_name == name and one.loses]
+        by_drafter: dict[str, list[str]] = defaultdict(list)
+        for one in lost:
+            by_drafter[one.drafter].append(str(one.num_draft_tokens))
+        tries = [one for one in figures if one.set_name == name and one.drafter != PLAIN]
+        if tries and len(lost) == len(tries):
+            lines.append(f"{name}: speculation LOSES with every setting; use plain decoding")
+        elif lost:
+            named = "; ".join(
+                one if ks == [AUTO] else f"{one} at K = {', '.join(ks)}"
+                for one, ks in by_drafter.items()
+            )
+            lines.append(f"{name}: speculation LOSES with {named}")
+    return lines
+
+
+def _figures(
+    name: str,
+    setting: Setting,
+    plain: Sequence[Run],
+    runs: Sequence[Run],
+    alpha: float | None,
+    held_out: tuple[float, float] | None,
+    loop_share: float,
+) -> Figures:
+    total, base = total_of(runs), total_of(plain)
+    ratios = [run.speedup for run in runs]
+    low, middle, high = (float(q) for q in np.quantile(ratios, (0.25, 0.5, 0.75)))
+    per_round = total.num_new_tokens / total.num_rounds
+    k = setting.num_draft_tokens
+    unit, draft = seconds_a_target_pass(base), seconds_a_draft_pass(total)
+    c = None if draft is None else draft / unit
+    v, o = seconds_a_target_pass(total) / unit, host_seconds_a_round(total) / unit
+    plain_round = 1 + host_seconds_a_round(base) / unit
+    drafting = 0.0 if c is None else c * total.num_draft_passes / total.num_rounds
+    by_position = per_round * plain_round / (drafting + v + o)
+    predicted, out_measured = held_out or (None, None)
+    overall = overall_speedup(runs)
+    return Figures(
+        set_name=name,
+        drafter=setting.drafter,
+        num_draft_tokens=k,
+        num_prompts=len({run.prompt for run in runs}),
+        num_runs=len(runs),
+        speedup=middle,
+        low=low,
+        high=high,
+        loses=middle < 1,
+        request_speedup=median(run.request_speedup for run in runs),
+        overall_speedup=overall,
+        **_of_total(total),
+        alpha=alpha,
+        tokens_over_rows=per_round / (k + 1) if isinstance(k, int) else None,
+        draft_cost=c,
+        verify_cost=v,
+        host_cost=o,
+        **_by_theory(setting, alpha, (c, v, o), plain_round, per_round, overall),
+        by_position=by_position,
+        by_position_error=by_position / overall - 1,
+        held_out=predicted,
+        held_out_speedup=out_measured,
+        held_out_error=_error(predicted, out_measured),
+        loop_share=loop_share,
+    )
+
+
+def _of_total(total: Stats) -> dict[str, Any]:
+    """What the runs of a setting took and did, all together."""
+    tokens = total.num_new_tokens
+    return {
+        "seconds_per_token": total.decode_seconds / tokens,
+        "draft_seconds": total.draft_seconds / tokens,
+        "verify_seconds": total.verify_seconds / tokens,
+        "sampling_seconds": total.sampling_seconds / tokens,
+        "rest_seconds": total.other_seconds / tokens,
+        "num_new_tokens": tokens,
+        "num_rounds": total.num_rounds,
+        "num_draft_passes": total.num_draft_passes,
+        "num_target_passes": total.num_target_passes,
+        "tokens_per_round": tokens / total.num_rounds,
+        "accepted_over_tested": total.accepted_over_tested,
+        "accepted_over_drafted": total.accepted_over_drafted,
+        "acceptance_by_position": tuple(total.acceptance_by_position),
+    }
+
+
+def _by_theory(
+    setting: Setting,
+    alpha: float | None,
+    costs: tuple[float | None, float, float],
+    plain_round: float,
+    tokens_per_round: float,
+    overall: float,
+) -> dict[str, Any]:
+    """What the formulas make of one acceptance rate and the costs c, v and o, and by how much they
+    miss the speed-up; nothing where no draft model drafts a fixed K.
+    """
+    k, (c, v, o) = setting.num_draft_tokens, costs
+    found: dict[str, float | None] = {"theorem_3_8": None, "run_level": None, "with_costs": None}
+    if (
+        setting.drafter == DrafterName.MODEL
+        and isinstance(k, int)
+        and alpha is not None
+        and c is not None
+    ):
+        found["theorem_3_8"] = theory_speedup(alpha, k, c)
+        found["run_level"] = run_speedup(tokens_per_round / (k + 1), k, c, 1.0)
+        found["with_costs"] = theory_speedup(alpha, k, c, v, o) * plain_round
+    return found | {f"{name}_error": _error(value, overall) for name, value in found.items()}
+
+
+def _held_out(
+    setting: Setting,
+    plain: Sequence[Run],
+    runs: Sequence[Run],
+    held: Sequence[int],
+    lengths: Mapping[int, tuple[int, int]],
+    table: CostTable | None,
+    greedy: bool,
+) -> tuple[float, float] | None:
+    """What every other prompt's acceptance says of the rest; and what was measured there."""
+    k = setting.num_draft_tokens
+    if setting.drafter != DrafterName.MODEL or not isinstance(k, int) or len(held) < 2:
+        return None
+    if table is not None and k > table.max_draft_tokens:
+        return None
+    first = {*held[::2]}
+    known = total_of([run for run in runs if run.prompt in first])
+    base = total_of([run for run in plain if run.prompt in first])
+    chances = known_chances(known.acceptance_by_position, known.accepted_over_tested, k)
+    texts = (
+        (new, table.at(length + new // 2, greedy) if table else _run_costs(known, base, k))
+        for length, new in (lengths[prompt] for prompt in held[1::2])
+    )
+    rest = overall_speedup([run for run in runs if run.prompt not in first])
+    return predicted_speedup(chances, texts, greedy), rest
+
+
+def _run_costs(known: Stats, base: Stats, k: int) -> Costs:
+    """Costs by what the runs of one K took; rounds of fewer tokens lie between it and plain."""
+    none, most = (seconds_a_target_pass(one) + host_seconds_a_round(one) for one in (base, known))
+    rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
+    draft = seconds_a_draft_pass(known) or 0.0
+    return Costs(rounds, [draft * i for i in range(k + 1)], 0.0)
+
+
+def _error(predicted: float | None, measured: float | None) -> float | None:
+    return None if predicted is None or measured is None else predicted / measured - 1

@@ -1,0 +1,158 @@
+"""Measurement for `specedge tune`: a loaded pair's costs, and the acceptance of its drafts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import product
+from statistics import fmean
+from typing import cast
+
+import numpy as np
+
+from specedge.errors import ContextLengthError
+from specedge.options import Sampling
+from specedge.request import DrafterName
+from specedge.runtime.backend import self_test
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.decoding.round import Drafter
+from specedge.runtime.drafters.prompt_lookup import Lookup, agreeing
+from specedge.runtime.drafters.suffix import Suffix
+from specedge.runtime.planning import measurement
+from specedge.runtime.planning.measurement import (
+    MIN_CONTEXT,
+    READ_LENGTH,
+    Measurement,
+    Models,
+    Progress,
+)
+from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.sampling.history import History
+from specedge.runtime.text.tokenizing import encode
+
+SECONDS = 3.0  # of sweeps through all passes
+SHORT = 32  # tokens in the caches at the shortest length that is measured
+TEXT_TOKENS, TEXT_SECONDS = 48, 0.8  # of each text that tells the acceptance, whichever is less
+DRAFT_TOKENS = 4
+TEXTS = (
+    "def read_config(path):\n    ",
+    "The history of the city began when",
+    "import os\nimport sys\n\n\nclass Parser:\n    ",
+    "1. First, preheat the oven. 2. Then",
+)
+MODES = {"greedy": 0.0, "sampled": 1.0}
+
+Accepted = dict[str, list[bool]]  # by drafter, whether each token that it tested was accepted
+
+
+def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Measurement:
+    """Measure a full table, at several lengths of the caches, which are overwritten.
+
+    Raises ContextLengthError for a pair in whose context no draft token fits.
+    """
+    context = min(model.context_length for model in pipeline.bundle.models.values())
+    if context < MIN_CONTEXT:
+        raise ContextLengthError(
+            f"tune needs a context of {MIN_CONTEXT} tokens, the pair has {context}, which leaves "
+            "no room for draft tokens; generate decodes without them there"
+        )
+    accepted = _run_texts(pipeline, lambda share: progress(share / 4))
+    bundle, target = pipeline.bundle, cast(OrtModel, pipeline.target)
+    models = Models.of(bundle, target, pipeline.draft)
+    last = max(1, context - READ_LENGTH)
+    try:
+        measured = measurement.measure(
+            models,
+            max(1, pipeline.max_planned_tokens),
+            origin="tune",
+            lengths=(min(SHORT, last), last // 2, last),
+            seconds=SECONDS,
+            on_progress=lambda share: progress((1 + 3 * share) / 4),
+        )
+    finally:
+        pipeline.forget()
+    modes = {
+        mode: replace(
+            measured.costs.mode(mode == "greedy"),
+            acceptance={name: fmean(tests) for name, tests in of_mode.items() if tests},
+        )
+        for mode, of_mode in accepted.items()
+    }
+    costs = replace(
+        measured.costs,
+        greedy=modes["greedy"],
+        sampled=modes["sampled"],
+        exact_length=self_test.longest_exact(target, bundle.target),
+    )
+    return replace(measured, costs=costs)
+
+
+def _run_texts(pipeline: Pipeline, progress: Progress) -> dict[str, Accepted]:
+    """Run built-in texts, with the draft model if there is one; return which tokens were accepted,
+    of it and of copies of the same text, by mode.
+    """
+    found: dict[str, Accepted] = {mode: {} for mode in MODES}
+    runs = list(product(TEXTS, MODES))
+    for i, (text, mode) in enumerate(runs):
+        prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
+        tokens = _run(pipeline, prompt, MODES[mode], i, found[mode])
+        for drafter in _copying():
+            found[mode].setdefault(drafter.name, []).extend(
+                accepted_copies(
+                    drafter, [*prompt, *tokens], len(prompt), pipeline.max_planned_tokens
+                )
+            )
+        progress((i + 1) / len(runs))
+    return found
+
+
+def _run(
+    pipeline: Pipeline, prompt: Sequence[int], temperature: float, seed: int, accepted: Accepted
+) -> list[int]:
+    """Return a request's tokens, as many as fit into a time."""
+    until = time.perf_counter() + TEXT_SECONDS
+    with pipeline.stream(
+        prompt,
+        TEXT_TOKENS,
+        temperature,
+        seed=seed,
+        num_draft_tokens=min(DRAFT_TOKENS, max(1, pipeline.max_planned_tokens)),
+        drafter=DrafterName.SUFFIX if pipeline.draft is None else DrafterName.MODEL,
+        ignore_eos=True,
+    ) as stream:
+        for _ in stream:
+            if time.perf_counter() > until:
+                break
+    if pipeline.draft is None:
+        return stream.generation.tokens
+    stats = stream.stats
+    tests = accepted.setdefault(DrafterName.MODEL, [])
+    tests += [True] * stats.num_accepted + [False] * (stats.num_tested - stats.num_accepted)
+    return stream.generation.tokens
+
+
+def _copying() -> list[Drafter]:
+    """Those that draft from the text, in which every drafter is to begin anew."""
+    return [Lookup(), Suffix(before_model=True)]
+
+
+def accepted_copies(
+    drafter: Drafter, text: Sequence[int], start: int, max_tokens: int
+) -> Iterator[bool]:
+    """Whether each token is accepted that a drafter alone would have tested, had it drafted up to
+    so many a round from `start` on.
+    """
+    at = start
+    while at < len(text):
+        most = min(max_tokens, len(text) - at)
+        copy = drafter.propose(History(text[:at]), most, Sampling(), np.zeros(0)).tokens
+        accepted, tested = agreeing(copy, text[at:])
+        yield from [True] * accepted + [False] * (tested - accepted)
+        at += accepted + 1
+
+
+def _tokens(pipeline: Pipeline, text: str) -> list[int]:
+    """A text's tokens, or any where a tokenizer knows none of it: costs do not depend on them."""
+    ids = encode(pipeline.tokenizer, text)
+    return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]

@@ -1,0 +1,314 @@
+"""The bundle: a folder with `bundle.json`, ONNX graphs, one weights file a model, a tokenizer.
+
+Standard library only. Reading is strict: what comes out has every key, of the right type, no file
+outside the folder, every file of the stated size, and models that agree with each other.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from ..declared import whole
+from ..errors import BundleError
+from ..options import MAX_DRAFT_TOKENS, Filters
+from ..strict_json import LARGEST, JsonError, build, parse, plain, text_of
+from .files import check_inside, sha256, size_inside
+from .gpu_signatures import ONE_CALL
+from .hosts import Hosts
+from .manifest import CURE, File, Model
+from .op_sets import attention
+from .reports import check_line
+
+FORMAT = 9
+WITH_HOSTS = 8  # the first format that has `hosts`
+WITHOUT_DRAFT = 9  # the first format whose `draft` may be null
+FORMATS = (6, 7, 8, FORMAT)  # that are read: 6 has the op sets without a type alone
+MANIFEST = "bundle.json"
+LARGEST_MANIFEST = 16 * 2**20
+LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
+ID_SIZE = 4  # bytes of an id in the id map
+SMALL = 8 * 2**20  # files up to this size are hashed at every load
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """A target, a draft model or None, and what both need, as `bundle.json` states it.
+
+    `folder` is where it lies. A bundle without a draft model drafts from the text itself.
+    `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`. `id_map` is
+    the file that says which tokens the columns of the draft's head are, if it was cut to some.
+    `hosts` is what apps without specedge run, None where there is nothing for them.
+    """
+
+    format: int
+    specedge_version: str
+    num_draft_tokens: int
+    end_tokens: tuple[int, ...]
+    tokenizer: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    default_sampling: Filters
+    target: Model
+    draft: Model | None
+    id_map: str | None
+    hosts: Hosts | None
+    files: dict[str, File]
+    folder: Path = field(default=Path(), init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        check_line("specedge_version", self.specedge_version)
+        whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        for name in self.files:
+            check_inside(name)
+        for key, model in self.models.items():
+            self._check_model(key, model)
+        self._check_columns()
+        for file in self.hosts.files if self.hosts else ():
+            if file not in self.files:
+                raise ValueError(f"hosts names '{file}', which is not among the files")
+        if self.tokenizer not in self.files:
+            raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
+        self._check_draft()
+        if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
+            raise ValueError(f"end_tokens has {bad[0]}, which is not in the vocabulary")
+
+    def _check_draft(self) -> None:
+        if self.draft is None:
+            if self.format < WITHOUT_DRAFT:
+                raise ValueError(f"draft is null, which formats before {WITHOUT_DRAFT} do not have")
+            if self.id_map is not None:
+                raise ValueError("id_map is of the draft's head, and draft is null")
+        elif self.draft.vocab_size > self.target.vocab_size:
+            raise ValueError(
+                f"draft.vocab_size {self.draft.vocab_size} is above target.vocab_size "
+                f"{self.target.vocab_size}"
+            )
+
+    def _check_columns(self) -> None:
+        for key, model in self.models.items():
+            columns, size = model.padded_vocab_size, model.vocab_size
+            if key == "draft" and self.id_map is not None:
+                self._check_map(self.id_map, columns, size)
+            elif size > columns:
+                raise ValueError(f"{key}.vocab_size {size} is above its {columns} columns")
+
+    def _check_map(self, name: str, columns: int, size: int) -> None:
+        if name not in self.files:
+            raise ValueError(f"id_map '{name}' is not among the files")
+        if (found := self.files[name].size) != ID_SIZE * columns:
+            raise ValueError(
+                f"id_map has {found} bytes, {columns} columns need {ID_SIZE * columns}"
+            )
+        if columns > size:
+            raise ValueError(
+                f"draft.padded_vocab_size {columns} is above draft.vocab_size {size}: a cut head "
+                "has no more columns than tokens"
+            )
+
+    def _check_model(self, key: str, model: Model) -> None:
+        for file in (model.weights, *(graph.file for graph in model.graphs)):
+            if file not in self.files:
+                raise ValueError(f"{key} names '{file}', which is not among the files")
+        lengths = {"step": 1, "catchup": 2, "verify": self.num_draft_tokens + 1}
+        for graph in model.graphs:
+            if lengths.get(graph.name, graph.length) != graph.length:
+                raise ValueError(f"{key}: {graph.name} must have length {lengths[graph.name]}")
+            if graph.name in ONE_CALL:
+                drafted = model.signatures[graph.signature].num_drafted
+                if drafted != self.num_draft_tokens:
+                    raise ValueError(
+                        f"{key}: {graph.name} drafts {drafted} tokens, num_draft_tokens is "
+                        f"{self.num_draft_tokens}"
+                    )
+        longest = max(g.length or 0 for g in model.graphs if g.name != "prefill")
+        longest = max(longest, self.num_draft_tokens + 1)
+        need = model.context_length + longest + ("gqa" in map(attention, model.parity))
+        if model.cache.capacity < need:
+            raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
+
+    @property
+    def context_length(self) -> int:
+        """How many tokens a text may have: what the target takes. The draft may take fewer."""
+        return self.target.context_length
+
+    @property
+    def models(self) -> dict[str, Model]:
+        """The models by their role: the target, and the draft if there is one."""
+        return {"target": self.target} | ({"draft": self.draft} if self.draft else {})
+
+    @property
+    def draft_model(self) -> Model:
+        """The draft model of a bundle that has one."""
+        assert self.draft is not None
+        return self.draft
+
+    def path(self, file: str) -> Path:
+        """Where a listed file lies."""
+        return self.folder / file
+
+    def licence_files(self, role: str) -> list[str]:
+        """The listed files that are a model's licence, its notice or its terms of use.
+
+        They lie beside its weights.
+        """
+        folder = self.models[role].weights.rpartition("/")[0]
+        return [
+            name
+            for name in self.files
+            if name.rpartition("/")[0] == folder and LICENCE_FILE.match(name.rpartition("/")[2])
+        ]
+
+    @property
+    def shares_weights(self) -> bool:
+        """Whether the draft reads the target's weights file, as the target's own layers do."""
+        return self.draft is not None and self.draft.weights == self.target.weights
+
+    @classmethod
+    def read(cls, folder: Path) -> Bundle:
+        """Read and check everything but the hashes of `large_files`."""
+        folder = Path(folder)
+        try:
+            bundle = cls.from_json(_manifest_text(folder)).at(folder)
+        except FormatError as error:
+            raise BundleError(f"{folder / MANIFEST}: {error}") from error
+        except (JsonError, UnicodeDecodeError) as error:
+            raise BundleError(f"{folder / MANIFEST}: {error}; {CURE}") from error
+        for name, file in bundle.files.items():
+            bundle._check_size(name, file)
+            if file.size <= SMALL:
+                bundle.check_hash(name)
+        if bundle.draft is not None:
+            bundle.ids_of(bundle.draft)
+        return bundle
+
+    def ids_of(self, model: Model) -> tuple[int, ...] | None:
+        """The tokens that the columns of a model's logits are, ascending, where its head was cut.
+
+        Otherwise None: column j is token j.
+        """
+        if self.id_map is None or model is not self.draft:
+            return None
+        path = self.path(self.id_map)
+        try:
+            ids = unpack_ids(path.read_bytes())
+        except OSError as error:
+            raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
+        if any(a >= b for a, b in itertools.pairwise(ids)):
+            raise BundleError(f"{path}: its ids do not ascend; {CURE}")
+        if ids[0] < 0 or ids[-1] >= model.vocab_size:
+            raise BundleError(
+                f"{path}: its ids are not all from 0 and below {model.vocab_size}; {CURE}"
+            )
+        return ids
+
+    @classmethod
+    def from_json(cls, text: str) -> Bundle:
+        """The manifest alone, without looking at any file."""
+        value = parse(text)
+        if isinstance(value, dict) and value.get("format") not in FORMATS:
+            raise FormatError(_other_format(value.get("format")))
+        if isinstance(value, dict) and value["format"] < WITH_HOSTS:
+            if "hosts" in value:
+                raise JsonError("key 'hosts' is unknown")
+            value["hosts"] = None
+        return build(cls, value)
+
+    def to_json(self) -> str:
+        """The manifest's text."""
+        value = plain(self)
+        if self.format < WITH_HOSTS:
+            del value["hosts"]
+        return text_of(value) + "\n"
+
+    def digest(self) -> str:
+        """What it is: the SHA-256 of its manifest, which has those of all other files."""
+        return sha256(self.path(MANIFEST))
+
+    def at(self, folder: Path) -> Bundle:
+        """The same bundle in a folder."""
+        bundle = replace(self)
+        object.__setattr__(bundle, "folder", folder)
+        return bundle
+
+    def large_files(self) -> list[str]:
+        """The files whose hashes `read` left unchecked."""
+        return [name for name, file in self.files.items() if file.size > SMALL]
+
+    def check_hash(self, name: str, progress: Callable[[int], None] | None = None) -> None:
+        """Hash one file and compare; `progress` is told how many bytes each step read."""
+        try:
+            found = sha256(self.path(name), progress)
+        except OSError as error:
+            raise BundleError(f"{self.path(name)}: {error.strerror}; {CURE}") from error
+        if found != self.files[name].sha256:
+            raise BundleError(f"{self.path(name)}: its SHA-256 is not the one listed; {CURE}")
+
+    def _check_size(self, name: str, file: File) -> None:
+        path = self.path(name)
+        try:
+            size = size_inside(self.folder, path)
+        except OSError as error:
+            raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
+        if size != file.size:
+            raise BundleError(f"{path}: has {size} bytes, {MANIFEST} lists {file.size}; {CURE}")
+
+
+def oldest_format(draft: Model | None) -> int:
+    """Return the oldest format that has what a new bundle needs, so that older readers take it."""
+    return WITHOUT_DRAFT if draft is None else WITH_HOSTS
+
+
+def pack_ids(ids: Sequence[int]) -> bytes:
+    """An id map's file: 32-bit integers, little endian."""
+    return struct.pack(f"<{len(ids)}i", *ids)
+
+
+def unpack_ids(data: bytes) -> tuple[int, ...]:
+    """The ids of such a file."""
+    return struct.unpack(f"<{len(data) // ID_SIZE}i", data)
+
+
+def _manifest_text(folder: Path) -> str:
+    path = folder / MANIFEST
+    try:
+        size = size_inside(folder, path)
+        if size > LARGEST_MANIFEST:
+            raise BundleError(
+                f"{path}: has {size} bytes, at most {LARGEST_MANIFEST} are read; {CURE}"
+            )
+        with path.open(encoding="utf-8") as file:
+            return file.read()
+    except UnicodeDecodeError:
+        raise
+    except (OSError, ValueError) as error:  # a NUL in a path is a ValueError
+        raise BundleError(_unreadable(folder, error)) from error
+
+
+class FormatError(JsonError):
+    """A manifest of another format; the message says what to do."""
+
+
+def _other_format(found: object) -> str:
+    """Why a manifest of another format is not read."""
+    if type(found) is not int:
+        return f"format must be {FORMAT}; {CURE}"
+    cure = "export the pair again" if 0 < found < FORMAT else "use the specedge that wrote it"
+    shown = found if abs(found) <= LARGEST else "a huge number"
+    *some, last = map(str, FORMATS)
+    return f"format is {shown}, this specedge reads {', '.join(some)} and {last}; {cure}"
+
+
+def _unreadable(folder: Path, error: Exception) -> str:
+    if os.path.isfile(folder):
+        return f"{folder} is a file; name the folder of a bundle made by 'specedge export'"
+    if not os.path.exists(folder):
+        return f"no bundle at {folder}: there is no such folder; name one made by 'specedge export'"
+    if isinstance(error, FileNotFoundError):
+        return f"{folder} has no {MANIFEST}; name a folder made by 'specedge export'"
+    return f"{folder / MANIFEST}: {getattr(error, 'strerror', None) or error}; {CURE}"

@@ -1,0 +1,247 @@
+"""Golden transcripts: what every host of a bundle's round graphs has to write, token for token.
+
+Prompts and seeds are drawn until no decision is near: a host whose logits differ in their last
+bits, as those of another version of ONNX Runtime may, writes the same tokens. K draft tokens.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import count, islice
+from typing import Any
+
+from specedge.bundle import Bundle
+from specedge.errors import PromptError
+from specedge.options import Sampling
+from specedge.runtime.backend.ort import onnxruntime
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.model import LanguageModel
+from specedge.runtime.decoding.randomness import uniforms
+from specedge.runtime.decoding.round import Drafter
+from specedge.runtime.decoding.timing import Stopwatch
+from specedge.runtime.decoding.verify import Draft, Verdict, verify
+from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.exactness.margins import Judged, Shares, draw_margin, greedy_margin, shares
+from specedge.runtime.planning.choices import PLAIN
+from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.requests.loading import load
+from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.sampling.distribution import Floats
+from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.scores import Row, Scores
+from specedge.runtime.text.tokenizing import decode
+
+from ..benchmarks.prompts import SETS
+
+LENGTH = 32  # new tokens
+MAX_TRIES = 64
+SETTINGS = (
+    Sampling(),
+    Sampling(),
+    Sampling(temperature=0.8, top_k=20),
+    Sampling(temperature=1.0, top_k=20, top_p=0.9),
+    Sampling(temperature=1.0, top_k=20, min_p=0.05, repetition_penalty=1.2),
+)
+# Ten times how far float logits of ONNX Runtime 1.28 and 1.32 were apart, as measured by
+# tools/measure_versions.py. Integers had the same bits from 1.30 on; where a byte rounds otherwise
+# they are apart by 0.3, which no transcript can bear.
+LEAST_MARGIN = 6e-4
+_NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+@dataclass(frozen=True)
+class Transcript:
+    """A request and what is written. `num_accepted` and `margins` have an entry a round.
+
+    A margin is how far all logits may move before any decision of the round could turn.
+    """
+
+    prompt: str
+    prompt_tokens: list[int]
+    num_draft_tokens: int
+    max_new_tokens: int
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    seed: int
+    tokens: list[int]
+    num_accepted: list[int]
+    text: str
+    margins: list[float]
+
+
+def transcripts(bundle: Bundle, ks: Sequence[int]) -> str:
+    """The text of golden.json: for each K every one of `SETTINGS`.
+
+    Raises SpecEdgeError where the bundle cannot be loaded here.
+    """
+    pipeline = load(bundle.folder)
+    made = [_best(pipeline, k, i) for k in ks for i in range(len(SETTINGS))]
+    value = {
+        "onnxruntime": str(onnxruntime().__version__),
+        "transcripts": [asdict(transcript) for transcript in made],
+    }
+    return json.dumps(value, ensure_ascii=False, indent=1) + "\n"
+
+
+def _best(pipeline: Pipeline, k: int, index: int) -> Transcript:
+    """The first transcript of some settings whose margins are wide, else the longest beginning
+    that has such.
+    """
+    sampling, longest = SETTINGS[index], (0, "", list[int](), 0)
+    for prompt, tokens, seed in islice(_requests(pipeline, index), MAX_TRIES):
+        length = min(LENGTH, pipeline.bundle.context_length - len(tokens))
+        made = _written(pipeline, prompt, tokens, k, sampling, seed, length)
+        if made.margins[-1] > LEAST_MARGIN:
+            return made
+        wide = sum(n + 1 for n in made.num_accepted[:-1])
+        longest = max(longest, (wide, prompt, tokens, seed))
+    length, prompt, tokens, seed = longest
+    return _written(pipeline, prompt, tokens, k, sampling, seed, max(1, length))
+
+
+def _requests(pipeline: Pipeline, index: int) -> Iterator[tuple[str, list[int], int]]:
+    """Prompts and seeds to try: at temperature 0 one prompt after the other, else one seed."""
+    texts = [text for texts in SETS.values() for text in texts]
+    texts = texts[index:] + texts[:index]
+    if SETTINGS[index].greedy:
+        texts += [text[len(text) // 3 :] for text in texts]
+        yield from ((*_short(pipeline, text), 0) for text in texts)
+        return
+    prompt, tokens = _short(pipeline, texts[0])
+    yield from ((prompt, tokens, seed) for seed in count(index))
+
+
+def _short(pipeline: Pipeline, text: str) -> tuple[str, list[int]]:
+    """A beginning of a text that leaves half the context, and its tokens."""
+    while True:
+        tokens = pipeline.prompts.tokens(text)
+        if len(tokens) <= max(1, min(64, pipeline.bundle.context_length // 2)):
+            return text, tokens
+        if len(text) < 2:
+            raise PromptError(f"no prompt is as short as {pipeline.bundle.context_length} tokens")
+        text = text[: len(text) // 2]
+
+
+def _written(
+    pipeline: Pipeline,
+    prompt: str,
+    tokens: list[int],
+    k: int,
+    sampling: Sampling,
+    seed: int,
+    length: int,
+) -> Transcript:
+    """The runtime's own text for a request, and the margins of its rounds, up to the first that is
+    not wide.
+    """
+    bundle = pipeline.bundle
+    listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
+    drafter: Drafter = _NoDrafts()
+    if sizes := bundle.draft:
+        drafter = DraftModel(
+            listener, context_length=sizes.context_length, vocab_size=sizes.vocab_size
+        )
+    decoder = SpeculativeDecoder(pipeline.target, Fixed(drafter, k), Stopwatch())
+    decoder.judge = listener.judge
+    new: list[int] = []
+    accepted: list[int] = []
+    for round_ in decoder.rounds(tokens, sampling, seed, length):
+        new += round_.tokens
+        accepted.append(round_.num_accepted)
+        if ends := [i for i, token in enumerate(new) if token in bundle.end_tokens]:
+            new = new[: ends[0] + 1]
+            break
+        if listener.margins[-1] <= LEAST_MARGIN:
+            break
+    new = new[:length]
+    settings: dict[str, Any] = {name: getattr(sampling, name) for name in _NAMES}
+    return Transcript(
+        prompt=prompt,
+        prompt_tokens=tokens,
+        num_draft_tokens=k,
+        max_new_tokens=length,
+        seed=seed,
+        tokens=new,
+        num_accepted=accepted,
+        text=decode(pipeline.tokenizer, new),
+        margins=listener.margins,
+        **settings,
+    )
+
+
+class _NoDrafts:
+    """Drafter of rounds without a draft model: it proposes nothing."""
+
+    name = PLAIN
+
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        return Draft([])
+
+    def truncate(self, length: int) -> None:
+        """Keep nothing."""
+
+
+class _Listener:
+    """A draft model that remembers the rows it gave in a round, and a judge that finds the round's
+    margin of them. Without a `model` it only judges.
+    """
+
+    def __init__(self, model: LanguageModel | None, k: int, seed: int, vocab_size: int) -> None:
+        self._model, self._k, self._seed, self._vocab_size = model, k, seed, vocab_size
+        self._rows: list[Row] = []
+        self.margins: list[float] = []
+        if model is not None:
+            self.prefill, self.reuse, self.truncate = model.prefill, model.reuse, model.truncate
+
+    @property
+    def length(self) -> int:
+        assert self._model is not None
+        return self._model.length
+
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+        assert self._model is not None
+        scores = self._model.forward(tokens, num_rows)
+        row = scores[-1]
+        self._rows.append(Row(row.array().copy(), row.ids))
+        return scores
+
+    def judge(
+        self,
+        draft: Draft,
+        scores: Scores,
+        sampling: Sampling,
+        history: History,
+        tests: Floats,
+        last: float,
+    ) -> Verdict:
+        verdict = verify(draft, scores, sampling, history, tests, last)
+        rows, self._rows = self._rows, []
+        assert len(rows) == len(draft.tokens)
+        texts = [history.then(draft.tokens[:i]) for i in range(len(rows) + 1)]
+        steps = list(zip(rows, texts[:-1], strict=True))
+        if sampling.greedy:
+            judged = [(scores[i], texts[i]) for i in range(verdict.num_accepted + 1)]
+            found = [greedy_margin(row, sampling, text) for row, text in steps + judged]
+            self.margins.append(min(found))
+            return verdict
+        temperature = sampling.temperature
+        draws = uniforms(self._seed, len(self.margins) * (2 * self._k + 1), len(rows))
+        drafted = [self._shares(row, text, sampling) for row, text in steps]
+        found = [
+            min(one.cut, draw_margin(one.probs, float(draw), temperature))
+            for one, draw in zip(drafted, draws, strict=True)
+        ]
+        targets = [self._shares(scores[i], text, sampling) for i, text in enumerate(texts)]
+        judging = Judged(draft.tokens, drafted, targets, tests, last, temperature)
+        self.margins.append(min([*found, judging.margin(verdict)]))
+        return verdict
+
+    def _shares(self, row: Row, text: History, sampling: Sampling) -> Shares:
+        return shares(row, sampling, text, self._vocab_size)

@@ -1,0 +1,249 @@
+"""The bundle's files and graphs: hashes, and what of the parity report can be measured again.
+
+PyTorch and the checkpoint are not here, so how far a graph is from them stays recorded. What is
+measured: whether rows depend on how many share a pass, whether both op sets agree, and whether the
+graphs of fixed shapes agree with the one for any length.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specedge.bundle import Bundle
+from specedge.bundle.manifest import PREFILL_LENGTH, Graph, Model, chunk_length
+from specedge.errors import BundleError, DeviceError
+from specedge.runtime.backend.onnx_model import OrtModel
+
+from .budget import Budget
+from .cached import Array
+from .noise import Difference, distance, row_differences, size
+from .report import FAILED, PASSED, SHORT, Finding
+
+Open = Callable[[Model, str, str], OrtModel]
+Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
+
+_ERRORS = (
+    "structure_error",
+    "logits_error",
+    "cache_error",
+    "float32_logits_error",
+    "float32_cache_error",
+)
+
+
+def files(bundle: Bundle, budget: Budget) -> Finding:
+    """Hash every file, however long it takes."""
+    total = sum(file.size for file in bundle.files.values())
+    problems: list[str] = []
+
+    def show_progress(num_bytes: int) -> None:
+        _ = budget.left  # asking tells whoever watches
+
+    for name in bundle.files:
+        try:
+            bundle.check_hash(name, show_progress)
+        except BundleError as error:
+            problems.append(str(error))
+    what = f"{len(bundle.files)} files, {total / 1e6:.1f} MB"
+    facts = {"num_files": len(bundle.files), "bytes": total, "num_bad": len(problems)}
+    if problems:
+        summary = f"{len(problems)} of {what}, are not as listed"
+        return Finding("files", FAILED, summary, tuple(problems), facts)
+    return Finding("files", PASSED, f"{what}: every SHA-256 is as listed", (), facts)
+
+
+def graphs(bundle: Bundle, op_set: Callable[[Model], str], open_: Open, budget: Budget) -> Finding:
+    """Compare the graphs with each other, first those of the op set that is run; one is loaded at a
+    time.
+    """
+    found = _Comparison(open_, budget)
+    wanted = {}
+    for role, model in bundle.models.items():
+        own = op_set(model)
+        graph = open_(model, own, "decoder")
+        found.rows(role, model, own, graph)
+        wanted[role] = _run(graph, model, own)
+        del graph
+    for role, model in bundle.models.items():
+        own = op_set(model)
+        found.fixed(role, model, own, wanted[role])
+        for other in (name for name in model.parity if name != own):
+            found.other_ops(role, model, (own, other), wanted[role])
+    if found.missing:
+        found.lines.append(f"too little time to compare {', '.join(found.missing)}")
+        found.facts["not_compared"] = found.missing
+    lines = tuple(found.problems + found.lines)
+    if found.problems:
+        return Finding("graphs", FAILED, found.problems[0], lines[1:], found.facts)
+    if found.short:
+        return Finding("graphs", SHORT, "not one pass of each length", lines, found.facts)
+    summary = "they agree with each other" + (
+        ", and rows keep their bits as recorded"
+        if found.as_recorded
+        else ", but rows depend on the pass more than recorded: near-ties may be decided otherwise"
+    )
+    return Finding("graphs", PASSED, summary, lines, found.facts)
+
+
+@dataclass
+class _Comparison:
+    """What the check of one bundle's graphs gathers."""
+
+    open_: Open
+    budget: Budget
+    lines: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    short: bool = False
+    as_recorded: bool = True
+
+    def rows(self, role: str, model: Model, ops: str, graph: OrtModel) -> None:
+        """Row independence now against recorded."""
+        tokens, parity = _tokens(model), model.parity[ops]
+        recorded = [t for t in parity.row_independent_lengths if t <= len(tokens)]
+        verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
+        lengths = sorted({*recorded, *range(1, min(verify, len(tokens)) + 1)})
+        found = row_differences(graph, tokens, lengths, self.budget.share(0.25))
+        same = [t for t, difference in found.items() if difference.relative == 0]
+        worst = max((d.relative for d in found.values()), default=0.0)
+        self.short |= len(found) < len(lengths)
+        self.as_recorded &= set(recorded) <= set(same)
+        self.facts[role] = {
+            "ops": ops,
+            "recorded_row_independent": recorded,
+            "row_independent": same,
+            "relative_difference": worst,
+            **{f"recorded_{name}": getattr(parity, name) for name in _ERRORS},
+        }
+        passes = sum(difference.num_passes for difference in found.values())
+        self.lines.append(
+            f"{role} ({ops}): the same bits for passes of {_list(same)} rows ({passes} passes; "
+            f"recorded {_list(recorded)}){_differing(found)}"
+        )
+        self.lines.append(
+            f"{role} ({ops}): recorded at export, not measured here: {model.parity_line(ops)}"
+        )
+        if not worst <= allowed(model, ops):
+            self.problems.append(
+                f"{role} ({ops}): rows differ by {worst:.1e} of the largest value between passes "
+                f"of different lengths, allowed is {allowed(model, ops):.0e}"
+            )
+
+    def other_ops(
+        self, role: str, model: Model, ops: tuple[str, str], wanted: dict[str, Outputs]
+    ) -> None:
+        """The op set that is not run, against the one that is."""
+        own, other = ops
+        if self.budget.over:
+            self.missing.append(f"{role}'s {other} graphs")
+            return
+        try:
+            graph = self.open_(model, other, "decoder")
+        except DeviceError as error:
+            self.lines.append(f"{role}: not compared: {error}")
+            return
+        others = _run(graph, model, other)
+        del graph
+        relative = _relative(others["decoder"], wanted["decoder"])
+        self.facts[role][f"relative_difference_to_{other}"] = relative
+        line = (
+            f"{role}: {other} differs from {own} by up to {relative:.1e} of the largest value of "
+            f"logits or cache, allowed {allowed(model, *ops):.0e}"
+        )
+        (self.lines if relative <= allowed(model, *ops) else self.problems).append(line)
+        self.fixed(role, model, other, others)
+
+    def fixed(self, role: str, model: Model, ops: str, wanted: dict[str, Outputs]) -> None:
+        """The graphs of fixed shapes against the one for any length."""
+        found: dict[str, float] = {}
+        for entry in _fixed_shapes(model, ops):
+            if self.budget.over:
+                self.missing.append(f"{role}'s {entry.name} ({ops})")
+                continue
+            outputs = _passes(self.open_(model, ops, entry.name), model, entry, _tokens(model))
+            found[entry.name] = _relative(outputs, wanted[entry.name])
+            gc.collect()  # a session holds its weights
+        if not found:
+            return
+        self.facts[role][f"fixed_shapes_{ops}"] = found
+        same = [name for name, relative in found.items() if relative == 0]
+        line = f"{role} ({ops}): fixed shapes with the bits of decoder: {', '.join(same) or 'none'}"
+        if others := {name: relative for name, relative in found.items() if relative != 0}:
+            line += "; differing, in shares of the largest value: " + ", ".join(
+                f"{name} {relative:.1e}" for name, relative in others.items()
+            )
+        good = all(relative <= allowed(model, ops) for relative in found.values())
+        (self.lines if good else self.problems).append(line)
+
+
+def allowed(model: Model, *ops: str) -> float:
+    """How far two graphs that are each as good as float32 can be are apart at most, relative to
+    the largest value."""
+    return sum(model.bound(name) for name in (ops * 2)[:2])
+
+
+def _tokens(model: Model) -> list[int]:
+    """A text of any tokens; the graphs are to agree on all. As many as the longest pass has, and
+    as two of the longest fixed shape.
+    """
+    longest = max(2 * PREFILL_LENGTH, chunk_length(model.cache.capacity))
+    count = min(longest, model.context_length)
+    return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]
+
+
+def _differing(found: dict[int, Difference]) -> str:
+    others = {t: d for t, d in found.items() if d.relative != 0}
+    if not others:
+        return ""
+    worst = max(d.relative for d in others.values())
+    return f"; for {_list(list(others))} they differ by up to {worst:.1e} of the largest value"
+
+
+def _fixed_shapes(model: Model, ops: str) -> list[Graph]:
+    return [g for g in model.graphs if g.ops == ops and g.length is not None]
+
+
+def _run(graph: OrtModel, model: Model, ops: str) -> dict[str, Outputs]:
+    """What `decoder` makes of all tokens, and of the passes of each fixed shape, by its name."""
+    tokens = _tokens(model)
+    graph.truncate(0)
+    outputs: dict[str, Outputs] = {
+        "decoder": (graph.forward(tokens).array().copy(), graph.cache_rows(0, len(tokens)))
+    }
+    for entry in _fixed_shapes(model, ops):
+        outputs[entry.name] = _passes(graph, model, entry, tokens)
+    return outputs
+
+
+def _passes(graph: OrtModel, model: Model, entry: Graph, tokens: list[int]) -> Outputs:
+    """Two passes of a fixed length, one after the other."""
+    assert entry.length is not None
+    count = max(1, min(2, len(tokens) // entry.length)) * entry.length
+    fed = (tokens * entry.length)[:count]
+    logits = []
+    graph.truncate(0)
+    for start in range(0, count, entry.length):
+        part = fed[start : start + entry.length]
+        if model.signatures[entry.signature].logits:
+            logits.append(graph.forward(part).array().copy())
+        else:
+            graph.prefill(part)
+    return np.concatenate(logits) if logits else None, graph.cache_rows(0, count)
+
+
+def _relative(found: Outputs, wanted: Outputs) -> float:
+    """The largest difference, each output's relative to its own largest value."""
+    pairs = [*zip(found[1], wanted[1], strict=True)]
+    if found[0] is not None and wanted[0] is not None:
+        pairs.append((found[0], wanted[0]))
+    return max(distance(a, b) / size(b) for a, b in pairs)
+
+
+def _list(lengths: list[int]) -> str:
+    return ", ".join(map(str, lengths)) or "no"

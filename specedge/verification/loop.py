@@ -1,0 +1,247 @@
+"""Checks that leave nothing to chance: caches after rollbacks, a self-draft, greedy text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from specedge.options import MAX_DRAFT_TOKENS, Sampling
+from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.round import Round
+from specedge.runtime.drafters.suffix import Suffix
+
+from .budget import Budget
+from .cached import Cached
+from .noise import distance, size
+from .report import FAILED, PASSED, SHORT, Finding
+from .subject import ROWS, Subject
+
+LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check says nothing
+NUM_RUNS = 4
+
+
+def caches(subject: Subject, budget: Budget) -> Finding:
+    """Rows after rollbacks over other tokens, against those of a straight run."""
+    problems, lines, facts = [], [], {}
+    short = False
+    models = {"target": subject.parts.target(subject.target), "draft": subject.draft}
+    for role in subject.roles:
+        model = models[role]
+        text = subject.text(role)
+        runs = 0
+        worst = 0.0
+        for seed in range(NUM_RUNS):
+            if budget.over:
+                break
+            worst = max(worst, _after_rollbacks(model, text, subject.num_draft_tokens + 1, seed))
+            runs += 1
+        limit = subject.tolerance if subject.noise.get(role) else 0.0
+        facts[role] = {"num_texts": runs, "num_tokens": len(text), "relative_difference": worst}
+        short |= not runs
+        if worst > limit:
+            problems.append(
+                f"{role}: after rollbacks its logits or cache rows are off by {worst:.1e} of the "
+                "largest value"
+            )
+        elif runs:
+            what = "the same bits" if worst == 0 else f"within {worst:.1e} of the largest value"
+            lines.append(f"{role}: {runs} texts of {len(text)} tokens, {what}")
+    if problems:
+        return Finding("caches", FAILED, problems[0], tuple(problems[1:] + lines), facts)
+    if short:
+        return Finding("caches", SHORT, "not one text of each model", tuple(lines), facts)
+    summary = "after rollbacks logits and cache rows are those of a straight run"
+    return Finding("caches", PASSED, summary, tuple(lines), facts)
+
+
+def _after_rollbacks(model: Cached, text: list[int], most: int, seed: int) -> float:
+    """The largest relative difference after rounds as a decoder has them: some tokens of the
+    text, then others that are rolled back."""
+    random = np.random.default_rng(seed)
+    model.truncate(0)
+    straight = model.forward(text).array().copy()
+    straight_rows = model.cache_rows(0, len(text))
+    model.truncate(0)
+    at, worst = 0, 0.0
+    while at < len(text):
+        total = min(int(random.integers(1, most + 1)), len(text) - at)
+        kept = int(random.integers(1, total + 1))
+        others = [text[int(i)] for i in random.integers(len(text), size=total - kept)]
+        logits = model.forward([*text[at : at + kept], *others]).array()[:kept]
+        worst = max(worst, distance(logits, straight[at : at + kept]) / size(straight))
+        at += kept
+        model.truncate(at)
+    rows = model.cache_rows(0, len(text))
+    return max(worst, *(distance(a, b) / size(b) for a, b in zip(rows, straight_rows, strict=True)))
+
+
+def self_draft(subject: Subject, budget: Budget) -> Finding:
+    """The target as its own draft: every round must take all that was drafted."""
+    twin = subject.target.twin()
+    k = subject.num_draft_tokens
+    decoder = subject.decoder(k, draft=twin, draft_sizes=subject.sizes["target"])
+    count = min(ROWS, subject.sizes["target"].context_length // 2)
+    facts, lines = {}, []
+    rejected = tested = 0
+    short = False
+    for temperature in (0.0, 1.0):
+        rounds: list[Round] = []
+        prompt = list(subject.prompts[0].tokens[-count:])
+        for round_ in decoder.rounds(prompt, Sampling(temperature), 0, count):
+            rounds.append(round_)
+            if budget.over:
+                break
+        drafted = sum(r.num_drafted for r in rounds)
+        accepted = sum(r.num_accepted for r in rounds)
+        rejected, tested = rejected + drafted - accepted, tested + drafted
+        num_tokens = sum(len(r.tokens) for r in rounds)
+        short |= num_tokens < min(LEAST_TOKENS, count)
+        facts[f"temperature_{temperature:g}"] = {
+            "num_rounds": len(rounds), "num_drafted": drafted, "num_accepted": accepted,
+        }  # fmt: skip
+        lines.append(
+            f"temperature {temperature:g}: {accepted} of {drafted} draft tokens are accepted, "
+            f"{num_tokens} tokens in {len(rounds)} rounds"
+        )
+    # Where logits depend on how many rows share a pass, a near-tie may fall otherwise.
+    if rejected > (tested // 50 if subject.noise.get("target") else 0):
+        summary = f"the target rejected {rejected} of {tested} tokens that it drafted itself"
+        return Finding("self-draft", FAILED, summary, tuple(lines), facts)
+    if short:
+        return Finding("self-draft", SHORT, "too few tokens", tuple(lines), facts)
+    summary = f"the target accepts all that it drafts itself, K + 1 = {k + 1} tokens a round"
+    return Finding("self-draft", PASSED, summary, tuple(lines), facts)
+
+
+@dataclass
+class _Greedy:
+    """What the comparison of greedy texts gathers."""
+
+    num_texts: int = 0
+    by_k: dict[int, int] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    near_ties: list[str] = field(default_factory=list)
+    smallest_margin: float = math.inf
+    num_positions: int = 0
+
+
+def greedy(subject: Subject, budget: Budget) -> Finding:
+    """Speculative text at temperature 0 against the target alone, one row a pass, no loop of ours.
+
+    A difference is allowed at a near-tie only: where the two largest logits are no further apart
+    than twice the noise of this device.
+    """
+    ks = subject.greedy_ks
+    # Without a draft model texts are drafted as requests are.
+    copies = "draft" not in subject.roles
+    decoders = {
+        k: subject.decoder(k, drafter=Suffix() if copies else None)
+        for k in ks
+        if k <= MAX_DRAFT_TOKENS
+    }
+    found = _Greedy(by_k=dict.fromkeys(decoders, 0))
+    for prompt in subject.greedy_prompts:
+        if budget.over:
+            break
+        room = subject.sizes["target"].context_length - len(prompt.tokens)
+        tokens = list(prompt.tokens)
+        plain = _target_alone(subject, tokens, min(ROWS, room), budget)
+        ties = _near_ties(subject, found, prompt.name, tokens, plain)
+        for k, decoder in decoders.items():
+            if budget.over:
+                break
+            # As a request's, the first pass reads the prompt's end, where that is allowed.
+            subject.target.truncate(max(0, len(tokens) - ROWS))
+            text = _tokens(decoder, tokens, len(plain), budget)
+            found.by_k[k] += _compare(found, f"{prompt.name}, K = {k}", text, plain, ties)
+        found.num_texts += 1
+    return _greedy_finding(subject, found)
+
+
+def _greedy_finding(subject: Subject, found: _Greedy) -> Finding:
+    facts: dict[str, Any] = {
+        "num_prompts": found.num_texts,
+        "num_tokens_by_k": {str(k): count for k, count in found.by_k.items()},
+        "noise": subject.noise.get("target", 0.0),
+        "near_ties": found.near_ties,
+        "smallest_margin": found.smallest_margin,
+        "differences": found.problems,
+    }
+    lines = [
+        f"tokens compared by K: {', '.join(f'{k}: {n}' for k, n in found.by_k.items())}",
+        f"near-ties: {len(found.near_ties)} of {found.num_positions} positions, where the two "
+        "largest logits are within twice this device's noise of "
+        f"{subject.noise.get('target', 0.0):.1e}",
+        f"the closest two logits are {found.smallest_margin:.1e} apart",
+        *found.near_ties[:10],
+    ]
+    if found.problems:
+        summary = f"{len(found.problems)} texts differ from the target's own"
+        return Finding("greedy", FAILED, summary, tuple(found.problems[:10] + lines), facts)
+    if min(found.by_k.values()) < LEAST_TOKENS:
+        return Finding("greedy", SHORT, "too few tokens for some K", tuple(lines), facts)
+    summary = (
+        f"{sum(found.by_k.values())} tokens over {found.num_texts} prompts and "
+        f"{len(found.by_k)} K are the target's own"
+    )
+    return Finding("greedy", PASSED, summary, tuple(lines), facts)
+
+
+def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budget) -> list[int]:
+    """The likeliest token, again and again: plain decoding as a reader would write it."""
+    model = subject.target
+    model.truncate(0)
+    model.prefill(prompt[:-1])
+    tokens = [prompt[-1]]
+    for _ in range(count):
+        tokens.append(int(model.forward([tokens[-1]])[-1].largest(1)[0][0]))
+        if budget.over and len(tokens) > 8:
+            break
+    return tokens[1:]
+
+
+def _near_ties(
+    subject: Subject, found: _Greedy, name: str, prompt: list[int], plain: list[int]
+) -> set[int]:
+    """Where a text's two largest logits are within the noise."""
+    logits = subject.scores_after("target", prompt, plain).array()
+    top = np.partition(logits, -2, axis=1)[:, -2:]
+    margins = np.abs(top[:, 1] - top[:, 0])
+    found.num_positions += len(margins)
+    found.smallest_margin = min(found.smallest_margin, float(margins.min()))
+    ties = {int(i) for i in np.flatnonzero(margins <= 2 * subject.noise.get("target", 0.0))}
+    for i in sorted(ties):
+        found.near_ties.append(f"{name}, new token {i}: the two are {margins[i]:.1e} apart")
+    return ties
+
+
+def _compare(
+    found: _Greedy, what: str, text: Iterable[int], plain: list[int], ties: set[int]
+) -> int:
+    """How many tokens of one prompt at one K are plain decoding's; after a near-tie texts may go
+    apart.
+    """
+    at = 0
+    for token in text:
+        if token != plain[at]:
+            if at not in ties:
+                found.problems.append(f"{what}, new token {at}: {token} instead of {plain[at]}")
+            break
+        at += 1
+    return at
+
+
+def _tokens(
+    decoder: SpeculativeDecoder, prompt: list[int], count: int, budget: Budget
+) -> Iterator[int]:
+    """Up to so many tokens of a greedy text, while there is time."""
+    left = count
+    for round_ in decoder.rounds(prompt, Sampling(), 0, count):
+        yield from round_.tokens[:left]
+        left -= len(round_.tokens)
+        if left <= 0 or budget.over:
+            return

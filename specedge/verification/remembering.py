@@ -1,0 +1,77 @@
+"""A model whose rows are kept, so that thousands of short texts cost few passes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+
+from specedge.runtime.decoding.model import LanguageModel, shared_beginning
+from specedge.runtime.sampling.distribution import Floats, Ids
+from specedge.runtime.sampling.scores import Scores
+
+MOST_BYTES = 256 * 2**20
+
+Text = tuple[int, ...]
+
+
+class Remembering:
+    """A model that keeps its rows by the text before them; `inner` runs only what is new.
+
+    A row after `horizon` tokens or more decides a token that will be cut off: it is all zeros.
+    """
+
+    def __init__(self, inner: LanguageModel) -> None:
+        self.horizon = sys.maxsize
+        self._inner = inner
+        self._tokens: list[int] = []
+        self._rows: dict[Text, Floats] = {}
+        self._bytes = 0
+        self._num_columns = 0
+        self._ids: Ids | None = None
+
+    @property
+    def length(self) -> int:
+        return len(self._tokens)
+
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+        self._tokens += tokens
+        start = len(self._tokens) - (len(tokens) if num_rows is None else num_rows)
+        keys = [tuple(self._tokens[: i + 1]) for i in range(start, len(self._tokens))]
+        needed = [key for key in keys if len(key) < self.horizon]
+        kept = list(itertools.takewhile(self._rows.__contains__, needed))
+        rows = [self._rows[key] for key in kept]
+        if len(kept) < len(needed):
+            rows += self._computed(needed[len(kept) :])
+        rows += [np.zeros(self._num_columns, np.float32)] * (len(keys) - len(needed))
+        return Scores(np.stack(rows), self._ids)
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        self.truncate(shared_beginning(self._tokens, tokens))
+        return self.length
+
+    def truncate(self, length: int) -> None:
+        del self._tokens[length:]
+
+    def refresh(self) -> None:
+        """Let the inner model read all anew; what is remembered stays."""
+        self._inner.truncate(0)
+
+    def _computed(self, keys: list[Text]) -> list[Floats]:
+        """The rows after texts that grow by a token each, in one pass."""
+        text, start = keys[-1], len(keys[0]) - 1
+        kept = self._inner.reuse(text[:start])
+        self._inner.prefill(text[kept:start])
+        scores = self._inner.forward(text[start:])
+        rows, self._ids = [row.copy() for row in scores.array()], scores.ids
+        self._num_columns = len(rows[0])
+        for key, row in zip(keys, rows, strict=True):
+            if self._bytes + row.nbytes <= MOST_BYTES:
+                self._rows[key] = row
+                self._bytes += row.nbytes
+        return rows

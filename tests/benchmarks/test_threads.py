@@ -1,0 +1,80 @@
+"""The number of threads that tune makes the default, and who heeds it."""
+
+import subprocess
+import sys
+
+import pytest
+
+from specedge.benchmarks import threads
+from specedge.bundle import store
+from specedge.runtime.backend import sessions
+from specedge.runtime.requests import loading
+
+pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+
+
+@pytest.fixture(autouse=True)
+def _no_pool(monkeypatch):
+    monkeypatch.setattr(sessions, "_pool_threads", [])
+
+
+class Loaded:
+    def __init__(self, count):
+        self.count = count
+        self.bundle = self.tokenizer = self.target = self.draft = None
+
+
+@pytest.mark.parametrize(
+    ("seconds", "best"),
+    [({4: 1.0, 2: 0.8, 1: 0.9}, 2), ({4: 1.0, 2: 0.99, 1: 1.5}, None), ({4: 1, 2: 2, 1: 3}, None)],
+)
+def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seconds, best):
+    monkeypatch.setattr(threads, "cpu_count", lambda: 4)
+    monkeypatch.setattr(loading, "load", lambda bundle, threads, ops: Loaded(threads))
+    monkeypatch.setattr(threads, "_seconds", lambda loaded, text, k: seconds[loaded.count])
+    assert threads.fastest(store.embedded(), "auto") == best
+
+
+def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(monkeypatch):
+    monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
+    monkeypatch.setattr(threads, "cpu_count", lambda: 1)
+    assert threads.fastest(store.embedded(), "auto") is None
+    monkeypatch.setattr(threads, "cpu_count", lambda: 4)
+    monkeypatch.setattr(threads, "LARGE", 1)
+    assert threads.fastest(store.embedded(), "auto") is None
+    monkeypatch.setattr(threads, "LARGE", 10**9)
+    monkeypatch.setattr(sessions, "_pool_threads", [None])
+    assert threads.fastest(store.embedded(), "auto") is None
+
+
+def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
+    """In a process of its own: in this one sessions may share a pool."""
+    code = """if True:
+        import dataclasses
+        from specedge.bundle import store
+        from specedge.runtime.requests import loading
+        from specedge.runtime.backend import sessions
+        loaded = loading.load(store.embedded(), threads=1)
+        table = dataclasses.replace(loaded.costs.table, origin="tune", threads=1)
+        loaded.costs.remember_as_default(table)
+        opened, real = [], sessions.Device.open
+        sessions.Device.open = lambda device, path: opened.append(device) or real(device, path)
+        assert loading.load(store.embedded()).costs.table == table
+        assert [(device.threads, device.usual) for device in opened[-2:]] == [(None, 1)] * 2
+        loading.load(store.embedded(), threads=1)
+        assert [(device.threads, device.usual) for device in opened[-2:]] == [(1, None)] * 2
+        """
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_number_that_nobody_asked_for_gives_way_to_a_pool_that_is_there():
+    code = """if True:
+        from specedge.bundle import store
+        from specedge.bundle import Bundle
+        from specedge.runtime.backend.sessions import Device
+        bundle = Bundle.read(store.embedded())
+        path = bundle.path(bundle.draft.graph("step", "onnx").file)
+        Device(share_threads=True).open(path)
+        Device(share_threads=True, usual=1).open(path)
+        """
+    subprocess.run([sys.executable, "-c", code], check=True)

@@ -1,0 +1,50 @@
+"""Which packages bring ONNX Runtime."""
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from distributions import install, only
+from specedge.diagnosis import packages, plug_in, providers
+from specedge.diagnosis.machine import Machine
+
+PROJECT = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text("utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "is_old"),
+    [
+        ("onnxruntime", "1.29.1", True),
+        ("onnxruntime", "1.30.0", False),
+        ("onnxruntime-gpu", "1.30.2", True),
+        ("onnxruntime-gpu", "1.31.0", False),
+        ("onnxruntime-gpu", "1.100.0", False),
+        ("onnxruntime-directml", "1.24.0", True),
+    ],
+)
+def test_what_is_too_old(tmp_path, monkeypatch, name, version, is_old):
+    install(tmp_path, name, version)
+    only(monkeypatch, tmp_path)
+    (one,) = packages.runtimes()
+    assert (one.name, one.version, one.is_old) == (name, version, is_old)
+    found = [finding for finding in Machine().findings if "older than" in finding.what]
+    assert [f.fix for f in found] == [f'pip install --upgrade "{name}>={one.floor}"'] * is_old
+
+
+def test_floors_are_the_projects():
+    extras = PROJECT["project"]["optional-dependencies"]
+    assert f"onnxruntime>={packages.FLOORS['onnxruntime']}" in extras["cpu"]
+    assert f"onnxruntime-gpu[cuda]>={packages.FLOORS['onnxruntime-gpu']}" in extras["gpu"]
+    assert any(providers.BRINGS["libnvinfer"] in one for one in extras["tensorrt"])
+
+
+def test_packages_beside_onnx_runtime_are_not_it(tmp_path, monkeypatch):
+    install(tmp_path, "onnxruntime-extensions", "0.15", "onnxruntime_extensions")
+    install(tmp_path, "onnxruntime-genai", "0.18", "onnxruntime_genai")
+    install(tmp_path, packages.PLUG_IN, "0.5.0", plug_in.MODULE)
+    install(tmp_path, "ort-nightly-gpu", "1.33.0.dev20261101")
+    (tmp_path / "broken.dist-info").mkdir()
+    only(monkeypatch, tmp_path)
+    assert [str(one) for one in packages.runtimes()] == ["ort-nightly-gpu 1.33.0.dev20261101"]
+    assert packages.related()[packages.PLUG_IN] == "0.5.0"

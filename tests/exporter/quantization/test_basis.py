@@ -1,0 +1,157 @@
+"""Graphs in another basis compute the same function."""
+
+import json
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+
+from architectures import ARCHITECTURES
+from checkpoints import make_model
+from comparing import traced
+from specedge.errors import ParityError
+from specedge.exporter.quantization import basis, rotation
+from specedge.exporter.quantization.matrices import embeddings, groups
+from specedge.exporter.quantization.rotation import Rotation
+from specedge.exporter.verification.exact_graph import ExactGraph
+
+ROTATED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "gemma", "smollm3", "granite")
+NOT_ROTATED = {
+    "gpt2": "Gather writes to the residual stream",
+    "gemma2": "a norm writes to the residual stream",
+    "gemma3_text": "a norm writes to the residual stream",
+    "olmo2": "MatMul reads the residual stream",
+    "mixtral": "has other readers",
+}
+
+
+@pytest.mark.parametrize("size", [1, 7, 64, 96, 576, 640, 2048])
+def test_a_rotation_is_orthogonal_and_mixes_every_channel(size):
+    matrix = Rotation(size).apply(torch.eye(size))
+    torch.testing.assert_close(matrix @ matrix.T, torch.eye(size).double(), atol=1e-12, rtol=0)
+    torch.testing.assert_close(Rotation(size).undo(matrix), torch.eye(size).double())
+    assert float(matrix.abs().max()) <= 1.5 / size**0.5
+
+
+def test_a_hadamard_matrix_is_its_own_inverse():
+    x = torch.randn(3, 128, dtype=torch.float64)
+    torch.testing.assert_close(rotation.in_blocks(rotation.in_blocks(x, 32), 32), x)
+
+
+def with_gains(model):
+    """The model with vectors of all sizes, which a new one has at 1 and 0."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1:
+                noise = torch.rand(parameter.shape)
+                parameter.copy_(0.1 * noise if name.endswith("bias") else 0.5 + noise)
+    return model
+
+
+class Changed:
+    """A model's decoders in another basis."""
+
+    def __init__(self, model, folder, ops="onnx", change=lambda basis_: basis_):
+        folder.mkdir()
+        self.before = traced(with_gains(model), folder, ops)
+        self.folder = folder.with_name("changed")
+        self.folder.mkdir()
+        path = self.before.path("decoder")
+        self.basis = change(basis.choose([ir.load(path).graph], set()))
+        model = ir.load(path)
+        with basis.Store(self.folder) as store:
+            basis.change(model, self.basis, set(), store)
+            ir.save(model, self.folder / path.name)
+        self.path = self.folder / path.name
+        self.graph = ir.load(self.path).graph
+
+    def outputs(self, path):
+        shapes = dict(
+            zip(
+                self.before.geometry.cache_names(), self.before.geometry.cache_shapes(), strict=True
+            )
+        )
+        inputs = {"input_ids": np.arange(12)[None], "past_length": [0], "logits_from": [0]}
+
+        def given(name):
+            return np.zeros(shapes[name]) if name in shapes else np.array(inputs[name], np.int64)
+
+        return dict(ExactGraph(path).run(given))
+
+    def difference(self):
+        """Return the largest relative difference from the outputs in the original basis."""
+        before, after = (self.outputs(path) for path in (self.before.path("decoder"), self.path))
+        assert before.keys() == after.keys()
+        return max(
+            float(np.abs(after[name] - value).max() / np.abs(value).max())
+            for name, value in before.items()
+        )
+
+
+@pytest.fixture
+def changed(tmp_path):
+    return lambda kind, **options: Changed(
+        make_eager(ARCHITECTURES[kind][1]()), tmp_path / "before", **options
+    )
+
+
+def make_eager(config):
+    model = make_model(config)
+    model.set_attn_implementation("eager")
+    return model
+
+
+@pytest.mark.parametrize("kind", [*ROTATED, *NOT_ROTATED])
+def test_a_graph_in_another_basis_computes_the_same(changed, kind):
+    found = changed(kind)
+    assert (found.basis.rotation is not None) is (kind in ROTATED)
+    assert NOT_ROTATED.get(kind, "") in found.basis.reason
+    assert found.difference() < 2e-5
+
+
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+def test_norms_of_a_rotated_graph_have_no_gain_and_its_head_is_a_matrix_of_its_own(changed, ops):
+    graph = changed("llama", ops=ops).graph
+    norms = [node for node in graph if node.op_type == basis.NORM]
+    assert all((node.inputs[1].const_value.numpy() == 1).all() for node in norms)
+    places = [stored.place for _, stored in embeddings(graph)]
+    assert places[0] not in {m.place for group in groups(graph) for m in group.matrices}
+
+
+def test_what_a_nonlinearity_makes_is_multiplied_with_a_hadamard_matrix(changed):
+    graph = changed("llama").graph
+    blocks = [node for node in graph if node.outputs[0].name.endswith(".hadamard")]
+    assert len(blocks) == 2  # layers
+
+
+def test_a_tied_head_that_cannot_be_rotated_stays_tied(changed):
+    graph = changed("gpt2").graph
+    places = [stored.place for _, stored in embeddings(graph)]
+    assert places[0] in {m.place for group in groups(graph) for m in group.matrices}
+
+
+def test_a_decoder_says_how_it_is_rotated(changed):
+    found = changed("llama")
+    properties = {
+        p.key: p.value for p in onnx.load(found.path, load_external_data=False).metadata_props
+    }
+    assert Rotation(**json.loads(properties[basis.PROPERTY])) == found.basis.rotation
+
+
+def test_channels_of_all_sizes_are_spread(changed):
+    """The largest weight of a column is nearer to its mean than before."""
+    torch.manual_seed(0)
+    rows = torch.randn(4, 576)
+    rows[:, 5] *= 50
+    before, after = (x.abs().amax(1) / x.square().mean(1).sqrt() for x in (
+        rows.double(), Rotation(576).apply(rows)))  # fmt: skip
+    assert (after < 0.4 * before).all()
+
+
+def test_a_wrong_rotation_is_refused(changed, monkeypatch):
+    monkeypatch.setattr(Rotation, "undo", lambda self, x: self.apply(x))
+    with pytest.raises(ParityError, match="rotated back it is off"):
+        changed("llama")

@@ -1,0 +1,119 @@
+"""Integers as compilers of engines take them: the same numbers, by DequantizeLinear alone."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto
+
+from quantised import Made
+from specedge.errors import DeviceError
+from specedge.exporter import export
+from specedge.exporter.quantization import rounding
+from specedge.runtime.backend.model_session import choose_ops
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.sessions import Device
+
+QDQ = "onnx-qdq"
+INTEGERS = {TensorProto.INT4, TensorProto.INT8, TensorProto.UINT8}
+TOKENS = [5, 6, 7, 8, 300, 12]
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        ("gpt2", "int4"),  # a tied table of bytes
+        pytest.param(("llama", "int8"), marks=pytest.mark.slow),
+        pytest.param(("llama", "int8-block"), marks=pytest.mark.thorough),
+        pytest.param(("llama", "int4"), marks=pytest.mark.thorough),
+        pytest.param(("gpt2", "int8"), marks=pytest.mark.thorough),
+    ],
+    ids="-".join,
+)
+def made(request, tmp_path_factory):
+    kind, precision = request.param
+    folder = tmp_path_factory.mktemp("qdq")
+    return Made(folder, kind, draft="self:1", precision=precision, compute="qdq")
+
+
+def graphs(made):
+    """Every graph of the op set, without its weights."""
+    for model in made.bundle.models.values():
+        for graph in model.graphs:
+            if graph.ops == QDQ:
+                yield onnx.load(made.bundle.path(graph.file), load_external_data=False).graph
+
+
+def test_nothing_but_dequantize_linear_reads_integers(made):
+    for graph in graphs(made):
+        stored = {t.name for t in graph.initializer if t.data_type in INTEGERS}
+        assert stored
+        readers = [node for node in graph.node if stored & {*node.input}]
+        assert {node.op_type for node in readers} == {"DequantizeLinear"}
+        assert not any(node.domain for node in graph.node)
+
+
+def test_each_product_is_of_16_bits_and_of_a_widened_matrix(made):
+    for graph in graphs(made):
+        types = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
+        made_by = {name: node for node in graph.node for name in node.output}
+        # A Hadamard matrix in front of a product is no weight.
+        products = [n for n in graph.node if n.op_type == "MatMul" and "hadamard" not in n.input[1]]
+        assert products
+        for node in products:
+            matrix = made_by[node.input[1]]
+            while matrix.op_type == "Transpose":
+                matrix = made_by[matrix.input[0]]
+            assert matrix.op_type == "DequantizeLinear"
+            assert types[node.input[0]] == types[node.input[1]] == TensorProto.FLOAT16
+
+
+def test_logits_are_those_of_the_sets_for_the_cpu_but_for_what_rounds_inputs(made):
+    device = fitting(made.bundle.models.values(), Device())  # products of bytes saturate on some
+    for model in made.bundle.models.values():
+        plain, qdq = (OrtModel(made.bundle, model, device, ops) for ops in ("onnx", QDQ))
+        wanted, found = (one.forward(TOKENS).array() for one in (plain, qdq))
+        off = np.linalg.norm(found - wanted) / np.linalg.norm(wanted)
+        assert off < 0.06, off
+        report = model.quantisation[QDQ]
+        assert report.perplexity == pytest.approx(model.quantisation["onnx"].perplexity, rel=0.02)
+
+
+def test_there_is_one_such_op_set_and_it_is_for_engines_alone(made):
+    for model in made.bundle.models.values():
+        assert [*model.parity] == ["onnx", "gqa", QDQ]
+        names = {graph.name for graph in model.graphs if graph.ops == QDQ}
+        assert names == {"decoder", "step", "catchup", "verify", "prefill"}
+        for device in ("rtx", "tensorrt:1"):
+            assert choose_ops(model, "auto", Device(device)) == QDQ
+        with pytest.raises(DeviceError, match="cuda runs none of onnx, gqa, onnx-qdq of its op"):
+            choose_ops(model, "auto", Device("cuda"))
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("shape", [(64, 6), (80, 5), (33, 3)])
+def test_signed_blocks_are_the_numbers_of_blocks(bits, shape):
+    weights = torch.from_numpy(np.random.default_rng(0).standard_normal(shape, np.float32))
+    blocks = rounding.blocks(weights, bits)
+    found = rounding.signed(blocks, bits, shape[0])
+    values = found.values.astype(np.int16)
+    if bits == 4:
+        values = np.stack([values & 15, values >> 4], -1).reshape(-1)[: np.prod(shape)]
+        values = np.where(values > 7, values - 16, values).reshape(shape)
+    assert values.shape == shape
+    whole = values * found.scales.repeat(rounding.BLOCK, 0)[: shape[0]]
+    assert np.abs(whole - weights.numpy()).max() < (0.5 if bits == 4 else 0.02)
+    assert found.scales.shape == (-(-shape[0] // rounding.BLOCK), shape[1])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({}, "compute qdq is for weights that are integers; give a precision of int8, "),
+        ({"precision": "int4", "ops": "gqa"}, "compute qdq needs the op set onnx"),
+    ],
+)
+def test_what_has_no_integers_or_another_attention_is_refused(tmp_path, options, said):
+    with pytest.raises(ValueError, match=said):
+        export("a", "b", tmp_path / "out", compute="qdq", **options)

@@ -1,0 +1,69 @@
+"""The precision of a draft that nobody named: the fastest of those that are accepted as often."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import specedge
+from quantised import PROMPTS, Made
+from specedge.exporter.quantization import drafting
+from specedge.exporter.quantization.drafting import Candidate
+
+
+def candidate(precision, sampled, greedy, seconds):
+    return Candidate(precision, Path(precision), None, None, sampled, greedy, seconds)
+
+
+@pytest.mark.parametrize(
+    ("int4", "int8", "best"),
+    [
+        ((0.80, 0.70, 0.3), (0.79, 0.70, 0.5), "int4"),
+        ((0.71, 0.70, 0.3), (0.79, 0.70, 0.5), "int8"),
+        ((0.80, 0.60, 0.3), (0.79, 0.70, 0.5), "int8"),
+        ((0.10, 0.10, 0.3), (0.10, 0.10, 0.5), "fp32"),
+        ((0.80, 0.70, 1.3), (0.79, 0.70, 1.1), "fp32"),
+    ],
+)
+def test_the_fastest_is_taken_that_keeps_nine_tenths_of_both_acceptances(int4, int8, best):
+    found = [candidate("fp32", 0.8, 0.7, 1.0), candidate("int4", *int4), candidate("int8", *int8)]
+    assert drafting._best(found).precision == best
+
+
+def test_a_draft_without_a_precision_is_judged_by_its_target_and_leaves_no_other(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(drafting, "LEAST_PARAMETERS", 0)
+
+    def timed(found):
+        for one, seconds in zip(found, (3.0, 2.0, 1.0), strict=True):
+            one.seconds = seconds
+
+    monkeypatch.setattr(drafting, "_time", timed)
+    made = Made(tmp_path, "llama", ops="onnx")
+    assert made.bundle.draft.weights_dtype == "int8"
+    (said,) = (note for note in made.progress.notes if note.startswith("draft: int8 ("))
+    assert "a pass 0.33 of its own type's" in said
+    assert {path.name for path in made.bundle.folder.iterdir() if path.is_dir()} == {
+        "draft",
+        "target",
+    }
+    plain = made.pipeline.generate(PROMPTS[0], 40, num_draft_tokens=0, ignore_eos=True)
+    found = made.pipeline.generate(PROMPTS[0], 40, num_draft_tokens=4, ignore_eos=True)
+    assert found.tokens == plain.tokens
+    assert found.stats.num_accepted > 20  # the target's own weights
+
+
+def test_passes_are_timed_and_acceptances_are_those_of_both_models_logits(tmp_path, monkeypatch):
+    monkeypatch.setattr(drafting, "LEAST_PARAMETERS", 0)
+    monkeypatch.setattr(drafting, "SECONDS", 0.0)
+    seen = []
+    monkeypatch.setattr(drafting, "_best", lambda found: seen.extend(found) or found[0])
+    made = Made(tmp_path, "gpt2", ops="onnx", precision="fp32")
+    assert made.bundle.draft.weights_dtype == made.bundle.target.weights_dtype == "float32"
+    assert [one.precision for one in seen] == ["fp32", "int4", "int8"]
+    assert seen[0].sampled == pytest.approx(1, abs=1e-5)
+    assert seen[0].greedy == 1
+    assert 0.5 < seen[1].sampled < seen[2].sampled < 1
+    assert all(0 < one.seconds < np.inf for one in seen)
+    assert specedge.load(made.bundle.folder).generate("a", 4).tokens

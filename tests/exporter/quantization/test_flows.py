@@ -1,0 +1,139 @@
+"""No size goes through attention where something else would see it."""
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from comparing import model_of, traced
+from specedge.exporter.graph.nodes import constant, insert
+from specedge.exporter.quantization import flows, routes
+from specedge.exporter.quantization.matrices import groups
+
+ATTENTION = {"onnx": "Attention", "gqa": "GroupQueryAttention"}
+WIDTH = 32  # of v: 2 heads of 16
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
+    """Of each op set a graph of a llama with 4 heads in 2 groups."""
+    model = model_of("llama")
+    return {ops: traced(model, tmp_path_factory.mktemp(ops), ops) for ops in ATTENTION}
+
+
+@pytest.fixture(params=ATTENTION)
+def graph(request, written):
+    graph = ir.load(written[request.param].path("decoder")).graph
+    assert through(graph) is not None
+    return graph
+
+
+def through(graph):
+    """The route of the first output projection, whose group is the second."""
+    return routes.route(groups(graph)[1])
+
+
+def first(graph, *types):
+    return next(node for node in graph if node.op_type in types)
+
+
+def attention(graph):
+    return first(graph, *ATTENTION.values())
+
+
+def written_to(graph):
+    """The node and input by which v comes into its cache."""
+    node = attention(graph)
+    return (node, 2) if node.op_type == ATTENTION["gqa"] else (node.inputs[2].producer(), 1)
+
+
+def put(node, index, op_type, *more):
+    """A node before an input of another."""
+    value = node.inputs[index]
+    found = insert(node, op_type, [value, *more], f"{value.name}.{op_type}", value)
+    node.replace_input_with(index, found)
+
+
+def read(graph, value):
+    """Let the caller read something that is made of a value."""
+    node = ir.node("Abs", [value])
+    node.outputs[0].name = "read"
+    graph.append(node)
+    graph.outputs.append(node.outputs[0])
+
+
+def test_the_product_is_read_twice(graph):
+    read(graph, flows.origin(groups(graph)[1].value).outputs[0])
+    assert through(graph) is None
+
+
+def test_the_caller_reads_the_product(graph):
+    graph.outputs.append(flows.origin(groups(graph)[1].value).outputs[0])
+    assert through(graph) is None
+
+
+def test_what_attention_gives_is_read_twice(graph):
+    read(graph, attention(graph).outputs[0])
+    assert through(graph) is None
+
+
+def test_another_layer_reads_the_cache(graph):
+    (cache,) = (value for value in graph.outputs if value.name == "present.0.value")
+    read(graph, cache)
+    assert through(graph) is None
+
+
+def test_something_else_reads_the_cache_as_it_was(graph):
+    (cache,) = (value for value in graph.inputs if value.name == "past_key_values.0.value")
+    read(graph, cache)
+    assert through(graph) is None
+
+
+def test_the_cache_is_not_the_callers(graph):
+    graph.outputs[:] = [value for value in graph.outputs if value.name != "present.0.value"]
+    assert through(graph) is None
+
+
+def test_v_is_k_too(graph):
+    node = attention(graph)
+    node.replace_input_with(1, node.inputs[2])
+    assert through(graph) is None
+
+
+@pytest.mark.parametrize("op_type", ["Relu", "Identity"])
+def test_a_node_that_is_not_known_lies_before_the_cache_or_behind_attention(graph, op_type):
+    put(*written_to(graph), op_type)
+    assert through(graph) is None
+    second = groups(graph)[5]
+    assert routes.route(second) is not None
+    put(second.matrices[0].node, 0, op_type)
+    assert routes.route(second) is None
+
+
+def test_a_norm_of_v(graph):
+    value = written_to(graph)[0].inputs[written_to(graph)[1]]
+    weight = constant(graph, np.ones(value.shape[-1], np.float32), "weight")
+    put(*written_to(graph), "RMSNormalization", weight)
+    assert through(graph) is None
+
+
+def test_heads_that_are_made_of_rows(written):
+    graph = ir.load(written["onnx"].path("decoder")).graph
+    turned = written_to(graph)[0].inputs[1].producer()
+    dims = constant(graph, np.array([1, 2, -1, 16]), "dims")
+    turned.inputs[0].producer().replace_input_with(1, dims)
+    turned.outputs[0].replace_all_uses_with(turned.inputs[0])
+    assert through(graph) is None
+
+
+@pytest.mark.parametrize("ops", ATTENTION)
+def test_a_bias_goes_with_its_matrix_but_not_one_behind_the_heads(written, ops):
+    graph = ir.load(written[ops].path("decoder")).graph
+    product = flows.origin(groups(graph)[1].value)
+    bias = constant(graph, np.ones((1, 1, WIDTH), np.float32), "bias")
+    for user, index in list(product.outputs[0].uses()):
+        put(user, index, "Add", bias)
+    kinds = [type(part).__name__ for part in through(graph).parts]
+    assert kinds == ["Columns", "Vector"]
+    size = written_to(graph)[0].inputs[written_to(graph)[1]].shape[-1]
+    put(*written_to(graph), "Add", constant(graph, np.ones(size, np.float32), "late"))
+    assert through(graph) is None

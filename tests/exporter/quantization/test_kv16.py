@@ -1,0 +1,90 @@
+"""Op sets that compute as the model does, with caches in float16."""
+
+import onnx
+import pytest
+from click.testing import CliRunner
+from onnx import TensorProto
+
+import specedge
+from quantised import PROMPTS, Made, check_greedy
+from specedge.bundle.op_sets import OPS
+from specedge.cli.inspect import inspect
+from specedge.cli.verify import verify
+from specedge.errors import BundleError
+from specedge.runtime.requests.loading import memory_of
+
+SETS = [f"{ops}-kv16" for ops in OPS]
+CASES = [
+    ("llama", "int8"),
+    pytest.param(("gpt2", "fp32"), marks=pytest.mark.slow),
+    pytest.param(("llama", "fp32"), marks=pytest.mark.thorough),
+    pytest.param(("gpt2", "int4"), marks=pytest.mark.thorough),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def made(request, tmp_path_factory):
+    kind, precision = request.param
+    folder = tmp_path_factory.mktemp("cached")
+    return Made(folder, kind, draft="self:1", precision=precision, cache="fp16")
+
+
+def test_each_op_set_has_one_with_smaller_caches_beside_it(made):
+    for model in made.bundle.models.values():
+        assert list(model.parity) == [*OPS, *SETS]
+        for ops in SETS:
+            assert 2 * model.cache_of(ops).size == model.cache.size
+            report = model.quantisation[ops]
+            assert report.num_tokens > 1000
+            assert 0 < report.error < 0.2
+            assert "with caches in float16" in model.parity_line(ops)
+
+
+def test_caches_alone_are_in_16_bits(made):
+    model = made.bundle.target
+    for plain, ops in zip(OPS, SETS, strict=True):
+        graph, before = (
+            onnx.load(made.bundle.path(model.graph("decoder", one).file), load_external_data=False)
+            for one in (ops, plain)
+        )
+        types = {v.name: v.type.tensor_type.elem_type for v in graph.graph.value_info}
+        caches = [v for v in graph.graph.output if v.name != "logits"]
+        assert {v.type.tensor_type.elem_type for v in caches} == {TensorProto.FLOAT16}
+        products = [node for node in graph.graph.node if "MatMul" in node.op_type]
+        assert TensorProto.FLOAT16 not in {types.get(n.input[0]) for n in products}
+        wanted = [node.op_type for node in before.graph.node if "MatMul" in node.op_type]
+        assert [node.op_type for node in products] == wanted
+
+
+def test_their_rows_keep_their_bits(made):
+    made.check_rows()
+
+
+def test_greedy_text_over_them_is_that_of_plain_decoding_over_them(made):
+    for ops in SETS:
+        pipeline = specedge.load(made.bundle.folder, ops=ops)
+        assert pipeline.target.ops == pipeline.draft.ops == ops
+        for k in range(1, 9):
+            check_greedy(pipeline, PROMPTS[k % 3], 24, k)
+
+
+def test_they_are_taken_where_they_are_named_and_memory_is_that_of_half_the_caches(made):
+    assert made.pipeline.target.ops in OPS
+    own, small = (memory_of(made.bundle, ops).target for ops in ("gqa", "gqa-kv16"))
+    assert own.caches == 2 * small.caches
+    assert own.packed == small.packed
+    said = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)]).output
+    assert "    caches in    float16, " in said
+
+
+def test_an_export_without_them_says_how_to_get_them(pairs):
+    bundle = pairs.bundle("gpt2")
+    with pytest.raises(BundleError, match=r"export the pair with --ops gqa --cache fp16$"):
+        specedge.load(bundle.folder, ops="gqa-kv16")
+
+
+@pytest.mark.thorough
+def test_verify_passes_over_them(made):
+    for ops in SETS:
+        found = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder), "--ops", ops])
+        assert found.exit_code == 0, found.output

@@ -1,0 +1,184 @@
+"""Experts of mixtures in integers: what each op set computes of them, with which bits."""
+
+import numpy as np
+import pytest
+import torch
+from onnx import TensorProto, helper
+
+from mixtures import (
+    CHOSEN,
+    INNER,
+    SWIGLU,
+    E,
+    H,
+    Model,
+    dense,
+    error,
+    rewritten,
+    run,
+    sparse,
+)  # fmt: skip
+from specedge.exporter.quantization import choosing
+from specedge.exporter.quantization.calibration import Seen
+from specedge.exporter.quantization.dequantising import Dequantiser
+from specedge.exporter.quantization.experts import apart
+from specedge.exporter.quantization.matrices import groups, others, unfold
+from specedge.exporter.quantization.widening import Widener
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def weights(random):
+    return {
+        "w1": random.standard_normal((E, 2 * INNER, H), np.float32) / 8,
+        "b1": random.standard_normal((E, 2 * INNER), np.float32),
+        "w2": random.standard_normal((E, H, INNER), np.float32) / 8,
+        "b2": random.standard_normal((E, H), np.float32),
+    }
+
+
+@pytest.fixture
+def given(random):
+    """Rows x [T, H], and the weights of their experts, [T, E]."""
+    scores = random.standard_normal((64, E)).astype(np.float32)
+    scores[np.arange(64)[:, None], scores.argsort(1)[:, :-CHOSEN]] = -np.inf
+    chances = np.exp(scores) / np.exp(scores).sum(1, keepdims=True)
+    return random.standard_normal((64, H), np.float32), 0.7 * chances
+
+
+@pytest.mark.parametrize("nodes", [sparse, dense])
+@pytest.mark.parametrize(("bits", "least", "most"), [(8, 0.002, 0.02), (4, 0.03, 0.25)])
+def test_experts_in_blocks_give_what_they_gave_but_for_rounding(
+    tmp_path, weights, given, nodes, bits, least, most
+):
+    session, choice = rewritten(tmp_path, weights, given, nodes, bits)
+    wanted = run(Model(tmp_path / "whole", weights, nodes).session(), given)
+    off = error(run(session, given), wanted)
+    assert least < off < most
+    assert choice.bits == bits
+    assert least < choice.error < most
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_both_forms_read_the_same_bytes(tmp_path, weights, given, bits):
+    found = [rewritten(tmp_path, weights, given, nodes, bits)[0] for nodes in (sparse, dense)]
+    first, second = (run(session, given) for session in found)
+    assert error(first, second) < 0.012  # x is rounded before and behind the sum over experts
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_a_rows_bits_depend_on_no_row_beside_it(tmp_path, weights, given, bits, is_shared):
+    """Of four experts a row, its own or those of all: what one node adds up depends on threads, on
+    the other rows and on how many an expert has.
+    """
+    session, _ = rewritten(tmp_path, weights, given, sparse, bits)
+    if is_shared:
+        given = given[0], given[1][:1].repeat(len(given[1]), 0)
+    whole = run(session, given)
+    for length in range(1, 10):
+        for start in range(0, 60 - length, length):
+            rows = slice(start, start + length)
+            assert np.array_equal(run(session, given, rows), whole[rows])
+
+
+@pytest.mark.parametrize(("nodes", "kind"), [(sparse, Widener), (dense, Dequantiser)])
+@pytest.mark.parametrize("bits", [8, 4])
+def test_a_graph_with_a_type_widens_the_same_integers(tmp_path, weights, given, bits, nodes, kind):
+    """Without what x loses by rounding; for engines by DequantizeLinear alone."""
+    session, _ = rewritten(tmp_path, weights, given, nodes, bits, kind)
+    plain, _ = rewritten(tmp_path, weights, given, nodes, bits)
+    assert error(run(session, given), run(plain, given)) < 0.015
+
+
+def test_the_error_of_experts_is_that_of_the_worst(tmp_path, weights, given):
+    weights["w2"][8, :, ::32] *= 8  # measured are 0, 4, 8 and 12
+    _, choice = rewritten(tmp_path, weights, given, sparse)
+    x = torch.from_numpy(given[0])
+    matrix, bias = (torch.from_numpy(weights[name][8]) for name in ("w1", "b1"))
+    inner = SWIGLU(*(x @ matrix[half::2].T + bias[half::2] for half in (0, 1)))
+    blocks = choosing.rounding.error_in_blocks(
+        torch.from_numpy(weights["w2"][8]).T, inner.numpy(), 8
+    )
+    assert blocks > 0.013
+    assert choice.error == pytest.approx(blocks)
+
+
+def test_experts_whose_sizes_are_no_whole_blocks_stay_and_the_reason_is_said(tmp_path, weights):
+    cut = weights | {"w2": np.ascontiguousarray(weights["w2"][..., :80])}
+    (experts,) = apart([Model(tmp_path / "float", cut, sparse).graph], E).experts
+    choice = choosing.of_experts(experts, Seen.of(np.zeros((4, H), np.float32)), 8)
+    assert choice.num_parts == 0
+    assert "no multiples of 32" in choice.why
+
+
+def routers():
+    """A router, biases of what it chose, and keys that happen to be as wide."""
+    node = helper.make_node
+    return [
+        node("Gemm", ["x", "r"], ["scores"], transB=1),
+        node("Sigmoid", ["scores"], ["open"]),
+        node("TopK", ["open", "k"], ["top", "chosen"]),
+        node("Cast", ["chosen"], ["wide"], to=TensorProto.FLOAT),
+        node("MatMul", ["wide", "b"], ["biases"]),
+        node("MatMul", ["x", "keys"], ["key"]),
+        node("Softmax", ["key"], ["more"]),
+        node("MatMul", ["more", "v"], ["value"]),
+        node("Add", ["value", "biases"], ["y"]),
+    ]
+
+
+def test_routers_are_in_no_group_and_others_of_their_width_are(tmp_path, random):
+    shapes = {"r": (E, H), "b": (E, H), "keys": (H, E), "v": (E, H)}
+    weights = {name: random.standard_normal(shape, np.float32) for name, shape in shapes.items()}
+    graph = Model(tmp_path / "float", weights, routers).graph
+    known = apart([graph], E)
+    assert len(known.routers) == 2
+    unfold(graph, known.places)
+    found = [m.stored.tensor.name for g in groups(graph, known.places) for m in g.matrices]
+    assert found == ["keys", "v"]
+    assert not apart([graph], 0).places
+
+
+def test_experts_are_in_no_group(tmp_path, weights):
+    known = apart([Model(tmp_path / "float", weights, sparse).graph], E)
+    graph = Model(tmp_path / "float", weights, dense).graph
+    unfold(graph, known.places)
+    found = [m.stored.tensor.name for g in groups(graph, known.places) for m in g.matrices]
+    assert found == ["b2"]
+
+
+def gemms(weights):
+    node = helper.make_node
+    return [
+        node("Gemm", ["x", "w"], ["u"], transB=1),
+        node("Gemm", ["x", "v", "c"], ["z"], transB=1),
+        node("Gemm", ["x", "one"], ["gate"], transB=1),
+        node("Sum", ["u", "z", "gate"], ["y"]),
+    ]
+
+
+def test_matrices_of_gemm_nodes_become_a_group_but_for_columns(tmp_path, random):
+    weights = {
+        "w": random.standard_normal((H, H), np.float32),
+        "v": random.standard_normal((H, H), np.float32),
+        "c": random.standard_normal(H).astype(np.float32),
+        "one": random.standard_normal((1, H), np.float32),
+    }
+
+    def nodes():
+        return gemms(weights)
+
+    made = Model(tmp_path / "float", weights, nodes)
+    x = random.standard_normal((7, H), np.float32), np.zeros((7, E), np.float32)
+    wanted = x[0] @ weights["w"].T + x[0] @ weights["v"].T + weights["c"] + x[0] @ weights["one"].T
+    unfold(made.graph)
+    (group,) = groups(made.graph)
+    assert [matrix.stored.tensor.name for matrix in group.matrices] == ["w", "v"]
+    assert [node.op_type for node in made.graph].count("Gemm") == 1
+    assert not others(made.graph)
+    assert np.allclose(run(made.session(), x), wanted, atol=1e-4)

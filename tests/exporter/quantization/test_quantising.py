@@ -1,0 +1,268 @@
+"""Bundles whose weights are int8: their own target to the bit, and near the one in float."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import pytest
+from click.testing import CliRunner
+
+from quantised import PROMPTS, SIZES, Made, with_outliers, with_outliers_at_the_head
+from specedge.bundle import Bundle
+from specedge.cli.export import export as export_command
+from specedge.errors import ExportError, ParityError
+from specedge.exporter import export
+from specedge.exporter.quantization import equivalence, texts
+from specedge.exporter.verification.stage import open_session
+
+FUSED = {"GroupQueryAttention", "MatMulIntegerToFloat", "SkipSimplifiedLayerNormalization"}
+
+
+@pytest.fixture(scope="module", params=["llama", "gpt2"])
+def made(request, tmp_path_factory):
+    change = with_outliers if request.param == "llama" else (lambda model: model)
+    return Made(tmp_path_factory.mktemp("int8"), request.param, change)
+
+
+def graphs(model, bundle):
+    return [onnx.load(bundle.path(g.file), load_external_data=False).graph for g in model.graphs]
+
+
+def test_every_matrix_is_of_bytes_and_standard_operators_multiply_them_in_onnx(made):
+    for model in made.bundle.models.values():
+        assert model.weights_dtype == "int8"
+        for graph in graphs(model, made.bundle):
+            ops = {(node.domain, node.op_type) for node in graph.node}
+            floats = [node for node in graph.node if node.op_type == "MatMul"]
+            assert all("hadamard" in node.input[1] for node in floats)
+            own = {op for domain, op in ops if domain == "com.microsoft"}
+            is_fused = ("com.microsoft", "GroupQueryAttention") in ops
+            assert (("", "MatMulInteger") in ops) is not is_fused
+            assert ("MatMulIntegerToFloat" in own) is is_fused
+            assert own <= FUSED
+            assert not {"DynamicQuantizeLinear", "MatMulNBits"} & {op for _, op in ops}
+
+
+def test_model_whose_rotated_graph_differs_keeps_its_basis(tmp_path, monkeypatch):
+    def differs(before, after):
+        raise ParityError("logits differ")
+
+    monkeypatch.setattr(equivalence, "check", differs)
+    made = Made(tmp_path, "llama", ops="gqa")
+    assert [note for note in made.progress.notes if "own basis" in note and "logits differ" in note]
+    for graph in graphs(made.bundle.target, made.bundle):
+        assert not [node for node in graph.node if node.op_type == "MatMul"]
+    made.check_greedy_text(8, k=2)
+
+
+def test_a_fused_product_of_bytes_is_six_nodes_with_its_inputs_quantization(made):
+    bundle, model = made.bundle, made.bundle.target
+    path = bundle.path(model.graph("decoder", "gqa").file)
+    nodes = [node.op_type for node in onnx.load(path, load_external_data=False).graph.node]
+    products = 4 * SIZES["layers"] + 1
+    for op_type in ("Abs", "ReduceMax", "QuantizeLinear", "MatMulIntegerToFloat"):
+        assert nodes.count(op_type) == products
+    assert not {"Max", "MatMulInteger"} & {*nodes}
+
+
+def test_a_row_of_zeros_is_a_row_of_zeros_in_fused_products(made):
+    """Its quantization divides 0 by 0."""
+    bundle, model = made.bundle, made.bundle.target
+    path = bundle.path(model.graph("decoder", "gqa").file)
+    proto = onnx.load(path)
+    node = next(node for node in proto.graph.node if node.op_type == "MatMulIntegerToFloat")
+    index = [*proto.graph.node].index(node)
+    (scaled,) = (n for n in proto.graph.node if node.output[0] in n.input)
+    source = next(n for n in proto.graph.node if n.op_type == "Abs").input[0]
+    first = index - [n.op_type for n in proto.graph.node][index::-1].index("Abs")
+    part = [*proto.graph.node[first : index + 1], scaled]
+    reads = {name for n in part for name in n.input}
+    weights = [t for t in proto.graph.initializer if t.name in reads]
+    size = next(t.dims[0] for t in weights if t.name == node.input[1])
+    x = onnx.helper.make_tensor_value_info(source, onnx.TensorProto.FLOAT, [1, 3, size])
+    y = onnx.helper.make_tensor_value_info(scaled.output[0], onnx.TensorProto.FLOAT, None)
+    graph = onnx.helper.make_graph(part, "product", [x], [y], weights)
+    one = onnx.helper.make_model(graph, opset_imports=proto.opset_import, ir_version=10)
+    session = open_session(one.SerializeToString(), ort.SessionOptions())
+    rows = np.ones((1, 3, size), np.float32)
+    rows[:, 1] = 0
+    (found,) = session.run(None, {source: rows})
+    assert np.isfinite(found).all()
+    assert not found[:, 1].any()
+    assert found[:, 0].any()
+
+
+def test_matrices_that_read_one_input_are_joined(made):
+    graph = graphs(made.bundle.target, made.bundle)[0]
+    products = [node for node in graph.node if node.op_type.startswith("MatMulInteger")]
+    assert len(products) == 4 * SIZES["layers"] + 1
+    assert len({node.input[0] for node in products}) == len(products)
+
+
+def test_each_number_is_stored_once_for_all_graphs(made):
+    model = made.bundle.target
+    assert made.bundle.files[model.weights].size < 1.25 * model.num_parameters
+    found = set()
+    for graph in graphs(model, made.bundle):
+        places = set()
+        for tensor in graph.initializer:
+            if where := {entry.key: entry.value for entry in tensor.external_data}:
+                places.add((int(where["offset"]), int(where["length"])))
+        found |= places
+    ends = [offset + length for offset, length in sorted(found)]
+    assert all(a <= b for a, (b, _) in zip(ends, sorted(found)[1:], strict=False))
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+def test_greedy_text_is_plain_decodings_to_the_bit(made, k):
+    made.check_greedy_text(40, k)
+
+
+def test_rows_keep_their_bits_whatever_shares_their_pass(made):
+    made.check_rows()
+
+
+def test_the_text_is_the_same_on_one_thread_and_on_two(made):
+    """In processes of their own: in this one there may be a pool that sessions share."""
+    found = []
+    for threads in ("1", "2"):
+        command = [sys.executable, "-m", "specedge", "generate", PROMPTS[0], "-n", "40"]
+        command += ["--bundle", str(made.bundle.folder), "--threads", threads, "--ignore-eos"]
+        run = subprocess.run(command, capture_output=True, check=True)
+        found.append(run.stdout)
+    assert found[0] == found[1]
+    assert len(found[0]) > 40
+
+
+def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
+    for model in made.bundle.models.values():
+        for ops, report in model.quantisation.items():
+            assert report.text == texts.NAME
+            assert report.num_tokens > 1000
+            assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.02)
+            assert report.agreement > 0.9
+            assert 0 < report.divergence < 0.02
+            assert 0 < report.error < 0.2
+            assert report.num_left == 0
+            assert f"perplexity {report.perplexity:.4g}" in model.parity_line(ops)
+
+
+def test_channels_that_dwarf_the_others_are_folded_rotated_or_smoothed_away(tmp_path):
+    made = Made(tmp_path, "llama", with_outliers, ops="onnx")
+    (report,) = made.bundle.target.quantisation.values()
+    assert report.num_smoothed == SIZES["layers"]  # through attention
+    assert report.num_cut == report.num_in_blocks == 0
+    assert report.product_error < 0.03
+
+
+def test_a_tied_heads_channels_are_smoothed_and_rows_of_its_table_are_what_they_were(tmp_path):
+    """In each form that a table of bytes is read in, and by a draft with another head, too."""
+    made = Made(
+        tmp_path, "gpt2", with_outliers_at_the_head, draft="self:1", draft_vocab=200,
+        draft_precision="int8", ops="onnx", compute="qdq",
+    )  # fmt: skip
+    for model in made.bundle.models.values():
+        assert {*model.quantisation} == {"onnx", "onnx-qdq"}
+        for report in model.quantisation.values():
+            assert report.plain_product_error > 0.1
+            assert report.product_error < 0.03
+            assert report.error < 0.1
+    made.check_greedy_text(20, 4)
+
+
+def test_a_product_is_what_numpy_makes_of_the_same_integers(made):
+    """Every product of the graph, on what it reads there."""
+    bundle, model = made.bundle, made.bundle.target
+    path = bundle.path(model.graph("decoder", "onnx").file)
+    proto = onnx.load(path)
+    weights = {t.name: onnx.numpy_helper.to_array(t) for t in proto.graph.initializer}
+    wanted = [node for node in proto.graph.node if node.op_type == "MatMulInteger"]
+    named = {node.input[0] for node in wanted} | {node.output[0] for node in wanted}
+    proto.graph.output.extend(onnx.ValueInfoProto(name=name) for name in sorted(named))
+    options = ort.SessionOptions()
+    session = open_session(proto.SerializeToString(), options)
+    values = {
+        i.name: np.zeros(i.shape, np.float32)
+        for i in session.get_inputs()
+        if i.name.startswith("past_key_values")
+    }
+    values |= {"input_ids": np.arange(9)[None]}
+    values |= {"past_length": np.zeros(1, np.int64), "logits_from": np.zeros(1, np.int64)}
+    names = [output.name for output in session.get_outputs()]
+    found = dict(zip(names, session.run(None, values), strict=True))
+    for node in wanted:
+        matrix = weights.get(node.input[1])
+        if matrix is None:  # a tied table, turned
+            (turned,) = (n for n in proto.graph.node if n.output[0] == node.input[1])
+            matrix = weights[turned.input[0]].T
+        x = found[node.input[0]].astype(np.int32) - 128
+        assert np.array_equal(x @ matrix.astype(np.int32), found[node.output[0]])
+
+
+def test_a_draft_of_the_targets_layers_reads_the_targets_integers(tmp_path):
+    made = Made(tmp_path, "llama", with_outliers, draft="self:1", ops="onnx")
+    bundle = made.bundle
+    assert bundle.shares_weights
+    assert {*bundle.draft.quantisation} == {"onnx"}
+    plain = made.pipeline.generate(PROMPTS[0], 40, num_draft_tokens=0, ignore_eos=True)
+    found = made.pipeline.generate(PROMPTS[0], 40, num_draft_tokens=4, ignore_eos=True)
+    assert found.tokens == plain.tokens
+
+
+def test_a_draft_may_have_another_precision(tmp_path):
+    made = Made(tmp_path, "gpt2", draft_precision="fp32", ops="onnx")
+    assert made.bundle.target.weights_dtype == "int8"
+    assert made.bundle.draft.weights_dtype == "float32"
+    assert made.bundle.draft.quantisation == {}
+
+
+def test_nothing_is_left_of_the_float_files(made):
+    names = {path.name for path in made.bundle.folder.rglob("*")}
+    assert not [name for name in names if "float" in name or "calibration" in name]
+    Bundle.read(made.bundle.folder)
+
+
+def exported(*options):
+    return CliRunner().invoke(export_command, [*options, "--output", "out"])
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--precision", "int9"], "int9"),
+        (["--precision", "int8", "--calibrate", "missing.txt"], "missing.txt: No such file"),
+        (["--precision", "int8", "--calibrate", "."], "Is a directory"),
+    ],
+)
+def test_a_precision_or_text_that_cannot_be_is_one_line(made, tmp_path, monkeypatch, options, said):
+    monkeypatch.chdir(tmp_path)
+    result = exported("--draft", str(made.target), "--target", str(made.target), *options)
+    assert result.exit_code != 0
+    assert said in str(result.output) + str(result.exception)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_text_of_a_few_words_is_refused_by_its_name(made, tmp_path):
+    (tmp_path / "short.txt").write_text("too few", "utf-8")
+    with pytest.raises(ExportError, match=r"short.txt has \d+ tokens"):
+        export(
+            made.target, made.target, tmp_path / "out",
+            precision="int8", calibrate=tmp_path / "short.txt", ops="onnx",
+        )  # fmt: skip
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_manifest_says_what_was_rounded_and_refuses_what_contradicts_that(made):
+    value = json.loads(made.bundle.to_json())
+    value["target"]["weights_dtype"] = "float32"
+    with pytest.raises(ValueError, match="quantisation has a report where weights are integers"):
+        Bundle.from_json(json.dumps(value))
+
+
+def test_a_context_as_short_as_the_prefill_graph_is_compared_within_it(tmp_path):
+    made = Made(tmp_path, "llama", max_length=64, draft_precision="fp32")
+    held = made.bundle.target.parity["gqa"].row_independent_lengths
+    assert {1, 2, 3, 5, 9, 18, 36, 64} <= {*held}

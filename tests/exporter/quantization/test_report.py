@@ -1,0 +1,124 @@
+"""What a report says of two models' logits on a text."""
+
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from specedge.exporter.quantization import report
+from specedge.exporter.quantization.report import Distance
+from specedge.exporter.verification.runner import Pass, Repeat, Rows
+from specedge.exporter.verification.stage import Stage
+
+TOKENS = np.array([3, 1, 4, 1, 0])
+
+
+@pytest.fixture
+def logits():
+    """The rounded model's and the original's, of five tokens. 2 * [5, 5]"""
+    random = np.random.default_rng(0)
+    wanted = random.normal(size=(5, 5)).astype(np.float32)
+    return wanted + 0.1 * random.normal(size=(5, 5)).astype(np.float32), wanted
+
+
+def log_softmax(rows):
+    return np.log(np.exp(rows) / np.exp(rows).sum(1, keepdims=True))
+
+
+def test_the_loss_is_of_the_tokens_that_follow(logits):
+    found, wanted = logits
+    total = Distance()
+    total.add(found, wanted, TOKENS, None)
+    places = np.arange(4), TOKENS[1:]
+    assert total.loss == pytest.approx(-log_softmax(found)[places].sum())
+    assert total.original_loss == pytest.approx(-log_softmax(wanted)[places].sum())
+    assert (total.num_tokens, total.num_scored) == (4, 4)
+
+
+def test_a_cache_that_is_no_number_is_seen(logits):
+    total = Distance()
+    total.compare(*logits)
+    total.compare(np.array([1, np.nan]), np.array([1, 2]))
+    total.compare(*logits)
+    assert np.isnan(total.error)
+
+
+def test_the_loss_of_a_cut_head_is_of_the_tokens_that_it_has(logits):
+    found, wanted = logits
+    head = np.array([0, 1, 7])
+    total = Distance()
+    total.add(found[:, :3], wanted[:, :3], TOKENS, head)
+    rows, columns = [0, 2, 3], [1, 1, 0]  # of the tokens 1, 1 and 0; it has no 4
+    assert total.loss == pytest.approx(-log_softmax(found[:, :3])[rows, columns].sum())
+    assert (total.num_tokens, total.num_scored) == (4, 3)
+    assert total.divergence > 0
+
+
+def test_rows_are_repeated_up_to_a_late_window():
+    stage = Stage({"key": (1, 2, 8, 3)}, "float32", lambda name, packed: None)
+    stage.fill({"key": np.arange(18, dtype=np.float32).reshape(2, 3, 3)})
+    first = stage.caches["key"][0, :, :3].copy()
+    stage.repeat(3, 7)
+    found = stage.caches["key"][0]
+    assert np.array_equal(found[:, 3:6], first)
+    assert np.array_equal(found[:, 6], first[:, 0])
+    assert not found[:, 7].any()
+
+
+class Model:
+    """Logits that are off by `late` from a position on; its actions are kept."""
+
+    def __init__(self, context, late=0.0):
+        self.geometry = Mock(
+            capacity=context + 8, context_length=context, cache_names=list, padded_vocab_size=5
+        )
+        self.late, self.actions = late, []
+
+    def run(self, actions, through):
+        self.actions = through
+        return [self.of(action) for action in through]
+
+    def of(self, action):
+        if not isinstance(action, Pass):
+            return [] if isinstance(action, Rows) else None
+        random = np.random.default_rng(action.past_length)
+        logits = random.normal(size=(len(action.tokens), 5))
+        return logits + (self.late if action.past_length else 0.0) * random.normal(size=(5,))
+
+
+TEXTS = [np.arange(80) % 5, np.arange(100, 170) % 5]
+
+
+def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
+    original, found = Model(1000), Model(1000, late=2.0)
+    near, late = report.distances(original, found, TEXTS, {})
+    assert near.divergence == 0 < late.divergence
+    assert (near.num_tokens, late.num_tokens) == (79 + 69, 63)
+    *_, repeat, window = found.actions
+    assert repeat == Repeat(70, 936)
+    assert window.past_length == 936
+    said = report._of_late(near, late, 1000)
+    assert said is not None
+    assert said.startswith("near position 1000 KL is ")
+    assert (
+        report._of_late(near, report.distances(original, Model(1000), TEXTS, {})[1], 1000) is None
+    )
+
+
+def test_texts_are_run_some_at_a_time_where_their_logits_are_large(monkeypatch):
+    whole = report.distances(Model(1000), Model(1000, late=2.0), TEXTS, {})
+    monkeypatch.setattr(report, "HELD", 80 * 5)
+    assert report.distances(Model(1000), Model(1000, late=2.0), TEXTS, {}) == whole
+
+
+def test_a_context_that_texts_fill_has_no_late_window():
+    near, late = report.distances(Model(140), found := Model(140, late=2.0), TEXTS, {})
+    assert (near.num_tokens, late.num_tokens) == (148, 0)
+    assert len(found.actions) == 6
+    assert report._of_late(near, late, 140) is None
+
+
+def test_a_late_window_may_cost_what_texts_cost():
+    near, late = Distance(divergence=4.0, num_tokens=100), Distance(divergence=1.0, num_tokens=10)
+    assert report._of_late(near, late, 1000) is None
+    assert report._of_late(near, Distance(divergence=2.0, num_tokens=10), 1000) is not None

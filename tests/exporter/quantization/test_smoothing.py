@@ -1,0 +1,155 @@
+"""Where a channel's size can go, and that moving it rounds nothing."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+
+from architectures import ARCHITECTURES
+from checkpoints import make_model
+from comparing import model_of, traced
+from quantised import with_outliers
+from specedge.exporter.quantization import choosing, routes, smoothing
+from specedge.exporter.quantization.calibration import Seen
+from specedge.exporter.quantization.matrices import groups
+from specedge.exporter.verification.stage import open_session
+
+CASES = [  # Q, K and V are one matrix in the last three: beside each other, or head by head
+    ("llama", "onnx"), ("llama", "gqa"), ("gpt2", "onnx"), ("phi3", "onnx"), ("gpt_neox", "gqa"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=CASES, ids="-".join)
+def written(request, tmp_path_factory):
+    kind, ops = request.param
+    if kind in ("llama", "gpt2"):
+        model = model_of(kind)
+    else:
+        model = make_model(ARCHITECTURES[kind][1]())
+        model.set_attn_implementation("eager")
+    return kind, traced(model, tmp_path_factory.mktemp(kind), ops)
+
+
+def ways(graph):
+    """What lies on the way to each group, by the kind of its node."""
+    return [
+        None if (way := routes.route(group)) is None else {part.node.op_type for part in way.parts}
+        for group in groups(graph)
+    ]
+
+
+def test_sizes_go_through_norms_products_and_attention_and_nothing_that_bends(written):
+    kind, runner = written
+    source = runner.path("decoder").with_name("source-gqa.onnx")  # before its nodes are fused
+    graph = ir.load(source if source.exists() else runner.path("decoder")).graph
+    if kind == "llama":  # QKV, o, gate and up, down; the head
+        layer = [{"RMSNormalization"}, {"MatMul"}, {"RMSNormalization"}, {"MatMul"}]
+        assert ways(graph) == 2 * layer + [{"RMSNormalization"}]
+    elif kind == "gpt2":  # a GELU lies before the last of a layer
+        layer = [{"LayerNormalization"}, {"MatMul", "Add"}, {"LayerNormalization"}, None]
+        assert ways(graph) == 2 * layer + [{"LayerNormalization"}]
+    else:
+        assert [way for way in ways(graph) if way and "MatMul" in way]
+
+
+def test_a_value_that_something_else_reads_is_left_alone(written):
+    _, runner = written
+    graph = ir.load(runner.path("decoder")).graph
+    first = next(group for group in groups(graph) if routes.route(group))
+    graph.outputs.append(first.value)
+    assert routes.route(first) is None
+
+
+def test_heads_that_share_a_value_share_its_powers(written):
+    """4 heads of 16, of which two and two share one, or each has its own."""
+    kind, runner = written
+    found = map(routes.route, groups(ir.load(runner.path("decoder")).graph))
+    through_caches = [way for way in found if way is not None and way.cache is not None]
+    assert len(through_caches) == 2
+    for way in through_caches:
+        heads = way.channels.reshape(4, 16)
+        assert (heads[:, 1:] == heads[:, :1] + np.arange(1, 16)).all()
+        assert len({*heads[:, 0]}) == (2 if kind in ("llama", "phi3") else 4)
+        largest = np.exp(np.random.default_rng(0).uniform(0, 9, 64))
+        powers = smoothing.powers(largest, np.ones(64), 0.5, way.channels)
+        for channel in {*way.channels}:
+            (power,) = {*powers[way.channels == channel]}
+            assert power == powers[(largest * (way.channels == channel)).argmax()]
+        assert len({*powers}) > 4
+
+
+def test_a_graph_whose_sizes_were_moved_gives_the_same_bits(written):
+    """Each matrix gets what its input loses, as a Mul behind its columns or before its rows."""
+    _, runner = written
+    model = ir.load(runner.path("decoder"))
+    graph, random = model.graph, np.random.default_rng(0)
+    moved, factors = 0, {}
+    for group in groups(graph):
+        if (way := routes.route(group)) is None:
+            continue
+        by = random.integers(-5, 6, way.size).astype(float)[way.channels]
+        for node, columns in smoothing.divide(graph, way, by).items():
+            _multiply(graph, node, node.outputs[0], columns)
+        _multiply(graph, None, group.value, by, {m.node for m in group.matrices})
+        if way.cache is not None:
+            factors[way.cache.name] = np.exp2(way.spread(by)[way.cache.columns])[:, None]
+        moved += 1
+    assert moved >= 4
+    assert [*factors] == ["past_key_values.0.value", "past_key_values.1.value"]
+    wanted = _run(runner, runner.path("decoder"))
+    ir.save(model, runner.folder / "moved.onnx")
+    logits, *caches = _run(runner, runner.folder / "moved.onnx")
+    names = runner.geometry.cache_names()
+    caches = [c * factors.get(name, 1) for name, c in zip(names, caches, strict=True)]
+    assert all(map(np.array_equal, (logits, *caches), wanted))
+
+
+def _multiply(graph, after, value, powers, users=None):
+    """Multiply a value by powers of two for some of its readers."""
+    name = f"{value.name}.back"
+    factors = ir.Value(name=f"{name}.by", const_value=ir.tensor(np.exp2(powers).astype(np.float32)))
+    graph.register_initializer(factors)
+    node = ir.node("Mul", [value, factors])
+    node.outputs[0].name = name
+    for user, index in list(value.uses()):
+        if user is not node and (users is None or user in users):
+            user.replace_input_with(index, node.outputs[0])
+    graph.insert_after(after or value.producer(), node)
+
+
+def _run(runner, path):
+    """Logits and caches of a pass over twenty tokens behind twenty others."""
+    session = open_session(path, ort.SessionOptions())
+    names = runner.geometry.cache_names()
+    caches = [np.zeros(shape, np.float32) for shape in runner.geometry.cache_shapes()]
+    for start in (0, 20):
+        values = dict(zip(names, caches, strict=True)) | {"logits_from": np.zeros(1, np.int64)}
+        values |= {"input_ids": np.arange(start, start + 20)[None]}
+        values |= {"past_length": np.full(1, start, np.int64)}
+        logits, *caches = session.run(None, values)
+    return logits, *caches
+
+
+def test_a_group_is_smoothed_where_every_graph_that_has_it_can_divide_it_alike(written):
+    _, runner = written
+    graph, other = (ir.load(runner.path("decoder")).graph for _ in range(2))
+    alone, both = routes.shared([graph]), routes.shared([graph, other])
+    assert both.keys() == alone.keys() == {g.key for g in groups(graph) if routes.route(g)}
+    last = next(group for group in reversed(groups(other)) if group.key in both)
+    other.outputs.append(last.value)
+    assert routes.shared([graph, other]).keys() == both.keys() - {last.key}
+    assert routes.shared([other, graph]).keys() == both.keys() - {last.key}
+
+
+def test_large_channels_of_v_cost_less_where_their_sizes_are_moved(tmp_path):
+    """Of what the output projection reads, one channel of each head of v dwarfs the others."""
+    runner = traced(with_outliers(model_of("llama")), tmp_path)
+    group = groups(ir.load(runner.path("decoder")).graph)[1]
+    way = routes.route(group)
+    x = np.random.default_rng(0).standard_normal((48, 64)).astype(np.float32)
+    x[:, 5::16] *= 256  # as v's channels there
+    seen = Seen.of(x)
+    plain = choosing.in_columns(group, seen, None, tied=True)
+    moved = choosing.in_columns(group, seen, way.channels, tied=True)
+    assert plain.plain_error == moved.plain_error > 0.1
+    assert moved.error < 0.03

@@ -1,0 +1,116 @@
+"""A stored block of experts' matrices, [E, K, N], that one product reads whole."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from specedge.exporter.graph.weights import FILE, drop_unused
+from specedge.exporter.quantization import choosing
+from specedge.exporter.quantization.calibration import Seen
+from specedge.exporter.quantization.matrices import groups, others
+from specedge.exporter.quantization.rewriting import Rewriter
+from specedge.exporter.quantization.storing import Store
+from specedge.exporter.verification.stage import open_session
+
+EXPERTS, K, N, ROWS = 8, 64, 48, 40
+
+
+@pytest.fixture
+def random():
+    return np.random.default_rng(0)
+
+
+@pytest.fixture
+def weights(random):
+    return random.standard_normal((EXPERTS, K, N), np.float32)
+
+
+@pytest.fixture
+def x(random):
+    return random.standard_normal((ROWS, K), np.float32)
+
+
+PRODUCT = helper.make_node("MatMul", ["x", "w"], ["y"])
+
+
+def stored(weights, folder, nodes=(PRODUCT,)):
+    """A model of one product, [T, K] -> [E, T, N], whose weights lie in a file."""
+    model = helper.make_model(
+        helper.make_graph(
+            nodes,
+            "experts",
+            [helper.make_tensor_value_info("x", TensorProto.FLOAT, ["T", K])],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, [EXPERTS, "T", N])],
+            [numpy_helper.from_array(weights, "w")],
+        ),
+        opset_imports=[helper.make_opsetid("", 21)],
+        ir_version=10,
+    )
+    folder.mkdir()
+    onnx.save(model, folder / "m.onnx", save_as_external_data=True, location=FILE)
+    return ir.load(folder / "m.onnx")
+
+
+def rounded(weights, x, folder):
+    """How the product is rounded, and what the rewritten model makes of x."""
+    model = stored(weights, folder / "float")
+    (group,) = groups(model.graph)
+    choice = choosing.in_columns(group, Seen.of(x), np.arange(K))
+    (folder / "int8").mkdir()
+    with Store(folder / "int8") as store:
+        Rewriter(model.graph, store, {}).group(group, choice)
+        drop_unused(model.graph)
+        for value in model.graph.initializers.values():
+            tensor = value.const_value
+            if isinstance(tensor, ir.ExternalTensor) and tensor.base_dir != folder / "int8":
+                value.const_value = store.as_it_is(tensor)
+    ir.save(model, folder / "int8" / "m.onnx")
+    session = open_session(folder / "int8" / "m.onnx", ort.SessionOptions())
+    return choice, session.run(None, {"x": x})[0]
+
+
+def error(found, wanted):
+    return np.sqrt(np.square(found - wanted).sum() / np.square(wanted).sum())
+
+
+def test_the_error_of_a_block_is_that_of_its_worst_expert(weights, x, tmp_path):
+    """Each has a size of its own, so that none hides another; those measured are 0, 2, 4 and 6."""
+    weights *= 2.0 ** np.arange(EXPERTS)[:, None, None]
+    weights[4, ::5] *= 16
+    choice, found = rounded(weights, x, tmp_path)
+    own = [error(one, x @ matrix) for one, matrix in zip(found, weights, strict=True)]
+    assert max(own) == own[4]
+    assert choice.error == pytest.approx(own[4], rel=0.01)
+    assert choice.error > 1.1 * own[0] > 0.005
+    assert (choice.num_parts, choice.powers, choice.bits) == (1, None, 0)
+
+
+def test_a_block_that_rounding_would_spoil_stays_as_it_is(weights, x, tmp_path):
+    """A channel that dwarfs the others cannot be smoothed away: the block has one scale a row."""
+    x[:, 5] *= 4096
+    weights[:, 5] /= 4096
+    choice, found = rounded(weights, x, tmp_path)
+    assert choice.num_parts == 0
+    assert choice.plain_error > choosing.WORST
+    assert "not rounded, as rounding would cost it" in choice.why
+    assert error(found, x @ weights) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("op_type", "before"), [("MatMul", ["x"]), ("Gemm", ["x"]), ("MoE", ["x", "logits"])]
+)
+def test_weights_that_are_read_in_another_form_are_found(weights, tmp_path, op_type, before):
+    nodes = (
+        helper.make_node("Reshape", ["w", "shape"], ["flat"]),
+        helper.make_node(op_type, [*before, "flat"], ["y"]),
+    )
+    graph = stored(weights, tmp_path / "float", nodes).graph
+    assert not groups(graph)
+    assert {op: [t.name for t in found] for op, found in others(graph).items()} == {op_type: ["w"]}
+
+
+def test_weights_that_are_rounded_are_no_others(weights, tmp_path):
+    assert not others(stored(weights, tmp_path / "float").graph)

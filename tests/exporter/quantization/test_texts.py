@@ -1,0 +1,106 @@
+"""Calibration and evaluation texts of a quantized export."""
+
+import pytest
+from tokenizers import Tokenizer, processors
+
+from checkpoints import make_tokenizer
+from specedge.errors import ExportError
+from specedge.exporter.quantization import texts
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    """A tokenizer that begins every text with token 0, and its file."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    make_tokenizer(folder).save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(path))
+    name = tokenizer.id_to_token(0)
+    tokenizer.post_processor = processors.TemplateProcessing(f"{name} $A", None, [(name, 0)])
+    tokenizer.save(str(path))
+    return path
+
+
+def cut(tokenizer, source=None, num_parameters=1, template=None, context=10_000):
+    source = texts.read(None) if source is None else source
+    return texts.cut(source, tokenizer, 10_000, context, num_parameters, template)
+
+
+def test_built_in_texts_for_the_report_have_nothing_of_those_for_calibration():
+    source = texts.read(None)
+    lines = [{line for text in part for line in text.splitlines() if len(line) > 40}
+             for part in (source.calibration, source.evaluation)]  # fmt: skip
+    assert all(len(part) > 100 for part in lines)
+    assert not lines[0] & lines[1]
+
+
+def test_pieces_begin_with_what_the_tokenizer_puts_before_a_text(tokenizer):
+    found = cut(tokenizer)
+    for pieces, size in ((found.calibration, texts.CALIBRATED), (found.report, texts.COMPARED)):
+        assert all(piece[0] == 0 and len(piece) <= size for piece in pieces)
+        assert sum(len(piece) == size for piece in pieces) > len(pieces) / 2
+
+
+def test_small_models_are_compared_on_ten_thousand_tokens_and_large_ones_on_each_kind(tokenizer):
+    small, large = (cut(tokenizer, num_parameters=n) for n in (texts.SMALL, texts.SMALL + 1))
+    assert sum(map(len, small.report)) >= 10_000
+    assert len(large.report) == len(texts.KINDS)
+    assert len(large.calibration) == texts.PIECES["calibration"]
+
+
+def test_pieces_fit_the_context(tokenizer):
+    found = cut(tokenizer, context=96)
+    assert max(map(len, (*found.calibration, *found.report))) == 96
+
+
+def test_a_prefix_leaves_room_for_text_in_a_context_of_two_tokens(tokenizer):
+    found = cut(tokenizer, context=2)
+    assert found.calibration
+    assert all(len(piece) == 2 for piece in found.report)
+
+
+def test_chats_that_the_template_refuses_are_an_export_error(tokenizer):
+    def template(turns):
+        raise ValueError("roles must alternate")
+
+    with pytest.raises(ExportError, match="chat template fails on the calibration text: roles"):
+        cut(tokenizer, template=template)
+
+
+def test_chats_are_written_with_the_models_template(tokenizer):
+    seen = []
+
+    def template(turns):
+        seen.append(turns)
+        return "".join(f"<{turn['role']}>{turn['content']}" for turn in turns)
+
+    cut(tokenizer, template=template)
+    assert {turn["role"] for turns in seen for turn in turns} == {"user", "assistant"}
+    assert all([turn["role"] for turn in turns][:2] == ["user", "assistant"] for turns in seen)
+    assert len(seen) > 15
+
+
+def test_a_chat_may_have_several_turns_and_blank_lines():
+    found = texts.chats("User: a\nAssistant: b\n\nc\nUser: d\nAssistant: e\n\nUser: f\n")
+    assert [[turn["content"] for turn in turns] for turns in found] == [
+        ["a", "b\n\nc", "d", "e"],
+        ["f"],
+    ]
+
+
+def test_of_a_users_file_every_other_piece_is_for_the_report(tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text(" ".join(map(str, range(2000))))
+    found = cut(tokenizer, texts.read(str(path)))
+    assert found.name == "text.txt"
+    assert len(found.calibration) - len(found.report) in (0, 1)
+    assert not {piece.tobytes() for piece in found.calibration} & {
+        piece.tobytes() for piece in found.report
+    }
+
+
+def test_a_file_that_is_too_short_is_refused(tokenizer, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("a few words")
+    with pytest.raises(ExportError, match=r"text.txt has \d+ tokens"):
+        cut(tokenizer, texts.read(str(path)))

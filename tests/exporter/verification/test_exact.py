@@ -1,0 +1,252 @@
+"""Exact results, of a model whose code asks for float32 and of a graph with fused nodes."""
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx.reference import ReferenceEvaluator
+
+from architectures import ARCHITECTURES
+from checkpoints import make_model
+from comparing import computed, traced
+from specedge.errors import ParityError
+from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.tracing import geometry
+from specedge.exporter.verification import reference, structure
+from specedge.exporter.verification.exact_graph import ExactGraph, seen
+from specedge.exporter.verification.exact_model import ROUNDINGS, Exact, Nudged
+from specedge.exporter.verification.exact_nodes import OWN, attention, grouped_query_attention
+from specedge.exporter.verification.routing import Choices, close
+
+
+def test_float64_stays_float64_where_code_asks_for_float32():
+    x = torch.full((2, 3), 1 + 1e-12, dtype=torch.float64)
+    with Exact():
+        asked = [x.float(), x.to(torch.float32), x.type(torch.float32)]
+        asked.append(torch.softmax(x, -1, torch.float32))
+        assert {y.dtype for y in asked} == {torch.float64}
+        assert float(x.float()[0, 0]) == 1 + 1e-12
+        assert torch.nn.functional.linear(x, torch.ones(4, 3)).dtype == torch.float64
+
+
+def test_constants_and_scalars_keep_float32():
+    with Exact():
+        weight = 1.0 + torch.full((3,), 1e-12)  # as float32 has it: 1
+        table = torch.arange(3).float() * 0.1
+        assert table.dtype == torch.float32
+        assert torch.equal(torch.ones(3, dtype=torch.float64) * weight, torch.ones(3).double())
+        assert float(torch.ones((), dtype=torch.float64) * 0.1) == float(np.float32(0.1))
+
+
+def test_nudged_runs_are_near_the_first_which_is_pytorchs_own():
+    x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).expand(ROUNDINGS, -1, -1)
+    weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
+    plain = torch.nn.functional.linear(x, weight)
+    with Nudged():
+        found = torch.nn.functional.linear(x, weight)
+    assert torch.equal(found[0], plain[0])
+    off = ((found[1:] - plain[1:]) / plain[1:]).abs()
+    assert 0 < off.max() <= 2.1 * 2.0**-23
+
+
+@pytest.mark.slow
+@pytest.mark.many
+@pytest.mark.parametrize("name", ["falcon", "falcon, ALiBi", "codegen"])
+def test_scales_that_float32_rounds_are_the_models_own(name, tmp_path):
+    config = ARCHITECTURES[name][1]()
+    setattr(config, "n_embd" if name == "codegen" else "hidden_size", 80)  # heads of 20
+    model = make_model(config)
+    runner = traced(model, tmp_path)
+    parts = computed(model, runner)
+    path = runner.path("decoder")
+    assert structure.check("target", path, runner.geometry, parts)[0] < 1e-12
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"softcap": 5.0}, {"local_window_size": 3}, {"scale": 0.3}]
+)
+@pytest.mark.parametrize("sinks", [False, True])
+def test_the_spelled_out_form_of_grouped_query_attention_is_onnx_runtimes(options, sinks):
+    random = np.random.default_rng(0)
+    heads, groups, size, capacity, length, start = 4, 2, 8, 24, 6, 5
+
+    def draw(*shape):
+        return random.standard_normal(shape).astype(np.float32)
+
+    inputs = [draw(1, length, n * size) for n in (heads, groups, groups)]
+    inputs += [draw(1, groups, capacity, size) for _ in "kv"]
+    inputs += [np.array([start + length - 1], np.int32), np.array(capacity, np.int32)]
+    inputs += [None, None, None, draw(1, heads, length, capacity), draw(heads) if sinks else None]
+    options = {"num_heads": heads, "kv_num_heads": groups, **options}
+    names = [f"x{i}" if x is not None else "" for i, x in enumerate(inputs)]
+    while not names[-1]:
+        names.pop()
+    node = onnx.helper.make_node(
+        "GroupQueryAttention", names, ["y", "k", "v"], domain="com.microsoft", **options
+    )
+    found = structure._run(node, inputs[: len(names)])
+    wide = [x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in inputs]
+    wanted = grouped_query_attention(options, *wide)[0]
+    assert wanted.dtype == np.float64
+    assert np.abs(found - wanted).max() < 1e-6
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_rotary_embedding_inside_grouped_query_attention_is_onnx_runtimes(packed):
+    random = np.random.default_rng(0)
+    heads, groups, size, capacity, length, start = 4, 2, 16, 24, 6, 5
+
+    def draw(*shape):
+        return random.standard_normal(shape).astype(np.float32)
+
+    rows = [draw(1, length, n * size) for n in (heads, groups, groups)]
+    inputs = [np.concatenate(rows, -1), None, None] if packed else rows
+    inputs += [draw(1, groups, capacity, size) for _ in "kv"]
+    inputs += [np.array([start + length - 1], np.int32), np.array(capacity, np.int32)]
+    inputs += [draw(capacity, size // 2) for _ in ("cos", "sin")]
+    options = {"num_heads": heads, "kv_num_heads": groups, "do_rotary": 1}
+    names = [f"x{i}" if x is not None else "" for i, x in enumerate(inputs)]
+    node = onnx.helper.make_node(
+        "GroupQueryAttention", names, ["y", "k", "v"], domain="com.microsoft", **options
+    )
+    found = structure._run(node, inputs)
+    wide = [x.astype(np.float64) if x is not None and x.dtype == np.float32 else x for x in inputs]
+    output, keys, _ = grouped_query_attention(options, *wide)
+    assert np.abs(found - output).max() < 1e-5
+    for _ in range(3):  # another order of channels is the same function
+        reordered = structure._reordered(node, wide, random)
+        other, shuffled, _ = grouped_query_attention(options, *reordered)
+        assert np.abs(other - output).max() < 1e-12
+        assert not np.array_equal(shuffled, keys)
+
+
+def test_the_spelled_out_norm_of_a_sum_is_onnx_runtimes():
+    random = np.random.default_rng(0)
+    x, skip = (random.standard_normal((1, 3, 64)) for _ in range(2))
+    scale = random.standard_normal(64)
+    node = onnx.helper.make_node(
+        "SkipSimplifiedLayerNormalization", ["x", "skip", "scale"], ["y"], domain="com.microsoft",
+        epsilon=1e-5,
+    )  # fmt: skip
+    found = structure._run(node, [a.astype(np.float32) for a in (x, skip, scale)])
+    wanted, _, _, total = OWN[node.op_type]({"epsilon": 1e-5}, x, skip, scale)
+    assert np.abs(found - wanted).max() < 1e-6
+    assert np.array_equal(total, x + skip)
+
+
+def test_what_float32_makes_of_attention_is_computed_in_float32(tmp_path):
+    """In onnx 1.20 a root of a Python float had all that follows in double, which made it exact."""
+    random = np.random.default_rng(0)
+    inputs = [random.standard_normal((1, 4, 64, 16)).astype(np.float32) for _ in "qkv"]
+    names = ["query", "keys", "values"]
+    node = onnx.helper.make_node("Attention", names, ["y"], scale=0.3)
+    values = [onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, None) for n in names]
+    result = [onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, None)]
+    made = onnx.helper.make_graph([node], "one", values, result)
+    opsets = [onnx.helper.make_opsetid("", 24)]
+    onnx.save(onnx.helper.make_model(made, opset_imports=opsets), tmp_path / "one.onnx")
+    graph = ExactGraph(tmp_path / "one.onnx")
+    exact = graph.node(node, [x.astype(np.float64) for x in inputs])[0]
+    rounded = graph.node(node, inputs)[0]
+    assert exact.dtype == np.float64
+    assert np.abs(rounded - exact).max() > 1e-7 * np.abs(exact).max()
+
+
+CAUSAL = np.arange(10) <= np.arange(4, 7)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("mask", "end"),
+    [
+        (CAUSAL, 7),
+        (CAUSAL[None, None] & (np.arange(10) > 2), 7),  # a window
+        (np.where(CAUSAL, np.linspace(0, -1, 10), -np.inf)[None, None], 7),  # added, as ALiBi is
+        (np.ones((3, 10), bool), 10),
+        (np.ones((3, 1), bool), 10),
+    ],
+)
+def test_rows_that_no_query_sees_are_left_out_of_exact_attention_and_change_nothing(mask, end):
+    random = np.random.default_rng(0)
+    query, keys, values = (random.standard_normal((1, 2, n, 8)) for n in (3, 10, 10))
+    node = onnx.helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"])
+    cut = seen(node, [query, keys, values, mask])
+    assert [x.shape[2] for x in cut[:3]] == [3, end, end]
+    infos = [onnx.ValueInfoProto(name=name) for name in node.input]
+    graph = onnx.helper.make_graph([node], "one", infos, [onnx.ValueInfoProto(name="y")])
+    evaluator = ReferenceEvaluator(graph, opsets={"": 24})
+    given = [query, keys, values, mask]
+    whole, part = (
+        evaluator.run(None, dict(zip(node.input, x, strict=True)))[0] for x in (given, cut)
+    )
+    assert np.abs(whole - part).max() < 1e-15
+
+
+def test_rows_before_a_stretch_are_joined_for_one_layer_at_a_time_and_not_kept():
+    random = torch.Generator().manual_seed(0)
+    before = [torch.randn(2, 5, 4, generator=random) for _ in "kv"]
+    layer = reference._LaterLayer(*before)
+    new = [torch.randn(3, 2, 2, 4, generator=random) for _ in range(4)]
+    assert layer.get_seq_length() == 5
+    layer.update(new[0], new[1])
+    assert layer.get_seq_length() == 7
+    keys, values = layer.update(new[2], new[3])
+    for found, rows, added in ((keys, before[0], new[0::2]), (values, before[1], new[1::2])):
+        assert torch.equal(found, torch.cat((rows.expand(3, 2, 5, 4), *added), 2))
+    assert torch.equal(layer.keys, torch.cat(new[0::2], 2))
+    assert layer.keys.untyped_storage().nbytes() == layer.keys.numel() * 4
+
+
+def choices(scores):
+    found = Choices()
+    found.scores = [(slice(0, len(scores)), scores, 2)]
+    return found
+
+
+def test_a_router_that_rounding_could_turn_is_found():
+    exact = np.array([[3.0, 2.0, 1.0], [3.0, 2.0, 2.0 - 1e-7], [3.0, 3.0, 1.0]])
+    rounded = np.concatenate([exact, exact + 1e-7])
+    assert close(choices(exact), choices(rounded), 3).tolist() == [False, True, False]
+
+
+def test_tokens_that_rounding_could_send_to_other_experts_are_drawn_anew():
+    model = make_model(ARCHITECTURES["mixtral"][1]())
+    shape = geometry.measure(model, 32, 4)
+    (plain,) = reference.references("target", model, Sources(), shape, 512)
+    assert plain.left_out == 0
+    gate = model.model.layers[0].mlp.gate.weight
+    with torch.no_grad():  # two experts that the second and the third place are always between
+        gate[2] = gate[1] * (1 + 1e-7)
+        gate[0] = 0
+    with_ties = plain.tokens.copy()
+    (found,) = reference.references("target", model, Sources(), shape, 512)
+    assert found.left_out > 0
+    assert (found.tokens != with_ties).any()
+
+
+def test_a_router_that_is_always_tied_is_refused_as_such(monkeypatch):
+    monkeypatch.setattr(reference, "TRIES", 2)
+    model = make_model(ARCHITECTURES["mixtral"][1]())
+    shape = geometry.measure(model, 32, 4)
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight.zero_()
+    with pytest.raises(ParityError, match="choose by less than float32's error for 32 of 32"):
+        reference.references("target", model, Sources(), shape, 512)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"softcap": 2.0}])
+@pytest.mark.parametrize("mask", [None, CAUSAL[None, None], np.where(CAUSAL, 0.5, -np.inf)])
+def test_the_spelled_out_form_of_attention_is_onnx_runtimes(options, mask):
+    random = np.random.default_rng(0)
+    shapes = ((1, 4, 3, 8), (1, 2, 10, 8), (1, 2, 10, 8))
+    inputs = [random.standard_normal(shape).astype(np.float32) for shape in shapes]
+    names = ["q", "k", "v"]
+    given = [*inputs]
+    if mask is not None:
+        names.append("mask")
+        given.append(mask if mask.dtype == bool else mask.astype(np.float32))
+    node = onnx.helper.make_node("Attention", names, ["y"], **options)
+    found = structure._run(node, given)
+    wide = [x.astype(np.float64) if x.dtype == np.float32 else x for x in given]
+    wanted = attention(options, *wide)[0]
+    assert wanted.dtype == np.float64
+    assert np.abs(found - wanted).max() < 1e-6

@@ -1,0 +1,149 @@
+"""Large models are run part by part and compared as whole ones are."""
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime as ort
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+
+from comparing import measure, model_of, traced
+from specedge.bundle.precision import FLOAT32
+from specedge.errors import ParityError
+from specedge.exporter.checkpoint.lazy_weights import Memory, Sources
+from specedge.exporter.graph import graphs
+from specedge.exporter.graph.weights import FILE
+from specedge.exporter.tracing import geometry
+from specedge.exporter.verification import parity, reference
+from specedge.exporter.verification.partition import Split
+from specedge.exporter.verification.runner import Fill, Pass, Rows, Runner
+from specedge.exporter.verification.stage import open_session, unpacked
+from specedge.products import UNSIGNED
+
+
+def compared_again(model, runner):
+    """What a comparison finds of files that were changed since they were run."""
+    runner = Runner(runner.folder, list(runner.lengths.values()), runner.geometry)
+    references = reference.references("target", model, Sources(), runner.geometry, 512)
+    return parity.measure("target", references, runner)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, in_parts):
+    model = model_of(kind)
+    runner = traced(model, tmp_path, ops)
+    assert runner.num_stages > 3
+    found = measure(model, runner)
+    assert 0 < found.logits_error <= found.bound(FLOAT32)
+    assert 0 < found.cache_error <= found.bound(FLOAT32)
+    assert found.error_ratio <= FLOAT32.multiple
+    assert found.row_independent_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
+
+
+@pytest.mark.slow
+def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts, monkeypatch):
+    bundle = pairs.bundle("bfloat16")
+    model = bundle.target
+    shape = geometry.Geometry(
+        model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
+    )
+    folder, lengths = bundle.folder / "target", graphs.lengths(4, model.context_length)
+    split = Runner(folder, lengths, shape)
+    monkeypatch.setattr("specedge.exporter.verification.runner.WHOLE_BYTES", 1 << 40)
+    whole = Runner(folder, lengths, shape)
+    zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
+    actions = [Fill(zeros.__getitem__), Rows(0, 9)]
+    for name in ("decoder", "verify", "step"):
+        tokens = np.arange(5 if name != "step" else 1)
+        actions.append(Pass(name, tokens, 2, packed=True))
+    actions.append(Rows(0, 9))
+    found, wanted = split.run(actions), whole.run(actions)
+    assert split.num_stages > 3
+    for a, b in zip(found[2:5], wanted[2:5], strict=True):
+        assert np.array_equal(a, b)
+    assert all(map(np.array_equal, found[5], wanted[5]))
+
+
+@pytest.mark.many
+@pytest.mark.parametrize(("num_layers", "layer"), [(2, 0), (6, 3)])
+def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
+    num_layers, layer, tmp_path, in_parts
+):
+    model = model_of("llama", layers=num_layers)
+    runner = traced(model, tmp_path)
+    step = ir.load(tmp_path / "step.onnx")
+    node = [n for n in step.graph if n.op_type == "Attention"][layer]
+    scale = node.attributes["scale"].as_float()
+    node.attributes["scale"] = ir.AttrFloat32("scale", scale * (1 + 1e-6))
+    ir.save(step, tmp_path / "step.onnx")
+    assert compared_again(model, runner)[1] == ["step"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "ops"), [("gpt2", "gqa"), pytest.param("gemma2", "onnx", marks=pytest.mark.thorough)]
+)
+def test_of_like_layers_few_are_run_in_every_way(kind, ops, tmp_path, in_parts):
+    runner = traced(model_of(kind, layers=6), tmp_path, ops)
+    assert 6 <= len(runner.kept) <= 8
+    assert runner.left_out.start - runner.left_out.end >= 3
+
+
+@pytest.mark.slow
+def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
+    model = model_of("llama", layers=6)
+    runner = traced(model, tmp_path)
+    step = ir.load(tmp_path / "step.onnx")
+    products = [n for n in step.graph if n.op_type == "MatMul"]
+    matrices = [n.inputs[1] for n in products if n.inputs[1].const_value is not None]
+    a, b = (matrices[7 * layer + 3] for layer in (2, 3))
+    assert a.shape == b.shape
+    for node in products:
+        if node.inputs[1] in (a, b):
+            node.replace_input_with(1, b if node.inputs[1] is a else a)
+    ir.save(step, tmp_path / "step.onnx")
+    with pytest.raises(ParityError, match="differs"):
+        compared_again(model, runner)
+
+
+def test_of_large_models_the_start_and_the_end_are_compared():
+    shape = geometry.Geometry(1024, 1032, 512, ())
+    assert reference.positions_compared(shape, 50_000_000) == [(0, 1024)]
+    assert reference.positions_compared(shape, 1_500_000_000) == [(0, 32), (1012, 1024)]
+
+
+def test_a_part_whose_bytes_are_made_unsigned_multiplies_by_a_turned_table_of_the_file(tmp_path):
+    table = np.random.default_rng(0).integers(-127, 128, (64, 32), np.int8)
+    (tmp_path / FILE).write_bytes(table.tobytes())
+    stored = TensorProto(name="table", data_type=TensorProto.INT8, dims=table.shape)
+    stored.data_location = TensorProto.EXTERNAL
+    for key, value in (("location", FILE), ("offset", "0"), ("length", str(table.nbytes))):
+        stored.external_data.add(key=key, value=value)
+    nodes = [
+        helper.make_node("Transpose", ["table"], ["turned"], perm=[1, 0]),
+        helper.make_node("MatMulInteger", ["x", "turned", "zero"], ["y"]),
+    ]
+    graph = helper.make_graph(
+        nodes, "head",
+        [helper.make_tensor_value_info("x", TensorProto.UINT8, [3, 32])],
+        [helper.make_tensor_value_info("y", TensorProto.INT32, [3, 64])],
+        [stored, numpy_helper.from_array(np.uint8(128), "zero")],
+    )  # fmt: skip
+    path = tmp_path / "decoder.onnx"
+    onnx.save(
+        helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path
+    )
+    split, options = Split(path), unpacked()
+    options.add_session_config_entry(UNSIGNED, "1")
+    folder = "session.model_external_initializers_file_folder_path"
+    options.add_session_config_entry(folder, str(tmp_path))
+    x = np.random.default_rng(1).integers(0, 256, (3, 32), np.uint8)
+    with split.computed(0, Memory()) as given:
+        values = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in given.items()}
+        for name, value in values.items():
+            options.add_initializer(name, value)
+        session = open_session(split.model(0), options)
+        (found,) = session.run(None, {"x": x})
+    assert np.array_equal(found, (x.astype(np.int32) - 128) @ table.T.astype(np.int32))

@@ -1,0 +1,41 @@
+"""The promise that makes speculative decoding plain decoding bit for bit, on this machine's CPU.
+
+Another CPU takes other kernels. Where these tests fail, near-ties may be decided otherwise than by
+plain decoding; docs/exactness.md says what then holds.
+"""
+
+import pytest
+
+from rows import LENGTHS, dependent_lengths
+from specedge.bundle.op_sets import OPS
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import Device
+from specedge.runtime.exactness.row_noise import holds
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("role", ["target", "draft"])
+@pytest.mark.parametrize("ops", OPS)
+def test_a_row_has_the_same_bits_however_many_rows_share_its_pass(pipeline, role, ops):
+    model = OrtModel(pipeline.bundle, pipeline.bundle.models[role], Device(), ops)
+    assert dependent_lengths(model, LENGTHS) == []
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("ops", OPS)
+def test_lengths_between_those_that_the_export_tried_hold_too(pipeline, ops):
+    target = pipeline.bundle.target
+    assert target.parity[ops].row_independent_lengths == LENGTHS
+    between = [t for t in range(1, 19) if t not in LENGTHS]
+    assert [t for t in between if holds(t, LENGTHS)] == between
+    model = OrtModel(pipeline.bundle, target, Device(), ops)
+    assert dependent_lengths(model, between) == []
+
+
+def test_a_length_beside_one_that_failed_does_not_hold():
+    assert not holds(4, (1, 2, 3, 9, 64))
+    assert not holds(4, (1, 2, 5, 9, 64))
+    assert not holds(2, (1, 3, 5, 9, 64))
+    assert not holds(5, (2, 3, 5, 9))
+    assert not holds(2, ())
+    assert holds(2, (1, 2))

@@ -1,0 +1,197 @@
+"""The loop under a grammar: exact distributions, and greedy text, beside plain masked decoding."""
+
+from fractions import Fraction
+from itertools import product
+
+import numpy as np
+import pytest
+
+pytest.importorskip("llguidance", reason="needs the grammar extra")
+
+from exact import LENGTH, joint_distribution
+from fakes import TableModel, decoder, hashed_distribution
+from grammars import END, allowed_of, constraint, texts_of
+from specedge import Draft
+from specedge.options import Sampling
+from specedge.runtime.decoding import decoding
+from specedge.runtime.drafters.baselines import Block, Random
+from specedge.runtime.drafters.chain import Chain
+from specedge.runtime.drafters.draft_model import DraftModel
+from specedge.runtime.drafters.prompt_lookup import Lookup
+
+# Each ends within the three tokens that are looked at, in some texts, and in others does not.
+WORDS = ["a", "ab", "abc", "ca", "cab", "bbb", "bca"]
+LARK = 'start: "a" rest? | "c" "a" "b"? | "bbb" | "bca"\nrest: "b" "c"?'
+# Free text, and after its first c a grammar: it begins inside a draft.
+FREE = "[ab]*ca?b"
+_FREE_TEXTS = texts_of(
+    *("".join(letters) + end for n in range(6) for letters in product("ab", repeat=n)
+      for end in ("cab", "cb"))
+)  # fmt: skip
+GRAMMARS = {
+    "regex": ("regex", "|".join(WORDS), texts_of(*WORDS)),
+    "lark": ("grammar", LARK, texts_of(*WORDS)),
+    "begins inside": ("regex", FREE, _FREE_TEXTS),
+}
+# Weights in quarters by the number of allowed tokens, such that every threshold of a round is one.
+TARGET_ROWS = {1: [(4,)], 2: [(1, 3), (3, 1), (2, 2), (4, 0)], 3: [(2, 1, 1), (0, 2, 2), (4, 0, 0)]}
+# The same, of a draft that gives a token all weight: what is left of a row is no third.
+HALVED_ROWS = {1: [(4,)], 2: [(1, 3), (3, 1), (2, 2)], 3: [(2, 2, 0), (0, 2, 2), (4, 0, 0)]}
+DRAFT_ROWS = {1: [(4,)], 2: [(2, 2), (0, 4)], 3: [(2, 1, 1), (1, 1, 2), (2, 2, 0), (0, 2, 2)]}
+
+
+def table(rows, texts, seed, num_prompt_tokens=1):
+    """Quarters for the tokens that may follow a text, and much more weight for those that may
+    not: whoever does not mask writes them.
+    """
+
+    def distribution(text):
+        new = text[num_prompt_tokens:]
+        allowed = allowed_of(texts, new)
+        rng = np.random.default_rng([seed, len(text), *text])
+        weights = rng.integers(4, 40, size=END + 1).astype(float)
+        if allowed:
+            found = rows[len(allowed)]
+            weights[allowed] = found[rng.integers(len(found))]
+        return weights
+
+    return distribution
+
+
+def expected(target, texts):
+    """What plain masked decoding gives, by the texts that the grammar has."""
+    found = {}
+    for new in product(range(END + 1), repeat=LENGTH):
+        probability = Fraction(1)
+        for i in range(LENGTH):
+            allowed = allowed_of(texts, new[:i])
+            weights = target((0, *new[:i]))
+            probability *= Fraction(int(weights[new[i]]) if new[i] in allowed else 0, 4)
+            if not probability:
+                break
+        else:
+            found[0, *new] = probability
+    return found
+
+
+class Under:
+    """A decoder whose texts are all drawn under one constraint."""
+
+    def __init__(self, decoder, constraint):
+        self._decoder, self._constraint = decoder, constraint
+
+    def rounds(self, prompt, sampling, seed, count):
+        sampling = Sampling(sampling.temperature, end_tokens=(END,), constraint=self._constraint)
+        return self._decoder.rounds(prompt, sampling, seed, count)
+
+
+class Unmasked:
+    """Drafts tokens that no grammar was asked about."""
+
+    name = "unmasked"
+
+    def propose(self, history, max_tokens, sampling, uniforms):
+        return Draft([(history.length + i) % (END + 1) for i in range(max_tokens)])
+
+    def truncate(self, length):
+        pass
+
+
+@pytest.fixture
+def whole_prompts(monkeypatch):
+    """Texts begin after one token of prompt, wherever the loop goes on with them."""
+    monkeypatch.setattr(decoding, "History", lambda tokens: _HISTORY(tokens[:1], tokens[1:]))
+
+
+_HISTORY = decoding.History
+
+
+@pytest.mark.many
+@pytest.mark.parametrize("name", GRAMMARS)
+@pytest.mark.parametrize(("k", "seed"), [(2, 1), (1, 2), (3, 3), (2, 4), (2, 5), (1, 6)])
+def test_every_text_has_exactly_its_probability_under_the_mask(
+    name, k, seed, monkeypatch, whole_prompts
+):
+    kind, text, texts = GRAMMARS[name]
+    target, draft = table(TARGET_ROWS, texts, seed), table(DRAFT_ROWS, texts, seed + 50)
+    shared = constraint(kind, text)  # one for all rounds: it goes back and on between texts
+
+    def make():
+        return Under(decoder(target, DraftModel(TableModel(draft)), k), shared)
+
+    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_tokens_that_were_drafted_without_a_mask_change_nothing(name, monkeypatch, whole_prompts):
+    kind, text, texts = GRAMMARS[name]
+    target, shared = table(HALVED_ROWS, texts, 7), constraint(kind, text)
+
+    def make():
+        return Under(decoder(target, Unmasked(), 2), shared)
+
+    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_tokens_that_were_drawn_without_a_mask_change_nothing(name, monkeypatch, whole_prompts):
+    """A drawn token that is banned must be tested: what is recovered is no draw from a row."""
+    kind, text, texts = GRAMMARS[name]
+    target, shared = table(TARGET_ROWS, texts, 8), constraint(kind, text)
+
+    def make():
+        return Under(decoder(target, Random(END + 1), 2), shared)
+
+    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_chain_that_is_cut_and_goes_on_changes_nothing(name, monkeypatch, whole_prompts):
+    kind, text, texts = GRAMMARS[name]
+    target, draft = table(HALVED_ROWS, texts, 9), table(DRAFT_ROWS, texts, 59)
+    shared = constraint(kind, text)
+
+    def make():
+        return Under(decoder(target, Chain(Unmasked(), DraftModel(TableModel(draft))), 2), shared)
+
+    assert joint_distribution(make, monkeypatch) == expected(target, texts)
+
+
+DRAFTERS = {
+    "model": lambda model: DraftModel(model),
+    "lookup": lambda model: Lookup(1, 5),
+    "chain": lambda model: Chain(Lookup(1, 5), DraftModel(model)),
+    "block": lambda model: Block(DraftModel(model)),
+    "random": lambda model: Random(END + 1),
+    "unmasked": lambda model: Unmasked(),
+}
+LONG = {
+    "endless": ("regex", "(ab|ba|c(a|b){2})+c"),
+    "ends": ("regex", "(ab){2,9}c?"),
+    "recursive": ("grammar", 'start: "a" start "b" | "c"'),
+}
+
+
+@pytest.mark.parametrize("k", [1, 2, 4, 8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("name", LONG)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_text_under_a_grammar_is_in_it_and_greedy_text_is_plain_decodings(
+    name, drafter, k, temperature
+):
+    kind, text = LONG[name]
+
+    def run(k, seed):
+        draft = DRAFTERS[drafter](TableModel(hashed_distribution(seed + 1, END + 1)))
+        sampling = Sampling(temperature, end_tokens=(END,), constraint=constraint(kind, text))
+        loop = decoder(hashed_distribution(seed, END + 1), draft, k)
+        rounds = loop.rounds((0, 1, 0), sampling, seed, 24)
+        return [token for one in rounds for token in one.tokens][:24]
+
+    for seed in range(4):
+        found = run(k, seed)
+        fresh = constraint(kind, text)  # its masks, of one text read from its start to its end
+        for i, token in enumerate(found):
+            assert not fresh.banned(_HISTORY([], found[:i]))[token]
+        if not temperature:
+            assert found == run(0, seed)

@@ -1,0 +1,179 @@
+"""The accept rule: the target's distribution for any draft, in every corner."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fakes import logits_of
+from specedge.errors import SpecEdgeError
+from specedge.options import Sampling
+from specedge.runtime.decoding.verify import Draft, draw, verify
+from specedge.runtime.sampling.distribution import Distribution
+from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.probabilities import probabilities
+from specedge.runtime.sampling.scores import Row, Scores
+
+NOTHING = History([0])
+
+
+def drafted(*probs):
+    return Distribution(np.array(probs, float))
+
+
+def test_greedy_takes_the_lowest_id_on_ties():
+    assert draw(Row(np.array([1.0, 3.0, 3.0])), Sampling(), NOTHING, 0.9) == (1, None)
+
+
+TARGET, DRAFT = (0.1, 0.6, 0.3), (0.5, 0.3, 0.2)
+
+
+def output_distribution(target, draft, sampling):
+    """The distribution of a round's first token, integrated exactly over its uniforms on a grid.
+
+    Accepting x has probability min(1, t/d); what remains is spread as the residual picks.
+    """
+    first = np.zeros(len(target))
+    grid = (np.arange(3000) + 0.5) / 3000
+    rows = Scores(np.stack([logits_of(*target)] * 2))
+    guess = probabilities(logits_of(*draft), sampling, NOTHING)
+    for x, d in enumerate(guess.row(len(draft))):
+        if d == 0:
+            continue
+        proposal = Draft([x], [guess])
+        accepted = np.array(
+            [verify(proposal, rows, sampling, NOTHING, [u], 0.5).num_accepted for u in grid]
+        )
+        first[x] += d * accepted.mean()
+        if not accepted.all():
+            u = grid[~accepted.astype(bool)][0]
+            tokens = [verify(proposal, rows, sampling, NOTHING, [u], v).next_token for v in grid]
+            share = np.bincount(tokens, minlength=len(target)) / 3000
+            first += d * (1 - accepted.mean()) * share
+    return first
+
+
+@pytest.mark.parametrize("draft", [DRAFT, TARGET, (1, 0, 0), (0, 0, 1), (0.9, 0.05, 0.05)])
+def test_the_accept_rule_gives_the_targets_distribution_for_any_draft(draft):
+    np.testing.assert_allclose(output_distribution(TARGET, draft, Sampling(1.0)), TARGET, atol=4e-4)
+
+
+@pytest.mark.many
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(1.0),
+        Sampling(0.6),
+        Sampling(1.0, top_k=2),
+        Sampling(0.9, top_k=3),  # the draft below has no more
+        Sampling(1.0, top_p=0.7),
+        Sampling(1.2, top_k=4, top_p=0.9, min_p=0.3),
+    ],
+)
+@pytest.mark.parametrize("draft", [(0.6, 0.3, 0.1), (0.05, 0.05, 0.9), (1,)])
+@pytest.mark.parametrize("target", [(0.1, 0.25, 0.15, 0.2, 0.3), (0.4, 0.3, 0.1, 0.15, 0.05)])
+def test_a_draft_that_knows_fewer_tokens_leaves_the_targets_distribution(target, draft, sampling):
+    expected = probabilities(logits_of(*target), sampling, NOTHING).row(len(target))
+    np.testing.assert_allclose(output_distribution(target, draft, sampling), expected, atol=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("lenience", "expected"),
+    [
+        (1.0, (0.1, 0.6, 0.3)),
+        (0.5, (0.2, 0.525, 0.275)),
+        (0.3, (1 / 3, 0.425, 0.725 / 3)),
+        (0.1, DRAFT),
+    ],
+)
+def test_lenience_has_exactly_the_distribution_of_the_papers_appendix(lenience, expected):
+    """min(d, t/b) + (1 - sum min(d, t/b)) / (1 - sum min(d, t)) max(0, t - d)."""
+    found = output_distribution(TARGET, DRAFT, Sampling(1.0, lenience=lenience))
+    np.testing.assert_allclose(found, expected, atol=4e-4)
+
+
+def test_lenience_1_changes_no_bit_and_at_temperature_0_none_does():
+    rows = Scores(np.stack([logits_of(*TARGET)] * 2))
+    guess = Draft([0], [drafted(*DRAFT)])
+    for u in np.random.default_rng(0).random(200):
+        lenient = verify(guess, rows, Sampling(1.0, lenience=1.0), NOTHING, [u], u)
+        assert lenient == verify(guess, rows, Sampling(1.0), NOTHING, [u], u)
+    for token in range(3):
+        lenient = verify(Draft([token]), rows, Sampling(lenience=0.01), NOTHING, [0.0], 0.0)
+        assert lenient == verify(Draft([token]), rows, Sampling(), NOTHING, [0.0], 0.0)
+
+
+def test_acceptance_rate_is_the_overlap_of_the_two_distributions():
+    grid = (np.arange(3000) + 0.5) / 3000
+    rows = Scores(np.stack([logits_of(*TARGET)] * 2))
+    rate = sum(
+        d
+        * verify(Draft([x], [drafted(*DRAFT)]), rows, Sampling(1.0), NOTHING, [u], 0.5).num_accepted
+        for x, d in enumerate(DRAFT)
+        for u in grid
+    ) / len(grid)
+    assert rate == pytest.approx(sum(map(min, TARGET, DRAFT)), abs=4e-4)
+
+
+def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
+    rows = Scores(np.stack([logits_of(0, 1)] * 2))
+    for guess in (drafted(1, 0), drafted(0, 1)):  # drafted with certainty, and never
+        assert verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5) == (
+            verify(Draft([0]), rows, Sampling(1.0), NOTHING, [0.0], 0.5)
+        )
+        verdict = verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5)
+        assert (verdict.num_accepted, verdict.next_token) == (0, 1)
+
+
+def test_a_token_without_probability_in_either_distribution_is_not_accepted():
+    """0 / 0 is no number, and min(1, nan) is 1."""
+    rows = Scores(np.stack([logits_of(0, 1)] * 2))
+    verdict = verify(Draft([0], [drafted(0, 1)]), rows, Sampling(1.0), NOTHING, [0.5], 0.5)
+    assert (verdict.num_accepted, verdict.next_token) == (0, 1)
+
+
+def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
+    """The draft's distribution is the target's times a number, and u as large as can be."""
+    largest, found = float(np.nextafter(1, 0)), 0
+    for seed in range(50):
+        random = np.random.default_rng(seed)
+        logits = random.normal(size=3)
+        target = probabilities(logits, Sampling(1.0), NOTHING)
+        guess = Distribution(target.weights * random.uniform(0.1, 9))
+        for token in range(3):
+            if largest * guess.of(token) >= target.of(token):
+                draft, rows = Draft([token], [guess]), Scores(np.stack([logits] * 2))
+                verdict = verify(draft, rows, Sampling(1.0), NOTHING, [largest], 0.9)
+                assert (verdict.num_accepted, verdict.next_token) == (0, target.pick(0.9))
+                found += 1
+    assert found > 5
+
+
+def test_nothing_after_a_rejection_counts():
+    rows = Scores(np.stack([logits_of(0, 1), logits_of(1, 0), logits_of(1, 0)]))
+    verdict = verify(
+        Draft([0, 0], [drafted(1, 0)] * 2), rows, Sampling(1.0), NOTHING, [0.0, 0.0], 0.5
+    )
+    assert (verdict.num_accepted, verdict.next_token) == (0, 1)
+
+
+def test_the_bonus_token_follows_the_last_row_unadjusted():
+    rows = Scores(np.stack([logits_of(1, 0), logits_of(0, 1)]))
+    verdict = verify(Draft([0], [drafted(1, 0)]), rows, Sampling(1.0), NOTHING, [0.9], 0.0)
+    assert (verdict.num_accepted, verdict.next_token) == (1, 1)
+
+
+@given(st.lists(st.integers(0, 3), min_size=0, max_size=4), st.integers(0, 1000))
+def test_greedy_verification_is_the_accept_rule_at_temperature_zero(tokens, seed):
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 3, (len(tokens) + 1, 4)).astype(float)  # ties on purpose
+    choices = [int(np.argmax(row)) for row in rows]
+    agreed = next((i for i, t in enumerate(tokens) if t != choices[i]), len(tokens))
+    verdict = verify(Draft(tokens), Scores(rows), Sampling(), NOTHING, rng.random(4), 0.5)
+    assert (verdict.num_accepted, verdict.next_token) == (agreed, choices[agreed])
+
+
+@pytest.mark.parametrize("sampling", [Sampling(), Sampling(1.0), Sampling(1.0, top_p=0.9)])
+def test_logits_that_are_not_numbers_are_an_error(sampling):
+    with pytest.raises(SpecEdgeError, match="not numbers"):
+        draw(Row(np.array([0.0, np.nan, 1.0])), sampling, NOTHING, 0.5)

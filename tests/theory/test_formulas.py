@@ -1,0 +1,213 @@
+"""The formulas by themselves: limits, identities, and what they refuse."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specedge.theory.formulas import (
+    acceptance_rates,
+    alpha_from_tokens,
+    best_k,
+    break_even_alpha,
+    expected_tokens,
+    expected_tokens_by_position,
+    expected_tokens_limit,
+    expected_tokens_without_bonus,
+    operations_factor,
+    round_cost,
+    speedup,
+    time_per_token,
+    tokens_distribution,
+)
+
+RATES = st.floats(0, 1)
+LENGTHS = st.integers(1, 20)
+COSTS = st.floats(0, 2)
+
+
+@pytest.mark.parametrize(("alpha", "k", "tokens"), [(1, 7, 8), (0, 4, 1), (0.7, 0, 1)])
+def test_a_round_yields_all_its_rows_if_all_is_accepted_and_one_token_if_nothing(alpha, k, tokens):
+    assert expected_tokens(alpha, k) == tokens
+
+
+def test_without_a_limit_on_k_the_tokens_of_a_round_have_one_below_alpha_1():
+    assert expected_tokens(0.8, 400) == pytest.approx(expected_tokens_limit(0.8), rel=1e-12)
+    assert expected_tokens_limit(1) == math.inf
+
+
+@given(RATES, LENGTHS)
+def test_the_distribution_of_a_rounds_tokens_has_their_mean(alpha, k):
+    distribution = tokens_distribution(alpha, k)
+    assert len(distribution) == k + 1
+    assert min(distribution) >= 0
+    assert sum(distribution) == pytest.approx(1)
+    assert sum(n * p for n, p in enumerate(distribution, 1)) == pytest.approx(
+        expected_tokens(alpha, k)
+    )
+
+
+@given(RATES, LENGTHS)
+def test_equal_acceptances_by_position_are_the_case_of_one_alpha(alpha, k):
+    assert expected_tokens_by_position([alpha] * k) == pytest.approx(expected_tokens(alpha, k))
+
+
+def test_acceptances_that_are_not_alike_yield_more_than_their_mean_says():
+    # Half the rounds accept everything, half nothing: later positions are tested in good rounds.
+    assert expected_tokens_by_position([0.5, 1, 1, 1]) == 3
+    assert expected_tokens(0.5, 4) == 1.9375
+    assert expected_tokens_by_position([]) == 1
+
+
+def test_dropping_the_bonus_costs_the_chance_of_full_acceptance():
+    kept, dropped = expected_tokens(0.8, 4), expected_tokens_without_bonus(0.8, 4)
+    assert dropped == expected_tokens(0.8, 3)
+    assert kept - dropped == pytest.approx(0.8**4)
+
+
+@given(RATES, LENGTHS)
+def test_alpha_is_recovered_from_the_tokens_of_a_round(alpha, k):
+    tokens = expected_tokens(alpha, k)
+    assert alpha_from_tokens(tokens, k) == pytest.approx(alpha, abs=1e-9)
+
+
+def test_the_ends_of_the_inversion_are_nothing_and_everything():
+    assert alpha_from_tokens(1, 4) == 0
+    assert alpha_from_tokens(5, 4) == 1
+
+
+@pytest.mark.parametrize("tokens", [0.99, 5.01, math.nan])
+def test_a_round_cannot_yield_less_than_one_token_or_more_than_its_rows(tokens):
+    with pytest.raises(ValueError, match="tokens_per_round must be between 1 and 5"):
+        alpha_from_tokens(tokens, 4)
+
+
+def test_four_numbers_are_called_acceptance_rate():
+    rates = acceptance_rates(0.8, 4)
+    assert rates.alpha == 0.8
+    assert rates.accepted_over_tested == pytest.approx(0.8, abs=1e-12)
+    assert rates.accepted_over_drafted == pytest.approx(0.5904)
+    assert rates.tokens_over_rows == pytest.approx(0.67232)
+    assert tokens_distribution(0.8, 4) == pytest.approx([0.2, 0.16, 0.128, 0.1024, 0.4096])
+
+
+@given(RATES, LENGTHS)
+def test_accepted_over_tested_is_the_one_that_estimates_alpha(alpha, k):
+    assert acceptance_rates(alpha, k).accepted_over_tested == pytest.approx(alpha, abs=1e-9)
+
+
+def test_verifying_and_the_host_cost_too():
+    assert speedup(0.8, 4, 0.1, 1.5, 0.1) == pytest.approx(3.3616 / 2.0)
+    assert speedup(0.8, 4, 0.1) == pytest.approx(3.3616 / 1.4)
+    assert round_cost(4, 0.1, 1.5, 0.1) == pytest.approx(2)
+    assert time_per_token(0.8, 4, 10, 0.1, 1.5, 0.1) == pytest.approx(10 * 2 / 3.3616)
+
+
+def test_without_drafting_it_is_the_target_alone_whatever_the_costs():
+    assert round_cost(0, 0.5, 1.7, 0.3) == 1
+    assert speedup(0.9, 0, 0.5, 1.7, 0.3) == 1
+    assert time_per_token(0.9, 0, 12.5, 0.5, 1.7, 0.3) == 12.5
+
+
+def test_verifying_may_have_a_cost_for_each_k():
+    costs = [1, 1.1, 1.2, 1.6]
+    assert speedup(0.8, 2, 0.1, costs, 0.05) == speedup(0.8, 2, 0.1, 1.2, 0.05)
+    assert best_k(0.8, 0.1, np.array(costs)) == best_k(0.8, 0.1, costs)
+    assert break_even_alpha(2, 0.1, costs) == break_even_alpha(2, 0.1, 1.2)
+    with pytest.raises(ValueError, match="verify_cost ends at K = 3, got K = 4"):
+        round_cost(4, 0.1, costs)
+    with pytest.raises(ValueError, match=r"begins with that of K = 0, which is 1, got 1\.1"):
+        round_cost(1, 0.1, costs[1:])
+
+
+@given(RATES, st.floats(0.001, 2))
+def test_some_k_helps_exactly_if_alpha_exceeds_the_cost_of_the_draft(alpha, cost):
+    assert speedup(alpha, 1, cost) == pytest.approx((1 + alpha) / (1 + cost))
+    k = best_k(alpha, cost)
+    assert (k > 0) == (1 + alpha > 1 + cost)
+    assert speedup(alpha, k, cost) >= 1
+
+
+@given(RATES, st.floats(0.001, 2))
+def test_one_more_is_better_as_the_increment_rule_says(alpha, cost):
+    for k in range(12):
+        gain = alpha ** (k + 1) * (1 + cost * k) - cost * expected_tokens(alpha, k)
+        if abs(gain) > 1e-9:
+            more = speedup(alpha, k + 1, cost) > speedup(alpha, k, cost)
+            assert more == (gain > 0)
+
+
+def test_the_best_k_is_the_smallest_that_is_as_fast():
+    assert best_k(0.3, 0.3) == 0
+    assert best_k(0, 0) == 0
+
+
+def test_the_best_k_has_a_limit():
+    assert best_k(1, 0.01) == 64
+    assert best_k(1, 0.01, max_draft_tokens=7) == 7
+    assert best_k(0.9, 0.01, max_draft_tokens=0) == 0
+
+
+def test_where_verifying_grows_with_k_the_best_k_is_smaller_or_none():
+    assert best_k(0.8, 0.05) == 8
+    assert best_k(0.8, 0.05, [1 + 0.1 * k for k in range(17)]) == best_k(0.8, 0.15) == 5
+    assert best_k(0.8, 0.05, [1, 2.2, 3.4, 4.6]) == 0
+    assert best_k(0.8, 0.05, host_cost=4) == 0
+    assert best_k(1, 0.05, [1, 1, 1, 1, 1]) == 4  # no further than the costs are known
+
+
+def test_the_best_k_jumps_over_a_step_of_the_costs():
+    assert best_k(0.9, 0.05, [1, 1.9, 1.9, 1.9, 1.9]) == 4
+
+
+@given(st.integers(1, 8), COSTS, st.floats(0.5, 3), COSTS)
+def test_at_the_break_even_alpha_a_round_is_worth_its_cost(k, draft, verify, host):
+    alpha = break_even_alpha(k, draft, verify, host)
+    if alpha is None:
+        assert speedup(1, k, draft, verify, host) < 1
+    elif alpha == 0:
+        assert speedup(0, k, draft, verify, host) >= 1 - 1e-12
+    else:
+        assert speedup(alpha, k, draft, verify, host) == pytest.approx(1)
+
+
+def test_with_free_verification_one_draft_token_breaks_even_at_its_cost():
+    assert break_even_alpha(1, 0.3) == pytest.approx(0.3)
+    assert break_even_alpha(1, 1.5) is None
+
+
+@pytest.mark.parametrize("k", [1, 4, 9])
+def test_rejecting_everything_costs_a_row_for_each_draft_token(k):
+    # A form in which the exponent of alpha^(K + 1) is lost gives half of it.
+    assert operations_factor(0, k) == k + 1
+    assert operations_factor(1, k) == 1
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: expected_tokens(1.1, 4), "alpha must be between 0 and 1, got 1.1"),
+        (lambda: expected_tokens(math.nan, 4), "alpha must be between 0 and 1, got nan"),
+        (lambda: expected_tokens(0.5, -1), "num_draft_tokens must be at least 0, got -1"),
+        (lambda: expected_tokens(0.5, 1.5), "num_draft_tokens must be a whole number"),
+        (lambda: expected_tokens_limit(-0.1), "alpha"),
+        (lambda: expected_tokens_without_bonus(0.5, 0), "num_draft_tokens must be at least 1"),
+        (lambda: expected_tokens_by_position([0.5, 2]), "acceptance must be between 0 and 1"),
+        (lambda: acceptance_rates(0.5, 0), "num_draft_tokens must be at least 1"),
+        (lambda: break_even_alpha(0, 0.1), "num_draft_tokens must be at least 1"),
+        (lambda: speedup(0.5, 4, -0.1), "draft_cost must be at least 0 and finite, got -0.1"),
+        (lambda: speedup(0.5, 4, math.inf), "draft_cost"),
+        (lambda: speedup(0.5, 4, 0.1, 0), "verify_cost must be above 0 and finite, got 0"),
+        (lambda: speedup(0.5, 1, 0.1, [1, math.nan]), "verify_cost must be above 0"),
+        (lambda: speedup(0.5, 1, 0.1, []), "verify_cost is empty"),
+        (lambda: speedup(0.5, 4, 0.1, 1, -1), "host_cost must be at least 0"),
+        (lambda: time_per_token(0.5, 4, -1, 0.1), "target_time must be above 0"),
+        (lambda: operations_factor(0.5, 4, -1), "draft_operations must be at least 0"),
+        (lambda: best_k(0.5, 0.1, max_draft_tokens=-1), "max_draft_tokens must be at least 0"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,262 @@
+"""The audit's checks of the loop: they pass what is right and catch what is planted."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+pytest.importorskip("scipy", reason="the audit needs SciPy")
+
+from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_subject
+from specedge.options import Sampling
+from specedge.runtime.decoding.verify import verify
+from specedge.runtime.sampling.scores import Scores
+from specedge.verification import auditing, joint, loop, sampled
+from specedge.verification.defects import DEFECTS, Defect
+from specedge.verification.remembering import Remembering
+from specedge.verification.report import FAILED, PASSED, SHORT, Finding, Report
+from specedge.verification.subject import Parts
+
+SETTINGS = (Sampling(1.0), Sampling(0.7, top_k=4))
+ALPHA = 1e-8
+BY_NAME = {defect.name: defect for defect in DEFECTS}
+MOVED = {"accept rule", "residual", "stale draft distribution", "shared uniform"}
+
+
+def run_sampled(parts=None, texts=60):
+    subject = make_subject(parts)
+    return sampled.sampled(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
+
+
+def run_joint(parts=None, texts=1500):
+    subject = make_subject(parts)
+    return joint.joint(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
+
+
+def test_all_checks_of_the_loop_pass_an_honest_pair():
+    subject = make_subject()
+    for check in (loop.caches, loop.self_draft, loop.greedy):
+        assert check(subject, Ticks(10**6).budget).status == PASSED, check
+    assert run_sampled().status == PASSED
+    assert run_joint().status == PASSED
+
+
+def test_texts_of_several_settings_are_independent():
+    """With the same seeds for all settings, all together would pass for more than it is."""
+    seeds = []
+    one = sampled._draw
+
+    def noted(subject, sampling, prompt, seed, k, length):
+        seeds.append(seed)
+        return one(subject, sampling, prompt, seed, k, length)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sampled, "_draw", noted)
+        run_sampled(texts=20)
+    assert len(seeds) == len(set(seeds)) >= 20
+
+
+@pytest.mark.thorough  # the self-test below plants each once
+@pytest.mark.parametrize("name", sorted(MOVED - {"shared uniform"}))
+def test_sampled_text_shows_a_wrong_distribution(name):
+    found = run_sampled(BY_NAME[name].parts, texts=150)
+    assert found.status == FAILED
+    assert "p = " in found.summary
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", sorted(MOVED))
+def test_joint_counts_show_a_wrong_distribution(name):
+    assert run_joint(BY_NAME[name].parts, texts=5000).status == FAILED
+
+
+@pytest.mark.parametrize("check", [loop.caches, loop.greedy])
+def test_a_cache_row_off_by_one_shows_without_chance(check):
+    subject = make_subject(BY_NAME["cache row off by one"].parts)
+    found = check(subject, Ticks(10**6).budget)
+    assert found.status == FAILED
+    assert check(make_subject(), Ticks(10**6).budget).status == PASSED
+
+
+def test_a_draft_that_falls_behind_itself_shows_in_the_self_draft():
+    """A draft that loses a row after full acceptances changes no distribution: only this check sees
+    it.
+    """
+
+    class Behind:
+        name = "behind"
+
+        def __init__(self, drafter):
+            self.drafter = drafter
+
+        def propose(self, history, *rest):
+            model = self.drafter.model
+            if model.length == len(history.tokens) - 2:  # after a full acceptance
+                model.prefill([0])
+            return self.drafter.propose(history, *rest)
+
+        def truncate(self, length):
+            self.drafter.truncate(length)
+
+    parts = Parts(drafter=Behind)
+    found = loop.self_draft(make_subject(parts), Ticks(10**6).budget)
+    assert found.status == FAILED
+    assert "rejected" in found.summary
+    assert run_joint(parts).status == PASSED
+
+
+class Flipped:
+    """A target whose two likeliest logits change places in passes of more than one row."""
+
+    def __init__(self, model, margin):
+        self._model, self._margin = model, margin
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def forward(self, tokens, num_rows=None):
+        logits = self._model.forward(tokens, num_rows).array()
+        if len(tokens) > 1:
+            for row in logits:
+                second, first = np.argsort(row)[-2:]
+                if row[first] - row[second] < self._margin:
+                    row[first], row[second] = row[second], row[first]
+        return Scores(logits)
+
+
+@pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])
+def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, status):
+    subject = make_subject(Parts(target=lambda model: Flipped(model, 0.01)), num_prompts=20)
+    subject.noise["target"] = noise
+    found = loop.greedy(subject, Ticks(10**6).budget)
+    assert found.status == status
+    assert bool(found.facts["near_ties"]) == (noise > 0)
+    assert bool(found.facts["differences"]) == (noise == 0)
+
+
+class WrongBeyond:
+    """A target that is wrong in passes of more than so many tokens."""
+
+    def __init__(self, model, longest):
+        self._model, self._longest = model, longest
+
+    def __getattr__(self, name):
+        return getattr(self._model, name)
+
+    def forward(self, tokens, num_rows=None):
+        scores = self._model.forward(tokens, num_rows)
+        return Scores(-scores.array()) if len(tokens) > self._longest else scores
+
+
+@pytest.mark.parametrize(
+    ("longest", "max_first_length", "status"), [(17, 1, PASSED), (17, 24, FAILED), (16, 1, FAILED)]
+)
+def test_greedy_text_goes_through_every_pass_that_a_request_may_run(
+    longest, max_first_length, status
+):
+    """The longest are of 16 draft tokens, as rounds are planned, and of the end of a prompt."""
+    parts = Parts(target=lambda model: WrongBeyond(model, longest))
+    subject = make_subject(parts, max_first_length=max_first_length)
+    assert loop.greedy(subject, Ticks(10**6).budget).status == status
+
+
+def test_greedy_text_begins_at_no_further_k_once_its_time_is_over():
+    """A long prompt would be read again for each."""
+    found = loop.greedy(make_subject(), Ticks(20).budget)
+    assert found.status == SHORT
+    assert found.facts["num_tokens_by_k"]["16"] == 0
+
+
+def test_tokens_that_the_distribution_does_not_allow_fail():
+    class Stubborn(Parts().decoder):
+        @staticmethod
+        def judge(draft, scores, sampling, history, tests, last):
+            verdict = verify(draft, scores, sampling, history, tests, last)
+            wrong = int(scores[verdict.num_accepted].array().argmin())
+            return dataclasses.replace(verdict, next_token=wrong) if last > 0.99 else verdict
+
+    found = run_sampled(Parts(decoder=Stubborn))
+    assert found.status == FAILED
+    assert any("does not allow" in line for line in (found.summary, *found.details))
+
+
+def self_tested(seconds, **options):
+    """Texts of `sampled` take far longer than the others, so they tick louder."""
+    ticks = Ticks(seconds)
+
+    def told(check):
+        ticks.step = seconds / 1000 if check.endswith("sampled") else 1.0
+
+    return auditing.self_test(make_subject(), ticks.budget, told, **options)
+
+
+def test_the_self_test_catches_five_of_five_and_raises_no_false_alarm():
+    result = self_tested(40000)
+    assert result.false_alarms == []
+    assert [(defect.name, bool(checks)) for defect, checks in result.caught] == [
+        (defect.name, True) for defect in DEFECTS
+    ]
+    assert result.num_caught == 5
+
+
+@pytest.mark.slow
+def test_a_defect_that_is_none_is_missed():
+    none = Defect("none", "nothing is wrong", Parts())
+    result = self_tested(1500, defects=[none])
+    assert result.caught == [(none, [])]
+    assert result.num_caught == 0
+
+
+def test_too_little_time_is_not_a_pass():
+    subject = make_subject()
+    statuses = [
+        check(subject, Ticks(3).budget).status
+        for check in (loop.caches, loop.self_draft, loop.greedy)
+    ]
+    assert SHORT in statuses
+    assert FAILED not in statuses
+    assert run_sampled(texts=2).status == SHORT
+    assert run_joint(texts=20).status == SHORT
+
+
+def test_a_model_that_remembers_gives_the_rows_of_the_model():
+    table = make_subject().target
+    model, other = Remembering(table), CachedTable(table.distribution, VOCAB_SIZE, CONTEXT)
+    random = np.random.default_rng(0)
+    for _ in range(60):
+        text = [0, *random.integers(3, size=4)]
+        kept = int(random.integers(1, 4))
+        model.truncate(0)
+        other.truncate(0)
+        for one in (model, other):
+            one.prefill(text[:kept])
+        rows = [one.forward(text[kept:]).array() for one in (model, other)]
+        assert np.array_equal(*rows)
+    assert sum(table.passes) < 130  # of 60 texts with 1 to 4 rows; 3 + 9 + 27 + 81 differ
+
+
+@pytest.mark.parametrize(
+    ("seconds_left", "seconds"), [(40, 10), (100, 25), (240, 30), (600, 30), (6000, 300)]
+)
+def test_greedy_texts_leave_the_first_verdict_within_a_minute(seconds_left, seconds):
+    share = auditing._share("greedy", seconds_left)
+    assert share * seconds_left == pytest.approx(seconds)
+
+
+def test_json_has_no_infinities():
+    finding = Finding("greedy", SHORT, "so", (), {"target": {"margin": float("inf"), "n": 1.5}})
+    facts = Report({}, (finding,), (), 1.0).as_dict()["findings"][0]["facts"]
+    assert facts == {"target": {"margin": "inf", "n": 1.5}}
+
+
+def test_a_report_passes_only_if_every_check_did():
+    def report(*statuses):
+        findings = tuple(Finding(f"check {i}", s, "so") for i, s in enumerate(statuses))
+        return Report({"bundle": "here"}, findings, ("sure",), 1.0)
+
+    assert report(PASSED, PASSED).result == "PASSED"
+    assert report(PASSED, SHORT).result == "INCOMPLETE"
+    assert "too little time for check 1" in report(PASSED, SHORT).text()
+    assert report(SHORT, FAILED).result == "FAILED"
+    assert "FAILED (check 1)" in report(PASSED, FAILED).text()
+    assert report(FAILED).as_dict()["findings"][0]["status"] == FAILED
