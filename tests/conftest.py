@@ -21,14 +21,35 @@ if threading.current_thread() is threading.main_thread():
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items):
-    """Of a test marked `many` the first case is quick, and the rest are thorough."""
-    seen = set()
+def pytest_addoption(parser):
+    parser.addoption(
+        "--exhaustive",
+        action="store_true",
+        help="Collect the slow tests of every model family, checkpoint format and option, too.",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Sort out the arguments of the mark `slow`.
+
+    `slow(exhaustive=True)` deselects a test unless `--exhaustive` is given. With
+    `slow(after_first=True)` the first case of a test is quick and the others are exhaustive.
+    """
+    seen, exhaustive = set(), set()
     for item in items:
-        if item.get_closest_marker("many"):
+        marks = list(item.iter_markers("slow"))
+        if any(mark.kwargs.get("after_first") for mark in marks):
             if item.function in seen:
-                item.add_marker(pytest.mark.thorough)
+                exhaustive.add(item)
+            else:
+                item.own_markers = [m for m in item.own_markers if not m.kwargs.get("after_first")]
             seen.add(item.function)
+        if any(mark.kwargs.get("exhaustive") for mark in marks):
+            exhaustive.add(item)
+    if exhaustive and not config.getoption("--exhaustive"):
+        config.hook.pytest_deselected(items=list(exhaustive))
+        items[:] = [item for item in items if item not in exhaustive]
 
 
 HOMES = ("XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE")

@@ -123,7 +123,7 @@ def models(pipeline):
     return manifest, *(reader.Model(folder, manifest[r], "onnx", options, 1e4) for r in roles)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("num_draft_tokens", [0, 1, 4, 6])
 @pytest.mark.parametrize(
     "sampling",
@@ -150,7 +150,7 @@ def test_a_host_written_from_the_document_fills_the_context(pipeline, models):
     assert found == (one.tokens, one.stats.num_rounds)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(("context", "k"), [(16, 4), (33, 1), (33, 7)])
 @pytest.mark.parametrize("sampling", [{}, {"temperature": 0.9, "top_p": 0.95}])
 def test_a_host_written_from_the_document_runs_a_smaller_draft(

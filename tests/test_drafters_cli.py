@@ -25,7 +25,7 @@ def tables(tmp_path_factory, pipeline):
     return path
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", [*DrafterName, "ngram"])
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_greedy_tokens_equal_plain_decoding(pipeline, tables, name, k):
@@ -212,7 +212,7 @@ def test_a_table_that_no_line_can_use_is_found_before_any_runs(tmp_path):
     assert not output.exists()
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [4, "auto"])
 @pytest.mark.parametrize("drafter", ["lookup", "suffix", "chain", "block"])
 def test_compare_times_any_drafter_and_predicts_only_where_costs_are_known(drafter, k):

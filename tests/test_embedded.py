@@ -35,7 +35,7 @@ def test_every_large_file_has_its_hash():
     assert bundle.target.source.licence == "apache-2.0"
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(("temperature", "least"), [(0.0, 2.7), (1.0, 2.2)])
 def test_held_out_text_gives_enough_tokens_a_round(pipeline, temperature, least, report):
     rounds = tokens = 0

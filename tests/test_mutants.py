@@ -1,6 +1,6 @@
 """Each known mistake, planted in a copy of the source, is caught by the test that is named for it.
 
-`pytest -m mutants` plants them all, some minutes, and writes the table of docs/exactness.md anew;
+`pytest --exhaustive -m slow` of this file plants them all and writes docs/exactness.md's table;
 a plain run looks only whether each can still be planted and is in the table.
 """
 
@@ -59,13 +59,13 @@ def run(copy, *killers):
     return subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
 
 
-@pytest.mark.mutants
+@pytest.mark.slow(exhaustive=True)
 def test_what_kills_the_mutants_passes_without_them(copy):
     result = run(copy, *dict.fromkeys(m.killer for m in MUTANTS))
     assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.mutants
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
 def test_a_mutant_is_killed(mutant, copy):
     path = copy / mutant.file
@@ -80,7 +80,7 @@ def test_a_mutant_is_killed(mutant, copy):
     assert "1 failed" in result.stdout
 
 
-@pytest.mark.mutants
+@pytest.mark.slow(exhaustive=True)
 def test_the_table_is_written(request):
     """Last, and only if all others passed."""
     if request.session.testsfailed:

@@ -60,7 +60,7 @@ def until_lines(process, path, number):
         time.sleep(0.02)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_a_job_that_was_interrupted_and_then_loses_a_node_writes_one_machines_file(
     cluster, text, tmp_path
 ):

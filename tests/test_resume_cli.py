@@ -54,7 +54,7 @@ def test_lines_after_a_resume_do_not_tell_that_their_prompts_began_alike(text, t
     assert output.read_bytes() == whole
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -74,7 +74,7 @@ def test_resume_refuses_the_output_of_another_run(finished, line, said):
     assert output.read_bytes() == before
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     ("prompts", "more"),
     [

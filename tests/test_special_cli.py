@@ -31,7 +31,7 @@ def lengths(pipeline):
     return len(as_text), len(allowed)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("arguments", [["generate", "--json"], ["compare", "--json"]])
 def test_a_prompt_is_text_unless_the_option_is_given(lengths, arguments):
     for option, wanted in zip(([], ["--special-tokens"]), lengths, strict=True):
@@ -40,7 +40,7 @@ def test_a_prompt_is_text_unless_the_option_is_given(lengths, arguments):
         assert found.get("plain", found)["stats"]["num_prompt_tokens"] == wanted
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("command", ["generate", "compare"])
 def test_a_message_is_text_unless_the_option_is_given(lengths, tmp_path, command):
     copy = shutil.copytree(store.embedded(), tmp_path / "bundle")

@@ -28,7 +28,7 @@ def test_large_files_are_hashed_once_and_again_after_a_change(tmp_path):
         store.check_large_files(bundle)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 10**5, '{"\\u0000": 1}', "\ufeff{}"])
 def test_a_damaged_list_of_checked_files_is_made_anew(tmp_path, text):
     make_bundle(tmp_path, weights_size=SMALL + 1)

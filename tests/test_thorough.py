@@ -1,4 +1,4 @@
-"""`pytest -m thorough`: greedy text under every option, fifty prompts at every K, some minutes."""
+"""Greedy text under every sampling option: fifty prompts at every K."""
 
 import pytest
 
@@ -30,7 +30,7 @@ def plain(pipeline):
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("k", [1, 2, 4, 8, "auto"])
 def test_greedy_tokens_with_every_option_on_equal_plain_decodings(pipeline, plain, k, report):
     drafted = accepted = 0

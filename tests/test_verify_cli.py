@@ -198,7 +198,7 @@ def test_auto_is_the_cpu_where_the_bundle_has_no_graphs_for_gpus():
     assert json.loads(result.stdout)["about"]["run"].startswith("on cpu, op set")
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -92,13 +92,17 @@ def _of_all_workers(tmp_path_factory):
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
-QUICK, SLOW = ("gpt2",), ("llama", "bfloat16", "windowed")  # the others are thorough
+QUICK, SLOW = ("gpt2",), ("llama", "bfloat16", "windowed")  # the others are exhaustive
 
 
 @pytest.fixture(
     params=[*QUICK, "embedded"]
     + [pytest.param(x, marks=pytest.mark.slow) for x in SLOW]
-    + [pytest.param(x, marks=pytest.mark.thorough) for x in PAIRS if x not in (*QUICK, *SLOW)]
+    + [
+        pytest.param(x, marks=pytest.mark.slow(exhaustive=True))
+        for x in PAIRS
+        if x not in (*QUICK, *SLOW)
+    ]
 )
 def exported(request, pairs):
     """Each exported pair in turn."""

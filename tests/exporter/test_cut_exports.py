@@ -33,9 +33,9 @@ EVERY_KIND = pytest.mark.parametrize(
     "made",
     [
         "llama",
-        pytest.param("gpt2 in half precision", marks=pytest.mark.thorough),
-        pytest.param("self", marks=pytest.mark.thorough),
-        pytest.param("int8", marks=pytest.mark.thorough),
+        pytest.param("gpt2 in half precision", marks=pytest.mark.slow(exhaustive=True)),
+        pytest.param("self", marks=pytest.mark.slow(exhaustive=True)),
+        pytest.param("int8", marks=pytest.mark.slow(exhaustive=True)),
         pytest.param("self in int8", marks=pytest.mark.slow),
     ],
     indirect=True,

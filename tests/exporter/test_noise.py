@@ -74,7 +74,7 @@ def twins(pair):
     return Pipeline(pair.bundle, pair.tokenizer, Twins(pair.target), pair.draft)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 def test_rows_of_exported_models_have_the_same_bits_however_many_share_a_pass(exported):
     for model in exported.models.values():
         for ops in model.parity:
@@ -88,7 +88,7 @@ def test_the_noise_of_a_device_is_found(noisy):
     assert 0 < found.by_length[5] < 2 * noisy.target.float32_error * found.largest
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_an_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch):
     def none(runner, tokens, held):
         return [], lambda results: held.update(dict.fromkeys(LENGTHS, False))

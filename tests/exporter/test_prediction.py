@@ -60,7 +60,7 @@ def announced(name, memory, monkeypatch, ops="auto"):
     return note
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_model_has_the_parameters_that_are_published(name):
     config, billions, multiplied, gqa = PUBLISHED[name]
@@ -73,7 +73,7 @@ def test_a_published_model_has_the_parameters_that_are_published(name):
     assert found.may_be("gqa") == gqa
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_no_graph_of_a_published_model_takes_much_more_than_its_weights(name):
     found = prediction.predict(PUBLISHED[name][0], CONTEXT, K)

@@ -7,7 +7,7 @@ import real_weights
 from real import LENGTH, Real
 from specedge.cli import main
 
-pytestmark = pytest.mark.thorough
+pytestmark = pytest.mark.slow(exhaustive=True)
 MOST = {"int8-block": 0.016, "int4": 0.2}  # mean KL of prose, chat and code
 
 

@@ -20,7 +20,7 @@ def with_end_tokens(pipeline, *tokens):
     return Pipeline(bundle, pipeline.tokenizer, pipeline.target, pipeline.draft)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("prompt", PROMPTS)
 def test_greedy_tokens_equal_plain_decoding(pipeline, prompt, k):
@@ -42,7 +42,7 @@ def test_stale_rows_after_a_rollback_do_not_leak(pipeline, role):
     assert np.array_equal(model.forward([20, 21, 22]).array(), clean)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_self_draft_gives_k_plus_one_tokens_every_round(self_draft, k, temperature):
@@ -64,7 +64,7 @@ def test_as_many_tokens_as_asked_for(pipeline, k, count, temperature):
     assert one.stats.num_new_tokens == count
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [0, 1, 4, 8])
 @pytest.mark.parametrize("at", [0, 1, 2, 3, 4, 5, 11])
 def test_an_end_token_inside_a_round_ends_the_text_there(pipeline, k, at):
@@ -101,7 +101,7 @@ def test_a_shorter_request_gives_the_beginning_of_a_longer_one(pipeline):
         assert one.tokens == longest.tokens[:count]
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [0, 1, 2, 4, 8])
 @pytest.mark.parametrize("left", [1, 2, 5, 13])
 def test_the_context_fills_to_its_last_position(pipeline, k, left):
@@ -113,7 +113,7 @@ def test_the_context_fills_to_its_last_position(pipeline, k, left):
     assert one.tokens == plain.tokens
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     "sampling",
     [

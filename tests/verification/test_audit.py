@@ -56,7 +56,7 @@ def test_texts_of_several_settings_are_independent():
     assert len(seeds) == len(set(seeds)) >= 20
 
 
-@pytest.mark.thorough  # the self-test below plants each once
+@pytest.mark.slow(exhaustive=True)  # the self-test below plants each once
 @pytest.mark.parametrize("name", sorted(MOVED - {"shared uniform"}))
 def test_sampled_text_shows_a_wrong_distribution(name):
     found = run_sampled(BY_NAME[name].parts, texts=150)
@@ -64,7 +64,7 @@ def test_sampled_text_shows_a_wrong_distribution(name):
     assert "p = " in found.summary
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("name", sorted(MOVED))
 def test_joint_counts_show_a_wrong_distribution(name):
     assert run_joint(BY_NAME[name].parts, texts=5000).status == FAILED

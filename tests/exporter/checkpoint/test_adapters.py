@@ -97,7 +97,7 @@ def test_an_adapted_embedding_is_merged_or_the_adapters_own(base, saved, tmp_pat
 
 
 @pytest.mark.slow
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     options = {"max_length": 40, "ops": "onnx"}
@@ -111,7 +111,7 @@ def test_adapted_models_are_exported_and_the_bundle_says_so(base, tmp_path):
     assert bundle.path(weights).read_bytes() != plain.path(weights).read_bytes()
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_a_targets_own_layers_have_its_adapter_and_none_of_their_own(base, tmp_path):
     adapter, _ = adapted(base, tmp_path / "adapter", target_modules=targets(base))
     bundle = export("self:1", base, tmp_path / "bundle", max_length=40, adapter=adapter)

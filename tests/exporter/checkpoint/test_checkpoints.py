@@ -195,7 +195,7 @@ def test_a_recurrent_model_is_refused_with_the_reason(pairs, tmp_path, limit):
 
 
 @pytest.mark.slow
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("length", [2, 20])
 def test_contexts_shorter_than_a_pass_and_as_long_as_the_buffers_are_compared(
     pairs, tmp_path, length

@@ -1,6 +1,6 @@
 """Every format of weights through export, parity and 200 greedy tokens: a table.
 
-`pytest -m architectures` runs them all and writes the table of docs/architectures.md.
+`pytest --exhaustive -m slow` of this file runs them all and writes docs/architectures.md's table.
 """
 
 import pytest
@@ -82,7 +82,7 @@ def test_the_table_has_every_format_and_its_text():
         assert any("equal (" in row for row in TABLE.rows_of(name)), name
 
 
-@pytest.mark.architectures
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_exact_from_end_to_end(name, tmp_path):
     special, made = FORMATS[name]

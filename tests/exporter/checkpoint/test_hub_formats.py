@@ -70,7 +70,7 @@ def gguf_server(server, tmp_path):
     return server
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", [NAME, f"{NAME}/model-Q8_0.gguf"])
 def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeypatch):
     path = gguf_server.folder / NAME / GGUF

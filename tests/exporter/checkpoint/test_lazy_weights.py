@@ -192,7 +192,7 @@ def test_an_export_says_where_its_time_went(exported):
     assert all(took >= 0 for took in progress.seconds.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_mixed_types_lose_no_bit(tmp_path):
     folder = make(tmp_path, "llama", torch.bfloat16)
     state = load_file(folder / "model.safetensors")

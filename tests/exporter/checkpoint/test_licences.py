@@ -19,7 +19,7 @@ def carried(source, folder, licence=None):
     return sorted(p.name for p in folder.iterdir()), progress.notes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_licence_files_are_copied_listed_and_shown(pairs, tmp_path):
     draft, target = (shutil.copytree(c, tmp_path / c.name) for c in pairs.checkpoint("gpt2"))
     (target / "LICENSE").write_text("Terms", "utf-8")

@@ -106,7 +106,7 @@ def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
     assert "scales do not fit" in refusal(folder)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("exact", [True, False])
 @pytest.mark.parametrize("block", [BLOCK, None])
 def test_fp8_numbers_are_widened_to_their_products_with_the_scales(block, exact, tmp_path):
@@ -121,7 +121,7 @@ def test_fp8_numbers_are_widened_to_their_products_with_the_scales(block, exact,
     assert "stored in fp8 and widened" in notes
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_fp8_experts_are_widened_and_exported(tmp_path):
     folder, model = make(tmp_path, "deepseek_v3", hidden_size=160, moe_intermediate_size=40)
     wide = quantise_fp8(folder, model, BLOCK, exact=True)
@@ -153,7 +153,7 @@ def test_fp8_numbers_without_their_scales_are_refused(tmp_path):
     assert f"lacks {key}; download it again" in message
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("shape", [(7, 9), (64, 1), (1, 1, 1), (3, 1, 1)])
 def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
     folder, model = make(tmp_path, "qwen3")

@@ -23,7 +23,7 @@ def tokenizer(tmp_path_factory):
     return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_names_are_read_as_the_model_they_are_of(name, tokenizer, tmp_path):
     """Of a multimodal one, its own logits for text alone: so M-RoPE is plain RoPE there."""

@@ -167,7 +167,7 @@ def test_one_layer_takes_few_nodes(pairs):
     assert num_nodes("gpt2") <= 2 * 28 + 16
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_the_same_input_gives_the_same_bytes(pairs, tmp_path, monkeypatch):
     _, target = pairs.checkpoint("llama")
     monkeypatch.setattr(tracing, "translated", traces.TRANSLATED)  # each is traced anew

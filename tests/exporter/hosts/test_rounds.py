@@ -93,7 +93,9 @@ def test_rounds_of_every_pair_write_what_the_loop_writes(exported, hosts, layout
         check(*hosts(layout, exported, 4, "auto"), sampling)
 
 
-@pytest.fixture(scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.thorough)])
+@pytest.fixture(
+    scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.slow(exhaustive=True))]
+)
 def cut(request, pairs, tmp_path_factory):
     """A pair whose draft knows 200 of 512 tokens."""
     output = tmp_path_factory.mktemp("cut") / "bundle"

@@ -30,8 +30,8 @@ CASES = [
     ("llama", "fp16", "fp16"),
     ("gpt2", "int8", "fp32"),
     pytest.param(("llama", "int8", "fp16"), marks=pytest.mark.slow),
-    pytest.param(("gpt2", "int4", "fp16"), marks=pytest.mark.thorough),
-    pytest.param(("gpt2", "fp32", "fp16"), marks=pytest.mark.thorough),
+    pytest.param(("gpt2", "int4", "fp16"), marks=pytest.mark.slow(exhaustive=True)),
+    pytest.param(("gpt2", "fp32", "fp16"), marks=pytest.mark.slow(exhaustive=True)),
 ]
 
 
@@ -144,7 +144,7 @@ def test_inspect_names_the_type_and_the_cache_of_each(made):
         assert f"computed in  {computed(ops)}, with a cache of" in said
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("made", CASES[:2], indirect=True, ids="-".join)
 def test_verify_passes_in_an_op_set_with_a_type(made):
     """In one, as an audit takes two minutes."""
@@ -207,7 +207,7 @@ def test_integers_are_widened_a_column_and_no_input_is_rounded(made):
         assert {name for name in products if "hadamard" not in name} == wide
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path):
     made = Made(tmp_path, "gpt2", draft="self:1", precision="bf16", compute="bf16", ops="gqa")
     notes = [note for note in made.progress.notes if "no bfloat16 kernels here" in note]
@@ -256,7 +256,7 @@ def test_gqa_is_advised_as_what_a_model_may_have(value_size, advice):
     assert str(caught.value).endswith(f"only in onnx; leave --ops out{said}")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_a_large_model_is_compared_in_parts(tmp_path, monkeypatch):
     monkeypatch.setattr(runner, "WHOLE_BYTES", 0)
     monkeypatch.setattr(partition, "PART_BYTES", 100_000)

@@ -25,9 +25,9 @@ TOKENS = [5, 6, 7, 8, 300, 12]
     params=[
         ("gpt2", "int4"),  # a tied table of bytes
         pytest.param(("llama", "int8"), marks=pytest.mark.slow),
-        pytest.param(("llama", "int8-block"), marks=pytest.mark.thorough),
-        pytest.param(("llama", "int4"), marks=pytest.mark.thorough),
-        pytest.param(("gpt2", "int8"), marks=pytest.mark.thorough),
+        pytest.param(("llama", "int8-block"), marks=pytest.mark.slow(exhaustive=True)),
+        pytest.param(("llama", "int4"), marks=pytest.mark.slow(exhaustive=True)),
+        pytest.param(("gpt2", "int8"), marks=pytest.mark.slow(exhaustive=True)),
     ],
     ids="-".join,
 )

@@ -13,7 +13,9 @@ from specedge.exporter import export
 
 SLOW = "mixtral"  # experts in a fused node
 NAMES = [
-    pytest.param(name, marks=pytest.mark.slow if name == SLOW else pytest.mark.architectures)
+    pytest.param(
+        name, marks=pytest.mark.slow if name == SLOW else pytest.mark.slow(exhaustive=True)
+    )
     for name in ARCHITECTURES
 ]
 

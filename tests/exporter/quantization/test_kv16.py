@@ -17,8 +17,8 @@ SETS = [f"{ops}-kv16" for ops in OPS]
 CASES = [
     ("llama", "int8"),
     pytest.param(("gpt2", "fp32"), marks=pytest.mark.slow),
-    pytest.param(("llama", "fp32"), marks=pytest.mark.thorough),
-    pytest.param(("gpt2", "int4"), marks=pytest.mark.thorough),
+    pytest.param(("llama", "fp32"), marks=pytest.mark.slow(exhaustive=True)),
+    pytest.param(("gpt2", "int4"), marks=pytest.mark.slow(exhaustive=True)),
 ]
 
 
@@ -83,7 +83,7 @@ def test_an_export_without_them_says_how_to_get_them(pairs):
         specedge.load(bundle.folder, ops="gqa-kv16")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 def test_verify_passes_over_them(made):
     for ops in SETS:
         found = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder), "--ops", ops])

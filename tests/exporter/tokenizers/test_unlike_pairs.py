@@ -44,7 +44,7 @@ def instruct(tmp_path_factory):
     return Made(tmp_path_factory.mktemp("instruct"), make_base_and_instruct)
 
 
-@pytest.fixture(params=["mixed", pytest.param("instruct", marks=pytest.mark.thorough)])
+@pytest.fixture(params=["mixed", pytest.param("instruct", marks=pytest.mark.slow(exhaustive=True))])
 def made(request):
     return request.getfixturevalue(request.param)
 

@@ -1,6 +1,6 @@
 """Every family through export, parity and 200 greedy tokens: docs/architectures.md's tables.
 
-`pytest -m architectures` runs them all and writes the tables; a choice of them (`-k`) writes their
+`pytest --exhaustive -m slow` of this file runs them all and writes the tables; a choice (`-k`) its
 rows alone. A plain run takes the families that need code of their own, and looks only whether the
 tables have every case.
 """
@@ -42,7 +42,7 @@ ROTARY = Table(
     KINDS,
 )
 TABLES = (AS_PUBLISHED, FAMILIES, REFUSALS, ROTARY)
-OWN_CODE = ("bloom", pytest.param("gpt_oss", marks=pytest.mark.architectures))
+OWN_CODE = ("bloom", pytest.param("gpt_oss", marks=pytest.mark.slow(exhaustive=True)))
 
 
 def model_of(name):
@@ -81,7 +81,7 @@ def test_each_family_was_exported_in_an_op_set_and_wrote_its_text(table):
         assert not any("differs from" in row or "not run" in row for row in rows), name
 
 
-@pytest.mark.architectures
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_family_is_exact_from_end_to_end(name, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
@@ -92,7 +92,7 @@ def test_a_family_is_exact_from_end_to_end(name, tmp_path):
     exported_and_run(FAMILIES, name, special, draft, target, tmp_path, in_float32(target))
 
 
-@pytest.mark.architectures
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_checkpoint_is_exact_from_end_to_end(name, tmp_path):
     tokenizer = make_tokenizer(tmp_path / "tokenizer")
@@ -107,7 +107,7 @@ def in_float32(folder, loader=AutoModelForCausalLM):
     return loader.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@pytest.mark.architectures
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("kind", REFUSED)
 def test_a_refusal_is_in_the_table(kind, tmp_path):
     REFUSALS.begin(kind)
@@ -118,7 +118,7 @@ def test_a_refusal_is_in_the_table(kind, tmp_path):
     REFUSALS.add(kind, str(error.value).replace(str(folder), "..."))
 
 
-@pytest.mark.architectures
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_rotary_scaling_is_in_the_table(kind, tmp_path):
     ROTARY.begin(kind)

@@ -119,7 +119,7 @@ def in_float64(module, rows, chosen, weights):
     return module.double()(rows.double(), chosen, weights.double()).numpy()
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_are_transformers_own_and_each_row_keeps_its_bits_in_company(family, ops):
@@ -133,7 +133,7 @@ def test_experts_are_transformers_own_and_each_row_keeps_its_bits_in_company(fam
             np.testing.assert_array_equal(run(graph, *some), found[start : start + length])
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("family", WITH_NODE)
 def test_the_node_spelled_out_in_float64_is_transformers_own_experts(family):
     module, (rows, chosen, weights) = make_experts(family), inputs(9)

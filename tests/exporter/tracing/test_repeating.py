@@ -66,14 +66,14 @@ def constant_in_each_layer(model):
     return model
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     ("kind", "ops", "depth", "options"),
     [
         pytest.param("gpt2", "gqa", 3, {}, marks=pytest.mark.slow),
         ("qwen2", "onnx", 3, {}),
-        pytest.param("gemma2", "onnx", 4, WINDOWS, marks=pytest.mark.thorough),
-        pytest.param("gemma2", "gqa", 4, WINDOWS, marks=pytest.mark.thorough),
+        pytest.param("gemma2", "onnx", 4, WINDOWS, marks=pytest.mark.slow(exhaustive=True)),
+        pytest.param("gemma2", "gqa", 4, WINDOWS, marks=pytest.mark.slow(exhaustive=True)),
     ],
 )
 def test_repeated_layers_give_the_graph_that_is_traced_whole(kind, ops, depth, options):
@@ -85,13 +85,13 @@ def test_repeated_layers_give_the_graph_that_is_traced_whole(kind, ops, depth, o
     assert described(repeated.graph) == described(whole.graph)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize(
     ("name", "ops"),
     [
         ("mixtral", "gqa"),
         *(
-            pytest.param(name, "onnx", marks=pytest.mark.thorough)
+            pytest.param(name, "onnx", marks=pytest.mark.slow(exhaustive=True))
             for name in ("mixtral", "gpt_oss", "deepseek_v3")
         ),
     ],
@@ -209,7 +209,7 @@ def test_layers_that_are_no_chain_are_not_repeated(change):
         alike(model)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     ("depth", "options", "traced"),
     [(4, {}, [1]), (3, {}, [3]), (4, {"scale_attn_by_inverse_layer_idx": True}, [4])],

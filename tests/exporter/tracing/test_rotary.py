@@ -11,7 +11,7 @@ from specedge.exporter.tracing.module_patches import fix_rotary
 
 
 @pytest.mark.slow
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("kind", ["yarn", "longrope"])  # the table has all
 def test_late_positions_of_long_contexts_are_transformers_own(kind, tmp_path):
     errors, plain = compared(kind, tmp_path)

@@ -50,7 +50,7 @@ def test_nudged_runs_are_near_the_first_which_is_pytorchs_own():
 
 
 @pytest.mark.slow
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", ["falcon", "falcon, ALiBi", "codegen"])
 def test_scales_that_float32_rounds_are_the_models_own(name, tmp_path):
     config = ARCHITECTURES[name][1]()

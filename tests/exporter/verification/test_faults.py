@@ -88,7 +88,7 @@ def test_a_planted_fault_in_a_model_in_parts_is_found(
 
 
 @pytest.mark.slow
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("fault", [window_off_by_one, stale_row])
 def test_a_planted_fault_is_found_where_like_layers_are_run_once(

@@ -28,7 +28,7 @@ def compared_again(model, runner):
     return parity.measure("target", references, runner)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, in_parts):
@@ -66,7 +66,7 @@ def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts
     assert all(map(np.array_equal, found[5], wanted[5]))
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(("num_layers", "layer"), [(2, 0), (6, 3)])
 def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
     num_layers, layer, tmp_path, in_parts
@@ -83,7 +83,8 @@ def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "ops"), [("gpt2", "gqa"), pytest.param("gemma2", "onnx", marks=pytest.mark.thorough)]
+    ("kind", "ops"),
+    [("gpt2", "gqa"), pytest.param("gemma2", "onnx", marks=pytest.mark.slow(exhaustive=True))],
 )
 def test_of_like_layers_few_are_run_in_every_way(kind, ops, tmp_path, in_parts):
     runner = traced(model_of(kind, layers=6), tmp_path, ops)

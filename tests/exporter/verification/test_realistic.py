@@ -20,7 +20,7 @@ CASES = {"qwen2": {}, "gemma2": {}, "llama": {"layers": 6}, "qwen3": {}, "gpt2":
 OFTEN_AND_SELDOM = [
     family
     if family in ("qwen2", "gemma2", "llama")
-    else pytest.param(family, marks=pytest.mark.thorough)
+    else pytest.param(family, marks=pytest.mark.slow(exhaustive=True))
     for family in CASES
 ]
 ANY = ["scale off by 1%", "shifted position", "swapped heads", "stale row"]
@@ -44,11 +44,11 @@ PLANTED = {
 
 
 def planted():
-    """Each fault: the first is quick, the others slow in one op set and thorough in the other."""
+    """Each fault: the first is quick, the others slow in one op set and exhaustive in the other."""
     pairs = [(family, name) for family in PLANTED for name in PLANTED[family]]
     for i, (family, name) in enumerate(pairs):
         for ops in OPS:
-            mark = pytest.mark.slow if ops == OPS[i % 2] else pytest.mark.thorough
+            mark = pytest.mark.slow if ops == OPS[i % 2] else pytest.mark.slow(exhaustive=True)
             yield pytest.param(family, name, ops, marks=[mark] if i or ops != OPS[0] else [])
 
 
@@ -119,7 +119,7 @@ def test_the_models_have_each_mechanism_of_trained_ones(mechanism, family, measu
     assert measured(cases(family).model) >= least > measured(spared)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", OPS)
 @pytest.mark.parametrize("family", OFTEN_AND_SELDOM)
 def test_a_model_with_real_magnitudes_is_the_model_in_float64_and_as_good_as_float32(

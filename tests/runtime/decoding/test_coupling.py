@@ -153,7 +153,7 @@ def test_choices_of_neighboring_positions_seeds_and_numbers_are_independent():
         assert p_value(pairs, np.outer(weights, weights).ravel()) > 1e-4
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [2, 0])
 @pytest.mark.parametrize("filters", FILTERS)
 def test_strings_of_three_tokens_follow_the_targets_distribution(filters, k):

@@ -109,7 +109,7 @@ DRAFTERS = {
 }
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @EVERY_K
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_a_cut_head_leaves_the_joint_distribution_as_it_is(name, k, monkeypatch):

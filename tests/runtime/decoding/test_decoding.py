@@ -41,7 +41,7 @@ def test_greedy_output_equals_the_target_alone(k, draft_seed):
     ] == list(text[2:])
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [2, 1, 3, 4])
 @pytest.mark.parametrize(("target_seed", "draft_seed"), [(9, 10), (1, 2), (5, 6), (11, 12)])
 def test_every_string_has_exactly_the_targets_joint_probability(
@@ -58,7 +58,7 @@ def test_every_string_has_exactly_the_targets_joint_probability(
     assert joint_distribution(make, monkeypatch) == distribution_of_strings(target_distribution)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -13,7 +13,7 @@ from specedge.runtime.backend.sessions import Device
 from specedge.runtime.exactness.row_noise import holds
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("role", ["target", "draft"])
 @pytest.mark.parametrize("ops", OPS)
 def test_a_row_has_the_same_bits_however_many_rows_share_its_pass(pipeline, role, ops):
@@ -21,7 +21,7 @@ def test_a_row_has_the_same_bits_however_many_rows_share_its_pass(pipeline, role
     assert dependent_lengths(model, LENGTHS) == []
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("ops", OPS)
 def test_lengths_between_those_that_the_export_tried_hold_too(pipeline, ops):
     target = pipeline.bundle.target

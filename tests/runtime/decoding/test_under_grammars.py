@@ -106,7 +106,7 @@ def whole_prompts(monkeypatch):
 _HISTORY = decoding.History
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("name", GRAMMARS)
 @pytest.mark.parametrize(("k", "seed"), [(2, 1), (1, 2), (3, 3), (2, 4), (2, 5), (1, 6)])
 def test_every_text_has_exactly_its_probability_under_the_mask(

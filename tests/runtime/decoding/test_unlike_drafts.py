@@ -53,7 +53,7 @@ def bigrams(seed, vocab_size):
     return lambda text: whole(text[-1:])
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @EVERY_K
 def test_a_smaller_vocabulary_leaves_the_joint_distribution_as_it_is(k, monkeypatch):
     target_distribution = quarters(1, True)
@@ -85,7 +85,7 @@ def test_a_token_that_the_draft_lacks_is_fed_as_token_0():
     assert draft.length > 40
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @EVERY_K
 @pytest.mark.parametrize("context", [1, 2, 3])
 def test_a_window_that_slides_leaves_the_joint_distribution_as_it_is(k, context, monkeypatch):
@@ -129,7 +129,7 @@ def test_the_draft_reads_more_than_the_last_half_of_its_context_once_that_is_ful
     assert draft.rows == text[-read:]
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 4, 7])
 @pytest.mark.parametrize("chained", [False, True])
 @EVERY_TEMPERATURE

@@ -58,7 +58,7 @@ def test_the_accept_rule_gives_the_targets_distribution_for_any_draft(draft):
     np.testing.assert_allclose(output_distribution(TARGET, draft, Sampling(1.0)), TARGET, atol=4e-4)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     "sampling",
     [

@@ -84,7 +84,7 @@ class Sometimes:
 EVERY_DRAFTER = pytest.mark.parametrize("make", DRAFTERS.values(), ids=DRAFTERS)
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @EVERY_DRAFTER
 @pytest.mark.parametrize("k", [1, 2, 3, 4])
 def test_every_string_has_exactly_the_targets_joint_probability(make, k, monkeypatch):
@@ -135,7 +135,7 @@ def test_a_second_request_is_as_the_first(make):
     assert run((0, 1, 0, 1)) == first
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
     "name", ["chain", "suffix, remembering", "ngram of order 3", "block", "sure, then model"]
 )

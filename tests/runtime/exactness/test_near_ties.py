@@ -70,7 +70,7 @@ def plain():
     return [tokens for tokens, _, _ in found]
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_where_noise_turns_a_choice_it_was_a_near_tie(plain, k):
     turned = 0
@@ -85,7 +85,7 @@ def test_where_noise_turns_a_choice_it_was_a_near_tie(plain, k):
     assert turned > 25
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 2, 4, 8])
 def test_exact_tokens_are_plain_decodings_whatever_the_noise_turns(plain, k):
     for seed, expected in enumerate(plain):

@@ -37,7 +37,7 @@ def test_a_draft_as_large_as_the_target_is_never_tried(costs):
     assert set(request.choices) == {("plain", 0)}
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("draft", [0.05, 0.09, 0.2])
 @pytest.mark.parametrize("alpha", [0.7, 0.8, 0.9, 0.97])
 def test_a_tuned_pair_is_near_the_best_fixed_setting(draft, alpha):

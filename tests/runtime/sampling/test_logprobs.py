@@ -32,7 +32,7 @@ def test_ties_come_by_id_and_tokens_without_probability_not_at_all():
     assert of_tokens(row, [2], None) is None
 
 
-@pytest.mark.many
+@pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [1, 4, 8])
 def test_they_equal_plain_decodings_to_the_bit(pipeline, k):
     options = {"logprobs": 3, "repetition_penalty": 1.1, "ignore_eos": True}

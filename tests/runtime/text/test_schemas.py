@@ -13,7 +13,7 @@ from schemas import PLAIN, SCHEMAS  # noqa: E402
 
 @pytest.mark.parametrize(
     "seeds",
-    [range(2), pytest.param(range(2, 50), marks=pytest.mark.thorough)],
+    [range(2), pytest.param(range(2, 50), marks=pytest.mark.slow(exhaustive=True))],
     ids=["2 seeds", "48 seeds"],
 )
 def test_a_text_is_valid_or_says_that_it_was_cut(pipeline, seeds):
