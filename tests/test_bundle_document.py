@@ -15,40 +15,37 @@ import specedge
 from specedge.bundle import FORMAT, MANIFEST, Bundle, store
 from specedge.strict_json import JsonError
 
-NAMES = {type(None): "null", int: "integer", float: "number", str: "text", bool: "boolean"}
 PROMPT = "import json\n\n\ndef read_config(path):\n    "
 PLAIN = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 
-def rendered(kind):
-    """A type of the code in the document's words."""
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+def assert_described(words, hint, tables, path):
+    """Assert that a type of the document is that of the code, keys in order, at any depth."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin is types.UnionType:
-        return " or ".join(map(rendered, arguments))
-    if origin is tuple:
-        return f"list of {rendered(arguments[0])}"
-    if origin is dict:
-        return f"map to {rendered(arguments[1])}"
-    return NAMES.get(kind) or kind.__name__.lower()
-
-
-def described(kind, found):
-    """The tables that a dataclass and all inside it should have."""
-    hints = typing.get_type_hints(kind)
-    fields = [f.name for f in dataclasses.fields(kind) if f.init]
-    found[kind.__name__.lower()] = {name: rendered(hints[name]) for name in fields}
-    for name in fields:
-        for inner in (hints[name], *typing.get_args(hints[name])):
-            if dataclasses.is_dataclass(inner):
-                described(inner, found)
-    return found
+        parts = [part for part in arguments if part is not type(None)]
+        alternatives = words.split(" or ")
+        assert ("null" in alternatives) == (type(None) in arguments), path
+        for alternative, part in zip(alternatives, parts, strict=False):
+            assert_described(alternative, part, tables, path)
+    elif origin is tuple:
+        assert words.startswith("list of "), path
+        assert_described(words.removeprefix("list of "), arguments[0], tables, path)
+    elif origin is dict:
+        assert words.startswith("map to "), path
+        assert_described(words.removeprefix("map to "), arguments[1], tables, path)
+    elif dataclasses.is_dataclass(hint):
+        hints = typing.get_type_hints(hint)
+        names = [field.name for field in dataclasses.fields(hint) if field.init]
+        assert list(tables[words]) == names, path
+        for name in names:
+            assert_described(tables[words][name], hints[name], tables, f"{path}.{name}")
+    else:
+        assert reader.PLAIN.get(words, float if words == "number" else None) is hint, path
 
 
 def test_the_tables_list_the_keys_of_the_code_with_their_types_in_order():
-    tables, code = reader.tables(), described(Bundle, {})
-    assert tables.keys() == code.keys()
-    for name, keys in code.items():
-        assert list(tables[name].items()) == list(keys.items()), name
+    assert_described("bundle", Bundle, reader.tables(), "bundle")
     assert f"format {FORMAT}" in reader.DOCUMENT.read_text("utf-8").splitlines()[0]
 
 

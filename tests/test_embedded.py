@@ -50,14 +50,3 @@ def test_the_continuation_of_a_function_is_like_python(pipeline):
     text = pipeline.generate("def read_config(path):", 60).text
     assert re.match(r"\n {4,8}\S", text)
     assert re.search(r"\b(return|self|if|for|raise|with|import|\"\"\")", text)
-
-
-@pytest.mark.parametrize(
-    "page", ["README.md", "models/README.md", *(f"docs/{p.name}" for p in ROOT.glob("docs/*.md"))]
-)
-def test_pages_have_no_blanks_and_no_dead_links(page):
-    text = (ROOT / page).read_text("utf-8")
-    assert not re.search(r"@[A-Z_]+@", text)
-    for link in re.findall(r"\]\(([^)#]+)\)", text):
-        if not link.startswith("http"):
-            assert ((ROOT / page).parent / link).exists(), link

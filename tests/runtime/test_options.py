@@ -4,18 +4,12 @@ import dataclasses
 import pickle
 import typing
 from decimal import Decimal
-from pathlib import Path
 
 import pytest
 
-import tables
-from specedge.cli.generate import generate
-from specedge.declared import declarations, shown_default
 from specedge.errors import OptionError
 from specedge.options import Sampling
 from specedge.request import Options, Request, request_of
-
-DOCUMENT = Path(__file__).parents[2] / "docs" / "options.md"
 
 
 def test_the_types_of_generate_are_those_of_a_request():
@@ -108,22 +102,6 @@ def test_none_is_an_options_default():
 def test_an_unknown_option_gets_the_nearest_name():
     with pytest.raises(TypeError, match="no option 'temprature'; did you mean 'temperature'"):
         request_of(temprature=1)
-
-
-def row(name):
-    """An option's row in docs/options.md."""
-    field, declared = declarations(Request)[name]
-    flags = {param.name: param.opts for param in generate.params}
-    shown = ", ".join(f"`{one}`" for one in flags[name])
-    values = "" if declared.kind == "flag" else declared.values or declared.limits
-    kind = "whole, " if declared.kind == "whole" else ""
-    default = shown_default(field)
-    return f"| {shown} | `{name}` | {kind}{values} | {default} | {declared.help} |"
-
-
-def test_the_table_of_options_is_their_declarations():
-    found = tables.lines_of(DOCUMENT, "options")
-    assert found[2:] == [row(name) for name in declarations(Request)]
 
 
 @pytest.mark.parametrize(

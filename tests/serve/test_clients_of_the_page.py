@@ -1,4 +1,4 @@
-"""The clients in docs/serving.md, each as it is there but for the address."""
+"""The clients in docs/clients.md, each as it is there but for the address."""
 
 import json
 import os
@@ -16,7 +16,7 @@ from javascript_clients import SET_UP, node_script, output
 
 from served import chat_pair, serving
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 MESSAGES = [{"role": "user", "content": "Why is the sky blue?"}]
 LENGTH = 40
 PROJECT = """<Project Sdk="Microsoft.NET.Sdk"><PropertyGroup>

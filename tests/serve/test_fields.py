@@ -14,7 +14,7 @@ from specedge.serve.errors import ApiError
 from specedge.serve.fields import ANY, NEUTRAL, Fields
 from specedge.serve.shapes import event
 
-PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
+PAGE = Path(__file__).parents[2] / "docs" / "clients.md"
 READS = {
     "chat": (asking.chat, {"messages": [{"role": "user", "content": "a"}]}),
     "completions": (asking.completions, {"prompt": "a"}),

@@ -1,7 +1,4 @@
-"""Every format of weights through export, parity and 200 greedy tokens: a table.
-
-`pytest --exhaustive -m slow` of this file runs them all and writes docs/architectures.md's table.
-"""
+"""Checkpoint formats through export, verification and 200 greedy tokens."""
 
 import pytest
 import torch
@@ -10,8 +7,7 @@ from transformers import AutoModelForCausalLM
 
 import ggufs
 from architectures import CONTEXT
-from end_to_end import DOCUMENT, MEASURED, exported_and_run
-from tables import Table
+from end_to_end import check_pair
 
 
 def sharded(folder):
@@ -64,33 +60,19 @@ def lora(folder):
 
 
 FORMATS = {
-    "shards of float16": ("llama", sharded),
-    "pytorch_model.bin": ("llama", pickled),
-    "mxfp4": ("gpt_oss, its experts in blocks", mxfp4),
-    "fp8 in blocks": ("qwen3, scales of 128 x 128 numbers", fp8(128)),
-    "fp8": ("qwen3, a scale a matrix", fp8(None)),
-    "GGUF F16": ("qwen2", gguf(ggufs.Kind.F16)),
-    "GGUF Q8_0": ("qwen2", gguf(ggufs.Kind.Q8_0)),
-    "LoRA": ("llama from bfloat16, merged in float32", lora),
+    "shards of float16": sharded,
+    "pytorch_model.bin": pickled,
+    "mxfp4": mxfp4,
+    "fp8 in blocks": fp8(128),
+    "fp8": fp8(None),
+    "GGUF F16": gguf(ggufs.Kind.F16),
+    "GGUF Q8_0": gguf(ggufs.Kind.Q8_0),
+    "LoRA": lora,
 }
-TABLE = Table(DOCUMENT, "formats", ("format", *MEASURED), tuple(FORMATS))
-
-
-def test_the_table_has_every_format_and_its_text():
-    assert TABLE.written() == list(TABLE.names)
-    for name in TABLE.names:
-        assert any("equal (" in row for row in TABLE.rows_of(name)), name
 
 
 @pytest.mark.slow(exhaustive=True)
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_format_is_exact_from_end_to_end(name, tmp_path):
-    special, made = FORMATS[name]
-    target, model, options = made(tmp_path)
-    exported_and_run(TABLE, name, special, "self:1", target, tmp_path, model, **options)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _write_table():
-    yield
-    TABLE.write()
+    target, model, options = FORMATS[name](tmp_path)
+    check_pair("self:1", target, tmp_path, model, **options)

@@ -1,4 +1,4 @@
-"""Who may import what."""
+"""Dependencies between packages, and what an import loads."""
 
 import ast
 import subprocess
@@ -56,19 +56,19 @@ def test_the_server_knows_the_runtime_and_only_its_command_knows_the_server():
     strangers = ("specedge.exporter", "specedge.cli")
     assert not [i for i in imports("serve") if i[1].startswith(strangers)]
     serve = "specedge.serve"
-    knowing = {
+    importers = {
         name
         for name, imported in modules().items()
         if not name.startswith(serve) and any(other.startswith(serve) for other in imported)
     }
-    assert knowing == {"specedge.cli.serve", "specedge.ray"}
+    assert importers == {"specedge.cli.serve", "specedge.ray"}
     assert not loaded_after("import specedge.cli") & {"starlette", "uvicorn", "prometheus_client"}
 
 
 def test_ray_is_known_by_name_alone_and_only_its_command_knows_what_uses_it():
     assert not [(name, i) for name, i in imports("") if i == "ray" or i.startswith("ray.")]
-    knowing = {name for name, imported in modules().items() if "specedge.ray" in imported}
-    assert knowing == {"specedge.cli.actors", "specedge.cli.cluster", "specedge.cli.ray_process"}
+    importers = {name for name, imported in modules().items() if "specedge.ray" in imported}
+    assert {name.rpartition(".")[0] for name in importers} <= {"specedge.cli"}
     assert "ray" not in loaded_after("import specedge.cli; import specedge.ray")
 
 
