@@ -10,8 +10,9 @@ import pytest
 from distributions import install, only
 from installed import run, run_process
 from specedge.cli import cli
-from specedge.diagnosis import plug_in, probe, providers
+from specedge.diagnosis import probe, providers
 from specedge.diagnosis.child import ask
+from specedge.runtime.backend.cuda import tensorrt_rtx
 
 ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -103,7 +104,9 @@ def test_text_has_a_line_for_each_device_and_the_commands_that_help():
     assert result.stdout.count("there is no NVIDIA driver: libcuda.so.1 is not found\n  fix") <= 1
 
 
-@pytest.mark.skipif(util.find_spec(plug_in.MODULE) is not None, reason="the plug-in is installed")
+@pytest.mark.skipif(
+    util.find_spec(tensorrt_rtx.MODULE) is not None, reason="the plug-in is installed"
+)
 def test_a_device_that_was_asked_for_and_does_not_work_exits_1():
     code, found = diagnosis("--device", "rtx")
     assert code == 1

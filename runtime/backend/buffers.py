@@ -1,4 +1,4 @@
-"""Arrays that a session reads and writes where they lie, on the device that computes."""
+"""Arrays that a session's passes read and write in place, on the device that computes."""
 
 from __future__ import annotations
 
@@ -13,50 +13,46 @@ Array = NDArray[Any]
 
 
 class Buffers(Protocol):
-    """Allocates, binds and fetches arrays of one session, each of the type of its memory."""
+    """Allocator of one session's arrays, each with the type of its device's memory."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Any:
-        """An array that passes can be bound to."""
+        """Allocate an array that passes are bound to."""
 
-    def kept(self, shape: Sequence[int], dtype: str) -> Any:
-        """An array whose contents outlast any number of passes, whatever they are bound to."""
+    def persistent(self, shape: Sequence[int], dtype: str) -> Any:
+        """Allocate an array whose contents outlast any number of passes, such as a cache."""
 
-    def given(self, shape: Sequence[int], dtype: str) -> Any:
-        """An array that the host writes before a pass."""
+    def staging(self, shape: Sequence[int], dtype: str) -> Any:
+        """Allocate an array that the host writes before a pass."""
 
     def constant(self, values: Sequence[int], dtype: str) -> Any:
-        """An array that nobody writes again."""
+        """Return an array that is not written again."""
 
     def write(self, array: Any, values: Sequence[float] | Array) -> None:
-        """Set what an array holds."""
+        """Set the contents of an array."""
 
     def fetch(self, array: Any) -> Array:
-        """What an array holds, in the host's memory; valid until the next pass writes it."""
+        """Return the contents of an array in host memory, valid until the next pass writes it."""
 
     def bind(self, binding: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any]) -> None:
-        """Let passes of a session's binding read and write these, by the names of the graph."""
+        """Bind arrays to a session's inputs and outputs by tensor name."""
 
-    def options(self, captured: bool) -> Any:
-        """What ONNX Runtime is told of each run of a binding."""
+    def run_options(self, captured: bool) -> Any:
+        """Return ONNX Runtime's options for the runs of one binding."""
 
     def run(self, session: Any, binding: Any, options: Any) -> None:
-        """Run a pass of a session; it is over when this returns."""
+        """Run one pass and wait for its end."""
 
-    def freeing(self) -> AbstractContextManager[None]:
-        """Held while arrays and their session are given back."""
+    def release(self) -> AbstractContextManager[None]:
+        """Return a context in which arrays and their session may be freed."""
 
 
 class HostBuffers:
-    """Arrays of a session on the CPU, whose memory is the host's: none is copied."""
+    """Arrays of a session on the CPU, in host memory: none is copied."""
 
     def zeros(self, shape: Sequence[int], dtype: str) -> Array:
         return np.zeros(shape, dtype)
 
-    def kept(self, shape: Sequence[int], dtype: str) -> Array:
-        return np.zeros(shape, dtype)
-
-    def given(self, shape: Sequence[int], dtype: str) -> Array:
-        return np.zeros(shape, dtype)
+    persistent = staging = zeros
 
     def constant(self, values: Sequence[int], dtype: str) -> Array:
         return np.array(values, dtype)
@@ -69,19 +65,15 @@ class HostBuffers:
 
     def bind(self, binding: Any, inputs: Mapping[str, Array], outputs: Mapping[str, Array]) -> None:
         for name, array in inputs.items():
-            binding.bind_input(name, "cpu", 0, *_described(array))
+            binding.bind_input(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
         for name, array in outputs.items():
-            binding.bind_output(name, "cpu", 0, *_described(array))
+            binding.bind_output(name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
 
-    def options(self, captured: bool) -> None:
+    def run_options(self, captured: bool) -> None:
         return None
 
     def run(self, session: Any, binding: Any, options: None) -> None:
         session.run_with_iobinding(binding, options)
 
-    def freeing(self) -> AbstractContextManager[None]:
+    def release(self) -> AbstractContextManager[None]:
         return nullcontext()
-
-
-def _described(array: Array) -> tuple[Any, ...]:
-    return array.dtype.type, array.shape, array.ctypes.data

@@ -17,14 +17,14 @@ from specedge.bundle.precision import QUANTISED, precision_of
 from specedge.bundle.signature import DRAWING, Signature, Tensor
 from specedge.errors import BundleError, DeviceError
 
-from . import engines
-from .cache import Cache
+from .cuda import engines
+from .kv_cache import KeyValueCache
 from .memory import enough_memory, model_memory
 from .ort import translated_errors
 from .sessions import Device
 
 ORT_TYPES = {"float32": "float", "float64": "double"}  # where its name is another
-GIVEN = ("tokens", "past_length", *DRAWING)  # what the host writes before a pass
+STAGED = ("tokens", "past_length", *DRAWING)  # what the host writes before a pass
 
 
 class ModelSession:
@@ -74,12 +74,14 @@ class ModelSession:
         """How many tokens a pass drafts, of a graph that does."""
         return self._signature.num_drafted
 
-    def cache(self) -> Cache:
+    def cache(self) -> KeyValueCache:
         """An empty cache for its passes."""
         with self._translated():
-            return Cache(self.model.cache_of(self.ops), self.buffers)
+            return KeyValueCache(self.model.cache_of(self.ops), self.buffers)
 
-    def bind(self, cache: Cache, length: int, num_logits: int, captured: bool = False) -> Pass:
+    def bind(
+        self, cache: KeyValueCache, length: int, num_logits: int, captured: bool = False
+    ) -> BoundPass:
         """A pass of `length` tokens over a cache, each of whose buffers is input and output.
 
         A graph for any length gives logits of the last `num_logits` rows. What is `captured` a GPU
@@ -87,29 +89,31 @@ class ModelSession:
         """
         signature = self._signature
         with self._translated():
-            new = Pass(self._session.io_binding(), cache, self.buffers.options(captured), length)
+            new = BoundPass(
+                self._session.io_binding(), cache, self.buffers.run_options(captured), length
+            )
             sizes = length, num_logits
             new.inputs = {t.name: self._array(t, new, *sizes) for t in signature.inputs}
             new.outputs = {t.name: self._array(t, new, *sizes) for t in signature.outputs}
             self.buffers.bind(new.binding, new.inputs, new.outputs)
         return new
 
-    def _array(self, tensor: Tensor, bound: Pass, length: int, num_logits: int) -> Any:
+    def _array(self, tensor: Tensor, bound: BoundPass, length: int, num_logits: int) -> Any:
         """A buffer of the cache, or an array of the pass's own."""
         if tensor.buffer is not None:
             return bound.cache.arrays[tensor.buffer]
         shape = tensor.at(1, length, num_logits)
         if tensor.role == "logits_from":
             array = self.buffers.constant([length - num_logits], tensor.dtype)
-        elif tensor.role in GIVEN:
-            array = self.buffers.given(shape, tensor.dtype)
+        elif tensor.role in STAGED:
+            array = self.buffers.staging(shape, tensor.dtype)
         else:
             array = self.buffers.zeros(shape, tensor.dtype)
         bound.arrays[tensor.name if tensor.role == "weights" else tensor.role] = array
         return array
 
     def run(
-        self, bound: Pass, tokens: Sequence[int], told: Mapping[str, Any] | None = None
+        self, bound: BoundPass, tokens: Sequence[int], told: Mapping[str, Any] | None = None
     ) -> None:
         """Read the tokens into the cache, and into what logits the pass has; `told` is what else
         the graph is given, by role.
@@ -136,14 +140,14 @@ class ModelSession:
             yield
 
 
-class Pass:
+class BoundPass:
     """A binding for one number of tokens.
 
     `inputs` and `outputs` keep every array that is bound, by tensor name: the binding has their
     addresses alone. `arrays` has them by role, and rows of weights, which are several, by name.
     """
 
-    def __init__(self, binding: Any, cache: Cache, options: Any, length: int) -> None:
+    def __init__(self, binding: Any, cache: KeyValueCache, options: Any, length: int) -> None:
         self.binding = binding
         self.cache = cache
         self.options = options

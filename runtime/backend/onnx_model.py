@@ -22,11 +22,10 @@ from ..sampling.distribution import Floats
 from ..sampling.history import History
 from ..sampling.scores import Row, Scores
 from .buffers import Array
-from .device_scores import DeviceScores
-from .model_session import ModelSession, Pass
-from .sampled import Sampled
+from .cuda.device_scores import DeviceScores
+from .cuda.draft_graphs import DraftGraph, GreedyDraftGraph, SampledDraftGraph
+from .model_session import BoundPass, ModelSession
 from .sessions import Device
-from .unrolled import OneCall, Unrolled
 
 _HALF = np.array([0.5])
 
@@ -67,8 +66,8 @@ class OrtModel:
 
     def _forget_all(self) -> None:
         self.cache = self._session.cache()
-        self._passes: dict[int, Pass] = {}
-        self._calls: list[OneCall] = []
+        self._passes: dict[int, BoundPass] = {}
+        self._draft_graphs: list[DraftGraph] = []
 
     @property
     def length(self) -> int:
@@ -88,7 +87,7 @@ class OrtModel:
         self._session.run(bound, tokens)
         return self._scores(bound, length - wanted, length)
 
-    def _scores(self, bound: Pass, start: int, end: int) -> Scores:
+    def _scores(self, bound: BoundPass, start: int, end: int) -> Scores:
         """What a pass gives of some of its rows of logits."""
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
@@ -125,19 +124,19 @@ class OrtModel:
                 session = ModelSession(bundle, model, device, self.ops, name)
                 call = self._call(session, name)
                 if call.measure(partial(self._drafted, _HALF)) and self._is_right(call):
-                    self._calls.append(call)
+                    self._draft_graphs.append(call)
         except SpecEdgeError as error:
             self.truncate(0)
-            what = "draws its drafts" if self._calls else "drafts"
+            what = "draws its drafts" if self._draft_graphs else "drafts"
             return f"{model.source.id} {what} by passes, not in one call, which fails: {error}"
         return None
 
-    def _call(self, session: ModelSession, name: str) -> OneCall:
+    def _call(self, session: ModelSession, name: str) -> DraftGraph:
         if name == UNROLLED:
-            return Unrolled(session, self.cache)
-        return Sampled(session, self.cache, self._ids)
+            return GreedyDraftGraph(session, self.cache)
+        return SampledDraftGraph(session, self.cache, self._ids)
 
-    def _is_right(self, call: OneCall) -> bool:
+    def _is_right(self, call: DraftGraph) -> bool:
         """Whether it drafts what passes draft; the cache is then empty."""
         numbers = np.linspace(0.05, 0.95, call.num_steps)
         for sampling in call.examples:
@@ -149,8 +148,8 @@ class OrtModel:
 
     def unroll_as(self, other: OrtModel) -> None:
         """Draft as another model of the same weights does; the cache is then empty."""
-        self._calls = [call.over(self.cache) for call in other._calls]
-        for call in self._calls:
+        self._draft_graphs = [call.over(self.cache) for call in other._draft_graphs]
+        for call in self._draft_graphs:
             call.warm_up()
 
     def _drafted(self, uniforms: Floats, sampling: Sampling) -> list[int]:
@@ -173,8 +172,8 @@ class OrtModel:
         uniforms: Floats,
     ) -> Draft | None:
         """In one call; None where passes are faster, or no call can."""
-        for call in self._calls:
-            if call.knows(history, sampling) and call.is_faster(count, sampling):
+        for call in self._draft_graphs:
+            if call.supports(history, sampling) and call.is_faster(count, sampling):
                 return call.draft(tokens, count, history, sampling, uniforms)
         return None
 
@@ -205,8 +204,8 @@ class OrtModel:
 
     def close(self) -> None:
         """Give back the memory of its caches and, with its last twin, of its weights."""
-        with self._session.buffers.freeing():
+        with self._session.buffers.release():
             self._drop()
 
     def _drop(self) -> None:
-        del self.cache, self._passes, self._calls, self._session
+        del self.cache, self._passes, self._draft_graphs, self._session

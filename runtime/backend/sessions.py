@@ -15,16 +15,14 @@ from specedge.bundle.op_sets import ENGINES
 from specedge.bundle.precision import HALVES, OLDEST_ONNXRUNTIME
 from specedge.cpu_count import cpu_count, default_threads
 from specedge.declared import whole
-from specedge.diagnosis import plug_in
 from specedge.errors import BundleError, DeviceError
 from specedge.products import UNSIGNED
 
-from . import engines, gpu_sessions, rtx, tensorrt
 from .buffers import Buffers, HostBuffers
-from .capture_gate import gate_of
-from .freed_memory import return_freed_memory
-from .gpu_buffers import GpuBuffers
-from .memory import is_out_of_memory
+from .cuda import engines, sessions, tensorrt, tensorrt_rtx
+from .cuda.buffers import CudaBuffers
+from .cuda.execution import capture_lock
+from .memory import is_out_of_memory, return_freed_memory
 from .ort import first_line, is_for_want_of_own_threads, is_of_onnxruntime, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
@@ -32,7 +30,7 @@ DEVICES = {  # and what ONNX Runtime calls them
     "cpu": "CPUExecutionProvider",
     "cuda": CUDA,
     "tensorrt": tensorrt.PROVIDER,
-    "rtx": plug_in.PROVIDER,
+    "rtx": tensorrt_rtx.PROVIDER,
 }
 
 
@@ -92,10 +90,10 @@ class Device:
         """Whether sessions are of engines, built ahead of time of graphs of fixed lengths."""
         return self.kind in ("tensorrt", "rtx")
 
-    def platform(self, gpu: str | None = None) -> engines.Platform:
+    def platform(self, gpu: str | None = None) -> engines.EnginePlatform:
         """What its engines hang on, for the GPU that is here or one that is named."""
         if self.kind == "rtx":
-            return rtx.platform(onnxruntime(), self.index, gpu)
+            return tensorrt_rtx.platform(onnxruntime(), self.index, gpu)
         if gpu is not None:
             raise DeviceError(f"TensorRT builds for the GPU that is here alone, not for '{gpu}'")
         return tensorrt.platform(onnxruntime(), self.index)
@@ -120,8 +118,8 @@ class Device:
         """What a session's passes are bound to."""
         if self.is_cpu:
             return HostBuffers()
-        make_memory = partial(gpu_sessions.memory, self.provider, self.index)
-        return GpuBuffers(session, self.index, None if self.has_engines else make_memory)
+        open_memory = partial(sessions.open_memory, self.provider, self.index)
+        return CudaBuffers(session, self.index, None if self.has_engines else open_memory)
 
     def open(self, path: Path) -> Any:
         """A session for a graph, or an engine. MemoryError where ONNX Runtime has too little."""
@@ -153,15 +151,16 @@ class Device:
             ) from error
 
     def _no_capture(self) -> AbstractContextManager[None]:
-        return nullcontext() if self.is_cpu else gate_of(self.index).others()
+        return nullcontext() if self.is_cpu else capture_lock(self.index).shared()
 
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
         if self.has_engines:
-            return (rtx if self.kind == "rtx" else tensorrt).opened(ort, path, self.index)
+            compiler = tensorrt_rtx if self.kind == "rtx" else tensorrt
+            return compiler.open_session(ort, path, self.index)
         if not self.is_cpu:
-            return gpu_sessions.opened(ort, path, self.name, self.provider, self.index, options)
+            return sessions.open_session(ort, path, self.name, self.provider, self.index, options)
         if self.unsigned:
             options.add_session_config_entry(UNSIGNED, "1")
         # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB

@@ -12,10 +12,10 @@ from pathlib import Path
 
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.cpu_count import cpu_count
-from specedge.diagnosis import nvidia_driver
 from specedge.strict_json import JsonError, build, parse, plain
 from specedge.version import __version__
 
+from ..backend.cuda import driver
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
 from .cost_table import CostTable
@@ -123,15 +123,15 @@ def gpus(devices: Iterable[Device]) -> str:
     indices = dict.fromkeys(device.index for device in devices if not device.is_cpu)
     if not indices:
         return ""
-    facts = nvidia_driver.facts()
-    shown = facts.get("gpus", [])
+    state = driver.query()
+    shown = state.get("gpus", [])
     names = [
         "{name}, {capability[0]}.{capability[1]}".format(**shown[i])
         if i < len(shown)
         else "unknown"
         for i in indices
     ]
-    return f"{' and '.join(names)}, driver {facts.get('version') or facts.get('cuda') or 'unknown'}"
+    return f"{' and '.join(names)}, driver {state.get('version') or state.get('cuda') or 'unknown'}"
 
 
 def processor() -> str:

@@ -12,8 +12,8 @@ from pathlib import Path
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.errors import DeviceError
 
-from ..backend import engines, rtx, tensorrt
-from ..backend.fixed_lengths import FIXED
+from ..backend.cuda import engines, tensorrt, tensorrt_rtx
+from ..backend.cuda.fixed_shapes import FIXED_SHAPES
 from ..backend.model_session import choose_ops
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
@@ -55,12 +55,12 @@ def build(
     folder = engines.cache_folder() if output is None else _copied(found, Path(output))
     made = []
     for role, model in found.models.items():
-        for name in FIXED:
+        for name in FIXED_SHAPES:
             graph = model.graph(name, chosen[role])
             told(graph.file)
             key = engines.key_of(found, model, graph, platform)
             start = time.perf_counter()
-            with engines.publishing(folder, key) as place:
+            with engines.publish(folder, key) as place:
                 if place is not None:
                     _compile(where, found.path(graph.file), place(), platform, graph.ops)
             seconds = None if place is None else time.perf_counter() - start
@@ -69,10 +69,10 @@ def build(
 
 
 def _compile(
-    device: Device, graph: Path, target: Path, platform: engines.Platform, ops: str
+    device: Device, graph: Path, target: Path, platform: engines.EnginePlatform, ops: str
 ) -> None:
     if device.kind == "rtx":
-        rtx.compile_graph(onnxruntime(), graph, target, platform, device.index)
+        tensorrt_rtx.compile_graph(onnxruntime(), graph, target, platform, device.index)
     else:
         tensorrt.compile_graph(onnxruntime(), graph, target, device.index, ops)
 

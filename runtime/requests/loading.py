@@ -14,7 +14,7 @@ from specedge.diagnosis.providers import why_not
 from specedge.errors import DeviceError
 
 from ..backend import self_test
-from ..backend.fixed_lengths import FixedLengthModel
+from ..backend.cuda.fixed_shapes import FixedShapeModel
 from ..backend.memory import PairMemory, check_memory, pair_memory
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
@@ -157,7 +157,7 @@ def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) 
 
 def _opened(bundle: Bundle, model: Model, device: Device, ops: str) -> OrtModel:
     """A model as its device runs it."""
-    return (FixedLengthModel if device.has_engines else OrtModel)(bundle, model, device, ops)
+    return (FixedShapeModel if device.has_engines else OrtModel)(bundle, model, device, ops)
 
 
 def _chosen(device: str, bundle: Bundle, ops: str) -> str:

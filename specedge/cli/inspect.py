@@ -42,8 +42,7 @@ def inspect(
 
 def _memory(bundle: Bundle, device: str, ops: str, as_json: bool) -> None:
     """The predicted peak, its parts, and what is free."""
-    from specedge.runtime.backend.left_memory import left_bytes
-    from specedge.runtime.backend.memory import shown
+    from specedge.runtime.backend.memory import left_bytes, shown
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.loading import memory_of
 

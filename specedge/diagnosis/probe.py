@@ -22,15 +22,16 @@ from typing import IO, Any
 import numpy as np
 
 from specedge import products
+from specedge.runtime.backend.cuda import driver, tensorrt_rtx
 
-from . import nvidia_driver, plug_in, shared_library
+from . import shared_library
 
 GRAPH = Path(__file__).with_name("probe.onnx")  # y = Relu(x w + b), in float32
 PROVIDERS = {
     "cpu": "CPUExecutionProvider",
     "cuda": "CUDAExecutionProvider",
     "tensorrt": "TensorrtExecutionProvider",
-    "rtx": plug_in.PROVIDER,
+    "rtx": tensorrt_rtx.PROVIDER,
 }
 OPTIONS = {"tensorrt": {"trt_builder_optimization_level": "0"}}  # the quickest build of an engine
 
@@ -55,7 +56,7 @@ def _answer(channel: IO[str], question: str, *arguments: str) -> None:
 
     questions: dict[str, Callable[..., None]] = {
         "runtime": runtime,
-        "driver": lambda tell: tell(**nvidia_driver.facts()),
+        "driver": lambda tell: tell(**driver.query()),
         "device": device,
     }
     try:
@@ -179,15 +180,15 @@ def _plug_in(tell: Tell, ort: Any, options: Any, index: int) -> bool:
     """Take up NVIDIA's plug-in, with one of its GPUs; False where it is not installed."""
     tell(stage="loading the plug-in")
     try:
-        found = plug_in.devices(ort)
+        found = tensorrt_rtx.devices(ort)
     except ModuleNotFoundError as error:
-        if error.name != plug_in.MODULE:
+        if error.name != tensorrt_rtx.MODULE:
             raise
         tell(lacking=True)
         return False
     if index >= len(found):
         shown = f"{len(found)} GPUs" if found else "no GPU"
-        raise RuntimeError(f"{plug_in.MODULE} shows {shown} that it would run on")
+        raise RuntimeError(f"{tensorrt_rtx.MODULE} shows {shown} that it would run on")
     options.add_provider_for_devices(found[index : index + 1], {})
     return True
 

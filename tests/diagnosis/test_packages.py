@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from distributions import install, only
-from specedge.diagnosis import packages, plug_in, providers
+from specedge.diagnosis import packages, providers
 from specedge.diagnosis.machine import Machine
+from specedge.runtime.backend.cuda import tensorrt_rtx
 
 PROJECT = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text("utf-8"))
 
@@ -42,7 +43,7 @@ def test_floors_are_the_projects():
 def test_packages_beside_onnx_runtime_are_not_it(tmp_path, monkeypatch):
     install(tmp_path, "onnxruntime-extensions", "0.15", "onnxruntime_extensions")
     install(tmp_path, "onnxruntime-genai", "0.18", "onnxruntime_genai")
-    install(tmp_path, packages.PLUG_IN, "0.5.0", plug_in.MODULE)
+    install(tmp_path, packages.PLUG_IN, "0.5.0", tensorrt_rtx.MODULE)
     install(tmp_path, "ort-nightly-gpu", "1.33.0.dev20261101")
     (tmp_path / "broken.dist-info").mkdir()
     only(monkeypatch, tmp_path)

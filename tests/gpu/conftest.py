@@ -15,9 +15,9 @@ import standin
 import specedge
 from gpu.reporting import ON_A_GPU, Reporting
 from specedge.bundle.gpu_signatures import num_best
-from specedge.runtime.backend import gpu_buffers
+from specedge.runtime.backend.cuda.buffers import CudaBuffers
+from specedge.runtime.backend.cuda.draft_graphs import DraftGraph
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.backend.unrolled import OneCall
 
 STANDIN = Path(standin.__file__).parent
 PAIRS = {
@@ -112,7 +112,7 @@ def planted(monkeypatch):
     """Let every pass have said that its best logits are of the tokens 1, 2, 3 ..., and every draft
     that it is of token 1, drawn from as many weights as the test says, a few of them at first.
     """
-    fetch, num = gpu_buffers.GpuBuffers.fetch, num_best(VOCAB_SIZE)
+    fetch, num = CudaBuffers.fetch, num_best(VOCAB_SIZE)
     weights = np.exp(-np.arange(VOCAB_SIZE - 1, dtype=np.float32))
     best = [*weights[:num], *range(1, num + 1)]
     plant = {"num_weights": num}
@@ -129,14 +129,14 @@ def planted(monkeypatch):
             found[0, 1:] = weights
         return found
 
-    monkeypatch.setattr(gpu_buffers.GpuBuffers, "fetch", planting)
+    monkeypatch.setattr(CudaBuffers, "fetch", planting)
     return plant
 
 
 @pytest.fixture
 def one_call(monkeypatch):
     """A draft of K tokens by one call takes as long as one pass, and is what passes draft."""
-    monkeypatch.setattr(OneCall, "_median", lambda self, run: 1.0)
+    monkeypatch.setattr(DraftGraph, "_median", lambda self, run: 1.0)
     monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
 
 

@@ -16,10 +16,13 @@ from specedge.bundle.gpu_signatures import ONE_CALL
 from specedge.bundle.signature import SETTINGS
 from specedge.errors import DeviceError, SpecEdgeError
 from specedge.options import Sampling
+from specedge.runtime.backend.cuda.draft_graphs import (
+    DraftGraph,
+    GreedyDraftGraph,
+    SampledDraftGraph,
+)
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.backend.sampled import Sampled
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.backend.unrolled import OneCall, Unrolled
 from specedge.runtime.requests import loading
 from specedge.runtime.sampling.history import History
 
@@ -113,9 +116,9 @@ def test_of_weights_of_all_tokens_one_row_is_fetched_after_a_rejection(
 ):
     planted["num_weights"] = VOCAB_SIZE - 1
     fetched = []
-    fetch = Sampled._fetch
+    fetch = SampledDraftGraph._fetch
     monkeypatch.setattr(
-        Sampled, "_fetch", lambda self, array: fetched.append(array) or fetch(self, array)
+        SampledDraftGraph, "_fetch", lambda self, array: fetched.append(array) or fetch(self, array)
     )
     counts = cost_of_rounds(cuda, pipeline, **options)
     assert fetched
@@ -144,7 +147,9 @@ def test_what_the_graph_that_draws_is_told_lies_where_its_kernels_read(cuda, pip
     sampling = Sampling(temperature=0.7, top_k=9, top_p=0.8, min_p=0.1, repetition_penalty=1.5)
     pipeline.draft.truncate(0)
     pipeline.draft.draft([5], 2, History([5, 7]), sampling, np.array([0.25, 0.75]))
-    (sampled,) = (call for call in pipeline.draft._calls if isinstance(call, Sampled))
+    (sampled,) = (
+        call for call in pipeline.draft._draft_graphs if isinstance(call, SampledDraftGraph)
+    )
     arrays = {role: array.value.numpy() for role, array in sampled._passes[1].arrays.items()}
     told = {role: arrays[role].item() for role in SETTINGS}
     assert told == {name: pytest.approx(getattr(sampling, name)) for name in SETTINGS}
@@ -154,7 +159,7 @@ def test_what_the_graph_that_draws_is_told_lies_where_its_kernels_read(cuda, pip
 
 @pytest.mark.parametrize("at", range(len(ONE_CALL)), ids=ONE_CALL)
 def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline, at):
-    session, cache = pipeline.draft._calls[at]._session, pipeline.draft.cache
+    session, cache = pipeline.draft._draft_graphs[at]._session, pipeline.draft.cache
     for length in (1, 2):
         bound = session.bind(cache, length, 1)
         with cuda.counted() as counts:
@@ -166,10 +171,10 @@ def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline, at):
 
 def test_a_draft_that_one_call_makes_no_faster_takes_passes(cuda, pairs, planted, monkeypatch):
     seconds = cycle([K + 0.5, 1.0])
-    monkeypatch.setattr(OneCall, "_median", lambda self, run: next(seconds))
+    monkeypatch.setattr(DraftGraph, "_median", lambda self, run: next(seconds))
     monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
     with loaded(pairs("fp32-fp16")) as pipeline:
-        assert not pipeline.draft._calls
+        assert not pipeline.draft._draft_graphs
         counts = cost_of_rounds(cuda, pipeline)
         assert counts["graph_launches"] == counts["passes"] > K
 
@@ -180,7 +185,7 @@ def test_a_call_that_fails_leaves_the_draft_to_passes_and_a_note_says_why(
     def fail(self, step):
         raise SpecEdgeError("a pass of draft failed in ONNX Runtime: no kernel")
 
-    monkeypatch.setattr(OneCall, "measure", fail)
+    monkeypatch.setattr(DraftGraph, "measure", fail)
     with loaded(pairs("fp32-fp16"), slots=2) as pipeline:
         assert pipeline.note.endswith(
             "not in one call, which fails: a pass of draft failed in ONNX Runtime: no kernel"
@@ -193,7 +198,7 @@ def test_which_settings_take_one_call_is_measured_for_those_that_fetch_rows_apar
     cuda, pairs, planted, monkeypatch
 ):
     seconds = iter([1.0, 1.0, K + 0.5, 1.0, 1.0, 1.0])  # greedy, top-k, all tokens; by passes each
-    monkeypatch.setattr(OneCall, "_median", lambda self, run: next(seconds))
+    monkeypatch.setattr(DraftGraph, "_median", lambda self, run: next(seconds))
     monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
     with loaded(pairs("fp32-fp16")) as pipeline:
         few = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20)
@@ -205,9 +210,9 @@ def test_which_settings_take_one_call_is_measured_for_those_that_fetch_rows_apar
 def test_a_call_that_drafts_other_tokens_than_passes_is_not_taken(
     cuda, pairs, planted, monkeypatch
 ):
-    monkeypatch.setattr(OneCall, "_median", lambda self, run: 1.0)
+    monkeypatch.setattr(DraftGraph, "_median", lambda self, run: 1.0)
     with loaded(pairs("fp32-fp16")) as pipeline:  # kernels do nothing: token 1 whatever is drawn
-        assert [type(call) for call in pipeline.draft._calls] == [Unrolled]
+        assert [type(call) for call in pipeline.draft._draft_graphs] == [GreedyDraftGraph]
 
 
 def test_a_round_waits_twice_for_each_pass_and_fetches_a_few_kilobytes(cuda, pipeline):

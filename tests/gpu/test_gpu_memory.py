@@ -10,7 +10,7 @@ from gpu.conftest import PROMPT, VOCAB_SIZE, K, loaded
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED
 from specedge.errors import DeviceError
-from specedge.runtime.backend import gpu_buffers
+from specedge.runtime.backend.cuda.buffers import CudaBuffers
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
@@ -25,7 +25,7 @@ def test_all_slots_draft_over_one_copy_of_the_drafts_weights(cuda, pairs, plante
         cuda.counted() as counts,
         loaded(pairs("fp32-fp16"), slots=2) as pipeline,
     ):
-        calls = [slot.draft._calls for slot in pipeline.slots.all]
+        calls = [slot.draft._draft_graphs for slot in pipeline.slots.all]
         for first, second in zip(*calls, strict=True):
             assert first._session is second._session
             assert first._cache is not second._cache
@@ -111,7 +111,7 @@ def test_a_tied_table_of_bytes_is_on_the_device_once(cuda, pairs, name, ops):
 def test_without_the_private_way_to_pinned_memory_public_calls_serve(
     cuda, pairs, planted, monkeypatch
 ):
-    monkeypatch.setattr(gpu_buffers.GpuBuffers, "_make_pinned", None)
+    monkeypatch.setattr(CudaBuffers, "_make_pinned", None)
     with loaded(pairs("fp32-fp16")) as pipeline:
         found = pipeline.generate(PROMPT, 12, ignore_eos=True, num_draft_tokens=K)
         assert found.tokens == [1] * 12

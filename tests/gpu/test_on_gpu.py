@@ -18,9 +18,9 @@ from specedge.cli.verify import verify
 from specedge.diagnosis.machine import Machine
 from specedge.diagnosis.providers import why_not
 from specedge.options import Sampling
+from specedge.runtime.backend.cuda.draft_graphs import SampledDraftGraph
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.backend.sampled import Sampled
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.verify import draw_draft
 from specedge.runtime.sampling.history import History
@@ -120,7 +120,7 @@ def test_a_draft_of_one_call_is_what_passes_draw(pairs, name):
     bundle = Bundle.read(pairs(name))
     model = OrtModel(bundle, bundle.draft, Device("cuda"))
     session = ModelSession(bundle, bundle.draft, Device("cuda"), model.ops, SAMPLED)
-    sampled = Sampled(session, model.cache, None)
+    sampled = SampledDraftGraph(session, model.cache, None)
     for i, options in enumerate(SAMPLINGS * 8):
         text = History(list(range(40 + i, 60 + i)))
         asked = text, Sampling(temperature=1.0, **options), np.random.default_rng(i).random(K)

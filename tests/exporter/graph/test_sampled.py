@@ -12,10 +12,13 @@ import specedge
 from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED, num_best
 from specedge.exporter.graph import unrolled as unrolling
 from specedge.options import Sampling
+from specedge.runtime.backend.cuda.draft_graphs import (
+    DeviceDistribution,
+    DraftGraph,
+    SampledDraftGraph,
+)
 from specedge.runtime.backend.model_session import ModelSession
-from specedge.runtime.backend.sampled import Lent, Sampled
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.backend.unrolled import OneCall
 from specedge.runtime.decoding.verify import draw_draft
 from specedge.runtime.sampling.history import History
 
@@ -47,7 +50,7 @@ def session(bundle):
 
 @pytest.fixture
 def sampled(session, cached):
-    return Sampled(session, cached.cache, None)
+    return SampledDraftGraph(session, cached.cache, None)
 
 
 def by_passes(model, tokens, count, history, sampling, uniforms):
@@ -93,7 +96,7 @@ def test_a_few_weights_come_with_the_token_and_more_when_they_are_asked_for(samp
     def kinds(**options):
         sampled._cache.truncate(0)
         asked = History([5]), Sampling(temperature=1.0, **options), np.full(2, 0.5)
-        return [type(one) is Lent for one in sampled.draft([5], 2, *asked).probs]
+        return [type(one) is DeviceDistribution for one in sampled.draft([5], 2, *asked).probs]
 
     most = num_best(sampled._size)
     assert kinds() == kinds(top_k=most + 1) == [True, True]
@@ -102,16 +105,16 @@ def test_a_few_weights_come_with_the_token_and_more_when_they_are_asked_for(samp
 
 def test_weights_that_are_asked_for_late_are_those_of_their_own_call(sampled, monkeypatch):
     fetched = []
-    fetch = Sampled._fetch
+    fetch = SampledDraftGraph._fetch
     monkeypatch.setattr(
-        Sampled, "_fetch", lambda self, array: fetched.append(1) or fetch(self, array)
+        SampledDraftGraph, "_fetch", lambda self, array: fetched.append(1) or fetch(self, array)
     )
     sampling = Sampling(temperature=1.0)
 
     def draft(over, token):
         return over.draft([token], 1, History([token]), sampling, np.array([0.5])).distribution(0)
 
-    first, other = draft(sampled, 5), OneCall.over(sampled, sampled._cache)
+    first, other = draft(sampled, 5), DraftGraph.over(sampled, sampled._cache)
     dropped = draft(sampled, 6)
     assert len(fetched) == 1  # the first's, before it was written anew
     del dropped
@@ -164,7 +167,7 @@ def test_logits_that_are_no_numbers_are_left_to_passes(sampled, monkeypatch):
 def measured(sampled, monkeypatch, costs):
     """With calls that take as many passes as these say, one number for each of its examples."""
     seconds = iter([value for cost in costs for value in (cost, 1.0)])
-    monkeypatch.setattr(OneCall, "_median", lambda self, run: next(seconds))
+    monkeypatch.setattr(DraftGraph, "_median", lambda self, run: next(seconds))
     assert sampled.measure(lambda sampling: None)
     return sampled
 
@@ -191,10 +194,10 @@ def pipelines(bundle):
     """One that drafts by passes and one that does in one call, on the CPU."""
     made = [specedge.load(bundle.folder, ops=OPS) for _ in range(2)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OneCall, "_median", lambda self, run: 1.0)
+        patch.setattr(DraftGraph, "_median", lambda self, run: 1.0)
         one = made[1]
         assert one.draft.unroll(one.bundle, one.bundle.draft, Device()) is None
-    assert len(one.draft._calls) == len(ONE_CALL)
+    assert len(one.draft._draft_graphs) == len(ONE_CALL)
     yield made
     for pipeline in made:
         pipeline.close()

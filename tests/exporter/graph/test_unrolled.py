@@ -10,9 +10,9 @@ import pytest
 from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
 from specedge.exporter.graph import unrolled as unrolling
 from specedge.options import Sampling
+from specedge.runtime.backend.cuda.draft_graphs import GreedyDraftGraph
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.backend.unrolled import Unrolled
 from specedge.runtime.sampling.history import History
 
 OPS = "onnx"  # in float32, where rows keep their bits
@@ -22,7 +22,7 @@ TEXT = [7 * i % 500 for i in range(300)]
 @pytest.fixture
 def unrolled(bundle, cached):
     session = ModelSession(bundle, bundle.draft, Device(), OPS, UNROLLED)
-    return Unrolled(session, cached.cache)
+    return GreedyDraftGraph(session, cached.cache)
 
 
 def drafted(unrolled, tokens, count):

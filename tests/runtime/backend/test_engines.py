@@ -8,13 +8,13 @@ import pytest
 from specedge.bundle import Bundle, store
 from specedge.bundle.manifest import File
 from specedge.errors import DeviceError
-from specedge.runtime.backend import engines, rtx, tensorrt
-from specedge.runtime.backend.engines import ENGINE, Key, Platform
+from specedge.runtime.backend.cuda import engines, tensorrt, tensorrt_rtx
+from specedge.runtime.backend.cuda.engines import ENGINE, EngineKey, EnginePlatform
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.requests import building
 
-PLATFORM = Platform("tensorrt", "1.31.1", "10.16.1", "sm89", "590.44", "R39.1.0")
-WHOLE = Key("a" * 64, "b" * 64, PLATFORM)
+PLATFORM = EnginePlatform("tensorrt", "1.31.1", "10.16.1", "sm89", "590.44", "R39.1.0")
+WHOLE = EngineKey("a" * 64, "b" * 64, PLATFORM)
 
 
 @pytest.fixture
@@ -23,17 +23,17 @@ def bundle():
 
 
 def built(folder, key, text=b"engine"):
-    with engines.publishing(folder, key) as place:
+    with engines.publish(folder, key) as place:
         place().write_bytes(text)
     return folder / key.name / ENGINE
 
 
-@pytest.mark.parametrize("field", [*Key.__dataclass_fields__][:2])
+@pytest.mark.parametrize("field", [*EngineKey.__dataclass_fields__][:2])
 def test_another_graph_or_other_weights_are_another_engine(field):
     assert dataclasses.replace(WHOLE, **{field: "c" * 64}).name != WHOLE.name
 
 
-@pytest.mark.parametrize("field", [*Platform.__dataclass_fields__])
+@pytest.mark.parametrize("field", [*EnginePlatform.__dataclass_fields__])
 def test_another_version_or_gpu_is_another_engine(field):
     changed = dataclasses.replace(PLATFORM, **{field: "other"})
     assert dataclasses.replace(WHOLE, platform=changed).name != WHOLE.name
@@ -50,7 +50,7 @@ def test_each_graph_of_a_pair_has_an_engine_of_its_own(bundle):
 
 
 def test_an_engine_appears_with_its_key_when_it_is_whole(tmp_path):
-    with engines.publishing(tmp_path, WHOLE) as place:
+    with engines.publish(tmp_path, WHOLE) as place:
         place().write_bytes(b"half")
         assert not (tmp_path / WHOLE.name).exists()
         place().write_bytes(b"whole")
@@ -61,7 +61,7 @@ def test_an_engine_appears_with_its_key_when_it_is_whole(tmp_path):
 
 def test_what_fails_halfway_leaves_nothing(tmp_path):
     def fail():
-        with engines.publishing(tmp_path, WHOLE) as new:
+        with engines.publish(tmp_path, WHOLE) as new:
             new().write_bytes(b"half")
             raise RuntimeError("compiler")
 
@@ -71,15 +71,15 @@ def test_what_fails_halfway_leaves_nothing(tmp_path):
 
 
 def test_a_compiler_that_wrote_nothing_is_an_error(tmp_path):
-    wanted = pytest.raises(DeviceError, match=r"left no engine\.onnx")
-    with wanted, engines.publishing(tmp_path, WHOLE):
+    wanted = pytest.raises(DeviceError, match=r"wrote no engine\.onnx")
+    with wanted, engines.publish(tmp_path, WHOLE):
         pass
     assert not list(tmp_path.iterdir())
 
 
 def test_an_engine_that_is_there_is_not_built_again(tmp_path):
     built(tmp_path, WHOLE)
-    with engines.publishing(tmp_path, WHOLE) as place:
+    with engines.publish(tmp_path, WHOLE) as place:
         assert place is None
 
 
@@ -97,7 +97,7 @@ def test_two_that_build_one_engine_do_not_meet(tmp_path):
         except DeviceError as error:
             found.append(str(error))
 
-    with engines.publishing(tmp_path, WHOLE) as place:
+    with engines.publish(tmp_path, WHOLE) as place:
         thread = threading.Thread(target=other)
         thread.start()
         thread.join()
@@ -130,20 +130,20 @@ def test_a_missing_engine_is_named_with_the_command_that_builds_it(bundle):
     with pytest.raises(DeviceError) as caught:
         engines.require(bundle, target, target.graph("verify", "onnx"), PLATFORM, "tensorrt:1")
     said = str(caught.value)
-    assert f"no engine of {target.graph('verify', 'onnx').file} for tensorrt:1 here" in said
+    assert f"no engine of {target.graph('verify', 'onnx').file} for tensorrt:1 " in said
     assert "(sm89, TensorRT 10.16.1, driver 590.44, JetPack R39.1.0)" in said
     assert said.endswith(f"specedge build --bundle {bundle.folder} --device tensorrt:1")
 
 
 def test_a_graph_of_any_length_has_no_engine(bundle):
     decoder = bundle.target.graph("decoder", "onnx")
-    with pytest.raises(DeviceError, match=r"graphs of fixed lengths alone, .*'decoder'"):
+    with pytest.raises(DeviceError, match=r"fixed-shape graphs only, .*'decoder'"):
         engines.require(bundle, bundle.target, decoder, PLATFORM, "rtx")
 
 
 @pytest.mark.parametrize("number", [101501, 101600, 101601])
 def test_tensorrt_10_15_and_10_16_are_taken(number):
-    assert tensorrt.checked_version(number) == f"10.{number // 100 % 100}.{number % 100}"
+    assert tensorrt.check_version(number) == f"10.{number // 100 % 100}.{number % 100}"
 
 
 @pytest.mark.parametrize(
@@ -151,7 +151,7 @@ def test_tensorrt_10_15_and_10_16_are_taken(number):
 )
 def test_another_tensorrt_is_one_clear_error(number, shown):
     with pytest.raises(DeviceError, match=rf"needs TensorRT 10\.15 or 10\.16, and {shown} is"):
-        tensorrt.checked_version(number)
+        tensorrt.check_version(number)
 
 
 def test_jetsons_name_their_system():
@@ -175,11 +175,11 @@ def test_tensorrt_computes_in_the_op_sets_type_and_writes_beside_the_engine(tmp_
 
 def test_rtx_wants_its_plug_in_or_says_why(monkeypatch):
     ort = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-    monkeypatch.setattr(rtx.plug_in, "MODULE", "no_such_plug_in")
+    monkeypatch.setattr(tensorrt_rtx, "MODULE", "no_such_plug_in")
     with pytest.raises(DeviceError, match=r"needs NVIDIA's plug-in onnxruntime-ep-.*: pip install"):
-        rtx.platform(ort, 0)
+        tensorrt_rtx.platform(ort, 0)
     with pytest.raises(DeviceError, match=r"compiles for sm86, .*, not for 'sm90'"):
-        rtx.platform(ort, 0, "sm90")
+        tensorrt_rtx.platform(ort, 0, "sm90")
 
 
 def test_engines_are_for_devices_that_need_them():
@@ -210,5 +210,5 @@ def test_what_tensorrt_links_is_loaded_before_its_provider(monkeypatch):
             done.append(("preload", cudnn))
 
     monkeypatch.setattr(tensorrt, "inference_session", lambda *_: done.append("session"))
-    tensorrt.opened(Ort(), "engine.onnx", 0)
+    tensorrt.open_session(Ort(), "engine.onnx", 0)
     assert done == [("preload", True), "session"]

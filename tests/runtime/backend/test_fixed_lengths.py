@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from specedge.runtime.backend.fixed_lengths import FixedLengthModel
+from specedge.runtime.backend.cuda.fixed_shapes import FixedShapeModel
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
@@ -18,7 +18,7 @@ def pair(request, pipeline):
     bundle = pipeline.bundle
     device = fitting(bundle.models.values(), Device())
     made = []
-    for kind in (OrtModel, FixedLengthModel):
+    for kind in (OrtModel, FixedShapeModel):
         target, draft = (kind(bundle, m, device, request.param) for m in bundle.models.values())
         made.append(Pipeline(bundle, pipeline.tokenizer, target, draft, pipeline.costs))
     return made

@@ -20,7 +20,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 from test_graph_files import INITIALIZER, NODE, field
 
-from specedge.runtime.backend import freed_memory, left_memory, memory
+from specedge.runtime.backend import memory
 from specedge.runtime.backend.memory import ModelMemory, PairMemory
 from specedge.runtime.requests import loading
 
@@ -233,10 +233,10 @@ def test_a_groups_pages_of_files_are_free(tmp_path):
         ("memory.stat", "anon 500\ninactive_file 300\nactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text, "utf-8")
-    assert left_memory.group_left_bytes(tmp_path) == 450
+    assert memory.group_left_bytes(tmp_path) == 450
     (tmp_path / "memory.max").write_text("max\n", "utf-8")
     with pytest.raises(ValueError, match="max"):
-        left_memory.group_left_bytes(tmp_path)
+        memory.group_left_bytes(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -252,7 +252,7 @@ def test_the_peak_is_predicted():
 FREED = """
 import ctypes
 from pathlib import Path
-from specedge.runtime.backend.freed_memory import return_freed_memory
+from specedge.runtime.backend.memory import return_freed_memory
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
@@ -288,5 +288,5 @@ def test_large_blocks_that_a_session_frees_between_others_go_back_to_the_system(
 
 def test_allocators_that_cannot_return_memory_are_left_alone(monkeypatch):
     for failure in (AttributeError, OSError, TypeError):
-        monkeypatch.setattr(freed_memory.ctypes, "CDLL", Mock(side_effect=failure))
-        freed_memory.return_freed_memory()
+        monkeypatch.setattr(memory.ctypes, "CDLL", Mock(side_effect=failure))
+        memory.return_freed_memory()

@@ -45,7 +45,7 @@ def test_a_gpu_has_tables_of_its_own_and_so_has_its_driver(monkeypatch):
     bundle = Bundle.read(store.embedded())
     seen = {"version": "580.95", "gpus": [{"name": "A", "capability": [8, 6]}] * 2}
     seen["gpus"][1] = {"name": "B", "capability": [9, 0]}
-    monkeypatch.setattr(cost_files.nvidia_driver, "facts", lambda: seen)
+    monkeypatch.setattr(cost_files.driver, "query", lambda: seen)
 
     def gpus(*names):
         return cost_files.key_of(bundle, *map(Device, names), "gqa").gpus

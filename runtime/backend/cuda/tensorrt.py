@@ -1,7 +1,7 @@
-"""ONNX Runtime's TensorRT provider: its options, the versions that it takes, engines and sessions.
+"""ONNX Runtime's TensorRT provider: options, supported versions, engines and sessions.
 
-Shapes are fixed, so an engine needs no profile; caches are inputs and outputs of the network at one
-address, of a static capacity and batch 1, as TensorRT's updates of caches want them.
+Shapes are fixed, so an engine needs no optimization profile. Caches are inputs and outputs of the
+network at one address, with static capacity and batch 1, as TensorRT's TensorScatter requires.
 """
 
 from __future__ import annotations
@@ -16,59 +16,60 @@ from pathlib import Path
 from typing import Any
 
 from specedge.bundle.op_sets import computed, is_for_engines
-from specedge.diagnosis import nvidia_driver
-from specedge.diagnosis.machine import TEGRA
 from specedge.diagnosis.providers import why_not
 from specedge.errors import DeviceError
 
-from .engines import Platform, cache_folder
-from .gpu_sessions import load_libraries
-from .ort import first_line, inference_session, is_of_onnxruntime
+from ..ort import first_line, inference_session, is_of_onnxruntime
+from . import driver
+from .engines import EnginePlatform, cache_folder
+from .sessions import load_libraries
 
 PROVIDER = "TensorrtExecutionProvider"
 VERSIONS = ((10, 15), (10, 16))  # before, TensorScatter is no layer; ONNX Runtime links 10
 _LIBRARY = "nvinfer_10.dll" if os.name == "nt" else "libnvinfer.so.10"
 
 
-def platform(ort: Any, index: int) -> Platform:
-    """What engines hang on: TensorRT builds for the GPU of this machine alone."""
-    driver = nvidia_driver.facts()
-    gpus = driver.get("gpus", [])
+def platform(ort: Any, index: int) -> EnginePlatform:
+    """Return the engine platform of this machine's GPU; TensorRT builds for no other."""
+    state = driver.query()
+    gpus = state.get("gpus", [])
     if PROVIDER not in ort.get_available_providers() or index >= len(gpus):
-        raise DeviceError(why_not(f"tensorrt:{index}") or f"there is no tensorrt:{index}")
+        raise DeviceError(why_not(f"tensorrt:{index}") or f"tensorrt:{index} does not exist")
     gpu = "sm{}{}".format(*gpus[index]["capability"])
-    jetpack = tegra_version(TEGRA.read_text("utf-8")) if TEGRA.exists() else None
-    version = checked_version(_version())
-    return Platform("tensorrt", ort.__version__, version, gpu, driver.get("version"), jetpack)
+    jetpack = tegra_version(driver.jetson_release() or "")
+    version = check_version(_version())
+    return EnginePlatform("tensorrt", ort.__version__, version, gpu, state.get("version"), jetpack)
 
 
-def checked_version(number: int) -> str:
-    """TensorRT's version from what it calls itself. DeviceError for one that cannot be used."""
+def check_version(number: int) -> str:
+    """Return TensorRT's version from its number.
+
+    Raises:
+        DeviceError: The version is not supported.
+    """
     major, rest = divmod(number, 10000)
     minor, patch = divmod(rest, 100)
     if (major, minor) not in VERSIONS:
-        known = " or ".join(f"{a}.{b}" for a, b in VERSIONS)
+        supported = " or ".join(f"{a}.{b}" for a, b in VERSIONS)
         raise DeviceError(
-            f"tensorrt needs TensorRT {known}, and {major}.{minor}.{patch} is installed: "
+            f"tensorrt needs TensorRT {supported}, and {major}.{minor}.{patch} is installed: "
             'pip install "tensorrt-cu13>=10.15,<10.17"'
         )
     return f"{major}.{minor}.{patch}"
 
 
 def tegra_version(release: str) -> str | None:
-    """The version of a Jetson's system, from /etc/nv_tegra_release."""
+    """Return the version of a Jetson's system from the first line of its release file."""
     match = re.search(r"R(\d+) \(release\), REVISION: ([\d.]+)", release)
     return f"R{match[1]}.{match[2]}" if match else None
 
 
 def build_options(index: int, ops: str, engine: Path) -> dict[str, str]:
-    """The provider's options to build an engine of a graph of an op set, which it writes as an
-    EPContext model.
-    """
-    kind = computed(ops)
+    """Return the provider's options to build an engine and write it as an EPContext model."""
+    compute_type = computed(ops)
     return run_options(index) | {
-        "trt_fp16_enable": "1" if kind == "float16" else "0",
-        "trt_bf16_enable": "1" if kind == "bfloat16" else "0",
+        "trt_fp16_enable": "1" if compute_type == "float16" else "0",
+        "trt_bf16_enable": "1" if compute_type == "bfloat16" else "0",
         "trt_int8_enable": "1" if is_for_engines(ops) else "0",  # else DequantizeLinear is refused
         "trt_layer_norm_fp32_fallback": "1",
         "trt_engine_cache_enable": "1",
@@ -82,12 +83,16 @@ def build_options(index: int, ops: str, engine: Path) -> dict[str, str]:
 
 
 def run_options(index: int) -> dict[str, str]:
-    """The provider's options to run an engine."""
+    """Return the provider's options to run an engine."""
     return {"device_id": str(index)}
 
 
 def compile_graph(ort: Any, graph: Path, target: Path, index: int, ops: str) -> None:
-    """Write a graph's engine for this machine's GPU. DeviceError where not all becomes one."""
+    """Compile a graph into one engine for this machine's GPU.
+
+    Raises:
+        DeviceError: The graph does not become a single engine.
+    """
     (cache_folder() / "timing").mkdir(parents=True, exist_ok=True)
     try:
         _session(ort, os.fspath(graph), build_options(index, ops, target))
@@ -95,27 +100,31 @@ def compile_graph(ort: Any, graph: Path, target: Path, index: int, ops: str) -> 
         if not is_of_onnxruntime(error):
             raise
         raise DeviceError(
-            f"{graph}: TensorRT cannot compile it ({first_line(error)}); take another op set"
+            f"{graph}: TensorRT cannot compile it ({first_line(error)}); choose another op set"
         ) from error
 
 
-def opened(ort: Any, path: str, index: int) -> Any:
-    """A session of an engine. ONNX Runtime's errors where it does not load."""
+def open_session(ort: Any, path: str, index: int) -> Any:
+    """Open a session of an engine. Raises ONNX Runtime's errors."""
     return _session(ort, path, run_options(index))
 
 
 def _session(ort: Any, path: str, provider: Mapping[str, str]) -> Any:
     load_libraries(ort, cudnn=True)  # which the provider links
     options = ort.SessionOptions()
-    options.log_severity_level = 4  # failures arrive as exceptions
+    options.log_severity_level = 4  # errors arrive as exceptions
     options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
     return inference_session(path, options, [(PROVIDER, provider)])
 
 
 def _version() -> int:
-    """What TensorRT calls itself, such as 101601. DeviceError where it is not found."""
+    """Return TensorRT's version number, such as 101601.
+
+    Raises:
+        DeviceError: TensorRT is not installed.
+    """
     with contextlib.suppress(ImportError):
-        importlib.import_module("tensorrt_libs")  # NVIDIA's package, which loads what it has
+        importlib.import_module("tensorrt_libs")  # NVIDIA's package, which loads its libraries
     try:
         return int(ctypes.CDLL(_LIBRARY).getInferLibVersion())
     except OSError as error:

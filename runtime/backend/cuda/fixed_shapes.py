@@ -1,7 +1,7 @@
-"""A language model on graphs of one length each, as devices want them that build an engine for one.
+"""Language model on fixed-shape graphs, for devices that build an engine for each shape.
 
-Passes between two lengths are padded. What padding writes lies behind the text, where nobody reads
-it: a cache has K + 1 rows beyond the context, K being the bundle's number of draft tokens.
+A pass between two lengths is padded. Padding writes rows behind the text, which nobody reads: a
+cache has K + 1 rows beyond the context, K being the bundle's number of draft tokens.
 """
 
 from __future__ import annotations
@@ -13,29 +13,29 @@ import numpy as np
 from specedge.bundle import Bundle
 from specedge.bundle.manifest import Model
 
-from ..sampling.scores import Scores
-from .model_session import ModelSession, Pass
-from .onnx_model import OrtModel
-from .sessions import Device
+from ...sampling.scores import Scores
+from ..model_session import BoundPass, ModelSession
+from ..onnx_model import OrtModel
+from ..sessions import Device
 
-FIXED = ("step", "catchup", "verify", "prefill")  # the graphs, of which the last has no logits
+FIXED_SHAPES = ("step", "catchup", "verify", "prefill")  # graph names; the last has no logits
 
 
-class FixedLengthModel(OrtModel):
-    """One model of a bundle whose passes have the lengths that its graphs have."""
+class FixedShapeModel(OrtModel):
+    """Model of a bundle whose passes have the lengths of its fixed-shape graphs."""
 
     def __init__(self, bundle: Bundle, model: Model, device: Device, ops: str = "auto") -> None:
         self._sessions: dict[int, ModelSession] = {}
-        for name in FIXED[:-1]:
+        for name in FIXED_SHAPES[:-1]:
             session = ModelSession(bundle, model, device, ops, name)
             assert session.length is not None
             self._sessions[session.length] = session
-        self._prefill = ModelSession(bundle, model, device, ops, FIXED[-1])
+        self._prefill = ModelSession(bundle, model, device, ops, FIXED_SHAPES[-1])
         self._capacity = model.cache.capacity
         super().__init__(bundle, model, device, ops, session=self._sessions[1])
 
     def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
-        """One pass, or several where no graph is so long."""
+        """Run one pass, or several if no graph is long enough."""
         longest = max(self._sessions)
         start = 0 if num_rows is None else len(tokens) - num_rows
         if len(tokens) <= longest:
@@ -55,7 +55,7 @@ class FixedLengthModel(OrtModel):
         del self._sessions, self._prefill
 
     def _parts(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
-        """A prompt in pieces that a pass reads; each has been read when the next is asked for."""
+        """Split a prompt into passes. Lazy: the cache length decides each next pass."""
         start = 0
         while start < len(tokens):
             lengths = [*self._sessions]
@@ -71,17 +71,17 @@ class FixedLengthModel(OrtModel):
         return self._prefill.length
 
     def _fits_prefill(self) -> bool:
-        """Whether its padded rows end within the cache."""
+        """Return True if a padded prefill pass ends within the cache."""
         return self.length + self._prefill_length <= self._capacity
 
-    def _run(self, tokens: Sequence[int], wants_logits: bool = True) -> Pass:
-        """Pass the tokens through the shortest graph that takes them."""
-        fitting = {n: s for n, s in self._sessions.items() if n >= len(tokens)}
-        if not fitting:
+    def _run(self, tokens: Sequence[int], wants_logits: bool = True) -> BoundPass:
+        """Run the shortest graph that takes all tokens."""
+        candidates = {n: s for n, s in self._sessions.items() if n >= len(tokens)}
+        if not candidates:
             assert not wants_logits
-            fitting = {self._prefill_length: self._prefill}
-        length = min(fitting)
+            candidates = {self._prefill_length: self._prefill}
+        length = min(candidates)
         if length not in self._passes:
-            self._passes[length] = fitting[length].bind(self.cache, length, length)
-        fitting[length].run(self._passes[length], tokens)
+            self._passes[length] = candidates[length].bind(self.cache, length, length)
+        candidates[length].run(self._passes[length], tokens)
         return self._passes[length]

@@ -1,9 +1,11 @@
-"""NVIDIA's driver and the GPUs that it shows, asked through its own two libraries."""
+"""NVIDIA driver: its version and GPUs, queried through libcuda and NVML; release of a Jetson."""
 
 from __future__ import annotations
 
 import ctypes
+import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 CUDA, MANAGEMENT = (
@@ -11,38 +13,53 @@ CUDA, MANAGEMENT = (
 )
 CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # attributes of a device
 NO_DEVICE = 100
+TEGRA = Path("/etc/nv_tegra_release")
 
 
 class DriverError(Exception):
-    """A call of the driver that failed, with its number."""
+    """Error number of a call of the driver."""
 
     def __init__(self, call: str, number: int, text: str) -> None:
         super().__init__(f"{call} gave error {number}{f' ({text})' if text else ''}")
         self.number = number
 
 
-def facts() -> dict[str, Any]:
-    """What there is: `missing` and `error`, or `cuda`, the newest CUDA that the driver runs,
-    `version`, its own, and `gpus`. GPUs that CUDA_VISIBLE_DEVICES hides are not among them.
+def jetson_release() -> str | None:
+    """Return the first line of a Jetson's release file; None on other machines."""
+    if platform.machine() != "aarch64":
+        return None
+    try:
+        return TEGRA.read_text("utf-8", "replace").splitlines()[0].lstrip("# ")
+    except (OSError, IndexError):
+        return None
+
+
+def query() -> dict[str, Any]:
+    """Return the driver's state.
+
+    Returns:
+        `missing`, the library that is not installed, and `error`; or `cuda`, the newest CUDA that
+        the driver supports, `version`, its own, and `gpus`, without those that
+        CUDA_VISIBLE_DEVICES hides. `error` if a call fails.
     """
     try:
         library = ctypes.CDLL(CUDA)
     except OSError as error:
         return {"missing": CUDA, "error": str(error)}
-    found: dict[str, Any] = {"version": _version(), "gpus": []}
+    state: dict[str, Any] = {"version": _version(), "gpus": []}
     try:
         number = ctypes.c_int()
         _call(library, "cuDriverGetVersion", ctypes.byref(number))
-        found["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
+        state["cuda"] = f"{number.value // 1000}.{number.value % 1000 // 10}"
         _call(library, "cuInit", 0)
         _call(library, "cuDeviceGetCount", ctypes.byref(number))
-        found["gpus"] = [_gpu(library, i) for i in range(number.value)]
+        state["gpus"] = [_gpu(library, i) for i in range(number.value)]
     except DriverError as error:
         if error.number != NO_DEVICE:
-            found["error"] = str(error)
+            state["error"] = str(error)
     except AttributeError as error:
-        found["error"] = f"{CUDA} is no whole driver: {error}"
-    return found
+        state["error"] = f"{CUDA} is incomplete: {error}"
+    return state
 
 
 def _gpu(library: Any, index: int) -> dict[str, Any]:
@@ -79,7 +96,7 @@ class _Memory(ctypes.Structure):
 
 
 def _management() -> Any:
-    """NVIDIA's library of facts, ready; None without it, as in some containers."""
+    """Return NVML, initialized; None if it is absent, as in some containers."""
     try:
         library = ctypes.CDLL(MANAGEMENT)
         return None if library.nvmlInit_v2() else library
@@ -95,7 +112,7 @@ def _version() -> str | None:
 
 
 def _free(bus: bytes) -> int | None:
-    """The free memory of a GPU: CUDA would tell only after taking some of it."""
+    """Return the free bytes of a GPU; CUDA would have to allocate a context to tell."""
     library, device, memory = _management(), ctypes.c_void_p(), _Memory()
     if (
         library is None

@@ -1,7 +1,7 @@
-"""The logits of a pass that lie on a device, of which a host fetches no more than it needs.
+"""Logits of a pass that stay on a device; the host fetches no more than it needs.
 
-They lie where passes of the model and of its twins may write again. A scored graph gives the best
-logits of each row, their columns, and whether all are finite. T rows of n columns.
+They are valid until the next pass of the model or of a twin. A scored graph returns the best logits
+of each row, their columns, and whether all logits are finite. T rows of n columns.
 """
 
 from __future__ import annotations
@@ -11,13 +11,15 @@ from functools import cached_property
 
 import numpy as np
 
-from ..sampling.distribution import Floats, Ids
-from ..sampling.scores import Row, Scores
+from ...sampling.distribution import Floats, Ids
+from ...sampling.scores import Row, Scores
 
 
 class DeviceScores(Scores):
-    """Scores whose `fetch_all` gives the logits, [T, n], and `fetch_best` what a scored graph gives
-    of them, [T, 2 m + 1]; each is called once, if at all.
+    """Logits that are fetched on first use.
+
+    `fetch_all` returns the logits, [T, n], `fetch_best` the output of a scored graph,
+    [T, 2 m + 1]; each is called once at most.
     """
 
     def __init__(
@@ -44,50 +46,51 @@ class DeviceScores(Scores):
 
     @cached_property
     def best(self) -> Floats:
-        """The best logits of each row, their columns, and 0 where all logits are finite."""
+        """The best logits of each row, their columns, and 0 if all logits are finite."""
         return self._fetch_best()
 
 
 class DeviceRow(Row):
-    """A row of those, which answers by the best logits where these say enough."""
+    """Row of logits on a device, answered by the best logits where these suffice."""
 
-    def __init__(self, scores: DeviceScores, at: int) -> None:
-        self._scores, self._at = scores, at
+    def __init__(self, scores: DeviceScores, index: int) -> None:
+        self._scores, self._index = scores, index
         self.ids = scores.ids
 
     def __len__(self) -> int:
         return self._scores.num_columns
 
     def array(self) -> Floats:
-        row: Floats = self._scores.array()[self._at]
+        row: Floats = self._scores.array()[self._index]
         return row
 
     def largest(self, count: int) -> tuple[Ids, Floats]:
-        found = self._best(count)
-        if found is None:
+        best = self._best(count)
+        if best is None:
             return Row(self.array(), self.ids).largest(count)
-        columns, values = found
+        columns, values = best
         order = np.lexsort((columns, -values))[:count]
         columns, values = columns[order], values[order]
         return columns if self.ids is None else self.ids[columns], values
 
     def for_top_k(self, k: int) -> Row:
-        found = self._best(k)
-        if found is None:
+        best = self._best(k)
+        if best is None:
             return Row(self.array(), self.ids)
-        columns, values = found
+        columns, values = best
         order = np.argsort(columns)
         columns, values = columns[order], values[order]
         return Row(values, columns if self.ids is None else self.ids[columns])
 
     def _best(self, count: int) -> tuple[Ids, Floats] | None:
-        """The columns and values of the `count` largest logits and of all that tie with the last;
-        None where they are not all among the best, or a logit is not a number.
+        """Return columns and values of the `count` largest logits and of all ties with the last.
+
+        None if they are not all among the best logits, or a logit is not finite.
         """
-        row = self._scores.best[self._at]
+        row = self._scores.best[self._index]
         num = len(row) // 2
-        values, columns, wrong = row[:num], row[num:-1].astype(np.intp), row[-1]
-        if wrong != 0:
+        values, columns, non_finite = row[:num], row[num:-1].astype(np.intp), row[-1]
+        if non_finite != 0:
             return None
         if count >= num:
             return (columns, values) if num == len(self) else None

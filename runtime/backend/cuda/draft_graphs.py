@@ -1,0 +1,276 @@
+"""Multi-step draft graphs: K draft tokens in one call, over the cache that passes use.
+
+Drafting by passes makes a GPU and its host wait for each other twice a token: for the end of a pass
+and for its best logits. A multi-step graph needs no host between its steps. C columns of logits.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import statistics
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
+from typing import Any, Self
+
+import numpy as np
+
+from specedge.bundle.gpu_signatures import SUMMARY, made_by, num_best
+from specedge.options import Sampling
+
+from ...decoding.verify import Draft
+from ...sampling.distribution import Distribution, Floats, Ids
+from ...sampling.history import History
+from ...sampling.logit_edits import counts_of
+from ..kv_cache import KeyValueCache
+from ..model_session import BoundPass, ModelSession
+
+_REPEATS = 5  # of each timing, of which the median counts
+_LIMITS = np.finfo(np.float32)
+_NON_FINITE = 1  # column of a step's summary that is set if logits are not finite
+
+
+class DraftGraph(ABC):
+    """Session of a multi-step draft graph, bound to one cache."""
+
+    examples: Sequence[Sampling]  # one for each class of options whose passes cost alike
+
+    def __init__(self, session: ModelSession, cache: KeyValueCache) -> None:
+        self._session, self._cache = session, cache
+        self._passes: dict[int, BoundPass] = {}
+        self._costs: dict[bool, float] = {}  # of a call in passes, by cost class of the options
+
+    def over(self, cache: KeyValueCache) -> Self:
+        """Return the same graph bound to another cache."""
+        other = copy.copy(self)
+        other._cache, other._passes = cache, {}
+        return other
+
+    @property
+    def num_steps(self) -> int:
+        """Draft tokens of one call, K."""
+        return self._session.num_drafted
+
+    @abstractmethod
+    def supports(self, history: History, sampling: Sampling) -> bool:
+        """Return True if the graph implements these options after this text."""
+
+    @abstractmethod
+    def draft(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        history: History,
+        sampling: Sampling,
+        uniforms: Floats,
+    ) -> Draft | None:
+        """Draft `count` tokens after `tokens`, the last 1 or 2 of a text.
+
+        All fed tokens are in the cache afterwards; the last draft token is not. Steps beyond
+        `count` run too, and their rows are stale. Returns None, without effect, on failure.
+        """
+
+    def is_faster(self, count: int, sampling: Sampling) -> bool:
+        """Return True if calls draft `count` tokens faster than passes, for options whose cost
+        class was measured.
+        """
+        num_calls = -(-count // self.num_steps)
+        return num_calls * self._costs.get(self._cost_class(sampling), math.inf) < count
+
+    def _cost_class(self, sampling: Sampling) -> bool:
+        """Return the class of options by which the cost of passes differs."""
+        return False
+
+    def warm_up(self) -> None:
+        """Let a GPU capture the graph for 1 and 2 tokens; empties the cache."""
+        for length in (2, 1):
+            self._cache.truncate(0)
+            self._run([0] * length)
+        self._cache.truncate(0)
+
+    def _run(self, tokens: Sequence[int], inputs: Mapping[str, Any] | None = None) -> BoundPass:
+        """Call the graph once; the cache counts the rows of `tokens` alone."""
+        length = len(tokens)
+        if length not in self._passes:
+            self._passes[length] = self._session.bind(self._cache, length, 1, captured=True)
+        bound = self._passes[length]
+        self._session.run(bound, tokens, inputs)
+        return bound
+
+    def measure(self, step: Callable[[Sampling], object]) -> bool:
+        """Time a call against one draft token by passes; empties the cache.
+
+        Returns:
+            True if calls are faster for any options.
+        """
+        self.warm_up()
+        numbers = np.full(self.num_steps, 0.5)
+        for sampling in self.examples:
+            call = partial(self.draft, [0], 1, History([0]), sampling, numbers)
+            seconds = [self._median(method) for method in (call, partial(step, sampling))]
+            self._costs[self._cost_class(sampling)] = seconds[0] / seconds[1]
+        return min(self._costs.values()) < self.num_steps
+
+    def _median(self, run: Callable[[], object]) -> float:
+        seconds = []
+        for _ in range(_REPEATS):
+            self._cache.truncate(0)
+            start = time.perf_counter()
+            run()
+            seconds.append(time.perf_counter() - start)
+        self._cache.truncate(0)
+        return statistics.median(seconds)
+
+
+class GreedyDraftGraph(DraftGraph):
+    """Multi-step graph that takes the most probable token at each step."""
+
+    examples = (Sampling(),)
+
+    def supports(self, history: History, sampling: Sampling) -> bool:
+        return sampling.greedy and not sampling.edits
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        history: History,
+        sampling: Sampling,
+        uniforms: Floats,
+    ) -> Draft:
+        drafted: list[int] = []
+        while len(drafted) < count:
+            bound = self._run(drafted[-1:] or tokens)
+            new = self._session.buffers.fetch(bound.arrays["drafted"])[0].tolist()
+            new = new[: count - len(drafted)]
+            self._cache.extend(new[:-1])
+            drafted += new
+        return Draft(drafted)
+
+
+class DeviceDistribution(Distribution):
+    """Distribution whose weights stay on a device until they are read.
+
+    The drawn token, its weight and the sum of all weights are known on the host.
+    """
+
+    _fetch: Callable[[], Floats]
+    _token: int
+    _weight: float
+    _total: float
+
+    def __init__(
+        self, fetch: Callable[[], Floats], ids: Ids | None, token: int, weight: float, total: float
+    ) -> None:
+        self.__dict__.update(ids=ids, _fetch=fetch, _token=token, _weight=weight, _total=total)
+
+    @cached_property
+    def weights(self) -> Floats:
+        return self._fetch()
+
+    @property
+    def total(self) -> float:
+        return self._total
+
+    def of(self, token: int) -> float:
+        return self._weight / self._total if token == self._token else super().of(token)
+
+
+class SampledDraftGraph(DraftGraph):
+    """Multi-step graph that draws: it takes options and uniforms and returns 1 KB a token."""
+
+    examples = (Sampling(temperature=1.0, top_k=20), Sampling(temperature=1.0))
+
+    def __init__(self, session: ModelSession, cache: KeyValueCache, ids: Ids | None) -> None:
+        super().__init__(session, cache)
+        self._ids, self._size = ids, session.model.num_columns
+        # Shared by all caches: a call for one may overwrite the weights of another's.
+        self._unread: list[weakref.ref[DeviceDistribution]] = []
+
+    def supports(self, history: History, sampling: Sampling) -> bool:
+        penalties = sampling.presence_penalty or sampling.frequency_penalty
+        named = sampling.logit_bias or sampling.bad_words or sampling.constraint
+        suppresses_end = history.num_new_tokens < sampling.min_new_tokens
+        typical = sampling.typical_p < 1 and not sampling.greedy
+        return not (penalties or named or suppresses_end or typical or sampling.noise)
+
+    def _cost_class(self, sampling: Sampling) -> bool:
+        """Return True if passes fetch whole rows of logits."""
+        few = sampling.greedy or 0 < sampling.top_k < num_best(self._size)
+        return sampling.edits or not few
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        history: History,
+        sampling: Sampling,
+        uniforms: Floats,
+    ) -> Draft | None:
+        """Draft `count` tokens; None if logits are not finite."""
+        start = self._cache.length
+        drafted, probs = list[int](), list[Distribution]()
+        while (at := len(drafted)) < count:
+            self._fetch_unread()
+            inputs = self._inputs(history.then(drafted), sampling, uniforms[at:])
+            bound = self._run(drafted[-1:] or tokens, inputs)
+            rows = self._session.buffers.fetch(bound.arrays["drawn"])[: count - at]
+            if rows[:, _NON_FINITE].any():
+                self._cache.truncate(start)
+                return None
+            for i, row in enumerate(rows):
+                token, distribution = self._read(row, bound.arrays[made_by(i, "weights")])
+                drafted.append(token)
+                probs.append(distribution)
+            self._cache.extend(drafted[at:-1])
+        return Draft(drafted, None if sampling.greedy else probs)
+
+    def _fetch_unread(self) -> None:
+        """Fetch weights that are still referenced, before the next call overwrites them."""
+        for reference in self._unread:
+            if distribution := reference():
+                _ = distribution.weights
+        self._unread.clear()
+
+    def _inputs(self, text: History, sampling: Sampling, uniforms: Floats) -> Mapping[str, Any]:
+        """Return the graph's inputs by role, with options clipped to float32."""
+        penalty = sampling.repetition_penalty
+        inputs: dict[str, Any] = {
+            "temperature": [0 if sampling.greedy else _clip(sampling.temperature)],
+            "top_k": [min(sampling.top_k, self._size)],
+            "top_p": [sampling.top_p],
+            "min_p": [sampling.min_p],
+            "repetition_penalty": [_clip(penalty)],
+            "uniforms": np.resize(uniforms, self.num_steps),
+        }
+        if penalty != 1:
+            inputs["seen"] = np.zeros(self._size, bool)
+            inputs["seen"][counts_of(text, self._size, self._ids)[0]] = True
+        return inputs
+
+    def _read(self, row: Floats, all_weights: Any) -> tuple[int, Distribution]:
+        """Return a step's token and the distribution that it was drawn from."""
+        column, count = int(row[0]), int(row[2])
+        token = column if self._ids is None else int(self._ids[column])
+        num = num_best(self._size)
+        if count > num:
+            fetch = partial(self._fetch, all_weights)
+            distribution = DeviceDistribution(fetch, self._ids, token, float(row[3]), float(row[4]))
+            self._unread.append(weakref.ref(distribution))
+            return token, distribution
+        weights, columns = (row[at : at + count] for at in (SUMMARY, SUMMARY + num))
+        order = columns.argsort()
+        places = columns[order].astype(np.intp)
+        ids = places if self._ids is None else self._ids[places]
+        return token, Distribution(weights[order].astype(np.float32), ids)
+
+    def _fetch(self, array: Any) -> Floats:
+        weights: Floats = self._session.buffers.fetch(array)[0].copy()
+        return weights
+
+
+def _clip(number: float) -> float:
+    return min(max(number, float(_LIMITS.tiny)), float(_LIMITS.max))

@@ -1,0 +1,98 @@
+"""Sessions of ONNX Runtime's CUDA provider, without fallback to the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections import Counter
+from typing import Any
+
+from specedge.diagnosis.probe import GRAPH
+from specedge.diagnosis.providers import why_not
+from specedge.errors import DeviceError
+
+from ..memory import is_out_of_memory
+from ..ort import inference_session, onnxruntime
+
+_NO_FALLBACK = "session.disable_cpu_ep_fallback"
+_PLACEMENT = "session.record_ep_graph_assignment_info"
+
+
+def open_session(ort: Any, path: str, name: str, provider: str, index: int, options: Any) -> Any:
+    """Open a session that captures passes as CUDA graphs.
+
+    Raises:
+        DeviceError: The device does not work, or has no kernels for some nodes.
+    """
+    load_libraries(ort)
+    if provider not in ort.get_available_providers() and (reason := why_not(name)):
+        raise DeviceError(reason)
+    options.add_session_config_entry(_NO_FALLBACK, "1")
+    options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none
+    providers = [(provider, _provider_options(index) | {"enable_cuda_graph": "1"})]
+    try:
+        return inference_session(path, options, providers)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        if nodes := _nodes_on_cpu(ort, path, provider, index):
+            raise DeviceError(
+                f"{name}: ONNX Runtime has no CUDA kernels for these nodes of {path}: {nodes}; "
+                "choose another op set with --ops"
+            ) from error
+        if reason := why_not(name):
+            raise DeviceError(reason) from error
+        raise
+
+
+def open_memory(provider: str, index: int) -> Any:
+    """Open a session that runs no pass: no replayed pass writes into its arrays."""
+    options = onnxruntime().SessionOptions()
+    options.log_severity_level = 4
+    options.intra_op_num_threads = 1
+    return inference_session(os.fspath(GRAPH), options, [(provider, _provider_options(index))])
+
+
+def load_libraries(ort: Any, cudnn: bool = False) -> None:
+    """Load CUDA from NVIDIA's Python packages, which no search path includes.
+
+    ONNX Runtime prints the libraries that no package has; they may be installed elsewhere.
+    """
+    with contextlib.redirect_stdout(io.StringIO()):
+        ort.preload_dlls(cudnn=cudnn)
+
+
+def _provider_options(index: int) -> dict[str, str]:
+    """Options for float32 sums without TF32, kernels without cuDNN, and no spare memory."""
+    number = {"device_id": str(index)} if index else {}  # ONNX Runtime warns of an explicit 0
+    return number | {
+        "use_tf32": "0",
+        "enable_cudnn": "0",
+        "arena_extend_strategy": "kSameAsRequested",
+    }
+
+
+def _nodes_on_cpu(ort: Any, path: str, provider: str, index: int) -> str | None:
+    """Return the nodes that a session with fallback runs on the CPU; None if it does not open."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 4
+    options.add_session_config_entry(_PLACEMENT, "1")
+    providers = [(provider, _provider_options(index)), "CPUExecutionProvider"]
+    try:
+        session = inference_session(path, options, providers)
+    except Exception:
+        return None
+    if provider not in session.get_providers():
+        return None
+    placements = node_placements(session)
+    elsewhere = {op: count for (name, op), count in placements.items() if name != provider}
+    return ", ".join(f"{count} {op}" for op, count in sorted(elsewhere.items()))
+
+
+def node_placements(session: Any) -> Counter[tuple[str, str]]:
+    """Count a session's nodes by provider and operator, if the session records placements."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for part in session.get_provider_graph_assignment_info():
+        counts.update((part.ep_name, node.op_type) for node in part.get_nodes())
+    return counts

@@ -1,0 +1,133 @@
+"""TensorRT-RTX: NVIDIA's plug-in provider, its engines (for any supported GPU) and sessions."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import os
+import re
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from specedge.diagnosis.packages import PLUG_IN
+from specedge.diagnosis.providers import why_not
+from specedge.errors import DeviceError
+
+from ..ort import first_line, inference_session, is_of_onnxruntime
+from .engines import EnginePlatform
+
+MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
+PROVIDER = "NvTensorRTRTXExecutionProvider"
+GPUS = ("sm86", "sm89", "sm120", "sm121")  # that TensorRT-RTX 1.7.1 compiles for
+
+
+def devices(ort: Any) -> list[Any]:
+    """Register the plug-in with ONNX Runtime and return the GPUs that it supports.
+
+    Raises:
+        ModuleNotFoundError: The plug-in is not installed.
+        Exception: ONNX Runtime's error if the plug-in cannot be loaded.
+    """
+    module = importlib.import_module(MODULE)
+    if not _registered_devices(ort):
+        folder = Path(module.get_library_path()).parent
+        # The wheel has CUDA's runtime under a name that no loader searches for.
+        for library in folder.glob("libcudart.so.*"):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL("libcudart.so.13")
+                break
+            ctypes.CDLL(str(library), ctypes.RTLD_GLOBAL)
+        with contextlib.suppress(ort.capi._pybind_state.InvalidArgument):  # registered before
+            ort.register_execution_provider_library(PROVIDER, module.get_library_path())
+    return _registered_devices(ort)
+
+
+def _registered_devices(ort: Any) -> list[Any]:
+    return [device for device in ort.get_ep_devices() if device.ep_name == PROVIDER]
+
+
+def versions() -> tuple[str, str]:
+    """Return the versions of the plug-in and of its TensorRT-RTX."""
+    folder = Path(importlib.import_module(MODULE).get_library_path()).parent
+    libraries = [
+        match[1]
+        for path in folder.glob("*tensorrt_rtx*")
+        if (match := re.search(r"(?:\.so\.|_rtx_)(\d+[._]\d+[._]\d+)", path.name))
+    ]
+    return metadata.version(PLUG_IN), max(libraries, default="unknown").replace("_", ".")
+
+
+def platform(ort: Any, index: int, gpu: str | None = None) -> EnginePlatform:
+    """Return the engine platform of a GPU of this machine, or of the architecture `gpu`."""
+    if gpu is not None and gpu not in GPUS:
+        raise DeviceError(f"TensorRT-RTX compiles for {', '.join(GPUS)}, not for '{gpu}'")
+    device = _device(ort, index)
+    architecture = gpu or device.ep_metadata.get("target_architecture")
+    if not architecture or not re.fullmatch(r"sm\d+", architecture):
+        raise DeviceError(f"rtx:{index} does not report its architecture; name one with --gpu")
+    return EnginePlatform("rtx", *versions(), architecture)
+
+
+def compile_graph(
+    ort: Any, graph: Path, target: Path, platform: EnginePlatform, index: int
+) -> None:
+    """Compile a graph into one engine.
+
+    Raises:
+        DeviceError: The graph does not become a single engine.
+    """
+    options = _options(ort)
+    options.add_provider_for_devices([_device(ort, index)], {"nv_target_sm": platform.gpu})
+    try:
+        compiler = ort.ModelCompiler(options, os.fspath(graph))
+        compiler.compile_to_file(os.fspath(target))
+    except Exception as error:
+        if not is_of_onnxruntime(error):
+            raise
+        raise DeviceError(
+            f"{graph}: TensorRT-RTX cannot compile it ({first_line(error)}); it supports the op "
+            "sets onnx-fp16, onnx-bf16 and, for integers, onnx-qdq: export the bundle again with "
+            "--compute fp16, bf16 or qdq"
+        ) from error
+
+
+def open_session(ort: Any, path: str, index: int) -> Any:
+    """Open a session of an engine. Raises ONNX Runtime's errors."""
+    options = _options(ort)
+    options.add_provider_for_devices([_device(ort, index)], {})
+    return inference_session(path, options)
+
+
+def _options(ort: Any) -> Any:
+    options = ort.SessionOptions()
+    options.log_severity_level = 4  # errors arrive as exceptions
+    options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+    return options
+
+
+def _device(ort: Any, index: int) -> Any:
+    """Return a GPU that the plug-in supports.
+
+    Raises:
+        DeviceError: There is no such GPU; the message has the remedy.
+    """
+    try:
+        supported = devices(ort)
+    except ModuleNotFoundError as error:
+        if error.name != MODULE:
+            raise
+        raise DeviceError(
+            f"rtx needs NVIDIA's plug-in {PLUG_IN}: pip install 'specedge[rtx]'"
+        ) from error
+    except Exception as error:
+        if not is_of_onnxruntime(error):
+            raise
+        raise DeviceError(why_not("rtx") or f"rtx: {first_line(error)}") from error
+    if index >= len(supported):
+        raise DeviceError(
+            why_not(f"rtx:{index}")
+            or f"rtx:{index} does not exist: the plug-in supports {len(supported)} GPUs here"
+        )
+    return supported[index]
