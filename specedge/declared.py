@@ -1,7 +1,7 @@
 """How an option of a request is declared, once: what it takes, its default, and what it does.
 
 The declarations are fields of dataclasses. From them come the checks and their errors, the command
-line's options, the keys of JSONL and the table in docs/options.md. Standard library only.
+line's options, the keys of JSONL and the table in docs/commands.md. Standard library only.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 ONNX Runtime holds a matrix once, packed for its kernels, and drops the pages that it came from. A
 table of which only rows are taken stays in the file, unless it is cast: then all of it is an array.
-The figures are of the CPU; docs/measurements.md has what was measured beside them.
+The figures are of the CPU; docs/benchmarks.md has what was measured beside them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The fields of OpenAI's requests: which are supported, under which names, and what others mean.
 
-docs/serving.md has the table of them all, which a test compares.
+docs/clients.md has the table of them all, which a test compares.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@
 Converts the weights for each library, measures quality against the float32 model, then times
 requests in interleaved rounds, and writes README.md, figures.json and chart.svg. Everything is
 cached: a run that was interrupted, or limited by --minutes, goes on where it ended.
-docs/peers.md describes the method. Development only.
+docs/benchmarks.md describes the method. Development only.
 """
 
 from __future__ import annotations
