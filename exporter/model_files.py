@@ -274,7 +274,13 @@ def _compare(
     if differing:
         progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
     expected = checks.lengths_to_compare(runner)
-    if missing := sorted({*expected} - {*report.row_independent_lengths}):
+    missing = sorted({*expected} - {*report.row_independent_lengths})
+    if missing == [1]:
+        progress.note(
+            f"{who}: passes of one token are not bitwise equal to longer ones, so single tokens "
+            "are run in passes of two"
+        )
+    elif missing:
         progress.note(
             f"{who}: passes of {', '.join(map(str, missing))} tokens give other last bits than "
             "wider ones, so near-ties may be decided otherwise than by the target alone"

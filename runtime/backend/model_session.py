@@ -53,6 +53,7 @@ class ModelSession:
             graph = SCORED
         entry = model.graph(graph, self.ops)
         self.length = entry.length
+        self.min_length = 1  # shortest pass to run; shorter ones are padded
         self._signature = model.signatures[entry.signature]
         path = bundle.path(entry.file)
         check_graph(bundle, entry.file)

@@ -57,15 +57,21 @@ def run(model: OrtModel, facts: Model, seconds: dict[int, float] | None = None) 
     """Pass the last of a few tokens again, in passes of each T that the export found to keep rows'
     bits, and let the model rely on those alone that do so here. What is to be said of the others.
 
-    Ends with an empty cache.
+    Where passes of two keep them and passes of one do not, here or at the export, single tokens are
+    padded to passes of two. Ends with an empty cache.
     """
     recorded = model.row_independent_lengths
     tried = [t for t in recorded if t <= min(LONGEST, facts.context_length)]
     if not tried:
         return None
     seconds = {} if seconds is None else seconds
-    held = set.intersection(*(_held(model, tried, seconds, step=step) for step in _steps(facts)))
-    if not (lost := sorted({*tried} - held)):
+    lost = _lost(model, facts, tried, seconds)
+    if 2 in {*tried} - {*lost} and (1 in lost or 1 not in tried):
+        model.pad_single_tokens()
+        recorded = tuple(sorted({1, *recorded}))
+        lost = _lost(model, facts, sorted({1, *tried}), seconds)
+    if not lost:
+        model.row_independent_lengths = recorded
         return None
     kept = [t for t in recorded if t < min(lost)]
     model.row_independent_lengths = tuple(kept) if 1 in kept else ()
@@ -74,6 +80,14 @@ def run(model: OrtModel, facts: Model, seconds: dict[int, float] | None = None) 
         f"other last bits than longer ones ({_known(facts, model.ops)};"
         f" ONNX Runtime {onnxruntime().__version__}), so drafts stay shorter than that"
     )
+
+
+def _lost(
+    model: OrtModel, facts: Model, lengths: list[int], seconds: dict[int, float]
+) -> list[int]:
+    """Return the T whose rows do not have the bits of the longest pass, ascending."""
+    held = (_held(model, lengths, seconds, step=step) for step in _steps(facts))
+    return sorted({*lengths} - set.intersection(*held))
 
 
 def _steps(facts: Model) -> tuple[int, ...]:

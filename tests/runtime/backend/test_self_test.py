@@ -10,6 +10,7 @@ from specedge import products
 from specedge.bundle import Bundle, store
 from specedge.errors import DeviceError
 from specedge.runtime.backend import self_test
+from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.requests import loading
@@ -63,6 +64,30 @@ def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target
     assert moved.row_independent_lengths == kept
     assert said is not None
     assert bundle.target.source.id in said
+
+
+@pytest.mark.parametrize("recorded", [(1, 2, 3, 5, 9, 18), (2, 3, 5, 9, 18)])
+def test_single_tokens_are_padded_to_two_where_passes_of_one_lose_bits(
+    bundle, monkeypatch, recorded
+):
+    run = ModelSession.run
+
+    def moved(self, bound, tokens, told=None):
+        run(self, bound, tokens, told)
+        if bound.length == 1:
+            bound.arrays["logits"][..., 3] = np.nextafter(
+                bound.arrays["logits"][..., 3], np.float32(np.inf)
+            )
+
+    monkeypatch.setattr(ModelSession, "run", moved)
+    model = OrtModel(bundle, bundle.target, Device())
+    model.row_independent_lengths = recorded
+    assert self_test.run(model, bundle.target) is None
+    assert model.row_independent_lengths == (1, 2, 3, 5, 9, 18)
+    pairs, rows = model.forward([5, 6]).array().copy(), model.twin()
+    assert rows.forward([5]).array().shape == (1, bundle.target.vocab_size)
+    assert np.array_equal(rows.forward([6]).array(), pairs[1:])
+    assert rows.length == 2
 
 
 def faulty_from(length, monkeypatch):
