@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from specedge.errors import MissingExtraError
-from specedge.telemetry import no_telemetry
+from specedge.telemetry import disabled_telemetry
 
 if TYPE_CHECKING:
     from .exporting import export
@@ -23,7 +23,7 @@ def __getattr__(name: str) -> Any:
     import importlib
 
     try:
-        with no_telemetry():
+        with disabled_telemetry():
             return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
     except ModuleNotFoundError as error:
         if error.name and error.name.startswith("specedge"):

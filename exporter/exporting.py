@@ -8,9 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from specedge.bundle import MANIFEST, Bundle, oldest_format, pack_ids, store
-from specedge.bundle.files import describe
-from specedge.bundle.manifest import File, Model
-from specedge.bundle.precision import GPTQ, HALVES, QUANTISED
+from specedge.bundle.integrity import file_entry
+from specedge.bundle.manifest import FileEntry, ModelEntry
+from specedge.bundle.precision import GPTQ, HALF_DTYPES, QUANTIZED_DTYPES
 from specedge.errors import ExportError
 from specedge.version import __version__
 
@@ -122,9 +122,9 @@ def export(
     except OSError as error:
         raise ExportError(_disk_trouble(error, folder)) from error
     bundle = Bundle.read(folder)
-    store.remember_export(bundle)
+    store.record_export(bundle)
     if output is None:
-        store.remember_default(folder)
+        store.set_default(folder)
     return bundle
 
 
@@ -162,7 +162,7 @@ def _find(
         dry_run.check(found.config, length, request.num_draft_tokens, request.ops)
     except ExportError as error:
         raise ExportError(f"{role} {name} ({found.kind}) cannot be exported: {error}") from error
-    return replace(found, dtype=HALVES.get(request.of(role)))
+    return replace(found, dtype=HALF_DTYPES.get(request.of(role)))
 
 
 def _write(
@@ -186,8 +186,8 @@ def _write(
         prediction.announce(checkpoint, length, request.num_draft_tokens, request.ops, progress)
     head = _head(draft, target, text, request, calibration, work, progress)
     hub.check_space([remote for c in found for remote in c.remotes], work)
-    models: list[Model] = []
-    hashed: dict[str, File] = {}
+    models: list[ModelEntry] = []
+    hashed: dict[str, FileEntry] = {}
     for checkpoint, length in zip(found, lengths, strict=False):
         drafts = checkpoint.role == "draft" or num_layers is not None
         own = head if drafts else None
@@ -205,7 +205,7 @@ def _write(
                 request.rounding,
             )  # fmt: skip
             exported = [one]
-        elif precision in QUANTISED:
+        elif precision in QUANTIZED_DTYPES:
             pieces = _pieces(exported[0], calibration, target, work, progress)
             exported, weights = quantise(
                 roles, work / checkpoint.role, precision, pieces, own, progress, request.kinds,
@@ -246,7 +246,7 @@ def _write(
 
 
 def _pieces(
-    model: Model, source: texts.Source, target: Checkpoint, work: Path, progress: Progress
+    model: ModelEntry, source: texts.Source, target: Checkpoint, work: Path, progress: Progress
 ) -> texts.Texts:
     """A calibration text's tokens, as many as are good for a model."""
     sizes = model.vocab_size, model.context_length, model.num_parameters
@@ -272,7 +272,7 @@ def _head(
     )  # fmt: skip
 
 
-def _write_ids(head: list[int] | None, draft: Model, work: Path) -> str | None:
+def _write_ids(head: list[int] | None, draft: ModelEntry, work: Path) -> str | None:
     """Write which tokens a cut head has, beside the draft's first graph; the file's name."""
     if head is None:
         return None
@@ -282,12 +282,12 @@ def _write_ids(head: list[int] | None, draft: Model, work: Path) -> str | None:
     return name
 
 
-def _files(work: Path, hashed: dict[str, File], progress: Progress) -> dict[str, File]:
+def _files(work: Path, hashed: dict[str, FileEntry], progress: Progress) -> dict[str, FileEntry]:
     """Every file's size and hash; those that were hashed as they were written are known."""
     paths = sorted(p for p in work.rglob("*") if p.is_file())
     names = [path.relative_to(work).as_posix() for path in paths]
     with progress.step("Hashing"):
-        return {n: hashed.get(n) or describe(p) for n, p in zip(names, paths, strict=True)}
+        return {n: hashed.get(n) or file_entry(p) for n, p in zip(names, paths, strict=True)}
 
 
 def _disk_trouble(error: OSError, folder: Path) -> str:

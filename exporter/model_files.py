@@ -12,13 +12,19 @@ from typing import TypeVar
 import onnx_ir as ir
 import torch
 
-from specedge.bundle.manifest import Cache, File, Model, Source, signatures
+from specedge.bundle.manifest import (
+    CacheLayout,
+    CheckpointSource,
+    FileEntry,
+    ModelEntry,
+    signatures,
+)
 from specedge.bundle.op_sets import OPS
 from specedge.bundle.precision import FLOAT32
-from specedge.bundle.reports import Parity
+from specedge.bundle.reports import ParityReport
 from specedge.errors import ExportError
 
-from .checkpoint import heads, licences, loading, self_draft
+from .checkpoint import heads, licenses, loading, self_draft
 from .checkpoint.checkpoints import Checkpoint
 from .checkpoint.lazy_weights import Sources
 from .checkpoint.loading import Loaded
@@ -69,7 +75,7 @@ def export_model(
     draft_layers: int | None = None,
     tolerance: float | None = None,
     head: Sequence[int] | None = None,
-) -> tuple[list[Model], File]:
+) -> tuple[list[ModelEntry], FileEntry]:
     """Write one model's files into a new folder and compare them with it; its weights' hash, too.
 
     With `draft_layers` the model's first layers become a draft, the second of two: its graphs lie
@@ -78,7 +84,7 @@ def export_model(
     """
     role = checkpoint.role
     folder.mkdir()
-    licences.copy(role, checkpoint.folder, checkpoint.source.licence, folder, progress)
+    licenses.copy(role, checkpoint.folder, checkpoint.source.license, folder, progress)
     gc.collect()  # what the model before this one left in cycles
     with progress.step(f"Loading the {role}"):
         loaded = loading.load(checkpoint, progress)
@@ -157,7 +163,7 @@ def own_draft(
     return draft
 
 
-def write(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], File]:
+def write(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], FileEntry]:
     """Trace and write models that share one folder: the op sets each has, and the weights' hash."""
     wanted, first = OPS if ops == "auto" else (ops,), parts[0]
     with Weights(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
@@ -208,15 +214,15 @@ def _write_graphs(part: ModelExport, stored: Weights, ops: str) -> None:
 
 def _described(
     part: ModelExport,
-    source: Source,
+    source: CheckpointSource,
     kind: str,
     num_parameters: int,
     num_experts: int,
-    reports: dict[str, Parity],
-) -> Model:
+    reports: dict[str, ParityReport],
+) -> ModelEntry:
     place = part.folder.name
-    cache = Cache(FLOAT32.cache, part.shape.capacity, part.shape.layers)
-    return Model(
+    cache = CacheLayout(FLOAT32.cache, part.shape.capacity, part.shape.layers)
+    return ModelEntry(
         source=source,
         architecture=kind,
         num_parameters=num_parameters,
@@ -231,7 +237,7 @@ def _described(
         signatures=signatures(cache, part.shape.padded_vocab_size),
         graphs=tuple(length.entry(place, one) for one in reports for length in part.lengths),
         parity=reports,
-        quantisation={},
+        quantization={},
     )
 
 
@@ -254,7 +260,7 @@ def _note_rotary(role: str, loaded: Loaded, context_length: int, progress: Progr
 
 def _compared(
     part: ModelExport, written: list[str], references: list[Reference], tolerance: float | None
-) -> dict[str, Parity]:
+) -> dict[str, ParityReport]:
     """Compare each op set that was written; the files of others go."""
     reports = _each(part, written, partial(_compare, part, references, tolerance))
     for ops in {*OPS} - reports.keys():
@@ -266,7 +272,7 @@ def _compared(
 
 def _compare(
     part: ModelExport, references: list[Reference], tolerance: float | None, ops: str
-) -> Parity:
+) -> ParityReport:
     who, progress = f"{part.role} ({ops})", part.progress
     runner = Runner(part.folder, part.lengths, part.shape, ops)
     with progress.step(f"Comparing the {who}", runner.num_stages) as advance:
@@ -274,7 +280,7 @@ def _compare(
     if differing:
         progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
     expected = checks.lengths_to_compare(runner)
-    missing = sorted({*expected} - {*report.row_independent_lengths})
+    missing = sorted({*expected} - {*report.invariant_lengths})
     if missing == [1]:
         progress.note(
             f"{who}: passes of one token are not bitwise equal to longer ones, so single tokens "

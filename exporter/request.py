@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from specedge.bundle.op_sets import CACHES, COMPUTED, ENGINES, OPS
-from specedge.bundle.precision import CHOICES, QUANTISED, ROUNDINGS
-from specedge.declared import whole
+from specedge.bundle.op_sets import CACHE_TYPES, COMPUTE_TYPES, OPS, QDQ
+from specedge.bundle.precision import PRECISION_CHOICES, QUANTIZED_DTYPES, ROUNDINGS
 from specedge.errors import ExportError
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+from specedge.option_specs import check_integer
+from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Request:
     @property
     def kinds(self) -> tuple[str, ...]:
         """What the names of further op sets end in."""
-        return tuple(kind for kind in (self.compute, CACHES.get(self.cache or "")) if kind)
+        return tuple(kind for kind in (self.compute, CACHE_TYPES.get(self.cache or "")) if kind)
 
     def of(self, role: str) -> str:
         """A model's precision, as far as that is known without its weights."""
@@ -49,15 +49,15 @@ class Request:
 
     def __post_init__(self) -> None:
         for precision in (self.precision, self.draft_precision):
-            if precision not in (*CHOICES, None):
+            if precision not in (*PRECISION_CHOICES, None):
                 raise ValueError(
-                    f"precision must be one of {', '.join(CHOICES)}, got {precision!r}"
+                    f"precision must be one of {', '.join(PRECISION_CHOICES)}, got {precision!r}"
                 )
         if self.ops not in ("auto", *OPS):
             raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
         self._check_compute({self.of("target"), self.of("draft")})
-        if self.cache not in (*CACHES, None):
-            raise ValueError(f"cache must be {', '.join(CACHES)}, got {self.cache!r}")
+        if self.cache not in (*CACHE_TYPES, None):
+            raise ValueError(f"cache must be {', '.join(CACHE_TYPES)}, got {self.cache!r}")
         if self.rounding not in ROUNDINGS:
             raise ValueError(
                 f"rounding must be one of {', '.join(ROUNDINGS)}, got {self.rounding!r}"
@@ -66,32 +66,34 @@ class Request:
             raise ValueError(f"bits must be from 4 to 8, got {self.bits}")
         if self.bits is not None and self.precision != "int4":
             raise ExportError(f"--bits is for --precision int4, not {self.precision}; leave it out")
-        whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
+        check_integer("num_draft_tokens", self.num_draft_tokens, 1, MAX_EXPORTED_DRAFT_TOKENS)
         if self.max_length is not None:
-            whole("max_length", self.max_length, 2)
+            check_integer("max_length", self.max_length, 2)
         if self.draft_vocab is not None:
-            whole("draft_vocab", self.draft_vocab, 1)
+            check_integer("draft_vocab", self.draft_vocab, 1)
         if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
             raise ValueError(f"tolerance must be above 0 and finite, got {self.tolerance}")
 
     def _check_compute(self, precisions: set[str]) -> None:
-        if self.compute not in (*COMPUTED, None):
-            raise ValueError(f"compute must be one of {', '.join(COMPUTED)}, got {self.compute!r}")
-        rounded = sorted(precisions & {*QUANTISED})
+        if self.compute not in (*COMPUTE_TYPES, None):
+            raise ValueError(
+                f"compute must be one of {', '.join(COMPUTE_TYPES)}, got {self.compute!r}"
+            )
+        rounded = sorted(precisions & {*QUANTIZED_DTYPES})
         if self.compute == "fp32" and not rounded:
             raise ValueError(
                 "all graphs of these precisions compute in fp32; leave compute out, or give a "
-                f"precision of {', '.join(QUANTISED)}"
+                f"precision of {', '.join(QUANTIZED_DTYPES)}"
             )
         if self.compute == "bf16" and rounded:
             raise ValueError(
                 f"weights in {rounded[0]} cannot be widened to bf16: ONNX Runtime multiplies them "
                 "with fp32 and fp16 alone"
             )
-        if self.compute == ENGINES and not rounded:
+        if self.compute == QDQ and not rounded:
             raise ValueError(
-                f"compute {ENGINES} is for weights that are integers; give a precision of "
-                f"{', '.join(QUANTISED)}, or compute in fp16"
+                f"compute {QDQ} is for weights that are integers; give a precision of "
+                f"{', '.join(QUANTIZED_DTYPES)}, or compute in fp16"
             )
-        if self.compute == ENGINES and self.ops == "gqa":
-            raise ValueError(f"compute {ENGINES} needs the op set onnx; leave ops out")
+        if self.compute == QDQ and self.ops == "gqa":
+            raise ValueError(f"compute {QDQ} needs the op set onnx; leave ops out")

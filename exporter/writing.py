@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
 
-from specedge import leftovers
+from specedge import staging
 from specedge.bundle import MANIFEST
 from specedge.errors import ExportError
 
@@ -21,8 +21,8 @@ def destination(output: Path) -> Iterator[Path]:
     """Yield an empty folder that takes `output`'s place when all went well, and goes if not."""
     output = Path(os.path.realpath(output))
     _check(output)
-    leftovers.remove_leftovers(output.parent)
-    work = leftovers.folder_beside(output)
+    staging.remove_stale_folders(output.parent)
+    work = staging.staging_folder(output)
     with _interruptible():
         created = _make_parents(output.parent)
         try:
@@ -30,7 +30,7 @@ def destination(output: Path) -> Iterator[Path]:
                 bundle = work / "new"
                 bundle.mkdir()
                 yield bundle
-                _put(bundle, output, work / leftovers.OLD)
+                _put(bundle, output, work / staging.REPLACED)
         except BaseException:
             for path in created:
                 with contextlib.suppress(OSError):
@@ -74,7 +74,7 @@ def _locked(work: Path, output: Path) -> Iterator[None]:
     """Hold the folder's lock; one export to a place at a time."""
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(leftovers.locked(work))
+            stack.enter_context(staging.locked_folder(work))
         except TimeoutError as error:
             raise ExportError(
                 f"another export to {output} is running; wait for it to end"

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
         ReplayError,
         SpecEdgeError,
     )
-    from .options import Sampling
+    from .sampling_options import Sampling
     from .version import __version__
 
 _HOMES = {
     "Bundle": "specedge.bundle",
-    "Sampling": "specedge.options",
+    "Sampling": "specedge.sampling_options",
     "Distribution": "specedge.runtime.sampling.distribution",
     "Draft": "specedge.runtime.decoding.verify",
     "Generation": "specedge.runtime.requests.stream",

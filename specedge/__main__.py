@@ -5,7 +5,7 @@ from specedge import interrupts
 
 def main() -> None:
     """Run the command line; Ctrl-C is handled before anything is imported that takes a while."""
-    interrupts.end_quietly_on_interrupt()
+    interrupts.exit_on_interrupt()
     from specedge.cli import main as run
 
     run()

@@ -7,7 +7,7 @@ import signal
 from types import FrameType
 
 
-def end_quietly_on_interrupt() -> None:
+def exit_on_interrupt() -> None:
     """Let Ctrl-C end the process at once; SIGINT that is ignored, as under nohup, stays so."""
     try:
         if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):

@@ -13,9 +13,9 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from specedge.declared import declarations, whole
 from specedge.errors import MissingExtraError, SpecEdgeError
-from specedge.request import AUTO, Request, request_of
+from specedge.option_specs import check_integer, option_specs
+from specedge.request import AUTO, GenerationRequest, build_request
 from specedge.runtime.requests.items import Item, answered, asked_of, failed, item_of, seed_of
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class Generate:
         ops: str = AUTO,
         **request: Any,
     ) -> None:
-        self._request = dataclasses.asdict(request_of(**request))
+        self._request = dataclasses.asdict(build_request(**request))
         self.pipeline = loaded(bundle, device, draft_device, threads, ops)
         fixed({**self._request}, self.pipeline.bundle.num_draft_tokens)  # refuses what cannot be
         self._told = self.pipeline.bundle.digest(), ops
@@ -73,7 +73,10 @@ class Generate:
             raise ValueError(f"a batch needs a column prompt or messages, got {', '.join(batch)}")
         if self._request["seed"] is not None and not batch.keys() & {"index", "seed"}:
             raise ValueError("a seed needs a column index: prompt i is drawn with seed + i")
-        names = [*(declarations(Request).keys() | {"id", "index", "prompt", "messages"}) & {*batch}]
+        names = [
+            *(option_specs(GenerationRequest).keys() | {"id", "index", "prompt", "messages"})
+            & {*batch}
+        ]
         for row in zip(*(batch[name] for name in names), strict=True):
             facts = {name: _whole(_plain(value)) for name, value in zip(names, row, strict=True)}
             yield {name: value for name, value in facts.items() if value is not None}
@@ -89,7 +92,7 @@ class Generate:
         return answered(self.pipeline, item)
 
     def _item(self, facts: dict[str, Any]) -> Item:
-        index, seed = whole("index", facts.get("index", 0), 0), self._request["seed"]
+        index, seed = check_integer("index", facts.get("index", 0), 0), self._request["seed"]
         if seed is not None and not facts.keys() & {"index", "seed"}:
             raise ValueError("a seed needs an index: prompt i is drawn with seed + i")
         own = {} if seed is None else {"seed": seed_of(seed, index)}
@@ -115,7 +118,7 @@ def loaded(
 
     num_cpus = _num_cpus() if {"cpu", AUTO} & {device, draft_device or device} else None
     return load(
-        bundle or store.embedded(),
+        bundle or store.embedded_folder(),
         device,
         threads or num_cpus,
         share_threads=num_cpus is not None,  # no other code of its process has sessions

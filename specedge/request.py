@@ -7,19 +7,28 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, TypedDict
 
-from .declared import Name, declarations, flag, nearest, other, quoted, whole, whole_number
 from .errors import OptionError
-from .options import LENIENT_COUPLING, MAX_DRAFT_TOKENS, Rules, Sampling
+from .option_specs import (
+    NameEnum,
+    check_integer,
+    custom_option,
+    flag_option,
+    integer_option,
+    option_specs,
+    shorten,
+    suggest,
+)
+from .sampling_options import LENIENT_COUPLING, MAX_DRAFT_TOKENS, Sampling, SamplingRules
 from .strict_json import JsonError, parse
 
 MAX_MATCH = 64
 NGRAM = "ngram:"  # and a file's name
 MAX_REPLAYED_ROUNDS = 2**20
 GRAMMARS = ("json_schema", "regex", "grammar")  # at most one of these
-MAX_GRAMMAR = 2**18  # characters
+MAX_GRAMMAR_LENGTH = 2**18  # characters
 
 
-class DrafterName(Name):
+class DrafterName(NameEnum):
     """What drafts, or who chooses it; NGRAM and a file's name is one more."""
 
     AUTO = "auto"
@@ -31,7 +40,7 @@ class DrafterName(Name):
     RANDOM = "random"
 
 
-class Coupling(Name):
+class Coupling(NameEnum):
     """Coupling of the random numbers of draft and target above temperature 0."""
 
     RESIDUAL = "residual"
@@ -43,11 +52,11 @@ COPYING = (AUTO, DrafterName.LOOKUP, DrafterName.CHAIN)
 REMEMBERING = (AUTO, DrafterName.SUFFIX, DrafterName.CHAIN)
 PLAIN = "plain"  # what rounds that draft nothing have in a drafter's place
 
-Planned = tuple[str, int, int]  # a drafter, K, and how many rounds in a row
+PlannedRounds = tuple[str, int, int]  # a drafter, K, and how many rounds in a row
 
 
 @dataclass(frozen=True)
-class Request(Rules):
+class GenerationRequest(SamplingRules):
     """What a caller asks for beside the prompt, as `Pipeline.generate` explains it.
 
     `num_draft_tokens` is "auto" (as None is) or fixed; 0 is plain decoding. `replay` repeats the
@@ -63,53 +72,59 @@ class Request(Rules):
     None is an option's default. An invalid value is an OptionError with the option's name.
     """
 
-    max_new_tokens: int = whole_number(128, "Generate at most this many tokens.", 1)
-    seed: int | None = whole_number(
+    max_new_tokens: int = integer_option(128, "Generate at most this many tokens.", 1)
+    seed: int | None = integer_option(
         None, "Repeat an earlier run; else a fresh one is drawn.", -(2**64), 2**64
     )
-    coupling: str = other(
+    coupling: str = custom_option(
         Coupling.RESIDUAL.value,
         "Accept draft tokens by this rule; with gumbel the text depends on the seed alone.",
         " or ".join(Coupling),
     )
-    choice: int = whole_number(
+    choice: int = integer_option(
         0, "With coupling gumbel, write this one of the texts of a seed.", 0, 2**32
     )
-    num_draft_tokens: int | str | None = other(
+    num_draft_tokens: int | str | None = custom_option(
         AUTO,
         "Draft this many tokens a round, or as many as pay; 0 is plain decoding.",
         f"auto, or 0 to {MAX_DRAFT_TOKENS}",
     )
-    stop: str | Sequence[str] = other((), "End before this text.", "texts")
-    ignore_eos: bool = flag("Do not stop at end tokens.")
-    logprobs: int | None = whole_number(
+    stop: str | Sequence[str] = custom_option((), "End before this text.", "texts")
+    ignore_eos: bool = flag_option("Do not stop at end tokens.")
+    logprobs: int | None = integer_option(
         None, "Give the tokens' log-probabilities, and those of the N likeliest."
     )
-    drafter: Any = other(
+    drafter: Any = custom_option(
         AUTO,
         f"Draft with {', '.join(DrafterName)} or {NGRAM}FILE.",
         "a name; in the API also an object",
     )
-    lookup_min: int | None = whole_number(
+    lookup_min: int | None = integer_option(
         None, "Copy after matches of at least this many tokens; else 2.", 1, MAX_MATCH
     )
-    lookup_max: int | None = whole_number(
+    lookup_max: int | None = integer_option(
         None, "Tell matches apart up to this many tokens; else 5.", 1, MAX_MATCH
     )
-    remember: bool = flag("Draft from earlier outputs that were remembered, and remember this one.")
-    exact: bool = flag("At temperature 0, decide near-ties as plain decoding does on this device.")
-    replay: Sequence[Sequence[Any]] | None = other(
+    remember: bool = flag_option(
+        "Draft from earlier outputs that were remembered, and remember this one."
+    )
+    exact: bool = flag_option(
+        "At temperature 0, decide near-ties as plain decoding does on this device."
+    )
+    replay: Sequence[Sequence[Any]] | None = custom_option(
         None, "Repeat the drafter and K of each round of an earlier run.", "Generation.plan"
     )
-    special_tokens: bool = flag(
+    special_tokens: bool = flag_option(
         "Let text that spells a special token control the model; else it is text."
     )
 
-    json_schema: str | Mapping[str, Any] | None = other(
+    json_schema: str | Mapping[str, Any] | None = custom_option(
         None, "Write JSON of this schema only.", "a schema, or its JSON text"
     )
-    regex: str | None = other(None, "Write only what this regular expression matches.", "text")
-    grammar: str | None = other(None, "Write only what this Lark grammar allows.", "text")
+    regex: str | None = custom_option(
+        None, "Write only what this regular expression matches.", "text"
+    )
+    grammar: str | None = custom_option(None, "Write only what this Lark grammar allows.", "text")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -124,11 +139,11 @@ class Request(Rules):
         if isinstance(k := self.num_draft_tokens, str) and k != AUTO:
             raise OptionError(
                 f"num_draft_tokens must be 'auto' or a whole number between 0 and "
-                f"{MAX_DRAFT_TOKENS}, got {quoted(k)}",
+                f"{MAX_DRAFT_TOKENS}, got {shorten(k)}",
                 "num_draft_tokens",
             )
         if k != AUTO:
-            self._set("num_draft_tokens", whole("num_draft_tokens", k, 0, MAX_DRAFT_TOKENS))
+            self._set("num_draft_tokens", check_integer("num_draft_tokens", k, 0, MAX_DRAFT_TOKENS))
         if self.replay is not None:
             if self.num_draft_tokens != AUTO:
                 raise OptionError(
@@ -162,7 +177,7 @@ class Request(Rules):
     def _check_coupling(self) -> None:
         if self.coupling not in [*Coupling]:
             raise OptionError(
-                f"coupling must be {' or '.join(Coupling)}, got {quoted(self.coupling)}",
+                f"coupling must be {' or '.join(Coupling)}, got {shorten(self.coupling)}",
                 "coupling",
             )
         if self.coupling == Coupling.GUMBEL and self.lenience < 1:
@@ -183,10 +198,10 @@ class Request(Rules):
             text = getattr(self, name)
             if not isinstance(text, str) or not text:
                 raise OptionError(
-                    f"{name} must be text that is not empty, got {quoted(text)}", name
+                    f"{name} must be text that is not empty, got {shorten(text)}", name
                 )
-            if len(text) > MAX_GRAMMAR:
-                raise OptionError(f"{name} must have at most {MAX_GRAMMAR} characters", name)
+            if len(text) > MAX_GRAMMAR_LENGTH:
+                raise OptionError(f"{name} must have at most {MAX_GRAMMAR_LENGTH} characters", name)
             if self.ignore_eos:
                 raise OptionError(
                     f"{name} needs the end tokens, with which a text that follows it ends; leave "
@@ -210,21 +225,23 @@ class Request(Rules):
         self, bad_words: Iterable[Sequence[int]] = (), end_tokens: Iterable[int] = ()
     ) -> Sampling:
         """How the next token is drawn, given this request's bad words as token ids."""
-        rules: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(Rules)}
+        rules: dict[str, Any] = {
+            field.name: getattr(self, field.name) for field in fields(SamplingRules)
+        }
         given = {"bad_words": tuple(bad_words), "end_tokens": tuple(end_tokens)}
         return Sampling(**rules | given)
 
 
-def request_of(**options: Any) -> Request:
+def build_request(**options: Any) -> GenerationRequest:
     """A request; TypeError for an option that there is not."""
-    known = declarations(Request)
+    known = option_specs(GenerationRequest)
     for name in options:
         if name not in known:
-            raise TypeError(f"there is no option '{name}'{nearest(name, known)}")
-    return Request(**options)
+            raise TypeError(f"there is no option '{name}'{suggest(name, known)}")
+    return GenerationRequest(**options)
 
 
-class Options(TypedDict, total=False):
+class RequestOptions(TypedDict, total=False):
     """The names and types of `Request`'s fields beside `max_new_tokens` and `temperature`."""
 
     top_k: int
@@ -271,11 +288,11 @@ def _schema(schema: object) -> str | None:
             f"json_schema cannot be written as JSON: {error}", "json_schema"
         ) from error
     if not isinstance(facts, dict):
-        raise OptionError(f"json_schema must be an object, got {quoted(text)}", "json_schema")
+        raise OptionError(f"json_schema must be an object, got {shorten(text)}", "json_schema")
     return text
 
 
-def _planned(rounds: object) -> tuple[Planned, ...]:
+def _planned(rounds: object) -> tuple[PlannedRounds, ...]:
     if not isinstance(rounds, list | tuple) or not rounds:
         raise OptionError(
             "replay must be a list of rounds: a drafter, its K, and how many in a row", "replay"
@@ -286,13 +303,15 @@ def _planned(rounds: object) -> tuple[Planned, ...]:
     return found
 
 
-def _planned_rounds(rounds: object) -> Planned:
+def _planned_rounds(rounds: object) -> PlannedRounds:
     if not isinstance(rounds, list | tuple) or len(rounds) != 3 or not isinstance(rounds[0], str):
         raise OptionError(
             f"rounds of a replay are [drafter, K, how many], got {str(rounds)[:40]}", "replay"
         )
-    k = whole("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS, "replay")
-    times = whole("a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS, "replay")
+    k = check_integer("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS, "replay")
+    times = check_integer(
+        "a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS, "replay"
+    )
     return rounds[0], k, times
 
 
@@ -313,7 +332,7 @@ def _check_drafter(drafter: object) -> None:
 def _stop_strings(stop: str | Sequence[str]) -> tuple[str, ...]:
     stops = (stop,) if isinstance(stop, str) else stop
     if not isinstance(stops, list | tuple) or not all(isinstance(text, str) for text in stops):
-        raise OptionError(f"stop must be text or a list of texts, got {quoted(stop)}", "stop")
+        raise OptionError(f"stop must be text or a list of texts, got {shorten(stop)}", "stop")
     if not all(stops):
         raise OptionError("a stop string must not be empty", "stop")
     return tuple(stops)

@@ -10,7 +10,7 @@ import typing
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-LARGEST = 2**53  # a reader that keeps its numbers as doubles loses what is beyond
+MAX_INTEGER = 2**53  # a reader that keeps its numbers as doubles loses what is beyond
 
 
 class JsonError(ValueError):
@@ -39,19 +39,18 @@ def build(kind: type[T], value: Any, key: str = "") -> T:
     return typing.cast(T, _build(kind, value, key))
 
 
-def plain(value: Any) -> Any:
-    """The inverse of `build`: a dataclass to values that json can write."""
+def to_plain(value: Any) -> Any:
+    """Return a dataclass as values that json can write, the inverse of `build`."""
     if dataclasses.is_dataclass(value):
-        fields = dataclasses.fields(value)
-        return {f.name: plain(getattr(value, f.name)) for f in fields if f.init}
+        return {key: to_plain(getattr(value, f.name)) for key, f in _keys(type(value)).items()}
     if isinstance(value, tuple):
-        return [plain(item) for item in value]
+        return [to_plain(item) for item in value]
     if isinstance(value, dict):
-        return {name: plain(item) for name, item in value.items()}
+        return {name: to_plain(item) for name, item in value.items()}
     return value
 
 
-def text_of(value: Any, indent: int = 0, before: int = 0) -> str:
+def dump(value: Any, indent: int = 0, before: int = 0) -> str:
     """JSON text for people, too: what fits on a line of 120 characters is on one.
 
     It begins `indent` levels deep, after `before` characters of its line.
@@ -60,10 +59,10 @@ def text_of(value: Any, indent: int = 0, before: int = 0) -> str:
     if indent + before + len(line) < 120 or not isinstance(value, list | dict) or not value:
         return line
     if isinstance(value, list):
-        items, (begin, end) = [text_of(item, indent + 1) for item in value], "[]"
+        items, (begin, end) = [dump(item, indent + 1) for item in value], "[]"
     else:
         pairs = ((json.dumps(name, ensure_ascii=False), item) for name, item in value.items())
-        items = [f"{name}: {text_of(item, indent + 1, len(name) + 2)}" for name, item in pairs]
+        items = [f"{name}: {dump(item, indent + 1, len(name) + 2)}" for name, item in pairs]
         begin, end = "{}"
     between = ",\n" + " " * (indent + 1)
     return f"{begin}\n{' ' * (indent + 1)}{between.join(items)}\n{' ' * indent}{end}"
@@ -93,19 +92,28 @@ def _build(kind: Any, value: Any, key: str) -> Any:
 
 def _build_dataclass(kind: type, value: dict[str, Any], key: str) -> Any:
     hints = typing.get_type_hints(kind)
-    names = {f.name for f in dataclasses.fields(kind) if f.init}
+    fields = _keys(kind)
     prefix = f"{key}." if key else ""
-    if missing := sorted(names - value.keys()):
+    if missing := sorted(fields.keys() - value.keys()):
         raise JsonError(f"key '{prefix}{missing[0]}' is missing")
-    if unknown := sorted(value.keys() - names):
+    if unknown := sorted(value.keys() - fields.keys()):
         raise JsonError(f"key '{prefix}{unknown[0]}' is unknown")
-    built = {name: _build(hints[name], value[name], prefix + name) for name in sorted(names)}
+    built = {
+        field.name: _build(hints[field.name], value[name], prefix + name)
+        for name, field in sorted(fields.items())
+    }
     try:
         return kind(**built)
     except JsonError:
         raise
     except ValueError as error:
         raise JsonError(f"key '{key}': {error}" if key else str(error)) from error
+
+
+def _keys(kind: type) -> dict[str, dataclasses.Field[Any]]:
+    """Return the fields of a dataclass by JSON key: the metadata's `key`, else the name."""
+    fields = dataclasses.fields(kind)
+    return {field.metadata.get("key", field.name): field for field in fields if field.init}
 
 
 def _expect(kind: type, value: Any, key: str) -> Any:
@@ -116,7 +124,7 @@ def _expect(kind: type, value: Any, key: str) -> Any:
 
 
 def _check_range(value: Any, key: str) -> Any:
-    if type(value) is int and abs(value) > LARGEST:
+    if type(value) is int and abs(value) > MAX_INTEGER:
         raise JsonError(f"key '{key}' must be at most 2^53 either way")
     if type(value) is str:
         _check_unicode(f"the text of key '{key}'", value)

@@ -11,7 +11,7 @@ VARIABLE = "ORT_DISABLE_TELEMETRY"
 
 
 @contextmanager
-def no_telemetry() -> Iterator[None]:
+def disabled_telemetry() -> Iterator[None]:
     """Let ONNX Runtime be imported without telemetry, unless the app has set the variable.
 
     Its module reads the variable once, when it is imported; `disable_telemetry_events` comes too

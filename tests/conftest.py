@@ -111,7 +111,7 @@ def self_draft(pipeline):
 def specedge_embedded():
     from specedge.bundle import store
 
-    return store.embedded()
+    return store.embedded_folder()
 
 
 @pytest.fixture

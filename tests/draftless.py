@@ -8,7 +8,7 @@ from specedge.bundle import FORMAT, MANIFEST, Bundle, store
 
 def make_draftless(folder):
     """Write the bundle to a new folder; nothing is exported."""
-    embedded = Bundle.read(store.embedded())
+    embedded = Bundle.read(store.embedded_folder())
     files = {name: file for name, file in embedded.files.items() if not name.startswith("draft/")}
     for name in files:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,8 @@ from collections import Counter
 from fractions import Fraction
 from itertools import product
 
-from specedge.options import Sampling
 from specedge.runtime.decoding import decoding
+from specedge.sampling_options import Sampling
 
 LENGTH = 3
 

@@ -27,7 +27,7 @@ class TableModel:
     stale. Feeding it a token or a position that it does not have is an error.
     """
 
-    row_independent_lengths = tuple(range(1, 66))
+    invariant_lengths = tuple(range(1, 66))
     float32_error = 5e-6
     num_experts = 0
     rounds_inputs = False

@@ -8,7 +8,7 @@ import sys
 from unittest import mock
 
 from manifests import make_bundle
-from specedge import library
+from specedge import bundle_library
 from specedge.bundle import FORMAT, MANIFEST, store
 
 COMMAND = [sys.executable, "-m", "specedge"]
@@ -59,7 +59,7 @@ def install(name="pair"):
 
 
 def listed():
-    return {entry.name: entry for entry in library.entries()}
+    return {entry.name: entry for entry in bundle_library.entries()}
 
 
 def everything_below(folder):

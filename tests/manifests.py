@@ -6,11 +6,11 @@ from pathlib import Path
 
 from specedge import bundle as b
 from specedge.bundle import manifest as m
-from specedge.bundle.files import describe
-from specedge.bundle.reports import Parity
-from specedge.options import Filters
+from specedge.bundle.integrity import file_entry
+from specedge.bundle.reports import ParityReport
+from specedge.sampling_options import SamplingFilters
 
-PARITY = Parity(
+PARITY = ParityReport(
     structure_error=1e-15,
     logits_error=1e-6,
     cache_error=1e-7,
@@ -21,16 +21,16 @@ PARITY = Parity(
     logits_std=3.0,
     num_positions=32,
     num_left_out=0,
-    row_independent_lengths=(1, 2),
+    invariant_lengths=(1, 2),
     versions={"torch": "2.13.0"},
 )
 SHAPE = m.CacheLayer(heads=2, key_size=4, value_size=4)
-CACHE = m.Cache("float32", 40, (SHAPE, SHAPE))
+CACHE = m.CacheLayout("float32", 40, (SHAPE, SHAPE))
 
 
-def make_model(role: str) -> m.Model:
-    return m.Model(
-        source=m.Source(f"some/{role}", "abc", "apache-2.0"),
+def make_model(role: str) -> m.ModelEntry:
+    return m.ModelEntry(
+        source=m.CheckpointSource(f"some/{role}", "abc", "apache-2.0"),
         architecture="gpt2",
         num_parameters=10,
         num_experts=0,
@@ -43,11 +43,11 @@ def make_model(role: str) -> m.Model:
         weights=f"{role}/weights.bin",
         signatures=m.signatures(CACHE, 64),
         graphs=(
-            m.Graph("decoder", "onnx", 1, None, "chosen_logits", f"{role}/decoder.onnx"),
-            m.Graph("verify", "onnx", 1, 5, "with_logits", f"{role}/decoder.onnx"),
+            m.GraphEntry("decoder", "onnx", 1, None, "chosen_logits", f"{role}/decoder.onnx"),
+            m.GraphEntry("verify", "onnx", 1, 5, "with_logits", f"{role}/decoder.onnx"),
         ),
         parity={"onnx": PARITY},
-        quantisation={},
+        quantization={},
     )
 
 
@@ -70,12 +70,12 @@ def make_bundle(folder: Path, weights_size: int = 100) -> b.Bundle:
         tokenizer="tokenizer.json",
         chat_template=None,
         special_tokens={"eos_token": "</s>"},
-        default_sampling=Filters(),
+        default_sampling=SamplingFilters(),
         target=make_model("target"),
         draft=make_model("draft"),
         id_map=None,
         hosts=None,
-        files={name: describe(folder / name) for name in files},
+        files={name: file_entry(folder / name) for name in files},
     )
     (folder / b.MANIFEST).write_text(bundle.to_json(), "utf-8")
     return bundle

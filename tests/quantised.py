@@ -70,7 +70,7 @@ class Made:
         all_lost = set()
         for model in self.bundle.models.values():
             for report in model.parity.values():
-                lost = {1, 2, 3, 5, 9, 18, 36, 64} - {*report.row_independent_lengths}
+                lost = {1, 2, 3, 5, 9, 18, 36, 64} - {*report.invariant_lengths}
                 assert lost <= ({1} if model.weights_dtype in KNOWN else set())
                 all_lost |= lost
         assert all_lost or not [
@@ -83,7 +83,7 @@ def check_greedy(pipeline, prompt, length, k):
 
     Where a lone row has other bits, on processors with a known kernel, that takes `exact`.
     """
-    is_invariant = 1 in pipeline.target.row_independent_lengths
+    is_invariant = 1 in pipeline.target.invariant_lengths
     plain, drafted = (
         pipeline.generate(
             prompt, length, num_draft_tokens=n, logprobs=2, ignore_eos=True, exact=not is_invariant

@@ -29,7 +29,7 @@ def error_of(said):
 
 def chat_pair(slots, folder=None, template=CHATML):
     """The pair of a folder, or the embedded one, with a chat template: that answers with Python."""
-    pipeline = specedge.load(folder or store.embedded(), slots=slots)
+    pipeline = specedge.load(folder or store.embedded_folder(), slots=slots)
     bundle = dataclasses.replace(pipeline.bundle, chat_template=template).at(pipeline.bundle.folder)
     first, *more = pipeline.slots.all
     more = [(slot.target, slot.draft) for slot in more]

@@ -5,10 +5,10 @@ import pytest
 
 from manifests import CACHE, make_bundle
 from specedge.bundle import MANIFEST, Bundle
-from specedge.bundle.files import describe
+from specedge.bundle.integrity import file_entry
 from specedge.bundle.manifest import signatures
 from specedge.errors import BundleError
-from specedge.strict_json import plain
+from specedge.strict_json import to_plain
 
 
 @pytest.fixture
@@ -48,11 +48,11 @@ def cut(folder, ids):
     """Cut the draft's head of 64 columns to some tokens."""
     (folder / "draft" / "ids.bin").write_bytes(struct.pack(f"<{len(ids)}i", *ids))
     edit(folder, "id_map", value="draft/ids.bin")
-    edit(folder, "files", "draft/ids.bin", value=plain(describe(folder / "draft" / "ids.bin")))
+    edit(folder, "files", "draft/ids.bin", value=to_plain(file_entry(folder / "draft" / "ids.bin")))
     columns = max(1, len(ids))
     edit(folder, "draft", "padded_vocab_size", value=columns)
     for signature in signatures(CACHE, columns):
-        given = plain(signatures(CACHE, columns)[signature])
+        given = to_plain(signatures(CACHE, columns)[signature])
         edit(folder, "draft", "signatures", signature, value=given)
 
 

@@ -59,7 +59,7 @@ def test_the_reader_written_from_the_document_shares_no_code():
 
 @pytest.mark.slow
 def test_the_document_and_the_code_refuse_the_same_keys_and_types():
-    text = (store.embedded() / MANIFEST).read_text("utf-8")
+    text = (store.embedded_folder() / MANIFEST).read_text("utf-8")
     free = ("files", "versions", "end_tokens", "row_independent_lengths", "layers", "graphs")
 
     def places(value, before=()):
@@ -100,22 +100,22 @@ def test_the_document_and_the_code_refuse_the_same_keys_and_types():
 
 
 def test_a_reader_written_from_the_document_reads_the_embedded_pair():
-    manifest = reader.read(store.embedded())
-    assert manifest == json.loads(Bundle.read(store.embedded()).to_json())
+    manifest = reader.read(store.embedded_folder())
+    assert manifest == json.loads(Bundle.read(store.embedded_folder()).to_json())
 
 
 @pytest.fixture(scope="module")
 def pipeline():
     """In the reader's op set: of rounded weights each op set is a function of its own."""
     pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
-    return specedge.load(store.embedded(), ops="onnx")
+    return specedge.load(store.embedded_folder(), ops="onnx")
 
 
 @pytest.fixture(scope="module")
 def models(pipeline):
     """The manifest, the target and the draft, with noise in stale rows."""
     options = reader.session_options()
-    folder, roles = store.embedded(), ("target", "draft")
+    folder, roles = store.embedded_folder(), ("target", "draft")
     manifest = reader.read(folder)
     return manifest, *(reader.Model(folder, manifest[r], "onnx", options, 1e4) for r in roles)
 

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manifests import make_bundle
-from specedge.bundle import LARGEST_MANIFEST, MANIFEST, Bundle
+from specedge.bundle import MANIFEST, MAX_MANIFEST_SIZE, Bundle
 from specedge.errors import BundleError
 
 LARGE = st.sampled_from([0, -1, 2**31, 2**53, 2**53 + 1, 2**63, -(2**64), 10**400, 10**4299])
@@ -158,7 +158,7 @@ def test_many_keys_and_one_of_them_twice_is_one_line(whole):
 
 def test_a_manifest_too_large_to_be_one_is_refused_before_it_is_read(folder):
     with (folder / MANIFEST).open("r+b") as file:
-        file.truncate(LARGEST_MANIFEST + 1)
+        file.truncate(MAX_MANIFEST_SIZE + 1)
     assert "at most" in refusal(folder)
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from installed import COMMAND, run, run_process
 from manifests import make_bundle
-from specedge.bundle import SMALL
+from specedge.bundle import MAX_EAGER_HASH_SIZE
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -220,7 +220,7 @@ def test_inspect_says_what_memory_a_pair_takes(pipeline):
 
 
 def test_inspect_check_hashes_every_file(tmp_path):
-    make_bundle(tmp_path, weights_size=SMALL + 1)
+    make_bundle(tmp_path, weights_size=MAX_EAGER_HASH_SIZE + 1)
     assert "all 5 files" in run("inspect", "--check", "--bundle", tmp_path).stderr
     weights = tmp_path / "draft" / "weights.bin"
     facts = weights.stat()

@@ -14,7 +14,7 @@ from installed import run
 from specedge.bundle import store
 from specedge.cpu_count import cpu_count
 from specedge.errors import BundleError, MissingExtraError, SpecEdgeError
-from specedge.request import Request
+from specedge.request import GenerationRequest
 from specedge.runtime.requests.items import Item, seed_of
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
@@ -121,14 +121,14 @@ def test_a_long_file_goes_by_parts_so_that_a_loss_holds_few_lines_back(monkeypat
 
 
 def test_nothing_is_left_to_clocks_or_to_what_ran_before():
-    request = dataclasses.asdict(Request())
+    request = dataclasses.asdict(GenerationRequest())
     assert fixed(request, 3)
     assert request["num_draft_tokens"] == 3
     assert not fixed(request, 5)
-    replayed = dataclasses.asdict(Request(replay=[["model", 4, 9]]))
+    replayed = dataclasses.asdict(GenerationRequest(replay=[["model", 4, 9]]))
     assert not fixed(replayed, 3)
     with pytest.raises(SpecEdgeError, match="remember"):
-        fixed(dataclasses.asdict(Request(remember=True)), 3)
+        fixed(dataclasses.asdict(GenerationRequest(remember=True)), 3)
 
 
 def test_one_kind_of_device_for_all_and_its_own_gpu_for_each():
@@ -170,7 +170,7 @@ def test_threads_are_an_actors_cpus_where_a_model_is_on_them(monkeypatch, device
 
 
 def test_a_node_without_the_bundle_or_with_another_says_so(tmp_path):
-    copy = shutil.copytree(store.embedded(), tmp_path / "pair")
+    copy = shutil.copytree(store.embedded_folder(), tmp_path / "pair")
     shared = actors.Shared(str(copy))
     assert actors._facts(shared, {})["kind"].endswith(f"specedge {actors.__version__}")
     manifest = json.loads((copy / MANIFEST).read_text("utf-8"))

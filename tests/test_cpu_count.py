@@ -71,12 +71,13 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
         from specedge.runtime.backend.sessions import Device
         from specedge.runtime.planning.cost_files import processor
         assert processor().endswith(", 1 cores"), processor()
-        bundle = specedge.Bundle.read(store.embedded())
+        bundle = specedge.Bundle.read(store.embedded_folder())
         session = Device().open(bundle.path(bundle.draft.graph("step", "onnx").file))
         assert session.get_session_options().intra_op_num_threads == 1
         if importlib.util.find_spec("onnx"):
             from specedge.exporter.verification import stage
-            session = stage.open_session(stage.products.PRODUCT, stage.ort.SessionOptions())
+            graph = stage.int8_products.PRODUCT_GRAPH
+            session = stage.open_session(graph, stage.ort.SessionOptions())
             assert session.get_session_options().intra_op_num_threads == 1
         try:
             Device(threads=2)

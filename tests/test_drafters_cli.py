@@ -5,7 +5,7 @@ import json
 import pytest
 
 from specedge import Draft, DrafterError
-from specedge.request import DrafterName, Request
+from specedge.request import DrafterName, GenerationRequest
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.drafters.ngrams import count
 from test_cli import run
@@ -146,7 +146,7 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
 )
 def test_what_no_drafter_can_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        Request(**options)
+        GenerationRequest(**options)
 
 
 @pytest.mark.parametrize(("low", "high"), [(9, None), (None, 1), (3, 3), (1, 64)])

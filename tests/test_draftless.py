@@ -8,7 +8,7 @@ import pytest
 import installed
 from draftless import make_draftless
 from manifests import make_bundle
-from specedge.bundle import MANIFEST, WITHOUT_DRAFT, Bundle, store
+from specedge.bundle import FIRST_FORMAT_WITHOUT_DRAFT, MANIFEST, Bundle, store
 from specedge.errors import BundleError, DeviceError, DrafterError
 
 PROMPT = "def read_config(path):"
@@ -53,7 +53,9 @@ def test_formats_without_an_optional_draft_refuse_null(tmp_path, number):
     if number < 8:
         del manifest["hosts"]
     (tmp_path / MANIFEST).write_text(json.dumps(manifest), "utf-8")
-    with pytest.raises(BundleError, match=f"draft is null, which formats before {WITHOUT_DRAFT}"):
+    with pytest.raises(
+        BundleError, match=f"draft is null, which formats before {FIRST_FORMAT_WITHOUT_DRAFT}"
+    ):
         Bundle.read(tmp_path)
 
 
@@ -65,7 +67,7 @@ def test_an_id_map_without_a_draft_is_refused(tmp_path):
 
 
 def test_bundles_of_today_still_have_their_draft():
-    assert Bundle.read(store.embedded()).draft is not None
+    assert Bundle.read(store.embedded_folder()).draft is not None
 
 
 @pytest.mark.parametrize("k", [0, 1, 4, "auto"])
@@ -109,7 +111,7 @@ def test_other_drafters_run(loaded, drafter):
 def test_memory_is_the_targets_alone(bundle):
     from specedge.runtime.requests.loading import memory_of
 
-    alone, pair = memory_of(bundle), memory_of(Bundle.read(store.embedded()))
+    alone, pair = memory_of(bundle), memory_of(Bundle.read(store.embedded_folder()))
     assert alone.draft is None
     assert alone.caches == pair.target.caches < pair.caches
     assert alone.peak < pair.peak
@@ -176,12 +178,12 @@ def test_the_audit_passes_without_a_draft_model(bundle):
 
 def test_a_stand_in_differs_from_the_target_and_overlaps_it(loaded):
     from specedge.benchmarks.acceptance import acceptances
-    from specedge.options import Sampling
     from specedge.runtime.requests.pipeline import Pipeline
+    from specedge.sampling_options import Sampling
     from specedge.verification.subject import StandIn
 
     stand_in = StandIn(loaded.target.twin())
-    embedded = Bundle.read(store.embedded())
+    embedded = Bundle.read(store.embedded_folder())
     pair = Pipeline(embedded, loaded.tokenizer, loaded.target, stand_in)
     tokens = loaded.prompts.tokens(PROMPT)
     text = loaded.generate(tokens, 32, 1.0, seed=1).tokens
@@ -224,7 +226,7 @@ def test_hosts_replay_the_transcripts_of_plain_rounds(embedded):
 
 def test_a_bundle_with_a_plain_round_reads_as_written(embedded):
     assert Bundle.read(embedded.folder) == embedded
-    assert embedded.format == WITHOUT_DRAFT
+    assert embedded.format == FIRST_FORMAT_WITHOUT_DRAFT
     (graph,) = (graph for graph in embedded.hosts.graphs if graph.name == "round")
     assert not [t.buffer for t in graph.signature.inputs if (t.buffer or "").startswith("draft")]
 

@@ -24,15 +24,15 @@ def held_out_prompts(tokenizer):
 
 
 def test_the_bundle_is_small_enough_for_a_wheel():
-    files = [path for path in store.embedded().rglob("*") if path.is_file()]
+    files = [path for path in store.embedded_folder().rglob("*") if path.is_file()]
     assert sum(path.stat().st_size for path in files) <= 22e6
 
 
 def test_every_large_file_has_its_hash():
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     for name in bundle.large_files():
         bundle.check_hash(name)
-    assert bundle.target.source.licence == "apache-2.0"
+    assert bundle.target.source.license == "apache-2.0"
 
 
 @pytest.mark.slow(after_first=True)

@@ -10,7 +10,7 @@ import pytest
 
 from installed import age, corrupt, garble, install, listed, run, strip
 from manifests import make_bundle
-from specedge import leftovers, library
+from specedge import bundle_library, staging
 from specedge.bundle import MANIFEST, store
 
 
@@ -18,7 +18,7 @@ def test_the_users_bundles_and_the_embedded_pair_are_listed_with_the_default():
     folder = install()
     assert list(listed()) == ["pair", "embedded"]
     assert [entry.is_default for entry in listed().values()] == [False, True]
-    store.remember_default(folder)
+    store.set_default(folder)
     result = run("list")
     assert result.returncode == 0
     lines = result.stdout.splitlines()
@@ -75,10 +75,10 @@ def test_a_broken_bundle_is_listed_with_its_error_in_one_line(change, said):
 
 def test_list_clears_what_killed_exports_left_and_says_so():
     install()
-    work = store.bundles_folder() / f".other{leftovers.SUFFIX}"
+    work = store.bundles_folder() / f".other{staging.SUFFIX}"
     (work / "new").mkdir(parents=True)
     (work / "new/weights.bin").write_bytes(b"half")
-    running = store.bundles_folder() / f".running{leftovers.SUFFIX}"
+    running = store.bundles_folder() / f".running{staging.SUFFIX}"
     running.mkdir()
     with filelock.FileLock(running / "lock"):
         result = run("list")
@@ -90,15 +90,15 @@ def test_list_clears_what_killed_exports_left_and_says_so():
 def test_leftovers_are_not_looked_for_behind_a_link(tmp_path):
     (tmp_path / "mine").write_text("precious", "utf-8")
     install()
-    os.symlink(tmp_path, store.bundles_folder() / f".x{leftovers.SUFFIX}")
-    assert library.remove_leftovers() == []
+    os.symlink(tmp_path, store.bundles_folder() / f".x{staging.SUFFIX}")
+    assert bundle_library.remove_stale_folders() == []
     assert (tmp_path / "mine").exists()
 
 
 def test_a_default_outside_the_list_is_told(tmp_path):
     make_bundle(tmp_path)
     assert str(tmp_path) in run("list", SPECEDGE_BUNDLE=str(tmp_path)).stderr
-    store.remember_default(tmp_path / "gone")
+    store.set_default(tmp_path / "gone")
     result = run("list")
     assert result.returncode == 0
     assert "is gone" in result.stderr

@@ -43,7 +43,7 @@ def test_tables_are_built_from_text_and_draft(tmp_path, words, pipeline):
 
 def test_the_order_and_the_bundle_are_options(tmp_path, words, pipeline):
     output = tmp_path / "t"
-    arguments = ["--order", 2, "--bundle", store.embedded(), "--output", output]
+    arguments = ["--order", 2, "--bundle", store.embedded_folder(), "--output", output]
     assert run("ngram", "build", words, *arguments).returncode == 0
     read = ngram_files.read(output, pipeline.bundle)
     assert len(read.pair_tokens) > 0 == len(read.triple_tokens)

@@ -6,9 +6,9 @@ import click
 import pytest
 
 from specedge.cli import prompts
-from specedge.request import Request
+from specedge.request import GenerationRequest
 
-DEFAULTS = dataclasses.asdict(Request())
+DEFAULTS = dataclasses.asdict(GenerationRequest())
 
 
 def read(path, text, form=None, chat=False, system=None, **request):

@@ -101,7 +101,7 @@ def test_chats_of_a_bundle_without_a_template_are_refused_before_any_runs(jsonl,
 
 
 def test_chats_and_prompts_may_be_mixed(jsonl, tmp_path):
-    copy = shutil.copytree(store.embedded(), tmp_path / "bundle")
+    copy = shutil.copytree(store.embedded_folder(), tmp_path / "bundle")
     manifest = json.loads((copy / MANIFEST).read_text("utf-8")) | {"chat_template": CHATML}
     (copy / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     rendered = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -9,7 +9,7 @@ import pytest
 
 from installed import COMMAND, age, corrupt, everything_below, garble, install, listed, run, strip
 from manifests import make_bundle
-from specedge import leftovers, library
+from specedge import bundle_library, staging
 from specedge.bundle import MANIFEST, store
 from specedge.errors import BundleError
 
@@ -25,31 +25,31 @@ def test_a_removed_bundle_is_gone_and_the_others_stay(by_name):
 
 def test_removing_the_default_falls_back_to_the_embedded_pair_and_says_so():
     folder = install()
-    store.remember_default(folder)
+    store.set_default(folder)
     result = run("remove", "pair", "-y")
     assert "embedded pair is used" in result.stderr
-    assert store.find() == store.embedded()
-    assert store.noted_default() is None
+    assert store.find_bundle() == store.embedded_folder()
+    assert store.last_exported() is None
 
 
 def test_removing_another_bundle_keeps_the_default():
     default = install("default")
-    store.remember_default(default)
-    library.remove(install("other"))
-    assert store.find() == default
+    store.set_default(default)
+    bundle_library.remove(install("other"))
+    assert store.find_bundle() == default
 
 
 def test_a_bundle_outside_is_removed_by_its_folder(tmp_path):
     make_bundle(tmp_path / "bundle")
     age(tmp_path / "bundle")
-    library.remove(library.removable(str(tmp_path / "bundle")))
+    bundle_library.remove(bundle_library.find_removable(str(tmp_path / "bundle")))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_broken_bundles_of_the_user_can_be_removed():
     for change in (corrupt, age, garble):
         change(install())
-        library.remove(library.removable("pair"))
+        bundle_library.remove(bundle_library.find_removable("pair"))
         assert not list(store.bundles_folder().iterdir())
 
 
@@ -70,10 +70,12 @@ def test_one_name_that_cannot_be_removed_keeps_all():
     assert folder.exists()
 
 
-@pytest.mark.parametrize("name", ["embedded", str(store.embedded()), f"{store.embedded()}/"])
+@pytest.mark.parametrize(
+    "name", ["embedded", str(store.embedded_folder()), f"{store.embedded_folder()}/"]
+)
 def test_the_embedded_pair_is_never_removed(name):
     with pytest.raises(BundleError, match="embedded pair is a part"):
-        library.removable(name)
+        bundle_library.find_removable(name)
 
 
 def test_a_folder_that_is_no_bundle_is_never_removed(tmp_path, monkeypatch):
@@ -88,10 +90,10 @@ def test_a_folder_that_is_no_bundle_is_never_removed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("plain", "other", "text", "file", ".", "..", "", "/", "stripped", "../.."):
         with pytest.raises(BundleError, match=r"no bundle|not specedge's|cannot be read"):
-            library.removable(name)
+            bundle_library.find_removable(name)
     for name in ("..", "."):
         with pytest.raises(BundleError):
-            library.removable(str(store.bundles_folder() / name))
+            bundle_library.find_removable(str(store.bundles_folder() / name))
     assert everything_below(tmp_path) == before
 
 
@@ -99,11 +101,11 @@ def test_a_bundle_with_somebodys_files_in_it_is_not_removed(tmp_path):
     make_bundle(tmp_path)
     (tmp_path / "target/notes.txt").write_text("precious", "utf-8")
     with pytest.raises(BundleError, match=r"holds target/notes\.txt"):
-        library.removable(str(tmp_path))
+        bundle_library.find_removable(str(tmp_path))
     (tmp_path / "target/notes.txt").unlink()
     (tmp_path / "photos").mkdir()
     with pytest.raises(BundleError, match="holds photos"):
-        library.removable(str(tmp_path))
+        bundle_library.find_removable(str(tmp_path))
 
 
 def test_a_link_is_not_followed(tmp_path):
@@ -113,14 +115,14 @@ def test_a_link_is_not_followed(tmp_path):
     os.symlink(tmp_path / "bundle", tmp_path / "link")
     for name in ("pair", str(tmp_path / "link"), f"{tmp_path / 'link'}/."):
         with pytest.raises(BundleError, match="is a link"):
-            library.removable(name)
+            bundle_library.find_removable(name)
 
 
 def test_what_a_bundles_folder_links_to_stays(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/file").write_text("precious", "utf-8")
     os.symlink(tmp_path / "mine", install() / "linked")
-    library.remove(library.removable("pair"))
+    bundle_library.remove(bundle_library.find_removable("pair"))
     assert (tmp_path / "mine/file").exists()
 
 
@@ -128,12 +130,12 @@ def test_the_folder_one_is_in_is_not_removed(monkeypatch):
     folder = install()
     monkeypatch.chdir(folder / "target")
     with pytest.raises(BundleError, match="you are in"):
-        library.removable("pair")
+        bundle_library.find_removable("pair")
 
 
 def test_a_bundle_is_not_removed_while_an_export_to_it_runs():
     folder = install()
-    work = leftovers.folder_beside(folder)
+    work = staging.staging_folder(folder)
     work.mkdir()
     with filelock.FileLock(work / "lock"):
         result = run("remove", "pair", "--yes")
@@ -145,18 +147,18 @@ def test_a_bundle_is_not_removed_while_an_export_to_it_runs():
 
 def test_a_killed_removal_leaves_no_bundle_and_the_next_list_clears_it(monkeypatch):
     folder = install()
-    store.remember_default(folder)
+    store.set_default(folder)
     code = (
         "import os, shutil, sys\n"
         "from pathlib import Path\n"
-        "from specedge import library\n"
+        "from specedge import bundle_library as library\n"
         "shutil.rmtree = lambda *a, **k: os._exit(9)\n"
         "library.remove(Path(sys.argv[1]))\n"
     )
     assert subprocess.run([sys.executable, "-c", code, str(folder)]).returncode == 9
     assert list(listed()) == ["embedded"]
-    assert store.find() == store.embedded()
-    assert library.remove_leftovers() == [leftovers.folder_beside(folder)]
+    assert store.find_bundle() == store.embedded_folder()
+    assert bundle_library.remove_stale_folders() == [staging.staging_folder(folder)]
     assert list(store.bundles_folder().iterdir()) == []
 
 
@@ -165,7 +167,7 @@ def test_a_folder_that_cannot_be_written_to_is_one_line():
     folder = install()
     folder.parent.chmod(0o500)
     with pytest.raises(BundleError, match="cannot be removed"):
-        library.remove(folder)
+        bundle_library.remove(folder)
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs a POSIX terminal")

@@ -98,7 +98,7 @@ def test_resume_refuses_lines_of_other_options_and_prompts(finished, prompts, mo
 
 def test_resume_refuses_lines_of_another_bundle(finished, tmp_path):
     prompts, output = finished
-    other = shutil.copytree(store.embedded(), tmp_path / "pair")
+    other = shutil.copytree(store.embedded_folder(), tmp_path / "pair")
     command = ["generate", "--prompts", prompts, "--output", output, "--resume", *OPTIONS]
     assert run(*command, "--bundle", other).returncode == 0
     manifest = json.loads((other / MANIFEST).read_text("utf-8"))

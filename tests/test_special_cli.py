@@ -43,7 +43,7 @@ def test_a_prompt_is_text_unless_the_option_is_given(lengths, arguments):
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("command", ["generate", "compare"])
 def test_a_message_is_text_unless_the_option_is_given(lengths, tmp_path, command):
-    copy = shutil.copytree(store.embedded(), tmp_path / "bundle")
+    copy = shutil.copytree(store.embedded_folder(), tmp_path / "bundle")
     manifest = json.loads((copy / MANIFEST).read_text("utf-8"))
     (copy / MANIFEST).write_text(json.dumps(manifest | {"chat_template": ECHO}), "utf-8")
     for option, wanted in zip(([], ["--special-tokens"]), lengths, strict=True):

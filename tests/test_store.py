@@ -7,49 +7,49 @@ import platformdirs
 import pytest
 
 from manifests import make_bundle
-from specedge.bundle import SMALL, Bundle, store
+from specedge.bundle import MAX_EAGER_HASH_SIZE, Bundle, store
 from specedge.errors import BundleError
 
 
 def test_large_files_are_hashed_once_and_again_after_a_change(tmp_path):
-    make_bundle(tmp_path, weights_size=SMALL + 1)
+    make_bundle(tmp_path, weights_size=MAX_EAGER_HASH_SIZE + 1)
     weights = tmp_path / "target" / "weights.bin"
     bundle = Bundle.read(tmp_path)
     read = []
-    store.check_large_files(bundle, read.append)
-    assert sum(read) == 2 * (SMALL + 1)
-    store.check_large_files(bundle, read.append)
-    assert sum(read) == 2 * (SMALL + 1)
+    store.verify_large_files(bundle, read.append)
+    assert sum(read) == 2 * (MAX_EAGER_HASH_SIZE + 1)
+    store.verify_large_files(bundle, read.append)
+    assert sum(read) == 2 * (MAX_EAGER_HASH_SIZE + 1)
     with weights.open("r+b") as file:
         file.write(b"\xff")
     os.utime(weights, ns=(1, 1))
     assert Bundle.read(tmp_path) == bundle
     with pytest.raises(BundleError, match="SHA-256"):
-        store.check_large_files(bundle)
+        store.verify_large_files(bundle)
 
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("text", ["", "{", "[]", "[" * 10**5, '{"\\u0000": 1}', "\ufeff{}"])
 def test_a_damaged_list_of_checked_files_is_made_anew(tmp_path, text):
-    make_bundle(tmp_path, weights_size=SMALL + 1)
+    make_bundle(tmp_path, weights_size=MAX_EAGER_HASH_SIZE + 1)
     bundle = Bundle.read(tmp_path)
-    store.remember_export(bundle)
+    store.record_export(bundle)
     (checked,) = platformdirs.user_cache_path("specedge", appauthor=False).iterdir()
     checked.write_text(text, "utf-8")
     read = []
-    store.check_large_files(bundle, read.append)
-    assert sum(read) == 2 * (SMALL + 1)
+    store.verify_large_files(bundle, read.append)
+    assert sum(read) == 2 * (MAX_EAGER_HASH_SIZE + 1)
 
 
 def test_the_bundle_used_is_the_named_else_the_variables_else_the_last_exported(
     tmp_path, monkeypatch
 ):
-    assert store.find() == store.embedded()
-    store.remember_default(tmp_path)
-    assert store.find() == tmp_path
+    assert store.find_bundle() == store.embedded_folder()
+    store.set_default(tmp_path)
+    assert store.find_bundle() == tmp_path
     monkeypatch.setenv("SPECEDGE_BUNDLE", "variable")
-    assert str(store.find()) == "variable"
-    assert str(store.find("named")) == "named"
+    assert str(store.find_bundle()) == "variable"
+    assert str(store.find_bundle("named")) == "named"
 
 
 def test_a_note_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
@@ -58,11 +58,11 @@ def test_a_note_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "replace", full)
     with pytest.raises(OSError, match="No space left"):
-        store.remember_default(tmp_path)
+        store.set_default(tmp_path)
     assert list(store.data_folder().iterdir()) == []
 
 
 def test_a_default_bundle_that_is_gone_is_an_error(tmp_path):
-    store.remember_default(tmp_path / "gone")
+    store.set_default(tmp_path / "gone")
     with pytest.raises(BundleError, match="is gone"):
-        store.find()
+        store.find_bundle()

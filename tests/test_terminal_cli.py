@@ -129,12 +129,12 @@ def test_one_token_is_in_the_singular():
 
 @pytest.mark.parametrize("name", ["temperature", "top_p", "min_p", "presence_penalty"])
 def test_a_value_of_another_type_is_quoted_and_cut_short(name):
-    from specedge.request import Request
+    from specedge.request import GenerationRequest
 
     with pytest.raises(ValueError, match=rf"{name} must be a number, got \[None\]"):
-        Request(**{name: [None]})
+        GenerationRequest(**{name: [None]})
     with pytest.raises(ValueError, match=f"{name} must be a number, got 'x+'"):
-        Request(**{name: "x" * 100})
+        GenerationRequest(**{name: "x" * 100})
 
 
 def test_a_bad_ngram_file_of_a_line_is_named_by_the_lines_number(jsonl):
@@ -155,7 +155,7 @@ def test_a_default_note_that_names_no_folder_is_one_line(tmp_path, monkeypatch, 
     (tmp_path / "specedge").mkdir()
     (tmp_path / "specedge/default").write_text(note, "utf-8")
     with pytest.raises(BundleError, match="delete it to use the embedded pair") as caught:
-        store.find()
+        store.find_bundle()
     assert len(str(caught.value)) < 500
     shutil.rmtree(tmp_path / "specedge")
-    assert store.find() == store.embedded()
+    assert store.find_bundle() == store.embedded_folder()

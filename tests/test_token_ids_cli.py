@@ -10,7 +10,7 @@ import pytest
 from installed import run
 from specedge.cli import prompts
 from specedge.cli.progress import Lines
-from specedge.request import Request
+from specedge.request import GenerationRequest
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
@@ -30,13 +30,13 @@ def test_token_ids_in_jsonl_are_a_prompt(pipeline, jsonl):
 def test_what_is_neither_text_nor_token_ids_is_refused(jsonl, prompt):
     jsonl.write_text(json.dumps({"prompt": prompt}), "utf-8")
     with pytest.raises(click.UsageError, match="line 1: prompt must be text or a list of token"):
-        prompts.read(str(jsonl), None, False, None, vars(Request()))
+        prompts.read(str(jsonl), None, False, None, vars(GenerationRequest()))
 
 
 def test_token_ids_are_no_message_of_a_chat(jsonl):
     jsonl.write_text('{"prompt": [1]}', "utf-8")
     with pytest.raises(click.UsageError, match="no message of a chat"):
-        prompts.read(str(jsonl), None, True, None, vars(Request()))
+        prompts.read(str(jsonl), None, True, None, vars(GenerationRequest()))
 
 
 def test_an_id_that_the_model_lacks_is_an_error_of_its_line(jsonl):

@@ -19,7 +19,7 @@ from auditing import Ticks
 from installed import COMMAND, run, run_process
 from manifests import make_bundle
 from specedge.bundle import MANIFEST, Bundle, store
-from specedge.bundle.files import describe
+from specedge.bundle.integrity import file_entry
 from specedge.cli.verify import verify
 from specedge.verification import auditing, graphs, loop
 from specedge.verification.defects import DEFECTS
@@ -32,7 +32,7 @@ SHORT_RUN = ("verify", "--minutes", "0.0001")
 @pytest.fixture
 def copy(tmp_path):
     """A copy of the embedded pair."""
-    return shutil.copytree(store.embedded(), tmp_path / "pair")
+    return shutil.copytree(store.embedded_folder(), tmp_path / "pair")
 
 
 def statuses(report):
@@ -43,7 +43,7 @@ def relist(folder, **changes):
     """List the files as they are now."""
     text = json.loads((folder / MANIFEST).read_text("utf-8"))
     for name in text["files"]:
-        text["files"][name] = vars(describe(folder / name))
+        text["files"][name] = vars(file_entry(folder / name))
     (folder / MANIFEST).write_text(json.dumps(text | changes), "utf-8")
 
 
@@ -54,7 +54,7 @@ def test_the_embedded_pair_passes_every_check():
     def told(check):
         ticks.step = {"greedy": 4.0, "sampled": 100.0}.get(check, 1.0)
 
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     report = auditing.audit(
         bundle, auditing.Machinery(), ["your own\nprompt"], ticks.budget, told
     ).as_dict()
@@ -64,7 +64,7 @@ def test_the_embedded_pair_passes_every_check():
     found = {finding["check"]: finding["facts"] for finding in report["findings"]}
     for role in ("target", "draft"):
         facts = found["graphs"][role]
-        recorded = bundle.models[role].parity["gqa"].row_independent_lengths
+        recorded = bundle.models[role].parity["gqa"].invariant_lengths
         assert facts["recorded_row_independent"] == list(recorded)
         assert set(recorded) <= set(facts["row_independent"])
         assert {1, 2, 3, 4, 5} <= set(facts["row_independent"])
@@ -268,7 +268,7 @@ def test_the_self_tests_exit_code_says_how_it_went(monkeypatch, caught, alarm, c
         [(defect, [failed if i < caught else passed]) for i, defect in enumerate(DEFECTS)],
     )
     monkeypatch.setattr(auditing, "self_test", lambda *_: result)
-    shown = CliRunner().invoke(verify, ["--self-test", "--bundle", str(store.embedded())])
+    shown = CliRunner().invoke(verify, ["--self-test", "--bundle", str(store.embedded_folder())])
     assert shown.exit_code == code
     assert f"caught {caught} of 5" in shown.output
     assert shown.output.count("MISSED") == 5 - caught
@@ -279,7 +279,7 @@ def test_a_control_that_had_no_time_is_not_called_quiet(monkeypatch):
     short = Finding("joint", SHORT, "too few texts")
     result = auditing.SelfTest([short], [(defect, [short]) for defect in DEFECTS])
     monkeypatch.setattr(auditing, "self_test", lambda *_: result)
-    shown = CliRunner().invoke(verify, ["--self-test", "--bundle", str(store.embedded())])
+    shown = CliRunner().invoke(verify, ["--self-test", "--bundle", str(store.embedded_folder())])
     assert shown.exit_code == 2
     assert "as it is: too little time for joint" in shown.output
 

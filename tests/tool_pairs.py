@@ -61,7 +61,7 @@ class Writing(Pipeline):
 
 def tool_pair(name, slots=2, special=True):
     """A pair of a family; its marks are tokens, or else ordinary text."""
-    pipeline = specedge.load(store.embedded(), slots=slots)
+    pipeline = specedge.load(store.embedded_folder(), slots=slots)
     bundle = dataclasses.replace(
         pipeline.bundle,
         chat_template=TEMPLATES[name],

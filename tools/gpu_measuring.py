@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 
 import specedge
-from specedge.options import Sampling
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 from specedge.theory.formulas import alpha_from_tokens, speedup
 
 K = 4
@@ -58,7 +58,7 @@ def measure(folder: Path, precision: str, device: str, speed: float) -> dict[str
         found: dict[str, Any] = {
             "load_seconds": time.perf_counter() - begin,
             "note": pipeline.note,
-            "row_independent": list(pipeline.target.row_independent_lengths),
+            "row_independent": list(pipeline.target.invariant_lengths),
         }
         for role, lengths in (("target", [1, 2, K + 1]), ("draft", [1, 2])):
             model, facts = getattr(pipeline, role), pipeline.bundle.models[role]

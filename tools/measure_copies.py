@@ -20,11 +20,11 @@ from measure_drafters import counts
 from measure_pair import prompts
 from specedge import Pipeline, load
 from specedge.benchmarks.prompts import SETS
-from specedge.options import Sampling
 from specedge.runtime.decoding.round import Drafter
 from specedge.runtime.drafters.prompt_lookup import Lookup, agreeing
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 ALONE = {"lookup": Lookup, "suffix": Suffix}
 WAYS: dict[str, dict[str, Any]] = {

@@ -97,7 +97,7 @@ def in_int8(bundle: Path) -> Iterator[Path]:
 @click.option("--output", type=click.Path(path_type=Path), help="Write the figures as JSON.")
 def main(bundle: str | None, int8: bool, count: int, length: int, output: Path | None) -> None:
     """Count near-ties and texts that differ from plain decoding's, with and without exact."""
-    folder = Path(store.find(bundle))
+    folder = Path(store.find_bundle(bundle))
     with in_int8(folder) if int8 else contextlib.nullcontext(folder) as found:
         pipeline = load(found, ops="gqa")
     texts = prompts(pipeline, count)

@@ -24,9 +24,9 @@ import click
 import numpy as np
 import onnxruntime as ort
 
-from specedge import products
+from specedge import int8_products
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import Model
+from specedge.bundle.manifest import ModelEntry
 from specedge.cpu_count import cpu_count
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
@@ -78,7 +78,7 @@ def timed(
 
 
 def shares(
-    bundle: Bundle, model: Model, ops: str, length: int, device: Device, past: int
+    bundle: Bundle, model: ModelEntry, ops: str, length: int, device: Device, past: int
 ) -> dict[str, float]:
     """The share of each kind of kernel in a decoder's pass of T tokens, over caches in place."""
     entry = model.graph("decoder", ops)
@@ -87,7 +87,7 @@ def shares(
     options.intra_op_num_threads = device.threads or 0
     options.enable_profiling = True
     if device.unsigned:
-        options.add_session_config_entry(products.UNSIGNED, "1")
+        options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
     with TemporaryDirectory() as folder:
         options.profile_file_prefix = os.path.join(folder, "profile")
         session = ort.InferenceSession(bundle.path(entry.file), options, ["CPUExecutionProvider"])

@@ -27,7 +27,7 @@ LENGTHS = (32, 64, 128, 256, 512)
 @click.option("--seconds", default=60.0, show_default=True, help="For all turns.")
 def main(bundle: str | None, tokens: int, threads: int | None, seconds: float) -> None:
     """Print milliseconds of a prompt in the target by the length of its passes."""
-    found = Bundle.read(Path(store.find(bundle)))
+    found = Bundle.read(Path(store.find_bundle(bundle)))
     session = ModelSession(found, found.target, Device(threads=threads), "auto", "decoder")
     cache = session.cache()
     prompt = [i % found.target.vocab_size for i in range(tokens)]

@@ -27,7 +27,7 @@ import tables
 from corpus import held_out, library_files
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, SCORED
-from specedge.bundle.manifest import Model, Quantisation
+from specedge.bundle.manifest import ModelEntry, Quantisation
 from specedge.errors import SpecEdgeError
 from specedge.exporter import Progress, export
 from specedge.exporter.quantization import choosing, routes, texts
@@ -83,11 +83,11 @@ class Subject:
                 shutil.copytree(folder, copy)
                 models = {"target": _as_written(self.bundle.target)}
                 (model,), _ = quantise(models, copy, way.precision, text, None, Progress())
-                found.append(model.quantisation[OPS])
+                found.append(model.quantization[OPS])
         return found
 
 
-def _as_written(model: Model) -> Model:
+def _as_written(model: ModelEntry) -> ModelEntry:
     """Without the graphs that an export makes of quantised ones."""
     later = (SCORED, *ONE_CALL)
     return replace(model, graphs=tuple(g for g in model.graphs if g.name not in later))

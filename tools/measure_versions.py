@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 import numpy as np
 
-from specedge import products
+from specedge import int8_products
 from specedge.bundle import Bundle, store
 
 LENGTHS = (64, 5, 1, 1, 2, 5)  # tokens of a prompt, then of verify passes and single steps
@@ -61,8 +61,8 @@ def logits(python: str, bundle: Bundle, role: str, unsigned: str) -> dict[str, n
 @click.option("--unsigned", is_flag=True, help="Multiply bytes unsigned, where that can be asked.")
 def main(other_python: str, bundles: tuple[str, ...], unsigned: bool) -> None:
     """Compare passes of each model's decoder in this environment and another."""
-    option = products.UNSIGNED if unsigned else ""
-    for folder in map(Path, bundles or (str(store.embedded()),)):
+    option = int8_products.UNSIGNED_OPTION if unsigned else ""
+    for folder in map(Path, bundles or (str(store.embedded_folder()),)):
         bundle = Bundle.read(folder)
         for role in bundle.models:
             ours, theirs = (

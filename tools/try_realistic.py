@@ -30,7 +30,7 @@ from comparing import CONTEXT, computed, graphs_of, measure, traced
 from faults import DIFFERS, FAULTS
 from specedge.bundle import Bundle
 from specedge.bundle.op_sets import OPS
-from specedge.bundle.reports import Parity
+from specedge.bundle.reports import ParityReport
 from specedge.errors import ParityError, SpecEdgeError
 from specedge.exporter import export
 from specedge.exporter.tracing import tracing
@@ -59,7 +59,7 @@ class Found:
     """What an op set's graphs of a case gave; `text` is right as far as near-ties allow."""
 
     ops: str
-    parity: Parity
+    parity: ParityReport
     near_ties: list[str]
     wrong: list[str]
 

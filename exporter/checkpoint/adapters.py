@@ -16,7 +16,7 @@ from specedge.errors import CheckpointError, MissingExtraError
 
 from ..progress import Progress
 from ..quiet import explained, quiet
-from . import folders, hub, licences
+from . import folders, hub, licenses
 from .lazy_tensors import LazyTensor, numbers
 
 CONFIG = "adapter_config.json"
@@ -96,10 +96,10 @@ def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
     for layer in [m for m in wrapped.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]:
         base = layer.get_base_layer()
         base.weight = nn.Parameter(_merged(layer, base.weight, lock), requires_grad=False)
-    licence = folders.line(licences.stated(adapter.folder)) or "none stated"
+    license = folders.line(licenses.stated(adapter.folder)) or "none stated"
     base = folders.line(str(config.base_model_name_or_path or "a model it does not name"))
     progress.note(
-        f"{where}, trained on {base}, is merged into its model, in float32; its licence: {licence}"
+        f"{where}, trained on {base}, is merged into its model, in float32; its licence: {license}"
     )
     return _untied(wrapped.unload())
 

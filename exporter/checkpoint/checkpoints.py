@@ -10,12 +10,12 @@ from typing import Any
 
 from transformers import CONFIG_MAPPING, AutoConfig, AutoTokenizer, PreTrainedConfig
 
-from specedge.bundle.manifest import Source
+from specedge.bundle.manifest import CheckpointSource
 from specedge.errors import CheckpointError
 
 from .. import private
 from ..quiet import one_line, quiet
-from . import adapters, folders, gguf_files, hub, licences, quantised, text_part, weight_files
+from . import adapters, folders, gguf_files, hub, licenses, quantised, text_part, weight_files
 from .adapters import Adapter
 
 # Without one of these transformers makes an empty tokenizer of the config's class.
@@ -32,7 +32,7 @@ class Checkpoint:
     role: str
     name: str
     folder: Path
-    source: Source
+    source: CheckpointSource
     published: Any  # the config as it is in the folder, of which `config` is the text part's
     config: Any
     raw: dict[str, Any]  # the config as its file has it; empty of a GGUF file, which has none
@@ -90,7 +90,9 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         role=role,
         name=name,
         folder=folder,
-        source=Source(folders.line(shown) or "", commit, folders.line(licences.stated(folder))),
+        source=CheckpointSource(
+            folders.line(shown) or "", commit, folders.line(licenses.stated(folder))
+        ),
         published=published,
         config=config,
         raw=raw,

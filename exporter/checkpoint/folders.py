@@ -10,7 +10,7 @@ from typing import Any
 from specedge.errors import CheckpointError
 
 from ..quiet import one_line
-from . import licences, weight_files
+from . import licenses, weight_files
 
 
 def split(name: str) -> tuple[Path, str | None]:
@@ -68,7 +68,7 @@ def check(role: str, name: str, folder: Path, files: set[str]) -> None:
 
 def original(role: str, name: str, folder: Path) -> str | None:
     """The checkpoint that this one says it was made from."""
-    base = licences.front_matter(folder).get("base_model")
+    base = licenses.front_matter(folder).get("base_model")
     config = json_object(f"{role} {name}", folder / "config.json")
     base = base[0] if isinstance(base, list) and base else base
     for origin in (base, config.get("_name_or_path")):

@@ -19,7 +19,7 @@ from specedge.errors import CheckpointError, SpecEdgeError
 from ..progress import Progress
 from ..quiet import explained, one_line, quiet
 from . import downloads
-from .licences import wanted
+from .licenses import wanted
 
 TIMEOUT = 10.0
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "README.md")
@@ -109,11 +109,11 @@ def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snaps
     names = {name.partition("/")[0] for name in everything}  # folders too
     sizes = {name: size for name, size in everything.items() if "/" not in name}
     # Licences have all kinds of names.
-    licences = [glob.escape(n) for n, size in sizes.items() if wanted(n, size)]
+    licenses = [glob.escape(n) for n, size in sizes.items() if wanted(n, size)]
     with quiet():
         # By its name and not its commit, so that the cache knows which one a branch led to.
         bar = downloads.bar(lambda amount: None)
-        folder = _small_files(name, revision, licences, tqdm_class=bar)
+        folder = _small_files(name, revision, licenses, tqdm_class=bar)
     if folder.name not in (info.sha, revision):  # pushed to between the two questions
         return _online(role, name, folder.name, choose)
     chosen = choose(folder, set(sizes))

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from specedge.bundle.manifest import Source
+from specedge.bundle.manifest import CheckpointSource
 from specedge.errors import CheckpointError, ExportError
 
 from .checkpoints import Checkpoint
@@ -61,7 +61,7 @@ def check(num_layers: int, target: Checkpoint) -> None:
         )
 
 
-def source(target: Source, num_layers: int) -> Source:
+def source(target: CheckpointSource, num_layers: int) -> CheckpointSource:
     """What the manifest says of such a draft: the target's checkpoint, and that it is a part."""
     return replace(target, id=f"{target.id[:480]} {PREFIX}{num_layers}")
 

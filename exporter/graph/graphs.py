@@ -10,8 +10,8 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import onnxscript.optimizer
 
-from specedge.bundle.manifest import PREFILL_LENGTH, Graph, kind_of
-from specedge.bundle.op_sets import cached
+from specedge.bundle.manifest import PREFILL_LENGTH, GraphEntry, signature_name
+from specedge.bundle.op_sets import cache_dtype
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ExportError
 
@@ -47,15 +47,15 @@ class Length:
         """The same graph before fusion."""
         return replace(self, is_source=True)
 
-    def entry(self, folder: str, ops: str) -> Graph:
+    def entry(self, folder: str, ops: str) -> GraphEntry:
         file = f"{folder}/{self.file(ops)}"
-        signature = signature_of(kind_of(self.name), ops)
-        return Graph(self.name, ops, 1, self.length, signature, file)
+        signature = signature_of(signature_name(self.name), ops)
+        return GraphEntry(self.name, ops, 1, self.length, signature, file)
 
 
 def signature_of(kind: str, ops: str) -> str:
     """What a kind of signature is called in an op set: caches may have another type there."""
-    dtype = cached(ops)
+    dtype = cache_dtype(ops)
     return kind if dtype == FLOAT32.cache else f"{kind}_{dtype}"
 
 

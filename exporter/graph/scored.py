@@ -12,29 +12,29 @@ import numpy as np
 import onnx_ir as ir
 
 from specedge.bundle.gpu_signatures import SCORED, num_best, with_best
-from specedge.bundle.manifest import Graph, Model
+from specedge.bundle.manifest import GraphEntry, ModelEntry
 
 from .graphs import signature_of
 from .nodes import constant, producer
 from .tied_bytes import share_bytes
 
 
-def add(model: Model, folder: Path) -> Model:
+def add(model: ModelEntry, folder: Path) -> ModelEntry:
     """Write such a graph for each op set that a GPU can run, beside its decoder in the bundle's
     `folder`; the manifest with them.
     """
     entries, known = list(model.graphs), dict(model.signatures)
-    for ops in filter(model.is_for_gpus, model.parity):
+    for ops in filter(model.supports_gpu, model.parity):
         decoder = model.graph("decoder", ops)
         file = decoder.file.replace("decoder", SCORED)
         signature = signature_of("best_logits", ops)
         known[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
-        entries.append(Graph(SCORED, ops, 1, None, signature, file))
+        entries.append(GraphEntry(SCORED, ops, 1, None, signature, file))
         ir.save(_scored(ir.load(folder / decoder.file), model), folder / file)
     return replace(model, graphs=tuple(entries), signatures=known)
 
 
-def _scored(decoder: ir.Model, model: Model) -> ir.Model:
+def _scored(decoder: ir.Model, model: ModelEntry) -> ir.Model:
     """The graph with an output more: of each row the best logits, the largest first, their columns,
     and a number that is 0 if all logits are finite. [1, R, 2 * num_best + 1]
     """

@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specedge.bundle.gpu_signatures import SAMPLED, UNROLLED, made_by, one_call
-from specedge.bundle.manifest import Graph, Model
-from specedge.bundle.signature import DRAWING, SETTINGS, Signature
+from specedge.bundle.gpu_signatures import SAMPLED, UNROLLED, one_call, step_output
+from specedge.bundle.manifest import GraphEntry, ModelEntry
+from specedge.bundle.signature import SAMPLING_INPUTS, SAMPLING_SETTINGS, Signature
 
 from ..hosts import drawing
 from ..hosts.nodes import END, Nodes
@@ -35,12 +35,14 @@ _TYPES = {kind.name.lower(): kind for kind in ir.DataType} | {
 _SIGNATURES = {UNROLLED: "drafted", SAMPLED: "drawn"}
 
 
-def add(draft: Model, folder: Path, num_draft_tokens: int, ids: Sequence[int] | None) -> Model:
+def add(
+    draft: ModelEntry, folder: Path, num_draft_tokens: int, ids: Sequence[int] | None
+) -> ModelEntry:
     """Write such graphs for each op set that a GPU can run, beside its decoder in the bundle's
     `folder`; the manifest with them. `ids` are the tokens of a cut head's columns.
     """
     entries, known = list(draft.graphs), dict(draft.signatures)
-    for ops in filter(draft.is_for_gpus, draft.parity):
+    for ops in filter(draft.supports_gpu, draft.parity):
         decoder = draft.graph("decoder", ops)
         for name, kind in _SIGNATURES.items():
             file = decoder.file.replace("decoder", name)
@@ -48,7 +50,7 @@ def add(draft: Model, folder: Path, num_draft_tokens: int, ids: Sequence[int] | 
                 name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
             )
             known[signature_of(kind, ops)] = signature
-            entries.append(Graph(name, ops, 1, None, signature_of(kind, ops), file))
+            entries.append(GraphEntry(name, ops, 1, None, signature_of(kind, ops), file))
             path = folder / decoder.file
             part = Part(path.parent, path.name, shares_bytes=True)
             graph = _graph(draft, part, signature, num_draft_tokens, ids)
@@ -59,12 +61,12 @@ def add(draft: Model, folder: Path, num_draft_tokens: int, ids: Sequence[int] | 
 
 
 def _graph(
-    draft: Model, decoder: Part, signature: Signature, k: int, ids: Sequence[int] | None
+    draft: ModelEntry, decoder: Part, signature: Signature, k: int, ids: Sequence[int] | None
 ) -> ir.Graph:
     nodes = Nodes(UNROLLED)
     inputs = {t.name: nodes.input(t.name, *_type(t.dtype, t.shape)) for t in signature.inputs}
     fed, length = inputs.pop("input_ids"), inputs.pop("past_length")
-    told = {name: inputs.pop(name) for name in DRAWING if name in inputs}
+    told = {name: inputs.pop(name) for name in SAMPLING_INPUTS if name in inputs}
     chooser = _Drawn(nodes, draft, told) if told else _Likeliest(nodes)
     place = nodes("Add", length, _count(nodes, fed))
     last = nodes.stored(ir.tensor(np.array([-1]), name="last"), "last")
@@ -77,7 +79,7 @@ def _graph(
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
         drafted.append(fed)
         buffers = {name: step[name.replace("past_key_values", "present")] for name in buffers}
-        made |= {made_by(i, name): value for name, value in step.items()}
+        made |= {step_output(i, name): value for name, value in step.items()}
         length = nodes("Add", place, i) if i else place
     made |= chooser.outputs(drafted)
     for t in signature.outputs:
@@ -103,8 +105,8 @@ class _Likeliest:
 class _Drawn:
     """Draws the token of each step, with that step's uniform."""
 
-    def __init__(self, nodes: Nodes, draft: Model, told: dict[str, ir.Value]) -> None:
-        settings = drawing.Settings(*(told[name] for name in (*SETTINGS, "seen")))
+    def __init__(self, nodes: Nodes, draft: ModelEntry, told: dict[str, ir.Value]) -> None:
+        settings = drawing.Settings(*(told[name] for name in (*SAMPLING_SETTINGS, "seen")))
         self._nodes, self._uniforms, self._seen = nodes, told["uniforms"], told["seen"]
         self._draws = Draws(nodes, settings, draft.num_columns)
         self._made = list[Draw]()
@@ -119,7 +121,7 @@ class _Drawn:
         return draw.column
 
     def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
-        rows = {made_by(i, "weights"): draw.weights for i, draw in enumerate(self._made)}
+        rows = {step_output(i, "weights"): draw.weights for i, draw in enumerate(self._made)}
         return {"drawn": self._nodes("Concat", *(d.summary for d in self._made), axis=0)} | rows
 
 
@@ -133,7 +135,7 @@ def _count(nodes: Nodes, tokens: ir.Value) -> ir.Value:
     return nodes("Reshape", nodes("Slice", numbers, [-1], [END], [1]), [1])
 
 
-def _row(nodes: Nodes, logits: ir.Value, draft: Model) -> ir.Value:
+def _row(nodes: Nodes, logits: ir.Value, draft: ModelEntry) -> ir.Value:
     """The columns that are tokens. [1, 1, P] -> [1, C]"""
     row = nodes("Reshape", logits, [1, draft.padded_vocab_size])
     if draft.num_columns == draft.padded_vocab_size:

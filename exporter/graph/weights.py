@@ -13,7 +13,7 @@ import onnx
 import onnx_ir as ir
 import torch
 
-from specedge.bundle.manifest import File
+from specedge.bundle.manifest import FileEntry
 from specedge.errors import ExportError
 
 from .. import resident
@@ -63,9 +63,9 @@ class Weights:
         self._file.close()
 
     @property
-    def file(self) -> File:
+    def file(self) -> FileEntry:
         """The written file's size and hash, once all is written."""
-        return File(self._file.size, self._file.digest.hexdigest())
+        return FileEntry(self._file.size, self._file.digest.hexdigest())
 
     def finish(self, advance: Advance = lambda amount: None) -> None:
         """Wait until everything is in the file; `advance` is told of bytes."""

@@ -12,15 +12,15 @@ from pathlib import Path
 import onnx_ir as ir
 import onnxruntime
 
-from specedge.bundle import MANIFEST, WITH_HOSTS, Bundle, store
-from specedge.bundle.files import describe
-from specedge.bundle.graph_file import weights_of
-from specedge.bundle.hosts import HostGraph, Hosts
-from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTISED
-from specedge.bundle.signature import Signature, Tensor
-from specedge.declared import whole
+from specedge.bundle import FIRST_FORMAT_WITH_HOSTS, MANIFEST, Bundle, store
+from specedge.bundle.graph_scan import weights_of
+from specedge.bundle.hosts import HostFiles, HostGraph
+from specedge.bundle.integrity import file_entry
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
+from specedge.bundle.signature import Signature, TensorSpec
 from specedge.errors import ExportError
-from specedge.products import UNSIGNED
+from specedge.int8_products import UNSIGNED_OPTION
+from specedge.option_specs import check_integer
 
 from ..writing import destination
 from .rounds import PLAIN_K, check_fused, fused, plain
@@ -32,7 +32,7 @@ GOLDEN = "golden.json"
 # Workers that spin after a run would take the cores of the next session's run.
 SESSION_OPTIONS = {"session.force_spinning_stop": "1"}
 # So that no host need know the processor: without it products of bytes are wrong on some.
-BYTES_OPTIONS = SESSION_OPTIONS | {UNSIGNED: "1"}
+BYTES_OPTIONS = SESSION_OPTIONS | {UNSIGNED_OPTION: "1"}
 Golden = Callable[[Bundle, Sequence[int]], str]
 
 
@@ -64,11 +64,11 @@ def embed(
 
     Raises BundleError, or ExportError before anything is changed.
     """
-    found = Bundle.read(store.find(bundle))
-    store.check_large_files(found)
+    found = Bundle.read(store.find_bundle(bundle))
+    store.verify_large_files(found)
     making = _Making([*num_draft_tokens], layout, golden)
     if output is None:
-        if found.folder.resolve() == store.embedded().resolve():
+        if found.folder.resolve() == store.embedded_folder().resolve():
             raise ExportError("the embedded pair is a part of specedge; give --output FOLDER")
         return making.write(found)
     with destination(Path(output)) as work:
@@ -93,7 +93,7 @@ class _Making:
             self._check_plain()
         own = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
         ks = sorted({*self.num_draft_tokens} or {own})
-        whole("num_draft_tokens", ks[0], 1)
+        check_integer("num_draft_tokens", ks[0], 1)
         if room := [k for k in ks if k > bundle.num_draft_tokens]:
             raise ExportError(
                 f"the caches have room for rounds of {bundle.num_draft_tokens} draft tokens, not "
@@ -111,10 +111,12 @@ class _Making:
         text = text_graphs(bundle.path(bundle.tokenizer))
         if not isinstance(text, str):
             made += [_Made(model, f"{name}.onnx", name) for name, model in text.items()]
-        has_integers = any(model.weights_dtype in QUANTISED for model in bundle.models.values())
+        has_integers = any(
+            model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values()
+        )
         kind = "integers" if has_integers else "float"
         kind = "experts" if _has_experts(bundle, ops) else kind
-        hosts = Hosts(
+        hosts = HostFiles(
             ops["target"],
             tuple(map(_entry, made)),
             GOLDEN if self.golden else None,
@@ -171,7 +173,7 @@ def _file(bundle: Bundle, num_draft_tokens: int) -> str:
     return "round.onnx" if own else f"round-{num_draft_tokens}.onnx"
 
 
-def _write(bundle: Bundle, hosts: Hosts, made: list[_Made], texts: Mapping[str, str]) -> Bundle:
+def _write(bundle: Bundle, hosts: HostFiles, made: list[_Made], texts: Mapping[str, str]) -> Bundle:
     """Write the graphs, then the manifest, which lists at no time what is not there."""
     old = {*bundle.hosts.files} if bundle.hosts else set()
     files = {name: file for name, file in bundle.files.items() if name not in old}
@@ -182,8 +184,8 @@ def _write(bundle: Bundle, hosts: Hosts, made: list[_Made], texts: Mapping[str, 
                 ir.save(one.model, Path(work, one.file))
             for name, text in texts.items():
                 Path(work, name).write_text(text, "utf-8")
-            described = {name: describe(Path(work, name)) for name in hosts.files}
-            number = max(bundle.format, WITH_HOSTS)
+            described = {name: file_entry(Path(work, name)) for name in hosts.files}
+            number = max(bundle.format, FIRST_FORMAT_WITH_HOSTS)
             new = replace(bundle, format=number, hosts=hosts, files=files | described)
             if old:
                 _put(without.to_json(), Path(work), bundle.folder)
@@ -210,7 +212,7 @@ def _entry(made: _Made) -> HostGraph:
     return HostGraph(made.name, made.num_draft_tokens, signature, made.file)
 
 
-def _tensor(value: ir.Value) -> Tensor:
+def _tensor(value: ir.Value) -> TensorSpec:
     assert value.name is not None
     assert value.dtype is not None
     assert value.shape is not None
@@ -220,4 +222,4 @@ def _tensor(value: ir.Value) -> Tensor:
         role, buffer = "cache", ".".join((parts[0], *parts[-2:]))
     shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
     dtype = "string" if value.dtype == ir.DataType.STRING else str(value.dtype.numpy())
-    return Tensor(value.name, role, buffer, dtype, shape)
+    return TensorSpec(value.name, role, buffer, dtype, shape)

@@ -15,8 +15,8 @@ import numpy as np
 import onnx_ir as ir
 
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import Model
-from specedge.bundle.precision import QUANTISED
+from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.precision import QUANTIZED_DTYPES
 
 from . import drawing
 from .nodes import DOUBLE, END, FLOAT, INT, Nodes
@@ -173,7 +173,7 @@ def check_fused(bundle: Bundle) -> str | None:
     if draft.context_length < bundle.target.context_length:
         return f"{draft.source.id} has a shorter context than the target, which one graph cannot do"
     weights = bundle.files[draft.weights].size
-    if draft.weights_dtype in QUANTISED and weights > _SMALL:
+    if draft.weights_dtype in QUANTIZED_DTYPES and weights > _SMALL:
         return (
             f"{draft.source.id} is in {draft.weights_dtype}: in one graph each step would hold "
             f"{weights >> 20} MB of weights of its own"
@@ -181,7 +181,7 @@ def check_fused(bundle: Bundle) -> str | None:
     return None
 
 
-def caches(nodes: Nodes, role: str, model: Model) -> dict[str, ir.Value]:
+def caches(nodes: Nodes, role: str, model: ModelEntry) -> dict[str, ir.Value]:
     """Inputs for a model's buffers, by what its own graphs call them."""
     found = {}
     for i, layer in enumerate(model.cache.layers):
@@ -219,7 +219,7 @@ def verdict(nodes: Nodes, tokens: ir.Value, accepted: ir.Value, next_token: ir.V
     nodes.output("num_accepted", accepted, INT, [1])
 
 
-def of_tokens(nodes: Nodes, logits: ir.Value, model: Model, rows: int) -> ir.Value:
+def of_tokens(nodes: Nodes, logits: ir.Value, model: ModelEntry, rows: int) -> ir.Value:
     """Logits [1, R, C] of the vocabulary alone. -> [R, V]"""
     found = nodes("Reshape", logits, [rows, model.padded_vocab_size])
     if model.padded_vocab_size <= model.vocab_size:
@@ -227,7 +227,7 @@ def of_tokens(nodes: Nodes, logits: ir.Value, model: Model, rows: int) -> ir.Val
     return nodes("Slice", found, [0], [model.vocab_size], [1])
 
 
-def _known(nodes: Nodes, tokens: ir.Value, draft: Model, vocab_size: int) -> ir.Value:
+def _known(nodes: Nodes, tokens: ir.Value, draft: ModelEntry, vocab_size: int) -> ir.Value:
     """Tokens as a draft is fed: those that it does not have are token 0 to it."""
     if draft.vocab_size >= vocab_size:
         return tokens

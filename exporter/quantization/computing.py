@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from specedge.bundle.manifest import Model
+from specedge.bundle.manifest import ModelEntry
 
 from ..progress import Progress
 from .report import report
@@ -19,12 +19,12 @@ from .written import Written
 
 def add_kinds(
     kinds: Sequence[str],
-    models: dict[str, Model],
+    models: dict[str, ModelEntry],
     folder: Path,
     texts: Texts,
     head: Sequence[int] | None,
     progress: Progress,
-) -> list[Model]:
+) -> list[ModelEntry]:
     """Give models that share a folder op sets of further kinds, beside those in float32.
 
     The last one's logits are of the tokens `head` alone, if it is given.

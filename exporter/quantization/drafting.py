@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from specedge.bundle.manifest import File, Model
+from specedge.bundle.manifest import FileEntry, ModelEntry
 from specedge.bundle.precision import GPTQ
 
 from ..progress import Progress
@@ -39,8 +39,8 @@ class Candidate:
 
     precision: str
     folder: Path
-    model: Model
-    file: File
+    model: ModelEntry
+    file: FileEntry
     sampled: float = 0.0  # the chance that a drawn token is accepted,
     greedy: float = 0.0  # and a likeliest one
     seconds: float = 0.0  # of a pass over one token
@@ -48,15 +48,15 @@ class Candidate:
 
 def fastest(
     target: Written,
-    draft: Model,
-    file: File,
+    draft: ModelEntry,
+    file: FileEntry,
     folder: Path,
     texts: Texts,
     head: Sequence[int] | None,
     progress: Progress,
     kinds: Sequence[str] = (),
     rounding: str = GPTQ,
-) -> tuple[Model, File]:
+) -> tuple[ModelEntry, FileEntry]:
     """Leave the best draft in `folder`, where it is in its own type; its manifest and weights.
 
     Its logits are of the tokens `head` alone, if it is given. With `kinds` it has op sets of these,
@@ -155,6 +155,6 @@ def _zeros(value: ort.NodeArg) -> np.ndarray:
     return np.zeros(value.shape, np.int64 if value.type == "tensor(int64)" else np.float32)
 
 
-def matters(model: Model) -> bool:
+def matters(model: ModelEntry) -> bool:
     """Whether a draft is large enough for its precision to matter."""
     return model.num_parameters >= LEAST_PARAMETERS

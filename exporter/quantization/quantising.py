@@ -12,9 +12,9 @@ import onnx_ir as ir
 import onnx_ir.passes.common as passes
 import torch
 
-from specedge.bundle.manifest import File, Model
-from specedge.bundle.op_sets import attention, is_for_engines, is_typed
-from specedge.bundle.precision import BLOCKS, GPTQ, NEAREST
+from specedge.bundle.manifest import FileEntry, ModelEntry
+from specedge.bundle.op_sets import attention_ops, has_compute_type, is_qdq
+from specedge.bundle.precision import BLOCK_BITS, GPTQ, NEAREST
 from specedge.errors import ParityError
 
 from ..graph import sigmoids
@@ -51,7 +51,7 @@ Channels = dict[tuple[int, ...], np.ndarray]  # of the groups that can be smooth
 
 
 def quantise(
-    models: dict[str, Model],
+    models: dict[str, ModelEntry],
     folder: Path,
     precision: str,
     texts: Texts,
@@ -60,7 +60,7 @@ def quantise(
     kinds: Sequence[str] = (),
     rounding: str = GPTQ,
     bits: float = 4.0,
-) -> tuple[list[Model], File]:
+) -> tuple[list[ModelEntry], FileEntry]:
     """Give models that share a folder weights of a quantised precision; the weights' hash, too.
 
     A second model has the first one's own layers, for which choices are made once. The last one's
@@ -140,10 +140,10 @@ def _in_basis(parts: list[Written], work: Path, known: Apart) -> tuple[list[Writ
 
 
 def _compare_formats(
-    model: Written, made: Model, precision: str, texts: Texts, work: Path, progress: Progress
+    model: Written, made: ModelEntry, precision: str, texts: Texts, work: Path, progress: Progress
 ) -> None:
     """Note how far the same weights are from float in llama.cpp's formats, on the same texts."""
-    own = made.quantisation[model.ops[0]]
+    own = made.quantization[model.ops[0]]
     if model.role != "target" or model.model.num_experts or not own.num_tokens:
         return
     original = replace(model, folder=model.original or model.folder)
@@ -211,7 +211,7 @@ class Chooser:
 
         def visit(key: tuple[int, ...], x: Seen) -> None:
             if key in layers:
-                choice = choosing.of_experts(layers[key], x, BLOCKS.get(self.precision, 8))
+                choice = choosing.of_experts(layers[key], x, BLOCK_BITS.get(self.precision, 8))
                 made[key] = _named(choice, layers[key].names)
                 return
             group = new[key]
@@ -228,7 +228,7 @@ class Chooser:
         )  # fmt: skip
         return made
 
-    def _in_eight_bits(self, found: list[Group], model: Model) -> set[tuple[int, ...]]:
+    def _in_eight_bits(self, found: list[Group], model: ModelEntry) -> set[tuple[int, ...]]:
         """Return the groups that int4 has in 8 bits: last matrices of MLPs, evenly over the layers.
 
         As many as leave the weights in layers `bits` on average.
@@ -280,7 +280,7 @@ def _others(model: Written, ops: str, known: Apart) -> Choices:
     """What stays as it is because no MatMul reads it as it is stored; one says so for all."""
     found: Choices = {}
     rounded = {place for experts in known.experts for place in experts.key}
-    graph = _opened(model, attention(ops), known).graph
+    graph = _opened(model, attention_ops(ops), known).graph
     for op_type, tensors in others(graph, known.places, rounded).items():
         for routes_, reason in (
             (True, "it chooses experts"),
@@ -305,7 +305,7 @@ def _choice(
     group: Group,
     x: Seen,
     precision: str,
-    model: Model,
+    model: ModelEntry,
     is_tied: bool,
     channels: np.ndarray | None,
 ) -> Choice:
@@ -313,8 +313,8 @@ def _choice(
     shapes = [matrix.stored.numbers().shape for matrix in group.matrices]
     is_plain = all(len(shape) == 2 for shape in shapes)
     in_layers = is_plain and all(shape[-1] != model.padded_vocab_size for shape in shapes)
-    if precision in BLOCKS and in_layers:
-        return choosing.in_blocks(group, x, BLOCKS[precision])
+    if precision in BLOCK_BITS and in_layers:
+        return choosing.in_blocks(group, x, BLOCK_BITS[precision])
     if precision == "int8-block" and is_plain and shapes[0][0] % BLOCK == 0:
         return choosing.in_blocks(group, x, 8)
     if precision == "int4" and not is_tied and len(shapes) == 1 and len(shapes[0]) == 2:
@@ -343,7 +343,7 @@ def _rewrite(
     rounded = {place for g in found if choices[g.key].num_parts for place in g.key}
     powers = {place: choice.powers for key, choice in choices.items() for place in key}
     places = {stored.place: powers.get(stored.place) for stored in tables.values()}
-    kind = Dequantiser if is_for_engines(ops) else Widener if is_typed(ops) else Rewriter
+    kind = Dequantiser if is_qdq(ops) else Widener if has_compute_type(ops) else Rewriter
     blocks = {p for g in found if choices[g.key].bits == 8 for p in g.key}
     if precision == "int8-block":
         blocks |= {one.place for one in tables.values() if one.tensor.shape.numpy()[1] % BLOCK == 0}

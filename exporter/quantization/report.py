@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
-from specedge.bundle.op_sets import attention, cached
-from specedge.bundle.reports import Quantisation
+from specedge.bundle.op_sets import attention_ops, cache_dtype
+from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ExportError
 
 from ..progress import Progress
@@ -44,17 +44,17 @@ def report(
     """
     who, runner = f"{model.role} ({ops})", model.runner(folder, ops)
     if not runner.can_run():
-        progress.note(f"{who}: not run, as ONNX Runtime has no {cached(ops)} kernels here")
+        progress.note(f"{who}: not run, as ONNX Runtime has no {cache_dtype(ops)} kernels here")
         return _described(Distance(), texts, choices), ()
     powers = {key: choice.powers for key, choice in choices.items()}
     factors = smoothing.of_caches(opened(model.decoder(ops)).graph, powers)
-    before = model.runner(model.original or model.folder, attention(ops))
+    before = model.runner(model.original or model.folder, attention_ops(ops))
     found, late = distances(before, runner, texts.report, factors, model.head)
     numbers = (one.loss + one.divergence + one.error for one in (found, late))
     if not math.isfinite(sum(numbers)):
         raise ExportError(
-            f"{who}: some numbers are beyond {cached(ops)}; leave --compute and --cache out, or "
-            "compute in another type"
+            f"{who}: some numbers are beyond {cache_dtype(ops)}; leave --compute and --cache out, "
+            "or compute in another type"
         )
     held, differing = checks.alone(runner, np.concatenate(texts.report))
     if differing:
@@ -81,10 +81,10 @@ def _of_late(near: Distance, late: Distance, context_length: int) -> str | None:
 
 def _described(
     found: Distance, texts: Texts, choices: Mapping[tuple[int, ...], Choice]
-) -> Quantisation:
+) -> QuantizationReport:
     made = choices.values()
     count, scored = max(1, found.num_tokens), max(1, found.num_scored)
-    return Quantisation(
+    return QuantizationReport(
         text=texts.name,
         num_tokens=found.num_tokens,
         perplexity=float(np.exp(found.loss / scored)),

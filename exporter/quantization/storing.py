@@ -9,7 +9,7 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from specedge.bundle.manifest import File
+from specedge.bundle.manifest import FileEntry
 
 from ..graph.weights import ALIGNMENT, FILE, Hashed
 from . import rounding
@@ -32,9 +32,9 @@ class Store:
         self._hashed.close()
 
     @property
-    def file(self) -> File:
+    def file(self) -> FileEntry:
         """The file's size and hash, once it is closed."""
-        return File(self._hashed.size, self._hashed.digest.hexdigest())
+        return FileEntry(self._hashed.size, self._hashed.digest.hexdigest())
 
     def integers(
         self, key: Hashable, make: Callable[[], Integers]

@@ -9,9 +9,16 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from specedge.bundle.manifest import Model, signatures
-from specedge.bundle.op_sets import OP_SETS, OPS, attention, cached, computed, is_rounded
-from specedge.bundle.reports import Quantisation
+from specedge.bundle.manifest import ModelEntry, signatures
+from specedge.bundle.op_sets import (
+    OP_SETS,
+    OPS,
+    attention_ops,
+    cache_dtype,
+    compute_dtype,
+    is_reduced_precision,
+)
+from specedge.bundle.reports import QuantizationReport
 
 from ..graph import graphs
 from ..graph.graphs import Length, signature_of
@@ -20,7 +27,7 @@ from ..graph.weights import STORED
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
 
-Report = tuple[Quantisation, tuple[int, ...]]  # and the T whose rows keep their bits
+Report = tuple[QuantizationReport, tuple[int, ...]]  # and the T whose rows keep their bits
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,7 @@ class Written:
     """
 
     role: str
-    model: Model
+    model: ModelEntry
     folder: Path
     head: np.ndarray | None = None
     original: Path | None = None
@@ -52,7 +59,9 @@ class Written:
     def rounded(self, weights_dtype: str, kinds: Sequence[str]) -> list[str]:
         """What is made of it: op sets over weights of a type, and with types of their own."""
         wanted = [*self.ops, *(f"{ops}-{kind}" for kind in kinds for ops in self.ops)]
-        return [ops for ops in wanted if ops in OP_SETS and is_rounded(ops, weights_dtype)]
+        return [
+            ops for ops in wanted if ops in OP_SETS and is_reduced_precision(ops, weights_dtype)
+        ]
 
     @property
     def lengths(self) -> list[Length]:
@@ -79,27 +88,27 @@ class Written:
     def decoder(self, ops: str) -> Path:
         """Return the file, for any length, that the graphs of an op set are made from."""
         (decoder,) = (one for one in self.lengths if one.length is None)
-        return self.folder / decoder.source.file(attention(ops))
+        return self.folder / decoder.source.file(attention_ops(ops))
 
     def write(self, made: ir.Model, folder: Path, ops: str) -> None:
         """Write the files of an op set that was made of a decoder."""
-        if (kind := cached(ops)) != "float32":
-            (narrow if kind == computed(ops) else narrow_caches)(made, STORED[kind][1])
+        if (kind := cache_dtype(ops)) != "float32":
+            (narrow if kind == compute_dtype(ops) else narrow_caches)(made, STORED[kind][1])
         graphs.write(made, folder, self.lengths, ops)
 
-    def with_reports(self, reports: dict[str, Report], weights_dtype: str) -> Model:
+    def with_reports(self, reports: dict[str, Report], weights_dtype: str) -> ModelEntry:
         """The manifest with other weights, or further op sets, and what they cost."""
         model, place = self.model, self.model.weights.rpartition("/")[0]
-        parity, quantisation = dict(model.parity), dict(model.quantisation)
+        parity, quantization = dict(model.parity), dict(model.quantization)
         entries, known = list(model.graphs), dict(model.signatures)
         for ops, (report, held) in reports.items():
             if ops not in parity:
                 entries += [length.entry(place, ops) for length in self.lengths]
-            parity[ops] = replace(parity[attention(ops)], row_independent_lengths=held)
-            quantisation[ops] = report
-            own = signatures(model.cache_of(ops), model.padded_vocab_size)
+            parity[ops] = replace(parity[attention_ops(ops)], invariant_lengths=held)
+            quantization[ops] = report
+            own = signatures(model.cache_layout(ops), model.padded_vocab_size)
             known |= {signature_of(kind, ops): signature for kind, signature in own.items()}
         return replace(
             model, weights_dtype=weights_dtype, signatures=known, graphs=tuple(entries),
-            parity=parity, quantisation=quantisation,
+            parity=parity, quantization=quantization,
         )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from specedge.errors import ExportError
-from specedge.options import Filters
+from specedge.sampling_options import SamplingFilters
 
 from ..checkpoint.checkpoints import Checkpoint
 from ..progress import Progress
@@ -90,18 +90,18 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     return tuple(dict.fromkeys(values))
 
 
-def default_sampling(target: Checkpoint) -> Filters:
+def default_sampling(target: Checkpoint) -> SamplingFilters:
     """How the target's generation config samples; greedy where it does not."""
     config = target.generation
     if not config.get("do_sample"):
-        return Filters()
+        return SamplingFilters()
 
     def number(name: str, default: float) -> float:
         value = config.get(name)
         return value if isinstance(value, int | float) else default
 
     try:
-        return Filters(
+        return SamplingFilters(
             temperature=number("temperature", 1.0),
             top_k=int(number("top_k", 50)),  # what transformers takes where none is given
             top_p=number("top_p", 1.0),

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specedge.bundle.manifest import PREFILL_LENGTH, chunk_length
-from specedge.bundle.op_sets import attention
+from specedge.bundle.op_sets import attention_ops
 
 from ..graph.graphs import Length
 from .judgement import Judge
@@ -43,7 +43,7 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
     while at < end:
         for name in turns:
             length = runner.lengths[name].length or 7
-            if at + length + (attention(runner.ops) == "gqa") > runner.geometry.capacity:
+            if at + length + (attention_ops(runner.ops) == "gqa") > runner.geometry.capacity:
                 continue
             length = min(length, end - at)
             kept = length // 2 if name == "verify" else length

@@ -11,7 +11,7 @@ import onnxscript
 import torch
 import transformers
 
-from specedge.bundle.reports import Parity
+from specedge.bundle.reports import ParityReport
 
 from ..progress import Advance
 from . import checks, structure
@@ -29,7 +29,7 @@ def measure(
     runner: Runner,
     tolerance: float | None = None,
     advance: Advance = lambda amount: None,
-) -> tuple[Parity, list[str]]:
+) -> tuple[ParityReport, list[str]]:
     """Ask whether the graph is the model, and whether it is as good as float32 can be.
 
     Also given are the fixed-shape files that have other bits than the decoder's.
@@ -47,7 +47,7 @@ def measure(
     held, differing = _run(parts, runner, judge, advance)
     own = [_largest(p.logits_float32, p.logits) for p in parts]
     caches = [c for p in parts for c in map(_largest, p.caches_float32, p.caches)]
-    parity = Parity(
+    parity = ParityReport(
         structure_error=difference,
         logits_error=judge.worst["logits"],
         cache_error=judge.worst["cache"],
@@ -58,7 +58,7 @@ def measure(
         logits_std=float(parts[0].logits.std(1).mean()),  # of a row, on average
         num_positions=sum(len(part.tokens) for part in parts),
         num_left_out=sum(part.left_out for part in parts),
-        row_independent_lengths=held,
+        invariant_lengths=held,
         versions={package.__name__: package.__version__ for package in PACKAGES},
     )
     return parity, differing

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnxruntime as ort
 
-from specedge.bundle.op_sets import cached
+from specedge.bundle.op_sets import cache_dtype
 from specedge.errors import ExportError
 
 from ..checkpoint.lazy_weights import Memory
@@ -91,7 +91,7 @@ class Runner:
         self.folder, self.geometry, self.ops = folder, geometry, ops
         self.lengths = {length.name: length for length in lengths}
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
-        self._dtype = cached(ops)
+        self._dtype = cache_dtype(ops)
         self._shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
         self._splits: dict[str, partition.Split] = {}
         self.num_stages = 1

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import onnxruntime as ort
 
-from specedge import products
+from specedge import int8_products
 from specedge.cpu_count import default_threads
 from specedge.errors import ExportError
 
@@ -108,14 +108,14 @@ def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.Infere
     multiplies bytes rightly.
     """
     if not _products_are_right():
-        options.add_session_config_entry(products.UNSIGNED, "1")
+        options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
     return _opened(model, options)
 
 
 @functools.cache
 def _products_are_right() -> bool:
-    session = _opened(products.PRODUCT, ort.SessionOptions())
-    return products.are_right(lambda x: session.run(None, {"x": x})[0])
+    session = _opened(int8_products.PRODUCT_GRAPH, ort.SessionOptions())
+    return int8_products.are_exact(lambda x: session.run(None, {"x": x})[0])
 
 
 def _opened(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:

@@ -18,7 +18,7 @@ class KeyValueCache:
     never read, so a rollback costs nothing.
     """
 
-    def __init__(self, layout: manifest.Cache, buffers: Buffers) -> None:
+    def __init__(self, layout: manifest.CacheLayout, buffers: Buffers) -> None:
         self.arrays: dict[str, Any] = {}
         self._buffers = buffers
         self._tokens: list[int] = []

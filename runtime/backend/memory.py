@@ -16,10 +16,10 @@ from itertools import chain
 from pathlib import Path
 
 from specedge.bundle import Bundle
-from specedge.bundle.graph_file import Weight, weights_of
-from specedge.bundle.manifest import Model, chunk_length
-from specedge.bundle.op_sets import CACHES, attention, computed
-from specedge.bundle.precision import QUANTISED
+from specedge.bundle.graph_scan import WeightUse, weights_of
+from specedge.bundle.manifest import ModelEntry, chunk_length
+from specedge.bundle.op_sets import CACHE_TYPES, attention_ops, compute_dtype
+from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import DeviceError
 
 PROCESS = 90 * 10**6  # Python, numpy, ONNX Runtime and this package, whatever the pair
@@ -71,7 +71,7 @@ class ModelMemory:
 
     def rounded(self) -> ModelMemory:
         """The same model with weights in int8."""
-        if self.weights_dtype in QUANTISED:
+        if self.weights_dtype in QUANTIZED_DTYPES:
             return self
         packed, lying, opening = self.packed // 4, self.lying // 4, self.opening // 4
         return replace(self, packed=packed, lying=lying, opening=opening)
@@ -183,20 +183,20 @@ def pair_memory(
         draft=models.get("draft"),
         context_length=length,
         slots=slots,
-        ops=attention(ops["target"]),
+        ops=attention_ops(ops["target"]),
     )
 
 
 def model_memory(
-    bundle: Bundle, model: Model, ops: str, slots: int = 1, max_length: int | None = None
+    bundle: Bundle, model: ModelEntry, ops: str, slots: int = 1, max_length: int | None = None
 ) -> ModelMemory:
     """What one model takes, by its manifest and its decoder's file. Raises BundleError."""
     largest = bundle.files[model.weights].size  # what claims to be more, ONNX Runtime refuses
     found = weights_of(bundle, model.graph("decoder", ops).file)
     fitting = (weight for weight in found if weight.size <= largest)
-    is_narrow = computed(ops) != "float32"
+    is_narrow = compute_dtype(ops) != "float32"
     is_wide = model.weights_dtype == "float32"
-    cache = model.cache_of(ops)
+    cache = model.cache_layout(ops)
     held = list(chain.from_iterable(_held(weight, is_narrow, is_wide) for weight in fitting))
     packed = [size for size, is_packed in held if is_packed]
     length = min(max_length or cache.capacity, cache.capacity)
@@ -213,7 +213,7 @@ def model_memory(
 
 
 def _held(
-    weight: Weight, is_narrow: bool = False, is_wide: bool = False
+    weight: WeightUse, is_narrow: bool = False, is_wide: bool = False
 ) -> Iterator[tuple[int, bool]]:
     """What a session holds of a weight: bytes, and whether a kernel has packed them.
 
@@ -231,7 +231,7 @@ def _held(
 
 
 def _passes(
-    model: Model, packed: list[int], capacity: int, num_draft_tokens: int, slots: int
+    model: ModelEntry, packed: list[int], capacity: int, num_draft_tokens: int, slots: int
 ) -> int:
     """What a pass over a chunk of a prompt makes: scores of its rows, [heads, T, S], and as many
     values as a layer's matrices are wide; logits of every pass up to the verify pass, in each slot,
@@ -270,7 +270,10 @@ def _advice(need: PairMemory, limit: int) -> str:
     """The options of an export that keep the peak within a limit."""
     rounded, halved = need.rounded(), need.halved()
     both = rounded.halved()
-    integers, caches = "--precision int8", f"--cache fp16, for --ops {need.ops}-{CACHES['fp16']}"
+    integers, caches = (
+        "--precision int8",
+        f"--cache fp16, for --ops {need.ops}-{CACHE_TYPES['fp16']}",
+    )
     one = {_length(need, limit): need.shorter(limit), integers: rounded, caches: halved}
     two = {
         f"{integers} {_length(rounded, limit)}": rounded.shorter(limit),

@@ -10,11 +10,11 @@ from typing import Any
 
 from specedge.bundle import MANIFEST, Bundle
 from specedge.bundle.gpu_signatures import SCORED
-from specedge.bundle.graph_file import check_graph
-from specedge.bundle.manifest import CURE, Graph, Model
-from specedge.bundle.op_sets import CACHED, ENGINES, OP_SETS, attention, computed
-from specedge.bundle.precision import QUANTISED, precision_of
-from specedge.bundle.signature import DRAWING, Signature, Tensor
+from specedge.bundle.graph_scan import check_graph
+from specedge.bundle.manifest import REEXPORT_HINT, GraphEntry, ModelEntry
+from specedge.bundle.op_sets import CACHE_SUFFIXES, OP_SETS, QDQ, attention_ops, compute_dtype
+from specedge.bundle.precision import QUANTIZED_DTYPES, precision_of
+from specedge.bundle.signature import SAMPLING_INPUTS, Signature, TensorSpec
 from specedge.errors import BundleError, DeviceError
 
 from .cuda import engines
@@ -24,7 +24,7 @@ from .ort import translated_errors
 from .sessions import Device
 
 ORT_TYPES = {"float32": "float", "float64": "double"}  # where its name is another
-STAGED = ("tokens", "past_length", *DRAWING)  # what the host writes before a pass
+STAGED = ("tokens", "past_length", *SAMPLING_INPUTS)  # what the host writes before a pass
 
 
 class ModelSession:
@@ -33,7 +33,7 @@ class ModelSession:
     def __init__(
         self,
         bundle: Bundle,
-        model: Model,
+        model: ModelEntry,
         device: Device,
         ops: str,
         graph: str,
@@ -42,8 +42,8 @@ class ModelSession:
         self.ops = choose_ops(model, ops, device)
         where = f"{bundle.folder / MANIFEST}: {model.source.id}"
         precision_of(where, model.dtype, model.cache.dtype)
-        if device.is_cpu and computed(self.ops) == "bfloat16":
-            others = ", ".join(name for name in model.parity if computed(name) != "bfloat16")
+        if device.is_cpu and compute_dtype(self.ops) == "bfloat16":
+            others = ", ".join(name for name in model.parity if compute_dtype(name) != "bfloat16")
             raise DeviceError(
                 f"{model.source.id}: the op set '{self.ops}' computes in bfloat16, which ONNX "
                 f"Runtime has no kernels for on {device.name}; leave --ops out, or take one of "
@@ -64,9 +64,9 @@ class ModelSession:
         self.buffers = device.buffers(self._session)
         _check_contract(self._session, entry, self._signature, path)
 
-    def _engine(self, bundle: Bundle, entry: Graph, device: Device) -> Path | None:
+    def _engine(self, bundle: Bundle, entry: GraphEntry, device: Device) -> Path | None:
         """The graph's engine, where the device runs engines."""
-        if not device.has_engines:
+        if not device.supports_engines:
             return None
         return engines.require(bundle, self.model, entry, device.platform(), device.name)
 
@@ -78,7 +78,7 @@ class ModelSession:
     def cache(self) -> KeyValueCache:
         """An empty cache for its passes."""
         with self._translated():
-            return KeyValueCache(self.model.cache_of(self.ops), self.buffers)
+            return KeyValueCache(self.model.cache_layout(self.ops), self.buffers)
 
     def bind(
         self, cache: KeyValueCache, length: int, num_logits: int, captured: bool = False
@@ -99,7 +99,7 @@ class ModelSession:
             self.buffers.bind(new.binding, new.inputs, new.outputs)
         return new
 
-    def _array(self, tensor: Tensor, bound: BoundPass, length: int, num_logits: int) -> Any:
+    def _array(self, tensor: TensorSpec, bound: BoundPass, length: int, num_logits: int) -> Any:
         """A buffer of the cache, or an array of the pass's own."""
         if tensor.buffer is not None:
             return bound.cache.arrays[tensor.buffer]
@@ -158,7 +158,7 @@ class BoundPass:
         self.arrays: dict[str, Any] = {}
 
 
-def choose_ops(model: Model, ops: str = "auto", device: Device | None = None) -> str:
+def choose_ops(model: ModelEntry, ops: str = "auto", device: Device | None = None) -> str:
     """The op set to run. Those that compute in a type of their own are for other devices than the
     CPU, which runs them if asked.
     """
@@ -176,16 +176,16 @@ def choose_ops(model: Model, ops: str = "auto", device: Device | None = None) ->
     return found
 
 
-def _gpu_ops(model: Model, ops: str, device: Device) -> str:
+def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
     """The op set to run on a GPU, or the one asked for, if it can."""
-    fits = model.has_engines if device.has_engines else model.is_for_gpus
+    fits = model.supports_engines if device.supports_engines else model.supports_gpu
     able = [one for one in device.preferred_ops if one in model.parity and fits(one)]
     if ops == "auto" and able:
         return able[0]
     if ops != "auto" and model.op_set(ops) in able:
         return str(model.op_set(ops))
     found = f"only {', '.join(able)}" if able else f"none of {', '.join(model.parity)}"
-    kind = ENGINES if device.has_engines and model.weights_dtype in QUANTISED else "fp16"
+    kind = QDQ if device.supports_engines and model.weights_dtype in QUANTIZED_DTYPES else "fp16"
     how = f"--compute {kind}" if model.dtype == "float32" else "--ops auto"
     raise DeviceError(
         f"{model.source.id}: {device.name} runs {found} of its op sets"
@@ -193,13 +193,13 @@ def _gpu_ops(model: Model, ops: str, device: Device) -> str:
     )
 
 
-def _wanted(model: Model, ops: str) -> str:
+def _wanted(model: ModelEntry, ops: str) -> str:
     """The options of an export that give an op set, if there are any."""
     plain, _, kind = ops.partition("-")
-    if kind in (("bf16",) if model.weights_dtype in QUANTISED else ("fp32", ENGINES)):
+    if kind in (("bf16",) if model.weights_dtype in QUANTIZED_DTYPES else ("fp32", QDQ)):
         return ""
-    option = "--cache fp16" if kind in CACHED else f"--compute {kind}" if kind else ""
-    if plain != "gqa" or plain in map(attention, model.parity):
+    option = "--cache fp16" if kind in CACHE_SUFFIXES else f"--compute {kind}" if kind else ""
+    if plain != "gqa" or plain in map(attention_ops, model.parity):
         return f", or export the pair with --ops {plain} {option}".rstrip()
     if any(layer.key_size != layer.value_size for layer in model.cache.layers):
         return ""  # no GroupQueryAttention has that
@@ -207,7 +207,7 @@ def _wanted(model: Model, ops: str) -> str:
     return f", or export the pair with {how}, which gives {ops} where a model can have it"
 
 
-def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path) -> None:
+def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path: Path) -> None:
     """Refuse a graph whose inputs or outputs are not those that the manifest promises."""
     if unknown := signature.unknown:
         raise BundleError(
@@ -225,11 +225,11 @@ def _check_contract(session: Any, entry: Graph, signature: Signature, path: Path
             if found.get(name) != wanted.get(name):
                 raise BundleError(
                     f"{path}: {name} is {found.get(name, 'missing')}, {MANIFEST} wants "
-                    f"{wanted.get(name, 'none')}; {CURE}"
+                    f"{wanted.get(name, 'none')}; {REEXPORT_HINT}"
                 )
 
 
-def _promised(tensor: Tensor, entry: Graph) -> str:
+def _promised(tensor: TensorSpec, entry: GraphEntry) -> str:
     shape = tensor.at(entry.batch, entry.length or 0, 0)
     return _shown(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
 

@@ -11,11 +11,11 @@ import numpy as np
 
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
-from specedge.bundle.manifest import Model, chunk_length
-from specedge.bundle.op_sets import is_typed
-from specedge.bundle.precision import QUANTISED
+from specedge.bundle.manifest import ModelEntry, chunk_length
+from specedge.bundle.op_sets import has_compute_type
+from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import SpecEdgeError
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..decoding.verify import Draft, draw_draft
 from ..sampling.distribution import Floats
@@ -36,7 +36,7 @@ class OrtModel:
     def __init__(
         self,
         bundle: Bundle,
-        model: Model,
+        model: ModelEntry,
         device: Device,
         ops: str = "auto",
         graph: str = "decoder",
@@ -51,11 +51,11 @@ class OrtModel:
         ids = bundle.ids_of(model)
         self._ids = None if ids is None else np.array(ids, np.intp)
         parity = model.parity[self.ops]
-        self.row_independent_lengths = parity.row_independent_lengths if device.is_cpu else ()
+        self.invariant_lengths = parity.invariant_lengths if device.is_cpu else ()
         self.float32_error = parity.logits_error
         self.num_experts = model.num_experts
         bits = model.weights_dtype
-        self.rounds_inputs = bits in QUANTISED and not is_typed(self.ops)
+        self.rounds_inputs = bits in QUANTIZED_DTYPES and not has_compute_type(self.ops)
         # MatMulNBits of 8 bits widens the whole matrix on CUDA beyond 5 rows.
         narrow = not device.is_cpu and bits in ("int8", "int8-block")
         self.fast_length = 5 if narrow else sys.maxsize
@@ -125,7 +125,7 @@ class OrtModel:
         self.prefill([0] * min(self._chunk_length, self._session.model.context_length))
         self.truncate(0)
 
-    def unroll(self, bundle: Bundle, model: Model, device: Device) -> str | None:
+    def unroll(self, bundle: Bundle, model: ModelEntry, device: Device) -> str | None:
         """Let it draft in one call where the bundle has graphs for that, memory for their own
         copies of the weights is left, they draft what passes draft, and faster, as is measured; the
         cache is then empty. What is to be said where such a graph cannot be run.

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from specedge.errors import MissingExtraError, SpecEdgeError
-from specedge.telemetry import no_telemetry
+from specedge.telemetry import disabled_telemetry
 
 from .memory import is_out_of_memory
 
@@ -17,7 +17,7 @@ def onnxruntime() -> Any:
     """The onnxruntime module, or an error that says how to install it."""
     how = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
     try:
-        with no_telemetry():
+        with disabled_telemetry():
             module = importlib.import_module("onnxruntime")
     except ImportError as error:
         if _was_interrupted(error):

@@ -12,10 +12,10 @@ from functools import cache
 
 import numpy as np
 
-from specedge import products
-from specedge.bundle.manifest import Model
-from specedge.bundle.op_sets import attention
-from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTISED
+from specedge import int8_products
+from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.op_sets import attention_ops
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
 from specedge.diagnosis import packages
 from specedge.errors import DeviceError
 
@@ -38,7 +38,7 @@ EXPERTS = (
 
 def settle(
     model: OrtModel,
-    facts: Model,
+    facts: ModelEntry,
     device: Device,
     longest: int,
     seconds: dict[int, float] | None = None,
@@ -53,14 +53,14 @@ def settle(
     return run_on_gpu(model, facts, longest, seconds)
 
 
-def run(model: OrtModel, facts: Model, seconds: dict[int, float] | None = None) -> str | None:
+def run(model: OrtModel, facts: ModelEntry, seconds: dict[int, float] | None = None) -> str | None:
     """Pass the last of a few tokens again, in passes of each T that the export found to keep rows'
     bits, and let the model rely on those alone that do so here. What is to be said of the others.
 
     Where passes of two keep them and passes of one do not, here or at the export, single tokens are
     padded to passes of two. Ends with an empty cache.
     """
-    recorded = model.row_independent_lengths
+    recorded = model.invariant_lengths
     tried = [t for t in recorded if t <= min(LONGEST, facts.context_length)]
     if not tried:
         return None
@@ -71,10 +71,10 @@ def run(model: OrtModel, facts: Model, seconds: dict[int, float] | None = None) 
         recorded = tuple(sorted({1, *recorded}))
         lost = _lost(model, facts, sorted({1, *tried}), seconds)
     if not lost:
-        model.row_independent_lengths = recorded
+        model.invariant_lengths = recorded
         return None
     kept = [t for t in recorded if t < min(lost)]
-    model.row_independent_lengths = tuple(kept) if 1 in kept else ()
+    model.invariant_lengths = tuple(kept) if 1 in kept else ()
     return (
         f"{facts.source.id}: on this machine passes of {', '.join(map(str, lost))} tokens give "
         f"other last bits than longer ones ({_known(facts, model.ops)};"
@@ -83,44 +83,48 @@ def run(model: OrtModel, facts: Model, seconds: dict[int, float] | None = None) 
 
 
 def _lost(
-    model: OrtModel, facts: Model, lengths: list[int], seconds: dict[int, float]
+    model: OrtModel, facts: ModelEntry, lengths: list[int], seconds: dict[int, float]
 ) -> list[int]:
     """Return the T whose rows do not have the bits of the longest pass, ascending."""
     held = (_held(model, lengths, seconds, step=step) for step in _steps(facts))
     return sorted({*lengths} - set.intersection(*held))
 
 
-def _steps(facts: Model) -> tuple[int, ...]:
+def _steps(facts: ModelEntry) -> tuple[int, ...]:
     """Return the steps between tokens to try: where they are all alike, experts are, too."""
     return (STEP, 0) if facts.num_experts else (STEP,)
 
 
-def longest_exact(model: OrtModel, facts: Model) -> int:
+def longest_exact(model: OrtModel, facts: ModelEntry) -> int:
     """Return the pass length up to which rows keep their bits here, of those that the export
     recorded and `run` does not try: passes that read a prompt beside a draft may be so long.
 
     At least LONGEST. Ends with an empty cache.
     """
-    recorded = facts.parity[model.ops].row_independent_lengths
+    recorded = facts.parity[model.ops].invariant_lengths
     tried = [t for t in recorded if LONGEST <= t <= facts.context_length]
-    if len(tried) < 2 or LONGEST not in model.row_independent_lengths:
+    if len(tried) < 2 or LONGEST not in model.invariant_lengths:
         return LONGEST
     held = set.intersection(*(_held(model, tried, {}, step=step) for step in _steps(facts)))
     first_lost = min((t for t in tried if t not in held), default=tried[-1] + 1)
     return max((t for t in tried if t < first_lost), default=LONGEST)
 
 
-def _known(facts: Model, ops: str) -> str:
+def _known(facts: ModelEntry, ops: str) -> str:
     """What is known to give a row other bits among others."""
     installed, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME["experts"]
-    has_qmoe = facts.num_experts and facts.weights_dtype in QUANTISED and attention(ops) == "gqa"
+    has_qmoe = (
+        facts.num_experts
+        and facts.weights_dtype in QUANTIZED_DTYPES
+        and attention_ops(ops) == "gqa"
+    )
     if has_qmoe and packages.numbers(installed) < packages.numbers(oldest):
         return EXPERTS
     return KNOWN.get(facts.weights_dtype, "as some kernels do")
 
 
 def run_on_gpu(
-    model: OrtModel, facts: Model, longest: int, seconds: dict[int, float] | None = None
+    model: OrtModel, facts: ModelEntry, longest: int, seconds: dict[int, float] | None = None
 ) -> str | None:
     """Pass the last of a few tokens again in passes of every T that requests use, and let the model
     rely on those whose rows have the bits of the longest. What is to be said of the others.
@@ -132,7 +136,7 @@ def run_on_gpu(
     seconds = {} if seconds is None else seconds
     held = set.intersection(*(_held(model, lengths, seconds, past, caches=False) for past in pasts))
     if not (lost := sorted({*lengths} - held)):
-        model.row_independent_lengths = tuple(lengths)
+        model.invariant_lengths = tuple(lengths)
         return None
     return (
         f"{facts.source.id}: on this device passes of {', '.join(map(str, lost))} tokens give "
@@ -174,12 +178,12 @@ def _held(
     return held
 
 
-def fitting(models: Iterable[Model], device: Device) -> Device:
+def fitting(models: Iterable[ModelEntry], device: Device) -> Device:
     """The device as models need it: one on which sums of products of bytes are what they are.
 
     DeviceError where making both kinds unsigned does not help.
     """
-    rounded = next((model for model in models if model.weights_dtype in QUANTISED), None)
+    rounded = next((model for model in models if model.weights_dtype in QUANTIZED_DTYPES), None)
     if rounded is None or not device.is_cpu or _products_are_right(device):
         return device
     if _products_are_right(unsigned := replace(device, unsigned=True)):
@@ -194,6 +198,6 @@ def fitting(models: Iterable[Model], device: Device) -> Device:
 @cache
 def _products_are_right(device: Device) -> bool:
     """Whether products of the largest bytes are NumPy's, by one row and by several."""
-    session = device.open(products.PRODUCT)
+    session = device.open(int8_products.PRODUCT_GRAPH)
     with translated_errors("a product of bytes"):
-        return products.are_right(lambda x: session.run(None, {"x": x})[0])
+        return int8_products.are_exact(lambda x: session.run(None, {"x": x})[0])

@@ -11,12 +11,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specedge.bundle.op_sets import ENGINES
-from specedge.bundle.precision import HALVES, OLDEST_ONNXRUNTIME
+from specedge.bundle.op_sets import QDQ
+from specedge.bundle.precision import HALF_DTYPES, OLDEST_ONNXRUNTIME
 from specedge.cpu_count import cpu_count, default_threads
-from specedge.declared import whole
 from specedge.errors import BundleError, DeviceError
-from specedge.products import UNSIGNED
+from specedge.int8_products import UNSIGNED_OPTION
+from specedge.option_specs import check_integer
 
 from .buffers import Buffers, HostBuffers
 from .cuda import engines, sessions, tensorrt, tensorrt_rtx
@@ -65,7 +65,7 @@ class Device:
             )
         if self.threads is not None:
             try:
-                threads = whole("threads", self.threads, 1, cpu_count())
+                threads = check_integer("threads", self.threads, 1, cpu_count())
             except ValueError as error:
                 raise DeviceError(f"{error}; this process may use no more CPUs") from error
             object.__setattr__(self, "threads", threads)
@@ -86,7 +86,7 @@ class Device:
         return self.kind == "cpu"
 
     @property
-    def has_engines(self) -> bool:
+    def supports_engines(self) -> bool:
         """Whether sessions are of engines, built ahead of time of graphs of fixed lengths."""
         return self.kind in ("tensorrt", "rtx")
 
@@ -106,10 +106,10 @@ class Device:
     @property
     def preferred_ops(self) -> tuple[str, ...]:
         """The op sets that it has kernels for, the fastest first; none of the CPU's own order."""
-        attentions = ("onnx",) if self.has_engines else ("gqa", "onnx")
-        halves = tuple(f"{ops}-{kind}" for kind in HALVES for ops in attentions)
-        if self.has_engines:
-            halves = (f"onnx-{ENGINES}", *halves)
+        attentions = ("onnx",) if self.supports_engines else ("gqa", "onnx")
+        halves = tuple(f"{ops}-{kind}" for kind in HALF_DTYPES for ops in attentions)
+        if self.supports_engines:
+            halves = (f"onnx-{QDQ}", *halves)
         if self.kind == "rtx":  # which has no attention in float32
             return halves
         return (*halves, "onnx-fp32", "onnx")
@@ -119,7 +119,7 @@ class Device:
         if self.is_cpu:
             return HostBuffers()
         open_memory = partial(sessions.open_memory, self.provider, self.index)
-        return CudaBuffers(session, self.index, None if self.has_engines else open_memory)
+        return CudaBuffers(session, self.index, None if self.supports_engines else open_memory)
 
     def open(self, path: Path) -> Any:
         """A session for a graph, or an engine. MemoryError where ONNX Runtime has too little."""
@@ -134,7 +134,7 @@ class Device:
                 raise
             if is_out_of_memory(error):
                 raise MemoryError from error
-            if self.has_engines:
+            if self.supports_engines:
                 raise DeviceError(
                     f"{path}: {self.name} cannot load this engine ({first_line(error)}); delete "
                     f"its folder and build it again: specedge build --device {self.name}"
@@ -156,13 +156,13 @@ class Device:
     def _open(self, ort: Any, path: str) -> Any:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
-        if self.has_engines:
+        if self.supports_engines:
             compiler = tensorrt_rtx if self.kind == "rtx" else tensorrt
             return compiler.open_session(ort, path, self.index)
         if not self.is_cpu:
             return sessions.open_session(ort, path, self.name, self.provider, self.index, options)
         if self.unsigned:
-            options.add_session_config_entry(UNSIGNED, "1")
+            options.add_session_config_entry(UNSIGNED_OPTION, "1")
         # A pattern is a block for all of a pass, beside those of the first pass without it: 27 MB
         # of 135 million parameters in int8, for no time that could be measured.
         options.enable_mem_pattern = False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..sampling.distribution import Floats
 from ..sampling.history import History

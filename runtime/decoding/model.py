@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Protocol, runtime_checkable
 
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..sampling.distribution import Floats
 from ..sampling.history import History
@@ -78,7 +78,7 @@ class TargetModel(LoadedModel, Protocol):
         """How long the prefix is that the cache and `tokens` share."""
 
     @property
-    def row_independent_lengths(self) -> Collection[int]:
+    def invariant_lengths(self) -> Collection[int]:
         """Pass lengths T at which a row's logits had the bits of longer passes, as measured at
         export, and on other devices than the CPU at load.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import suppress
 
 from specedge.errors import OptionError
-from specedge.options import Constraint, Sampling
+from specedge.sampling_options import Sampling, TokenConstraint
 
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
@@ -48,7 +48,7 @@ def propose(
 class _Made:
     """A draft as it grows."""
 
-    def __init__(self, history: History, sampling: Sampling, constraint: Constraint) -> None:
+    def __init__(self, history: History, sampling: Sampling, constraint: TokenConstraint) -> None:
         self._history, self._sampling, self._constraint = history, sampling, constraint
         self.tokens: list[int] = []
         self.probs: list[Distribution | None] = []

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from statistics import fmean
 
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..sampling.distribution import Floats
 from ..sampling.history import History

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from specedge.errors import OptionError
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History

@@ -7,8 +7,8 @@ from contextlib import suppress
 import numpy as np
 
 from specedge.errors import OptionError
-from specedge.options import Sampling
 from specedge.request import DrafterName
+from specedge.sampling_options import Sampling
 
 from ..decoding.verify import Draft, draw
 from ..sampling.distribution import Distribution, Floats

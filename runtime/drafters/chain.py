@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from specedge.options import Sampling
 from specedge.request import DrafterName
+from specedge.sampling_options import Sampling
 
 from ..decoding.proposing import propose
 from ..decoding.round import Drafter, sources

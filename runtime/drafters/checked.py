@@ -7,7 +7,7 @@ import operator
 from dataclasses import dataclass
 
 from specedge.errors import DrafterError
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..decoding.round import Drafter
 from ..decoding.verify import Draft

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Sequence
 from typing import cast
 
-from specedge.options import Sampling
 from specedge.request import DrafterName
+from specedge.sampling_options import Sampling
 
 from ..decoding.model import DraftingModel, LanguageModel
 from ..decoding.verify import Draft, draw_draft

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from specedge.bundle import Bundle
-from specedge.bundle.store import beside
+from specedge.bundle.store import temporary_beside
 from specedge.errors import DrafterError
 
 from .ngrams import Counts, Tables
@@ -23,7 +23,7 @@ _CURE = "build the tables again with 'specedge ngram build'"
 def write(tables: Tables, bundle: Bundle, path: Path) -> None:
     """Write tables, with the hash of the tokenizer that they are for; whole or not at all."""
     arrays = {name: getattr(tables, name) for name in _NAMES}
-    with beside(path) as temporary:
+    with temporary_beside(path) as temporary:
         with temporary.open("wb") as file:
             np.savez_compressed(
                 file, format=np.array([FORMAT]), tokenizer=_tokenizer(bundle), **arrays

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..decoding.verify import Draft, draw_draft
 from ..sampling.distribution import Distribution, Floats, Ids

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specedge.options import Sampling
 from specedge.request import DrafterName
+from specedge.sampling_options import Sampling
 
 from ..decoding.model import shared_beginning
 from ..decoding.verify import Draft

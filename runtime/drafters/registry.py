@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specedge.bundle import Bundle
 from specedge.errors import DrafterError
-from specedge.request import NGRAM, DrafterName, Request
+from specedge.request import NGRAM, DrafterName, GenerationRequest
 
 from ..decoding.model import LanguageModel
 from ..decoding.round import Drafter
@@ -41,7 +41,9 @@ class Drafters:
         if isinstance(drafter, str) and drafter.startswith(NGRAM):
             self._read(drafter.removeprefix(NGRAM))
 
-    def offered(self, request: Request, model: LanguageModel | None) -> dict[str, Drafter]:
+    def offered(
+        self, request: GenerationRequest, model: LanguageModel | None
+    ) -> dict[str, Drafter]:
         """Return the drafters that a request may use, by name, the one that it names first.
 
         `model` is the bundle's draft model, None where it has none. Raises DrafterError, also for a
@@ -71,7 +73,7 @@ class Drafters:
                 found = self._without_model(name, request)
         return {one.name: one for one in found}
 
-    def _without_model(self, name: str, request: Request) -> list[Drafter]:
+    def _without_model(self, name: str, request: GenerationRequest) -> list[Drafter]:
         """Return the drafters of a name that need no draft model. Raises DrafterError."""
         match name:
             case DrafterName.SUFFIX:
@@ -86,7 +88,7 @@ class Drafters:
         assert name.startswith(NGRAM), name  # a Request has no other names
         return [NGrams(self._read(name.removeprefix(NGRAM)))]
 
-    def _copiers(self, request: Request) -> tuple[Drafter, Drafter]:
+    def _copiers(self, request: GenerationRequest) -> tuple[Drafter, Drafter]:
         """Return what copies alone and before the model: lookup if lengths of matches are given,
         which it has.
         """
@@ -96,7 +98,7 @@ class Drafters:
         suffix = self._suffix(request)
         return suffix, suffix.for_chain()
 
-    def _suffix(self, request: Request) -> Suffix:
+    def _suffix(self, request: GenerationRequest) -> Suffix:
         return Suffix(self.remembered if request.remember else None)
 
     def _read(self, name: str) -> Tables:
@@ -115,7 +117,7 @@ class Drafters:
         return self._tables[where][1]
 
 
-def _lookup(request: Request) -> Lookup:
+def _lookup(request: GenerationRequest) -> Lookup:
     """A lookup of the lengths asked for; of one alone given, the other gives way."""
     shortest, longest = request.lookup_min, request.lookup_max
     if shortest is None:

@@ -10,8 +10,8 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specedge.options import Sampling
 from specedge.request import DrafterName
+from specedge.sampling_options import Sampling
 
 from ..decoding.verify import Draft
 from ..sampling.distribution import Floats

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..decoding.verify import Verdict
 from ..sampling.distribution import Floats

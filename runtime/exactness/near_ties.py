@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specedge.errors import OptionError, SpecEdgeError
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..decoding.model import LanguageModel
 from ..decoding.round import NearTie

@@ -78,7 +78,7 @@ class Noise:
         where rows lose their bits and choose experts: a choice that turns, turns all that follows.
         """
         lengths = range(2, num_draft_tokens + 2)
-        held = self._target.row_independent_lengths
+        held = self._target.invariant_lengths
         if trusting and all(holds(t, held) for t in lengths):
             return 0.0
         ends = {*lengths[:1], *lengths[-1:]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from specedge.declared import Name
+from specedge.option_specs import NameEnum
 from specedge.request import PLAIN, DrafterName
 
 MODEL, CHAIN = DrafterName.MODEL, DrafterName.CHAIN
@@ -13,7 +13,7 @@ COPYING = (DrafterName.LOOKUP, DrafterName.SUFFIX)  # they draft from the text, 
 __all__ = ["CHAIN", "COPYING", "MODEL", "PLAIN", "Choice", "Kind", "Offer"]
 
 
-class Kind(Name):
+class Kind(NameEnum):
     """Why a round is as it is."""
 
     PLAIN = "plain"

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.cpu_count import cpu_count
-from specedge.strict_json import JsonError, build, parse, plain
+from specedge.strict_json import JsonError, build, parse, to_plain
 from specedge.version import __version__
 
 from ..backend.cuda import driver
@@ -43,7 +43,7 @@ class Key:
     @property
     def path(self) -> Path:
         """Where the table for it lies."""
-        text = json.dumps([FORMAT, plain(self)], sort_keys=True)
+        text = json.dumps([FORMAT, to_plain(self)], sort_keys=True)
         return store.costs_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
@@ -97,14 +97,14 @@ def read(key: Key) -> tuple[CostTable | None, str | None]:
 
 def write(key: Key, table: CostTable) -> Path:
     """Store a table in place of another, whole or not at all; return its path. Raises OSError."""
-    store.replace_text(key.path, _text(key, table))
+    store.replace_file(key.path, _text(key, table))
     return key.path
 
 
 def write_first(key: Key, table: CostTable) -> CostTable:
     """Store a table unless another process was first; return the stored one. Raises OSError."""
     try:
-        store.create_text(key.path, _text(key, table))
+        store.create_file(key.path, _text(key, table))
     except FileExistsError:
         if (stored := read(key)[0]) is not None:
             return stored
@@ -113,7 +113,7 @@ def write_first(key: Key, table: CostTable) -> CostTable:
 
 
 def _text(key: Key, table: CostTable) -> str:
-    return json.dumps(plain(CostFile(FORMAT, key, table)), indent=1) + "\n"
+    return json.dumps(to_plain(CostFile(FORMAT, key, table)), indent=1) + "\n"
 
 
 def gpus(devices: Iterable[Device]) -> str:

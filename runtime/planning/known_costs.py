@@ -9,7 +9,7 @@ from pathlib import Path
 
 from specedge.bundle import store
 from specedge.errors import SpecEdgeError
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 
 from . import cost_files
 from .cost_table import CostTable, assumed

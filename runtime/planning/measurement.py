@@ -12,7 +12,7 @@ from statistics import fmean, median
 from typing import Any
 
 from specedge.bundle import Bundle
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.round import Drafter

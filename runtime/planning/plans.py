@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from specedge.errors import ReplayError
-from specedge.options import MAX_DRAFT_TOKENS, Sampling
-from specedge.request import Planned, Request
+from specedge.request import GenerationRequest, PlannedRounds
+from specedge.sampling_options import MAX_DRAFT_TOKENS, Sampling
 
 from ..decoding.round import Drafter, Plan, Round, Step
 from ..drafters.chain import Chain
@@ -28,7 +28,10 @@ ATTENTIVE, LONGEST_REST = 2, 15  # planned rounds before a rest, and unplanned o
 
 
 def plan_of(
-    request: Request, drafters: Mapping[str, Drafter], costs: KnownCosts, max_draft_tokens: int
+    request: GenerationRequest,
+    drafters: Mapping[str, Drafter],
+    costs: KnownCosts,
+    max_draft_tokens: int,
 ) -> Plan:
     """How a request's rounds are decided. ReplayError for a replay of drafters that lack here."""
     first = next(iter(drafters.values()))
@@ -230,9 +233,9 @@ def _model(drafters: Mapping[str, Drafter]) -> DraftModel | None:
     return found if isinstance(found, DraftModel) else None
 
 
-def recorded(rounds: Sequence[Round]) -> list[Planned]:
+def recorded(rounds: Sequence[Round]) -> list[PlannedRounds]:
     """Drafter and K of every round, equal ones in a row together: what a replay takes."""
-    found: list[Planned] = []
+    found: list[PlannedRounds] = []
     for round_ in rounds:
         name, k = round_.drafter, round_.num_draft_tokens
         if found and found[-1][:2] == (name, k):

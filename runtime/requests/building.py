@@ -43,10 +43,10 @@ def build(
 
     Raises BundleError, or DeviceError, also for a graph that does not become one engine.
     """
-    found = Bundle.read(store.find(bundle))
-    store.check_large_files(found)
+    found = Bundle.read(store.find_bundle(bundle))
+    store.verify_large_files(found)
     where = Device(device)
-    if not where.has_engines:
+    if not where.supports_engines:
         raise DeviceError(
             f"{device} runs graphs as they are; engines are built for rtx or tensorrt"
         )

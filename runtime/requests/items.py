@@ -8,9 +8,9 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from specedge.declared import declarations
 from specedge.errors import DrafterError, SpecEdgeError
-from specedge.request import Request
+from specedge.option_specs import option_specs
+from specedge.request import GenerationRequest
 
 from ..text.messages import plain_messages
 
@@ -50,7 +50,7 @@ def item_of(index: int, facts: dict[str, Any], request: dict[str, Any]) -> Item:
     elif not (isinstance(prompt, str) or _are_tokens(prompt)):
         raise ValueError("prompt must be text or a list of token ids")
     request = request | _own_options(facts)
-    Request(**request)
+    GenerationRequest(**request)
     return Item(index, id_, prompt, messages, request)
 
 
@@ -62,7 +62,7 @@ def _are_tokens(prompt: object) -> bool:
 def _own_options(facts: dict[str, Any]) -> dict[str, Any]:
     """The options that facts give, of the right types; null gives none."""
     found = {}
-    for name, (_, declared) in declarations(Request).items():
+    for name, (_, declared) in option_specs(GenerationRequest).items():
         if (value := facts.get(name)) is None:
             continue
         if isinstance(value, bool) and declared.kind != "flag":
@@ -83,7 +83,7 @@ def asked_of(item: Item, bundle: str, ops: str) -> str:
 
     `bundle` is the hash of its manifest. Seed and K stand in the line itself, and are left out.
     """
-    request = asdict(Request(**item.request))
+    request = asdict(GenerationRequest(**item.request))
     del request["seed"], request["num_draft_tokens"]
     facts = [bundle, ops, item.prompt, item.messages, request]
     text = json.dumps(facts, sort_keys=True, default=lambda value: type(value).__name__)

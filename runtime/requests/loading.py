@@ -8,10 +8,10 @@ from dataclasses import replace
 from functools import partial
 
 from specedge.bundle import Bundle, store
-from specedge.bundle.manifest import Model
-from specedge.declared import whole
+from specedge.bundle.manifest import ModelEntry
 from specedge.diagnosis.providers import why_not
 from specedge.errors import DeviceError
+from specedge.option_specs import check_integer
 
 from ..backend import self_test
 from ..backend.cuda.fixed_shapes import FixedShapeModel
@@ -62,8 +62,8 @@ def load(
     Raises BundleError, DeviceError, also where the memory left cannot hold the pair, or
     MissingExtraError.
     """
-    found = Bundle.read(store.find(bundle))
-    store.check_large_files(found)
+    found = Bundle.read(store.find_bundle(bundle))
+    store.verify_large_files(found)
     devices = devices_of(found, device, threads, share_threads, ops, draft_device)
     asked, apart = devices["target"], devices["draft"]
     need = memory_of(found, ops, slots, max_length)
@@ -89,7 +89,7 @@ def load(
             other.warm_up(range(1, 3))
     seconds: dict[int, float] = {}
     notes = [self_test.settle(target, found.target, target_on, longest, seconds)]
-    if draft is not None and not draft_on.is_cpu and not draft_on.has_engines:
+    if draft is not None and not draft_on.is_cpu and not draft_on.supports_engines:
         for one in [draft] if target_on.is_cpu else [target, draft]:
             one.read_longest()
         notes.append(draft.unroll(found, found.draft_model, draft_on))
@@ -99,11 +99,9 @@ def load(
         if not costs.is_measured and found.files[found.target.weights].size <= EXACT_BYTES:
             exact_length = self_test.longest_exact(target, found.target)
         longest = max(exact_length, self_test.LONGEST)
-        target.row_independent_lengths = tuple(
-            t for t in target.row_independent_lengths if t <= longest
-        )
+        target.invariant_lengths = tuple(t for t in target.invariant_lengths if t <= longest)
     for one, other in more:
-        one.row_independent_lengths = target.row_independent_lengths
+        one.invariant_lengths = target.invariant_lengths
         if other is not None and draft is not None:
             other.unroll_as(draft)
     shorter = _shortened(found, max_length)
@@ -155,9 +153,9 @@ def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) 
     return KnownCosts(key_of(bundle, target_on, draft_on, ", ".join(ops)))
 
 
-def _opened(bundle: Bundle, model: Model, device: Device, ops: str) -> OrtModel:
+def _opened(bundle: Bundle, model: ModelEntry, device: Device, ops: str) -> OrtModel:
     """A model as its device runs it."""
-    return (FixedShapeModel if device.has_engines else OrtModel)(bundle, model, device, ops)
+    return (FixedShapeModel if device.supports_engines else OrtModel)(bundle, model, device, ops)
 
 
 def _chosen(device: str, bundle: Bundle, ops: str) -> str:
@@ -183,9 +181,9 @@ def memory_of(
         BundleError: The bundle has no graphs for `ops`.
         ValueError: The number of slots or the length is invalid.
     """
-    whole("slots", slots, 1)
+    check_integer("slots", slots, 1)
     if max_length is not None:
-        whole("max_length", max_length, 2, bundle.context_length)
+        check_integer("max_length", max_length, 2, bundle.context_length)
     chosen = {role: choose_ops(model, ops) for role, model in bundle.models.items()}
     return pair_memory(bundle, chosen, slots, max_length)
 

@@ -12,8 +12,8 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.bundle.manifest import chunk_length
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
-from specedge.request import AUTO, Coupling, Options, Request, request_of
+from specedge.request import AUTO, Coupling, GenerationRequest, RequestOptions, build_request
+from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from ..decoding.coupling import GumbelNoise
 from ..decoding.model import LoadedModel, TargetModel
@@ -69,7 +69,7 @@ class Pipeline:
         self.prompts = Prompts(bundle, tokenizer)
         self.grammars = Grammars(bundle, tokenizer)
         self._chunk_length = chunk_length(bundle.target.cache.capacity)
-        held = target.row_independent_lengths
+        held = target.invariant_lengths
         self.max_first_length = longest_held(held, self._chunk_length)
 
     def generate(
@@ -79,7 +79,7 @@ class Pipeline:
         temperature: float = 0.0,
         *,
         wait: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[RequestOptions],
     ) -> Generation:
         """Continue a prompt, text or ids, by `max_new_tokens` tokens or to an end.
 
@@ -121,24 +121,24 @@ class Pipeline:
         *,
         wait: bool = True,
         shown: Collection[int] = (),
-        **options: Unpack[Options],
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """As `generate`, in pieces of text that join to exactly `Generation.text`. Special tokens
         that are `shown` have their names in it, others no text.
         """
-        request = request_of(max_new_tokens=max_new_tokens, temperature=temperature, **options)
+        request = build_request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = self.sampling(request)
         tokens = self.prompts.tokens(prompt, request.special_tokens)
         return self._begin(request, sampling, tokens, wait, shown)
 
-    def sampling(self, request: Request) -> Sampling:
+    def sampling(self, request: GenerationRequest) -> Sampling:
         """How the text of one request is drawn; OptionError for what this bundle cannot have."""
         sampling = sampling_of(request, self.bundle, self.tokenizer)
         return replace(sampling, constraint=self.grammars.constraint(request))
 
     def _begin(
         self,
-        request: Request,
+        request: GenerationRequest,
         sampling: Sampling,
         prompt: list[int],
         wait: bool,
@@ -196,7 +196,7 @@ class Pipeline:
         temperature: float = 0.0,
         *,
         wait: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[RequestOptions],
     ) -> AsyncStream:
         """As `stream`, for `async for`: a thread of its own waits and computes."""
         return AsyncStream(
@@ -235,7 +235,7 @@ class Pipeline:
 
         Where those of floats keep none, they are off by little; integers may turn anywhere.
         """
-        held, fast = self.target.row_independent_lengths, self.target.fast_length
+        held, fast = self.target.invariant_lengths, self.target.fast_length
         exact = longest_held(held, MAX_EXPORTED_DRAFT_TOKENS + 1) - 1
         none = 0 if self.target.rounds_inputs else self.bundle.num_draft_tokens
         return min(exact if exact > 0 else none, fast - 1)
@@ -247,7 +247,7 @@ class Pipeline:
         temperature: float = 0.0,
         *,
         wait: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[RequestOptions],
     ) -> Generation:
         """Answer a chat: messages with a "role" and a "content", by the target's own template.
 
@@ -264,7 +264,7 @@ class Pipeline:
         temperature: float = 0.0,
         *,
         wait: bool = True,
-        **options: Unpack[Options],
+        **options: Unpack[RequestOptions],
     ) -> Stream:
         """As `chat`, in pieces as `stream` gives them."""
         tokens = self.prompts.chat_tokens(messages, bool(options.get("special_tokens")))

@@ -6,8 +6,8 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
-from specedge.options import Sampling
-from specedge.request import Request
+from specedge.request import GenerationRequest
+from specedge.sampling_options import Sampling
 
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.round import Plan, Round
@@ -31,7 +31,7 @@ class Run:
     drafts, AUTO where rounds choose.
     """
 
-    request: Request
+    request: GenerationRequest
     prompt: list[int]
     sampling: Sampling
     seed: int

@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
-from specedge.request import AUTO, Planned
+from specedge.request import AUTO, PlannedRounds
 
 from ..decoding.round import NearTie, Plan, Round
 from ..planning.plans import recorded
@@ -44,7 +44,7 @@ class Generation:
     seed: int
     num_draft_tokens: int | str
     drafter: str
-    plan: list[Planned]
+    plan: list[PlannedRounds]
     expected_speedup: float | None
     stats: Stats
     rounds: list[Round] = field(repr=False)

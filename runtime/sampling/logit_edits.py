@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from .distribution import Floats, Ids
 from .history import History

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from specedge.errors import OptionError, SpecEdgeError
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from .distribution import Distribution, Floats, Ids
 from .history import History

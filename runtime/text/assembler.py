@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Sequence
 
 from tokenizers import Tokenizer
 
-from specedge.declared import Name
+from specedge.option_specs import NameEnum
 
 from .detokenizer import Detokenizer, StopStrings
 from .spans import Fate, Marks, Span
 
 
-class FinishReason(Name):
+class FinishReason(NameEnum):
     """Why a text ends where it does."""
 
     LENGTH = "length"  # as many tokens as were asked for

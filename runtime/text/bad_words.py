@@ -8,13 +8,13 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import OptionError
-from specedge.options import Sampling
-from specedge.request import Request
+from specedge.request import GenerationRequest
+from specedge.sampling_options import Sampling
 
 from .tokenizing import encode
 
 
-def sampling_of(request: Request, bundle: Bundle, tokenizer: Tokenizer) -> Sampling:
+def sampling_of(request: GenerationRequest, bundle: Bundle, tokenizer: Tokenizer) -> Sampling:
     """How the bundle draws for a request; OptionError if that names a token it does not have."""
     words = dict.fromkeys(
         tokens for word in request.bad_words for tokens in _sequences(tokenizer, word)

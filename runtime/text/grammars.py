@@ -24,8 +24,8 @@ from tokenizers import Tokenizer
 
 from specedge.bundle import Bundle
 from specedge.errors import MissingExtraError, OptionError
-from specedge.options import MAX_DRAFT_TOKENS
-from specedge.request import Request
+from specedge.request import GenerationRequest
+from specedge.sampling_options import MAX_DRAFT_TOKENS
 
 from ..sampling.history import History
 from .compilation import Compilations
@@ -57,7 +57,7 @@ class Grammars:
         self._num_waiting: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
-    def constraint(self, request: Request) -> Constraint | None:
+    def constraint(self, request: GenerationRequest) -> Constraint | None:
         """What a request's text must follow, if anything; OptionError where it cannot be had."""
         given = request.grammar_given
         if given is None:

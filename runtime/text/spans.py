@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass
 
-from specedge.declared import Name
+from specedge.option_specs import NameEnum
 
 from ..decoding.round import Round
 
 
-class Fate(Name):
+class Fate(NameEnum):
     """Where a token came from."""
 
     ACCEPTED = "accepted"  # drafted, and the target kept it

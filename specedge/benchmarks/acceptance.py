@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from specedge.errors import OptionError
-from specedge.options import Sampling
 from specedge.runtime.decoding.model import LanguageModel
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import choice, probabilities
 from specedge.runtime.sampling.scores import Row, Scores
+from specedge.sampling_options import Sampling
 
 from ..theory.overlap import acceptance_probability
 

@@ -25,7 +25,7 @@ def fastest(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:
 
     Each count has sessions of its own, and each text goes to all of them in turn.
     """
-    found = Bundle.read(store.find(bundle))
+    found = Bundle.read(store.find_bundle(bundle))
     counts, cores = [], cpu_count()
     while cores:
         counts.append(cores)

@@ -12,7 +12,6 @@ from typing import cast
 import numpy as np
 
 from specedge.errors import ContextLengthError
-from specedge.options import Sampling
 from specedge.request import DrafterName
 from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
@@ -30,6 +29,7 @@ from specedge.runtime.planning.measurement import (
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text.tokenizing import encode
+from specedge.sampling_options import Sampling
 
 SECONDS = 3.0  # of sweeps through all passes
 SHORT = 32  # tokens in the caches at the shortest length that is measured

@@ -1,26 +1,26 @@
 """Bundle format: manifest, signatures, op sets, precisions and reports."""
 
 from .bundle import (
+    FIRST_FORMAT_WITH_HOSTS,
+    FIRST_FORMAT_WITHOUT_DRAFT,
     FORMAT,
-    LARGEST_MANIFEST,
-    LICENCE_FILE,
+    LICENSE_FILE,
     MANIFEST,
-    SMALL,
-    WITH_HOSTS,
-    WITHOUT_DRAFT,
+    MAX_EAGER_HASH_SIZE,
+    MAX_MANIFEST_SIZE,
     Bundle,
     oldest_format,
     pack_ids,
 )
 
 __all__ = [
+    "FIRST_FORMAT_WITHOUT_DRAFT",
+    "FIRST_FORMAT_WITH_HOSTS",
     "FORMAT",
-    "LARGEST_MANIFEST",
-    "LICENCE_FILE",
+    "LICENSE_FILE",
     "MANIFEST",
-    "SMALL",
-    "WITHOUT_DRAFT",
-    "WITH_HOSTS",
+    "MAX_EAGER_HASH_SIZE",
+    "MAX_MANIFEST_SIZE",
     "Bundle",
     "oldest_format",
     "pack_ids",

@@ -14,26 +14,26 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ..declared import whole
 from ..errors import BundleError
-from ..options import MAX_DRAFT_TOKENS, Filters
-from ..strict_json import LARGEST, JsonError, build, parse, plain, text_of
-from .files import check_inside, sha256, size_inside
+from ..option_specs import check_integer
+from ..sampling_options import MAX_DRAFT_TOKENS, SamplingFilters
+from ..strict_json import MAX_INTEGER, JsonError, build, dump, parse, to_plain
 from .gpu_signatures import ONE_CALL
-from .hosts import Hosts
-from .manifest import CURE, File, Model
-from .op_sets import attention
-from .reports import check_line
+from .hosts import HostFiles
+from .integrity import check_relative_path, contained_file_size, sha256
+from .manifest import REEXPORT_HINT, FileEntry, ModelEntry
+from .op_sets import attention_ops
+from .reports import check_single_line
 
 FORMAT = 9
-WITH_HOSTS = 8  # the first format that has `hosts`
-WITHOUT_DRAFT = 9  # the first format whose `draft` may be null
+FIRST_FORMAT_WITH_HOSTS = 8  # the first format that has `hosts`
+FIRST_FORMAT_WITHOUT_DRAFT = 9  # the first format whose `draft` may be null
 FORMATS = (6, 7, 8, FORMAT)  # that are read: 6 has the op sets without a type alone
 MANIFEST = "bundle.json"
-LARGEST_MANIFEST = 16 * 2**20
-LICENCE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
+MAX_MANIFEST_SIZE = 16 * 2**20
+LICENSE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
 ID_SIZE = 4  # bytes of an id in the id map
-SMALL = 8 * 2**20  # files up to this size are hashed at every load
+MAX_EAGER_HASH_SIZE = 8 * 2**20  # files up to this size are hashed at every load
 
 
 @dataclass(frozen=True)
@@ -53,19 +53,19 @@ class Bundle:
     tokenizer: str
     chat_template: str | None
     special_tokens: dict[str, str]
-    default_sampling: Filters
-    target: Model
-    draft: Model | None
+    default_sampling: SamplingFilters
+    target: ModelEntry
+    draft: ModelEntry | None
     id_map: str | None
-    hosts: Hosts | None
-    files: dict[str, File]
+    hosts: HostFiles | None
+    files: dict[str, FileEntry]
     folder: Path = field(default=Path(), init=False, compare=False)
 
     def __post_init__(self) -> None:
-        check_line("specedge_version", self.specedge_version)
-        whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+        check_single_line("specedge_version", self.specedge_version)
+        check_integer("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         for name in self.files:
-            check_inside(name)
+            check_relative_path(name)
         for key, model in self.models.items():
             self._check_model(key, model)
         self._check_columns()
@@ -80,8 +80,10 @@ class Bundle:
 
     def _check_draft(self) -> None:
         if self.draft is None:
-            if self.format < WITHOUT_DRAFT:
-                raise ValueError(f"draft is null, which formats before {WITHOUT_DRAFT} do not have")
+            if self.format < FIRST_FORMAT_WITHOUT_DRAFT:
+                raise ValueError(
+                    f"draft is null, which formats before {FIRST_FORMAT_WITHOUT_DRAFT} do not have"
+                )
             if self.id_map is not None:
                 raise ValueError("id_map is of the draft's head, and draft is null")
         elif self.draft.vocab_size > self.target.vocab_size:
@@ -111,7 +113,7 @@ class Bundle:
                 "has no more columns than tokens"
             )
 
-    def _check_model(self, key: str, model: Model) -> None:
+    def _check_model(self, key: str, model: ModelEntry) -> None:
         for file in (model.weights, *(graph.file for graph in model.graphs)):
             if file not in self.files:
                 raise ValueError(f"{key} names '{file}', which is not among the files")
@@ -128,7 +130,7 @@ class Bundle:
                     )
         longest = max(g.length or 0 for g in model.graphs if g.name != "prefill")
         longest = max(longest, self.num_draft_tokens + 1)
-        need = model.context_length + longest + ("gqa" in map(attention, model.parity))
+        need = model.context_length + longest + ("gqa" in map(attention_ops, model.parity))
         if model.cache.capacity < need:
             raise ValueError(f"{key}.cache.capacity {model.cache.capacity} is below {need}")
 
@@ -138,12 +140,12 @@ class Bundle:
         return self.target.context_length
 
     @property
-    def models(self) -> dict[str, Model]:
+    def models(self) -> dict[str, ModelEntry]:
         """The models by their role: the target, and the draft if there is one."""
         return {"target": self.target} | ({"draft": self.draft} if self.draft else {})
 
     @property
-    def draft_model(self) -> Model:
+    def draft_model(self) -> ModelEntry:
         """The draft model of a bundle that has one."""
         assert self.draft is not None
         return self.draft
@@ -152,7 +154,7 @@ class Bundle:
         """Where a listed file lies."""
         return self.folder / file
 
-    def licence_files(self, role: str) -> list[str]:
+    def license_files(self, role: str) -> list[str]:
         """The listed files that are a model's licence, its notice or its terms of use.
 
         They lie beside its weights.
@@ -161,7 +163,7 @@ class Bundle:
         return [
             name
             for name in self.files
-            if name.rpartition("/")[0] == folder and LICENCE_FILE.match(name.rpartition("/")[2])
+            if name.rpartition("/")[0] == folder and LICENSE_FILE.match(name.rpartition("/")[2])
         ]
 
     @property
@@ -178,16 +180,16 @@ class Bundle:
         except FormatError as error:
             raise BundleError(f"{folder / MANIFEST}: {error}") from error
         except (JsonError, UnicodeDecodeError) as error:
-            raise BundleError(f"{folder / MANIFEST}: {error}; {CURE}") from error
+            raise BundleError(f"{folder / MANIFEST}: {error}; {REEXPORT_HINT}") from error
         for name, file in bundle.files.items():
             bundle._check_size(name, file)
-            if file.size <= SMALL:
+            if file.size <= MAX_EAGER_HASH_SIZE:
                 bundle.check_hash(name)
         if bundle.draft is not None:
             bundle.ids_of(bundle.draft)
         return bundle
 
-    def ids_of(self, model: Model) -> tuple[int, ...] | None:
+    def ids_of(self, model: ModelEntry) -> tuple[int, ...] | None:
         """The tokens that the columns of a model's logits are, ascending, where its head was cut.
 
         Otherwise None: column j is token j.
@@ -198,12 +200,12 @@ class Bundle:
         try:
             ids = unpack_ids(path.read_bytes())
         except OSError as error:
-            raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
+            raise BundleError(f"{path}: {error.strerror}; {REEXPORT_HINT}") from error
         if any(a >= b for a, b in itertools.pairwise(ids)):
-            raise BundleError(f"{path}: its ids do not ascend; {CURE}")
+            raise BundleError(f"{path}: its ids do not ascend; {REEXPORT_HINT}")
         if ids[0] < 0 or ids[-1] >= model.vocab_size:
             raise BundleError(
-                f"{path}: its ids are not all from 0 and below {model.vocab_size}; {CURE}"
+                f"{path}: its ids are not all from 0 and below {model.vocab_size}; {REEXPORT_HINT}"
             )
         return ids
 
@@ -213,7 +215,7 @@ class Bundle:
         value = parse(text)
         if isinstance(value, dict) and value.get("format") not in FORMATS:
             raise FormatError(_other_format(value.get("format")))
-        if isinstance(value, dict) and value["format"] < WITH_HOSTS:
+        if isinstance(value, dict) and value["format"] < FIRST_FORMAT_WITH_HOSTS:
             if "hosts" in value:
                 raise JsonError("key 'hosts' is unknown")
             value["hosts"] = None
@@ -221,10 +223,10 @@ class Bundle:
 
     def to_json(self) -> str:
         """The manifest's text."""
-        value = plain(self)
-        if self.format < WITH_HOSTS:
+        value = to_plain(self)
+        if self.format < FIRST_FORMAT_WITH_HOSTS:
             del value["hosts"]
-        return text_of(value) + "\n"
+        return dump(value) + "\n"
 
     def digest(self) -> str:
         """What it is: the SHA-256 of its manifest, which has those of all other files."""
@@ -238,30 +240,34 @@ class Bundle:
 
     def large_files(self) -> list[str]:
         """The files whose hashes `read` left unchecked."""
-        return [name for name, file in self.files.items() if file.size > SMALL]
+        return [name for name, file in self.files.items() if file.size > MAX_EAGER_HASH_SIZE]
 
     def check_hash(self, name: str, progress: Callable[[int], None] | None = None) -> None:
         """Hash one file and compare; `progress` is told how many bytes each step read."""
         try:
             found = sha256(self.path(name), progress)
         except OSError as error:
-            raise BundleError(f"{self.path(name)}: {error.strerror}; {CURE}") from error
+            raise BundleError(f"{self.path(name)}: {error.strerror}; {REEXPORT_HINT}") from error
         if found != self.files[name].sha256:
-            raise BundleError(f"{self.path(name)}: its SHA-256 is not the one listed; {CURE}")
+            raise BundleError(
+                f"{self.path(name)}: its SHA-256 is not the one listed; {REEXPORT_HINT}"
+            )
 
-    def _check_size(self, name: str, file: File) -> None:
+    def _check_size(self, name: str, file: FileEntry) -> None:
         path = self.path(name)
         try:
-            size = size_inside(self.folder, path)
+            size = contained_file_size(self.folder, path)
         except OSError as error:
-            raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
+            raise BundleError(f"{path}: {error.strerror}; {REEXPORT_HINT}") from error
         if size != file.size:
-            raise BundleError(f"{path}: has {size} bytes, {MANIFEST} lists {file.size}; {CURE}")
+            raise BundleError(
+                f"{path}: has {size} bytes, {MANIFEST} lists {file.size}; {REEXPORT_HINT}"
+            )
 
 
-def oldest_format(draft: Model | None) -> int:
+def oldest_format(draft: ModelEntry | None) -> int:
     """Return the oldest format that has what a new bundle needs, so that older readers take it."""
-    return WITHOUT_DRAFT if draft is None else WITH_HOSTS
+    return FIRST_FORMAT_WITHOUT_DRAFT if draft is None else FIRST_FORMAT_WITH_HOSTS
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
@@ -277,10 +283,10 @@ def unpack_ids(data: bytes) -> tuple[int, ...]:
 def _manifest_text(folder: Path) -> str:
     path = folder / MANIFEST
     try:
-        size = size_inside(folder, path)
-        if size > LARGEST_MANIFEST:
+        size = contained_file_size(folder, path)
+        if size > MAX_MANIFEST_SIZE:
             raise BundleError(
-                f"{path}: has {size} bytes, at most {LARGEST_MANIFEST} are read; {CURE}"
+                f"{path}: has {size} bytes, at most {MAX_MANIFEST_SIZE} are read; {REEXPORT_HINT}"
             )
         with path.open(encoding="utf-8") as file:
             return file.read()
@@ -297,9 +303,9 @@ class FormatError(JsonError):
 def _other_format(found: object) -> str:
     """Why a manifest of another format is not read."""
     if type(found) is not int:
-        return f"format must be {FORMAT}; {CURE}"
+        return f"format must be {FORMAT}; {REEXPORT_HINT}"
     cure = "export the pair again" if 0 < found < FORMAT else "use the specedge that wrote it"
-    shown = found if abs(found) <= LARGEST else "a huge number"
+    shown = found if abs(found) <= MAX_INTEGER else "a huge number"
     *some, last = map(str, FORMATS)
     return f"format is {shown}, this specedge reads {', '.join(some)} and {last}; {cure}"
 
@@ -311,4 +317,4 @@ def _unreadable(folder: Path, error: Exception) -> str:
         return f"no bundle at {folder}: there is no such folder; name one made by 'specedge export'"
     if isinstance(error, FileNotFoundError):
         return f"{folder} has no {MANIFEST}; name a folder made by 'specedge export'"
-    return f"{folder / MANIFEST}: {getattr(error, 'strerror', None) or error}; {CURE}"
+    return f"{folder / MANIFEST}: {getattr(error, 'strerror', None) or error}; {REEXPORT_HINT}"

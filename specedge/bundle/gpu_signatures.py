@@ -7,13 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from .signature import SETTINGS, Signature, Tensor
+from .signature import SAMPLING_SETTINGS, Signature, TensorSpec
 
 SCORED = "scored"  # a decoder that gives the best logits of each row, too
 UNROLLED = "unrolled"  # K greedy draft steps
 SAMPLED = "sampled"  # K draft steps under a request's settings, which draw
 ONE_CALL = (UNROLLED, SAMPLED)
-SUMMARY = 5  # numbers of a drawn row before its likeliest tokens
+NUM_SUMMARY_FIELDS = 5  # numbers of a drawn row before its likeliest tokens
 
 
 def num_best(num_columns: int) -> int:
@@ -30,7 +30,7 @@ def with_best(signature: Signature, num_columns: int) -> Signature:
     of the row are finite.
     """
     shape = ("B", "R", 2 * num_best(num_columns) + 1)
-    best = Tensor("best", "best", None, "float32", shape)
+    best = TensorSpec("best", "best", None, "float32", shape)
     return replace(signature, outputs=(*signature.outputs, best))
 
 
@@ -43,7 +43,7 @@ def one_call(name: str, signature: Signature, num_columns: int, num_draft_tokens
 
 def unrolled(signature: Signature, num_draft_tokens: int) -> Signature:
     """The tokens, and what each step makes of the buffers."""
-    tokens = Tensor("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
+    tokens = TensorSpec("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
     return Signature((*_taken(signature),), (tokens, *_made(signature, num_draft_tokens)))
 
 
@@ -55,29 +55,31 @@ def sampled(signature: Signature, num_columns: int, num_draft_tokens: int) -> Si
     first, and their columns. All weights are apart, for hosts that need more of them than that.
     """
     types = {"top_k": "int64", "top_p": "float64"}
-    settings = [Tensor(s, s, None, types.get(s, "float32"), (1,)) for s in SETTINGS]
-    seen = Tensor("seen", "seen", None, "bool", ("B", num_columns))
-    uniforms = Tensor("uniforms", "uniforms", None, "float64", (num_draft_tokens,))
-    shape = (num_draft_tokens, 2 * num_best(num_columns) + SUMMARY)
-    outputs = [Tensor("drawn", "drawn", None, "float64", shape)]
+    settings = [TensorSpec(s, s, None, types.get(s, "float32"), (1,)) for s in SAMPLING_SETTINGS]
+    seen = TensorSpec("seen", "seen", None, "bool", ("B", num_columns))
+    uniforms = TensorSpec("uniforms", "uniforms", None, "float64", (num_draft_tokens,))
+    shape = (num_draft_tokens, 2 * num_best(num_columns) + NUM_SUMMARY_FIELDS)
+    outputs = [TensorSpec("drawn", "drawn", None, "float64", shape)]
     for i in range(num_draft_tokens):
-        name = made_by(i, "weights")
-        outputs.append(Tensor(name, "weights", None, "float32", ("B", num_columns)))
+        name = step_output(i, "weights")
+        outputs.append(TensorSpec(name, "weights", None, "float32", ("B", num_columns)))
     return Signature(
         (*_taken(signature), *settings, seen, uniforms),
         (*outputs, *_made(signature, num_draft_tokens)),
     )
 
 
-def made_by(step: int, name: str) -> str:
+def step_output(step: int, name: str) -> str:
     """What a graph of several steps calls an output of a decoder that one of them makes."""
     return f"step.{step}.{name}"
 
 
-def _taken(signature: Signature) -> Iterable[Tensor]:
+def _taken(signature: Signature) -> Iterable[TensorSpec]:
     return (t for t in signature.inputs if t.role != "logits_from")
 
 
-def _made(signature: Signature, num_draft_tokens: int) -> Iterable[Tensor]:
+def _made(signature: Signature, num_draft_tokens: int) -> Iterable[TensorSpec]:
     caches = [t for t in signature.outputs if t.role == "cache"]
-    return (replace(t, name=made_by(i, t.name)) for i in range(num_draft_tokens) for t in caches)
+    return (
+        replace(t, name=step_output(i, t.name)) for i in range(num_draft_tokens) for t in caches
+    )

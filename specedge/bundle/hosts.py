@@ -6,10 +6,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..declared import whole
-from ..options import MAX_DRAFT_TOKENS
+from ..option_specs import check_integer
+from ..sampling_options import MAX_DRAFT_TOKENS
 from .op_sets import OP_SETS
-from .reports import check_line
+from .reports import check_single_line
 from .signature import Signature
 
 TEXT_GRAPHS = {"encode", "decode"}
@@ -31,13 +31,13 @@ class HostGraph:
         if (self.num_draft_tokens is None) is (self.name == "round"):
             raise ValueError("round has one num_draft_tokens, and other graphs have none")
         if self.num_draft_tokens is not None:
-            whole("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
+            check_integer("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         if "/" in self.file:
             raise ValueError(f"file lies in the folder itself, got '{self.file}'")
 
 
 @dataclass(frozen=True)
-class Hosts:
+class HostFiles:
     """What apps without specedge run.
 
     `ops` is the op set of the target's part. `golden` is the file of golden transcripts.
@@ -57,7 +57,7 @@ class Hosts:
         if self.ops not in OP_SETS:
             raise ValueError(f"ops is one of {', '.join(OP_SETS)}, got '{self.ops}'")
         for name in ("ids_only", "onnxruntime", "oldest_onnxruntime"):
-            check_line(name, getattr(self, name))
+            check_single_line(name, getattr(self, name))
         names = {graph.name for graph in self.graphs}
         if len({(graph.name, graph.num_draft_tokens) for graph in self.graphs}) < len(self.graphs):
             raise ValueError("graphs has nothing twice")

@@ -6,33 +6,33 @@ The whole, and the format's number, are in `bundle.py`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from ..errors import BundleError
 from .gpu_signatures import ONE_CALL, SCORED, one_call, with_best
 from .op_sets import (
     OP_SETS,
     OPS,
-    attention,
-    cached,
-    computed,
-    described,
-    is_for_engines,
-    is_rounded,
-    is_typed,
+    attention_ops,
+    cache_dtype,
+    compute_dtype,
+    describe_dtypes,
+    has_compute_type,
+    is_qdq,
+    is_reduced_precision,
 )
-from .precision import DTYPES, PRECISIONS, QUANTISED, Precision, precision_of
-from .reports import Parity, Quantisation, check_line
-from .signature import Signature, Tensor
+from .precision import DTYPES, PRECISIONS, QUANTIZED_DTYPES, Precision, precision_of
+from .reports import ParityReport, QuantizationReport, check_single_line
+from .signature import Signature, TensorSpec
 
-CURE = "export the pair again, or copy the bundle again"
+REEXPORT_HINT = "export the pair again, or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
 ANY_LENGTH = ("decoder", SCORED, *ONE_CALL)
 GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # known by name
 
 
 @dataclass(frozen=True)
-class File:
+class FileEntry:
     """What a file must be."""
 
     size: int
@@ -44,16 +44,16 @@ class File:
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """Where a checkpoint came from: a hub id or a folder's name, with its commit and licence."""
 
     id: str
     revision: str | None
-    licence: str | None
+    license: str | None = field(metadata={"key": "licence"})
 
     def __post_init__(self) -> None:
         for name, text in vars(self).items():
-            check_line(name, text)
+            check_single_line(name, text)
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class CacheLayer:
 
 
 @dataclass(frozen=True)
-class Cache:
+class CacheLayout:
     """The KV cache: S = `capacity` rows, one entry a layer."""
 
     dtype: str
@@ -90,7 +90,7 @@ class Cache:
 
 
 @dataclass(frozen=True)
-class Graph:
+class GraphEntry:
     """One ONNX file: `length` new tokens a pass (null: any), and which signature it has."""
 
     name: str
@@ -114,7 +114,7 @@ class Graph:
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelEntry:
     """One exported model. It reads `vocab_size` tokens: of the target's tokenizer, as many as the
     model has an embedding for. Logits have `padded_vocab_size` columns, of which the first
     `vocab_size` are these tokens, or fewer, for which the bundle has an id map.
@@ -126,7 +126,7 @@ class Model:
     float graphs that were rounded.
     """
 
-    source: Source
+    source: CheckpointSource
     architecture: str
     num_parameters: int
     num_experts: int
@@ -135,18 +135,18 @@ class Model:
     context_length: int
     dtype: str
     weights_dtype: str
-    cache: Cache
+    cache: CacheLayout
     weights: str
     signatures: dict[str, Signature]
-    graphs: tuple[Graph, ...]
-    parity: dict[str, Parity]
-    quantisation: dict[str, Quantisation]
+    graphs: tuple[GraphEntry, ...]
+    parity: dict[str, ParityReport]
+    quantization: dict[str, QuantizationReport] = field(metadata={"key": "quantisation"})
 
     def __post_init__(self) -> None:
-        check_line("architecture", self.architecture)
+        check_single_line("architecture", self.architecture)
         _check_dtype(self.dtype)
-        if self.weights_dtype not in (*DTYPES, *QUANTISED):
-            known = ", ".join((*DTYPES, *QUANTISED))
+        if self.weights_dtype not in (*DTYPES, *QUANTIZED_DTYPES):
+            known = ", ".join((*DTYPES, *QUANTIZED_DTYPES))
             raise ValueError(f"weights_dtype is one of {known}, got '{self.weights_dtype}'")
         if min(self.vocab_size, self.padded_vocab_size) < 1:
             raise ValueError("vocab_size and padded_vocab_size are at least 1")
@@ -160,7 +160,9 @@ class Model:
             raise ValueError("each op set in graphs has a decoder and an entry in parity")
         if ops.isdisjoint(OPS):
             raise ValueError("one op set in graphs has a name without a type")
-        if self.quantisation.keys() != {one for one in ops if is_rounded(one, self.weights_dtype)}:
+        if self.quantization.keys() != {
+            one for one in ops if is_reduced_precision(one, self.weights_dtype)
+        }:
             raise ValueError(
                 "quantisation has a report where weights are integers or an op set has a type of "
                 "16 bits, and only there"
@@ -176,12 +178,12 @@ class Model:
                         f"error_ratio is at most {precision.multiple:g} without a tolerance"
                     )
 
-    def _check_signature(self, graph: Graph) -> None:
+    def _check_signature(self, graph: GraphEntry) -> None:
         found = self.signatures.get(graph.signature)
         if found is None:
             raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
-        cache = self.cache_of(graph.ops)
-        wanted = signatures(cache, self.padded_vocab_size)[kind_of(graph.name)]
+        cache = self.cache_layout(graph.ops)
+        wanted = signatures(cache, self.padded_vocab_size)[signature_name(graph.name)]
         if graph.name == SCORED:
             wanted = with_best(wanted, self.num_columns)
         if graph.name in ONE_CALL:
@@ -194,31 +196,37 @@ class Model:
         """How many columns of the logits are tokens."""
         return min(self.vocab_size, self.padded_vocab_size)
 
-    def cache_of(self, ops: str) -> Cache:
+    def cache_layout(self, ops: str) -> CacheLayout:
         """The cache that an op set's graphs take."""
-        return self.cache if ops == attention(ops) else replace(self.cache, dtype=cached(ops))
+        return (
+            self.cache if ops == attention_ops(ops) else replace(self.cache, dtype=cache_dtype(ops))
+        )
 
-    def is_for_gpus(self, ops: str) -> bool:
+    def supports_gpu(self, ops: str) -> bool:
         """Whether GPUs have kernels for an op set: no products of bytes, and GroupQueryAttention in
         16 bits alone.
         """
-        if cached(ops) != computed(ops) or (self.weights_dtype in QUANTISED and not is_typed(ops)):
+        if cache_dtype(ops) != compute_dtype(ops) or (
+            self.weights_dtype in QUANTIZED_DTYPES and not has_compute_type(ops)
+        ):
             return False
-        is_wide = attention(ops) == "gqa" and computed(ops) == "float32"
-        return not is_wide and not is_for_engines(ops)
+        is_wide = attention_ops(ops) == "gqa" and compute_dtype(ops) == "float32"
+        return not is_wide and not is_qdq(ops)
 
-    def has_engines(self, ops: str) -> bool:
+    def supports_engines(self, ops: str) -> bool:
         """Whether engines can be compiled of an op set: integers take a form of their own."""
-        if is_for_engines(ops):
+        if is_qdq(ops):
             return True
-        return self.is_for_gpus(ops) and self.weights_dtype not in QUANTISED
+        return self.supports_gpu(ops) and self.weights_dtype not in QUANTIZED_DTYPES
 
     def op_set(self, ops: str) -> str | None:
         """The op set of a name, if the model has it; of float weights the one without a type
         computes in float32.
         """
-        plain = attention(ops)
-        same = cached(ops) == cached(plain) and not is_rounded(plain, self.weights_dtype)
+        plain = attention_ops(ops)
+        same = cache_dtype(ops) == cache_dtype(plain) and not is_reduced_precision(
+            plain, self.weights_dtype
+        )
         return next((name for name in (ops, *[plain] * same) if name in self.parity), None)
 
     @property
@@ -226,21 +234,21 @@ class Model:
         """The better op set on the CPU: `gqa` reads no more of the cache than is filled. It is left
         out where `onnx` gives the same bits for more pass lengths.
         """
-        held = {name: {*found.row_independent_lengths} for name, found in self.parity.items()}
+        held = {name: {*found.invariant_lengths} for name, found in self.parity.items()}
         return "gqa" if "gqa" in held and held["gqa"] >= held.get("onnx", set()) else "onnx"
 
-    def parity_line(self, ops: str) -> str:
+    def describe_parity(self, ops: str) -> str:
         """What the export found of an op set's graphs, in one line."""
         found = self.parity[ops].summary(self.precision)
-        if ops in self.quantisation:
-            cost = self.quantisation[ops].summary()
-            return f"{self.weights_dtype}{described(ops)}: {cost}; before that it {found}"
+        if ops in self.quantization:
+            cost = self.quantization[ops].summary()
+            return f"{self.weights_dtype}{describe_dtypes(ops)}: {cost}; before that it {found}"
         return found
 
     def bound(self, ops: str) -> float:
         """How far from exact a right graph of an op set may be, relative to the largest value."""
-        if ops in self.quantisation:
-            return 2 * self.quantisation[ops].error  # of texts that were not tried
+        if ops in self.quantization:
+            return 2 * self.quantization[ops].error  # of texts that were not tried
         return self.parity[ops].bound(self.precision)
 
     @property
@@ -252,13 +260,13 @@ class Model:
         """Whether there is a graph of a name in an op set."""
         return any((graph.name, graph.ops) == (name, ops) for graph in self.graphs)
 
-    def graph(self, name: str, ops: str) -> Graph:
+    def graph(self, name: str, ops: str) -> GraphEntry:
         """The graph of a name in an op set: `decoder` takes any length, others have one."""
         for graph in self.graphs:
             if (graph.name, graph.ops) == (name, ops):
                 return graph
         have = ", ".join(f"{g.name} ({g.ops})" for g in self.graphs)
-        raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {CURE}")
+        raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {REEXPORT_HINT}")
 
 
 def chunk_length(capacity: int) -> int:
@@ -270,27 +278,29 @@ def chunk_length(capacity: int) -> int:
     return max(PREFILL_LENGTH, min(256, 2**21 // capacity))
 
 
-def kind_of(graph: str) -> str:
+def signature_name(graph: str) -> str:
     """Which of `signatures` a graph has that this format knows by name."""
     kinds = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
     return kinds.get(graph, "with_logits")
 
 
-def signatures(cache: Cache, num_columns: int) -> dict[str, Signature]:
+def signatures(cache: CacheLayout, num_columns: int) -> dict[str, Signature]:
     """What graphs take and give: logits of the rows that are asked for, of all rows, or of none."""
     inputs = [
-        Tensor("input_ids", "tokens", None, "int64", ("B", "T")),
-        Tensor("past_length", "past_length", None, "int64", ("B",)),
+        TensorSpec("input_ids", "tokens", None, "int64", ("B", "T")),
+        TensorSpec("past_length", "past_length", None, "int64", ("B",)),
     ]
-    first = Tensor("logits_from", "logits_from", None, "int64", (1,))
-    logits = Tensor("logits", "logits", None, "float32", ("B", "T", num_columns))
+    first = TensorSpec("logits_from", "logits_from", None, "int64", (1,))
+    logits = TensorSpec("logits", "logits", None, "float32", ("B", "T", num_columns))
     chosen = replace(logits, shape=("B", "R", num_columns))
     caches = []
     for i, layer in enumerate(cache.layers):
         for part, size in (("key", layer.key_size), ("value", layer.value_size)):
             buffer, shape = f"{i}.{part}", ("B", layer.heads, cache.capacity, size)
-            inputs.append(Tensor(f"past_key_values.{buffer}", "cache", buffer, cache.dtype, shape))
-            caches.append(Tensor(f"present.{buffer}", "cache", buffer, cache.dtype, shape))
+            inputs.append(
+                TensorSpec(f"past_key_values.{buffer}", "cache", buffer, cache.dtype, shape)
+            )
+            caches.append(TensorSpec(f"present.{buffer}", "cache", buffer, cache.dtype, shape))
     return {
         "chosen_logits": Signature((*inputs[:2], first, *inputs[2:]), (chosen, *caches)),
         "with_logits": Signature(tuple(inputs), (logits, *caches)),

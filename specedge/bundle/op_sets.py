@@ -7,59 +7,63 @@ compilers of engines take them.
 
 from __future__ import annotations
 
-from .precision import DTYPES, HALVES
+from .precision import DTYPES, HALF_DTYPES
 
 OPS = ("onnx", "gqa")
-ENGINES = "qdq"  # DequantizeLinear alone reads integers
-COMPUTED = {"fp32": "float32", **HALVES, ENGINES: "float16"}  # the types, by what names end in
-CACHED = {"kv16": "float16"}  # the types of caches alone,
-CACHES = {"fp16": "kv16"}  # by what they are asked for as
+QDQ = "qdq"  # DequantizeLinear alone reads integers
+COMPUTE_TYPES = {
+    "fp32": "float32",
+    **HALF_DTYPES,
+    QDQ: "float16",
+}  # the types, by what names end in
+CACHE_SUFFIXES = {"kv16": "float16"}  # the types of caches alone,
+CACHE_TYPES = {"fp16": "kv16"}  # by what they are asked for as
 OP_SETS = (
     *OPS,
     *(
         f"{ops}-{kind}"
-        for kind in (*COMPUTED, *CACHED)
+        for kind in (*COMPUTE_TYPES, *CACHE_SUFFIXES)
         for ops in OPS
-        if (ops, kind) != ("gqa", ENGINES)
+        if (ops, kind) != ("gqa", QDQ)
     ),
 )
 
 
-def attention(ops: str) -> str:
+def attention_ops(ops: str) -> str:
     """What attention is made of in an op set: one of `OPS`."""
     return ops.partition("-")[0]
 
 
-def computed(ops: str) -> str:
+def compute_dtype(ops: str) -> str:
     """The type of an op set's activations."""
-    return COMPUTED.get(_kind(ops), "float32")
+    return COMPUTE_TYPES.get(_kind(ops), "float32")
 
 
-def cached(ops: str) -> str:
+def cache_dtype(ops: str) -> str:
     """The type of an op set's caches."""
-    return CACHED.get(_kind(ops)) or computed(ops)
+    return CACHE_SUFFIXES.get(_kind(ops)) or compute_dtype(ops)
 
 
-def is_typed(ops: str) -> bool:
+def has_compute_type(ops: str) -> bool:
     """Whether an op set names the type that it computes in."""
-    return _kind(ops) in COMPUTED
+    return _kind(ops) in COMPUTE_TYPES
 
 
-def is_for_engines(ops: str) -> bool:
+def is_qdq(ops: str) -> bool:
     """Whether an op set is made for compilers of engines alone."""
-    return _kind(ops) == ENGINES
+    return _kind(ops) == QDQ
 
 
-def described(ops: str) -> str:
+def describe_dtypes(ops: str) -> str:
     """What an op set's name says of types, to stand behind what has them."""
-    if is_typed(ops):
-        return f" computed in {computed(ops)}"
-    return f" with caches in {cached(ops)}" if ops != attention(ops) else ""
+    if has_compute_type(ops):
+        return f" computed in {compute_dtype(ops)}"
+    return f" with caches in {cache_dtype(ops)}" if ops != attention_ops(ops) else ""
 
 
-def is_rounded(ops: str, weights_dtype: str) -> bool:
+def is_reduced_precision(ops: str, weights_dtype: str) -> bool:
     """Whether a set's graphs are another function than the model's own in float32."""
-    return weights_dtype not in DTYPES or cached(ops) != "float32"
+    return weights_dtype not in DTYPES or cache_dtype(ops) != "float32"
 
 
 def _kind(ops: str) -> str:

@@ -10,10 +10,10 @@ from ..errors import BundleError
 
 DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # what the format knows, and its bytes
 
-HALVES = {"fp16": "float16", "bf16": "bfloat16"}  # what matrices can be stored in
-BLOCKS = {"int8-block": 8, "int4": 4}  # bits of weights that have a scale for every 32 of them
-QUANTISED = ("int8", *BLOCKS)  # what weights can be rounded to, their inputs to int8
-CHOICES = ("fp32", *HALVES, *QUANTISED)  # of an export
+HALF_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # what matrices can be stored in
+BLOCK_BITS = {"int8-block": 8, "int4": 4}  # bits of weights that have a scale for every 32 of them
+QUANTIZED_DTYPES = ("int8", *BLOCK_BITS)  # what weights can be rounded to, their inputs to int8
+PRECISION_CHOICES = ("fp32", *HALF_DTYPES, *QUANTIZED_DTYPES)  # of an export
 GPTQ, NEAREST = "gptq", "nearest"
 ROUNDINGS = (GPTQ, NEAREST)  # how weights are rounded to these
 # What weights need. Before 1.30 bytes cannot be multiplied rightly on every processor; before 1.31

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from .precision import Precision
 
 
 @dataclass(frozen=True)
-class Parity:
+class ParityReport:
     """What the export measured against the PyTorch model.
 
     `structure_error` compares both in float64, where only a graph that is another model differs; it
@@ -34,17 +34,17 @@ class Parity:
     logits_std: float
     num_positions: int
     num_left_out: int
-    row_independent_lengths: tuple[int, ...]
+    invariant_lengths: tuple[int, ...] = field(metadata={"key": "row_independent_lengths"})
     versions: dict[str, str]
 
     def __post_init__(self) -> None:
         numbers = {n: v for n, v in vars(self).items() if isinstance(v, int | float)}
         if low := [name for name, value in numbers.items() if not 0 <= value < math.inf]:
             raise ValueError(f"{low[0]} is at least 0 and finite")
-        if min(self.row_independent_lengths, default=1) < 1:
+        if min(self.invariant_lengths, default=1) < 1:
             raise ValueError("row_independent_lengths are at least 1")
         for text in (*self.versions, *self.versions.values()):
-            check_line("versions", text)
+            check_single_line("versions", text)
 
     def summary(self, precision: Precision) -> str:
         """Both questions and their answers in one line."""
@@ -69,7 +69,7 @@ class Parity:
 
 
 @dataclass(frozen=True)
-class Quantisation:
+class QuantizationReport:
     """What rounding an op set's weights and inputs cost, measured on a text.
 
     `num_tokens` is 0 where the exporting machine could not run the graphs, and numbers say nothing.
@@ -102,7 +102,7 @@ class Quantisation:
 
     def __post_init__(self) -> None:
         for line in (self.text, *self.exceptions):
-            check_line("text and exceptions", line)
+            check_single_line("text and exceptions", line)
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise ValueError(f"{name} is at least 0 and finite")
@@ -127,7 +127,7 @@ class Quantisation:
         )
 
 
-def check_line(name: str, text: str | None) -> None:
+def check_single_line(name: str, text: str | None) -> None:
     """Refuse text that could write over a terminal or pass for two lines."""
     if text is not None and (len(text) > 500 or re.search(r"[\x00-\x1f\x7f-\x9f]", text)):
         raise ValueError(f"{name} is one line of at most 500 characters, none of them for control")

@@ -6,18 +6,18 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-SIZES = ("B", "T", "R", "N", "K")
-SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-DRAWING = (*SETTINGS, "seen", "uniforms")  # what a graph that draws is told
+DIMENSIONS = ("B", "T", "R", "N", "K")
+SAMPLING_SETTINGS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+SAMPLING_INPUTS = (*SAMPLING_SETTINGS, "seen", "uniforms")  # what a graph that draws is told
 ROLES = (
     *("tokens", "past_length", "logits_from", "cache", "logits", "best", "drafted"),
-    *(*DRAWING, "drawn", "weights"),
+    *(*SAMPLING_INPUTS, "drawn", "weights"),
 )
 REPEATED_ROLES = ("cache", "weights")  # of several tensors, which hosts tell apart by name
 
 
 @dataclass(frozen=True)
-class Tensor:
+class TensorSpec:
     """An input or output: its name in the graph, what it is for, its type and its shape.
 
     `buffer` says which buffer of the cache it is; input and outputs of one buffer may share memory.
@@ -40,8 +40,8 @@ class Tensor:
         if (self.buffer is None) is (self.role == "cache"):
             raise ValueError(f"{self.name}: the cache's tensors name a buffer, and no others")
         for size in self.shape:
-            if size not in SIZES and (isinstance(size, str) or size < 1):
-                known = ", ".join(SIZES)
+            if size not in DIMENSIONS and (isinstance(size, str) or size < 1):
+                known = ", ".join(DIMENSIONS)
                 raise ValueError(f"{self.name}: a dimension is at least 1 or {known}, got {size!r}")
 
     def at(self, batch: int, length: int, rows: int) -> list[int]:
@@ -54,8 +54,8 @@ class Tensor:
 class Signature:
     """The inputs and outputs of a graph. A buffer is what the last of its outputs says."""
 
-    inputs: tuple[Tensor, ...]
-    outputs: tuple[Tensor, ...]
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
 
     def __post_init__(self) -> None:
         for tensors in (self.inputs, self.outputs):
@@ -69,7 +69,7 @@ class Signature:
             raise ValueError("no buffer appears twice among inputs")
 
     @property
-    def logits(self) -> Tensor | None:
+    def logits(self) -> TensorSpec | None:
         """The output that has the logits."""
         return next((t for t in self.outputs if t.role == "logits"), None)
 

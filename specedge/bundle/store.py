@@ -17,7 +17,7 @@ from .bundle import Bundle
 
 VARIABLE = "SPECEDGE_BUNDLE"
 LONGEST_PATH = 4096  # characters
-TRIED = 2**16  # bytes, as large as what is written anywhere here
+PROBE_SIZE = 2**16  # bytes, as large as what is written anywhere here
 
 
 def data_folder() -> Path:
@@ -30,7 +30,7 @@ def bundles_folder() -> Path:
     return data_folder() / "bundles"
 
 
-def embedded() -> Path:
+def embedded_folder() -> Path:
     """The pair that comes with specedge."""
     return Path(__file__).parents[1] / "models" / "embedded"
 
@@ -45,12 +45,12 @@ def default_destination(draft: str | None, target: str) -> Path:
     return bundles_folder() / "--".join(map(_slug, [target] if draft is None else [target, draft]))
 
 
-def remember_default(folder: Path) -> None:
+def set_default(folder: Path) -> None:
     """Make a bundle the one that is used when none is named."""
-    replace_text(_note(), str(folder.absolute()))
+    replace_file(_note(), str(folder.absolute()))
 
 
-def noted_default() -> Path | None:
+def last_exported() -> Path | None:
     """The bundle exported last without `--output`, whether or not it is still there."""
     try:
         with _note().open(encoding="utf-8") as file:
@@ -61,12 +61,12 @@ def noted_default() -> Path | None:
     return Path(text) if is_path else None
 
 
-def forget_default() -> None:
+def clear_default() -> None:
     """Let the embedded pair be the one that is used when none is named."""
     _note().unlink(missing_ok=True)
 
 
-def find(bundle: str | os.PathLike[str] | None = None) -> Path:
+def find_bundle(bundle: str | os.PathLike[str] | None = None) -> Path:
     """The folder named, else SPECEDGE_BUNDLE's, else the last exported, else the embedded."""
     if bundle is not None:
         if not os.fspath(bundle):
@@ -74,14 +74,14 @@ def find(bundle: str | os.PathLike[str] | None = None) -> Path:
         return Path(bundle)
     if named := os.environ.get(VARIABLE):
         return Path(named)
-    default = noted_default()
+    default = last_exported()
     if default is None:
         if _note().is_file():
             raise BundleError(
                 f"{_note()} names no folder; export a pair again, or delete it to use the "
                 "embedded pair"
             )
-        return embedded()
+        return embedded_folder()
     if not default.exists():
         raise BundleError(
             f"the default bundle {default} is gone; export the pair again, name another bundle, "
@@ -90,7 +90,7 @@ def find(bundle: str | os.PathLike[str] | None = None) -> Path:
     return default
 
 
-def check_large_files(bundle: Bundle, progress: Callable[[int], None] | None = None) -> None:
+def verify_large_files(bundle: Bundle, progress: Callable[[int], None] | None = None) -> None:
     """Hash large files not seen before here, recognised by path, size, time and inode."""
     known = _known_files()
     for name in bundle.large_files():
@@ -98,22 +98,22 @@ def check_large_files(bundle: Bundle, progress: Callable[[int], None] | None = N
         before = _identity(path, bundle.files[name].sha256)
         if known.get(str(path)) != before:
             bundle.check_hash(name, progress)
-            remember_checked(path, before)
+            record_verified(path, before)
 
 
-def remember_export(bundle: Bundle) -> None:
+def record_export(bundle: Bundle) -> None:
     """Note that a bundle's large files have the hashes that it lists."""
     for name in bundle.large_files():
         path = bundle.path(name).absolute()
-        remember_checked(path, _identity(path, bundle.files[name].sha256))
+        record_verified(path, _identity(path, bundle.files[name].sha256))
 
 
-def remember_checked(path: Path, identity: list[int | str]) -> None:
+def record_verified(path: Path, identity: list[int | str]) -> None:
     """Note that a file's hash was right; where that cannot be written it is checked again."""
     known = {p: i for p, i in _known_files().items() if os.path.exists(p)}
     known[str(path)] = identity
     with contextlib.suppress(OSError):
-        replace_text(_checked_list(), json.dumps(known))
+        replace_file(_checked_list(), json.dumps(known))
 
 
 def _note() -> Path:
@@ -137,15 +137,15 @@ def _identity(path: Path, sha256: str) -> list[int | str]:
     return [facts.st_size, facts.st_mtime_ns, facts.st_ino, sha256]
 
 
-def replace_text(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Write a file whole or not at all; OSError where that cannot be."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with beside(path) as temporary:
+    with temporary_beside(path) as temporary:
         temporary.write_text(text, "utf-8")
         os.replace(temporary, path)
 
 
-def create_text(path: Path, text: str) -> None:
+def create_file(path: Path, text: str) -> None:
     """Write a new file, whole or not at all.
 
     Raises:
@@ -153,7 +153,7 @@ def create_text(path: Path, text: str) -> None:
         OSError: It cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with beside(path) as temporary:
+    with temporary_beside(path) as temporary:
         temporary.write_text(text, "utf-8")
         try:
             os.link(temporary, path)
@@ -168,15 +168,15 @@ def create_text(path: Path, text: str) -> None:
 def check_writable(path: Path) -> None:
     """Raise OSError where `replace_text` could not write some text now; nothing is left of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with beside(path) as temporary:
-        temporary.write_bytes(bytes(TRIED))
+    with temporary_beside(path) as temporary:
+        temporary.write_bytes(bytes(PROBE_SIZE))
 
 
 @contextlib.contextmanager
-def beside(path: Path) -> Iterator[Path]:
+def temporary_beside(path: Path) -> Iterator[Path]:
     """A place beside a file's, to write it first; nothing stays there. Errors name the file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with named_errors(path):
+    with errors_naming(path):
         try:
             yield temporary
         finally:
@@ -185,7 +185,7 @@ def beside(path: Path) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def named_errors(path: Path | str) -> Iterator[None]:
+def errors_naming(path: Path | str) -> Iterator[None]:
     """Name the file in an OSError that does not, such as that of a full disk."""
     try:
         yield

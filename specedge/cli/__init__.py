@@ -139,7 +139,7 @@ class Signals:
         finally:
             if signal.getsignal(signal.SIGTERM) == self._raise:
                 signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            interrupts.end_quietly_on_interrupt()
+            interrupts.exit_on_interrupt()
 
     def _raise(self, number: int, frame: FrameType | None) -> None:
         self.last = number

@@ -27,15 +27,15 @@ class Shared:
     """A bundle that every node has: the one that comes with specedge, or a folder at one place."""
 
     def __init__(self, name: str | None) -> None:
-        found = store.find(name)
+        found = store.find_bundle(name)
         bundle = Bundle.read(found)
         self.num_draft_tokens = bundle.num_draft_tokens
         self.digest = bundle.digest()
-        self.place = None if found == store.embedded() else str(found.absolute())
+        self.place = None if found == store.embedded_folder() else str(found.absolute())
 
     def check(self) -> Bundle:
         """The bundle, on the node that asks. Raises BundleError."""
-        folder = store.embedded() if self.place is None else Path(self.place)
+        folder = store.embedded_folder() if self.place is None else Path(self.place)
         found = Bundle.read(folder)
         if found.digest() != self.digest:
             raise BundleError(f"{folder} is another bundle than here; copy it anew")

@@ -11,8 +11,8 @@ import click
 
 from specedge.cli import options, progress
 from specedge.cli.terminal import lines
-from specedge.options import MAX_DRAFT_TOKENS
-from specedge.request import AUTO, DrafterName, Request
+from specedge.request import AUTO, DrafterName, GenerationRequest
+from specedge.sampling_options import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
     from specedge.benchmarks.measure import Measured, Prompt, Setting
@@ -119,7 +119,7 @@ def bench(
     request = distribution | {"max_new_tokens": max_new_tokens, "seed": seed}
     with options.usage_errors():
         for name in drafters or _DRAFTERS:
-            Request(**request, drafter=name)
+            GenerationRequest(**request, drafter=name)
     outputs = [("--csv", csv, bench_output.csv_text), ("--html", html, bench_page.page)]
     named = {flag: path for flag, path, _ in outputs if path is not None}
     _check_outputs(named, prompts, overwrite)
@@ -221,7 +221,7 @@ def _report(
     from specedge.cli.bench_output import Report
     from specedge.runtime.text.bad_words import sampling_of
 
-    distribution = Request(**request, ignore_eos=True)
+    distribution = GenerationRequest(**request, ignore_eos=True)
     sampling = sampling_of(distribution, pipeline.bundle, pipeline.tokenizer)
     alphas = {}
     for i, prompt in enumerate(prompts):
@@ -246,7 +246,7 @@ def _facts(
     from specedge.version import __version__
 
     bundle = pipeline.bundle
-    default = Request()
+    default = GenerationRequest()
     return {
         "target": bundle.target.source.id,
         "draft": bundle.draft and bundle.draft.source.id,

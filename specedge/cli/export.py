@@ -9,14 +9,14 @@ from typing import Any
 import click
 
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import Model
-from specedge.bundle.op_sets import CACHES, COMPUTED, OPS
-from specedge.bundle.precision import CHOICES, GPTQ, ROUNDINGS
+from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.op_sets import CACHE_TYPES, COMPUTE_TYPES, OPS
+from specedge.bundle.precision import GPTQ, PRECISION_CHOICES, ROUNDINGS
 from specedge.cli import options
 from specedge.cli.embed import add_graphs
-from specedge.cli.inspect import licence
+from specedge.cli.inspect import license
 from specedge.cli.terminal import lines, one_line
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
+from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 
 
 @click.command()
@@ -54,24 +54,24 @@ from specedge.options import MAX_EXPORTED_DRAFT_TOKENS
 )
 @click.option(
     "--precision",
-    type=click.Choice(CHOICES),
+    type=click.Choice(PRECISION_CHOICES),
     default="fp32",
     show_default=True,
     help="Round the target's weights and their inputs, or keep them as they are.",
 )
 @click.option(
     "--draft-precision",
-    type=click.Choice(CHOICES),
+    type=click.Choice(PRECISION_CHOICES),
     help="The same for the draft. [default: the fastest that is accepted as often, or nearly]",
 )
 @click.option(
     "--compute",
-    type=click.Choice(tuple(COMPUTED)),
+    type=click.Choice(tuple(COMPUTE_TYPES)),
     help="Add graphs that compute in this type, for devices that do; qdq: integers for TensorRT.",
 )
 @click.option(
     "--cache",
-    type=click.Choice(tuple(CACHES)),
+    type=click.Choice(tuple(CACHE_TYPES)),
     help="Add graphs whose caches have this type, of half the size, over the same weights.",
 )
 @click.option(
@@ -114,7 +114,7 @@ def export(draft: str, target: str, output: str | None, hosts: bool, **request: 
         click.echo(one_line(f"note: {note}"), err=True)
     for role, model in bundle.models.items():
         click.echo(lines(_summary(bundle, role, model)), err=True)
-        click.echo(one_line(f"{role}: licence {licence(bundle, role, model)}"), err=True)
+        click.echo(one_line(f"{role}: licence {license(bundle, role, model)}"), err=True)
     click.echo(_times(progress.seconds), err=True)
     if hosts:
         add_graphs(bundle.folder)
@@ -135,11 +135,11 @@ def _times(seconds: dict[str, float]) -> str:
     return f"{sum(seconds.values()):.1f} s: {steps}"
 
 
-def _summary(bundle: Bundle, role: str, model: Model) -> str:
+def _summary(bundle: Bundle, role: str, model: ModelEntry) -> str:
     size = f"{bundle.files[model.weights].size / 1e6:.1f} MB"
     if role == "draft" and bundle.shares_weights:
         size = f"in the target's {size}"
-    found = (f"{role} ({ops}): {model.parity_line(ops)}" for ops in model.parity)
+    found = (f"{role} ({ops}): {model.describe_parity(ops)}" for ops in model.parity)
     what = f"{model.architecture}, {model.num_parameters / 1e6:.1f} M parameters"
     return "\n".join((f"{role}: {what}, {size} as {model.weights_dtype}", *found))
 

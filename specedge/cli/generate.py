@@ -138,7 +138,7 @@ def _many(
     way = RESUME if resume else OVERWRITE if overwrite else NEW
     if output != "-":
         options.check_output(output, [prompts], overwrite=way != NEW)
-    told = Bundle.read(store.find(models["bundle"])).digest(), models["ops"]
+    told = Bundle.read(store.find_bundle(models["bundle"])).digest(), models["ops"]
     items = [
         replace(item, asked=asked_of(item, *told))
         for item in read(prompts, form, chat, system, request)

@@ -7,13 +7,13 @@ import json
 import click
 
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import Model
-from specedge.bundle.op_sets import OPS, cached, computed, is_typed
-from specedge.bundle.reports import Parity
+from specedge.bundle.manifest import ModelEntry
+from specedge.bundle.op_sets import OPS, cache_dtype, compute_dtype, has_compute_type
+from specedge.bundle.reports import ParityReport
 from specedge.cli import options
 from specedge.cli.progress import bar
 from specedge.cli.terminal import one_line
-from specedge.options import Filters
+from specedge.sampling_options import SamplingFilters
 
 
 @click.command()
@@ -29,7 +29,7 @@ def inspect(
     """Show what a bundle holds, and where it came from."""
     from specedge.bundle import store
 
-    found = Bundle.read(store.find(bundle))
+    found = Bundle.read(store.find_bundle(bundle))
     if check:
         _check(found)
     if memory:
@@ -67,7 +67,7 @@ def _check(bundle: Bundle) -> None:
     with bar("checking", total, DownloadColumn()) as (update, _):
         for name in bundle.files:
             bundle.check_hash(name, lambda size: update(advance=size))
-    store.remember_export(bundle)
+    store.record_export(bundle)
     click.echo(f"all {len(bundle.files)} files are as listed", err=True)
 
 
@@ -89,31 +89,31 @@ def _lines(bundle: Bundle) -> list[str]:
     return lines
 
 
-def licence(bundle: Bundle, role: str, model: Model) -> str:
+def license(bundle: Bundle, role: str, model: ModelEntry) -> str:
     """What a checkpoint stated, and the files with its terms."""
-    return ", ".join((model.source.licence or "not stated", *bundle.licence_files(role)))
+    return ", ".join((model.source.license or "not stated", *bundle.license_files(role)))
 
 
-def _sampling(sampling: Filters) -> str:
+def _sampling(sampling: SamplingFilters) -> str:
     if sampling.greedy:
         return "greedy"
     fields = (f"{name.replace('_', '-')} {value:g}" for name, value in vars(sampling).items())
     return ", ".join(fields)
 
 
-def _columns(bundle: Bundle, role: str, model: Model) -> str:
+def _columns(bundle: Bundle, role: str, model: ModelEntry) -> str:
     if role == "draft" and bundle.id_map is not None:
         return f"a head of {model.padded_vocab_size} of them"
     return f"{model.padded_vocab_size} columns"
 
 
-def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
+def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
     source, cache = model.source, model.cache
     layers = cache.layers
     shared = " (the target's)" if role == "draft" and bundle.shares_weights else ""
     return [
         f"{role:16} {source.id}" + (f" at {source.revision}" if source.revision else ""),
-        f"  licence        {licence(bundle, role, model)}",
+        f"  licence        {license(bundle, role, model)}",
         f"  architecture   {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
         f" {len(layers)} layers, {layers[0].heads} KV heads of {layers[0].key_size}",
         f"  context        {model.context_length} tokens",
@@ -129,19 +129,19 @@ def _model_lines(bundle: Bundle, role: str, model: Model) -> list[str]:
     ]
 
 
-def _graph_lines(model: Model, ops: str, parity: Parity) -> list[str]:
-    lengths = ", ".join(map(str, parity.row_independent_lengths)) or "none"
+def _graph_lines(model: ModelEntry, ops: str, parity: ParityReport) -> list[str]:
+    lengths = ", ".join(map(str, parity.invariant_lengths)) or "none"
     return [
         f"  {ops:14} {', '.join(graph.name for graph in model.graphs if graph.ops == ops)}",
         *(_own_type(model, ops) if ops not in OPS else ()),
-        f"    parity       {model.parity_line(ops)}; "
+        f"    parity       {model.describe_parity(ops)}; "
         f"logits' standard deviation {parity.logits_std:.1f}",
         f"    same bits    for passes of {lengths} tokens",
     ]
 
 
-def _own_type(model: Model, ops: str) -> list[str]:
-    size = model.cache_of(ops).size / 1e6
-    if is_typed(ops):
-        return [f"    computed in  {computed(ops)}, with a cache of {size:.1f} MB"]
-    return [f"    caches in    {cached(ops)}, {size:.1f} MB"]
+def _own_type(model: ModelEntry, ops: str) -> list[str]:
+    size = model.cache_layout(ops).size / 1e6
+    if has_compute_type(ops):
+        return [f"    computed in  {compute_dtype(ops)}, with a cache of {size:.1f} MB"]
+    return [f"    caches in    {cache_dtype(ops)}, {size:.1f} MB"]

@@ -11,29 +11,29 @@ from typing import Any
 import click
 
 from specedge.bundle import Bundle
+from specedge.bundle_library import LibraryEntry
 from specedge.cli import options
 from specedge.cli.terminal import one_line
 from specedge.errors import BundleError
-from specedge.library import Entry
 
 
 @click.command("list")
 @options.as_json
 def list_(as_json: bool) -> None:
     """List the bundles on this machine; `*` marks the one used when none is named."""
-    from specedge import library
+    from specedge import bundle_library
     from specedge.bundle import store
 
-    for path in library.remove_leftovers():
+    for path in bundle_library.remove_stale_folders():
         click.echo(one_line(f"removed what an unfinished export left: {path}"), err=True)
-    found = library.entries()
+    found = bundle_library.entries()
     if as_json:
         click.echo(json.dumps([_as_json(entry) for entry in found], ensure_ascii=False, indent=1))
     else:
         _print(found)
     if not any(entry.is_default for entry in found):
         try:
-            folder = Bundle.read(store.find()).folder
+            folder = Bundle.read(store.find_bundle()).folder
             click.echo(one_line(f"used when none is named: {folder}"), err=True)
         except BundleError as error:
             click.echo(one_line(f"specedge: the one used when none is named: {error}"), err=True)
@@ -44,9 +44,9 @@ def list_(as_json: bool) -> None:
 @click.option("--yes", "-y", is_flag=True, help="Do not ask.")
 def remove(names: tuple[str, ...], yes: bool) -> None:
     """Remove bundles by the NAME that `list` shows, or by their folder."""
-    from specedge import library
+    from specedge import bundle_library
 
-    folders = list(dict.fromkeys(library.removable(name) for name in names))
+    folders = list(dict.fromkeys(bundle_library.find_removable(name) for name in names))
     if not (yes or _confirmed(folders)):
         click.echo("specedge: nothing was removed", err=True)
         raise click.exceptions.Exit(1)
@@ -64,19 +64,19 @@ def _confirmed(folders: list[Path]) -> bool:
 
 
 def _remove(folder: Path) -> None:
-    from specedge import library
+    from specedge import bundle_library
     from specedge.bundle import store
 
-    before = store.noted_default()
-    library.remove(folder)
+    before = store.last_exported()
+    bundle_library.remove(folder)
     click.echo(one_line(f"removed {folder}"), err=True)
-    if before != store.noted_default():
-        used = store.find()
-        name = "the embedded pair" if used == store.embedded() else str(used)
+    if before != store.last_exported():
+        used = store.find_bundle()
+        name = "the embedded pair" if used == store.embedded_folder() else str(used)
         click.echo(one_line(f"it was the default; now {name} is used when none is named"), err=True)
 
 
-def _print(found: list[Entry]) -> None:
+def _print(found: list[LibraryEntry]) -> None:
     rows: list[tuple[str, ...]] = [("", "NAME", "TARGET", "DRAFT", "SIZE", "OPS", "LICENCE")]
     rows += [_row(entry) for entry in found]
     shown = [row for row in rows if len(row) > 3]
@@ -86,7 +86,7 @@ def _print(found: list[Entry]) -> None:
         click.echo(one_line("  ".join([*cells[: len(row) - 1], row[-1]]).rstrip()))
 
 
-def _row(entry: Entry) -> tuple[str, ...]:
+def _row(entry: LibraryEntry) -> tuple[str, ...]:
     """One line of the table; a bundle that cannot be read has its error as the last cell."""
     start = ("*" if entry.is_default else "", entry.name)
     if entry.bundle is None:
@@ -94,9 +94,9 @@ def _row(entry: Entry) -> tuple[str, ...]:
     models = entry.bundle.models
     size = f"{entry.size / 1e6:.1f} MB"
     ops = _both(", ".join(model.parity) for model in models.values())
-    licences = _both(model.source.licence or "not stated" for model in models.values())
+    licenses = _both(model.source.license or "not stated" for model in models.values())
     ids = (models[role].source.id if role in models else "none" for role in ("target", "draft"))
-    return (*start, *ids, size, ops, licences)
+    return (*start, *ids, size, ops, licenses)
 
 
 def _both(values: Iterable[str]) -> str:
@@ -104,8 +104,8 @@ def _both(values: Iterable[str]) -> str:
     return " / ".join(dict.fromkeys(values))
 
 
-def _as_json(entry: Entry) -> dict[str, Any]:
-    from specedge.strict_json import plain
+def _as_json(entry: LibraryEntry) -> dict[str, Any]:
+    from specedge.strict_json import to_plain
 
     facts: dict[str, Any] = {
         "name": entry.name,
@@ -119,5 +119,5 @@ def _as_json(entry: Entry) -> dict[str, Any]:
             facts[name] = getattr(bundle, name)
         facts["draft"] = None
         for role, model in bundle.models.items():
-            facts[role] = plain(model.source) | {"ops": list(model.parity)}
+            facts[role] = to_plain(model.source) | {"ops": list(model.parity)}
     return facts

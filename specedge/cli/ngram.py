@@ -47,7 +47,7 @@ def build(
     from specedge.runtime.text.special import SpecialTokens
     from specedge.runtime.text.tokenizing import encode, load_tokenizer
 
-    found = Bundle.read(store.find(bundle))
+    found = Bundle.read(store.find_bundle(bundle))
     with hidden_panics():
         tokenizer = load_tokenizer(found)
     as_text = SpecialTokens(tokenizer).encode_text

@@ -15,9 +15,9 @@ import click
 from specedge.bundle.op_sets import OP_SETS
 from specedge.cli.panics import hidden_panics
 from specedge.cli.terminal import one_line
-from specedge.declared import declarations, shown_default
-from specedge.options import MAX_DRAFT_TOKENS, Rules
-from specedge.request import AUTO, Coupling, Request
+from specedge.option_specs import format_default, option_specs
+from specedge.request import AUTO, Coupling, GenerationRequest
+from specedge.sampling_options import MAX_DRAFT_TOKENS, SamplingRules
 
 if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
@@ -155,16 +155,18 @@ _FLAGS = {
     "bad_words": ("--bad-word",),
 }
 _SAMPLING = tuple(
-    name for name in declarations(Rules) if name not in ("min_new_tokens", "lenience")
+    name for name in option_specs(SamplingRules) if name not in ("min_new_tokens", "lenience")
 )
 _REQUEST = [
-    name for name in declarations(Request) if name not in ("logprobs", "remember", "replay")
+    name
+    for name in option_specs(GenerationRequest)
+    if name not in ("logprobs", "remember", "replay")
 ]
 
 
 def option(name: str) -> Callable[[F], F]:
     """The command line's form of an option of a request."""
-    field, declared = declarations(Request)[name]
+    field, declared = option_specs(GenerationRequest)[name]
     own: dict[str, Any] = {"help": declared.help}
     if declared.kind == "number":
         low = declared.least if declared.above is None else declared.above
@@ -174,7 +176,7 @@ def option(name: str) -> Callable[[F], F]:
         own["type"] = click.IntRange(int(declared.least or 0), most)
     elif declared.kind == "flag":
         own["is_flag"] = True
-    if shown_default(field):
+    if format_default(field):
         own |= {"default": field.default, "show_default": True}
     own |= _ON_THE_COMMAND_LINE.get(name, {})
     if own.get("multiple"):
@@ -254,14 +256,14 @@ def check_output(
 
 def write_output(path: str, text: str, overwrite: bool, flag: str) -> None:
     """Write a text file whole or not at all, unless it is there by now, and say so."""
-    from specedge.bundle.store import named_errors, replace_text
+    from specedge.bundle.store import errors_naming, replace_file
 
     check_output(path, [], overwrite, flag)  # the work took a while
     if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device stays one
-        with named_errors(path):
+        with errors_naming(path):
             Path(path).write_text(text, "utf-8")
     else:
-        replace_text(Path(os.path.realpath(path)), text)
+        replace_file(Path(os.path.realpath(path)), text)
     click.echo(one_line(f"wrote {path}"), err=True)
 
 

@@ -11,9 +11,9 @@ import click
 
 from specedge.cli import options
 from specedge.cli.terminal import one_line
-from specedge.declared import declarations, nearest
 from specedge.errors import PromptError
-from specedge.request import Request
+from specedge.option_specs import option_specs, suggest
+from specedge.request import GenerationRequest
 from specedge.runtime.requests.items import Item, item_of, seed_of
 from specedge.strict_json import JsonError, parse
 
@@ -30,7 +30,7 @@ def read(
     The prompt of index i is drawn with seed + i, unless its line has a seed.
     """
     with options.usage_errors():
-        Request(**request)
+        GenerationRequest(**request)
     text = options.read_text(name)
     name = "standard input" if name == "-" else name
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
@@ -55,7 +55,7 @@ def read(
 
 def alone(name: str, form: str | None) -> list[UserPrompt]:
     """The prompts of a file where other options on its lines do not matter."""
-    items = read(name, form, False, None, dataclasses.asdict(Request()))
+    items = read(name, form, False, None, dataclasses.asdict(GenerationRequest()))
     return [item.messages or item.prompt or "" for item in items]
 
 
@@ -76,10 +76,10 @@ def _facts(line: str) -> dict[str, Any]:
     facts = parse(line)
     if not isinstance(facts, dict):
         raise ValueError("a line must be a JSON object")
-    known = ["id", "prompt", "messages", *declarations(Request)]
+    known = ["id", "prompt", "messages", *option_specs(GenerationRequest)]
     if unknown := [key for key in facts if key not in known]:
         shown = one_line(unknown[0], 100)
-        hint = nearest(shown, known) or f"; known are {', '.join(known)}"
+        hint = suggest(shown, known) or f"; known are {', '.join(known)}"
         raise ValueError(f"key '{shown}' is unknown{hint}")
     return facts
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from specedge.request import AUTO, Request
+from specedge.request import AUTO, GenerationRequest
 from specedge.strict_json import JsonError, parse
 
 LARGEST = 64 * 2**20
@@ -21,7 +21,7 @@ def options(name: str, num_draft_tokens: int | str) -> dict[str, Any]:
         facts = parse(_text(name))
         if not isinstance(facts, dict) or "plan" not in facts:
             raise JsonError("has no 'plan'; name what 'specedge generate --json' printed")
-        Request(replay=facts["plan"])
+        GenerationRequest(replay=facts["plan"])
     except ValueError as error:
         raise click.UsageError(f"{name}: {error}") from error
     return {"replay": facts["plan"]}

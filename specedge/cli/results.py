@@ -11,7 +11,7 @@ from typing import TextIO
 
 import click
 
-from specedge.bundle.store import named_errors
+from specedge.bundle.store import errors_naming
 from specedge.runtime.requests.items import Item
 from specedge.strict_json import JsonError, parse
 
@@ -67,7 +67,7 @@ def opened(output: str, way: str, stdout: TextIO | None = None) -> Iterator[Call
     plain = not os.path.exists(output) or os.path.isfile(output)
     # What check_output saw may have changed while the models were loaded.
     mode = {NEW: "xb", OVERWRITE: "wb", RESUME: "ab"}[way] if plain else "wb"
-    with named_errors(output), open(output, mode, buffering=0) as file:
+    with errors_naming(output), open(output, mode, buffering=0) as file:
         if way == RESUME and plain:
             file.truncate(Path(output).read_bytes().rfind(b"\n") + 1)
 

@@ -138,8 +138,8 @@ def serve(
             )
         if bundle is None:
             bundle = os.environ.get(store.VARIABLE) or None
-        last_exported = store.noted_default() if bundle is None else None
-        folder = os.fspath(store.embedded()) if bundle is None else bundle
+        last_exported = store.last_exported() if bundle is None else None
+        folder = os.fspath(store.embedded_folder()) if bundle is None else bundle
         pipeline = options.load(folder, device, threads, ops, draft_device, slots, max_length)
         settings = app.Settings(
             model=model_name,
@@ -176,7 +176,7 @@ def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
     slots, length = len(pipeline.slots.all), pipeline.bundle.context_length
     need = memory_of(pipeline.bundle, ops, slots, length)
     folder = pipeline.bundle.folder
-    origin = "the embedded pair" if folder == store.embedded() else f"bundle {folder}"
+    origin = "the embedded pair" if folder == store.embedded_folder() else f"bundle {folder}"
     return (
         f"specedge: {url} serves {name or pipeline.bundle.target.source.id} ({origin}) in "
         f"{counted(slots, 'slot')} of {length} tokens and {shown(need.slot)} each; "

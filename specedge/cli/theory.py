@@ -138,7 +138,7 @@ def _prediction(
     alpha: float, draft_cost: float, verify_cost: Costs, host_cost: float
 ) -> dict[str, Any]:
     """What these costs give, at each K."""
-    from specedge.options import MAX_DRAFT_TOKENS
+    from specedge.sampling_options import MAX_DRAFT_TOKENS
     from specedge.theory.formulas import best_k, expected_tokens_limit
 
     costs = (draft_cost, verify_cost, host_cost)

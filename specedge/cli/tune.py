@@ -58,9 +58,9 @@ def tune(
         )
     click.echo(f"remembered in {path}", err=True)
     if as_json:
-        from specedge.strict_json import plain
+        from specedge.strict_json import to_plain
 
-        click.echo(json.dumps(plain(table), indent=1))
+        click.echo(json.dumps(to_plain(table), indent=1))
     else:
         for line in _lines(table):
             click.echo(line)

@@ -69,7 +69,7 @@ def verify(
     machinery_for = partial(
         _machinery, device=device, threads=threads, ops=ops, draft_device=draft_device
     )
-    folder = store.find(bundle)
+    folder = store.find_bundle(bundle)
     if self_test:
         found = Bundle.read(folder)
         _test_self(found, machinery_for(found), minutes or 5.0, as_json)

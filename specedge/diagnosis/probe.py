@@ -21,7 +21,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from specedge import products
+from specedge import int8_products
 from specedge.runtime.backend.cuda import driver, tensorrt_rtx
 
 from . import shared_library
@@ -165,9 +165,11 @@ def _products(ort: Any) -> str:
     """How products of bytes are right here: "as they are", "unsigned" or "never"."""
     for name, value in (("as they are", "0"), ("unsigned", "1")):
         options = ort.SessionOptions()
-        options.add_session_config_entry(products.UNSIGNED, value)
-        session = ort.InferenceSession(os.fspath(products.PRODUCT), options, [PROVIDERS["cpu"]])
-        if products.are_right(partial(_run, session)):
+        options.add_session_config_entry(int8_products.UNSIGNED_OPTION, value)
+        session = ort.InferenceSession(
+            os.fspath(int8_products.PRODUCT_GRAPH), options, [PROVIDERS["cpu"]]
+        )
+        if int8_products.are_exact(partial(_run, session)):
             return name
     return "never"
 

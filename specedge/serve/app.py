@@ -21,8 +21,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specedge.options import Filters
 from specedge.runtime.requests.pipeline import Pipeline
+from specedge.sampling_options import SamplingFilters
 from specedge.strict_json import JsonError, parse
 
 from . import asking
@@ -92,11 +92,11 @@ class Settings:
             check_host(host)
 
 
-def model_defaults(sampling: Filters) -> dict[str, float]:
+def model_defaults(sampling: SamplingFilters) -> dict[str, float]:
     """Return the options that a model's recommended sampling sets, none where it is greedy."""
     if sampling.greedy:  # as of checkpoints without a recommendation
         return {}
-    neutral = Filters()
+    neutral = SamplingFilters()
     options: dict[str, float] = dataclasses.asdict(sampling)
     return {name: value for name, value in options.items() if value != getattr(neutral, name)}
 

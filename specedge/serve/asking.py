@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from specedge.errors import MissingExtraError, OptionError, PromptError
-from specedge.request import GRAMMARS, request_of
+from specedge.request import GRAMMARS, build_request
 from specedge.runtime.requests.pipeline import Pipeline
 
 from . import formats
@@ -206,7 +206,7 @@ def _tokens(
 ) -> list[list[int]]:
     """The tokens of each prompt, which the pipeline will take with these options."""
     try:
-        pipeline.sampling(request_of(**options))
+        pipeline.sampling(build_request(**options))
         return [pipeline.prompts.tokens_of(prompt, tools=tools) for prompt in prompts]
     except OptionError as error:
         raise option_error(error, asked) from error

@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from specedge.declared import nearest
 from specedge.errors import OptionError
-from specedge.request import GRAMMARS, DrafterName, request_of
+from specedge.option_specs import suggest
+from specedge.request import GRAMMARS, DrafterName, build_request
 
 from .errors import UNSUPPORTED, ApiError
 
@@ -129,7 +129,7 @@ class Fields:
     def end(self) -> None:
         """Refuse what was not taken."""
         for name in self._left:
-            hint = nearest(name, self._known)
+            hint = suggest(name, self._known)
             raise ApiError(f"there is no field {shown(name)}{hint}", name[:100], "unknown_field")
 
 
@@ -196,7 +196,7 @@ def options_of(
         said = f"bad_words must have at most {MAX_BAD_WORDS} characters together"
         raise ApiError(said, "bad_words", "invalid_value")
     try:
-        request = request_of(**given)
+        request = build_request(**given)
     except OptionError as error:
         message = str(error).replace("max_new_tokens", limit_name)
         is_limit = error.option == "max_new_tokens"

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from specedge.declared import whole
-from specedge.options import MAX_DRAFT_TOKENS
+from specedge.option_specs import check_integer
+from specedge.sampling_options import MAX_DRAFT_TOKENS
 
 Costs = float | Sequence[float] | NDArray[np.float64]  # one number, or one for each K from 0
 
@@ -28,7 +28,7 @@ Costs = float | Sequence[float] | NDArray[np.float64]  # one number, or one for 
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
     """Tokens a round yields on average, E = (1 - alpha^(K+1)) / (1 - alpha). Equation 1."""
     _check_rate("alpha", alpha)
-    whole("num_draft_tokens", num_draft_tokens, 0)
+    check_integer("num_draft_tokens", num_draft_tokens, 0)
     return float(sum(alpha**i for i in range(num_draft_tokens + 1)))
 
 
@@ -43,7 +43,7 @@ def expected_tokens_without_bonus(alpha: float, num_draft_tokens: int) -> float:
 
     Serving engines dropped it to keep both caches of one length. K tokens at most.
     """
-    whole("num_draft_tokens", num_draft_tokens, 1)
+    check_integer("num_draft_tokens", num_draft_tokens, 1)
     return expected_tokens(alpha, num_draft_tokens - 1)
 
 
@@ -61,7 +61,7 @@ def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
 def tokens_distribution(alpha: float, num_draft_tokens: int) -> list[float]:
     """The chance that a round yields 1, 2, ... K + 1 tokens: geometric, cut off at K + 1."""
     _check_rate("alpha", alpha)
-    k = whole("num_draft_tokens", num_draft_tokens, 0)
+    k = check_integer("num_draft_tokens", num_draft_tokens, 0)
     return [alpha**i * (1 - alpha) for i in range(k)] + [float(alpha**k)]
 
 
@@ -70,7 +70,7 @@ def alpha_from_tokens(tokens_per_round: float, num_draft_tokens: int) -> float:
 
     A run's r, which is tokens a round over K + 1, is inverted as r (K + 1).
     """
-    k = whole("num_draft_tokens", num_draft_tokens, 1)
+    k = check_integer("num_draft_tokens", num_draft_tokens, 1)
     if not 1 <= tokens_per_round <= k + 1:
         raise ValueError(f"tokens_per_round must be between 1 and {k + 1}, got {tokens_per_round}")
     if tokens_per_round == 1:
@@ -102,7 +102,7 @@ class AcceptanceRates:
 
 def acceptance_rates(alpha: float, num_draft_tokens: int) -> AcceptanceRates:
     """What each of the four is where acceptances are independent with chance alpha."""
-    k = whole("num_draft_tokens", num_draft_tokens, 1)
+    k = check_integer("num_draft_tokens", num_draft_tokens, 1)
     tokens = expected_tokens(alpha, k)
     accepted, rejected = tokens - 1, 1 - alpha**k
     return AcceptanceRates(
@@ -121,7 +121,7 @@ def round_cost(
     K = 0 is the target alone, the unit of all costs. `verify_cost` may be one number, or a sequence
     whose item K is v for that K; item 0 is then the unit too, and it ends at the largest K.
     """
-    k = whole("num_draft_tokens", num_draft_tokens, 0)
+    k = check_integer("num_draft_tokens", num_draft_tokens, 0)
     _check_cost("draft_cost", draft_cost)
     _check_cost("host_cost", host_cost)
     verify = _verify_cost(verify_cost, k)
@@ -164,7 +164,7 @@ def break_even_alpha(
 
     With the defaults and K = 1 it is c: corollary 3.9.
     """
-    k = whole("num_draft_tokens", num_draft_tokens, 1)
+    k = check_integer("num_draft_tokens", num_draft_tokens, 1)
     cost = round_cost(k, draft_cost, verify_cost, host_cost)
     return None if cost > k + 1 else alpha_from_tokens(max(cost, 1.0), k)
 
@@ -181,7 +181,7 @@ def best_k(
     0, the target alone, if none pays; no K exceeds `max_draft_tokens` or the costs that are known.
     As drafting gets free the best K has no limit but these.
     """
-    last = whole("max_draft_tokens", max_draft_tokens, 0)
+    last = check_integer("max_draft_tokens", max_draft_tokens, 0)
     if isinstance(verify_cost, Sequence | np.ndarray):
         last = min(last, max(len(verify_cost) - 1, 0))
     return max(
@@ -235,7 +235,7 @@ def implied_round_time(
 
 
 def _tokens(tokens_over_rows: float, num_draft_tokens: int) -> float:
-    rows = whole("num_draft_tokens", num_draft_tokens, 0) + 1
+    rows = check_integer("num_draft_tokens", num_draft_tokens, 0) + 1
     if not 1 <= tokens_over_rows * rows <= rows:
         raise ValueError(
             f"tokens_over_rows must be between 1 / {rows} and 1, got {tokens_over_rows}"

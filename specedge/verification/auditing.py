@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 
 from specedge.bundle import MANIFEST, Bundle
-from specedge.bundle.files import sha256
-from specedge.bundle.manifest import Model, chunk_length
+from specedge.bundle.integrity import sha256
+from specedge.bundle.manifest import ModelEntry, chunk_length
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
@@ -58,16 +58,16 @@ class Machinery:
     ops: str = "auto"
     draft_device: Device | None = None  # where it is another
 
-    def op_set(self, bundle: Bundle, model: Model) -> str:
+    def op_set(self, bundle: Bundle, model: ModelEntry) -> str:
         """The op set of a model that is run."""
         return choose_ops(model, self.ops, self.device_of(bundle, model))
 
-    def open(self, bundle: Bundle, model: Model, ops: str, graph: str = "decoder") -> OrtModel:
+    def open(self, bundle: Bundle, model: ModelEntry, ops: str, graph: str = "decoder") -> OrtModel:
         """One graph, loaded."""
         device = fitting([model], self.device_of(bundle, model))
         return OrtModel(bundle, model, device, ops, graph)
 
-    def device_of(self, bundle: Bundle, model: Model) -> Device:
+    def device_of(self, bundle: Bundle, model: ModelEntry) -> Device:
         """Where a model is run."""
         return (self.draft_device or self.device) if model is bundle.draft else self.device
 
@@ -227,7 +227,7 @@ def make_subject(bundle: Bundle, machinery: Machinery, prompts: list[Prompt]) ->
         graphs.allowed(model, machinery.op_set(bundle, model)) for model in bundle.models.values()
     )
     longest = chunk_length(bundle.target.cache.capacity)
-    first = longest_held(target.row_independent_lengths, longest)
+    first = longest_held(target.invariant_lengths, longest)
     sizes = {"target": bundle.target, "draft": bundle.draft or bundle.target}
     return Subject(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)
 

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from specedge.options import Sampling
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.round import Drafter
 from specedge.runtime.decoding.verify import Draft, Verdict, verify
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
+from specedge.sampling_options import Sampling
 
 from .cached import Cached
 from .subject import Parts

@@ -14,7 +14,6 @@ from typing import Any
 
 from specedge.bundle import Bundle
 from specedge.errors import PromptError
-from specedge.options import Sampling
 from specedge.runtime.backend.ort import onnxruntime
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.model import LanguageModel
@@ -32,6 +31,7 @@ from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.scores import Row, Scores
 from specedge.runtime.text.tokenizing import decode
+from specedge.sampling_options import Sampling
 
 from ..benchmarks.prompts import SETS
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import PREFILL_LENGTH, Graph, Model, chunk_length
+from specedge.bundle.manifest import PREFILL_LENGTH, GraphEntry, ModelEntry, chunk_length
 from specedge.errors import BundleError, DeviceError
 from specedge.runtime.backend.onnx_model import OrtModel
 
@@ -24,7 +24,7 @@ from .cached import Array
 from .noise import Difference, distance, row_differences, size
 from .report import FAILED, PASSED, SHORT, Finding
 
-Open = Callable[[Model, str, str], OrtModel]
+Open = Callable[[ModelEntry, str, str], OrtModel]
 Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
 
 _ERRORS = (
@@ -57,7 +57,9 @@ def files(bundle: Bundle, budget: Budget) -> Finding:
     return Finding("files", PASSED, f"{what}: every SHA-256 is as listed", (), facts)
 
 
-def graphs(bundle: Bundle, op_set: Callable[[Model], str], open_: Open, budget: Budget) -> Finding:
+def graphs(
+    bundle: Bundle, op_set: Callable[[ModelEntry], str], open_: Open, budget: Budget
+) -> Finding:
     """Compare the graphs with each other, first those of the op set that is run; one is loaded at a
     time.
     """
@@ -103,10 +105,10 @@ class _Comparison:
     short: bool = False
     as_recorded: bool = True
 
-    def rows(self, role: str, model: Model, ops: str, graph: OrtModel) -> None:
+    def rows(self, role: str, model: ModelEntry, ops: str, graph: OrtModel) -> None:
         """Row independence now against recorded."""
         tokens, parity = _tokens(model), model.parity[ops]
-        recorded = [t for t in parity.row_independent_lengths if t <= len(tokens)]
+        recorded = [t for t in parity.invariant_lengths if t <= len(tokens)]
         verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
         lengths = sorted({*recorded, *range(1, min(verify, len(tokens)) + 1)})
         found = row_differences(graph, tokens, lengths, self.budget.share(0.25))
@@ -127,7 +129,7 @@ class _Comparison:
             f"recorded {_list(recorded)}){_differing(found)}"
         )
         self.lines.append(
-            f"{role} ({ops}): recorded at export, not measured here: {model.parity_line(ops)}"
+            f"{role} ({ops}): recorded at export, not measured here: {model.describe_parity(ops)}"
         )
         if not worst <= allowed(model, ops):
             self.problems.append(
@@ -136,7 +138,7 @@ class _Comparison:
             )
 
     def other_ops(
-        self, role: str, model: Model, ops: tuple[str, str], wanted: dict[str, Outputs]
+        self, role: str, model: ModelEntry, ops: tuple[str, str], wanted: dict[str, Outputs]
     ) -> None:
         """The op set that is not run, against the one that is."""
         own, other = ops
@@ -159,7 +161,7 @@ class _Comparison:
         (self.lines if relative <= allowed(model, *ops) else self.problems).append(line)
         self.fixed(role, model, other, others)
 
-    def fixed(self, role: str, model: Model, ops: str, wanted: dict[str, Outputs]) -> None:
+    def fixed(self, role: str, model: ModelEntry, ops: str, wanted: dict[str, Outputs]) -> None:
         """The graphs of fixed shapes against the one for any length."""
         found: dict[str, float] = {}
         for entry in _fixed_shapes(model, ops):
@@ -182,13 +184,13 @@ class _Comparison:
         (self.lines if good else self.problems).append(line)
 
 
-def allowed(model: Model, *ops: str) -> float:
+def allowed(model: ModelEntry, *ops: str) -> float:
     """How far two graphs that are each as good as float32 can be are apart at most, relative to
     the largest value."""
     return sum(model.bound(name) for name in (ops * 2)[:2])
 
 
-def _tokens(model: Model) -> list[int]:
+def _tokens(model: ModelEntry) -> list[int]:
     """A text of any tokens; the graphs are to agree on all. As many as the longest pass has, and
     as two of the longest fixed shape.
     """
@@ -205,11 +207,11 @@ def _differing(found: dict[int, Difference]) -> str:
     return f"; for {_list(list(others))} they differ by up to {worst:.1e} of the largest value"
 
 
-def _fixed_shapes(model: Model, ops: str) -> list[Graph]:
+def _fixed_shapes(model: ModelEntry, ops: str) -> list[GraphEntry]:
     return [g for g in model.graphs if g.ops == ops and g.length is not None]
 
 
-def _run(graph: OrtModel, model: Model, ops: str) -> dict[str, Outputs]:
+def _run(graph: OrtModel, model: ModelEntry, ops: str) -> dict[str, Outputs]:
     """What `decoder` makes of all tokens, and of the passes of each fixed shape, by its name."""
     tokens = _tokens(model)
     graph.truncate(0)
@@ -221,7 +223,7 @@ def _run(graph: OrtModel, model: Model, ops: str) -> dict[str, Outputs]:
     return outputs
 
 
-def _passes(graph: OrtModel, model: Model, entry: Graph, tokens: list[int]) -> Outputs:
+def _passes(graph: OrtModel, model: ModelEntry, entry: GraphEntry, tokens: list[int]) -> Outputs:
     """Two passes of a fixed length, one after the other."""
     assert entry.length is not None
     count = max(1, min(2, len(tokens) // entry.length)) * entry.length

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from specedge.options import Sampling
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
+from specedge.sampling_options import Sampling
 
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding

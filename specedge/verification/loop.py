@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from specedge.options import MAX_DRAFT_TOKENS, Sampling
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.round import Round
 from specedge.runtime.drafters.suffix import Suffix
+from specedge.sampling_options import MAX_DRAFT_TOKENS, Sampling
 
 from .budget import Budget
 from .cached import Cached

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specedge.options import Sampling
+from specedge.sampling_options import Sampling
 
 from .budget import Budget
 from .report import FAILED, PASSED, SHORT, Finding

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specedge.bundle.manifest import Model
-from specedge.options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
+from specedge.bundle.manifest import ModelEntry
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.model import LanguageModel
 from specedge.runtime.decoding.round import Drafter, Round
@@ -21,6 +20,7 @@ from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.runtime.sampling.scores import Scores
+from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from .budget import Budget, Clock
 from .cached import Array, Cached
@@ -59,7 +59,7 @@ class Subject:
 
     target: Cached
     draft: Cached  # a StandIn where the bundle has no draft model
-    sizes: Mapping[str, Model]
+    sizes: Mapping[str, ModelEntry]
     num_draft_tokens: int
     tolerance: float
     prompts: list[Prompt]
@@ -135,7 +135,7 @@ class Subject:
         num_draft_tokens: int,
         target: LanguageModel | None = None,
         draft: LanguageModel | None = None,
-        draft_sizes: Model | None = None,
+        draft_sizes: ModelEntry | None = None,
         drafter: Drafter | None = None,
     ) -> SpeculativeDecoder:
         """The decoder that a pipeline makes, of these parts; with its draft model by default."""
@@ -219,7 +219,7 @@ class StandIn:
         return StandIn(self._target.twin())
 
 
-def known(token: int, sizes: Model) -> int:
+def known(token: int, sizes: ModelEntry) -> int:
     """What a model is fed for a token."""
     return token if token < sizes.vocab_size else PLACEHOLDER
 

@@ -17,11 +17,11 @@ from specedge.benchmarks.predictions import known_chances, model_rounds, text_ro
 from specedge.benchmarks.prompts import SETS
 from specedge.benchmarks.summary import losing, summarise
 from specedge.benchmarks.totals import overall_speedup
-from specedge.options import Sampling
 from specedge.runtime.planning.cost_table import Costs
 from specedge.runtime.requests.stats import Stats
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
+from specedge.sampling_options import Sampling
 from specedge.theory.formulas import speedup
 
 RUN = list(range(8))

@@ -32,19 +32,19 @@ def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seco
     monkeypatch.setattr(threads, "cpu_count", lambda: 4)
     monkeypatch.setattr(loading, "load", lambda bundle, threads, ops: Loaded(threads))
     monkeypatch.setattr(threads, "_seconds", lambda loaded, text, k: seconds[loaded.count])
-    assert threads.fastest(store.embedded(), "auto") == best
+    assert threads.fastest(store.embedded_folder(), "auto") == best
 
 
 def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(threads, "cpu_count", lambda: 1)
-    assert threads.fastest(store.embedded(), "auto") is None
+    assert threads.fastest(store.embedded_folder(), "auto") is None
     monkeypatch.setattr(threads, "cpu_count", lambda: 4)
     monkeypatch.setattr(threads, "LARGE", 1)
-    assert threads.fastest(store.embedded(), "auto") is None
+    assert threads.fastest(store.embedded_folder(), "auto") is None
     monkeypatch.setattr(threads, "LARGE", 10**9)
     monkeypatch.setattr(sessions, "_pool_threads", [None])
-    assert threads.fastest(store.embedded(), "auto") is None
+    assert threads.fastest(store.embedded_folder(), "auto") is None
 
 
 def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
@@ -54,14 +54,14 @@ def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
         from specedge.bundle import store
         from specedge.runtime.requests import loading
         from specedge.runtime.backend import sessions
-        loaded = loading.load(store.embedded(), threads=1)
+        loaded = loading.load(store.embedded_folder(), threads=1)
         table = dataclasses.replace(loaded.costs.table, origin="tune", threads=1)
         loaded.costs.remember_as_default(table)
         opened, real = [], sessions.Device.open
         sessions.Device.open = lambda device, path: opened.append(device) or real(device, path)
-        assert loading.load(store.embedded()).costs.table == table
+        assert loading.load(store.embedded_folder()).costs.table == table
         assert [(device.threads, device.usual) for device in opened[-2:]] == [(None, 1)] * 2
-        loading.load(store.embedded(), threads=1)
+        loading.load(store.embedded_folder(), threads=1)
         assert [(device.threads, device.usual) for device in opened[-2:]] == [(1, None)] * 2
         """
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -72,7 +72,7 @@ def test_a_number_that_nobody_asked_for_gives_way_to_a_pool_that_is_there():
         from specedge.bundle import store
         from specedge.bundle import Bundle
         from specedge.runtime.backend.sessions import Device
-        bundle = Bundle.read(store.embedded())
+        bundle = Bundle.read(store.embedded_folder())
         path = bundle.path(bundle.draft.graph("step", "onnx").file)
         Device(share_threads=True).open(path)
         Device(share_threads=True, usual=1).open(path)

@@ -40,7 +40,7 @@ class Pairs:
         self.folder = folder
         shipped = Path(__file__).parents[2] / "models" / "checkpoints"
         self.checkpoints = {"embedded": (shipped / "python-1m", shipped / "python-9m")}
-        self.bundles = {"embedded": Bundle.read(store.embedded())}
+        self.bundles = {"embedded": Bundle.read(store.embedded_folder())}
         self.notes = {"embedded": []}
 
     def checkpoint(self, name):

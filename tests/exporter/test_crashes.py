@@ -19,7 +19,7 @@ import specedge
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, ExportError
 from specedge.exporter import export, writing
-from specedge.leftovers import remove_leftovers
+from specedge.staging import remove_stale_folders
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has other signals and mounts")
 COMMAND = (sys.executable, "-m", "specedge", "export")
@@ -109,7 +109,7 @@ def test_a_killed_export_leaves_nothing_at_its_destination(options, tmp_path):
     assert exporting.wait() == -signal.SIGKILL
     with pytest.raises(BundleError, match="no such folder"):
         Bundle.read(tmp_path / "bundle")
-    assert [p.name for p in remove_leftovers(tmp_path)] == [".bundle.specedge-export"]
+    assert [p.name for p in remove_stale_folders(tmp_path)] == [".bundle.specedge-export"]
     assert list(tmp_path.iterdir()) == []
 
 
@@ -136,7 +136,7 @@ def test_a_bundle_survives_a_kill_after_each_rename(
         with pytest.raises(ExportError, match="no-target"):
             export("./no-draft", "./no-target", place / "bundle")
     else:
-        remove_leftovers(place)
+        remove_stale_folders(place)
     assert context(place) == length
 
 

@@ -98,7 +98,7 @@ def test_the_drafts_logits_are_the_models_of_these_tokens(made):
     assert scores.ids.tolist() == list(made.ids)
     with torch.no_grad():
         wanted = whole(torch.tensor([PROMPT])).logits[0].numpy()[:, made.ids]
-    allowed = 0.1 if made.bundle.draft.quantisation else 1e-5
+    allowed = 0.1 if made.bundle.draft.quantization else 1e-5
     assert np.abs(scores.array() - wanted).max() < allowed * np.abs(wanted).max()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 import specedge
-from specedge.bundle import WITHOUT_DRAFT, Bundle, store
+from specedge.bundle import FIRST_FORMAT_WITHOUT_DRAFT, Bundle, store
 from specedge.errors import ExportError
 from specedge.exporter import export
 
@@ -15,7 +15,7 @@ def bundle(pairs, tmp_path_factory):
 
 
 def test_a_target_alone_is_exported(bundle):
-    assert (bundle.draft, bundle.format) == (None, WITHOUT_DRAFT)
+    assert (bundle.draft, bundle.format) == (None, FIRST_FORMAT_WITHOUT_DRAFT)
     assert not [name for name in bundle.files if name.startswith("draft/")]
     assert Bundle.read(bundle.folder) == bundle
 

@@ -62,7 +62,7 @@ def test_tokens_equal_the_greedy_generate_of_transformers(pipeline, name, prompt
     for i in flips:
         margin = float((logits[i].max() - logits[i][tokens[i]]) / logits[i].std())
         report(f"{name}: near-tie against transformers at token {i}, margin {margin:.1e}")
-        assert margin < (NEAR_ROUNDED if pipeline.bundle.target.quantisation else NEAR)
+        assert margin < (NEAR_ROUNDED if pipeline.bundle.target.quantization else NEAR)
     assert first == LENGTH or first in flips
 
 

@@ -28,7 +28,7 @@ PROMPTS = (range(40, 52), range(300, 303), [7, 8, 9] * 20)
 class Trembling:
     """A model whose logits depend on how many rows share a pass, as on a device of another kind."""
 
-    row_independent_lengths = ()
+    invariant_lengths = ()
 
     def __init__(self, model):
         self.model = model
@@ -97,7 +97,7 @@ def test_an_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch
     draft, target = make_pair(tmp_path, "llama", context=96)
     progress = Progress()
     bundle = export(draft, target, tmp_path / "bundle", ops="gqa", progress=progress)
-    assert bundle.target.parity["gqa"].row_independent_lengths == ()
+    assert bundle.target.parity["gqa"].invariant_lengths == ()
     assert sum("so near-ties may be decided otherwise" in note for note in progress.notes) == 2
 
 

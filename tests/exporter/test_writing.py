@@ -14,7 +14,7 @@ from specedge.bundle import Bundle, store
 from specedge.errors import ExportError
 from specedge.exporter import export, writing
 from specedge.exporter.graph import weights
-from specedge.leftovers import remove_leftovers
+from specedge.staging import remove_stale_folders
 
 SLOW = """
 import pathlib, sys, time
@@ -77,7 +77,7 @@ def test_leftovers_are_removed_and_a_running_export_is_left_alone(tmp_path):
     try:
         dead.kill()
         dead.wait()
-        assert [p.name for p in remove_leftovers(tmp_path)] == [".dead.specedge-export"]
+        assert [p.name for p in remove_stale_folders(tmp_path)] == [".dead.specedge-export"]
         assert [p.name for p in tmp_path.iterdir()] == [".alive.specedge-export"]
         with pytest.raises(ExportError, match="another export"):
             put(tmp_path / "alive")
@@ -106,7 +106,7 @@ def test_a_bundle_killed_while_being_replaced_comes_back(tmp_path):
     work = tmp_path / ".bundle.specedge-export"
     work.mkdir()
     os.rename(tmp_path / "bundle", work / "old")
-    remove_leftovers(tmp_path)
+    remove_stale_folders(tmp_path)
     assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "old"
 
 
@@ -145,6 +145,6 @@ def test_a_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch
 @pytest.mark.slow
 def test_without_output_the_bundle_becomes_the_default(pairs):
     bundle = export(*pairs.checkpoint("gpt2"), max_length=32, ops="onnx")
-    assert store.find() == bundle.folder
+    assert store.find_bundle() == bundle.folder
     assert Path(bundle.folder).parent == store.data_folder() / "bundles"
-    assert Bundle.read(store.find()).context_length == 32
+    assert Bundle.read(store.find_bundle()).context_length == 32

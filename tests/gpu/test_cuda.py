@@ -13,9 +13,8 @@ import specedge
 from gpu.conftest import PAIRS, PROMPT, VOCAB_SIZE, K, loaded
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL
-from specedge.bundle.signature import SETTINGS
+from specedge.bundle.signature import SAMPLING_SETTINGS
 from specedge.errors import DeviceError, SpecEdgeError
-from specedge.options import Sampling
 from specedge.runtime.backend.cuda.draft_graphs import (
     DraftGraph,
     GreedyDraftGraph,
@@ -25,6 +24,7 @@ from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.requests import loading
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -36,7 +36,7 @@ def test_no_node_of_any_graph_is_on_the_cpu_nor_copied_to_it(cuda, pairs, name):
 
     bundle = Bundle.read(pairs(name))
     for role, model in bundle.models.items():
-        graphs = [graph for graph in model.graphs if model.is_for_gpus(graph.ops)]
+        graphs = [graph for graph in model.graphs if model.supports_gpu(graph.ops)]
         assert {graph.name for graph in graphs} >= {"scored", "decoder", "step", "verify"}
         assert ({graph.name for graph in graphs} >= {*ONE_CALL}) is (role == "draft")
         for graph in graphs:
@@ -151,8 +151,8 @@ def test_what_the_graph_that_draws_is_told_lies_where_its_kernels_read(cuda, pip
         call for call in pipeline.draft._draft_graphs if isinstance(call, SampledDraftGraph)
     )
     arrays = {role: array.value.numpy() for role, array in sampled._passes[1].arrays.items()}
-    told = {role: arrays[role].item() for role in SETTINGS}
-    assert told == {name: pytest.approx(getattr(sampling, name)) for name in SETTINGS}
+    told = {role: arrays[role].item() for role in SAMPLING_SETTINGS}
+    assert told == {name: pytest.approx(getattr(sampling, name)) for name in SAMPLING_SETTINGS}
     assert arrays["uniforms"].tolist() == [0.25, 0.75] * (K // 2)
     assert arrays["seen"][0].nonzero()[0].tolist() == [5, 7]
 
@@ -166,7 +166,7 @@ def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline, at):
             session.run(bound, [5] * length)
         assert counts["launches"] > K
         copied = counts["d2d_bytes"] + counts["async_d2d_bytes"]
-        assert copied < pipeline.bundle.draft.cache_of("gqa-fp16").size / len(cache.arrays)
+        assert copied < pipeline.bundle.draft.cache_layout("gqa-fp16").size / len(cache.arrays)
 
 
 def test_a_draft_that_one_call_makes_no_faster_takes_passes(cuda, pairs, planted, monkeypatch):
@@ -283,7 +283,7 @@ def test_the_audit_takes_the_draft_elsewhere(cuda, pairs):
     assert found == {"target": "gqa-fp16", "draft": "gqa"}
     assert machinery.devices == "cuda and cpu"
     draft = machinery.open(bundle, bundle.draft, "gqa")
-    assert draft.row_independent_lengths  # of the CPU alone they are known before they are tried
+    assert draft.invariant_lengths  # of the CPU alone they are known before they are tried
     draft.close()
 
 

@@ -63,7 +63,7 @@ def test_caches_are_written_where_they_are_read(cuda, pipeline):
     with cuda.counted() as counts:
         pipeline.target.truncate(0)
         pipeline.target.forward([1])
-    cache = pipeline.bundle.target.cache_of(pipeline.target.ops)
+    cache = pipeline.bundle.target.cache_layout(pipeline.target.ops)
     assert counts["d2d_bytes"] + counts["async_d2d_bytes"] < cache.size
     assert addresses == [a.value.data_ptr() for a in pipeline.target.cache.arrays.values()]
 

@@ -13,17 +13,17 @@ import specedge
 from gpu.conftest import PAIRS
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import SAMPLED
-from specedge.bundle.op_sets import computed
+from specedge.bundle.op_sets import compute_dtype
 from specedge.cli.verify import verify
 from specedge.diagnosis.machine import Machine
 from specedge.diagnosis.providers import why_not
-from specedge.options import Sampling
 from specedge.runtime.backend.cuda.draft_graphs import SampledDraftGraph
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.verify import draw_draft
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 pytestmark = pytest.mark.gpu
 PROMPT = "def read(self, path):"
@@ -48,7 +48,7 @@ def gpu():
 
 
 def runnable(model):
-    return [ops for ops in model.parity if model.is_for_gpus(ops)]
+    return [ops for ops in model.parity if model.supports_gpu(ops)]
 
 
 def logits(model, tokens, lengths):
@@ -67,14 +67,14 @@ def test_logits_are_the_cpus_within_the_types_precision(pairs, name, record_prop
     tokens = [int(t) for t in np.random.default_rng(0).integers(512, size=48)]
     for role, model in bundle.models.items():
         for ops in runnable(model):
-            on_cpu = model.cpu_ops if computed(ops) == "bfloat16" else ops
+            on_cpu = model.cpu_ops if compute_dtype(ops) == "bfloat16" else ops
             wanted = logits(OrtModel(bundle, model, Device(), on_cpu), tokens, [40, 1, 2, 5])
             there = OrtModel(bundle, model, Device("cuda"), ops)
             found = logits(there, tokens, [40, 1, 2, 5])
             there.close()
             off = np.abs(found - wanted).max() / np.abs(wanted).max()
             record_property(f"{role} {ops}", float(off))
-            assert off < ALLOWED[computed(ops)], (ops, off)
+            assert off < ALLOWED[compute_dtype(ops)], (ops, off)
 
 
 @pytest.mark.parametrize("name", PAIRS)
@@ -97,7 +97,7 @@ def test_a_captured_pass_has_the_bits_of_one_that_runs_as_it_comes(pairs, name):
 @pytest.mark.parametrize("name", PAIRS)
 def test_greedy_text_is_plain_decodings_on_the_same_device(pairs, name, record_property):
     with specedge.load(pairs(name), device="cuda") as pipeline:
-        record_property("row_independent", list(pipeline.target.row_independent_lengths))
+        record_property("row_independent", list(pipeline.target.invariant_lengths))
         plain = pipeline.generate(PROMPT, 64, num_draft_tokens=0, ignore_eos=True)
         for k in range(1, K + 1):
             for exact in (False, True):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from specedge.bundle.files import describe
+from specedge.bundle.integrity import file_entry
 
 TOOLS = "SPECEDGE_HOST_TOOLS"
 REQUESTS = {
@@ -101,7 +101,7 @@ def with_another_transcript(bundle, output, key):
         other = value + "!" if isinstance(value, str) else [*value[:-1], value[-1] + 1]
         golden["transcripts"][1][key] = other
         file.write_text(json.dumps(golden), "utf-8")
-        manifest["files"]["golden.json"] = vars(describe(file))
+        manifest["files"]["golden.json"] = vars(file_entry(file))
 
     return changed(bundle, output, change)
 

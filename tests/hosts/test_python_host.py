@@ -23,7 +23,7 @@ from types import SimpleNamespace
 import onnxruntime as ort
 
 from round_host import Fused, Split
-from specedge import products
+from specedge import int8_products
 
 folder = Path(sys.argv[1])
 manifest = json.loads((folder / "bundle.json").read_text("utf-8"))
@@ -45,9 +45,9 @@ def session(path, entries):
 
 
 entries = dict(manifest["hosts"]["session_options"])
-product = session(products.PRODUCT, entries)
-if not products.are_right(lambda x: product.run(None, {"x": x})[0]):
-    entries[products.UNSIGNED] = "1"
+product = session(int8_products.PRODUCT_GRAPH, entries)
+if not int8_products.are_exact(lambda x: product.run(None, {"x": x})[0]):
+    entries[int8_products.UNSIGNED_OPTION] = "1"
 
 
 def opened(file):

@@ -140,9 +140,9 @@ ACCEPT_RULE = [
         "lenient-by-default",
         "U[0, b] with b below 1 unless asked otherwise",
         "",
-        "specedge/options.py",
-        "    lenience: float = number(\n        1.0,",
-        "    lenience: float = number(\n        0.8,",
+        "specedge/sampling_options.py",
+        "    lenience: float = number_option(\n        1.0,",
+        "    lenience: float = number_option(\n        0.8,",
         RULE,
     ),
     Mutant(

@@ -10,7 +10,7 @@ from specedge.runtime.requests.loading import memory_of
 
 
 def test_a_pipelines_length_bounds_prompt_and_text():
-    short = specedge.load(store.embedded(), max_length=40)
+    short = specedge.load(store.embedded_folder(), max_length=40)
     one = short.generate([7] * 30, 100, ignore_eos=True)
     assert (len(one.tokens), one.finish_reason) == (10, "context")
     with pytest.raises(ContextLengthError, match="takes 40 with at least one new"):
@@ -44,15 +44,15 @@ def test_the_memory_of_slots_is_stated(pipeline):
 )
 def test_a_number_of_slots_or_a_length_that_cannot_be_is_refused(options, message):
     with pytest.raises(ValueError, match=message):
-        specedge.load(store.embedded(), **options)
+        specedge.load(store.embedded_folder(), **options)
 
 
 def test_every_slot_relies_on_the_lengths_that_the_self_test_left(monkeypatch):
     def run(model, facts, seconds):
-        model.row_independent_lengths = (1, 2)
+        model.invariant_lengths = (1, 2)
         return "wider passes have other bits here"
 
     monkeypatch.setattr(self_test, "run", run)
     with specedge.load(slots=2) as pipeline:
-        found = [slot.target.row_independent_lengths for slot in pipeline.slots.all]
+        found = [slot.target.invariant_lengths for slot in pipeline.slots.all]
     assert found == [(1, 2), (1, 2)]

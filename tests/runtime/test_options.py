@@ -8,14 +8,14 @@ from decimal import Decimal
 import pytest
 
 from specedge.errors import OptionError
-from specedge.options import Sampling
-from specedge.request import Options, Request, request_of
+from specedge.request import GenerationRequest, RequestOptions, build_request
+from specedge.sampling_options import Sampling
 
 
 def test_the_types_of_generate_are_those_of_a_request():
-    fields = {field.name for field in dataclasses.fields(Request)}
-    assert fields == {"max_new_tokens", "temperature", *Options.__annotations__}
-    ours, theirs = typing.get_type_hints(Options), typing.get_type_hints(Request)
+    fields = {field.name for field in dataclasses.fields(GenerationRequest)}
+    assert fields == {"max_new_tokens", "temperature", *RequestOptions.__annotations__}
+    ours, theirs = typing.get_type_hints(RequestOptions), typing.get_type_hints(GenerationRequest)
     assert all(ours[name] == theirs[name] for name in ours if name != "logit_bias")
 
 
@@ -24,7 +24,7 @@ def test_options_are_hashable_whatever_they_were_given_as():
     two = Sampling(logit_bias=((3, -2.5), (7, 1.0)), bad_words=((1, 2), (5,)))
     assert one == two
     assert hash(one) == hash(two)
-    assert Request(logit_bias={"7": 1, 3: -2.5}, bad_words=[[1, 2], (5,)]).sampling(
+    assert GenerationRequest(logit_bias={"7": 1, 3: -2.5}, bad_words=[[1, 2], (5,)]).sampling(
         [[1, 2], [5]]
     ) == Sampling(logit_bias={3: -2.5, 7: 1}, bad_words=[[1, 2], [5]])
 
@@ -65,7 +65,7 @@ def test_options_are_hashable_whatever_they_were_given_as():
         {"bad_words": 5},
     ],
 )
-@pytest.mark.parametrize("kind", [Sampling, Request])
+@pytest.mark.parametrize("kind", [Sampling, GenerationRequest])
 def test_impossible_options_are_refused_when_built(kind, options):
     with pytest.raises(ValueError, match=next(iter(options))):
         kind(**options)
@@ -74,7 +74,7 @@ def test_impossible_options_are_refused_when_built(kind, options):
 @pytest.mark.parametrize("words", [[""], [[]], [5], [[-1]], [["a"]], [b"x"]])
 def test_impossible_bad_words_are_refused_when_built(words):
     with pytest.raises(ValueError, match="bad word"):
-        Request(bad_words=words)
+        GenerationRequest(bad_words=words)
 
 
 def test_text_is_no_bad_word_where_there_is_no_tokenizer():
@@ -91,17 +91,17 @@ def test_text_is_no_bad_word_where_there_is_no_tokenizer():
 )
 def test_impossible_requests_are_refused_when_built(options, message):
     with pytest.raises(ValueError, match=message):
-        Request(**options)
+        GenerationRequest(**options)
 
 
 def test_none_is_an_options_default():
-    names = {field.name for field in dataclasses.fields(Request)}
-    assert Request(**dict.fromkeys(names)) == Request()
+    names = {field.name for field in dataclasses.fields(GenerationRequest)}
+    assert GenerationRequest(**dict.fromkeys(names)) == GenerationRequest()
 
 
 def test_an_unknown_option_gets_the_nearest_name():
     with pytest.raises(TypeError, match="no option 'temprature'; did you mean 'temperature'"):
-        request_of(temprature=1)
+        build_request(temprature=1)
 
 
 @pytest.mark.parametrize(
@@ -143,6 +143,6 @@ def test_an_unknown_option_gets_the_nearest_name():
 )
 def test_an_error_has_the_name_of_its_option(option, options):
     with pytest.raises(OptionError) as caught:
-        request_of(**options)
+        build_request(**options)
     assert caught.value.option == option
     assert pickle.loads(pickle.dumps(caught.value)).option == option

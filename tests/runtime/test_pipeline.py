@@ -6,10 +6,10 @@ from itertools import product
 import numpy as np
 import pytest
 
-from specedge.options import Rules, Sampling
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
+from specedge.sampling_options import Sampling, SamplingRules
 
 PROMPTS = ("def read_config(path):", "class Parser:\n    def __init__(self", "import ")
 
@@ -128,7 +128,7 @@ def test_the_first_tokens_follow_the_targets_own_distribution(pipeline, sampling
     """
     scipy_stats = pytest.importorskip("scipy.stats")
     prompt, runs = pipeline.tokenizer.encode(PROMPTS[2]).ids, 400
-    options = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(Rules)}
+    options = {f.name: getattr(sampling, f.name) for f in dataclasses.fields(SamplingRules)}
     counts = {}
     for seed in range(runs):
         one = pipeline.generate(

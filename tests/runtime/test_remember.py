@@ -4,7 +4,7 @@ import threading
 
 import pytest
 
-from specedge.request import Request
+from specedge.request import GenerationRequest
 
 PROMPT = "def read_config(path):"
 
@@ -88,10 +88,10 @@ def test_a_request_that_waited_drafts_from_the_one_it_waited_for(pipeline):
 @pytest.mark.parametrize("name", ["model", "lookup", "block", "random", "ngram:x"])
 def test_drafters_that_cannot_use_it_refuse_to_remember(name):
     with pytest.raises(ValueError, match="remember is for the drafters suffix, chain and auto"):
-        Request(drafter=name, remember=True)
+        GenerationRequest(drafter=name, remember=True)
 
 
 @pytest.mark.parametrize("name", ["lookup_min", "lookup_max"])
 def test_the_lengths_of_matches_are_not_for_what_remembers(name):
     with pytest.raises(ValueError, match=f"{name} is for lookup, which remembers nothing"):
-        Request(drafter="chain", remember=True, **{name: 3})
+        GenerationRequest(drafter="chain", remember=True, **{name: 3})

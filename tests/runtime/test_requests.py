@@ -14,7 +14,7 @@ import specedge
 from specedge import BundleError, ContextLengthError, DeviceError, PromptError
 from specedge.bundle import store
 from specedge.bundle.manifest import signatures
-from specedge.bundle.signature import Tensor
+from specedge.bundle.signature import TensorSpec
 
 PROMPTS = ("def read_config(path):", "class Parser:\n    def __init__(self")
 
@@ -84,7 +84,7 @@ def test_a_stream_may_be_left_and_the_pipeline_used_again(pipeline):
 
 
 def test_two_pipelines_run_in_two_threads(pipeline):
-    other = specedge.load(store.embedded())
+    other = specedge.load(store.embedded_folder())
     expected = [pipeline.generate(p, 100, ignore_eos=True).tokens for p in PROMPTS[:2]]
     found = [None, None]
 
@@ -159,7 +159,7 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
 def test_a_graph_with_an_input_that_nobody_knows_is_refused_when_it_is_opened(pipeline):
     model = pipeline.bundle.draft
     signature = model.signatures["chosen_logits"]
-    new = Tensor("logit_rows", "rows", None, "int64", ("T",))
+    new = TensorSpec("logit_rows", "rows", None, "int64", ("T",))
     later = dataclasses.replace(signature, inputs=(*signature.inputs, new))
     model = dataclasses.replace(model, signatures=model.signatures | {"chosen_logits": later})
     with pytest.raises(BundleError, match=r"not know what its input logit_rows is for; use the"):
@@ -175,13 +175,13 @@ def _opened(bundle, model):
 
 def test_an_unknown_device_and_another_number_of_threads_are_clear_errors(pipeline):
     with pytest.raises(DeviceError, match="'abacus'"):
-        specedge.load(store.embedded(), device="abacus")
+        specedge.load(store.embedded_folder(), device="abacus")
     for threads in (0, 10**6, 1.5, "2"):
         with pytest.raises(DeviceError, match="threads must be"):
-            specedge.load(store.embedded(), threads=threads)
-    specedge.load(store.embedded(), share_threads=True)
+            specedge.load(store.embedded_folder(), threads=threads)
+    specedge.load(store.embedded_folder(), share_threads=True)
     with pytest.raises(DeviceError, match="new process"):
-        specedge.load(store.embedded(), threads=1, share_threads=True)
+        specedge.load(store.embedded_folder(), threads=1, share_threads=True)
 
 
 def test_a_prompt_too_long_for_any_tokenizer_is_refused_without_tokenising_it(pipeline):

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from fakes import Counting, TableModel, hashed_distribution
-from specedge.options import Sampling
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.model import shared_beginning
 from specedge.runtime.decoding.timing import Stopwatch
@@ -13,6 +12,7 @@ from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.planning.plans import Fixed
+from specedge.sampling_options import Sampling
 
 PROMPT = "def read_config(path):\n    with open(path) as file:\n"
 

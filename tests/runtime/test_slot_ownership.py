@@ -25,7 +25,7 @@ NEW_TOKENS = 24
 
 @pytest.fixture(scope="module")
 def pipeline():
-    return specedge.load(store.embedded())
+    return specedge.load(store.embedded_folder())
 
 
 @pytest.fixture(scope="module")
@@ -154,7 +154,7 @@ def test_streaming_responses_of_synchronous_endpoints_do_not_take_each_others_sl
     from starlette.responses import StreamingResponse
     from starlette.routing import Route
 
-    pipeline = specedge.load(store.embedded(), slots=num_slots)
+    pipeline = specedge.load(store.embedded_folder(), slots=num_slots)
 
     begun = []
 
@@ -205,7 +205,7 @@ def test_streaming_responses_of_synchronous_endpoints_do_not_take_each_others_sl
 
 @pytest.mark.parametrize("num_slots", [1, 2])
 def test_async_streams_that_are_read_in_turn_on_one_event_loop_do_not_collide(texts, num_slots):
-    pipeline = specedge.load(store.embedded(), slots=num_slots)
+    pipeline = specedge.load(store.embedded_folder(), slots=num_slots)
 
     async def main():
         streams = [pipeline.astream(prompt, NEW_TOKENS, **OPTIONS) for prompt in PROMPTS[:2]]

@@ -19,13 +19,13 @@ LONG = "\n".join(f"value_{i} = read({i})" for i in range(46))
 
 @pytest.fixture(scope="module")
 def alone():
-    return specedge.load(store.embedded())
+    return specedge.load(store.embedded_folder())
 
 
 @pytest.fixture(scope="module")
 def slots():
     """A pipeline of three slots."""
-    return specedge.load(store.embedded(), slots=3)
+    return specedge.load(store.embedded_folder(), slots=3)
 
 
 def places(pipeline):

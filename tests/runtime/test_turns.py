@@ -16,7 +16,7 @@ OPTIONS = {"num_draft_tokens": 4, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def pipeline():
-    return specedge.load(store.embedded())
+    return specedge.load(store.embedded_folder())
 
 
 def in_thread(function, *args):

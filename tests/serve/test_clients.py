@@ -234,7 +234,7 @@ def test_models_are_listed_and_described(ai):
 
 
 def test_a_pair_without_a_template_takes_completions_alone():
-    with serving(specedge.load(store.embedded())) as port, client(port) as ai:
+    with serving(specedge.load(store.embedded_folder())) as port, client(port) as ai:
         with pytest.raises(openai.BadRequestError, match="has no chat template; ask /v1/comp"):
             ai.chat.completions.create(messages=MESSAGES, **GREEDY)
         assert ai.completions.create(prompt=PROMPT, **GREEDY).choices[0].text

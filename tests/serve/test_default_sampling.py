@@ -11,16 +11,16 @@ pytest.importorskip("uvicorn", reason="needs the serve extra")
 from installed import run
 from served import PROMPT, ask, chat_pair, serving
 from specedge.bundle import MANIFEST, store
-from specedge.options import Filters
+from specedge.sampling_options import SamplingFilters
 from specedge.serve.app import Settings, make_app
 
-SMOLLM2 = Filters(temperature=0.2, top_p=0.9)
+SMOLLM2 = SamplingFilters(temperature=0.2, top_p=0.9)
 ENDPOINTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "A class."}]},
     "/v1/completions": {"prompt": PROMPT, "max_tokens": 8},
     "/v1/responses": {"input": "A class."},
 }
-FIELDS = [field.name for field in dataclasses.fields(Filters)]
+FIELDS = [field.name for field in dataclasses.fields(SamplingFilters)]
 
 
 @pytest.fixture(scope="module")
@@ -78,7 +78,7 @@ def test_a_request_gets_the_models_defaults_for_what_it_leaves_out(
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 @pytest.mark.parametrize(
-    ("recommended", "generation_config"), [(SMOLLM2, "none"), (Filters(), "auto")]
+    ("recommended", "generation_config"), [(SMOLLM2, "none"), (SamplingFilters(), "auto")]
 )
 def test_without_defaults_it_gets_those_of_openai(
     pair, recommends, sampled, path, recommended, generation_config
@@ -93,7 +93,7 @@ def test_without_defaults_it_gets_those_of_openai(
 
 def test_every_default_is_applied_and_told(pair, recommends, sampled):
     defaults = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05}
-    recommends(Filters(**defaults))
+    recommends(SamplingFilters(**defaults))
     with serving(pair) as port:
         ask(port, "POST", "/v1/completions", ENDPOINTS["/v1/completions"])
         model = json.loads(ask(port, "GET", "/v1/models")[2])["data"][0]
@@ -107,11 +107,11 @@ def test_an_unknown_generation_config_is_refused(pair):
 
 
 def test_generate_stays_greedy(tmp_path):
-    folder = shutil.copytree(store.embedded(), tmp_path / "pair")
+    folder = shutil.copytree(store.embedded_folder(), tmp_path / "pair")
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     manifest["default_sampling"] = dataclasses.asdict(SMOLLM2)
     (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     arguments = ("generate", PROMPT, "-n", 24, "--bundle")
-    recommended, plain = run(*arguments, folder), run(*arguments, store.embedded())
+    recommended, plain = run(*arguments, folder), run(*arguments, store.embedded_folder())
     assert recommended.stdout == plain.stdout
     assert "greedy" in run("generate", "--help").stdout

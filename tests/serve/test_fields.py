@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
-from specedge.request import Request
+from specedge.request import GenerationRequest
 from specedge.serve import asking
 from specedge.serve.errors import ApiError
 from specedge.serve.fields import ANY, NEUTRAL, Fields
@@ -124,7 +124,7 @@ def test_every_option_that_is_taken_is_one_of_a_request():
     }
     found = reads(body | own, 10).options
     assert found == own | {"max_new_tokens": 10}
-    assert Request(**found).seed == 2
+    assert GenerationRequest(**found).seed == 2
 
 
 def test_an_answer_may_be_sent_back_as_it_came_but_no_part_has_a_field_unread():

@@ -56,10 +56,10 @@ def test_it_says_in_one_line_where_what_and_how_much():
 
 
 def test_the_bundle_exported_last_is_not_served_unless_it_is_named():
-    folder = shutil.copytree(store.embedded(), store.bundles_folder() / "mine")
+    folder = shutil.copytree(store.embedded_folder(), store.bundles_folder() / "mine")
     manifest = (folder / MANIFEST).read_text("utf-8")
     (folder / MANIFEST).write_text(manifest.replace('"python-9m"', '"mine"'), "utf-8")
-    store.remember_default(folder)
+    store.set_default(folder)
     with served() as (process, port, line):
         assert f"serves {MODEL} (the embedded pair) in" in line
         assert f"--bundle {folder}" in process.stderr.readline()
@@ -72,7 +72,7 @@ def test_the_bundle_exported_last_is_not_served_unless_it_is_named():
 
 @pytest.mark.parametrize("choice", ["auto", "none"])
 def test_the_log_tells_the_models_own_sampling_defaults(tmp_path, choice):
-    folder = shutil.copytree(store.embedded(), tmp_path / "pair")
+    folder = shutil.copytree(store.embedded_folder(), tmp_path / "pair")
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
     manifest["default_sampling"] |= {"temperature": 0.2, "top_p": 0.9}
     (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")

@@ -11,7 +11,7 @@ pytest.importorskip("llguidance", reason="needs the grammar extra")
 jsonschema = pytest.importorskip("jsonschema", reason="needs the test extra")
 
 from served import MODEL, client, serving  # noqa: E402
-from specedge.request import Request  # noqa: E402
+from specedge.request import GenerationRequest  # noqa: E402
 from specedge.runtime.sampling.history import History  # noqa: E402
 from specedge.serve.tools.calling import calling_of  # noqa: E402
 from specedge.serve.tools.declared import Function, Tools  # noqa: E402
@@ -162,7 +162,7 @@ def test_the_grammar_of_strict_functions_lets_any_text_be_but_a_wrong_call(name,
     calling = calling_of(pipeline.bundle, pipeline.tokenizer, tools, "messages")
 
     def follows(text):
-        one = pipeline.grammars.constraint(Request(grammar=calling.grammar))
+        one = pipeline.grammars.constraint(GenerationRequest(grammar=calling.grammar))
         ids = pipeline.tokenizer.encode(text, add_special_tokens=False).ids
         text = [*ids, pipeline.bundle.end_tokens[0]]
         return not any(one.banned(History([], text[:i]))[text[i]] for i in range(len(text)))

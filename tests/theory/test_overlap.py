@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from specedge.options import Sampling
 from specedge.runtime.decoding.verify import Draft, verify
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.scores import Scores
+from specedge.sampling_options import Sampling
 from specedge.theory.overlap import (
     acceptance_probability,
     acceptance_rate,

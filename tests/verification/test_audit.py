@@ -8,9 +8,9 @@ import pytest
 pytest.importorskip("scipy", reason="the audit needs SciPy")
 
 from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_subject
-from specedge.options import Sampling
 from specedge.runtime.decoding.verify import verify
 from specedge.runtime.sampling.scores import Scores
+from specedge.sampling_options import Sampling
 from specedge.verification import auditing, joint, loop, sampled
 from specedge.verification.defects import DEFECTS, Defect
 from specedge.verification.remembering import Remembering

@@ -11,7 +11,7 @@ from __future__ import annotations
 import onnx_ir as ir
 import onnx_ir.passes.common as passes
 
-from specedge.bundle.op_sets import attention, is_typed
+from specedge.bundle.op_sets import attention_ops, has_compute_type
 
 from ..weights import drop_unused
 from . import integer_products, packed_attention, residual_norms
@@ -30,4 +30,4 @@ def fuse(model: ir.Model) -> None:
 
 def is_fused(ops: str) -> bool:
     """Return True if the graphs of an op set use fused operators."""
-    return attention(ops) == "gqa" and not is_typed(ops)
+    return attention_ops(ops) == "gqa" and not has_compute_type(ops)

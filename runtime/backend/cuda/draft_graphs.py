@@ -18,8 +18,8 @@ from typing import Any, Self
 
 import numpy as np
 
-from specedge.bundle.gpu_signatures import SUMMARY, made_by, num_best
-from specedge.options import Sampling
+from specedge.bundle.gpu_signatures import NUM_SUMMARY_FIELDS, num_best, step_output
+from specedge.sampling_options import Sampling
 
 from ...decoding.verify import Draft
 from ...sampling.distribution import Distribution, Floats, Ids
@@ -222,7 +222,7 @@ class SampledDraftGraph(DraftGraph):
                 self._cache.truncate(start)
                 return None
             for i, row in enumerate(rows):
-                token, distribution = self._read(row, bound.arrays[made_by(i, "weights")])
+                token, distribution = self._read(row, bound.arrays[step_output(i, "weights")])
                 drafted.append(token)
                 probs.append(distribution)
             self._cache.extend(drafted[at:-1])
@@ -261,7 +261,9 @@ class SampledDraftGraph(DraftGraph):
             distribution = DeviceDistribution(fetch, self._ids, token, float(row[3]), float(row[4]))
             self._unread.append(weakref.ref(distribution))
             return token, distribution
-        weights, columns = (row[at : at + count] for at in (SUMMARY, SUMMARY + num))
+        weights, columns = (
+            row[at : at + count] for at in (NUM_SUMMARY_FIELDS, NUM_SUMMARY_FIELDS + num)
+        )
         order = columns.argsort()
         places = columns[order].astype(np.intp)
         ids = places if self._ids is None else self._ids[places]

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import platformdirs
 
-from specedge import leftovers
+from specedge import staging
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import Graph, Model
+from specedge.bundle.manifest import GraphEntry, ModelEntry
 from specedge.errors import DeviceError
 
 ENGINE, KEY = "engine.onnx", "key.json"
@@ -67,7 +67,9 @@ class EngineKey:
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def key_of(bundle: Bundle, model: Model, graph: Graph, platform: EnginePlatform) -> EngineKey:
+def key_of(
+    bundle: Bundle, model: ModelEntry, graph: GraphEntry, platform: EnginePlatform
+) -> EngineKey:
     """Return the cache key of a graph's engine."""
     graph_file, weights = bundle.files[graph.file], bundle.files[model.weights]
     return EngineKey(graph_file.sha256, weights.sha256, platform)
@@ -86,7 +88,7 @@ def find(bundle: Bundle, key: EngineKey) -> Path | None:
 
 
 def require(
-    bundle: Bundle, model: Model, graph: Graph, platform: EnginePlatform, device: str
+    bundle: Bundle, model: ModelEntry, graph: GraphEntry, platform: EnginePlatform, device: str
 ) -> Path:
     """Return the engine of a graph.
 
@@ -122,9 +124,9 @@ def publish(folder: Path, key: EngineKey) -> Iterator[Callable[[], Path] | None]
         yield None
         return
     folder.mkdir(parents=True, exist_ok=True)
-    work = leftovers.folder_beside(target)
+    work = staging.staging_folder(target)
     try:
-        with leftovers.locked(work):
+        with staging.locked_folder(work):
             new = work / "new"
             new.mkdir()
             yield lambda: new / ENGINE

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import Model
+from specedge.bundle.manifest import ModelEntry
 
 from ...sampling.scores import Scores
 from ..model_session import BoundPass, ModelSession
@@ -24,7 +24,9 @@ FIXED_SHAPES = ("step", "catchup", "verify", "prefill")  # graph names; the last
 class FixedShapeModel(OrtModel):
     """Model of a bundle whose passes have the lengths of its fixed-shape graphs."""
 
-    def __init__(self, bundle: Bundle, model: Model, device: Device, ops: str = "auto") -> None:
+    def __init__(
+        self, bundle: Bundle, model: ModelEntry, device: Device, ops: str = "auto"
+    ) -> None:
         self._sessions: dict[int, ModelSession] = {}
         for name in FIXED_SHAPES[:-1]:
             session = ModelSession(bundle, model, device, ops, name)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from specedge.bundle.op_sets import computed, is_for_engines
+from specedge.bundle.op_sets import compute_dtype, is_qdq
 from specedge.diagnosis.providers import why_not
 from specedge.errors import DeviceError
 
@@ -66,11 +66,11 @@ def tegra_version(release: str) -> str | None:
 
 def build_options(index: int, ops: str, engine: Path) -> dict[str, str]:
     """Return the provider's options to build an engine and write it as an EPContext model."""
-    compute_type = computed(ops)
+    compute_type = compute_dtype(ops)
     return run_options(index) | {
         "trt_fp16_enable": "1" if compute_type == "float16" else "0",
         "trt_bf16_enable": "1" if compute_type == "bfloat16" else "0",
-        "trt_int8_enable": "1" if is_for_engines(ops) else "0",  # else DequantizeLinear is refused
+        "trt_int8_enable": "1" if is_qdq(ops) else "0",  # else DequantizeLinear is refused
         "trt_layer_norm_fp32_fallback": "1",
         "trt_engine_cache_enable": "1",
         "trt_engine_cache_path": ".",  # beside the model that names it

@@ -178,9 +178,9 @@ def test_a_bundle_is_no_checkpoint(pairs):
 def test_source_licence_and_type_are_recorded(pairs, checkpoint):
     (checkpoint / "README.md").write_text("---\nlicense: mit\ntags: [a]\n---\n# Model\n", "utf-8")
     source = find(checkpoint).source
-    assert (source.id, source.revision, source.licence) == ("checkpoint", None, "mit")
+    assert (source.id, source.revision, source.license) == ("checkpoint", None, "mit")
     bundle = pairs.bundle("bfloat16")
-    assert bundle.target.source.licence is None
+    assert bundle.target.source.license is None
     assert bundle.target.weights_dtype == "bfloat16"
     assert bundle.end_tokens == (0,)
 

@@ -52,7 +52,7 @@ def test_a_revision_is_another_commit_and_one_that_is_not_there_is_refused(serve
     first, second = find().source, find("v2").source
     assert first.revision == find(first.revision).source.revision
     assert second.revision == hub_server.commit(other) != first.revision
-    assert (first.licence, second.licence) == (None, "mit")
+    assert (first.license, second.license) == (None, "mit")
     assert "has no revision 'v3' on the hub" in refusal("v3")
 
 
@@ -200,7 +200,7 @@ def test_a_branch_that_moves_between_two_questions_gives_one_commit(server, monk
     monkeypatch.setattr(huggingface_hub.HfApi, "model_info", pushed)
     source = find().source
     assert source.revision == hub_server.commit(server.folder / NAME) != old
-    assert source.licence == "mit"
+    assert source.license == "mit"
 
 
 def test_a_quantised_repository_is_refused_before_its_weights_are_fetched(server):

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config
 
 from checkpoints import make_config, make_model, make_tokenizer, save
 from specedge.bundle import Bundle
-from specedge.bundle.files import describe
+from specedge.bundle.integrity import file_entry
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, lazy_weights, loading
@@ -181,7 +181,7 @@ def test_the_weights_hash_that_is_made_while_writing_is_the_files(exported):
     _, bundle, _ = exported
     for role in ("target", "draft"):
         name = f"{role}/weights.bin"
-        assert bundle.files[name] == describe(bundle.path(name))
+        assert bundle.files[name] == file_entry(bundle.path(name))
     assert Bundle.read(bundle.folder) == bundle
 
 

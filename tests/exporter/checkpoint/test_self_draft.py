@@ -14,7 +14,7 @@ import document_reader
 import specedge
 from architectures import ARCHITECTURES
 from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer
-from specedge import library
+from specedge import bundle_library
 from specedge.bundle import Bundle, store
 from specedge.cli.inspect import inspect
 from specedge.errors import CheckpointError, ExportError
@@ -137,7 +137,7 @@ def test_the_manifest_says_whose_layers_they_are_and_the_licence_is_the_targets(
     bundle = made.bundle
     assert bundle.draft.source.id == f"target self:{made.num_layers}"
     assert bundle.draft.num_parameters < bundle.target.num_parameters
-    assert bundle.licence_files("draft") == bundle.licence_files("target") == ["target/LICENSE"]
+    assert bundle.license_files("draft") == bundle.license_files("target") == ["target/LICENSE"]
     shown = CliRunner().invoke(inspect, ["--check", "--bundle", str(bundle.folder)])
     assert shown.exit_code == 0, shown.output
     assert "MB (the target's), stored as" in shown.output
@@ -163,10 +163,10 @@ def test_a_host_written_from_the_document_reads_and_runs_it(made):
 def test_it_is_listed_with_its_size_once_and_removed_as_any_bundle(made, capsys):
     folder = store.bundles_folder() / "own"
     shutil.copytree(made.bundle.folder, folder)
-    entry = library.entries()[0]
+    entry = bundle_library.entries()[0]
     assert entry.error is None
     assert entry.size == sum(p.stat().st_size for p in folder.rglob("*") if p.is_file())
-    library.remove(library.removable("own"))
+    bundle_library.remove(bundle_library.find_removable("own"))
     assert not folder.exists()
 
 

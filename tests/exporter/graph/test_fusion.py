@@ -51,7 +51,7 @@ def test_the_standard_op_set_has_standard_operators_alone(tmp_path):
 def test_fused_graphs_are_the_model_at_every_pass_length(llama):
     found = measure(*llama)
     assert found.structure_error < 1e-12
-    assert {1, 2, 3, 5} <= {*found.row_independent_lengths}
+    assert {1, 2, 3, 5} <= {*found.invariant_lengths}
 
 
 def test_fused_graphs_compute_what_their_source_does(llama):

@@ -8,8 +8,8 @@ from safetensors import safe_open
 import traces
 from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import ONE_CALL, num_best
-from specedge.bundle.graph_file import weights_of
-from specedge.bundle.signature import SETTINGS
+from specedge.bundle.graph_scan import weights_of
+from specedge.bundle.signature import SAMPLING_SETTINGS
 from specedge.exporter import export
 from specedge.exporter.graph import graphs
 from specedge.exporter.tracing import tracing
@@ -65,7 +65,11 @@ def test_inputs_and_outputs_are_those_of_the_contract(exported):
             k, size = exported.num_draft_tokens, model.num_columns
             logits = [("drafted", [1, k])]
             if graph.name == "sampled":
-                told = [*((name, [1]) for name in SETTINGS), ("seen", [1, size]), ("uniforms", [k])]
+                told = [
+                    *((name, [1]) for name in SAMPLING_SETTINGS),
+                    ("seen", [1, size]),
+                    ("uniforms", [k]),
+                ]
                 weights = ((f"step.{i}.weights", [1, size]) for i in range(k))
                 logits = [("drawn", [k, 2 * num_best(size) + 5]), *weights]
             made = [(f"step.{i}.{name}", dims) for i in range(k) for name, dims in made]
@@ -105,7 +109,7 @@ def test_the_files_have_the_lengths_that_the_manifest_states(exported):
             "prefill": (64, "caches_alone"),
         }
         wanted = {(name, ops): found for name, found in lengths.items() for ops in model.parity}
-        for ops in filter(model.is_for_gpus, model.parity):
+        for ops in filter(model.supports_gpu, model.parity):
             wanted["scored", ops] = None, "best_logits"
             if role == "draft":
                 wanted["unrolled", ops] = None, "drafted"
@@ -148,7 +152,7 @@ def test_rows_of_a_table_are_cast_and_not_the_table(pairs):
 
 def test_graph_files_are_small_and_refer_to_the_weights_beside_them(exported):
     for model, graph, proto in protos(exported):
-        layer = 20_000 if model.quantisation else 12_000
+        layer = 20_000 if model.quantization else 12_000
         steps = exported.num_draft_tokens if graph.name in ONE_CALL else 1
         assert exported.files[graph.file].size < steps * (20_000 + layer * len(model.cache.layers))
         places = [{e.key: e.value for e in t.external_data} for t in proto.graph.initializer]

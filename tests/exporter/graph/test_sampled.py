@@ -11,7 +11,6 @@ import pytest
 import specedge
 from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED, num_best
 from specedge.exporter.graph import unrolled as unrolling
-from specedge.options import Sampling
 from specedge.runtime.backend.cuda.draft_graphs import (
     DeviceDistribution,
     DraftGraph,
@@ -21,6 +20,7 @@ from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.verify import draw_draft
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 OPS = "onnx"  # in float32, where rows keep their bits
 TEXT = [7 * i % 500 for i in range(300)]

@@ -9,11 +9,11 @@ import pytest
 
 from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
 from specedge.exporter.graph import unrolled as unrolling
-from specedge.options import Sampling
 from specedge.runtime.backend.cuda.draft_graphs import GreedyDraftGraph
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 OPS = "onnx"  # in float32, where rows keep their bits
 TEXT = [7 * i % 500 for i in range(300)]

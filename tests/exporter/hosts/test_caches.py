@@ -11,7 +11,7 @@ import onnxruntime as ort
 import pytest
 
 from round_host import Fused
-from specedge import products
+from specedge import int8_products
 from specedge.exporter import embed
 from specedge.exporter.hosts.rounds import fused
 from specedge.runtime.backend.ort import inference_session
@@ -82,7 +82,7 @@ def test_a_run_makes_no_block_of_a_caches_size_but_those_that_are_bound(
     options.log_severity_level = 2
     options.enable_profiling = True
     options.profile_file_prefix = str(tmp_path / "profile")
-    options.add_session_config_entry(products.UNSIGNED, "1")
+    options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
     session = inference_session(path, options, ["CPUExecutionProvider"])
     Fused(session, bundle).generate(PROMPT, 8)
     outputs = ir.load(path).graph.outputs

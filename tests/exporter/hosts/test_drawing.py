@@ -12,12 +12,12 @@ import pytest
 
 from specedge.exporter.hosts import drawing
 from specedge.exporter.hosts.nodes import Nodes
-from specedge.options import Sampling
 from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.decoding.verify import Draft, verify
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.runtime.sampling.scores import Scores
+from specedge.sampling_options import Sampling
 
 FLOAT, INT, DOUBLE = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.DOUBLE
 TEXT = History([0])

@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 import specedge
 from round_host import Fused, Split
-from specedge.bundle import MANIFEST, WITH_HOSTS, Bundle, store
+from specedge.bundle import FIRST_FORMAT_WITH_HOSTS, MANIFEST, Bundle, store
 from specedge.cli.embed import embed as command
 from specedge.errors import ExportError
 from specedge.exporter import embed, export
@@ -70,7 +70,7 @@ def test_the_embedded_pair_is_copied_and_its_graphs_write_its_text(tmp_path, pip
 
 def test_the_manifest_lists_what_each_graph_takes_and_gives(folder):
     bundle = embed(folder)
-    assert bundle.format == WITH_HOSTS
+    assert bundle.format == FIRST_FORMAT_WITH_HOSTS
     (graph,) = rounds(bundle)
     (session,) = sessions(bundle).values()
     for tensors, values in (
@@ -114,11 +114,11 @@ def test_another_layout_takes_the_place_of_the_first(folder):
 
 
 def test_the_pair_inside_the_package_is_left_alone(tmp_path):
-    before = (store.embedded() / MANIFEST).read_bytes()
+    before = (store.embedded_folder() / MANIFEST).read_bytes()
     done = run()
     assert done.exit_code
     assert "give --output FOLDER" in str(done.exception)
-    assert (store.embedded() / MANIFEST).read_bytes() == before
+    assert (store.embedded_folder() / MANIFEST).read_bytes() == before
 
 
 def test_more_draft_tokens_than_the_caches_have_room_for_are_refused(folder):
@@ -130,7 +130,9 @@ def test_more_draft_tokens_than_the_caches_have_room_for_are_refused(folder):
 
 def test_an_older_manifest_with_hosts_is_refused(folder):
     text = (folder / MANIFEST).read_text("utf-8")
-    (folder / MANIFEST).write_text(text.replace(f'"format": {WITH_HOSTS}', '"format": 7'), "utf-8")
+    (folder / MANIFEST).write_text(
+        text.replace(f'"format": {FIRST_FORMAT_WITH_HOSTS}', '"format": 7'), "utf-8"
+    )
     with pytest.raises(specedge.BundleError, match="'hosts' is unknown"):
         Bundle.read(folder)
 

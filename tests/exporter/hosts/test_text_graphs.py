@@ -18,7 +18,9 @@ LINES = "def f(x):\n    return {'é': 1}  # <|endoftext|> 😀\n"
 
 @pytest.fixture
 def tokenizer():
-    return Tokenizer.from_file(str(store.embedded() / Bundle.read(store.embedded()).tokenizer))
+    return Tokenizer.from_file(
+        str(store.embedded_folder() / Bundle.read(store.embedded_folder()).tokenizer)
+    )
 
 
 def made(tokenizer, folder):

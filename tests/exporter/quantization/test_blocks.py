@@ -114,7 +114,7 @@ def test_layers_are_in_blocks_and_in_eight_bits_the_head_is_too(made):
             assert ops.count(own) == (whole and not is_int8)
             floats = [node for node in graph.node if node.op_type == "MatMul"]
             assert all("hadamard" in node.input[1] for node in floats)
-        for report in model.quantisation.values():
+        for report in model.quantization.values():
             assert report.num_in_blocks == 4 * SIZES["layers"] + is_int8
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.1)
 
@@ -162,7 +162,7 @@ def test_a_head_is_in_four_bits_where_that_costs_little_and_the_report_says_so_w
     check_average_bits(flat.bundle, 5.0)
     flat.check_greedy_text(16, 4)
     flat.check_rows()
-    for report in made.bundle.target.quantisation.values():
+    for report in made.bundle.target.quantization.values():
         said = [line for line in report.exceptions if "nats a token" in line]
         assert len(said) == (made.bundle.target.weights_dtype == "int4")
 

@@ -13,8 +13,8 @@ from onnx import TensorProto
 import specedge
 from quantised import PROMPTS, Made, check_greedy, with_outliers
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import Cache, CacheLayer
-from specedge.bundle.op_sets import OPS, computed
+from specedge.bundle.manifest import CacheLayer, CacheLayout
+from specedge.bundle.op_sets import OPS, compute_dtype
 from specedge.cli.inspect import inspect
 from specedge.cli.verify import verify
 from specedge.errors import BundleError, DeviceError, ExportError
@@ -81,12 +81,12 @@ def test_each_op_set_has_another_beside_it_and_a_report_of_its_own(made):
     for model in made.bundle.models.values():
         assert list(model.parity) == [*OPS, *made.sets]
         for ops in made.sets:
-            report = model.quantisation[ops]
+            report = model.quantization[ops]
             assert report.num_tokens > 1000
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.05)
             assert report.divergence < 0.3
             assert 0 < report.error < 1
-            assert computed(ops) in model.parity_line(ops)
+            assert compute_dtype(ops) in model.describe_parity(ops)
     assert made.bundle.to_json() == Bundle.from_json(made.bundle.to_json()).to_json()
 
 
@@ -115,7 +115,7 @@ def test_caches_have_the_type_and_are_rolled_back_by_length(made):
     for ops in made.sets:
         model = specedge.load(made.bundle.folder, ops=ops).target
         arrays = list(model.cache.arrays.values())
-        assert {array.dtype.name for array in arrays} == {computed(ops)}
+        assert {array.dtype.name for array in arrays} == {compute_dtype(ops)}
         model.truncate(0)
         wanted = model.forward(range(1, 13)).array().copy()
         rows = model.cache_rows(0, 12)
@@ -141,7 +141,7 @@ def test_inspect_names_the_type_and_the_cache_of_each(made):
     said = CliRunner().invoke(inspect, ["--bundle", str(made.bundle.folder)]).output
     for ops in made.sets:
         assert f"  {ops} " in said
-        assert f"computed in  {computed(ops)}, with a cache of" in said
+        assert f"computed in  {compute_dtype(ops)}, with a cache of" in said
 
 
 @pytest.mark.slow(exhaustive=True)
@@ -213,9 +213,9 @@ def test_what_this_machine_cannot_run_is_checked_and_the_report_says_so(tmp_path
     notes = [note for note in made.progress.notes if "no bfloat16 kernels here" in note]
     assert [note.split(":")[0] for note in notes] == ["target (gqa-bf16)", "draft (gqa-bf16)"]
     for model in made.bundle.models.values():
-        assert model.quantisation["gqa-bf16"].num_tokens == 0
-        assert model.parity["gqa-bf16"].row_independent_lengths == ()
-        assert "not run" in model.parity_line("gqa-bf16")
+        assert model.quantization["gqa-bf16"].num_tokens == 0
+        assert model.parity["gqa-bf16"].invariant_lengths == ()
+        assert "not run" in model.describe_parity("gqa-bf16")
     with pytest.raises(DeviceError, match="'gqa-bf16' computes in bfloat16, which ONNX Runtime"):
         specedge.load(made.bundle.folder, ops="gqa-bf16")
     said = CliRunner().invoke(verify, ["--bundle", str(made.bundle.folder)])
@@ -247,7 +247,7 @@ def test_only_an_export_that_there_is_is_advised_for_an_op_set(dtype, ops, advic
 )
 def test_gqa_is_advised_as_what_a_model_may_have(value_size, advice):
     """Keys and values of two sizes: never. With one size a manifest cannot tell."""
-    cache = Cache("float32", 64, (CacheLayer(2, 64, value_size),))
+    cache = CacheLayout("float32", 64, (CacheLayer(2, 64, value_size),))
     parity = {"onnx": None}
     model = Mock(weights_dtype="int8", parity=parity, op_set=lambda ops: None, cache=cache)
     with pytest.raises(BundleError) as caught:
@@ -264,9 +264,9 @@ def test_a_large_model_is_compared_in_parts(tmp_path, monkeypatch):
         (tmp_path / precision).mkdir()
         made = Typed(tmp_path / precision, "gpt2", precision, "fp16")
         for ops in made.sets:
-            report = made.bundle.target.quantisation[ops]
+            report = made.bundle.target.quantization[ops]
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.02)
-            assert {1, 2, 5} <= {*made.bundle.target.parity[ops].row_independent_lengths}
+            assert {1, 2, 5} <= {*made.bundle.target.parity[ops].invariant_lengths}
 
 
 @pytest.mark.slow

@@ -33,11 +33,11 @@ def test_each_op_set_has_one_with_smaller_caches_beside_it(made):
     for model in made.bundle.models.values():
         assert list(model.parity) == [*OPS, *SETS]
         for ops in SETS:
-            assert 2 * model.cache_of(ops).size == model.cache.size
-            report = model.quantisation[ops]
+            assert 2 * model.cache_layout(ops).size == model.cache.size
+            report = model.quantization[ops]
             assert report.num_tokens > 1000
             assert 0 < report.error < 0.2
-            assert "with caches in float16" in model.parity_line(ops)
+            assert "with caches in float16" in model.describe_parity(ops)
 
 
 def test_caches_alone_are_in_16_bits(made):

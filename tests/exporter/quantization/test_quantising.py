@@ -139,7 +139,7 @@ def test_the_text_is_the_same_on_one_thread_and_on_two(made):
 
 def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
     for model in made.bundle.models.values():
-        for ops, report in model.quantisation.items():
+        for ops, report in model.quantization.items():
             assert report.text == texts.NAME
             assert report.num_tokens > 1000
             assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.02)
@@ -147,12 +147,12 @@ def test_the_report_says_how_far_the_model_is_from_the_one_in_float(made):
             assert 0 < report.divergence < 0.02
             assert 0 < report.error < 0.2
             assert report.num_left == 0
-            assert f"perplexity {report.perplexity:.4g}" in model.parity_line(ops)
+            assert f"perplexity {report.perplexity:.4g}" in model.describe_parity(ops)
 
 
 def test_channels_that_dwarf_the_others_are_folded_rotated_or_smoothed_away(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, ops="onnx")
-    (report,) = made.bundle.target.quantisation.values()
+    (report,) = made.bundle.target.quantization.values()
     assert report.num_smoothed == SIZES["layers"]  # through attention
     assert report.num_cut == report.num_in_blocks == 0
     assert report.product_error < 0.03
@@ -165,8 +165,8 @@ def test_a_tied_heads_channels_are_smoothed_and_rows_of_its_table_are_what_they_
         draft_precision="int8", ops="onnx", compute="qdq",
     )  # fmt: skip
     for model in made.bundle.models.values():
-        assert {*model.quantisation} == {"onnx", "onnx-qdq"}
-        for report in model.quantisation.values():
+        assert {*model.quantization} == {"onnx", "onnx-qdq"}
+        for report in model.quantization.values():
             assert report.plain_product_error > 0.1
             assert report.product_error < 0.03
             assert report.error < 0.1
@@ -206,7 +206,7 @@ def test_a_draft_of_the_targets_layers_reads_the_targets_integers(tmp_path):
     made = Made(tmp_path, "llama", with_outliers, draft="self:1", ops="onnx")
     bundle = made.bundle
     assert bundle.shares_weights
-    assert {*bundle.draft.quantisation} == {"onnx"}
+    assert {*bundle.draft.quantization} == {"onnx"}
     plain = made.pipeline.generate(PROMPTS[0], 40, num_draft_tokens=0, ignore_eos=True)
     found = made.pipeline.generate(PROMPTS[0], 40, num_draft_tokens=4, ignore_eos=True)
     assert found.tokens == plain.tokens
@@ -216,7 +216,7 @@ def test_a_draft_may_have_another_precision(tmp_path):
     made = Made(tmp_path, "gpt2", draft_precision="fp32", ops="onnx")
     assert made.bundle.target.weights_dtype == "int8"
     assert made.bundle.draft.weights_dtype == "float32"
-    assert made.bundle.draft.quantisation == {}
+    assert made.bundle.draft.quantization == {}
 
 
 def test_nothing_is_left_of_the_float_files(made):
@@ -264,5 +264,5 @@ def test_the_manifest_says_what_was_rounded_and_refuses_what_contradicts_that(ma
 
 def test_a_context_as_short_as_the_prefill_graph_is_compared_within_it(tmp_path):
     made = Made(tmp_path, "llama", max_length=64, draft_precision="fp32")
-    held = made.bundle.target.parity["gqa"].row_independent_lengths
+    held = made.bundle.target.parity["gqa"].invariant_lengths
     assert {1, 2, 3, 5, 9, 18, 36, 64} <= {*held}

@@ -30,7 +30,7 @@ def reference():
 @pytest.fixture
 def bundle(reference):
     return dataclasses.replace(
-        Bundle.read(store.embedded()), special_tokens=dict(reference.special_tokens_map)
+        Bundle.read(store.embedded_folder()), special_tokens=dict(reference.special_tokens_map)
     )
 
 
@@ -57,5 +57,5 @@ def test_the_special_tokens_of_the_target_are_shipped(pairs, tmp_path):
 
 def test_the_embedded_pair_states_its_checkpoints_special_tokens(pairs):
     target = checkpoints.find("target", str(pairs.checkpoint("embedded")[1]), None)
-    manifest = json.loads((store.embedded() / "bundle.json").read_text("utf-8"))
+    manifest = json.loads((store.embedded_folder() / "bundle.json").read_text("utf-8"))
     assert manifest["special_tokens"] == target.tokenizer.special_tokens_map

@@ -13,7 +13,7 @@ from specedge.errors import PairError
 from specedge.exporter.checkpoint import checkpoints
 from specedge.exporter.progress import Progress
 from specedge.exporter.tokenizers import compatibility, pair
-from specedge.options import Filters
+from specedge.sampling_options import SamplingFilters
 
 
 def edit(path, change):
@@ -231,10 +231,10 @@ def test_default_sampling_is_the_generation_configs(both):
     def sampling():
         return pair.default_sampling(checkpoints.find("target", str(both[1]), None))
 
-    assert sampling() == Filters()
+    assert sampling() == SamplingFilters()
     change = {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8}
     edit(both[1] / "generation_config.json", lambda value: value.update(change))
-    assert sampling() == Filters(temperature=0.7, top_k=20, top_p=0.8)
+    assert sampling() == SamplingFilters(temperature=0.7, top_k=20, top_p=0.8)
 
 
 def test_a_long_context_is_cut_with_a_note(both):

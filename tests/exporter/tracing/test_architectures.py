@@ -49,7 +49,7 @@ def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path
         found, differing = parity.measure("target", references, runner)
         assert differing == []
         assert found.structure_error < 1e-12
-        assert found.row_independent_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
+        assert found.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
 
 
 @pytest.mark.slow(exhaustive=True)

@@ -67,7 +67,7 @@ def test_the_model_of_the_planted_faults_passes_without_one(ops, gemma, tmp_path
     model, graphs_ = gemma
     monkeypatch.setattr(tracing, "trace", lambda *args: graphs_[ops].clone())
     found = measure(model, traced(model, tmp_path, ops))
-    assert found.row_independent_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
+    assert found.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
 
 
 def test_a_fault_at_the_last_position_alone_is_found(tmp_path):

@@ -32,7 +32,7 @@ def test_rows_do_not_depend_on_how_many_share_a_pass(exported):
     for model in exported.models.values():
         for found in model.parity.values():
             wanted = tuple(t for t in LENGTHS if t <= model.context_length)
-            assert found.row_independent_lengths == wanted
+            assert found.invariant_lengths == wanted
 
 
 def test_every_file_gives_the_same_bits_and_nothing_is_noted(pairs, exported):

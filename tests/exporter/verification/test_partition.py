@@ -18,7 +18,7 @@ from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.partition import Split
 from specedge.exporter.verification.runner import Fill, Pass, Rows, Runner
 from specedge.exporter.verification.stage import open_session, unpacked
-from specedge.products import UNSIGNED
+from specedge.int8_products import UNSIGNED_OPTION
 
 
 def compared_again(model, runner):
@@ -39,7 +39,7 @@ def test_a_model_in_parts_is_found_as_near_as_a_whole_one(kind, ops, tmp_path, i
     assert 0 < found.logits_error <= found.bound(FLOAT32)
     assert 0 < found.cache_error <= found.bound(FLOAT32)
     assert found.error_ratio <= FLOAT32.multiple
-    assert found.row_independent_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
+    assert found.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
 
 
 @pytest.mark.slow
@@ -137,7 +137,7 @@ def test_a_part_whose_bytes_are_made_unsigned_multiplies_by_a_turned_table_of_th
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path
     )
     split, options = Split(path), unpacked()
-    options.add_session_config_entry(UNSIGNED, "1")
+    options.add_session_config_entry(UNSIGNED_OPTION, "1")
     folder = "session.model_external_initializers_file_folder_path"
     options.add_session_config_entry(folder, str(tmp_path))
     x = np.random.default_rng(1).integers(0, 256, (3, 32), np.uint8)

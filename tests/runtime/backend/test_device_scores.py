@@ -5,11 +5,11 @@ import pytest
 
 from specedge.bundle.gpu_signatures import num_best
 from specedge.errors import SpecEdgeError
-from specedge.options import Sampling
 from specedge.runtime.backend.cuda.device_scores import DeviceScores
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import choice, of_row
 from specedge.runtime.sampling.scores import Scores
+from specedge.sampling_options import Sampling
 
 NOTHING = History([0])
 

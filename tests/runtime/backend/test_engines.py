@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from specedge.bundle import Bundle, store
-from specedge.bundle.manifest import File
+from specedge.bundle.manifest import FileEntry
 from specedge.errors import DeviceError
 from specedge.runtime.backend.cuda import engines, tensorrt, tensorrt_rtx
 from specedge.runtime.backend.cuda.engines import ENGINE, EngineKey, EnginePlatform
@@ -19,7 +19,7 @@ WHOLE = EngineKey("a" * 64, "b" * 64, PLATFORM)
 
 @pytest.fixture
 def bundle():
-    return Bundle.read(store.embedded())
+    return Bundle.read(store.embedded_folder())
 
 
 def built(folder, key, text=b"engine"):
@@ -119,7 +119,7 @@ def test_a_bundles_own_engine_is_taken_before_the_caches(bundle, tmp_path):
 def test_a_copy_of_another_bundle_is_not_written_into(bundle, tmp_path):
     folder = building._copied(bundle, tmp_path / "copy")
     assert building._copied(bundle, tmp_path / "copy") == folder
-    files = {**bundle.files, bundle.tokenizer: File(1, "0" * 64)}
+    files = {**bundle.files, bundle.tokenizer: FileEntry(1, "0" * 64)}
     other = dataclasses.replace(bundle, files=files)
     with pytest.raises(DeviceError, match="holds another bundle; name a new folder"):
         building._copied(other, tmp_path / "copy")
@@ -184,7 +184,7 @@ def test_rtx_wants_its_plug_in_or_says_why(monkeypatch):
 
 def test_engines_are_for_devices_that_need_them():
     with pytest.raises(DeviceError, match="cuda runs graphs as they are"):
-        building.build(store.embedded(), "cuda")
+        building.build(store.embedded_folder(), "cuda")
     with pytest.raises(DeviceError, match="TensorRT builds for the GPU that is here alone"):
         Device("tensorrt").platform("sm89")
 
@@ -195,7 +195,7 @@ def test_weights_of_integers_need_an_op_set_of_their_own(device):
         f"{device} runs none of onnx, gqa of its op sets; export the pair again with --compute qdq"
     )
     with pytest.raises(DeviceError, match=said):
-        building.build(store.embedded(), device)
+        building.build(store.embedded_folder(), device)
 
 
 def test_what_tensorrt_links_is_loaded_before_its_provider(monkeypatch):

@@ -7,8 +7,8 @@ import shutil
 import pytest
 
 from specedge.bundle import MANIFEST, Bundle, store
-from specedge.bundle.files import describe
-from specedge.bundle.graph_file import WireError, external_files
+from specedge.bundle.graph_scan import GraphFormatError, external_files
+from specedge.bundle.integrity import file_entry
 from specedge.errors import BundleError
 
 GRAPH, FUNCTION, TRAINING = 7, 25, 20  # fields of a model
@@ -39,7 +39,7 @@ def node(op, attribute=b""):
 @pytest.fixture
 def folder(tmp_path):
     """A copy of the embedded pair."""
-    return shutil.copytree(store.embedded(), tmp_path / "bundle")
+    return shutil.copytree(store.embedded_folder(), tmp_path / "bundle")
 
 
 def append(folder, piece, file=GRAPH_FILE):
@@ -47,7 +47,7 @@ def append(folder, piece, file=GRAPH_FILE):
     with (folder / file).open("ab") as graph:
         graph.write(piece)
     manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-    manifest["files"][file] = dataclasses.asdict(describe(folder / file))
+    manifest["files"][file] = dataclasses.asdict(file_entry(folder / file))
     (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     return Bundle.read(folder)
 
@@ -73,7 +73,7 @@ def test_a_graph_that_names_a_file_not_listed_is_refused(folder, name):
 
 
 def test_a_graph_may_name_any_file_that_is_listed(folder):
-    from specedge.bundle.graph_file import check_graph
+    from specedge.bundle.graph_scan import check_graph
 
     bundle = append(folder, field(GRAPH, field(INITIALIZER, tensor(b"decoder.onnx"))))
     check_graph(bundle, GRAPH_FILE)
@@ -92,7 +92,7 @@ def test_a_node_with_a_graph_inside_is_refused_whatever_its_name(folder, number)
 
 
 def test_a_graph_of_another_file_format_is_refused(folder):
-    from specedge.bundle.graph_file import check_graph
+    from specedge.bundle.graph_scan import check_graph
 
     bundle = append(folder, b"")
     with pytest.raises(BundleError, match=r"ends in \.onnx"):
@@ -132,14 +132,14 @@ def test_a_tensor_is_found_wherever_it_may_be(piece):
     ],
 )
 def test_what_is_no_plain_graph_is_refused(piece):
-    with pytest.raises(WireError):
+    with pytest.raises(GraphFormatError):
         external_files(piece)
 
 
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_the_reader_agrees_with_onnx_on_every_embedded_graph(role):
     onnx = pytest.importorskip("onnx")
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     for graph in bundle.models[role].graphs:
         path = bundle.path(graph.file)
         model = onnx.load(path, load_external_data=False)

@@ -12,8 +12,8 @@ import pytest
 import measure_memory
 import specedge
 from specedge.bundle import Bundle, store
-from specedge.bundle.graph_file import weights
-from specedge.bundle.manifest import Cache, CacheLayer
+from specedge.bundle.graph_scan import parse_weights
+from specedge.bundle.manifest import CacheLayer, CacheLayout
 from specedge.errors import DeviceError
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
@@ -60,7 +60,9 @@ def graph(sizes, *nodes):
 
 def held(content, is_narrow=False, is_wide=False):
     """Packed and lying bytes of a graph's weights."""
-    found = [one for weight in weights(content) for one in memory._held(weight, is_narrow, is_wide)]
+    found = [
+        one for weight in parse_weights(content) for one in memory._held(weight, is_narrow, is_wide)
+    ]
     return [sum(size for size, packed in found if packed is kind) for kind in (True, False)]
 
 
@@ -124,7 +126,7 @@ def test_a_length_that_is_no_length_is_left_to_onnx_runtime():
 
 
 def test_parts_add_up_to_the_peak(need):
-    found = loading.memory_of(Bundle.read(store.embedded()))
+    found = loading.memory_of(Bundle.read(store.embedded_folder()))
     assert sum(found.parts.values()) == found.peak
     large = replace(need, target=model(opening=900))
     assert sum(large.parts.values()) == large.peak == large.opening
@@ -132,7 +134,7 @@ def test_parts_add_up_to_the_peak(need):
 
 
 def test_caches_are_those_of_the_capacity():
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     found = loading.memory_of(bundle)
     arrays = [
         4 * layer.heads * (layer.key_size + layer.value_size) * one.cache.capacity
@@ -145,7 +147,7 @@ def test_caches_are_those_of_the_capacity():
 def passes(vocab, of_layer=4, **changes):
     """Of a model with rows of 512 values, 8 heads and 4 layers of 4 million numbers, K = 4."""
     layers = (CacheLayer(2, 64, 64),) * 4
-    cache = Cache("float32", 1024, layers)
+    cache = CacheLayout("float32", 1024, layers)
     given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes
     packed = [4 * 512 * vocab, *[4 * of_layer * MB] * 4]
     one = Mock(padded_vocab_size=vocab, weights_dtype="float32", cache=cache)
@@ -223,7 +225,7 @@ def test_a_load_that_cannot_fit_opens_nothing(monkeypatch):
     leave(monkeypatch, 1)
     monkeypatch.setattr(loading, "OrtModel", opened)
     with pytest.raises(DeviceError, match="not enough memory for"):
-        specedge.load(store.embedded())
+        specedge.load(store.embedded_folder())
 
 
 def test_a_groups_pages_of_files_are_free(tmp_path):
@@ -241,11 +243,11 @@ def test_a_groups_pages_of_files_are_free(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_is_predicted():
-    command = [sys.executable, measure_memory.__file__, "--one", str(store.embedded())]
+    command = [sys.executable, measure_memory.__file__, "--one", str(store.embedded_folder())]
     for _ in range(2):  # the first load measures costs and tests long passes, once a machine
         said = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = int(said.stdout.split()[-1])
-    need = loading.memory_of(Bundle.read(store.embedded()))
+    need = loading.memory_of(Bundle.read(store.embedded_folder()))
     assert need.peak == pytest.approx(measured, rel=0.1)
 
 

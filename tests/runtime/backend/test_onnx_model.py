@@ -21,14 +21,14 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
 @pytest.fixture
 def model():
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     return ort.OrtModel(bundle, bundle.target, Device())
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("role", ["target", "draft"])
 def test_caches_of_a_type_that_the_runtime_lacks_are_refused_at_load(role, dtype):
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     whole = bundle.models[role]
     cache = dataclasses.replace(whole.cache, dtype=dtype)
     given = signatures(cache, whole.padded_vocab_size)
@@ -164,8 +164,8 @@ def test_opening_without_memory_says_what_was_needed_and_what_there_was(megabyte
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
 def test_a_pair_beyond_the_processs_limit_is_refused_with_what_would_help():
-    assert limited(150, "specedge.load(store.embedded(), threads=1)") == "loaded"
-    found = limited(15, "specedge.load(store.embedded(), threads=1)")
+    assert limited(150, "specedge.load(store.embedded_folder(), threads=1)") == "loaded"
+    found = limited(15, "specedge.load(store.embedded_folder(), threads=1)")
     assert found.startswith("DeviceError not enough memory for python-9m and its draft")
     assert "free" in found
 
@@ -178,7 +178,7 @@ def limited(megabytes, action):
         from specedge.bundle import Bundle
         from specedge.runtime.backend.onnx_model import OrtModel
         from specedge.runtime.backend.sessions import Device
-        bundle = Bundle.read(store.embedded())
+        bundle = Bundle.read(store.embedded_folder())
         used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (used + {megabytes}_000_000,) * 2)
         try:

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from specedge import products
+from specedge import int8_products
 from specedge.bundle import Bundle, store
 from specedge.errors import DeviceError
 from specedge.runtime.backend import self_test
@@ -26,7 +26,7 @@ class Moved:
 
     def __init__(self, model, lengths, tokens=None):
         self.model, self.lengths, self.tokens = model, lengths, tokens
-        self.row_independent_lengths = model.row_independent_lengths
+        self.invariant_lengths = model.invariant_lengths
 
     def __getattr__(self, name):
         return getattr(self.model, name)
@@ -40,7 +40,7 @@ class Moved:
 
 @pytest.fixture(scope="module")
 def bundle():
-    return Bundle.read(store.embedded())
+    return Bundle.read(store.embedded_folder())
 
 
 @pytest.fixture(scope="module")
@@ -49,9 +49,9 @@ def target(bundle):
 
 
 def test_where_rows_keep_their_bits_all_recorded_lengths_stay_and_nothing_is_said(bundle, target):
-    recorded = target.row_independent_lengths
+    recorded = target.invariant_lengths
     assert self_test.run(target, bundle.target) is None
-    assert target.row_independent_lengths == recorded
+    assert target.invariant_lengths == recorded
     assert target.length == 0
 
 
@@ -61,7 +61,7 @@ def test_where_rows_keep_their_bits_all_recorded_lengths_stay_and_nothing_is_sai
 def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target, lengths, kept):
     moved = Moved(target, lengths)
     said = self_test.run(moved, bundle.target)
-    assert moved.row_independent_lengths == kept
+    assert moved.invariant_lengths == kept
     assert said is not None
     assert bundle.target.source.id in said
 
@@ -81,9 +81,9 @@ def test_single_tokens_are_padded_to_two_where_passes_of_one_lose_bits(
 
     monkeypatch.setattr(ModelSession, "run", moved)
     model = OrtModel(bundle, bundle.target, Device())
-    model.row_independent_lengths = recorded
+    model.invariant_lengths = recorded
     assert self_test.run(model, bundle.target) is None
-    assert model.row_independent_lengths == (1, 2, 3, 5, 9, 18)
+    assert model.invariant_lengths == (1, 2, 3, 5, 9, 18)
     pairs, rows = model.forward([5, 6]).array().copy(), model.twin()
     assert rows.forward([5]).array().shape == (1, bundle.target.vocab_size)
     assert np.array_equal(rows.forward([6]).array(), pairs[1:])
@@ -148,10 +148,10 @@ def test_experts_are_tried_with_rows_that_choose_the_same_ones_too(
 ):
     """Equal tokens do; a kernel may have other sums where an expert has many rows."""
     moved = Moved(target, (5,), {0})
-    recorded = target.row_independent_lengths
+    recorded = target.invariant_lengths
     facts = dataclasses.replace(bundle.target, num_experts=num_experts)
     said = self_test.run(moved, facts)
-    assert moved.row_independent_lengths == (recorded if kept is None else kept)
+    assert moved.invariant_lengths == (recorded if kept is None else kept)
     assert (said is None) is (kept is None)
     assert said is None or "(as some kernels do;" in said
 
@@ -183,7 +183,7 @@ def test_experts_are_said_to_lose_bits_by_a_fault_of_the_versions_that_have_it(
 
 def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle, target):
     pipeline = Pipeline(bundle, load_tokenizer(bundle), Moved(target, ()), None)
-    pipeline.target.row_independent_lengths = ()
+    pipeline.target.invariant_lengths = ()
     for rounds, most in ((False, bundle.num_draft_tokens), (True, 0)):
         pipeline.target.rounds_inputs = rounds
         assert pipeline.max_planned_tokens == most
@@ -191,7 +191,7 @@ def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle
 
 def test_no_more_is_planned_than_kernels_are_made_for(bundle, target):
     pipeline = Pipeline(bundle, load_tokenizer(bundle), Moved(target, ()), None)
-    pipeline.target.row_independent_lengths = target.row_independent_lengths
+    pipeline.target.invariant_lengths = target.invariant_lengths
     assert pipeline.max_planned_tokens > 4
     pipeline.target.fast_length = 5
     assert pipeline.max_planned_tokens == 4
@@ -199,9 +199,9 @@ def test_no_more_is_planned_than_kernels_are_made_for(bundle, target):
 
 def test_the_product_that_is_tried_is_of_the_largest_bytes_and_right_here():
     onnx = pytest.importorskip("onnx", reason="needs the export extra")
-    model = onnx.load(products.PRODUCT)
+    model = onnx.load(int8_products.PRODUCT_GRAPH)
     weights = onnx.numpy_helper.to_array(model.graph.initializer[0])
-    assert np.array_equal(weights, products.weights())
+    assert np.array_equal(weights, int8_products.weights())
     assert [node.op_type for node in model.graph.node] == ["MatMulInteger"]
     assert any(self_test._products_are_right(Device(unsigned=u)) for u in (False, True))
 
@@ -209,9 +209,9 @@ def test_the_product_that_is_tried_is_of_the_largest_bytes_and_right_here():
 def test_a_processor_that_multiplies_bytes_wrongly_is_refused_for_integers_alone(
     bundle, monkeypatch
 ):
-    saturated = products.weights().copy()
+    saturated = int8_products.weights().copy()
     saturated[0] = 0
-    monkeypatch.setattr(products, "weights", lambda: saturated)
+    monkeypatch.setattr(int8_products, "weights", lambda: saturated)
     self_test._products_are_right.cache_clear()
     rounded, whole = (dataclasses.replace(bundle.target) for _ in range(2))
     object.__setattr__(rounded, "weights_dtype", "int8")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from fakes import Sure, TableModel, decoder, generate, hashed_distribution, logits_of
-from specedge.options import Sampling
 from specedge.runtime.decoding.coupling import GumbelNoise
 from specedge.runtime.decoding.verify import draw
 from specedge.runtime.drafters.baselines import Block, Random
@@ -21,6 +20,7 @@ from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.runtime.sampling.scores import Row, Scores
+from specedge.sampling_options import Sampling
 from specedge.theory.overlap import acceptance_probability
 
 MASK = 2**64 - 1

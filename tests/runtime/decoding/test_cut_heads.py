@@ -5,7 +5,6 @@ import pytest
 
 from exact import distribution_of_strings, joint_distribution
 from fakes import Sure, TableModel, generate, hashed_distribution, logits_of, quarters
-from specedge.options import Sampling
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verify import draw
@@ -17,6 +16,7 @@ from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import choice, probabilities
 from specedge.runtime.sampling.scores import Row, Scores
+from specedge.sampling_options import Sampling
 
 EVERY_K = pytest.mark.parametrize("k", [1, 2, 3, 4])
 VOCAB = 40

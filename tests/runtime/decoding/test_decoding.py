@@ -8,7 +8,6 @@ import pytest
 
 from exact import distribution_of_strings, joint_distribution
 from fakes import TableModel, hashed_distribution, quarters
-from specedge.options import Sampling
 from specedge.runtime.decoding import decoding
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
@@ -16,6 +15,7 @@ from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.requests.stats import stats_of
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 
 def decoder(target, draft, k):

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from fakes import TableModel, hashed_distribution
-from specedge.options import Sampling
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch, Timed
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.planning.plans import Fixed
+from specedge.sampling_options import Sampling
 
 TARGET, DRAFT = hashed_distribution(1, 6), hashed_distribution(2, 6)
 PROMPT = [i % 6 for i in range(11)]

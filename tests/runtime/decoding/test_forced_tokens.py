@@ -8,7 +8,6 @@ from fakes import TableModel, decoder, hashed_distribution
 from grammars import END, constraint
 from specedge import Draft
 from specedge.errors import OptionError
-from specedge.options import Sampling
 from specedge.runtime.decoding.proposing import GRAMMAR, propose
 from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
@@ -16,6 +15,7 @@ from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 PROMPT = (0, 1, 0)
 FORCED = ("regex", "(abc){9}")

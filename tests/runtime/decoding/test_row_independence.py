@@ -25,7 +25,7 @@ def test_a_row_has_the_same_bits_however_many_rows_share_its_pass(pipeline, role
 @pytest.mark.parametrize("ops", OPS)
 def test_lengths_between_those_that_the_export_tried_hold_too(pipeline, ops):
     target = pipeline.bundle.target
-    assert target.parity[ops].row_independent_lengths == LENGTHS
+    assert target.parity[ops].invariant_lengths == LENGTHS
     between = [t for t in range(1, 19) if t not in LENGTHS]
     assert [t for t in between if holds(t, LENGTHS)] == between
     model = OrtModel(pipeline.bundle, target, Device(), ops)

@@ -12,12 +12,12 @@ from exact import LENGTH, joint_distribution
 from fakes import TableModel, decoder, hashed_distribution
 from grammars import END, allowed_of, constraint, texts_of
 from specedge import Draft
-from specedge.options import Sampling
 from specedge.runtime.decoding import decoding
 from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
+from specedge.sampling_options import Sampling
 
 # Each ends within the three tokens that are looked at, in some texts, and in others does not.
 WORDS = ["a", "ab", "abc", "ca", "cab", "bbb", "bca"]

@@ -8,7 +8,6 @@ import pytest
 
 from exact import distribution_of_strings, joint_distribution
 from fakes import TableModel, hashed_distribution, quarters
-from specedge.options import Sampling
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch, Timed
 from specedge.runtime.decoding.verify import Draft
@@ -17,6 +16,7 @@ from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 EVERY_K = pytest.mark.parametrize("k", [1, 2, 3, 4])
 EVERY_TEMPERATURE = pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 
 from fakes import logits_of
 from specedge.errors import SpecEdgeError
-from specedge.options import Sampling
 from specedge.runtime.decoding.verify import Draft, draw, verify
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.runtime.sampling.scores import Row, Scores
+from specedge.sampling_options import Sampling
 
 NOTHING = History([0])
 

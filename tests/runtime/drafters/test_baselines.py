@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from fakes import TableModel, generate, hashed_distribution
-from specedge.options import Sampling
 from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 
 @pytest.mark.parametrize("k", [1, 2, 4, 8])

@@ -4,13 +4,13 @@ import numpy as np
 
 from fakes import Sure, TableModel, generate, hashed_distribution, quarters
 from specedge import Draft
-from specedge.options import Sampling
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.requests.stats import stats_of
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 
 def test_a_chain_asks_its_model_only_for_what_the_lookup_left():

@@ -6,9 +6,9 @@ import pytest
 from fakes import Sure
 from specedge import Distribution, Draft
 from specedge.errors import DrafterError
-from specedge.options import Sampling
 from specedge.runtime.drafters.checked import Checked
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 
 def distribution(*probs, ids=None):

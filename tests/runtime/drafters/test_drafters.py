@@ -9,7 +9,6 @@ import pytest
 
 from exact import distribution_of_strings, joint_distribution
 from fakes import Sure, TableModel, decoder, generate, hashed_distribution, quarters
-from specedge.options import Sampling
 from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.checked import Checked
@@ -19,6 +18,7 @@ from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.drafters.suffix import Remembered, Suffix
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
+from specedge.sampling_options import Sampling
 
 # A table over the pairs, whose distributions are in quarters.
 PAIRS = [(0, 0), (0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 0), (2, 0), (2, 1), (2, 2)]

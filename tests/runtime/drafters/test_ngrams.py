@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specedge.errors import DrafterError
-from specedge.options import Sampling
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.drafters.ngrams import NGrams, Tables, count
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 TEXTS = [[0, 1, 2, 0, 1, 3, 0, 1, 2], [4], []]
 

@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specedge.options import Sampling
 from specedge.runtime.drafters.prompt_lookup import Index, Lookup
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 
 def copied(text, max_tokens=4, **lengths):

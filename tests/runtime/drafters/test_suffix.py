@@ -8,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specedge import Draft
-from specedge.options import Sampling
 from specedge.runtime.drafters import suffix
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.suffix import (
@@ -21,6 +20,7 @@ from specedge.runtime.drafters.suffix import (
     Suffix,
 )
 from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
 
 LENGTHS = (16, 8, 4, 2, 1)
 

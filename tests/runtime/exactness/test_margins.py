@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from specedge.options import Sampling
 from specedge.runtime.decoding.verify import Draft, verify
 from specedge.runtime.exactness.margins import Judged, draw_margin, greedy_margin, shares
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.runtime.sampling.scores import Row, Scores
+from specedge.sampling_options import Sampling
 
 V = 12
 TEXT = History([1, 2])

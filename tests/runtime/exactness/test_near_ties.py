@@ -7,7 +7,6 @@ import pytest
 
 from fakes import NoisyModel, TableModel, hashed_distribution, near_ties_distribution
 from specedge.errors import OptionError, SpecEdgeError
-from specedge.options import Sampling
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import DraftModel
@@ -15,6 +14,7 @@ from specedge.runtime.exactness.near_ties import Referee
 from specedge.runtime.exactness.row_noise import measure
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.scores import Scores
+from specedge.sampling_options import Sampling
 
 NOISE = 1e-3
 LENGTH = 200

@@ -16,7 +16,7 @@ from virtual import table
 
 @pytest.fixture
 def key():
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     return cost_files.key_of(bundle, Device(), Device(), "gqa")
 
 
@@ -42,7 +42,7 @@ def test_another_setting_has_a_table_of_its_own(key, change):
 
 
 def test_a_gpu_has_tables_of_its_own_and_so_has_its_driver(monkeypatch):
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     seen = {"version": "580.95", "gpus": [{"name": "A", "capability": [8, 6]}] * 2}
     seen["gpus"][1] = {"name": "B", "capability": [9, 0]}
     monkeypatch.setattr(cost_files.driver, "query", lambda: seen)

@@ -20,7 +20,7 @@ from virtual import table
 
 @pytest.fixture
 def key():
-    return cost_files.key_of(Bundle.read(store.embedded()), Device(), Device(), "gqa")
+    return cost_files.key_of(Bundle.read(store.embedded_folder()), Device(), Device(), "gqa")
 
 
 def fail():
@@ -75,14 +75,14 @@ def test_a_loaded_pipeline_plans_with_measured_costs_that_no_request_changes():
     pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
     import specedge
 
-    with specedge.load(store.embedded()) as pipeline:
+    with specedge.load(store.embedded_folder()) as pipeline:
         measured = pipeline.costs.table
         assert measured.origin == "load"
         assert measured.max_draft_tokens >= 8
         for temperature in (0.0, 1.0):
             pipeline.generate("def f(", 40, temperature)
         assert pipeline.costs.table is measured
-    with specedge.load(store.embedded()) as again:
+    with specedge.load(store.embedded_folder()) as again:
         assert again.costs.table == measured
 
 

@@ -9,8 +9,7 @@ import pytest
 
 from fakes import TableModel, hashed_distribution
 from specedge.errors import ReplayError
-from specedge.options import Sampling
-from specedge.request import Request
+from specedge.request import GenerationRequest
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verify import Draft
@@ -20,6 +19,7 @@ from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.planning.explain import explain
 from specedge.runtime.planning.planner import SHARE, STAKE, Planner
 from specedge.runtime.planning.plans import Auto, Replay, recorded
+from specedge.sampling_options import Sampling
 from virtual import table
 
 GREEDY = Sampling()
@@ -215,15 +215,17 @@ def test_a_replay_that_is_too_short_or_names_another_drafter_is_an_error():
 )  # fmt: skip
 def test_a_replay_that_is_no_list_of_rounds_is_refused(replay):
     with pytest.raises(ValueError, match="replay"):
-        Request(replay=replay)
+        GenerationRequest(replay=replay)
 
 
 def test_a_replay_and_a_fixed_k_contradict_each_other():
     with pytest.raises(ValueError, match="leave that out"):
-        Request(replay=[["model", 1, 1]], num_draft_tokens=2)
-    assert Request(replay=[["model", 1, 1]], num_draft_tokens="auto").replay == (("model", 1, 1),)
+        GenerationRequest(replay=[["model", 1, 1]], num_draft_tokens=2)
+    assert GenerationRequest(replay=[["model", 1, 1]], num_draft_tokens="auto").replay == (
+        ("model", 1, 1),
+    )
     with pytest.raises(ValueError, match="'auto' or a whole number"):
-        Request(num_draft_tokens="many")
+        GenerationRequest(num_draft_tokens="many")
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

@@ -7,7 +7,6 @@ import pytest
 
 from fakes import TableModel, hashed_distribution
 from specedge.errors import OptionError, SpecEdgeError
-from specedge.options import Sampling
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verify import draw
@@ -17,6 +16,7 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logit_edits import edited
 from specedge.runtime.sampling.probabilities import choice, probabilities
 from specedge.runtime.sampling.scores import Row
+from specedge.sampling_options import Sampling
 
 EDITS = Sampling(
     repetition_penalty=1.7,

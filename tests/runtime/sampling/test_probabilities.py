@@ -6,10 +6,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import logits_of
-from specedge.options import Sampling
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
+from specedge.sampling_options import Sampling
 
 NOTHING = History([0])
 

@@ -5,11 +5,11 @@ row.
 import numpy as np
 import pytest
 
-from specedge.options import Sampling
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logit_edits import edited
 from specedge.runtime.sampling.probabilities import choice, probabilities
 from specedge.runtime.sampling.scores import Row
+from specedge.sampling_options import Sampling
 
 torch = pytest.importorskip("torch", reason="needs the export extra")
 transformers = pytest.importorskip("transformers", reason="needs the export extra")

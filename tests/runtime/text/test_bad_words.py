@@ -6,7 +6,7 @@ import re
 import pytest
 
 from specedge import OptionError
-from specedge.request import Request
+from specedge.request import GenerationRequest
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.bad_words import sampling_of
 
@@ -14,7 +14,9 @@ PROMPT = "def read_config(path):"
 
 
 def words_of(pipeline, *words):
-    return sampling_of(Request(bad_words=words), pipeline.bundle, pipeline.tokenizer).bad_words
+    return sampling_of(
+        GenerationRequest(bad_words=words), pipeline.bundle, pipeline.tokenizer
+    ).bad_words
 
 
 def test_a_word_counts_with_and_without_a_space_before_it(pipeline):

@@ -21,7 +21,7 @@ HELLO = [{"role": "user", "content": "Hi"}]
 
 
 def with_template(template, **special):
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     return dataclasses.replace(bundle, chat_template=template, special_tokens=SPECIAL | special)
 
 
@@ -128,7 +128,7 @@ def test_a_plain_prompt_does_without_jinja():
 @pytest.fixture
 def folder(tmp_path):
     """A copy of the embedded pair with a template."""
-    copy = shutil.copytree(store.embedded(), tmp_path / "bundle")
+    copy = shutil.copytree(store.embedded_folder(), tmp_path / "bundle")
     manifest = json.loads((copy / MANIFEST).read_text("utf-8"))
     manifest["chat_template"] = GEMMA
     (copy / MANIFEST).write_text(json.dumps(manifest), "utf-8")

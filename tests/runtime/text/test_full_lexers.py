@@ -13,7 +13,7 @@ pytest.importorskip("llguidance", reason="needs the grammar extra")
 import specedge
 from specedge.bundle import store
 from specedge.errors import OptionError, SpecEdgeError
-from specedge.request import Request
+from specedge.request import GenerationRequest
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text import compilation, grammars
 from specedge.runtime.text.grammars import Grammars
@@ -44,10 +44,10 @@ def walk(one, text, seed, length=30):
 def test_a_full_lexer_is_not_called_a_text_that_breaks_the_grammar(pipeline, monkeypatch):
     """It refuses a token without a word, also one that no mask was asked for."""
     kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    text = walk(kept.constraint(Request(regex=FULL)), History([7]), 0)
+    text = walk(kept.constraint(GenerationRequest(regex=FULL)), History([7]), 0)
     monkeypatch.setattr(grammars, "_LIMITS", FEW_STATES)
     kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    one = kept.constraint(Request(regex=FULL))
+    one = kept.constraint(GenerationRequest(regex=FULL))
     full = one._fresh
     monkeypatch.setattr(one, "_renew", lambda: full)
     for seed in range(1, 9):
@@ -59,7 +59,7 @@ def test_a_full_lexer_is_not_called_a_text_that_breaks_the_grammar(pipeline, mon
 def test_drafts_that_fill_the_lexer_do_not_end_the_text(pipeline, monkeypatch):
     monkeypatch.setattr(grammars, "_LIMITS", FEW_STATES)
     monkeypatch.setattr(grammars, "MAX_RENEWALS", 2)
-    one = Grammars(pipeline.bundle, pipeline.tokenizer).constraint(Request(regex=FULL))
+    one = Grammars(pipeline.bundle, pipeline.tokenizer).constraint(GenerationRequest(regex=FULL))
     text, drafted = History([7]), []
     for step in range(24):
         next_token = int(np.flatnonzero(~one.banned(text))[step])
@@ -71,13 +71,13 @@ def test_drafts_that_fill_the_lexer_do_not_end_the_text(pipeline, monkeypatch):
 
 def test_a_renewed_matcher_is_one_requests_alone_and_a_full_one_is_nobodys(pipeline):
     kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    first, beside = (kept.constraint(Request(regex="[ab]*")) for _ in range(2))
+    first, beside = (kept.constraint(GenerationRequest(regex="[ab]*")) for _ in range(2))
     assert first._fresh is beside._fresh
     renewed = first._renew()
-    later = kept.constraint(Request(regex="[ab]*"))
+    later = kept.constraint(GenerationRequest(regex="[ab]*"))
     assert len({id(one) for one in (first._fresh, renewed, later._fresh)}) == 3
     first._fresh, _ = renewed, first._renew()
-    assert kept.constraint(Request(regex="[ab]*"))._fresh is later._fresh
+    assert kept.constraint(GenerationRequest(regex="[ab]*"))._fresh is later._fresh
 
 
 FILLING = {"temperature": 1.0, "seed": 3, "num_draft_tokens": 4, "regex": FULL}
@@ -85,7 +85,7 @@ FILLING = {"temperature": 1.0, "seed": 3, "num_draft_tokens": 4, "regex": FULL}
 
 @pytest.fixture
 def pair():
-    return specedge.load(store.embedded(), slots=2)
+    return specedge.load(store.embedded_folder(), slots=2)
 
 
 @pytest.fixture
@@ -179,17 +179,17 @@ def test_grammar_that_nobody_waits_for_any_more_is_not_compiled(pair, monkeypatc
     slow = [f"slow{i}" for i in range(compilation.NUM_AT_A_TIME)]
     for text in [*slow, "left"]:
         with pytest.raises(OptionError, match="seconds to compile"):
-            kept.constraint(Request(regex=text))
+            kept.constraint(GenerationRequest(regex=text))
     monkeypatch.setattr(grammars, "COMPILE_SECONDS", 60)
     results = []
     waiting = threading.Thread(
-        target=lambda: results.append(kept.constraint(Request(regex="wanted")))
+        target=lambda: results.append(kept.constraint(GenerationRequest(regex="wanted")))
     )
     waiting.start()
     ended.set()
     waiting.join(60)
     assert results
-    assert kept.constraint(Request(regex="slow0"))  # was ready after all
+    assert kept.constraint(GenerationRequest(regex="slow0"))  # was ready after all
     assert sorted(begun) == [*slow, "wanted"]
-    assert kept.constraint(Request(regex="left"))
+    assert kept.constraint(GenerationRequest(regex="left"))
     assert begun[-1] == "left"

@@ -12,11 +12,11 @@ pytest.importorskip("llguidance", reason="needs the grammar extra")
 
 from grammars import END, allowed_of, constraint, texts_of
 from specedge.errors import OptionError, SpecEdgeError
-from specedge.options import MAX_DRAFT_TOKENS
-from specedge.request import MAX_GRAMMAR, DrafterName, Request
+from specedge.request import MAX_GRAMMAR_LENGTH, DrafterName, GenerationRequest
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text import grammars
 from specedge.runtime.text.grammars import NUM_KEPT, Grammars
+from specedge.sampling_options import MAX_DRAFT_TOKENS
 
 WORDS = ["a", "ab", "abca", "cab", "bbb"]
 PERSON = {
@@ -112,7 +112,7 @@ def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options
         ({"regex": "a", "grammar": "b"}, "grammar and regex cannot both be given"),
         ({"regex": ""}, "regex must be text that is not empty"),
         ({"regex": 3}, "regex must be text"),
-        ({"regex": "a" * (MAX_GRAMMAR + 1)}, "regex must have at most"),
+        ({"regex": "a" * (MAX_GRAMMAR_LENGTH + 1)}, "regex must have at most"),
         ({"regex": "a", "ignore_eos": True}, "leave ignore_eos out"),
         ({"json_schema": "[1"}, "json_schema is not valid JSON"),
         ({"json_schema": "[" * 10**5}, "json_schema is not valid JSON"),
@@ -122,7 +122,7 @@ def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options
 )
 def test_a_grammar_that_is_none_is_one_clear_error(options, reason):
     with pytest.raises(ValueError, match=reason) as caught:
-        Request(**options)
+        GenerationRequest(**options)
     assert len(str(caught.value)) < 400
 
 
@@ -141,7 +141,7 @@ def test_a_grammar_is_compiled_once_for_the_requests_that_name_it(pipeline, monk
     monkeypatch.setattr(grammars, "compiled", counted)
     kept = Grammars(pipeline.bundle, pipeline.tokenizer)
     for text in ["a", "b", "a", *"c" * 3, *map(str, range(NUM_KEPT)), "a"]:
-        kept.constraint(Request(regex=text))
+        kept.constraint(GenerationRequest(regex=text))
     assert made == ["a", "b", "c", *map(str, range(NUM_KEPT)), "a"]
 
 
@@ -155,10 +155,12 @@ def test_a_grammar_is_compiled_once_for_requests_that_come_at_once(pipeline, mon
 
     monkeypatch.setattr(grammars, "compiled", slowly)
     kept = Grammars(pipeline.bundle, pipeline.tokenizer)
-    kept.constraint(Request(regex="z"))  # hands the tokenizer over
+    kept.constraint(GenerationRequest(regex="z"))  # hands the tokenizer over
     with ThreadPoolExecutor(6) as threads:
-        found = list(threads.map(lambda text: kept.constraint(Request(regex=text)), "ab" * 3))
-        wrong = [threads.submit(kept.constraint, Request(regex="(a")) for _ in range(2)]
+        found = list(
+            threads.map(lambda text: kept.constraint(GenerationRequest(regex=text)), "ab" * 3)
+        )
+        wrong = [threads.submit(kept.constraint, GenerationRequest(regex="(a")) for _ in range(2)]
     assert all(found)
     assert all(isinstance(one.exception(), OptionError) for one in wrong)
     assert sorted(made[:3]) == ["a", "b", "z"]
@@ -177,7 +179,7 @@ def test_masks_of_positions_long_past_are_dropped_though_some_had_none():
 def spaces_of(pipeline, guidance, space):
     """How many of a white space may begin an object, up to forty."""
     schema = {"type": "object", "required": ["a"]} | guidance
-    one = pipeline.grammars.constraint(Request(json_schema=schema))
+    one = pipeline.grammars.constraint(GenerationRequest(json_schema=schema))
     begin, (more,) = (pipeline.prompts.tokens(text) for text in ("{", space))
     for count in range(40):
         if one.banned(History([7], [*begin, *[more] * count]))[more]:
@@ -204,7 +206,7 @@ def test_white_space_has_an_end_unless_the_schema_says_what_there_may_be(pipelin
 def test_json_as_it_is_usually_written_follows_its_schema(pipeline, written):
     text = json.dumps({"name": "Al", "age": 30, "tags": ["a", "b"]}, **written)
     schema = {name: value for name, value in PERSON.items() if name != "x-guidance"}
-    one = pipeline.grammars.constraint(Request(json_schema=schema))
+    one = pipeline.grammars.constraint(GenerationRequest(json_schema=schema))
     tokens = pipeline.prompts.tokens(text)
     assert np.flatnonzero(~one.banned(History([7], tokens))).tolist() == [
         *pipeline.bundle.end_tokens
@@ -216,13 +218,13 @@ def test_a_bundle_without_end_tokens_is_refused(pipeline):
         end_tokens, target = (), pipeline.bundle.target
 
     with pytest.raises(OptionError, match="regex needs an end token"):
-        Grammars(Endless, pipeline.tokenizer).constraint(Request(regex="a"))
+        Grammars(Endless, pipeline.tokenizer).constraint(GenerationRequest(regex="a"))
 
 
 def test_without_llguidance_the_error_says_how_to_install_it(pipeline, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "llguidance", None)
     with pytest.raises(SpecEdgeError, match=r'pip install "specedge\[grammar\]"'):
-        Grammars(pipeline.bundle, pipeline.tokenizer).constraint(Request(regex="a"))
+        Grammars(pipeline.bundle, pipeline.tokenizer).constraint(GenerationRequest(regex="a"))
 
 
 @pytest.mark.parametrize("drafter", [*DrafterName])

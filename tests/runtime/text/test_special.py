@@ -15,7 +15,7 @@ from tokenizers import (
 from byte_level import END
 from specedge.bundle import Bundle, store
 from specedge.errors import PromptError
-from specedge.request import Request
+from specedge.request import GenerationRequest
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.chat import render
 from specedge.runtime.text.prompts import Prompts
@@ -26,7 +26,7 @@ from templates import CHATML, QUESTION, SPECIAL, SYSTEM, TEMPLATES, TURNS
 
 
 def with_template(name):
-    bundle = Bundle.read(store.embedded())
+    bundle = Bundle.read(store.embedded_folder())
     return dataclasses.replace(bundle, chat_template=TEMPLATES[name], special_tokens=SPECIAL)
 
 
@@ -58,7 +58,7 @@ def test_a_request_says_whether_special_tokens_are_allowed(pipeline):
     assert allowed.tokens == pipeline.generate(pipeline.tokenizer.encode(text).ids, 9).tokens
     assert as_text.stats.num_prompt_tokens == len(plain) > allowed.stats.num_prompt_tokens
     with pytest.raises(ValueError, match="special_tokens must be true or false, got 'all'"):
-        Request(special_tokens="all")
+        GenerationRequest(special_tokens="all")
 
 
 def encode_as_text(tokenizer, text):
@@ -255,7 +255,7 @@ def test_stop_strings_and_bad_words_are_as_before(pipeline):
     from specedge.runtime.text.bad_words import sampling_of
 
     end = pipeline.tokenizer.token_to_id(END)
-    sampling = sampling_of(Request(bad_words=END), pipeline.bundle, pipeline.tokenizer)
+    sampling = sampling_of(GenerationRequest(bad_words=END), pipeline.bundle, pipeline.tokenizer)
     assert (end,) in sampling.bad_words
     made = pipeline.generate(f"x = '{END}'\ny = '", 20, stop=END)
     assert END not in made.text

@@ -11,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from specedge.bundle import MANIFEST, Bundle, store
-from specedge.bundle.files import describe
+from specedge.bundle.integrity import file_entry
 from specedge.errors import BundleError
 from specedge.runtime.text.prompts import Prompts
 
@@ -38,11 +38,11 @@ def changed(tmp_path):
     """The embedded pair with other values in its tokenizer.json."""
 
     def change(**values):
-        folder = shutil.copytree(store.embedded(), tmp_path / "bundle")
+        folder = shutil.copytree(store.embedded_folder(), tmp_path / "bundle")
         path = folder / "tokenizer.json"
         path.write_text(json.dumps(json.loads(path.read_text("utf-8")) | values), "utf-8")
         manifest = json.loads((folder / MANIFEST).read_text("utf-8"))
-        manifest["files"]["tokenizer.json"] = dataclasses.asdict(describe(path))
+        manifest["files"]["tokenizer.json"] = dataclasses.asdict(file_entry(path))
         (folder / MANIFEST).write_text(json.dumps(manifest), "utf-8")
         return Bundle.read(folder)
 

@@ -18,14 +18,14 @@ from typing import Any
 from .errors import OptionError
 
 
-class Name(StrEnum):
+class NameEnum(StrEnum):
     """A name out of a fixed set; it is the text that it prints as."""
 
     __repr__ = str.__repr__
 
 
 @dataclass(frozen=True)
-class Declared:
+class OptionSpec:
     """What an option takes beside its name and its default, which are its field's.
 
     `kind` is "number", "whole", "flag", or "other" for values with checks of their own, which
@@ -62,9 +62,9 @@ class Declared:
         """
         if self.kind == "whole":
             most = None if self.most is None else int(self.most)
-            return whole(name, value, int(self.least or 0), most, option)
+            return check_integer(name, value, int(self.least or 0), most, option)
         if self.kind == "flag" and value not in (True, False):
-            raise OptionError(f"{name} must be true or false, got {quoted(value)}", option or name)
+            raise OptionError(f"{name} must be true or false, got {shorten(value)}", option or name)
         if self.kind == "number":
             self._check_number(name, value, option or name)
         return value
@@ -79,7 +79,7 @@ class Declared:
 _LARGEST = sys.float_info.max
 
 
-def number(
+def number_option(
     default: float,
     help: str,
     *,
@@ -88,29 +88,29 @@ def number(
     most: float | None = None,
 ) -> Any:
     """A field for a number."""
-    return _declare(default, Declared(help, "number", least=least, above=above, most=most))
+    return _declare(default, OptionSpec(help, "number", least=least, above=above, most=most))
 
 
-def whole_number(default: int | None, help: str, least: int = 0, most: int | None = None) -> Any:
+def integer_option(default: int | None, help: str, least: int = 0, most: int | None = None) -> Any:
     """A field for a whole number; None where there need be none."""
-    return _declare(default, Declared(help, "whole", least=least, most=most))
+    return _declare(default, OptionSpec(help, "whole", least=least, most=most))
 
 
-def flag(help: str) -> Any:
+def flag_option(help: str) -> Any:
     """A field that is off unless it is asked for."""
-    return _declare(False, Declared(help, "flag"))
+    return _declare(False, OptionSpec(help, "flag"))
 
 
-def other(default: Any, help: str, values: str) -> Any:
+def custom_option(default: Any, help: str, values: str) -> Any:
     """A field whose class checks it."""
-    return _declare(default, Declared(help, values=values))
+    return _declare(default, OptionSpec(help, values=values))
 
 
-def _declare(default: Any, declared: Declared) -> Any:
+def _declare(default: Any, declared: OptionSpec) -> Any:
     return field(default=default, metadata={"declared": declared})
 
 
-def declarations(kind: Any) -> dict[str, tuple[Field[Any], Declared]]:
+def option_specs(kind: Any) -> dict[str, tuple[Field[Any], OptionSpec]]:
     """The options that a dataclass declares, by name."""
     return {
         one.name: (one, one.metadata["declared"])
@@ -119,15 +119,15 @@ def declarations(kind: Any) -> dict[str, tuple[Field[Any], Declared]]:
     }
 
 
-def shown_default(one: Field[Any]) -> str:
+def format_default(one: Field[Any]) -> str:
     """An option's default as a user reads it, nothing where none is needed."""
     default = one.default
     return "" if default is None or default is False or default == () else f"{default}"
 
 
-def settle(options: Any) -> None:
+def validate_options(options: Any) -> None:
     """Check a frozen dataclass's declared fields in place; None becomes the default."""
-    for name, (its_field, declared) in declarations(options).items():
+    for name, (its_field, declared) in option_specs(options).items():
         value = getattr(options, name)
         if value is None:
             value = its_field.default
@@ -136,13 +136,13 @@ def settle(options: Any) -> None:
         object.__setattr__(options, name, value)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def suggest(name: str, known: Iterable[str]) -> str:
     """A hint for a name that is not known: "; did you mean '...'?", or nothing."""
     near = difflib.get_close_matches(name, known, 1)
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
-def whole(
+def check_integer(
     name: str, value: object, least: int, most: int | None = None, option: str | None = None
 ) -> int:
     """Return `value` as an integer within limits.
@@ -155,7 +155,7 @@ def whole(
         found = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise OptionError(
-            f"{name} must be a whole number {limits}, got {quoted(value)}", option or name
+            f"{name} must be a whole number {limits}, got {shorten(value)}", option or name
         ) from error
     if found < least or (most is not None and found > most):
         raise OptionError(f"{name} must be {limits}, got {found}", option or name)
@@ -170,10 +170,10 @@ def check_number(name: str, value: object, option: str | None = None) -> None:
         float(value)
     except (TypeError, OverflowError) as error:
         raise OptionError(
-            f"{name} must be a number, got {quoted(value)}", option or name
+            f"{name} must be a number, got {shorten(value)}", option or name
         ) from error
 
 
-def quoted(value: object) -> str:
+def shorten(value: object) -> str:
     """A value as an error shows it, however long it is."""
     return repr(value[:20]) if isinstance(value, str) else repr(value)[:20]

@@ -15,27 +15,27 @@ from pathlib import Path
 import filelock
 
 SUFFIX = ".specedge-export"
-OLD = "old"  # a bundle that is being replaced; it comes back if its replacement never does
+REPLACED = "old"  # a bundle that is being replaced; it comes back if its replacement never does
 _LOCK = "lock"
 
 
-def folder_beside(place: Path) -> Path:
+def staging_folder(place: Path) -> Path:
     """Where the unfinished business of a bundle's place lies."""
     return place.with_name(f".{place.name}{SUFFIX}")
 
 
 @contextlib.contextmanager
-def locked(work: Path) -> Iterator[None]:
+def locked_folder(work: Path) -> Iterator[None]:
     """Make such a folder, empty, hold its lock, and remove it in the end.
 
     Raises TimeoutError where another process holds the lock, else OSError.
     """
     lock = _acquired(work)
     try:
-        empty(work)
+        clear_folder(work)
         yield
     finally:
-        empty(work)
+        clear_folder(work)
         # Windows removes no open file; elsewhere the name must go before the lock is free.
         if os.name != "nt":
             (work / _LOCK).unlink(missing_ok=True)
@@ -61,22 +61,22 @@ def _acquired_once(work: Path) -> filelock.BaseFileLock:
     return lock
 
 
-def remove_leftovers(parent: Path) -> list[Path]:
+def remove_stale_folders(parent: Path) -> list[Path]:
     """Remove what killed exports and removals left in a folder; what still runs is left alone."""
     removed = []
     for work in sorted(parent.glob(f".*{SUFFIX}")):
         if work.is_symlink():
             continue
-        with contextlib.suppress(OSError), locked(work):
+        with contextlib.suppress(OSError), locked_folder(work):
             removed.append(work)
     return removed
 
 
-def empty(work: Path) -> None:
+def clear_folder(work: Path) -> None:
     """Remove everything but the lock; first put back a bundle whose replacement never came."""
     place = work.with_name(work.name[1:].removesuffix(SUFFIX))
-    if (work / OLD).exists() and not place.exists():
-        os.rename(work / OLD, place)
+    if (work / REPLACED).exists() and not place.exists():
+        os.rename(work / REPLACED, place)
     for path in work.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

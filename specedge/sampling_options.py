@@ -9,39 +9,47 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Protocol
 
-from .declared import Declared, number, other, quoted, settle, whole, whole_number
 from .errors import OptionError
+from .option_specs import (
+    OptionSpec,
+    check_integer,
+    custom_option,
+    integer_option,
+    number_option,
+    shorten,
+    validate_options,
+)
 
 MAX_DRAFT_TOKENS = 64
 MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
 
-Biases = tuple[tuple[int, float], ...]
+LogitBiases = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
-class Filters:
+class SamplingFilters:
     """The options that checkpoints and bundles recommend, in the order they are applied.
 
     `temperature` 0 is greedy: the largest logit, the lowest id on ties. `top_k` 0, `top_p` 1 and
     `min_p` 0 are off. `min_p` drops tokens less likely than `min_p` times the likeliest one.
     """
 
-    temperature: float = number(
+    temperature: float = number_option(
         0.0, "Divide the logits by this; 0 takes the likeliest token.", least=0
     )
-    top_k: int = whole_number(0, "Draw from the k likeliest tokens only; 0 is off.")
-    top_p: float = number(
+    top_k: int = integer_option(0, "Draw from the k likeliest tokens only; 0 is off.")
+    top_p: float = number_option(
         1.0,
         "Draw from the fewest likeliest tokens whose probability reaches p; 1 is off.",
         above=0,
         most=1,
     )
-    min_p: float = number(
+    min_p: float = number_option(
         0.0, "Drop tokens less likely than this share of the likeliest; 0 is off.", least=0, most=1
     )
 
     def __post_init__(self) -> None:
-        settle(self)
+        validate_options(self)
 
     @property
     def greedy(self) -> bool:
@@ -50,7 +58,7 @@ class Filters:
 
 
 @dataclass(frozen=True)
-class Rules(Filters):
+class SamplingRules(SamplingFilters):
     """Everything that shapes the distribution of the next token.
 
     `typical_p` (1 is off) keeps the tokens whose surprise is nearest to the expected one, until
@@ -66,33 +74,33 @@ class Rules(Filters):
     distribution than the target's. At temperature 0 it changes nothing.
     """
 
-    typical_p: float = number(
+    typical_p: float = number_option(
         1.0,
         "Draw from the tokens of the most expected surprise whose probability reaches this; "
         "1 is off.",
         above=0,
         most=1,
     )
-    repetition_penalty: float = number(
+    repetition_penalty: float = number_option(
         1.0, "Make tokens of the prompt and the output less likely, by division.", above=0
     )
-    presence_penalty: float = number(
+    presence_penalty: float = number_option(
         0.0, "Take this from the logits of tokens that are in the output.", least=-2, most=2
     )
-    frequency_penalty: float = number(
+    frequency_penalty: float = number_option(
         0.0,
         "Take this from a token's logit for each time it is in the output.",
         least=-2,
         most=2,
     )
-    logit_bias: Mapping[int, float] | Biases = other(
+    logit_bias: Mapping[int, float] | LogitBiases = custom_option(
         (), "Add a number to a token's logit.", "numbers from -100 to 100 by token id"
     )
-    bad_words: str | Sequence[str | Sequence[int]] = other(
+    bad_words: str | Sequence[str | Sequence[int]] = custom_option(
         (), "Never write this text, nor after a space.", "texts, or lists of token ids"
     )
-    min_new_tokens: int = whole_number(0, "Let no end token come before so many tokens.")
-    lenience: float = number(
+    min_new_tokens: int = integer_option(0, "Let no end token come before so many tokens.")
+    lenience: float = number_option(
         1.0,
         "Below 1, accept more draft tokens, and give up the target's distribution: lossy.",
         above=0,
@@ -113,7 +121,7 @@ class Rules(Filters):
         object.__setattr__(self, name, value)
 
 
-class Constraint(Protocol):
+class TokenConstraint(Protocol):
     """Rules of which tokens may follow a text, such as a grammar."""
 
     def banned(self, history: Any) -> Any:
@@ -134,7 +142,7 @@ class SharedNoise(Protocol):
 
 
 @dataclass(frozen=True)
-class Sampling(Rules):
+class Sampling(SamplingRules):
     """How the next token is drawn: `Rules`, with bad words as token ids alone.
 
     `end_tokens` are what `min_new_tokens` holds back. As in transformers, a bad word that is one
@@ -143,7 +151,7 @@ class Sampling(Rules):
     """
 
     end_tokens: tuple[int, ...] = ()
-    constraint: Constraint | None = field(default=None, compare=False)
+    constraint: TokenConstraint | None = field(default=None, compare=False)
     noise: SharedNoise | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
@@ -154,7 +162,7 @@ class Sampling(Rules):
             raise OptionError(LENIENT_COUPLING, "coupling")
         if text := [word for word in self.bad_words if isinstance(word, str)]:
             raise OptionError(f"bad_words must be token ids here, got {text[0]!r}", "bad_words")
-        ends = tuple(whole("an end token", token, 0) for token in self.end_tokens)
+        ends = tuple(check_integer("an end token", token, 0) for token in self.end_tokens)
         self._set("end_tokens", ends)
 
     @property
@@ -190,10 +198,10 @@ LENIENT_COUPLING = (
     "coupling 'gumbel' accepts the target's own tokens alone, which lenience is to change; leave "
     "one out"
 )
-_BIAS = Declared("", "number", least=-100, most=100)
+_BIAS = OptionSpec("", "number", least=-100, most=100)
 
 
-def _biases(bias: Any) -> Biases:
+def _biases(bias: Any) -> LogitBiases:
     try:
         pairs = bias.items() if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
         found = [(_biased_token(token), value) for token, value in pairs]
@@ -201,7 +209,7 @@ def _biases(bias: Any) -> Biases:
         raise
     except (TypeError, ValueError) as error:
         raise OptionError(
-            f"logit_bias must map token ids to numbers, got {quoted(bias)}", "logit_bias"
+            f"logit_bias must map token ids to numbers, got {shorten(bias)}", "logit_bias"
         ) from error
     if len(dict(found)) < len(found):
         raise OptionError("logit_bias names a token twice", "logit_bias")
@@ -214,14 +222,14 @@ def _biased_token(token: object) -> int:
     """A token id, also as the text that JSON makes of a key."""
     if isinstance(token, str) and token.isascii() and token.isdigit():
         token = int(token)
-    return whole("a token of logit_bias", token, 0, option="logit_bias")
+    return check_integer("a token of logit_bias", token, 0, option="logit_bias")
 
 
 def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
     given = (words,) if isinstance(words, str) else words
     if not isinstance(given, list | tuple):
         raise OptionError(
-            f"bad_words must be texts or sequences of token ids, got {quoted(words)}", "bad_words"
+            f"bad_words must be texts or sequences of token ids, got {shorten(words)}", "bad_words"
         )
     return tuple(dict.fromkeys(_bad_word(word) for word in given))
 
@@ -229,10 +237,12 @@ def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
 def _bad_word(word: object) -> str | tuple[int, ...]:
     if not isinstance(word, str | list | tuple):
         raise OptionError(
-            f"a bad word must be text or a sequence of token ids, got {quoted(word)}", "bad_words"
+            f"a bad word must be text or a sequence of token ids, got {shorten(word)}", "bad_words"
         )
     if not word:
         raise OptionError("a bad word must not be empty", "bad_words")
     if isinstance(word, str):
         return word
-    return tuple(whole("a bad word's token", token, 0, option="bad_words") for token in word)
+    return tuple(
+        check_integer("a bad word's token", token, 0, option="bad_words") for token in word
+    )

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from specedge.bundle import LICENCE_FILE
+from specedge.bundle import LICENSE_FILE
 
 from ..progress import Progress
 
@@ -37,14 +37,14 @@ def front_matter(folder: Path) -> dict[str, Any]:
 
 def wanted(name: str, size: int) -> bool:
     """Whether a file of a checkpoint is a licence to carry."""
-    return bool(LICENCE_FILE.match(name)) and size <= LARGEST
+    return bool(LICENSE_FILE.match(name)) and size <= LARGEST
 
 
-def copy(role: str, source: Path, licence: str | None, folder: Path, progress: Progress) -> None:
+def copy(role: str, source: Path, license: str | None, folder: Path, progress: Progress) -> None:
     """Copy the licence files of a checkpoint into its model's folder of the bundle."""
     taken: set[str] = set()
     for path in sorted(source.iterdir()):
-        if not LICENCE_FILE.match(path.name) or not _is_its_own(path):
+        if not LICENSE_FILE.match(path.name) or not _is_its_own(path):
             continue
         if not wanted(path.name, path.stat().st_size):
             progress.note(f"{role}: {path.name} is over {LARGEST / 1e6:.0f} MB and is left out")
@@ -52,7 +52,7 @@ def copy(role: str, source: Path, licence: str | None, folder: Path, progress: P
         name = _plain(path.name, taken)
         shutil.copyfile(path, folder / name)
         taken.add(name.lower())
-    if not taken and licence is None:
+    if not taken and license is None:
         progress.note(
             f"{role}: its checkpoint states no licence; ask its authors what you may do with it"
         )

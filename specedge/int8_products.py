@@ -11,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-PRODUCT = Path(__file__).with_name("product.onnx")  # x [T, 64] times a constant [64, 32], in bytes
-UNSIGNED = "session.x64quantprecision"  # "1" makes both unsigned
+PRODUCT_GRAPH = Path(__file__).with_name(
+    "product.onnx"
+)  # x [T, 64] times a constant [64, 32], in bytes
+UNSIGNED_OPTION = "session.x64quantprecision"  # "1" makes both unsigned
 
 
-def are_right(multiply: Callable[[np.ndarray], np.ndarray]) -> bool:
+def are_exact(multiply: Callable[[np.ndarray], np.ndarray]) -> bool:
     """Whether `PRODUCT` gives NumPy's products of the largest bytes, by one row and by several."""
     rng = np.random.default_rng(0)
     x = rng.choice(np.array([0, 1, 127, 128, 129, 254, 255], np.uint8), (5, 64))

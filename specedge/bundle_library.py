@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from . import leftovers
+from . import staging
 from .bundle import MANIFEST, Bundle, store
 from .errors import BundleError
 from .strict_json import JsonError, parse
@@ -17,7 +17,7 @@ EMBEDDED = "embedded"
 
 
 @dataclass(frozen=True)
-class Entry:
+class LibraryEntry:
     """A folder that is listed: its bundle, or the error of one that cannot be read.
 
     `size` is in bytes, of all that lies in the folder. `is_default` says that it is the one used
@@ -32,29 +32,29 @@ class Entry:
     error: str | None
 
 
-def entries() -> list[Entry]:
+def entries() -> list[LibraryEntry]:
     """The user's bundles by name, then the embedded pair."""
     try:
-        default: Path | None = store.find()
+        default: Path | None = store.find_bundle()
     except BundleError:
         default = None
-    folders = [*_folders(), (EMBEDDED, store.embedded())]
+    folders = [*_folders(), (EMBEDDED, store.embedded_folder())]
     return [_entry(name, folder, default) for name, folder in folders]
 
 
-def remove_leftovers() -> list[Path]:
+def remove_stale_folders() -> list[Path]:
     """Remove what killed exports left among the user's bundles; see `leftovers`."""
-    return leftovers.remove_leftovers(store.bundles_folder())
+    return staging.remove_stale_folders(store.bundles_folder())
 
 
-def removable(name: str) -> Path:
+def find_removable(name: str) -> Path:
     """The folder of a listed bundle's name, or the bundle's folder itself, if it may be removed.
 
     Raises BundleError for the embedded pair, a link, and a folder that is no bundle or holds more.
     """
     ours = dict(_folders())
     folder = ours.get(name) or _absolute(name)
-    if (name == EMBEDDED and name not in ours) or _same(folder, store.embedded()):
+    if (name == EMBEDDED and name not in ours) or _same(folder, store.embedded_folder()):
         raise BundleError("the embedded pair is a part of specedge and cannot be removed")
     if folder.is_symlink():
         raise BundleError(
@@ -77,11 +77,11 @@ def remove(folder: Path) -> None:
     It is renamed into a hidden folder first, so that what a killed removal leaves is no bundle.
     """
     try:
-        with leftovers.locked(leftovers.folder_beside(folder)):
-            was_default = _same(store.noted_default(), folder)
-            os.rename(folder, leftovers.folder_beside(folder) / "removed")
+        with staging.locked_folder(staging.staging_folder(folder)):
+            was_default = _same(store.last_exported(), folder)
+            os.rename(folder, staging.staging_folder(folder) / "removed")
             if was_default:
-                store.forget_default()
+                store.clear_default()
     except TimeoutError as error:
         raise BundleError(f"an export to {folder} is running; wait for it to end") from error
     except OSError as error:
@@ -96,13 +96,13 @@ def _folders() -> Iterator[tuple[str, Path]]:
                 yield folder.name, folder
 
 
-def _entry(name: str, folder: Path, default: Path | None) -> Entry:
+def _entry(name: str, folder: Path, default: Path | None) -> LibraryEntry:
     bundle = error = None
     try:
         bundle = Bundle.read(folder)
     except BundleError as caught:
         error = str(caught)
-    return Entry(name, folder, _size(folder), _same(default, folder), bundle, error)
+    return LibraryEntry(name, folder, _size(folder), _same(default, folder), bundle, error)
 
 
 def _absolute(name: str) -> Path:

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..errors import BundleError
-from .manifest import CURE, File
+from .manifest import REEXPORT_HINT, FileEntry
 
 
-def describe(path: Path) -> File:
+def file_entry(path: Path) -> FileEntry:
     """A file's entry for the manifest."""
-    return File(path.stat().st_size, sha256(path))
+    return FileEntry(path.stat().st_size, sha256(path))
 
 
 def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
@@ -29,18 +29,18 @@ def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
     return digest.hexdigest()
 
 
-def check_inside(name: str) -> None:
+def check_relative_path(name: str) -> None:
     """Refuse a path that could leave the folder on any system."""
     part = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
     if not re.fullmatch(f"{part}(/{part})*", name) or len(name) > 200:
         raise ValueError(f"files has '{name}', which is not a plain path inside the bundle")
 
 
-def size_inside(folder: Path, path: Path) -> int:
+def contained_file_size(folder: Path, path: Path) -> int:
     """A file's size; nothing outside the folder counts, and nothing that reading could wait for."""
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise BundleError(f"{path}: is a link out of the bundle; {CURE}")
+        raise BundleError(f"{path}: is a link out of the bundle; {REEXPORT_HINT}")
     facts = path.stat()
     if not stat.S_ISREG(facts.st_mode):
-        raise BundleError(f"{path}: is no file; {CURE}")
+        raise BundleError(f"{path}: is no file; {REEXPORT_HINT}")
     return facts.st_size

@@ -9,13 +9,13 @@ from click.testing import CliRunner
 from specedge.bundle import Bundle
 from specedge.cli import cli
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, hub, licences
+from specedge.exporter.checkpoint import checkpoints, hub, licenses
 
 
-def carried(source, folder, licence=None):
+def carried(source, folder, license=None):
     progress = Progress()
     folder.mkdir()
-    licences.copy("target", source, licence, folder, progress)
+    licenses.copy("target", source, license, folder, progress)
     return sorted(p.name for p in folder.iterdir()), progress.notes
 
 
@@ -33,7 +33,7 @@ def test_licence_files_are_copied_listed_and_shown(pairs, tmp_path):
     assert "note: target" not in result.stderr.replace("note: target: its logits", "")
     bundle = Bundle.read(tmp_path / "bundle")
     assert bundle.path("target/LICENSE").read_text("utf-8") == "Terms"
-    assert bundle.licence_files("draft") == []
+    assert bundle.license_files("draft") == []
     shown = CliRunner().invoke(cli, ["inspect", "--bundle", str(tmp_path / "bundle")]).stdout
     assert "  licence        llama3.2, target/LICENSE, target/NOTICE.txt\n" in shown
     assert "  licence        not stated\n" in shown
@@ -56,7 +56,7 @@ def test_names_are_made_plain_and_stay_apart(tmp_path):
 def test_a_huge_file_is_left_out_with_a_note(tmp_path):
     source = tmp_path / "source"
     source.mkdir()
-    (source / "LICENSE").write_bytes(b"x" * (licences.LARGEST + 1))
+    (source / "LICENSE").write_bytes(b"x" * (licenses.LARGEST + 1))
     found, notes = carried(source, tmp_path / "out", "mit")
     assert found == []
     assert notes == ["target: LICENSE is over 1 MB and is left out"]
@@ -108,7 +108,7 @@ def test_the_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("text", "licence"),
+    ("text", "license"),
     [
         ("---\nlicense: mit\ntags: [a]\n---\n# Model\n", "mit"),
         ("---\nlicense: other\nlicense_name: llama3\n---\n", "llama3"),
@@ -120,9 +120,9 @@ def test_the_hub_is_asked_for_licences_by_their_names(monkeypatch, tmp_path):
         ("", None),
     ],
 )
-def test_the_licence_is_what_the_readme_states(checkpoint, text, licence):
+def test_the_licence_is_what_the_readme_states(checkpoint, text, license):
     (checkpoint / "README.md").write_text(text, "utf-8")
-    assert checkpoints.find("target", str(checkpoint), None).source.licence == licence
+    assert checkpoints.find("target", str(checkpoint), None).source.license == license
 
 
 @pytest.mark.slow

@@ -19,9 +19,9 @@ from typing import TypeVar
 
 from ..errors import BundleError
 from .bundle import Bundle
-from .manifest import CURE
+from .manifest import REEXPORT_HINT
 
-FOLDED = ("Cast", "Reshape", "Transpose")  # of a weight a session computes them once
+FOLDED_OPS = ("Cast", "Reshape", "Transpose")  # of a weight a session computes them once
 CONTROL_FLOW = (b"If", b"Loop", b"Scan", b"SequenceMap")
 
 T = TypeVar("T")
@@ -39,12 +39,12 @@ _NAMED = {"name": 8}
 _ENTRY = {"key": 1, "value": 2}
 
 
-class WireError(ValueError):
+class GraphFormatError(ValueError):
     """Bytes that are no graph that this reader takes; the message says what is wrong."""
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightUse:
     """A tensor of a weights file: its bytes there, and its forms with the operators that read them.
 
     A session computes forms once: that of ("Cast", "Transpose") is the tensor cast and transposed,
@@ -59,17 +59,19 @@ def check_graph(bundle: Bundle, file: str) -> None:
     """Refuse a graph that holds other graphs, or names files that the bundle does not list."""
     path = bundle.path(file)
     if path.suffix != ".onnx":  # ONNX Runtime reads some other names as another format
-        raise BundleError(f"{path}: a graph's name ends in .onnx; {CURE}")
+        raise BundleError(f"{path}: a graph's name ends in .onnx; {REEXPORT_HINT}")
     names = _read(path, external_files)
     folder = file.rpartition("/")[0]
     for name in sorted(names):
         if (f"{folder}/{name}" if folder else name) not in bundle.files:
-            raise BundleError(f"{path}: it names the file {_shown(name)}, not listed; {CURE}")
+            raise BundleError(
+                f"{path}: it names the file {_shown(name)}, not listed; {REEXPORT_HINT}"
+            )
 
 
-def weights_of(bundle: Bundle, file: str) -> list[Weight]:
+def weights_of(bundle: Bundle, file: str) -> list[WeightUse]:
     """What a graph of a bundle reads of its weights file."""
-    return _read(bundle.path(file), weights)
+    return _read(bundle.path(file), parse_weights)
 
 
 def _read(path: Path, reader: Callable[[bytes], T]) -> T:
@@ -77,12 +79,12 @@ def _read(path: Path, reader: Callable[[bytes], T]) -> T:
     try:
         return reader(path.read_bytes())
     except OSError as error:
-        raise BundleError(f"{path}: {error.strerror}; {CURE}") from error
-    except WireError as error:
-        raise BundleError(f"{path}: {error}; {CURE}") from error
+        raise BundleError(f"{path}: {error.strerror}; {REEXPORT_HINT}") from error
+    except GraphFormatError as error:
+        raise BundleError(f"{path}: {error}; {REEXPORT_HINT}") from error
 
 
-def weights(content: bytes) -> list[Weight]:
+def parse_weights(content: bytes) -> list[WeightUse]:
     """What a graph reads of its weights file; WireError where it is no graph."""
     readers: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     sizes: dict[str, int] = {}
@@ -98,7 +100,7 @@ def weights(content: bytes) -> list[Weight]:
                 name = next((_text(value) for _, value in _parts(part, _NAMED)), "")
                 if size.isdigit() and len(size) < 19:
                     sizes[name] = int(size)
-    return [Weight(size, list(_forms(name, readers))) for name, size in sizes.items()]
+    return [WeightUse(size, list(_forms(name, readers))) for name, size in sizes.items()]
 
 
 def _text(value: memoryview) -> str:
@@ -110,9 +112,9 @@ def _forms(
 ) -> Iterator[tuple[tuple[str, ...], list[str]]]:
     """Of a tensor and what is computed of it alone: the steps to it, and what reads it."""
     found = readers.get(name, [])
-    yield steps, [op_type for op_type, _ in found if op_type not in FOLDED]
+    yield steps, [op_type for op_type, _ in found if op_type not in FOLDED_OPS]
     for op_type, output in found:
-        if op_type in FOLDED and op_type not in steps:
+        if op_type in FOLDED_OPS and op_type not in steps:
             yield from _forms(output, readers, (*steps, op_type))
 
 
@@ -132,7 +134,7 @@ def _entries(tensor: memoryview) -> Iterator[tuple[bytes, bytes]]:
         pairs = dict.fromkeys(_ENTRY, b"")
         for name, text in _parts(entry, _ENTRY):
             if pairs[name]:
-                raise WireError("an entry of external data has two of a kind")
+                raise GraphFormatError("an entry of external data has two of a kind")
             pairs[name] = bytes(text)
         yield pairs["key"], pairs["value"]
 
@@ -141,7 +143,7 @@ def _tensors(model: memoryview) -> Iterator[memoryview]:
     """Every tensor of a model, wherever it may be."""
     for name, part in _parts(model, _MODEL):
         if name == "training":
-            raise WireError("it holds a graph for training")
+            raise GraphFormatError("it holds a graph for training")
         for kind, inner in _parts(part, _GRAPH if name == "graph" else _FUNCTION):
             if kind == "node":
                 yield from _node_tensors(inner)
@@ -155,11 +157,13 @@ def _node_tensors(node: memoryview) -> Iterator[memoryview]:
     for name, part in _parts(node, _NODE):
         if name == "op_type":
             if bytes(part) in CONTROL_FLOW:
-                raise WireError(f"it has a node {bytes(part).decode()}, which may run for ever")
+                raise GraphFormatError(
+                    f"it has a node {bytes(part).decode()}, which may run for ever"
+                )
             continue
         for kind, inner in _parts(part, _ATTRIBUTE):
             if kind in ("graph", "graphs"):
-                raise WireError("it has a node with a graph inside, which may run for ever")
+                raise GraphFormatError("it has a node with a graph inside, which may run for ever")
             if kind in ("sparse", "sparses"):
                 yield from (values for _, values in _parts(inner, _SPARSE))
             else:
@@ -174,9 +178,9 @@ def _parts(message: memoryview, wanted: dict[str, int]) -> Iterator[tuple[str, m
         tag, at = _varint(message, at)
         number, kind = tag >> 3, tag & 7
         if not 0 < number < 2**29:
-            raise WireError("it is no ONNX graph")
+            raise GraphFormatError("it is no ONNX graph")
         if number in names and kind != _BYTES:
-            raise WireError("it is no ONNX graph")
+            raise GraphFormatError("it is no ONNX graph")
         if kind == _VARINT:
             _, at = _varint(message, at)
             continue
@@ -185,7 +189,7 @@ def _parts(message: memoryview, wanted: dict[str, int]) -> Iterator[tuple[str, m
         else:
             size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(kind, end + 1)  # groups are refused
         if at + size > end:
-            raise WireError("it is no ONNX graph, or cut short")
+            raise GraphFormatError("it is no ONNX graph, or cut short")
         if number in names:
             yield names[number], message[at : at + size]
         at += size
@@ -202,7 +206,7 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, at
-    raise WireError("it is no ONNX graph, or cut short")
+    raise GraphFormatError("it is no ONNX graph, or cut short")
 
 
 def _shown(name: str) -> str:
