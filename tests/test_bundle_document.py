@@ -36,10 +36,10 @@ def assert_described(words, hint, tables, path):
         assert_described(words.removeprefix("map to "), arguments[1], tables, path)
     elif dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
-        names = [field.name for field in dataclasses.fields(hint) if field.init]
-        assert list(tables[words]) == names, path
-        for name in names:
-            assert_described(tables[words][name], hints[name], tables, f"{path}.{name}")
+        fields = {f.metadata.get("key", f.name): f for f in dataclasses.fields(hint) if f.init}
+        assert list(tables[words]) == list(fields), path
+        for key, field in fields.items():
+            assert_described(tables[words][key], hints[field.name], tables, f"{path}.{key}")
     else:
         assert reader.PLAIN.get(words, float if words == "number" else None) is hint, path
 
