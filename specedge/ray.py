@@ -20,7 +20,7 @@ from specedge.runtime.requests.items import Item, answered, asked_of, failed, it
 
 if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
-    from specedge.serve.app import Settings
+    from specedge.serve.app import ServerSettings
 
 
 class Generate:
@@ -151,7 +151,7 @@ def deployment(
     draft_device: str | None = None,
     threads: int | None = None,
     ops: str = AUTO,
-    settings: Settings | None = None,
+    settings: ServerSettings | None = None,
     num_replicas: int = 1,
     max_replicas: int | None = None,
     **options: Any,
@@ -160,18 +160,19 @@ def deployment(
 
     `bundle` is a folder on each node, by default the pair that comes with specedge. A replica is
     as `specedge serve` with these `slots` and `max_length`; `settings` are
-    `specedge.serve.app.Settings`. There are `num_replicas`, or from so many to `max_replicas` by
-    the queue: as many as have a request a slot. `options` are those of `ray.serve.deployment`;
-    `ray_actor_options` reserve a CPU for each of `threads`, and a GPU where the device is one.
+    `specedge.serve.app.ServerSettings`. There are `num_replicas`, or from so many to
+    `max_replicas` by the queue: as many as have a request a slot. `options` are those of
+    `ray.serve.deployment`; `ray_actor_options` reserve a CPU for each of `threads`, and a GPU where
+    the device is one.
     """
     serve = imported("ray.serve")
     try:
-        from specedge.serve.app import Settings, make_app
+        from specedge.serve.app import ServerSettings, make_app
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"{error.name} is not installed: pip install 'specedge[serve]'"
         ) from error
-    how = settings or Settings()
+    how = settings or ServerSettings()
 
     def build() -> Any:
         pipeline = loaded(bundle, device, draft_device, threads, ops, slots, max_length)

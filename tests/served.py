@@ -13,8 +13,8 @@ from contextlib import contextmanager
 import specedge
 from specedge.bundle import store
 from specedge.runtime.requests.pipeline import Pipeline
-from specedge.serve.app import Settings, make_app
-from specedge.serve.serving import Server, listen
+from specedge.serve.app import ServerSettings, make_app
+from specedge.serve.server import GracefulServer, listen
 from templates import CHATML
 
 MODEL = "python-9m"
@@ -43,9 +43,9 @@ def serving(pipeline, **settings):
 
     listening, ready = listen("127.0.0.1", 0), threading.Event()
     config = uvicorn.Config(
-        make_app(pipeline, Settings(**settings)), http="h11", lifespan="off", log_config=None
+        make_app(pipeline, ServerSettings(**settings)), http="h11", lifespan="off", log_config=None
     )
-    server = Server(config, ready.set)
+    server = GracefulServer(config, ready.set)
     thread = threading.Thread(target=server.run, args=([listening],))
     thread.start()
     try:

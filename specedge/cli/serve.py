@@ -33,59 +33,63 @@ KEY = "SPECEDGE_API_KEY"
     show_default=True,
     help="Listen on this port; 0 takes a free one.",
 )
-@click.option("--model-name", metavar="NAME", help="Call the pair so. [default: its target's id]")
+@click.option(
+    "--model-name",
+    metavar="NAME",
+    help="Model name reported by the API. [default: the target's id]",
+)
 @click.option(
     "--slots",
     type=click.IntRange(1),
     default=4,
     show_default=True,
-    help="Run this many requests at a time, each in caches of its own.",
+    help="Number of requests that run at a time, each with its own KV cache.",
 )
 @click.option(
     "--max-length",
     type=click.IntRange(2),
-    help="Take texts of at most this many tokens, prompt included. [default: the context]",
+    help="Maximum number of tokens of a text, prompt included. [default: the context length]",
 )
 @click.option(
     "--queue",
     type=click.IntRange(0),
     default=32,
     show_default=True,
-    help="Let this many requests wait for a slot; refuse more.",
+    help="Number of requests that may wait for a slot; more are refused with status 429.",
 )
 @click.option(
     "--timeout",
     type=options.Number(0, min_open=True),
     default=600,
     show_default=True,
-    help="End a request after this many seconds, waiting included.",
+    help="Seconds until a request is cancelled, including its wait for a slot.",
 )
 @click.option(
     "--grace",
     type=click.IntRange(0),
     default=30,
     show_default=True,
-    help="After SIGTERM let running requests end for this many seconds.",
+    help="Seconds that running requests have to finish after SIGTERM.",
 )
 @click.option(
     "--max-body",
     type=click.IntRange(1),
     default=2 * 2**20,
     show_default=True,
-    help="Refuse a request's body of more bytes.",
+    help="Maximum size of a request's body in bytes.",
 )
 @click.option(
     "--cors",
     metavar="ORIGIN",
     multiple=True,
-    help="Let web pages of this origin ask; may be given repeatedly.",
+    help="Allow requests from web pages of this origin. Repeatable.",
 )
 @click.option(
     "--allow-host",
     metavar="NAME",
     multiple=True,
-    help="Allow requests for this host name, and its web pages; may be given repeatedly. Needed "
-    "without a key on an address that other machines reach. [default: any with a key, else "
+    help="Allow requests for this host name, and from its web pages. Repeatable. Required without "
+    "an API key on an address that other machines reach. [default: any with a key, else "
     "localhost]",
 )
 @click.option(
@@ -93,8 +97,8 @@ KEY = "SPECEDGE_API_KEY"
     type=click.Choice(("auto", "none")),
     default="auto",
     show_default=True,
-    help="Sampling where a request leaves its fields out: auto takes what the model's own "
-    "generation config recommends, none the defaults of OpenAI's API.",
+    help="Sampling defaults: auto takes the model's generation config, none the defaults of "
+    "OpenAI's API.",
 )
 @options.device
 @options.draft_device
@@ -119,15 +123,15 @@ def serve(
     threads: int | None,
     ops: str,
 ) -> None:
-    """Serve a pair to clients of OpenAI's API; $SPECEDGE_API_KEY, if set, is their key."""
+    """Serve a pair through OpenAI's API. $SPECEDGE_API_KEY sets an API key."""
     try:
-        from specedge.serve import app, guards, serving
+        from specedge.serve import app, middleware, server
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"{error.name} is not installed: pip install 'specedge[serve]'"
         ) from error
     key = os.environ.get(KEY) or None
-    listening = serving.listen(host, port)  # before the pair is loaded, which takes a while
+    listening = server.listen(host, port)  # before the pair is loaded, which takes a while
     with listening, options.usage_errors():
         is_loopback = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
         if key is None and not is_loopback and not allow_host:
@@ -141,7 +145,7 @@ def serve(
         last_exported = store.last_exported() if bundle is None else None
         folder = os.fspath(store.embedded_folder()) if bundle is None else bundle
         pipeline = options.load(folder, device, threads, ops, draft_device, slots, max_length)
-        settings = app.Settings(
+        settings = app.ServerSettings(
             model=model_name,
             max_waiting=queue,
             timeout=timeout,
@@ -149,9 +153,9 @@ def serve(
             api_key=key,
             origins=cors,
             generation_config=generation_config,
-            hosts=(*guards.LOOPBACK, host, *allow_host) if allow_host or key is None else (),
+            hosts=(*middleware.LOOPBACK, host, *allow_host) if allow_host or key is None else (),
         )
-        url = serving.url_of(listening)
+        url = server.base_url(listening)
 
         def ready() -> None:
             click.echo(one_line(_started(url, model_name, pipeline, ops)), err=True)
@@ -160,12 +164,14 @@ def serve(
                 told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
                 click.echo(f"note: sampling defaults of the model: {told}", err=True)
             if key is None and not is_loopback:
-                click.echo(f"note: whoever reaches {host} can ask; set ${KEY}", err=True)
+                click.echo(
+                    f"note: anyone who reaches {host} can use the server; set ${KEY}", err=True
+                )
             if last_exported is not None:
                 note = f"note: to serve the pair exported last, give --bundle {last_exported}"
                 click.echo(one_line(note), err=True)
 
-        serving.serve(app.make_app(pipeline, settings), listening, grace, ready)
+        server.serve(app.make_app(pipeline, settings), listening, grace, ready)
     click.echo("specedge: stopped", err=True)
 
 

@@ -1,11 +1,11 @@
-"""The ASGI application: paths, who may ask, and what reads requests."""
+"""The ASGI application: routes, settings and middleware."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -19,29 +19,28 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.sampling_options import SamplingFilters
 from specedge.strict_json import JsonError, parse
 
-from . import asking
-from .answer import Answer
-from .asking import Asked
-from .bodies import Bodies
-from .errors import ApiError, shown_to_client
+from . import requests
+from .body_reader import BodyReader
+from .chat_shapes import ChatShaper, CompletionShaper, LogprobFormatter
+from .choices import ResponseShaper
+from .errors import ApiError, client_error
 from .fields import DEFAULTS
-from .guards import LOOPBACK, Keyed, Named, check_host
-from .jobs import Jobs
-from .metrics import GONE, STATUS, Metrics
-from .response_shape import Response as ResponseShape
-from .shapes import Chat, Completion, Shape
-from .tokens import Tokens
+from .job_queue import JobQueue
+from .metrics import DISCONNECTED, STATUS, ServerMetrics
+from .middleware import LOOPBACK, ApiKeyMiddleware, CountMiddleware, HostMiddleware, check_host
+from .request_handler import RequestHandler
+from .requests import ParsedRequest
+from .responses_shape import ResponsesShaper
 
 T = TypeVar("T")
 
-# The page to try it in a browser: it can load and ask nothing but what this server has.
-FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
+# The demo page, which may load and request nothing from other hosts.
+PAGE_FILES = {"/": "page.html", "/page.css": "page.css", "/page.js": "page.js"}
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data:; base-uri 'none'; form-action 'none'; "
@@ -49,27 +48,29 @@ PAGE_HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
 }
-OPEN = ("/health", *FILES)  # what needs no key
-THREADS = 2  # that read requests
+_MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+OPEN_PATHS = ("/health", *PAGE_FILES)  # need no API key
+PARSER_THREADS = 2
 GENERATION_CONFIGS = ("auto", "none")
-Reads = Callable[[object, int, Mapping[str, Any]], Asked]
-Shapes = Callable[[str, Asked, Tokens], Shape]
+RequestParser = Callable[[object, int, Mapping[str, Any]], ParsedRequest]
+ShaperFactory = Callable[[str, ParsedRequest, LogprobFormatter], ResponseShaper]
 
 
 @dataclass(frozen=True)
-class Settings:
-    """How a server treats its clients.
+class ServerSettings:
+    """Settings of the server.
 
-    model: the name of the pair, by default its target's
-    max_waiting: texts that may wait for a slot
-    timeout: seconds for a request, from its arrival to its last byte
-    body_timeout: seconds for a request's body to come
-    max_body: bytes of it
-    api_key: what a client must send, if anything
-    origins: of web pages that may ask from a browser
-    generation_config: "auto" applies the sampling that the model's authors recommend where a
-        request leaves its fields out, "none" the defaults of OpenAI's API
-    hosts: allowed `Host` names, of any port; by default any with a key, else those of loopback
+    Attributes:
+        model: Model name reported by the API; by default the target's id.
+        max_waiting: Number of texts that may wait for a slot.
+        timeout: Seconds from a request's arrival to the last byte of its response.
+        body_timeout: Seconds for a request's body to arrive.
+        max_body: Maximum size of a request's body in bytes.
+        api_key: API key that clients must send, if any.
+        origins: Origins of web pages that may send requests from a browser.
+        generation_config: "auto" applies the sampling that the model's authors recommend where a
+            request leaves its fields out, "none" the defaults of OpenAI's API.
+        hosts: Allowed `Host` names, of any port; by default any with a key, else those of loopback.
     """
 
     model: str | None = None
@@ -92,58 +93,76 @@ class Settings:
             check_host(host)
 
 
+Settings = ServerSettings  # its name in 0.1
+
+
 def model_defaults(sampling: SamplingFilters) -> dict[str, float]:
     """Return the options that a model's recommended sampling sets, none where it is greedy."""
-    if sampling.greedy:  # as of checkpoints without a recommendation
+    if sampling.greedy:  # checkpoints without a recommendation
         return {}
     neutral = SamplingFilters()
     options: dict[str, float] = dataclasses.asdict(sampling)
     return {name: value for name, value in options.items() if value != getattr(neutral, name)}
 
 
-def make_app(pipeline: Pipeline, settings: Settings | None = None) -> Starlette:
-    """The application of a pipeline, whose slots are how many requests run at a time."""
-    return _Server(pipeline, settings or Settings()).app()
+def make_app(pipeline: Pipeline, settings: ServerSettings | None = None) -> Starlette:
+    """Return the application of a pipeline; each of its slots runs one request at a time."""
+    return _Server(pipeline, settings or ServerSettings()).app()
 
 
 class _Server:
-    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
+    """State that the routes share."""
+
+    def __init__(self, pipeline: Pipeline, settings: ServerSettings) -> None:
         self._pipeline, self._settings = pipeline, settings
         self._model = settings.model or pipeline.bundle.target.source.id
-        self._jobs = Jobs(len(pipeline.slots.all), settings.max_waiting)
-        self._metrics = Metrics(self._jobs)
-        self._tokens = Tokens(pipeline.tokenizer)
+        self._jobs = JobQueue(len(pipeline.slots.all), settings.max_waiting)
+        self._metrics = ServerMetrics(self._jobs)
+        self._logprobs = LogprobFormatter(pipeline.tokenizer)
         self._defaults: dict[str, float] = dict(DEFAULTS)
         if settings.generation_config == "auto":
             self._defaults |= model_defaults(pipeline.bundle.default_sampling)
-        self._bodies = Bodies(self._settings.max_body, self._settings.body_timeout)
-        # Who waits for a grammar keeps no thread from another.
-        self._readers, self._compilers = map(ThreadPoolExecutor, (THREADS, self._jobs.most))
+        self._bodies = BodyReader(settings.max_body, settings.body_timeout)
+        self._parser_pool = ThreadPoolExecutor(PARSER_THREADS)
+        # Requests that wait for a grammar take no parser thread from others.
+        self._compiler_pool = ThreadPoolExecutor(self._jobs.capacity)
 
     def app(self) -> Starlette:
-        paths: tuple[tuple[str, Reads, Shapes], ...] = (
-            ("/v1/chat/completions", asking.chat, Chat),
-            ("/v1/completions", asking.completions, Completion),
-            ("/v1/responses", asking.responses, ResponseShape),
+        generation: tuple[tuple[str, RequestParser, ShaperFactory], ...] = (
+            ("/v1/chat/completions", requests.parse_chat, ChatShaper),
+            ("/v1/completions", requests.parse_completion, CompletionShaper),
+            ("/v1/responses", requests.parse_response, ResponsesShaper),
         )
         routes = [
-            Route(path, self._generating(reads, shape), methods=["POST"])
-            for path, reads, shape in paths
+            Route(path, self._generation_route(parser, shaper), methods=["POST"])
+            for path, parser, shaper in generation
         ]
         routes += [
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._one_model),
+            Route("/v1/models", self._list_models),
+            Route("/v1/models/{name:path}", self._get_model),
             Route("/health", self._health),
-            *(Route(path, _file(path)) for path in FILES),
-            Route("/metrics", self._measured),
+            *(Route(path, _page_route(path)) for path in PAGE_FILES),
+            Route("/metrics", self._metrics_text),
         ]
-        known = frozenset(route.path for route in routes)
-        settings = self._settings
-        key, origins = settings.api_key, settings.origins
-        hosts = settings.hosts or (() if key else LOOPBACK)
+        return Starlette(
+            routes=routes,
+            middleware=self._middleware([route.path for route in routes]),
+            exception_handlers={
+                ApiError: _error_response,
+                HTTPException: _error_response,
+                ClientDisconnect: _error_response,
+                Exception: _error_response,
+            },
+        )
+
+    def _middleware(self, paths: list[str]) -> list[Middleware]:
+        key, origins = self._settings.api_key, self._settings.origins
+        hosts = self._settings.hosts or (() if key else LOOPBACK)
         middleware = [
-            Middleware(_Counted, metrics=self._metrics, known=known),
-            Middleware(Named, hosts=hosts, origins=origins, any_origin=key is not None),
+            Middleware(CountMiddleware, metrics=self._metrics, paths=frozenset(paths)),
+            Middleware(
+                HostMiddleware, hosts=hosts, origins=origins, allow_any_origin=key is not None
+            ),
         ]
         if origins:
             middleware.append(
@@ -154,54 +173,45 @@ class _Server:
                     allow_headers=["*"],
                 )
             )
-        middleware.append(Middleware(Keyed, key=key, open_paths=OPEN))
-        return Starlette(
-            routes=routes,
-            middleware=middleware,
-            exception_handlers={
-                ApiError: _said,
-                HTTPException: _said,
-                ClientDisconnect: _said,
-                Exception: _said,
-            },
-        )
+        return [*middleware, Middleware(ApiKeyMiddleware, key=key, open_paths=OPEN_PATHS)]
 
-    def _generating(self, reads: Reads, shape: Shapes) -> Callable[[Request], Any]:
-        async def generate(request: Request) -> Answer:
-            async with self._bodies.of(request) as body:
-                asked = await _in(self._readers, partial(self._asked, body, reads))
-            pool = self._compilers if asked.has_grammar else self._readers
-            return Answer(
+    def _generation_route(
+        self, parser: RequestParser, shaper: ShaperFactory
+    ) -> Callable[[Request], Any]:
+        async def generate(http_request: Request) -> RequestHandler:
+            async with self._bodies.read(http_request) as body:
+                request = await _run_in(self._parser_pool, partial(self._parse, body, parser))
+            pool = self._compiler_pool if request.has_grammar else self._parser_pool
+            return RequestHandler(
                 self._pipeline,
                 self._jobs,
                 self._metrics,
-                shape(self._model, asked, self._tokens),
-                asked,
-                partial(_in, pool, partial(asking.ready, self._pipeline, asked)),
+                shaper(self._model, request, self._logprobs),
+                request,
+                partial(_run_in, pool, partial(requests.prepare, self._pipeline, request)),
                 self._settings.timeout,
             )
 
         return generate
 
-    def _asked(self, body: bytearray, reads: Reads) -> Asked:
-        """What a body asks for."""
-        facts = _parsed(body)
-        named = facts.get("model") if isinstance(facts, dict) else None
-        asked = reads(facts, self._pipeline.bundle.context_length, self._defaults)
-        if named not in (None, self._model):
-            raise self._unknown(named)
-        self._jobs.check(asked.num_choices)  # before so many prompts are read
-        return asked
+    def _parse(self, body: bytearray, parser: RequestParser) -> ParsedRequest:
+        value = _parse_json(body)
+        model = value.get("model") if isinstance(value, dict) else None
+        request = parser(value, self._pipeline.bundle.context_length, self._defaults)
+        if model not in (None, self._model):
+            raise self._unknown_model(model)
+        self._jobs.check(request.num_choices)  # before the prompts are tokenized
+        return request
 
-    async def _models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._described()]})
+    async def _list_models(self, http_request: Request) -> Response:
+        return JSONResponse({"object": "list", "data": [self._model_card()]})
 
-    async def _one_model(self, request: Request) -> Response:
-        if (name := request.path_params["name"]) != self._model:
-            raise self._unknown(name)
-        return JSONResponse(self._described())
+    async def _get_model(self, http_request: Request) -> Response:
+        if (name := http_request.path_params["name"]) != self._model:
+            raise self._unknown_model(name)
+        return JSONResponse(self._model_card())
 
-    def _described(self) -> dict[str, Any]:
+    def _model_card(self) -> dict[str, Any]:
         bundle = self._pipeline.bundle
         return {
             "chat": bundle.chat_template is not None,
@@ -215,11 +225,11 @@ class _Server:
             "draft": bundle.draft and bundle.draft.source.id,
         }
 
-    def _unknown(self, name: object) -> ApiError:
-        said = f"there is no model {str(name)[:100]!r} here, only {self._model!r}"
-        return ApiError(said, "model", "model_not_found", 404)
+    def _unknown_model(self, name: object) -> ApiError:
+        message = f"the model {str(name)[:100]!r} does not exist; this server has {self._model!r}"
+        return ApiError(message, "model", "model_not_found", 404)
 
-    async def _health(self, request: Request) -> Response:
+    async def _health(self, http_request: Request) -> Response:
         jobs = self._jobs
         return JSONResponse(
             {
@@ -230,81 +240,58 @@ class _Server:
             }
         )
 
-    async def _measured(self, request: Request) -> Response:
+    async def _metrics_text(self, http_request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
 
 
-def _parsed(body: bytearray) -> Any:
-    """The JSON of a body, which can be written as JSON again: some of it is repeated."""
+def _parse_json(body: bytearray) -> Any:
+    """Return the JSON value of a body; responses repeat parts of it, so it must serialize again."""
     try:
-        facts = parse(body.decode())
-        said = _unrepeatable(facts)
+        value = parse(body.decode())
+        reason = _serialization_error(value)
     except (JsonError, UnicodeDecodeError) as error:
         raise ApiError(f"the body is not valid JSON: {error}", code="invalid_json") from error
-    if said is not None:
-        raise ApiError(f"the body is not valid JSON: {said}", code="invalid_json")
-    return facts
+    if reason is not None:
+        raise ApiError(f"the body is not valid JSON: {reason}", code="invalid_json")
+    return value
 
 
-def _unrepeatable(facts: Any) -> str | None:
-    """Why values cannot be written as JSON that anyone reads."""
+def _serialization_error(value: Any) -> str | None:
+    """Return the reason why a value cannot be written as portable JSON, None if it can."""
     try:
-        json.dumps(facts, ensure_ascii=False, allow_nan=False).encode()
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except UnicodeEncodeError:
         return "it has half of a surrogate pair, which is no character"
-    except ValueError:  # 1e999 is read as infinite
+    except ValueError:  # 1e999 is parsed as infinity
         return "it has a number that is too large"
     except RecursionError:
         return "it is nested too deeply"
     return None
 
 
-async def _in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
+async def _run_in(pool: ThreadPoolExecutor, work: Callable[[], T]) -> T:
     return await asyncio.get_running_loop().run_in_executor(pool, work)
 
 
-def _file(path: str) -> Callable[[Request], Any]:
-    """What serves one of the page's files."""
-    name = FILES[path]
+def _page_route(path: str) -> Callable[[Request], Any]:
+    """Return the handler of one of the page's files."""
+    name = PAGE_FILES[path]
+    media_type = _MEDIA_TYPES[name.rpartition(".")[2]]
 
-    async def serve(request: Request) -> Response:
+    async def serve_file(http_request: Request) -> Response:
         text = files(__package__).joinpath(name).read_text("utf-8")
-        kind = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
-        return Response(text, headers=PAGE_HEADERS, media_type=kind[name.rpartition(".")[2]])
+        return Response(text, headers=PAGE_HEADERS, media_type=media_type)
 
-    return serve
+    return serve_file
 
 
-async def _said(request: Request, error: Exception) -> Response:
+async def _error_response(http_request: Request, error: Exception) -> Response:
     """Return any error in OpenAI's format."""
     if isinstance(error, ClientDisconnect):
-        request.scope[STATUS] = GONE
+        http_request.scope[STATUS] = DISCONNECTED
     if isinstance(error, HTTPException):
-        known = {404: "there is no such path", 405: "this path takes another method"}
-        said = known.get(error.status_code, error.detail)
-        error = ApiError(said, code="not_found", status=error.status_code)
-    found = shown_to_client(error)  # the ASGI server logs what is not expected
-    return JSONResponse(found.body, found.status, found.headers)
-
-
-class _Counted:
-    """Counts requests by their path, if it is a known one, and their status."""
-
-    def __init__(self, app: ASGIApp, metrics: Metrics, known: Collection[str]) -> None:
-        self._app, self._metrics, self._known = app, metrics, known
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        statuses: list[int] = []
-
-        async def noted(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                statuses.append(message["status"])
-            await send(message)
-
-        try:
-            await self._app(scope, receive, noted)
-        finally:
-            if scope["type"] == "http":
-                path = scope["path"] if scope["path"] in self._known else "other"
-                status = scope.get(STATUS) or (str(statuses[0]) if statuses else GONE)
-                self._metrics.requests.labels(path, status).inc()
+        messages = {404: "there is no such path", 405: "this path takes another method"}
+        message = messages.get(error.status_code, error.detail)
+        error = ApiError(message, code="not_found", status=error.status_code)
+    api_error = client_error(error)  # the ASGI server logs unexpected errors
+    return JSONResponse(api_error.body, api_error.status, api_error.headers)

@@ -1,4 +1,4 @@
-"""Errors of the API, in OpenAI's format."""
+"""API errors in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 from specedge.errors import ContextLengthError, PromptError, SpecEdgeError
 
 UNSUPPORTED = "unsupported_value"
-RETRY_AFTER = 1  # seconds; a slot is free again when the shortest of its texts ends
+RETRY_AFTER = 1  # seconds; the shortest running text frees its slot
 
 
 class ApiError(Exception):
-    """An error with a status. `param` is the field that is wrong, if it is one."""
+    """An HTTP error response. `param` names the invalid field of the request, if any."""
 
     def __init__(
         self,
@@ -31,22 +31,23 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        kind = "invalid_request_error" if self.status < 500 else "server_error"
-        kind = "rate_limit_error" if self.status == 429 else kind
+        """Return the JSON body of the response."""
+        error_type = "invalid_request_error" if self.status < 500 else "server_error"
+        error_type = "rate_limit_error" if self.status == 429 else error_type
         return {
             "error": {
                 "message": self.message,
-                "type": kind,
+                "type": error_type,
                 "param": self.param,
                 "code": self.code,
             }
         }
 
 
-def busy(why: str, **headers: str) -> ApiError:
-    """There is no room now, but there will be."""
+def busy_error(reason: str, **headers: str) -> ApiError:
+    """Return a 429 error with a Retry-After header."""
     return ApiError(
-        f"{why}; try again later",
+        f"{reason}; try again later",
         code="rate_limit_exceeded",
         status=429,
         headers={"Retry-After": str(RETRY_AFTER)} | headers,
@@ -59,16 +60,17 @@ def prompt_error(error: PromptError, field: str) -> ApiError:
     return ApiError(str(error), field, "context_length_exceeded" if is_long else "invalid_prompt")
 
 
-def failed(error: BaseException) -> ApiError:
+def logged_error(error: BaseException) -> ApiError:
     """Return the error that a client gets, and log it if it is the server's fault."""
     if not isinstance(error, ApiError):
         logging.getLogger("specedge").error("a request failed", exc_info=error)
-    return shown_to_client(error)
+    return client_error(error)
 
 
-def shown_to_client(error: BaseException) -> ApiError:
-    """Return the error that a client gets: of a fault inside the server no more than its status."""
+def client_error(error: BaseException) -> ApiError:
+    """Return the error that a client gets, without the details of an internal failure."""
     if isinstance(error, ApiError):
         return error
-    said = str(error) if isinstance(error, SpecEdgeError) else "the server failed; its log says how"
-    return ApiError(said, code="failed", status=500)
+    internal = "the server failed; its log has the details"
+    message = str(error) if isinstance(error, SpecEdgeError) else internal
+    return ApiError(message, code="failed", status=500)

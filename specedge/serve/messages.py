@@ -1,4 +1,4 @@
-"""The messages that a client sends, as a chat template takes them: checked, calls and all."""
+"""Messages and items that clients send, converted to the messages of a chat template."""
 
 from __future__ import annotations
 
@@ -8,138 +8,148 @@ from typing import Any
 from specedge.strict_json import JsonError, parse
 
 from .errors import UNSUPPORTED, ApiError
-from .fields import ANY, Fields, shown, within
+from .fields import ANY, FieldReader, excerpt
 
+Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
+_ITEM_FIELDS = {"type": ANY, "id": ANY, "status": ("completed", "incomplete")}
 
 
-def messages_of(given: object, where: str) -> list[dict[str, Any]]:
-    """Messages as a template takes them. In the newer shape calls, and what they gave, are items of
-    their own; here they are an assistant's, and of the role "tool".
+def parse_messages(value: object, field_name: str) -> list[Message]:
+    """Return messages for a chat template.
+
+    In the field "input" of /v1/responses, calls and their outputs are items; they become an
+    assistant's message and messages of the role "tool".
+
+    Raises:
+        ApiError: A message is invalid.
     """
-    if not isinstance(given, list) or not given:
-        raise ApiError(f"{where} must be a list of at least one message", where, "invalid_type")
-    found: list[dict[str, Any]] = []
-    names: dict[str, str] = {}  # of the functions called so far, by the ids of the calls
-    for i, message in enumerate(given):
-        place = f"{where}[{i}]"
-        if not isinstance(message, dict):
-            raise ApiError(f"{place} must be an object with a role and a content", place)
-        fields = Fields(message)
-        with within(place):
-            kind = message.get("type") if where == "input" else None
-            if kind == "function_call":
-                _add_call(found, fields)
-            elif kind == "function_call_output":
-                found.append(_output(fields, names))
-            else:
-                found.append(_message(fields, names))
-            fields.end()
-        if calls := found[-1].get("tool_calls"):
-            new = calls[-1:] if kind == "function_call" else calls
-            names |= {call["id"]: call["function"]["name"] for call in new}
-    return found
+    if not isinstance(value, list) or not value:
+        message = f"{field_name} must be a list of at least one message"
+        raise ApiError(message, field_name, "invalid_type")
+    messages: list[Message] = []
+    call_names: dict[str, str] = {}  # function names by the ids of calls so far
+    for i, item in enumerate(value):
+        path = f"{field_name}[{i}]"
+        if not isinstance(item, dict):
+            raise ApiError(f"{path} must be an object with a role and a content", path)
+        fields = FieldReader(item, path)
+        item_type = item.get("type") if field_name == "input" else None
+        if item_type == "function_call":
+            _append_call(messages, fields)
+        elif item_type == "function_call_output":
+            messages.append(_parse_call_output(fields, call_names))
+        else:
+            messages.append(_parse_message(fields, call_names))
+        fields.finish()
+        if calls := messages[-1].get("tool_calls"):
+            new = calls[-1:] if item_type == "function_call" else calls
+            call_names |= {call["id"]: call["function"]["name"] for call in new}
+    return messages
 
 
-def have_calls(messages: list[dict[str, Any]]) -> bool:
-    """Whether a function was called."""
+def has_tool_calls(messages: list[Message]) -> bool:
+    """Return True if any message calls a function."""
     return any("tool_calls" in message for message in messages)
 
 
-def _message(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
+def _parse_message(fields: FieldReader, call_names: Mapping[str, str]) -> Message:
     role = fields.take("role")
     if role not in ROLES:
-        said = f"role must be one of {', '.join(ROLES)}, got {shown(role)}"
-        raise ApiError(said, "role", UNSUPPORTED)
+        error = f"role must be one of {', '.join(ROLES)}, got {excerpt(role)}"
+        raise fields.error("role", error, UNSUPPORTED)
     content, calls = fields.take("content"), []
     if role == "assistant":
         calls = [
-            _call(call, f"tool_calls[{i}]")
-            for i, call in enumerate(fields.typed("tool_calls", list, "a list of calls") or [])
+            _parse_call(call, f"{fields.path}.tool_calls[{i}]")
+            for i, call in enumerate(fields.take_typed("tool_calls", list, "a list of calls") or [])
         ]
-    text = "" if content is None and calls else _text(content, "content")
-    name = fields.typed("name", str, "text")
-    fields.skip({"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()})
-    fields.skip({"type": ("message",), "id": ANY, "status": ("completed", "incomplete")})
+    text = "" if content is None and calls else _content_text(fields, content, "content")
+    name = fields.take_typed("name", str, "text")
+    fields.skip_neutral({"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()})
+    fields.skip_neutral(_ITEM_FIELDS | {"type": ("message",)})
     if role == "tool":
-        return _result(fields.take("tool_call_id"), "tool_call_id", text, names)
+        return _tool_message(fields, "tool_call_id", text, call_names)
     role = "system" if role == "developer" else role
-    found: dict[str, Any] = {"role": role, "content": text}
-    found |= {"name": name} if name is not None else {}
-    return found | ({"tool_calls": calls} if calls else {})
+    message: Message = {"role": role, "content": text}
+    message |= {"name": name} if name is not None else {}
+    return message | ({"tool_calls": calls} if calls else {})
 
 
-def _call(given: object, place: str) -> dict[str, Any]:
-    if not isinstance(given, dict):
-        raise ApiError(f"{place} must be an object, got {shown(given)}", place, "invalid_type")
-    fields = Fields(given)
-    with within(place):
-        fields.skip({"type": ("function",), "index": ANY})
-        function = Fields(fields.typed("function", dict, "an object") or {})
-        call = _called(fields.take("id"), "id", function)
-        function.end()
-        fields.end()
+def _parse_call(value: object, path: str) -> dict[str, Any]:
+    fields = FieldReader(value, path)
+    fields.skip_neutral({"type": ("function",), "index": ANY})
+    function = fields.take_object("function") or FieldReader({}, f"{path}.function")
+    function.path = path
+    call = _tool_call(fields, "id", function)
+    function.finish()
+    fields.finish()
     return call
 
 
-def _add_call(found: list[dict[str, Any]], fields: Fields) -> None:
-    """A call of the newer shape: the assistant's whose message or call is the last."""
-    fields.skip({"type": ANY, "id": ANY, "status": ("completed", "incomplete")})
-    call = _called(fields.take("call_id"), "call_id", fields)
-    if not found or found[-1]["role"] != "assistant":
-        found.append({"role": "assistant", "content": ""})
-    found[-1].setdefault("tool_calls", []).append(call)
+def _append_call(messages: list[Message], fields: FieldReader) -> None:
+    """Add an item's call to the last message if it is an assistant's, else to a new one."""
+    fields.skip_neutral(_ITEM_FIELDS)
+    call = _tool_call(fields, "call_id", fields)
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    messages[-1].setdefault("tool_calls", []).append(call)
 
 
-def _called(id_: object, field: str, fields: Fields) -> dict[str, Any]:
-    """A call with its arguments as an object, as templates take them."""
+def _tool_call(fields: FieldReader, id_name: str, function: FieldReader) -> dict[str, Any]:
+    """Return a call with its arguments as an object, as templates take them."""
+    id_ = fields.take(id_name)
     if not isinstance(id_, str) or not id_:
-        raise ApiError(f"{field} must be text, got {shown(id_)}", field, "invalid_type")
-    name = fields.typed("name", str, "a name")
-    text = fields.typed("arguments", str, "text")
+        raise fields.error(id_name, f"{id_name} must be text, got {excerpt(id_)}", "invalid_type")
+    name = function.take_typed("name", str, "a name")
+    text = function.take_typed("arguments", str, "text")
     if not name:
-        raise ApiError("name must be given", "name", "invalid_value")
+        raise function.error("name", "name must be given")
     try:
         arguments = parse(text or "{}")
     except JsonError:
         arguments = None
     if not isinstance(arguments, dict):
-        said = f"arguments must be an object of JSON as text, got {shown(text)}"
-        raise ApiError(said, "arguments", "invalid_value")
+        message = f"arguments must be an object of JSON as text, got {excerpt(text)}"
+        raise function.error("arguments", message)
     return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def _output(fields: Fields, names: Mapping[str, str]) -> dict[str, Any]:
-    fields.skip({"type": ANY, "id": ANY, "status": ("completed", "incomplete")})
-    return _result(fields.take("call_id"), "call_id", _text(fields.take("output"), "output"), names)
+def _parse_call_output(fields: FieldReader, call_names: Mapping[str, str]) -> Message:
+    fields.skip_neutral(_ITEM_FIELDS)
+    text = _content_text(fields, fields.take("output"), "output")
+    return _tool_message(fields, "call_id", text, call_names)
 
 
-def _result(id_: object, field: str, text: str, names: Mapping[str, str]) -> dict[str, Any]:
-    """Return the message of a call's result; some templates want the name of its function."""
-    if not isinstance(id_, str) or id_ not in names:
-        said = f"{field} must be the id of a call before it, got {shown(id_)}"
-        raise ApiError(said, field, "invalid_value")
-    return {"role": "tool", "content": text, "tool_call_id": id_, "name": names[id_]}
+def _tool_message(
+    fields: FieldReader, id_name: str, text: str, call_names: Mapping[str, str]
+) -> Message:
+    """Return the message of a call's result; some templates need the name of its function."""
+    id_ = fields.take(id_name)
+    if not isinstance(id_, str) or id_ not in call_names:
+        message = f"{id_name} must be the id of an earlier call, got {excerpt(id_)}"
+        raise fields.error(id_name, message)
+    return {"role": "tool", "content": text, "tool_call_id": id_, "name": call_names[id_]}
 
 
-def _text(content: object, place: str) -> str:
-    """A content that is text, or parts of text."""
+def _content_text(fields: FieldReader, content: object, name: str) -> str:
+    """Return the text of a content: text, or parts of text."""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and content:
-        return "".join(_part(part, f"{place}[{i}]") for i, part in enumerate(content))
-    said = f"{place} must be text or a list of text parts, got {shown(content)}"
-    raise ApiError(said, place, "invalid_type")
+        path = fields.path_of(name)
+        return "".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
+    message = f"{name} must be text or a list of text parts, got {excerpt(content)}"
+    raise fields.error(name, message, "invalid_type")
 
 
-def _part(part: object, place: str) -> str:
-    kind = part.get("type") if isinstance(part, dict) else part
-    if isinstance(part, dict) and kind in TEXT_PARTS and isinstance(part.get("text"), str):
-        fields = Fields(part)
-        fields.skip({"type": TEXT_PARTS, "annotations": ANY, "logprobs": ANY})
+def _part_text(part: object, path: str) -> str:
+    part_type = part.get("type") if isinstance(part, dict) else part
+    if isinstance(part, dict) and part_type in TEXT_PARTS and isinstance(part.get("text"), str):
+        fields = FieldReader(part, path)
+        fields.skip_neutral({"type": TEXT_PARTS, "annotations": ANY, "logprobs": ANY})
         text = str(fields.take("text"))
-        with within(place):
-            fields.end()
+        fields.finish()
         return text
-    raise ApiError(f"{place} must be a text, got {shown(kind)}", place, UNSUPPORTED)
+    raise ApiError(f"{path} must be a text part, got {excerpt(part_type)}", path, UNSUPPORTED)

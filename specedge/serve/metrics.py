@@ -1,4 +1,4 @@
-"""What /metrics says, in Prometheus' format."""
+"""Metrics of the server in Prometheus' text format."""
 
 from __future__ import annotations
 
@@ -8,76 +8,78 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from specedge.runtime.requests.stats import Stats
 
-from .jobs import Jobs
+from .job_queue import JobQueue
 
-STATUS = "specedge.status"  # in a request's scope: what became of a stream that began with 200
-GONE = "gone"  # the client was, before its answer's end
+STATUS = "specedge.status"  # key of a request's scope: final status of a stream, after its 200
+DISCONNECTED = "gone"  # status of a request whose client left before the end
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
-_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
+_SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
 
-class Metrics:
-    """Counts of one server."""
+class ServerMetrics:
+    """Counters, histograms and gauges of one server."""
 
-    def __init__(self, jobs: Jobs) -> None:
+    def __init__(self, jobs: JobQueue) -> None:
         self._registry = registry = CollectorRegistry()
 
         def counter(name: str, help: str, *labels: str) -> Counter:
             return Counter(f"specedge_{name}", help, labels, registry=registry)
 
         self.requests = counter(
-            "requests", "Requests by path and status: of a stream its end's.", "path", "status"
+            "requests", "Requests by path and status; of streams by final status.", "path", "status"
         )
         self.tokens = counter(
             "tokens",
-            "Tokens: of prompts, of those reused, new; of texts that were cut, too.",
+            "Tokens of prompts, reused from a cache, and new, including those of cut texts.",
             "kind",
         )
         self.drafted = counter(
             "draft_tokens",
-            "Draft tokens: drafted, tested, accepted. Acceptance is their ratio.",
+            "Draft tokens drafted, tested and accepted; accepted/tested is the acceptance rate.",
             "kind",
         )
-        self.first = Histogram(
+        self.first_text = Histogram(
             "specedge_time_to_first_token_seconds",
-            "From a request's arrival to its first text.",
+            "Seconds from a request's arrival to its first text.",
             buckets=_SECONDS,
             registry=registry,
         )
         self.per_token = Histogram(
             "specedge_time_per_token_seconds",
-            "From a text's first piece to its end, by its tokens.",
-            buckets=_PER_TOKEN,
+            "Seconds per token from a text's first piece to its end.",
+            buckets=_SECONDS_PER_TOKEN,
             registry=registry,
         )
         for name, help, value in (
-            ("slots", "Requests that can run at a time.", lambda: jobs.num_slots),
-            ("running", "Requests that run.", lambda: jobs.num_running),
-            ("queue", "Requests that wait for a slot.", lambda: jobs.num_waiting),
+            ("slots", "Slots: requests that can run at a time.", lambda: jobs.num_slots),
+            ("running", "Requests running.", lambda: jobs.num_running),
+            ("queue", "Requests waiting for a slot.", lambda: jobs.num_waiting),
         ):
             Gauge(f"specedge_{name}", help, registry=registry).set_function(value)
 
     def text(self) -> bytes:
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
-    def ended(self, stats: Stats) -> None:
-        """A text goes no further, whole or not."""
+    def add_stats(self, stats: Stats) -> None:
+        """Count the tokens of a text that has ended, complete or cut."""
         counts = {
             "prompt": stats.num_prompt_tokens,
             "reused": stats.num_reused_tokens,
             "new": stats.num_new_tokens,
         }
-        for kind, count in counts.items():
-            self.tokens.labels(kind).inc(count)
+        for label, count in counts.items():
+            self.tokens.labels(label).inc(count)
         drafted = {
             "drafted": stats.num_drafted,
             "tested": stats.num_tested,
             "accepted": stats.num_accepted,
         }
-        for kind, count in drafted.items():
-            self.drafted.labels(kind).inc(count)
+        for label, count in drafted.items():
+            self.drafted.labels(label).inc(count)
 
-    def whole(self, stats: Stats, first: float | None) -> None:
-        """A text has come to its end whose first piece came at a time."""
-        if first is not None and stats.num_new_tokens > 1:
-            self.per_token.observe((time.perf_counter() - first) / stats.num_new_tokens)
+    def add_completed(self, stats: Stats, first_time: float | None) -> None:
+        """Record the time per token of a complete text whose first piece came at `first_time`."""
+        if first_time is not None and stats.num_new_tokens > 1:
+            seconds = time.perf_counter() - first_time
+            self.per_token.observe(seconds / stats.num_new_tokens)

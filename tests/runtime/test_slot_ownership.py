@@ -94,10 +94,10 @@ def test_client_that_disconnects_while_its_stream_waits_for_a_turn_leaves_no_tra
     pipeline, caplog
 ):
     pytest.importorskip("starlette")
-    from specedge.serve.jobs import Jobs
+    from specedge.serve.job_queue import JobQueue
 
     async def main():
-        jobs = Jobs(num_slots=1, max_waiting=0)
+        jobs = JobQueue(num_slots=1, max_waiting=0)
         events = jobs.run(lambda: begin(pipeline, PROMPTS[0]), lambda stats: None)
         with pipeline.slots.turns:
             reader = asyncio.create_task(anext(events))

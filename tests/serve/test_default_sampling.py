@@ -12,7 +12,7 @@ from installed import run
 from served import PROMPT, ask, chat_pair, serving
 from specedge.bundle import MANIFEST, store
 from specedge.sampling_options import SamplingFilters
-from specedge.serve.app import Settings, make_app
+from specedge.serve.app import ServerSettings, make_app
 
 SMOLLM2 = SamplingFilters(temperature=0.2, top_p=0.9)
 ENDPOINTS = {
@@ -103,7 +103,7 @@ def test_every_default_is_applied_and_told(pair, recommends, sampled):
 
 def test_an_unknown_generation_config_is_refused(pair):
     with pytest.raises(ValueError, match="generation_config must be auto or none, got 'vllm'"):
-        make_app(pair, Settings(generation_config="vllm"))
+        make_app(pair, ServerSettings(generation_config="vllm"))
 
 
 def test_generate_stays_greedy(tmp_path):

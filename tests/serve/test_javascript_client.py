@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
-from answers import MODEL, random_pair, wanted
+from expected_answers import MODEL, random_pair, wanted
 from javascript_clients import node_script, output
 
 from served import chat_pair, serving

@@ -6,9 +6,9 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
-from specedge.serve import asking
+from specedge.serve import requests
 from specedge.serve.errors import ApiError
-from specedge.serve.messages import messages_of
+from specedge.serve.messages import parse_messages
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT = [
@@ -36,7 +36,7 @@ def count_calls(function):
 @pytest.mark.parametrize("repeated", [slice(None), slice(1, None)])
 def test_reading_messages_is_linear_in_their_number(where, messages, repeated):
     def read(count):
-        return lambda: messages_of([*messages, *(messages[repeated] * count)], where)
+        return lambda: parse_messages([*messages, *(messages[repeated] * count)], where)
 
     assert count_calls(read(400)) < 2.5 * count_calls(read(200))
 
@@ -64,7 +64,7 @@ def test_bad_words_have_a_length_together():
 def error_of(body):
     """Return the error that a body gets, empty where it is valid."""
     try:
-        asking.completions(body, 512)
+        requests.parse_completion(body, 512)
     except ApiError as error:
         return error.message
     return ""

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import MODEL, PROMPT, ask, chat_pair, client, serving
-from specedge.serve.app import FILES
+from specedge.serve.app import PAGE_FILES
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def port(pair):
 
 def test_the_page_is_there_without_a_key_and_may_load_only_its_own(port):
     kinds = {"/": "text/html", "/page.css": "text/css", "/page.js": "text/javascript"}
-    assert set(kinds) == set(FILES)
+    assert set(kinds) == set(PAGE_FILES)
     for path, kind in kinds.items():
         status, headers, said = ask(port, "GET", path)
         assert (status, headers["content-type"].partition(";")[0]) == (200, kind)

@@ -8,7 +8,7 @@ openai = pytest.importorskip("openai", reason="needs the test extra")
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 pytest.importorskip("llguidance", reason="needs the grammar extra")
 
-from answers import LENGTH, MESSAGES, MODEL, SCHEMA, TOOL, random_pair, wanted  # noqa: E402
+from expected_answers import LENGTH, MESSAGES, MODEL, SCHEMA, TOOL, random_pair, wanted  # noqa: E402
 
 from served import chat_pair, client, health, serving, until  # noqa: E402
 from tool_templates import QWEN  # noqa: E402

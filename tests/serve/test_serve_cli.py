@@ -146,7 +146,10 @@ def test_a_reachable_address_needs_a_key_or_a_list_of_hosts(host):
 
 def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port():
     with served("--host", "0.0.0.0", "--allow-host", "pair.example") as (process, port, _):
-        assert "whoever reaches 0.0.0.0 can ask; set $SPECEDGE_API_KEY" in process.stderr.readline()
+        assert (
+            "anyone who reaches 0.0.0.0 can use the server; set $SPECEDGE_API_KEY"
+            in process.stderr.readline()
+        )
         statuses = {
             host: ask(port, "GET", "/v1/models", Host=host, Origin=f"http://{host}")[0]
             for host in ("localhost:49153", "pair.example", "evil.example:49153", "evil.example")

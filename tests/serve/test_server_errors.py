@@ -6,8 +6,8 @@ pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import SHORT, answers, ask, chat_pair, error_of, serving
 from specedge.errors import BundleError
-from specedge.serve import asking
-from specedge.serve.shapes import Completion
+from specedge.serve import requests
+from specedge.serve.chat_shapes import CompletionShaper
 
 CHAT = {"messages": [{"role": "user", "content": "A class."}], "max_tokens": 8}
 
@@ -49,8 +49,8 @@ def test_a_bundle_that_fails_is_a_500_that_says_so(port, pair, monkeypatch, capl
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_fault_while_an_answer_is_shaped_is_logged(port, monkeypatch, caplog, stream):
-    for name in ("whole", "piece"):
-        monkeypatch.setattr(Completion, name, fails(KeyError("secret")))
+    for name in ("body", "piece"):
+        monkeypatch.setattr(CompletionShaper, name, fails(KeyError("secret")))
     status, _, said = ask(port, "POST", "/v1/completions", SHORT | {"stream": stream})
     assert status == (200 if stream else 500)
     assert b"server_error" in said
@@ -61,7 +61,7 @@ def test_a_fault_while_an_answer_is_shaped_is_logged(port, monkeypatch, caplog, 
 
 
 def test_a_fault_while_a_body_is_read_is_logged_once(port, monkeypatch, caplog):
-    monkeypatch.setattr(asking, "options_of", fails(ZeroDivisionError("secret")))
+    monkeypatch.setattr(requests, "parse_options", fails(ZeroDivisionError("secret")))
     status, _, said = ask(port, "POST", "/v1/completions", SHORT)
     assert (status, error_of(said)["code"]) == (500, "failed")
     assert caplog.text.count("Traceback") == 1

@@ -7,20 +7,20 @@ import pytest
 
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
-from specedge.serve.tools import parsing
-from specedge.serve.tools.declared import Function, Tools
+from specedge.serve.tools import parser as parser_module
+from specedge.serve.tools.declarations import FunctionTool, ToolSet
 from specedge.serve.tools.families import family_of
-from specedge.serve.tools.json_value import JsonValue
-from specedge.serve.tools.parsing import Parser
+from specedge.serve.tools.json_scanner import JsonScanner
+from specedge.serve.tools.parser import ToolCallParser
 from tool_templates import TEMPLATES, spelled
 
-TOOLS = Tools(tuple(Function(name, "", {}, False) for name in ("weather", "clock", "we")))
+TOOLS = ToolSet(tuple(FunctionTool(name, "", {}, False) for name in ("weather", "clock", "we")))
 CALLS = [("weather", {"city": 'R"}]\\o</tool_call>[ARGS]m', "é": [{}, "{"]}), ("clock", {})]
 
 
-def read(name, pieces, forced=False, tools=TOOLS):
+def read(name, pieces, has_grammar=False, tools=TOOLS):
     """The text, and the name and arguments of each call."""
-    parser = Parser(tools, family_of(TEMPLATES[name]), forced)
+    parser = ToolCallParser(tools, family_of(TEMPLATES[name]), has_grammar)
     parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
     text, calls = "", []
     for part in parts:
@@ -123,18 +123,20 @@ def test_other_ways_to_write_calls_that_models_have():
 
 
 def test_one_call_at_most_where_more_are_not_wanted():
-    single = Tools(TOOLS.functions, parallel=False)
+    single = ToolSet(TOOLS.functions, parallel=False)
     for name in ("Qwen", "Mistral", "Mistral, newer"):
         assert read(name, spelled(name, CALLS), tools=single) == ("", CALLS[:1])
 
 
 def test_a_forced_call_that_is_cut_shows_what_there_is_of_its_arguments():
     text = spelled("Qwen", [("weather", {"city": "Rom"})])
-    parser = Parser(TOOLS, family_of(TEMPLATES["Qwen"]), forced=True)
+    parser = ToolCallParser(TOOLS, family_of(TEMPLATES["Qwen"]), has_grammar=True)
     parts = parser.feed(text[: text.index("om")])
     assert [part.arguments for part in parts] == ["", '{"city": "R']
-    assert (parser.end(), parser.complete) == ([], False)
-    assert Parser(TOOLS, family_of(TEMPLATES["Qwen"]), forced=True).feed(text[:20]) == []
+    assert (parser.end(), parser.is_complete) == ([], False)
+    assert (
+        ToolCallParser(TOOLS, family_of(TEMPLATES["Qwen"]), has_grammar=True).feed(text[:20]) == []
+    )
 
 
 @pytest.mark.parametrize(
@@ -192,7 +194,7 @@ CLEAR = {
 @pytest.mark.parametrize(("name", "text"), [(n, text) for n in CLEAR for text in CLEAR[n]])
 def test_text_streams_on_as_soon_as_it_is_clear_that_it_is_no_call(name, text):
     for before in ("", "\n") if name == "Llama 3" else ("", "Hm. "):
-        parser = Parser(TOOLS, family_of(TEMPLATES[name]), forced=False)
+        parser = ToolCallParser(TOOLS, family_of(TEMPLATES[name]), has_grammar=False)
         told = [part for one in before + text[:-1] for part in parser.feed(one)]
         assert "".join(told) == before.strip()
         told += parser.feed(text[-1])
@@ -203,14 +205,14 @@ def test_text_streams_on_as_soon_as_it_is_clear_that_it_is_no_call(name, text):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_a_long_call_is_read_once_and_parsed_twice_at_most(name, monkeypatch):
     """It was parsed from its start with every piece behind the first that spelled its end."""
-    num_parsed, read_whole = 0, parsing._read
+    num_parsed, read_whole = 0, parser_module._parse_calls
 
     def counted(*given):
         nonlocal num_parsed
         num_parsed += 1
         return read_whole(*given)
 
-    monkeypatch.setattr(parsing, "_read", counted)
+    monkeypatch.setattr(parser_module, "_parse_calls", counted)
     calls = [("weather", {"city": "</tool_call>" + "a" * 2000})]
     assert read(name, spelled(name, calls)) == ("", calls)
     assert num_parsed <= 2
@@ -231,7 +233,7 @@ def test_a_value_of_json_is_known_by_each_of_its_characters():
         for _ in range(rng.randrange(3)):
             at = rng.randrange(len(text))
             text[at : at + rng.randrange(2)] = rng.choice(letters)
-        made, found, taken = JsonValue(), "".join(text), 0
+        made, found, taken = JsonScanner(), "".join(text), 0
         if not found.startswith(("{", "[")):
             continue
         while taken < len(found) and not made.closed and made.take(found[taken]):

@@ -13,8 +13,8 @@ jsonschema = pytest.importorskip("jsonschema", reason="needs the test extra")
 from served import MODEL, client, serving  # noqa: E402
 from specedge.request import GenerationRequest  # noqa: E402
 from specedge.runtime.sampling.history import History  # noqa: E402
-from specedge.serve.tools.calling import calling_of  # noqa: E402
-from specedge.serve.tools.declared import Function, Tools  # noqa: E402
+from specedge.serve.tools.call_format import call_format_of  # noqa: E402
+from specedge.serve.tools.declarations import FunctionTool, ToolSet  # noqa: E402
 from specedge.serve.tools.families import family_of  # noqa: E402
 from tool_pairs import tool_pair  # noqa: E402
 from tool_templates import CLOCK, TEMPLATES, WEATHER, spelled  # noqa: E402
@@ -158,8 +158,8 @@ def test_a_strict_function_is_called_by_its_schema(pairs, name):
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_grammar_of_strict_functions_lets_any_text_be_but_a_wrong_call(name, special):
     pipeline = tool_pair(name, slots=1, special=special)
-    tools = Tools((Function(**WEATHER, strict=True), Function("clock", "", {}, False)))
-    calling = calling_of(pipeline.bundle, pipeline.tokenizer, tools, "messages")
+    tools = ToolSet((FunctionTool(**WEATHER, strict=True), FunctionTool("clock", "", {}, False)))
+    calling = call_format_of(pipeline.bundle, pipeline.tokenizer, tools, "messages")
 
     def follows(text):
         one = pipeline.grammars.constraint(GenerationRequest(grammar=calling.grammar))

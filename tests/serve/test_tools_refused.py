@@ -88,7 +88,7 @@ def test_what_cannot_be_is_a_400_that_names_it(ai, change, param):
 
 def test_a_template_without_a_known_format_is_a_400_that_names_tools():
     with serving(chat_pair(1)) as port, client(port) as ai:
-        with pytest.raises(openai.BadRequestError, match="no format of calls that is known") as one:
+        with pytest.raises(openai.BadRequestError, match="no supported format of calls") as one:
             ai.chat.completions.create(**ASKED)
         assert one.value.param == "tools"
         call = {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"}

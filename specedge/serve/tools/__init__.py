@@ -1,1 +1,1 @@
-"""Functions that the model may call: declared, forced by a grammar, read from its text."""
+"""Function calling: declarations, grammars, and parsing of calls in generated text."""

@@ -1,4 +1,4 @@
-"""The formats in which models write calls, each known by the text of its chat template."""
+"""Formats of tool calls, recognized by the text of the chat template."""
 
 from __future__ import annotations
 
@@ -12,15 +12,29 @@ MISTRAL, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 @dataclass(frozen=True)
-class Family:
-    """How calls look. A `marker` begins them; what follows it is, for one call of a function,
+class CallFamily:
+    """A format of calls.
+
+    A `marker` begins the calls. One call of a function is
 
         `before` NAME `middle` ARGUMENTS `after`
 
-    with `between` two calls, after `opening` and before `closing` of all. Marks in the texts may
-    be special tokens. Where not `marked`, a text that begins with a brace is a call, too; where not
-    `parallel`, there is one at most. `arguments` is the member of the object that holds them, if a
-    call is an object. Where `short_ids`, the template takes ids of nine letters and digits alone.
+    with `between` two calls, after `opening` and before `closing` of all.
+
+    Attributes:
+        name: Name of the format.
+        marker: Text that begins the calls.
+        before: Text before a function's name.
+        middle: Text between name and arguments.
+        after: Text after the arguments.
+        between: Text between two calls.
+        opening: Text before the first call.
+        closing: Text after the last call.
+        marks: Parts of these texts that may be special tokens.
+        arguments: Key of the arguments if a call is an object.
+        marked: False if a text that begins with a brace is a call, too.
+        parallel: False if there is at most one call.
+        short_ids: True if the template takes only ids of nine letters and digits.
     """
 
     name: str
@@ -38,24 +52,24 @@ class Family:
     short_ids: bool = False
 
     def header(self, names: Sequence[str]) -> re.Pattern[str]:
-        """What stands before a call's arguments, where a grammar wrote it."""
+        """Return the pattern of the text before a call's arguments, as a grammar writes it."""
         either = "|".join(sorted(map(re.escape, names), key=len, reverse=True))
         middle = re.escape(self.middle).replace(re.escape(_ID), "[a-zA-Z0-9]{9}")
         return re.compile(f"{re.escape(self.before)}({either}){middle}")
 
 
-_ID = "\0"  # where a grammar writes an id
+_ID = "\0"  # stands for an id in `middle`
 _OBJECT = '{"name": "'
 
 
-def family_of(template: str) -> Family | None:
-    """The family of a chat template, None where it is of none that is known here."""
+def family_of(template: str) -> CallFamily | None:
+    """Return the call format of a chat template, None if it has no supported one."""
     if not re.search(r"\btools\b", template):
         return None
     if MISTRAL in template:
         return _mistral(template)
     if HERMES in template and not re.search("<function=|<arg_key>", template):
-        return Family(
+        return CallFamily(
             "Hermes",
             HERMES,
             before=f"{HERMES}\n{_OBJECT}",
@@ -65,7 +79,7 @@ def family_of(template: str) -> Family | None:
             marks=(HERMES, "</tool_call>"),
         )
     if "<|start_header_id|>" in template and '"parameters": ' in template:
-        return Family(
+        return CallFamily(
             "Llama 3",
             LLAMA,
             before=_OBJECT,
@@ -79,16 +93,16 @@ def family_of(template: str) -> Family | None:
     return None
 
 
-def _mistral(template: str) -> Family:
+def _mistral(template: str) -> CallFamily:
     short = re.search(r"length\s*!=\s*9", template) is not None
     if ARGS in template:
         middle = f"{CALL_ID}{_ID}{ARGS}" if CALL_ID in template else ARGS
         marks = (MISTRAL, CALL_ID, ARGS)
-        return Family(
+        return CallFamily(
             "Mistral", MISTRAL, MISTRAL, middle, "", marks=marks, arguments=None, short_ids=short
         )
     space = " " if f"{MISTRAL} [" in template else ""
-    return Family(
+    return CallFamily(
         "Mistral",
         MISTRAL,
         before=_OBJECT,
@@ -102,8 +116,8 @@ def _mistral(template: str) -> Family:
     )
 
 
-def in_lark(text: str, tokens: dict[str, int]) -> str:
-    """A text as a grammar in Lark's syntax has it, with `tokens` for the marks that are one."""
+def lark_literal(text: str, tokens: dict[str, int]) -> str:
+    """Return a text in Lark's syntax, with token ids for the marks in `tokens`."""
     cuts = "|".join(map(re.escape, (*tokens, _ID)))
     return " ".join(_piece(piece, tokens) for piece in re.split(f"({cuts})", text) if piece)
 

@@ -1,38 +1,42 @@
-"""The grammar of a text that calls functions, in Lark's syntax."""
+"""Grammars of texts that call functions, in Lark's syntax."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
-from typing import Any
 
-from .declared import Function, Tools
-from .families import Family, in_lark
+from .declarations import FunctionTool, ToolSet
+from .families import CallFamily, lark_literal
 
-# Arguments are spaced as templates write them; what a function says itself goes before.
+# White space of arguments as templates write it; a function's own setting has precedence.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def grammar_of(
-    tools: Tools, family: Family, tokens: dict[str, int], others: Sequence[int] = ()
+    tools: ToolSet, family: CallFamily, tokens: dict[str, int], other_tokens: Sequence[int] = ()
 ) -> str | None:
-    """What a text must follow, None if nothing. `tokens` are the family's marks that are one.
+    """Return the grammar of a text, None if it is free.
 
-    Where a call is wanted, calls alone. Where the model may choose and a function is strict, any
-    text without the family's marker, and after it calls alone. `others` are added tokens that such
-    a text may have, which llguidance takes for no text.
+    If a call is required, the text is calls only. If the model may choose and a function is strict,
+    it is any text without the family's marker, then calls.
+
+    Args:
+        tools: The functions.
+        family: The format of calls.
+        tokens: Token ids of the family's marks that are special tokens.
+        other_tokens: Added tokens that free text may have, which llguidance does not take for text.
     """
-    if tools.wanted:
+    if tools.is_call_required:
         return "\n".join(["start: calls", *_calls(tools, family, tokens)])
-    if not any(one.strict for one in tools.functions):
+    if not any(f.strict for f in tools.functions):
         return None
-    marker, rules, read = re.escape(family.marker), [], 0
-    other = f"<[{','.join(map(str, others))}]>" if others else None
+    marker, rules, num_read = re.escape(family.marker), [], 0
+    other = f"<[{','.join(map(str, other_tokens))}]>" if other_tokens else None
     if not family.marked:
         text = rf"/[^{{\s](?s:.*)/ & ~/{marker}(?s:.*)/"
         more = f"({other} MORE?)*" if other else ""
-        start = f"start: TEXT? {more} | {in_lark(family.marker, tokens)}? calls"
+        start = f"start: TEXT? {more} | {lark_literal(family.marker, tokens)}? calls"
         rules = ["MORE: /(?s:.+)/"] if other else []
     else:
         text = f"/(?s:.*)/ & ~/(?s:.*){marker}(?s:.*)/"
@@ -41,33 +45,36 @@ def grammar_of(
             start += "TEXT? calls?"
         else:
             start += "(TEXT? | to_calls calls)"
-            rules, read = [f"to_calls[lazy]: /(?s:.*){marker}/"], len(family.marker)
-    return "\n".join([start, f"TEXT: {text}", *rules, *_calls(tools, family, tokens, read)])
+            rules, num_read = [f"to_calls[lazy]: /(?s:.*){marker}/"], len(family.marker)
+    return "\n".join([start, f"TEXT: {text}", *rules, *_calls(tools, family, tokens, num_read)])
 
 
-def _calls(tools: Tools, family: Family, tokens: dict[str, int], read: int = 0) -> list[str]:
-    """The rules of one call, or one and more, of whose text so many characters are read."""
+def _calls(
+    tools: ToolSet, family: CallFamily, tokens: dict[str, int], num_read: int = 0
+) -> list[str]:
+    """Return the rules of the calls, of whose text `num_read` characters were matched before."""
 
     def call(lead: str) -> str:
         return " | ".join(
-            f"{in_lark(lead + one.name + family.middle, tokens)} arguments_{i} "
-            f"{in_lark(family.after, tokens)}"
-            for i, one in enumerate(tools.callable)
+            f"{lark_literal(lead + function.name + family.middle, tokens)} arguments_{i} "
+            f"{lark_literal(family.after, tokens)}"
+            for i, function in enumerate(tools.callable)
         )
 
-    several = tools.parallel and family.parallel and tools.named is None
-    more = f"({in_lark(family.between, tokens)} call)*" if several else ""
-    rules = [f"calls: first {more} {in_lark(family.closing, tokens)}"]
-    rules += [f"first: {call((family.opening + family.before)[read:])}"]
+    several = tools.parallel and family.parallel and tools.required_name is None
+    more = f"({lark_literal(family.between, tokens)} call)*" if several else ""
+    rules = [f"calls: first {more} {lark_literal(family.closing, tokens)}"]
+    rules += [f"first: {call((family.opening + family.before)[num_read:])}"]
     rules += [f"call: {call(family.before)}"] if several else []
     return rules + [
-        f"arguments_{i}: %json {json.dumps(_schema(one, tools.wanted), ensure_ascii=False)}"
-        for i, one in enumerate(tools.callable)
+        f"arguments_{i}: %json {_schema(function, tools.is_call_required)}"
+        for i, function in enumerate(tools.callable)
     ]
 
 
-def _schema(function: Function, wanted: bool) -> dict[str, Any]:
-    """What a function's arguments follow: any object, where the model chose it and may."""
-    schema = function.parameters if wanted or function.strict else {"type": "object"}
-    given = schema.get("x-guidance")
-    return schema | {"x-guidance": _SPACING | (given if isinstance(given, dict) else {})}
+def _schema(function: FunctionTool, is_required: bool) -> str:
+    """Return the JSON schema of the arguments: any object if the call is free and not strict."""
+    schema = function.parameters if is_required or function.strict else {"type": "object"}
+    settings = schema.get("x-guidance")
+    schema = schema | {"x-guidance": _SPACING | (settings if isinstance(settings, dict) else {})}
+    return json.dumps(schema, ensure_ascii=False)

@@ -5,7 +5,7 @@ import pytest
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 
 from served import ask, chat_pair, error_of, serving
-from specedge.serve.app import Settings
+from specedge.serve.app import ServerSettings
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_an_app_without_a_key_or_hosts_answers_as_localhost_alone(pair):
 
 @pytest.mark.parametrize("host", ["pair.example", "PAIR.example", "10.0.0.7", "::1", "fe80::1"])
 def test_a_host_that_requests_can_have_is_allowed(host):
-    assert Settings(hosts=(host,)).hosts == (host,)
+    assert ServerSettings(hosts=(host,)).hosts == (host,)
 
 
 @pytest.mark.parametrize(
@@ -94,4 +94,4 @@ def test_a_host_that_requests_can_have_is_allowed(host):
 )
 def test_a_host_that_no_request_can_have_is_refused(host):
     with pytest.raises(ValueError, match="an allowed host is a name or an address without scheme"):
-        Settings(hosts=(host,))
+        ServerSettings(hosts=(host,))

@@ -191,7 +191,7 @@ def test_bodies_have_a_size_together_too(pair):
         (told,) = select.select(senders, [], [], 20)[0]
         status, headers, said = answer(told)
         assert (status, headers["retry-after"], headers["connection"]) == (429, "1", "close")
-        assert "bodies fill the memory" in error_of(said)["message"]
+        assert "bodies of other requests fill" in error_of(said)["message"]
         senders.remove(told)
         for one in senders[1:]:
             one.close()

@@ -1,4 +1,4 @@
-"""The application on a socket, from its first request to the last after SIGTERM."""
+"""The application on a socket, from its first request to a graceful shutdown."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ from starlette.types import ASGIApp
 
 from specedge.errors import SpecEdgeError
 
-MAX_HEADERS = 2**16  # bytes of a request's head
-UNREAD = 120  # seconds for which a connection may hold what its client does not take
+MAX_HEADERS = 2**16  # bytes of a request's headers
+UNREAD_TIMEOUT = 120  # seconds until a connection whose client does not read is closed
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; port 0 is any that is free. Raises SpecEdgeError."""
+    """Return a listening socket; port 0 is any free one.
+
+    Raises:
+        SpecEdgeError: The address cannot be used.
+    """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listening = socket.create_server((host, port), family=family, backlog=1024)
@@ -27,21 +31,21 @@ def listen(host: str, port: int) -> socket.socket:
         raise SpecEdgeError(
             f"cannot listen on {host}, port {port}: {reason}; choose another --host or --port"
         ) from error
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; accepted connections have it, too
-        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # on Linux; accepted connections inherit it
+        listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * UNREAD_TIMEOUT)
     return listening
 
 
-def url_of(listening: socket.socket) -> str:
-    """The address that clients take as OpenAI's base URL."""
+def base_url(listening: socket.socket) -> str:
+    """Return the base URL for clients of OpenAI's API."""
     host, port = listening.getsockname()[:2]
     return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def serve(
-    app: ASGIApp, listening: socket.socket, grace: int, ready: Callable[[], None] = lambda: None
+    app: ASGIApp, listening: socket.socket, grace: int, on_ready: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until SIGINT or SIGTERM; then take no more, and give what runs `grace` seconds."""
+    """Serve until SIGINT or SIGTERM; then give running requests `grace` seconds."""
     config = uvicorn.Config(
         app,
         http="h11",
@@ -55,19 +59,19 @@ def serve(
         timeout_graceful_shutdown=grace,
         h11_max_incomplete_event_size=MAX_HEADERS,
     )
-    Server(config, ready).run(sockets=[listening])
+    GracefulServer(config, on_ready).run(sockets=[listening])
 
 
-class Server(uvicorn.Server):
-    """Says when it is ready, and ends as asked without raising the signal again."""
+class GracefulServer(uvicorn.Server):
+    """Server that reports when it is ready and does not raise the stop signal again."""
 
-    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
         super().__init__(config)
-        self._ready = ready
+        self._on_ready = on_ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        self._ready()
+        self._on_ready()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

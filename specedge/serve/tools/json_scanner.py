@@ -1,4 +1,4 @@
-"""A value of JSON, character by character: the first one that cannot follow is found at once."""
+"""Incremental JSON scanner that rejects the first character that cannot follow."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Callable
 _SPACE = " \t\n\r"
 _WORDS = {"t": "rue", "f": "alse", "n": "ull"}
 _CLOSERS = {"{": "}", "[": "]"}
-# Of a number, by what it has come to, what it goes on to: "-" a sign, "0" a first zero, "1" digits,
-# "." a point, "f" digits behind it, "e" an exponent's letter, "+" its sign, "x" its digits.
+# State machine of a number: "-" sign, "0" leading zero, "1" digits, "." point, "f" fraction digits,
+# "e" exponent letter, "+" its sign, "x" its digits.
 _NUMBERS = {
     "": {"-": "-", "0": "0", "1": "1"},
     "-": {"0": "0", "1": "1"},
@@ -20,11 +20,11 @@ _NUMBERS = {
     "+": {"0": "x", "1": "x"},
     "x": {"0": "x", "1": "x"},
 }
-_KINDS = dict.fromkeys("123456789", "1") | {"E": "e"}  # of a number's characters
+_KINDS = dict.fromkeys("123456789", "1") | {"E": "e"}  # of characters in a number
 
 
-class JsonValue:
-    """An object or a list; its first character is a brace or a bracket."""
+class JsonScanner:
+    """Scanner of a JSON object or list."""
 
     def __init__(self) -> None:
         self.closed = False
@@ -35,7 +35,7 @@ class JsonValue:
         self._num_digits = 0
 
     def take(self, character: str) -> bool:
-        """Whether a character can follow; it is read then."""
+        """Read a character; return False if it cannot follow."""
         return self._take(character)
 
     def _value(self, character: str) -> bool:
@@ -72,7 +72,7 @@ class JsonValue:
         return character in _SPACE
 
     def _after(self, character: str) -> bool:
-        """Behind a value."""
+        """Read a character after a value."""
         if character == ",":
             self._take = self._key if self._due[-1] == "}" else self._value
             return True

@@ -1,0 +1,85 @@
+"""Request bodies with limits: bytes and seconds of each, and bytes of all together."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+
+from starlette.requests import Request
+
+from .errors import ApiError, busy_error
+
+DRAIN_FACTOR = 4  # times the size limit: read and discarded, so that the sender gets the error
+TOTAL_FACTOR = 16  # times the size limit: buffered by all requests that are not parsed yet
+
+
+class BodyReader:
+    """Reads JSON bodies of at most `max_size` bytes within `timeout` seconds."""
+
+    def __init__(self, max_size: int, timeout: float) -> None:
+        self._max_size, self._timeout = max_size, timeout
+        self._num_buffered = 0
+
+    @asynccontextmanager
+    async def read(self, request: Request) -> AsyncGenerator[bytearray]:
+        """Read the body, which counts towards the total until the context is left.
+
+        Raises:
+            ApiError: The body is not JSON, too large, too slow, or too much for now.
+        """
+        media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise ApiError(
+                "the Content-Type must be application/json", code="invalid_content_type", status=415
+            )
+        body = bytearray()
+        try:
+            await self._read(request, body)
+            yield body
+        finally:
+            self._discard(body)
+
+    async def _read(self, request: Request, body: bytearray) -> None:
+        size = int(request.headers.get("content-length", "0"))
+        try:
+            async with asyncio.timeout(self._timeout):
+                if size <= DRAIN_FACTOR * self._max_size and await self._fits(request, body):
+                    return
+        except TimeoutError as error:
+            raise ApiError(
+                f"the body did not arrive within {self._timeout:g} seconds",
+                code="timeout",
+                status=408,
+                headers={"Connection": "close"},
+            ) from error
+        raise ApiError(
+            f"the body has more than {self._max_size} bytes, the limit",
+            code="body_too_large",
+            status=413,
+            headers={"Connection": "close"},
+        )
+
+    async def _fits(self, request: Request, body: bytearray) -> bool:
+        """Read the body; return False if it is too large, after draining some of the rest."""
+        size = 0
+        async for part in request.stream():
+            size += len(part)
+            if size <= self._max_size:
+                self._append(body, part)
+                continue
+            self._discard(body)
+            if size > DRAIN_FACTOR * self._max_size:
+                break
+        return size <= self._max_size
+
+    def _append(self, body: bytearray, part: bytes) -> None:
+        if self._num_buffered + len(part) > TOTAL_FACTOR * self._max_size:
+            message = "bodies of other requests fill the server's memory for them"
+            raise busy_error(message, Connection="close")
+        self._num_buffered += len(part)
+        body += part
+
+    def _discard(self, body: bytearray) -> None:
+        self._num_buffered -= len(body)
+        body.clear()

@@ -1,0 +1,168 @@
+"""Choices of a response as they grow, and the protocol of response shapes."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from specedge.runtime.requests.stream import Generation
+from specedge.runtime.sampling.logprobs import TokenLogprobs
+from specedge.runtime.text.assembler import FinishReason
+
+from .errors import ApiError
+from .job_queue import TextPiece
+from .tools.parser import AnswerPart, CallDelta, ToolCallParser
+
+FINISH_REASONS = {
+    FinishReason.END: "stop",
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CONTEXT: "length",
+}
+
+
+@dataclass
+class OutputItem:
+    """An item of a choice: a text, or the arguments of a call of the function `name`."""
+
+    text: str = ""
+    id: str | None = None
+    name: str | None = None
+
+
+@dataclass
+class ResponseChoice:
+    """A choice as it grows.
+
+    Attributes:
+        parser: Parser of tool calls, None if the text cannot have any.
+        items: Text and calls so far.
+        first_time: `time.perf_counter()` at the first piece.
+        logprobs: Log-probabilities of the tokens so far.
+        generation: The generation, once it has ended.
+    """
+
+    parser: ToolCallParser | None = None
+    items: list[OutputItem] = field(default_factory=list)
+    first_time: float | None = None
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finished: Generation | None = None
+
+    def parse(self, piece: TextPiece) -> list[AnswerPart]:
+        """Return the parts that a piece completes."""
+        return [piece.text] if self.parser is None else self.parser.feed(piece.text)
+
+    def parse_end(self) -> list[AnswerPart]:
+        """Return the remaining parts at the end of the text."""
+        return [] if self.parser is None else self.parser.end()
+
+    def add(self, parts: Sequence[AnswerPart], logprobs: Sequence[TokenLogprobs] = ()) -> None:
+        """Append parts to the items."""
+        self.logprobs += logprobs
+        for part in parts:
+            if not continues_item(self.items, part):
+                self.items.append(new_item(part))
+            self.items[-1].text += part_text(part)
+
+    @property
+    def text(self) -> str:
+        """Return the text without the calls."""
+        return "".join(item.text for item in self.items if item.name is None)
+
+    @property
+    def calls(self) -> list[OutputItem]:
+        """Return the items that are calls."""
+        return [item for item in self.items if item.name is not None]
+
+    @property
+    def finish_reason(self) -> str:
+        """Return the finish reason in OpenAI's terms."""
+        reason = FINISH_REASONS[self.generation.finish_reason]
+        has_calls = self.parser is not None and self.calls and self.parser.is_complete
+        return "tool_calls" if has_calls and reason == "stop" else reason
+
+    @property
+    def generation(self) -> Generation:
+        """Return the generation of a choice that has ended."""
+        assert self.finished is not None
+        return self.finished
+
+
+def continues_item(items: Sequence[OutputItem], part: AnswerPart) -> bool:
+    """Return True if a part continues the last item."""
+    if isinstance(part, CallDelta):
+        return part.name is None
+    return bool(items) and items[-1].name is None
+
+
+def new_item(part: AnswerPart) -> OutputItem:
+    """Return the item that a part begins, without its text."""
+    return OutputItem("", part.id, part.name) if isinstance(part, CallDelta) else OutputItem()
+
+
+def part_text(part: AnswerPart) -> str:
+    """Return the text of a part, or its share of a call's arguments."""
+    return part.arguments if isinstance(part, CallDelta) else part
+
+
+class ResponseShaper(Protocol):
+    """Format of one endpoint's responses: a whole body, or lines of server-sent events."""
+
+    def begin(self) -> Iterator[str]:
+        """Yield the lines before any text."""
+
+    def piece(
+        self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
+    ) -> Iterator[str]:
+        """Yield the lines of a piece, whose parts are not yet added to the choice."""
+
+    def end(self, index: int, choice: ResponseChoice) -> Iterator[str]:
+        """Yield the lines for the end of a choice."""
+
+    def finish(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
+        """Yield the lines for the end of all choices."""
+
+    def fail(self, error: ApiError) -> Iterator[str]:
+        """Yield the lines for an error in the midst of a stream."""
+
+    def body(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
+        """Return the body of a response that is no stream."""
+
+
+def usage_of(choices: Sequence[ResponseChoice], num_choices_each: int) -> dict[str, Any]:
+    """Return the usage of all choices; the choices of a prompt share its tokens."""
+    stats = [choice.generation.stats for choice in choices]
+    prompt_stats = stats[::num_choices_each]
+    prompt = sum(s.num_prompt_tokens for s in prompt_stats)
+    new = sum(s.num_new_tokens for s in stats)
+    drafted, accepted = sum(s.num_drafted for s in stats), sum(s.num_accepted for s in stats)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(s.num_reused_tokens for s in prompt_stats)},
+        "completion_tokens_details": {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+        },
+        "speculative": {
+            "num_rounds": sum(s.num_rounds for s in stats),
+            "num_drafted": drafted,
+            "num_accepted": accepted,
+            "decode_seconds": sum(s.decode_seconds for s in stats),
+        },
+    }
+
+
+def sse_event(payload: Mapping[str, Any], name: str | None = None) -> str:
+    """Return a server-sent event in ASCII, because some clients end lines at U+2028, too."""
+    head = "" if name is None else f"event: {name}\n"
+    return f"{head}data: {json.dumps(payload)}\n\n"
+
+
+def new_id(prefix: str) -> str:
+    """Return a random id."""
+    return f"{prefix}-{secrets.token_hex(12)}"

@@ -1,0 +1,184 @@
+"""Generations that run in the pipeline's slots, one thread each, and those that wait for a slot."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager, suppress
+from dataclasses import dataclass
+
+from specedge.errors import DrafterError, OptionError
+from specedge.runtime.requests.stats import Stats
+from specedge.runtime.requests.stream import Generation, Stream
+from specedge.runtime.sampling.logprobs import TokenLogprobs
+from specedge.runtime.text.assembler import FinishReason
+from specedge.runtime.text.spans import Span
+
+from .errors import ApiError, busy_error, logged_error
+
+
+@dataclass(frozen=True)
+class TextPiece:
+    """New text by token, and the log-probabilities of the new tokens."""
+
+    spans: list[Span]
+    logprobs: list[TokenLogprobs]
+
+    @property
+    def text(self) -> str:
+        """Return the text of the piece."""
+        return "".join(span.text for span in self.spans)
+
+
+JobEvent = TextPiece | Generation  # pieces of a text, then the generation itself
+
+
+class JobQueue:
+    """First-come, first-served queue: one job per slot runs, `max_waiting` more may wait."""
+
+    def __init__(self, num_slots: int, max_waiting: int) -> None:
+        self.num_slots, self.capacity = num_slots, num_slots + max_waiting
+        self.num_admitted = self.num_running = 0
+        self._slots = asyncio.Semaphore(num_slots)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of jobs that wait for a slot."""
+        return self.num_admitted - self.num_running
+
+    def check(self, count: int) -> None:
+        """Raise ApiError if `count` jobs exceed the capacity of the queue."""
+        if count > self.capacity:
+            raise ApiError(
+                f"the request asks for {count} texts, this server takes {self.capacity} at a time",
+                "n",
+            )
+
+    @contextmanager
+    def admitted(self, count: int) -> Iterator[None]:
+        """Reserve room for `count` jobs; raise ApiError if there is none now."""
+        if self.num_admitted + count > self.capacity:
+            raise busy_error(
+                f"{self.num_admitted} texts are running or waiting, the most that this server takes"
+            )
+        self.num_admitted += count
+        try:
+            yield
+        finally:
+            self.num_admitted -= count
+
+    async def run(
+        self, start: Callable[[], Stream], on_end: Callable[[Stats], None]
+    ) -> AsyncGenerator[JobEvent]:
+        """Wait for a slot and yield the events of a stream.
+
+        Closing the generator frees the slot after the current round. `on_end` gets the statistics
+        of the stream, however it ends.
+        """
+        async with self._slots:
+            thread = _StreamThread(asyncio.get_running_loop(), start)
+            thread.start()  # if no thread can be started, none has to be waited for
+            self.num_running += 1
+            try:
+                while True:
+                    event = await thread.events.get()
+                    if isinstance(event, BaseException):
+                        raise event
+                    yield event
+                    if isinstance(event, Generation):
+                        return
+            finally:
+                thread.cancel()
+                try:
+                    await thread.ended.wait()  # now the slot is free
+                finally:
+                    if (stats := thread.stats) is not None:
+                        on_end(stats)
+                    self.num_running -= 1
+
+
+class _StreamThread:
+    """Thread that runs a stream and queues its events without waiting for the consumer."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, start: Callable[[], Stream]) -> None:
+        self.events: asyncio.Queue[JobEvent | BaseException] = asyncio.Queue()
+        self.ended = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._loop, self._start_stream = loop, start
+        self._stream: Stream | None = None
+        self._cancelled = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def stats(self) -> Stats | None:
+        """Return the statistics of the stream so far, None before it starts."""
+        return None if self._stream is None else self._stream.stats
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def _run(self) -> None:
+        try:
+            with self._start_stream() as self._stream:
+                self._read(self._stream)
+        except BaseException as error:
+            is_client_error = isinstance(error, OptionError | DrafterError)
+            self._post(self.events.put_nowait, error if is_client_error else logged_error(error))
+        self._post(self.ended.set)
+
+    def _read(self, stream: Stream) -> None:
+        num_sent, pieces = 0, stream.traced()
+        while not self._cancelled:
+            spans = next(pieces, None)
+            logprobs = _new_logprobs(stream, num_sent)
+            num_sent += len(logprobs)
+            if spans or logprobs:
+                self._post(self.events.put_nowait, TextPiece(spans or [], logprobs))
+            if spans is None:
+                self._post(self.events.put_nowait, stream.generation)
+                return
+
+    def _post(self, function: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed: nobody listens
+            self._loop.call_soon_threadsafe(function, *arguments)
+
+
+def _new_logprobs(stream: Stream, start: int) -> list[TokenLogprobs]:
+    """Return log-probabilities from token `start` on, without that of an end token."""
+    logprobs = stream.logprobs(start)
+    return logprobs[:-1] if stream.finish_reason == FinishReason.END else logprobs
+
+
+async def merge_events(
+    jobs: Sequence[AsyncGenerator[JobEvent]],
+) -> AsyncGenerator[tuple[int, JobEvent]]:
+    """Yield the events of several jobs as they come, each with its job's index."""
+    events: asyncio.Queue[tuple[int, JobEvent | Exception]] = asyncio.Queue()
+
+    async def follow(i: int, job: AsyncGenerator[JobEvent]) -> None:
+        try:
+            async with aclosing(job):
+                async for event in job:
+                    events.put_nowait((i, event))
+        except Exception as error:
+            events.put_nowait((i, error))
+
+    tasks = [asyncio.create_task(follow(i, job)) for i, job in enumerate(jobs)]
+    try:
+        num_unfinished = len(tasks)
+        while num_unfinished:
+            i, event = await events.get()
+            if isinstance(event, Exception):
+                raise event
+            yield i, event
+            num_unfinished -= isinstance(event, Generation)
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -1,0 +1,221 @@
+"""Execution of one request from admission to its last byte; a disconnect cancels it."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, suppress
+from functools import partial
+from typing import Any, TypeVar
+
+from starlette.responses import JSONResponse
+from starlette.types import Receive, Scope, Send
+
+from specedge.errors import DrafterError, OptionError
+from specedge.request import Coupling
+from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.requests.stream import Generation, Stream
+
+from . import errors
+from .choices import ResponseChoice, ResponseShaper
+from .errors import ApiError
+from .job_queue import JobEvent, JobQueue, TextPiece, merge_events
+from .metrics import DISCONNECTED, STATUS, ServerMetrics
+from .requests import ParsedRequest, PreparedRequest, option_error
+from .tools.parser import AnswerPart
+
+T = TypeVar("T")
+
+ERROR_TIMEOUT = 5.0  # seconds to send an error after part of a stream
+_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    (b"x-accel-buffering", b"no"),
+]
+
+
+class RequestHandler:
+    """ASGI application for one request.
+
+    Args:
+        pipeline: The pipeline that generates.
+        jobs: The queue of the server.
+        metrics: The metrics of the server.
+        shaper: The format of the response.
+        request: The parsed request.
+        prepare: Tokenizes the prompts. Called after admission, because compiling a grammar takes
+            long.
+        timeout: Seconds until the last byte.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        jobs: JobQueue,
+        metrics: ServerMetrics,
+        shaper: ResponseShaper,
+        request: ParsedRequest,
+        prepare: Callable[[], Awaitable[PreparedRequest]],
+        timeout: float,
+    ) -> None:
+        self._pipeline, self._jobs, self._metrics = pipeline, jobs, metrics
+        self._shaper, self._request, self._prepare = shaper, request, prepare
+        self._arrival, self._timeout = time.perf_counter(), timeout
+        self._deadline = asyncio.get_running_loop().time() + timeout
+        self._prepared = PreparedRequest([], {})
+        self._choices: list[ResponseChoice] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._jobs.admitted(self._request.num_choices):
+            work = self._stream(scope, send) if self._request.stream else self._respond()
+            if body := await _while_connected(receive, work):
+                await JSONResponse(body)(scope, receive, send)
+
+    async def _respond(self) -> dict[str, Any]:
+        await self._prepare_prompts()
+        try:
+            async with asyncio.timeout_at(self._deadline), aclosing(self._events()) as events:
+                async for index, event in events:
+                    choice = self._choices[index]
+                    self._add(choice, event, _parse(choice, event))
+            return self._shaper.body(self._choices)
+        except Exception as error:
+            raise self._api_error(error) from error
+
+    async def _stream(self, scope: Scope, send: Send) -> None:
+        await self._prepare_prompts()
+        scope[STATUS] = DISCONNECTED
+        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        try:
+            async with asyncio.timeout_at(self._deadline), aclosing(self._lines()) as lines:
+                async for line in lines:
+                    await _write(send, line)
+                await _end(send)
+            scope[STATUS] = "200"
+        except Exception as error:
+            api_error = self._api_error(error)
+            scope[STATUS] = str(api_error.status)
+            with suppress(TimeoutError):  # a client that does not read is not waited for
+                async with asyncio.timeout(ERROR_TIMEOUT):
+                    for line in self._shaper.fail(api_error):
+                        await _write(send, line)
+                    await _end(send)
+
+    async def _prepare_prompts(self) -> None:
+        try:
+            async with asyncio.timeout_at(self._deadline):
+                self._prepared = await self._prepare()
+        except Exception as error:
+            raise self._api_error(error) from error
+        call_format = self._prepared.call_format
+        self._choices = [
+            ResponseChoice(None if call_format is None else call_format.parser())
+            for _ in range(self._request.num_choices)
+        ]
+
+    async def _lines(self) -> AsyncGenerator[str]:
+        for line in self._shaper.begin():
+            yield line
+        async with aclosing(self._events()) as events:
+            async for index, event in events:
+                choice = self._choices[index]
+                parts = _parse(choice, event)
+                piece = _EMPTY_PIECE if isinstance(event, Generation) else event
+                lines: list[str] = []
+                if parts or piece is not _EMPTY_PIECE:
+                    lines += self._shaper.piece(index, piece, parts, choice)
+                self._add(choice, event, parts)  # before a client reads them, perhaps slowly
+                if isinstance(event, Generation):
+                    lines += self._shaper.end(index, choice)
+                for line in lines:
+                    yield line
+        for line in self._shaper.finish(self._choices):
+            yield line
+
+    def _events(self) -> AsyncGenerator[tuple[int, JobEvent]]:
+        """Run each choice as a job.
+
+        The choices of a prompt have consecutive seeds, or with Gumbel coupling one seed and
+        consecutive choice numbers.
+        """
+        options = dict(self._prepared.options)
+        if options.get("coupling") == Coupling.GUMBEL:
+            options.setdefault("seed", secrets.randbits(32))
+        num_choices = self._request.num_choices_each
+        prompts = [prompt for prompt in self._prepared.prompts for _ in range(num_choices)]
+        starts = (
+            partial(self._start, i % num_choices, prompt, options)
+            for i, prompt in enumerate(prompts)
+        )
+        return merge_events([self._jobs.run(start, self._metrics.add_stats) for start in starts])
+
+    def _start(self, choice_index: int, prompt: list[int], options: dict[str, Any]) -> Stream:
+        choice_options: dict[str, Any] = {}
+        if options.get("coupling") == Coupling.GUMBEL:
+            choice_options["choice"] = choice_index
+        elif (seed := options.get("seed")) is not None:
+            choice_options["seed"] = (seed + choice_index) % 2**64
+        visible = self._prepared.visible_tokens
+        return self._pipeline.stream(prompt, shown=visible, **options | choice_options)
+
+    def _add(self, choice: ResponseChoice, event: JobEvent, parts: list[AnswerPart]) -> None:
+        if isinstance(event, Generation):
+            choice.add(parts)
+            choice.finished = event
+            self._metrics.add_completed(event.stats, choice.first_time)
+            return
+        if choice.first_time is None:
+            choice.first_time = time.perf_counter()
+            self._metrics.first_text.observe(choice.first_time - self._arrival)
+        choice.add(parts, event.logprobs)
+
+    def _api_error(self, error: Exception) -> ApiError:
+        if isinstance(error, TimeoutError):
+            return ApiError(
+                f"the request took longer than the {self._timeout:g} seconds that this server "
+                "allows, including the wait for a slot",
+                code="timeout",
+                status=504,
+                headers={"x-should-retry": "false"},  # OpenAI's clients retry after a 504
+            )
+        if isinstance(error, OptionError):
+            return option_error(error, self._request)
+        if isinstance(error, DrafterError):
+            return ApiError(str(error), "speculative.drafter", "invalid_value")
+        return errors.logged_error(error)
+
+
+_EMPTY_PIECE = TextPiece([], [])  # stands for the end of a text
+
+
+def _parse(choice: ResponseChoice, event: JobEvent) -> list[AnswerPart]:
+    """Return the parts that an event completes."""
+    return choice.parse_end() if isinstance(event, Generation) else choice.parse(event)
+
+
+async def _write(send: Send, line: str) -> None:
+    await send({"type": "http.response.body", "body": line.encode(), "more_body": True})
+
+
+async def _end(send: Send) -> None:
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of the work; cancel it and return None if the client disconnects."""
+    task = asyncio.ensure_future(work)
+    disconnect = asyncio.ensure_future(_disconnected(receive))
+    try:
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        return await task if task.done() else None
+    finally:
+        task.cancel()
+        disconnect.cancel()
+        await asyncio.gather(task, disconnect, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

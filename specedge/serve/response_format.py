@@ -1,0 +1,89 @@
+"""Response formats: `response_format` of chats, `text` of responses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from .errors import UNSUPPORTED
+from .fields import FieldReader, excerpt
+
+TYPES = ("text", "json_object", "json_schema")
+
+
+@dataclass(frozen=True)
+class ResponseFormat:
+    """A response format: any text, or JSON of a schema.
+
+    Attributes:
+        field_name: The field of the request that sets it.
+        schema: The JSON schema, None for any text.
+        value: The format as the client sent it.
+    """
+
+    field_name: str
+    schema: dict[str, Any] | None = None
+    value: dict[str, Any] = field(default_factory=lambda: {"type": "text"})
+
+    @property
+    def schema_field(self) -> str | None:
+        """Return the name of the field that sets a JSON schema, if one does."""
+        return None if self.schema is None else self.field_name
+
+
+def parse_chat_format(fields: FieldReader) -> ResponseFormat:
+    """Parse `response_format` of /v1/chat/completions, whose schema is a nested object."""
+    name = "response_format"
+    value = fields.peek(name)
+    inner = fields.take_object(name)
+    if inner is None:
+        return ResponseFormat(name)
+    if _take_type(inner) != "json_schema":
+        return _schemaless_format(inner, name, value)
+    schema_fields = inner.require_object("json_schema")
+    inner.finish()
+    return ResponseFormat(name, _take_schema(schema_fields), value)
+
+
+def parse_responses_format(fields: FieldReader) -> ResponseFormat:
+    """Parse `text` of /v1/responses, whose format has the schema's fields itself."""
+    name = "text"
+    text = fields.take_object(name)
+    if text is None:
+        return ResponseFormat(name)
+    value = text.peek("format")
+    inner = text.take_object("format")
+    text.skip_neutral({"verbosity": ()})
+    text.finish()
+    if inner is None:
+        return ResponseFormat(name)
+    if _take_type(inner) != "json_schema":
+        return _schemaless_format(inner, name, value)
+    return ResponseFormat(name, _take_schema(inner), value)
+
+
+def _take_type(fields: FieldReader) -> str:
+    format_type = fields.take_typed("type", str, "a name")
+    if format_type not in TYPES:
+        message = f"type must be one of {', '.join(TYPES)}, got {excerpt(format_type)}"
+        raise fields.error("type", message, UNSUPPORTED)
+    return str(format_type)
+
+
+def _schemaless_format(fields: FieldReader, name: str, value: dict[str, Any]) -> ResponseFormat:
+    """Return the format for any text, or for any JSON object."""
+    fields.finish()
+    schema = {"type": "object"} if value["type"] == "json_object" else None
+    return ResponseFormat(name, schema, value)
+
+
+def _take_schema(fields: FieldReader) -> dict[str, Any]:
+    """Return a named schema, which the text follows whether it is `strict` or not."""
+    fields.take_typed("name", str, "text")
+    fields.take_typed("description", str, "text")
+    fields.take_flag("strict")
+    schema: dict[str, Any] | None = fields.take_typed("schema", dict, "an object")
+    if schema is None:
+        raise fields.error("schema", "schema must be given")
+    fields.finish()
+    return schema

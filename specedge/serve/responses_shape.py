@@ -1,0 +1,186 @@
+"""Responses of /v1/responses: a message of one text, and function calls."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from specedge.runtime.text.assembler import FinishReason
+
+from .chat_shapes import LogprobFormatter
+from .choices import (
+    OutputItem,
+    ResponseChoice,
+    continues_item,
+    new_id,
+    new_item,
+    part_text,
+    sse_event,
+    usage_of,
+)
+from .errors import ApiError
+from .job_queue import TextPiece
+from .requests import ParsedRequest
+from .tools.parser import AnswerPart
+
+_INCOMPLETE = {FinishReason.LENGTH, FinishReason.CONTEXT}
+_INCOMPLETE_DETAILS = {"reason": "max_output_tokens"}
+
+
+class ResponsesShaper:
+    """A response object, and the events of its stream."""
+
+    def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
+        self._sequence_number = 0
+        self._ids: list[str] = []
+        self._items: list[OutputItem] = []  # as far as events have reported them
+        self._may_call = request.tools is not None
+        options = request.options
+        self._fields: dict[str, Any] = {
+            "id": new_id("resp"),
+            "object": "response",
+            "created_at": int(time.time()),
+            "model": model,
+            "status": "in_progress",
+            "output": [],
+            "error": None,
+            "incomplete_details": None,
+            "parallel_tool_calls": False,
+            "tool_choice": "none",
+            "tools": [],
+            "temperature": options["temperature"],
+            "top_p": options.get("top_p", 1.0),
+            "store": False,
+            "usage": None,
+            **request.echoed,
+        }
+
+    def begin(self) -> Iterator[str]:
+        yield self._event("response.created", response=self._fields)
+        yield self._event("response.in_progress", response=self._fields)
+        if not self._may_call:
+            yield from self._add_item(OutputItem())
+
+    def piece(
+        self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
+    ) -> Iterator[str]:
+        for part in parts:
+            if not continues_item(self._items, part):
+                if self._items:
+                    yield from self._finish_item("completed")
+                yield from self._add_item(new_item(part))
+            item = self._items[-1]
+            text = part_text(part)
+            item.text += text
+            yield from self._item_delta(item, text)
+
+    def end(self, index: int, choice: ResponseChoice) -> Iterator[str]:
+        if not self._items:
+            yield from self._add_item(OutputItem())
+        yield from self._finish_item(_status(choice))
+
+    def finish(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
+        response = self.body(choices)
+        yield self._event(f"response.{response['status']}", response=response)
+
+    def fail(self, error: ApiError) -> Iterator[str]:
+        error_fields = {"code": "server_error", "message": error.message}
+        response = self._fields | {"status": "failed", "error": error_fields}
+        yield self._event("response.failed", response=response)
+
+    def body(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
+        (choice,) = choices
+        status = _status(choice)
+        items = choice.items or [OutputItem()]
+        statuses = ["completed"] * (len(items) - 1) + [status]
+        usage = usage_of(choices, 1)
+        return self._fields | {
+            "status": status,
+            "incomplete_details": None if status == "completed" else _INCOMPLETE_DETAILS,
+            "output": [self._item_json(i, items[i], statuses[i]) for i in range(len(items))],
+            "seed": choice.generation.seed,
+            "usage": {
+                "input_tokens": usage["prompt_tokens"],
+                "input_tokens_details": usage["prompt_tokens_details"],
+                "output_tokens": usage["completion_tokens"],
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": usage["total_tokens"],
+                "speculative": usage["speculative"],
+            },
+        }
+
+    def _add_item(self, item: OutputItem) -> Iterator[str]:
+        """Yield the events that begin an item, without its text."""
+        self._items.append(item)
+        item_json = self._item_json(self._last, item, "in_progress")
+        if item.name is None:
+            item_json["content"] = []
+        yield self._event("response.output_item.added", output_index=self._last, item=item_json)
+        if item.name is None:
+            part = _text_part("")
+            yield self._event("response.content_part.added", **self._content_location, part=part)
+
+    def _item_delta(self, item: OutputItem, text: str) -> Iterator[str]:
+        if item.name is None:
+            delta = {"delta": text, "logprobs": []}
+            yield self._event("response.output_text.delta", **self._content_location, **delta)
+        elif text:
+            location = {"item_id": self._id(self._last, item), "output_index": self._last}
+            yield self._event("response.function_call_arguments.delta", **location, delta=text)
+
+    def _finish_item(self, status: str) -> Iterator[str]:
+        """Yield the events that end the last item."""
+        item, last = self._items[-1], self._last
+        if item.name is None:
+            location = self._content_location
+            yield self._event("response.output_text.done", **location, text=item.text, logprobs=[])
+            part = _text_part(item.text)
+            yield self._event("response.content_part.done", **location, part=part)
+        else:
+            yield self._event(
+                "response.function_call_arguments.done",
+                item_id=self._id(last, item),
+                output_index=last,
+                name=item.name,
+                arguments=item.text,
+            )
+        item_json = self._item_json(last, item, status)
+        yield self._event("response.output_item.done", output_index=last, item=item_json)
+
+    @property
+    def _last(self) -> int:
+        return len(self._items) - 1
+
+    @property
+    def _content_location(self) -> dict[str, Any]:
+        """Return the fields that locate the last item's text."""
+        item_id = self._id(self._last, self._items[-1])
+        return {"item_id": item_id, "output_index": self._last, "content_index": 0}
+
+    def _id(self, index: int, item: OutputItem) -> str:
+        while len(self._ids) <= index:
+            self._ids.append(new_id("msg" if item.name is None else "fc"))
+        return self._ids[index]
+
+    def _item_json(self, index: int, item: OutputItem, status: str) -> dict[str, Any]:
+        fields: dict[str, Any] = {"id": self._id(index, item), "status": status}
+        if item.name is None:
+            content = [_text_part(item.text)]
+            return fields | {"type": "message", "role": "assistant", "content": content}
+        call = {"call_id": item.id, "name": item.name, "arguments": item.text}
+        return fields | {"type": "function_call"} | call
+
+    def _event(self, event_type: str, **fields: Any) -> str:
+        payload = {"type": event_type, "sequence_number": self._sequence_number, **fields}
+        self._sequence_number += 1
+        return sse_event(payload, event_type)
+
+
+def _status(choice: ResponseChoice) -> str:
+    is_cut = choice.generation.finish_reason in _INCOMPLETE
+    return "incomplete" if is_cut else "completed"
+
+
+def _text_part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -1,0 +1,160 @@
+"""Tool declarations: functions, and which of them the model may or must call."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UNSUPPORTED, ApiError
+from ..fields import FieldReader, excerpt
+
+MAX_FUNCTIONS = 128
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_CHOICES = ("none", "auto", "required")
+
+
+@dataclass(frozen=True)
+class FunctionTool:
+    """A function with the JSON schema of its arguments, which calls follow if it is `strict`."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    strict: bool
+
+    @property
+    def template_json(self) -> dict[str, Any]:
+        """Return the function in the form in which transformers passes it to a template."""
+        function = {"name": self.name, "description": self.description}
+        return {"type": "function", "function": function | {"parameters": self.parameters}}
+
+
+@dataclass(frozen=True)
+class ToolSet:
+    """The functions of a request, at least one.
+
+    Attributes:
+        functions: All functions, which the template shows.
+        choice: "auto" or "required".
+        required_name: The function that the model must call, if one is named.
+        parallel: False if the model may call at most once.
+    """
+
+    functions: tuple[FunctionTool, ...]
+    choice: str = "auto"
+    required_name: str | None = None
+    parallel: bool = True
+
+    @property
+    def is_call_required(self) -> bool:
+        """Return True if the text must be a call."""
+        return self.choice == "required" or self.required_name is not None
+
+    @property
+    def callable(self) -> list[FunctionTool]:
+        """Return the functions that the model may call."""
+        return [f for f in self.functions if self.required_name in (None, f.name)]
+
+
+def parse_chat_tools(fields: FieldReader) -> ToolSet | None:
+    """Parse the tools of a chat, whose functions are nested objects.
+
+    Returns:
+        The tools; None if there are none or none may be called.
+    """
+
+    def function_fields(tool: FieldReader) -> FieldReader:
+        function = tool.require_object("function")
+        tool.finish()
+        return function
+
+    return _parse_tools(fields, function_fields)
+
+
+def parse_responses_tools(fields: FieldReader) -> ToolSet | None:
+    """Parse the tools of /v1/responses, whose functions are the tools themselves."""
+    return _parse_tools(fields, lambda tool: tool)
+
+
+def _parse_tools(
+    fields: FieldReader, function_fields: Callable[[FieldReader], FieldReader]
+) -> ToolSet | None:
+    tools = fields.take_typed("tools", list, "a list of functions") or []
+    choice = fields.take("tool_choice")
+    parallel = fields.take_typed("parallel_tool_calls", bool, "true or false")
+    if len(tools) > MAX_FUNCTIONS:
+        message = f"tools must be at most {MAX_FUNCTIONS} functions, got {len(tools)}"
+        raise ApiError(message, "tools", "invalid_value")
+    functions = [
+        _parse_function(FieldReader(tool, f"tools[{i}]"), function_fields)
+        for i, tool in enumerate(tools)
+    ]
+    names = [function.name for function in functions]
+    if duplicate := next((name for name in names if names.count(name) > 1), None):
+        message = f"tools has two functions {excerpt(duplicate)}"
+        raise ApiError(message, "tools", "invalid_value")
+    choice_name, required_name = _parse_choice(choice, function_fields, names)
+    if not functions or choice_name == "none":
+        return None
+    return ToolSet(tuple(functions), choice_name, required_name, parallel is not False)
+
+
+def _parse_function(
+    tool: FieldReader, function_fields: Callable[[FieldReader], FieldReader]
+) -> FunctionTool:
+    _check_type(tool)
+    fields = function_fields(tool)
+    name = fields.take_typed("name", str, "a name")
+    if name is None or not _NAME.fullmatch(name):
+        message = f"name must be 1 to 64 letters, digits, _ and -, got {excerpt(name)}"
+        raise fields.error("name", message)
+    description = fields.take_typed("description", str, "text") or ""
+    parameters = _parse_parameters(fields)
+    strict = fields.take_flag("strict")
+    fields.finish()
+    return FunctionTool(name, description, parameters, strict)
+
+
+def _check_type(tool: FieldReader) -> None:
+    if (tool_type := tool.take("type")) != "function":
+        message = f'type must be "function", the only supported one, got {excerpt(tool_type)}'
+        raise tool.error("type", message, UNSUPPORTED)
+
+
+def _parse_parameters(fields: FieldReader) -> dict[str, Any]:
+    """Return the schema of the arguments, an object; without properties if it is absent."""
+    schema: dict[str, Any] | None = fields.take_typed("parameters", dict, "an object")
+    if schema is None:
+        return {"type": "object", "properties": {}, "additionalProperties": False}
+    if schema.get("type", "object") != "object":
+        message = f'parameters must be of type "object", got {excerpt(schema["type"])}'
+        raise fields.error("parameters", message)
+    return {"type": "object", "properties": {}} | schema
+
+
+def _parse_choice(
+    value: Any, function_fields: Callable[[FieldReader], FieldReader], names: list[str]
+) -> tuple[str, str | None]:
+    """Return "auto", "required" or "none", and the function that must be called, if any."""
+    field_name = "tool_choice"
+    if value is None or value == "none":
+        return value or "auto", None
+    if not names:
+        raise ApiError("tool_choice needs tools", field_name, "invalid_value")
+    if not isinstance(value, dict):
+        if value not in _CHOICES:
+            choices = ", ".join(_CHOICES)
+            message = f"tool_choice must be one of {choices}, or name a function, got "
+            raise ApiError(message + excerpt(value), field_name, UNSUPPORTED)
+        return str(value), None
+    tool = FieldReader(value, field_name)
+    _check_type(tool)
+    fields = function_fields(tool)
+    name = fields.take_typed("name", str, "a name")
+    fields.finish()
+    if name not in names:
+        message = f"tool_choice names {excerpt(name)}, which is no function of tools"
+        raise ApiError(message, field_name, "invalid_value")
+    return "auto", name
