@@ -104,3 +104,36 @@ def test_the_snippet_of_the_readme_runs(monkeypatch, capsys):
     (snippet,) = re.findall(r"```python\n(.*?)```", text_of("README.md"), re.DOTALL)
     exec(compile(snippet, "README.md", "exec"), {})
     assert capsys.readouterr().out
+
+
+def documented_fields():
+    """Return the names of the API's fields by endpoint, from the table of docs/clients.md."""
+    table = text_of("docs/clients.md").partition("<!-- fields -->")[2].partition("<!-- end")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:5]] for line in table.splitlines()[3:]]
+    endpoints = ("chat", "completions", "responses")
+    return {
+        endpoint: {row[0].strip("`") for row in rows if row and row[i]}
+        for i, endpoint in enumerate(endpoints, 1)
+    }
+
+
+@pytest.mark.parametrize("endpoint", ["chat", "completions", "responses"])
+def test_documented_fields_are_those_of_the_server(endpoint):
+    pytest.importorskip("starlette", reason="needs the serve extra")
+    from specedge.serve import fields, requests
+    from specedge.serve.errors import ApiError
+
+    parse, body = {
+        "chat": (requests.parse_chat, {"messages": [{"role": "user", "content": "a"}]}),
+        "completions": (requests.parse_completion, {"prompt": "a"}),
+        "responses": (requests.parse_response, {"input": "a"}),
+    }[endpoint]
+    names = documented_fields()[endpoint]
+    assert {*fields.OPTIONS, *fields.EXTENSIONS, *fields.NEUTRAL[endpoint]} <= names
+    codes = {}
+    for name in names - body.keys():
+        try:
+            parse(body | {name: ["impossible"]}, 10)
+        except ApiError as error:
+            codes[name] = error.code
+    assert "unknown_field" not in codes.values(), codes
