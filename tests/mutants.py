@@ -1,0 +1,468 @@
+"""Plant known mistakes of speculative decoding, one by one, and expect tests to fail.
+
+    python tests/mutants.py [NAME ...]
+    python tests/mutants.py --check
+
+A mutant replaces one function of the product while pytest runs one file of quick tests. The
+replacement gets the original function and its arguments. Many of these mistakes were made in
+papers, posts and code, which comments name. `--check` runs no test: it verifies that the functions
+and the files still exist.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import numpy as np
+
+from specedge.options import Sampling
+from specedge.runtime.decoding.verify import Verdict, _residual
+from specedge.runtime.sampling.distribution import Distribution
+from specedge.runtime.sampling.probabilities import of_row, probabilities
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests" / "runtime"
+VARIABLE = "SPECEDGE_MUTANT"  # the name of the mutant, for pytest's process
+
+VERIFY = "specedge.runtime.decoding.verify:"
+NOISE = "specedge.runtime.decoding.coupling:GumbelNoise."
+DECODER = "specedge.runtime.decoding.decoding:SpeculativeDecoder."
+DRAFT_MODEL = "specedge.runtime.drafters.draft_model:DraftModel."
+PROBABILITIES = "specedge.runtime.sampling.probabilities:"
+DISTRIBUTION = "specedge.runtime.sampling.distribution:Distribution."
+REFEREE = "specedge.runtime.exactness.near_ties:Referee."
+ASSEMBLER = "specedge.runtime.text.assembler:Assembler."
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A replacement of a function, and the file of tests that must fail with it."""
+
+    function: str  # module:function or module:Class.method
+    replacement: Callable[..., Any]
+    tests: str  # below tests/runtime
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(function: str, tests: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a replacement under its own name."""
+
+    def register(replacement: Callable[..., Any]) -> Callable[..., Any]:
+        MUTANTS[replacement.__name__] = Mutant(function, replacement, tests)
+        return replacement
+
+    return register
+
+
+# The accept rule. `args` of _verify_drawn: draft, scores, sampling, history, tests, last, passed.
+
+
+@mutant(VERIFY + "_residual", "decoding/test_verify.py")
+def recovered_token_from_target(original, target, draft, i, vocab_size):
+    return target
+
+
+@mutant(VERIFY + "_verify_drawn", "decoding/test_verify.py")
+def accept_with_equality(original, draft, scores, sampling, history, tests, *rest):
+    return original(draft, scores, sampling, history, tests - 1e-9, *rest)
+
+
+@mutant(DISTRIBUTION + "of", "decoding/test_verify.py")
+def accept_zero_over_zero(original, self, token):
+    return original(self, token) or 1e-12
+
+
+@mutant(VERIFY + "_verify_drawn", "decoding/test_decoding.py")
+def one_uniform_for_all_positions(original, draft, scores, sampling, history, tests, *rest):
+    return original(
+        draft, scores, sampling, history, tests[:1].repeat(len(tests)), *rest
+    )  # feifeibear/LLMSpeculativeSampling
+
+
+@mutant(VERIFY + "Draft.distribution", "decoding/test_decoding.py")
+def draft_distribution_of_previous_position(original, self, i):
+    return original(self, i - 1)
+
+
+@mutant(VERIFY + "_residual", "decoding/test_decoding.py")
+def residual_of_first_position(original, target, draft, i, vocab_size):
+    return original(target, draft, 0, vocab_size)
+
+
+@mutant(VERIFY + "_verify_drawn", "decoding/test_decoding.py")
+def bonus_token_from_row_k(original, draft, scores, *rest):
+    count = len(draft.tokens)
+    return original(draft, [scores[i] for i in (*range(count), max(0, count - 1))], *rest)
+
+
+@mutant(VERIFY + "_verify_drawn", "decoding/test_decoding.py")
+def bonus_token_from_residual(original, draft, scores, sampling, history, tests, last, passed):
+    verdict = original(draft, scores, sampling, history, tests, last, passed)
+    count = len(draft.tokens)
+    if not count or verdict.num_accepted < count:
+        return verdict
+    target = of_row(scores[count], sampling, history.then(draft.tokens))
+    residual = _residual(target, draft, -1, len(scores[count]))
+    return Verdict(count, residual.pick(last))
+
+
+@mutant(VERIFY + "_verify_drawn", "decoding/test_decoding.py")
+def continue_after_rejection(original, draft, scores, sampling, history, tests, last, passed):
+    verdict = original(draft, scores, sampling, history, tests, last, passed)
+    if verdict.num_accepted + 1 >= len(draft.tokens):
+        return verdict
+    tests = tests.copy()
+    tests[verdict.num_accepted] = -1  # accepts
+    return original(draft, scores, sampling, history, tests, last, passed)
+
+
+@mutant(VERIFY + "_residual", "decoding/test_verify.py")
+def residual_without_mass(original, *args):
+    return SimpleNamespace(total=1.0, pick=original(*args).pick)
+
+
+@mutant(VERIFY + "_residual", "drafters/test_drafters.py")
+def residual_keeps_a_certain_token(original, target, draft, i, vocab_size):
+    return target if draft.distribution(i) is None else original(target, draft, i, vocab_size)
+
+
+@mutant(VERIFY + "_residual", "decoding/test_unlike_drafts.py")
+def residual_without_unknown_tokens(original, target, draft, i, vocab_size):
+    weights = original(target, draft, i, vocab_size).weights  # vLLM, pull request 2607
+    weights[len(draft.distribution(i).weights) :] = 0
+    return Distribution(weights)
+
+
+@mutant(VERIFY + "draw", "decoding/test_decoding.py")
+def argmax_token_with_softmax_distribution(original, row, *rest):
+    token, distribution = original(row, *rest)  # jaymody/speculative-sampling until 2023
+    if distribution is not None:
+        token = int(distribution.row(len(row.array())).argmax())
+    return token, distribution
+
+
+@mutant(VERIFY + "draw", "test_pipeline.py")
+def draft_distribution_before_filters(original, row, sampling, history, uniform):
+    token, _ = original(row, sampling, history, uniform)
+    return token, of_row(row, Sampling(sampling.temperature), history)
+
+
+@mutant(VERIFY + "_choice", "decoding/test_verify.py")
+def greedy_by_a_small_temperature(original, row, sampling, history):
+    return of_row(row, Sampling(1e-6), history).pick(0.99)  # candle, toyllm
+
+
+@mutant(VERIFY + "_verify_drawn", "decoding/test_verify.py")
+def lenient_by_default(original, draft, scores, sampling, *rest):
+    return original(draft, scores, replace(sampling, lenience=0.8), *rest)
+
+
+# Gumbel coupling.
+
+
+@mutant(NOISE + "choose", "decoding/test_coupling.py")
+def noise_of_first_position(original, self, distribution, position):
+    return original(self, distribution, 0)
+
+
+@mutant(NOISE + "choose", "decoding/test_coupling.py")
+def noise_by_column(original, self, distribution, position):
+    column = original(self, Distribution(distribution.weights), position)
+    return column if distribution.ids is None else int(distribution.ids[column])
+
+
+@mutant(VERIFY + "_choice", "decoding/test_coupling.py")
+def noise_of_the_round(original, row, sampling, history):
+    if sampling.noise is None:
+        return original(row, sampling, history)
+    return sampling.noise.choose(of_row(row, sampling, history), history.num_kept)
+
+
+@mutant(NOISE + "choose", "decoding/test_coupling.py")
+def noise_of_likely_tokens(original, self, distribution, position):
+    weights = distribution.weights
+    return original(
+        self, Distribution(weights * (weights >= weights.max() / 2), distribution.ids), position
+    )
+
+
+# Distributions, edits and near-ties.
+
+
+@mutant("specedge.runtime.sampling.top_k_p:top", "sampling/test_top_k_p.py")
+def top_k_without_ties(original, logits, k):
+    columns = original(logits, k)
+    return np.sort(columns[np.argsort(-logits[columns], kind="stable")[:k]])
+
+
+@mutant("specedge.runtime.sampling.top_k_p:nucleus", "sampling/test_probabilities.py")
+def nucleus_without_its_last_token(original, weights, share):
+    weights = original(weights, share)  # candle
+    kept = weights[weights > 0]
+    return weights * (weights > kept.min()) if len(kept) > 1 else weights
+
+
+@mutant(PROBABILITIES + "probabilities", "sampling/test_transformers_processors.py")
+def top_p_before_temperature(original, logits, sampling, history, ids=None):
+    nucleus = original(logits, replace(sampling, temperature=1.0), history, ids)
+    allowed = nucleus.row(len(logits)) > 0
+    whole = original(logits, replace(sampling, top_p=1.0), history, ids)
+    return Distribution(whole.weights_of_all(len(logits)) * allowed)
+
+
+@mutant(VERIFY + "_verify_drawn", "sampling/test_logit_edits.py")
+def penalties_count_all_draft_tokens(original, draft, *rest):
+    return original(replace(draft, tokens=_Sliced(draft.tokens, slice(None))), *rest)
+
+
+@mutant(VERIFY + "_verify_choices", "sampling/test_logit_edits.py")
+def penalties_count_no_draft_token(original, tokens, *rest):
+    return original(_Sliced(tokens, slice(0)), *rest)
+
+
+class _Sliced(list[int]):
+    """Tokens every slice of which is the same one."""
+
+    def __init__(self, tokens: list[int], part: slice) -> None:
+        super().__init__(tokens)
+        self._part = part
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(self._part if isinstance(index, slice) else index)
+
+
+@mutant(PROBABILITIES + "of_row", "decoding/test_cut_heads.py")
+def reduced_vocabulary_without_ids(original, row, sampling, history):
+    return probabilities(row.array(), sampling, history)
+
+
+@mutant("specedge.runtime.sampling.logit_edits:_place", "decoding/test_cut_heads.py")
+def edit_of_the_next_token(original, token, ids):
+    column = token if ids is None else int(ids.searchsorted(token))
+    return slice(column, column + 1)
+
+
+@mutant(DISTRIBUTION + "pick", "sampling/test_probabilities.py")
+def draw_below_a_boundary(original, self, uniform):
+    return original(self, uniform - 1e-12)
+
+
+@mutant(REFEREE + "_read_again", "exactness/test_near_ties.py")
+def exact_pass_over_rows_of_longer_passes(original, self, text, sampling):
+    self._num_plain = len(text.tokens) - 1
+    return original(self, text, sampling)
+
+
+@mutant(REFEREE + "_is_near", "exactness/test_near_ties.py")
+def tie_margin_of_one_logit(original, self, *rest):
+    return original(SimpleNamespace(noise=self.noise / 2), *rest)
+
+
+# The decoding loop, caches and the end of a text.
+
+
+class _Target:
+    """A target model with one method replaced."""
+
+    def __init__(self, model: Any, **methods: Any) -> None:
+        self._model = model
+        self.__dict__.update(methods)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._model, name)
+
+
+def _with_target(decoder: Any, call: Callable[[], Any], **methods: Any) -> Any:
+    target, decoder.target = decoder.target, _Target(decoder.target, **methods)
+    try:
+        return call()
+    finally:
+        decoder.target = target
+
+
+@mutant(DECODER + "_round", "decoding/test_decoding.py")
+def target_cache_without_rollback(original, self, *args):
+    return _with_target(self, lambda: original(self, *args), truncate=lambda length: None)
+
+
+@mutant(DECODER + "_round", "decoding/test_decoding.py")
+def target_cache_one_row_short(original, self, *args):
+    truncate = self.target.truncate
+    return _with_target(
+        self, lambda: original(self, *args), truncate=lambda length: truncate(length - 1)
+    )
+
+
+@mutant(DECODER + "_prefill", "decoding/test_decoding.py")
+def prefill_of_the_whole_prompt(original, self, tokens, num_draft_tokens):
+    num_unread = original(self, tokens, num_draft_tokens)
+    self.target.prefill(tokens[-1:])
+    return num_unread
+
+
+@mutant(DECODER + "_prefill", "decoding/test_first_passes.py")
+def first_pass_without_the_draft(original, self, tokens, num_draft_tokens):
+    return original(self, tokens, 0)
+
+
+@mutant(DECODER + "_prefill", "test_requests.py")
+def cache_of_another_request(original, self, *args):
+    return _with_target(self, lambda: original(self, *args), reuse=lambda tokens: 0)  # toyllm
+
+
+@mutant("specedge.runtime.decoding.randomness:Uniforms.take", "decoding/test_decoding.py")
+def same_uniforms_every_round(original, self, count):
+    return original(type(self)(self._seed), count)
+
+
+@mutant(DECODER + "_round", "decoding/test_decoding.py")
+def draws_and_tests_share_uniforms(original, self, step, history, sampling, numbers, *rest):
+    draws = numbers[: step.num_draft_tokens]
+    return original(
+        self, step, history, sampling, np.concatenate([draws, draws, numbers[-1:]]), *rest
+    )
+
+
+@mutant(DECODER + "_round", "decoding/test_decoding.py")
+def last_draw_shares_a_test(original, self, step, history, sampling, numbers, *rest):
+    numbers = np.concatenate([numbers[:-1], numbers[-2:-1] if len(numbers) > 1 else numbers])
+    return original(self, step, history, sampling, numbers, *rest)
+
+
+@mutant(DRAFT_MODEL + "truncate", "decoding/test_decoding.py")
+def draft_cache_without_rollback(original, self, length):
+    self._begins = self._begins or length <= self._start  # candle
+
+
+@mutant(DRAFT_MODEL + "catch_up", "decoding/test_decoding.py")
+def draft_misses_its_last_token(original, self, history):
+    feed, room = original(self, history)  # candle
+    return feed[-1:], room
+
+
+@mutant(DRAFT_MODEL + "truncate", "test_reuse.py")
+def draft_cache_of_another_text(original, self, length):
+    begins = self._begins
+    original(self, length)
+    self._begins = begins
+
+
+@mutant("specedge.runtime.decoding.model:shared_beginning", "test_reuse.py")
+def reuse_of_one_token_too_many(original, first, second):
+    return min(original(first, second) + 1, len(first), len(second))
+
+
+@mutant(ASSEMBLER + "__init__", "test_pipeline.py")
+def more_tokens_than_the_limit(original, self, *args, limit, **options):
+    original(self, *args, limit=limit + 1, **options)  # jaymody/speculative-sampling, candle
+
+
+@mutant(ASSEMBLER + "_take", "test_pipeline.py")
+def tokens_after_the_end(original, self, token, fate):
+    if fate == "accepted":  # jaymody/speculative-sampling, candle
+        self._ends = frozenset()
+    return original(self, token, fate)
+
+
+@mutant("specedge.runtime.text.detokenizer:StopStrings.feed", "text/test_detokenizer.py")
+def stop_string_at_the_end_missed(original, self, text):
+    if (self._held + text).endswith(self._stops):  # vLLM, pull request 2607
+        text, self._held = self._held + text, ""
+        return text
+    return original(self, text)
+
+
+@mutant("specedge.runtime.sampling.logprobs:of_tokens", "sampling/test_logprobs.py")
+def logprobs_of_the_next_row(original, scores, tokens, count):
+    rows = [scores[min(i + 1, len(tokens) - 1)] for i in range(len(tokens))]
+    return original(rows, tokens, count)
+
+
+def locate(function: str) -> tuple[Any, str]:
+    """Return the module or class that holds a function, and the function's name there."""
+    module, _, path = function.partition(":")
+    owner: Any = importlib.import_module(module)
+    *classes, name = path.split(".")
+    for class_name in classes:
+        owner = getattr(owner, class_name)
+    getattr(owner, name)
+    return owner, name
+
+
+def plant(mutant: Mutant) -> None:
+    """Replace a function wherever a loaded module refers to it."""
+    owner, name = locate(mutant.function)
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **options: Any) -> Any:
+        return mutant.replacement(original, *args, **options)
+
+    setattr(owner, name, replacement)
+    for module in list(sys.modules.values()):
+        for key, value in list(getattr(module, "__dict__", {}).items()):
+            if value is original and module.__name__ != __name__:
+                setattr(module, key, replacement)
+
+
+def pytest_collection_finish() -> None:
+    """Plant the mutant that the environment names, in pytest's process."""
+    plant(MUTANTS[os.environ[VARIABLE]])
+
+
+def run_tests(files: Iterable[str], mutant: str | None) -> subprocess.CompletedProcess[str]:
+    """Run files of quick tests with a mutant planted, or without one."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
+    paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    if mutant is not None:
+        command += ["-p", "mutants"]
+        environment[VARIABLE] = mutant
+    command += [str(TESTS / file) for file in files]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+
+
+@click.command()
+@click.argument("names", nargs=-1, type=click.Choice(list(MUTANTS)))
+@click.option("--check", is_flag=True, help="Verify only that functions and test files exist.")
+def main(names: tuple[str, ...], check: bool) -> None:
+    """Expect failing tests for each mutant (default: all)."""
+    mutants = {name: MUTANTS[name] for name in names or MUTANTS}
+    for name, mutant in mutants.items():
+        try:
+            locate(mutant.function)
+        except (ImportError, AttributeError) as error:
+            raise click.ClickException(f"{name}: {mutant.function} is missing") from error
+        if not (TESTS / mutant.tests).exists():
+            raise click.ClickException(f"{name}: {TESTS / mutant.tests} is missing")
+    if check:
+        return
+    result = run_tests(dict.fromkeys(mutant.tests for mutant in mutants.values()), None)
+    if result.returncode:
+        raise click.ClickException(f"tests fail without a mutant\n{result.stdout[-1500:]}")
+    survivors = []
+    for name, mutant in mutants.items():
+        result = run_tests([mutant.tests], name)
+        # 1: a test failed. Every other code means that no test did, or that none ran.
+        killed = result.returncode == 1 and "1 failed" in result.stdout
+        click.echo(f"{name}: {'killed' if killed else 'SURVIVED'}")
+        if not killed:
+            survivors.append(f"{name} survived {mutant.tests}\n{result.stdout[-1500:]}")
+    if survivors:
+        raise click.ClickException("\n".join(survivors))
+
+
+if __name__ == "__main__":
+    main()
