@@ -24,7 +24,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from byte_level import END, train_tokenizer
+from corpus import END, train_tokenizer
 
 VOCAB_SIZE = 512
 MARKERS = ("<|im_start|>", "<|im_end|>", "<|tool|>")

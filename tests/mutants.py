@@ -25,10 +25,10 @@ from typing import Any
 import click
 import numpy as np
 
-from specedge.options import Sampling
 from specedge.runtime.decoding.verify import Verdict, _residual
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.probabilities import of_row, probabilities
+from specedge.sampling_options import Sampling
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "runtime"

@@ -12,7 +12,7 @@ from tokenizers import (
     trainers,
 )
 
-from byte_level import train_tokenizer
+from corpus import train_tokenizer
 
 SPELT = " {0}a {1}\n{0}{1} <think> {2}b {0} "
 CONTROLS = {

@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from byte_level import END
+from corpus import END
 from installed import run
 from specedge.bundle import MANIFEST, store
 

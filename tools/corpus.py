@@ -1,20 +1,34 @@
-"""The text of the embedded pair: CPython's own standard library with its tests (PSF licence)."""
+"""Text and tokenizer of the embedded pair: CPython's standard library and its tests (PSF license).
+
+    python tools/corpus.py > held_out.jsonl
+    specedge bench --prompts held_out.jsonl
+
+prints prompts that neither model of the embedded pair was trained on. Both models of `bench`'s
+prediction see the same modules: each gives two prompts, one after the other.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import json
 import sysconfig
+from collections.abc import Iterator
 from pathlib import Path
 
+import click
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+END = "<|endoftext|>"
+PROMPT_LENGTH = 96
 TABLES = ("encodings/cp", "encodings/mac_", "encodings/iso", "encodings/koi", "encodings/tis_",
           "encodings/hp_", "encodings/ptcp", "pydoc_data/", "_sysconfigdata", "lib2to3/tests/data",
           "site-packages/", "idlelib/idle_test/htest", "test/test_email/data")  # fmt: skip
 
 
 def library_files() -> list[tuple[str, str]]:
-    """Name and text of every module of the running Python's library, sorted.
+    """Return the name and text of every module of the running Python's library, sorted by name.
 
-    Left out are tables, repeated files, and files that are not UTF-8 or have very long lines.
+    Tables, repeated files, and files that are not UTF-8 or have very long lines are left out.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
     files, seen = [], set()
@@ -32,6 +46,50 @@ def library_files() -> list[tuple[str, str]]:
     return files
 
 
-def held_out(name: str) -> bool:
-    """About one module in 37, chosen by the hash of its name."""
+def is_held_out(name: str) -> bool:
+    """Return True for about one module in 37, by the hash of its name."""
     return hashlib.sha256(name.encode()).digest()[0] % 40 == 0
+
+
+def held_out_prompts(
+    tokenizer: Tokenizer, positions: tuple[float, ...] = (1 / 2,)
+) -> Iterator[list[int]]:
+    """Yield the tokens up to each relative position of each held-out module that is long enough."""
+    for name, text in library_files():
+        tokens = tokenizer.encode(text).ids if is_held_out(name) else []
+        if len(tokens) >= 2 * len(positions) * PROMPT_LENGTH:
+            for position in positions:
+                end = int(position * len(tokens))
+                yield tokens[end - PROMPT_LENGTH : end]
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
+    """Train a byte-level BPE tokenizer; id 0 is the end token, and every byte has a token."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+@click.command()
+@click.option("--bundle", help="Bundle whose tokenizer counts tokens. [default: the embedded pair]")
+@click.option("--modules", "count", default=40, show_default=True, help="Number of modules.")
+def main(bundle: str | None, count: int) -> None:
+    """Print prompts from held-out modules, one JSON object a line."""
+    from specedge import load
+
+    tokenizer = load(bundle).tokenizer
+    prompts = held_out_prompts(tokenizer, (1 / 3, 2 / 3))
+    for _, prompt in zip(range(2 * count), prompts, strict=False):
+        click.echo(json.dumps({"prompt": tokenizer.decode(prompt)}))
+
+
+if __name__ == "__main__":
+    main()

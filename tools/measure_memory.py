@@ -1,74 +1,139 @@
-"""The peak of memory that is predicted for a pair beside the one measured. Development only.
+"""Measure the memory of a loaded bundle and of an export. Linux only.
 
-    python tools/measure_memory.py BUNDLE ... [--ops OPS]
+    python tools/measure_memory.py bundle BUNDLE ... [--ops OPS]
+    python tools/measure_memory.py export TARGET [--draft DRAFT] [--precision int8]
 
-For each bundle a new process loads the pair and fills its context, greedily and at temperature 1,
-with the prompt read anew in between. Prints a row of docs/measurements.md's table for each. Linux
-only.
+`bundle`: a new process loads the bundle and fills its context, greedily and at temperature 1; its
+peak is compared with the predicted one. `export`: seconds and peaks by step, of resident memory and
+of memory that no file backs, which the system cannot reclaim.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
+import os
 import subprocess
 import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
+from harness import MB, process_memory, table_header, table_row
 from specedge.bundle import Bundle
 from specedge.runtime.requests.loading import load, memory_of
 
 NEW_TOKENS = 64
-HEADER = [
-    "| bundle | weights | caches | predicted: opening | running | measured: loaded | at the end "
-    "| peak | predicted over measured |",
-    "|" + "---|" * 9,
-]
-MB = 1e6
+BUNDLE_COLUMNS = (
+    *("bundle", "weights", "caches", "predicted: opening", "running"),
+    *("measured: loaded", "at the end", "peak", "predicted over measured"),
+)
 
 
-def fill(bundle: str, ops: str) -> tuple[int, int, int]:
-    """Load a pair and fill its context: bytes then, at the end, and at the peak."""
+@click.group()
+def main() -> None:
+    """Measure memory."""
+
+
+@main.command("bundle")
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
+@click.option("--ops", default="auto", show_default=True, help="Op set to run.")
+@click.option("--fill", is_flag=True, hidden=True)
+def measure_bundles(bundles: tuple[Path, ...], ops: str, fill: bool) -> None:
+    """Compare the predicted and the measured peak of each bundle."""
+    if fill:
+        click.echo(" ".join(map(str, fill_context(bundles[0], ops))))
+        return
+    click.echo(table_header(*BUNDLE_COLUMNS))
+    for bundle in bundles:
+        need = memory_of(Bundle.read(bundle), ops)
+        command = [sys.executable, __file__, "bundle", "--fill", "--ops", ops, str(bundle)]
+        output = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout
+        measured = list(map(int, output.split()))
+        weights = need.target.weights + (need.draft.weights if need.draft else 0)
+        sizes = [weights, need.parts["caches"], need.opening, need.running, *measured]
+        cells = [f"{size / MB:.0f} MB" for size in sizes]
+        click.echo(table_row(bundle.name, *cells, f"{need.peak / measured[-1]:.3f}"))
+
+
+def fill_context(bundle: Path, ops: str) -> tuple[int, int, int]:
+    """Load a bundle and fill its context; return the bytes after loading, at the end, and peak."""
     pipeline = load(bundle, ops=ops)
-    loaded = resident("VmRSS")
+    loaded = process_memory("VmRSS")
     prompt = [1] * (pipeline.bundle.context_length - NEW_TOKENS)
     for temperature in (0.0, 1.0):
         pipeline.forget()
         pipeline.generate(prompt, NEW_TOKENS, temperature, seed=1, ignore_eos=True)
-    return loaded, resident("VmRSS"), resident("VmHWM")
+    return loaded, process_memory("VmRSS"), process_memory("VmHWM")
 
 
-def resident(name: str) -> int:
-    """A figure of this process in bytes: VmRSS now, VmHWM at the peak."""
-    lines = Path("/proc/self/status").read_text("utf-8").splitlines()
-    line = next(line for line in lines if line.startswith(f"{name}:"))
-    return 1024 * int(line.split()[1])
-
-
-def row(bundle: Path, ops: str) -> str:
-    """A bundle's line of the table."""
-    need = memory_of(Bundle.read(bundle), ops)
-    command = [sys.executable, __file__, "--one", "--ops", ops, str(bundle)]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    loaded, end, peak = map(int, said.split())
-    weights = need.target.weights + need.draft.weights
-    sizes = [weights, need.parts["caches"], need.opening, need.running, loaded, end, peak]
-    shown = " | ".join(f"{size / MB:.0f} MB" for size in sizes)
-    return f"| {bundle.name} | {shown} | {need.peak / peak:.3f} |"
-
-
-@click.command()
-@click.argument("bundles", nargs=-1, required=True, type=click.Path(path_type=Path))
-@click.option("--ops", default="auto", show_default=True, help="Run the graphs of this op set.")
-@click.option("--one", is_flag=True, hidden=True)
-def main(bundles: tuple[Path, ...], ops: str, one: bool) -> None:
-    """Print what was predicted and measured of each bundle."""
-    if one:
-        click.echo(" ".join(map(str, fill(str(bundles[0]), ops))))
+@main.command("export")
+@click.argument("target", type=click.Path(exists=True, path_type=Path))
+@click.option("--draft", help="Checkpoint of the draft model, or self:N. [default: none]")
+@click.option("--precision", default="fp32", show_default=True)
+@click.option("--folder", type=click.Path(path_type=Path), help="Folder for the temporary bundle.")
+@click.option("--output", hidden=True)
+def measure_export(
+    target: Path, draft: str | None, precision: str, folder: Path | None, output: str | None
+) -> None:
+    """Export a checkpoint and print the seconds and the memory of each step."""
+    if output:
+        _export(draft, target, output, precision)
         return
-    click.echo("\n".join(HEADER))
-    for bundle in bundles:
-        click.echo(row(bundle, ops))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        command = [sys.executable, __file__, "export", str(target), "--precision", precision]
+        command += [
+            "--output",
+            os.path.join(place, "bundle"),
+            *(["--draft", draft] if draft else []),
+        ]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        samples: list[tuple[float, int, int]] = []
+        watch = threading.Thread(target=_sample_memory, args=(process, samples))
+        watch.start()
+        lines, _ = process.communicate()
+        watch.join()
+    click.echo(table_header("step", "seconds", "CPU seconds", "resident", "no file's"))
+    for step, start, end in map(json.loads, lines.splitlines()):
+        peaks = [sizes for when, *sizes in samples if start[0] <= when <= end[0]] or [[0, 0]]
+        sizes = [f"{max(column) / MB:.0f} MB" for column in zip(*peaks, strict=True)]
+        click.echo(
+            table_row(step, *(f"{b - a:.1f}" for a, b in zip(start, end, strict=True)), *sizes)
+        )
+    if process.returncode:
+        raise click.ClickException("the export failed")
+
+
+def _export(draft: str | None, target: Path, output: str, precision: str) -> None:
+    """Export in this process; print a JSON line for each step: its name, begin and end."""
+    from specedge.errors import SpecEdgeError
+    from specedge.exporter import Progress, export
+
+    class TimedProgress(Progress):
+        @contextlib.contextmanager
+        def shown(self, description: str, total: int | None) -> Iterator[Any]:
+            start = time.time(), time.process_time()
+            yield lambda amount: None
+            print(json.dumps([description, start, (time.time(), time.process_time())]), flush=True)
+
+    try:
+        export(draft, target, output, precision=precision, progress=TimedProgress())
+    except SpecEdgeError as error:
+        raise click.ClickException(str(error)) from error
+
+
+def _sample_memory(process: subprocess.Popen[str], samples: list[tuple[float, int, int]]) -> None:
+    """Append the time, resident bytes and bytes that no file backs, every 20 milliseconds."""
+    while process.poll() is None:
+        with contextlib.suppress(OSError, StopIteration):  # it has just ended
+            sizes = [process_memory(name, process.pid) for name in ("VmRSS", "RssAnon")]
+            samples.append((time.time(), *sizes))
+        time.sleep(0.02)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,18 @@
-"""What passes of T tokens take, beside reading the weights, and on what. Development only.
+"""Measure passes of T tokens against the time to read the weights, and the share of each kernel.
 
     python tools/measure_passes.py BUNDLE [BUNDLE ...] [--role target] [--threads N] [--unsigned]
         [--ops NAME ...] [--past N]
 
-Milliseconds are the least and the median of passes over a cache of 100 tokens, or of `--past`;
-bundles, op sets and T all in turn. The bound is the weights' bytes at the bandwidth that as many
-threads reach here, adding up arrays. The shares are of kernels' time in a profile of their own,
-whose clock costs each node some microseconds: they name what is worth a look, not seconds.
+Milliseconds are the minimum and the median of passes after 100 cached tokens, or `--past`; bundles,
+op sets and T run in turn. The bound is the weights' bytes at the memory bandwidth that as many
+threads reach. Shares are of kernel time in a separate profile, whose clock costs each node some
+microseconds: they show what is worth a look, not seconds.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import threading
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
@@ -24,63 +23,47 @@ import click
 import numpy as np
 import onnxruntime as ort
 
+from harness import MB, memory_bandwidth, table_header, table_row
 from specedge import int8_products
 from specedge.bundle import Bundle
-from specedge.bundle.manifest import ModelEntry
 from specedge.cpu_count import cpu_count
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 
 LENGTHS = (*range(1, 10), 96)
-ARRAY = 200_000_000  # bytes each thread adds up
-KINDS = {
-    "matrices": (
-        *("MatMul", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits", "Gemm"),
-        "FusedMatMul",
-    ),
+MATRICES = ("MatMul", "FusedMatMul", "Gemm")
+KERNELS = {
+    "matrices": (*MATRICES, "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits"),
     "attention": ("GroupQueryAttention", "Attention", "Softmax"),
+    "small nodes": (),
 }
 
 
-def bandwidth(threads: int) -> float:
-    """Bytes a second that so many threads read."""
-    arrays = [np.ones(ARRAY // 8) for _ in range(threads)]
-    best = float("inf")
-    for _ in range(10):
-        workers = [threading.Thread(target=array.sum) for array in arrays]
-        begin = time.perf_counter()
-        for worker in workers:
-            worker.start()
-        for worker in workers:
-            worker.join()
-        best = min(best, time.perf_counter() - begin)
-    return threads * ARRAY / best
-
-
-def timed(
+def pass_seconds(
     models: dict[str, OrtModel], repeats: int, past: int
 ) -> dict[tuple[str, int], list[float]]:
-    """Seconds of passes, all in turn."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    """Return the seconds of passes by model and length, all in turn."""
+    seconds: dict[tuple[str, int], list[float]] = defaultdict(list)
     for model in models.values():
         model.prefill([0] * past)
     for i in range(repeats + 1):
         for name, model in models.items():
             for length in LENGTHS:
-                begin = time.perf_counter()
+                start = time.perf_counter()
                 model.forward([0] * length)
-                took = time.perf_counter() - begin
+                elapsed = time.perf_counter() - start
                 model.truncate(past)
                 if i:  # the first binds buffers
-                    found[name, length].append(took)
-    return found
+                    seconds[name, length].append(elapsed)
+    return seconds
 
 
-def shares(
-    bundle: Bundle, model: ModelEntry, ops: str, length: int, device: Device, past: int
+def kernel_shares(
+    bundle: Bundle, role: str, ops: str, length: int, device: Device, past: int
 ) -> dict[str, float]:
-    """The share of each kind of kernel in a decoder's pass of T tokens, over caches in place."""
+    """Return the share of each group of kernels in a decoder pass over in-place caches."""
+    model = bundle.models[role]
     entry = model.graph("decoder", ops)
     signature = model.signatures[entry.signature]
     options = ort.SessionOptions()
@@ -97,9 +80,8 @@ def shares(
             array = np.zeros(tensor.at(1, length, length), tensor.dtype)
             if tensor.role == "past_length":
                 array[:] = past
-            value = ort.OrtValue.ortvalue_from_numpy(array)
-            binding.bind_ortvalue_input(tensor.name, value)
-            values[tensor.buffer] = value
+            values[tensor.buffer] = ort.OrtValue.ortvalue_from_numpy(array)
+            binding.bind_ortvalue_input(tensor.name, values[tensor.buffer])
         for tensor in signature.outputs:
             if tensor.role == "cache":
                 binding.bind_ortvalue_output(tensor.name, values[tensor.buffer])
@@ -113,20 +95,20 @@ def shares(
         if event.get("cat") == "Node" and event["name"].endswith("kernel_time"):
             nodes[event["name"], event["args"]["op_name"]].append(event["dur"])
     total: Counter[str] = Counter()
-    for (_, op), took in nodes.items():
-        kind = next((kind for kind, ops in KINDS.items() if op in ops), "small nodes")
-        total[kind] += min(took)
-    return {kind: total[kind] / total.total() for kind in (*KINDS, "small nodes")}
+    for (_, op_type), durations in nodes.items():
+        group = next((group for group, ops in KERNELS.items() if op_type in ops), "small nodes")
+        total[group] += min(durations)
+    return {group: total[group] / total.total() for group in KERNELS}
 
 
 @click.command()
-@click.argument("folders", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("folders", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
 @click.option("--role", type=click.Choice(["target", "draft"]), default="target")
 @click.option("--threads", type=int, default=cpu_count(), show_default=True)
 @click.option("--repeats", default=20, show_default=True)
 @click.option("--unsigned", is_flag=True, help="Multiply unsigned bytes, as AVX2 alone needs.")
-@click.option("--ops", multiple=True, help="Op sets, in turn. [default: what the CPU takes]")
-@click.option("--past", default=100, show_default=True, help="Tokens in the cache.")
+@click.option("--ops", multiple=True, help="Op sets to compare. [default: the CPU's]")
+@click.option("--past", default=100, show_default=True, help="Cached tokens.")
 def main(
     folders: tuple[Path, ...],
     role: str,
@@ -136,37 +118,31 @@ def main(
     ops: tuple[str, ...],
     past: int,
 ) -> None:
-    """Measure and print three tables."""
-    opened = {folder.name: Bundle.read(folder) for folder in folders}
+    """Measure passes of bundles and print two tables."""
     device = Device("cpu", threads, unsigned=unsigned)
     bundles, models = {}, {}
-    for bundle_name, bundle in opened.items():
+    for folder in folders:
+        bundle = Bundle.read(folder)
         model = bundle.models[role]
-        for one in ops or (choose_ops(model),):
-            name = " ".join((bundle_name, *([one] if ops else [])))
-            bundles[name], models[name] = bundle, OrtModel(bundle, model, device, one)
-    speed = bandwidth(threads)
-    found = timed(models, repeats, past)
-    click.echo(f"{role}, {threads} threads, {speed / 1e9:.1f} GB/s, ONNX Runtime {ort.__version__}")
-    click.echo("| bundle | weights | bound | " + " | ".join(f"T={t}" for t in LENGTHS) + " | v |")
-    click.echo("|---" * (len(LENGTHS) + 4) + "|")
-    for name, bundle in bundles.items():
+        for name in ops or (choose_ops(model),):
+            label = f"{folder.name} {name}" if ops else folder.name
+            bundles[label], models[label] = bundle, OrtModel(bundle, model, device, name)
+    bandwidth = memory_bandwidth(threads)
+    seconds = pass_seconds(models, repeats, past)
+    click.echo(f"{role}, {threads} threads, {bandwidth / 1e9:.1f} GB/s, ORT {ort.__version__}; ms")
+    click.echo(table_header("bundle", "weights", "bound", *(f"T={t}" for t in LENGTHS), "v"))
+    for label, bundle in bundles.items():
         size = bundle.files[bundle.models[role].weights].size
-        cells = [
-            f"{1e3 * min(found[name, t]):.1f} ({1e3 * median(found[name, t]):.1f})" for t in LENGTHS
-        ]
-        v = min(found[name, 5]) / min(found[name, 1])
-        bound = f"{1e3 * size / speed:.1f}"
-        click.echo(f"| {name} | {size / 1e6:.0f} MB | {bound} | {' | '.join(cells)} | {v:.2f} |")
-    click.echo(
-        "\n| bundle | T | " + " | ".join((*KINDS, "small nodes")) + " |\n" + "|---" * 5 + "|"
-    )
-    for name, bundle in bundles.items():
+        times = [seconds[label, length] for length in LENGTHS]
+        cells = [f"{1e3 * min(some):.1f} ({1e3 * median(some):.1f})" for some in times]
+        verify_cost = f"{min(seconds[label, 5]) / min(seconds[label, 1]):.2f}"
+        bound = f"{1e3 * size / bandwidth:.1f}"
+        click.echo(table_row(label, f"{size / MB:.0f} MB", bound, *cells, verify_cost))
+    click.echo("\n" + table_header("bundle", "T", *KERNELS))
+    for label, bundle in bundles.items():
         for length in (1, 5):
-            model, one = bundle.models[role], models[name].ops
-            parts = shares(bundle, model, one, length, device, past)
-            shown = " | ".join(f"{share:.0%}" for share in parts.values())
-            click.echo(f"| {name} | {length} | {shown} |")
+            shares = kernel_shares(bundle, role, models[label].ops, length, device, past)
+            click.echo(table_row(label, length, *(f"{share:.0%}" for share in shares.values())))
 
 
 if __name__ == "__main__":

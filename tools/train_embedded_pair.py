@@ -18,6 +18,7 @@ import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import click
 import numpy as np
@@ -30,9 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from byte_level import END, train_tokenizer
-from corpus import held_out, library_files
-from muon import BFLOAT16, Muon
+from corpus import END, is_held_out, library_files, train_tokenizer
 
 SEED = 1
 CARD = """---
@@ -51,6 +50,20 @@ NUM_SAMPLES = 1024  # texts that the target writes
 NUM_WINDOWS = 2048  # of the library, for the draft
 LESSON = 96  # tokens of the target's distribution that the draft sees
 EVERY = 100  # steps between checkpoints and held-out evaluations
+
+# Without instructions for it bfloat16 is many times slower than float32.
+BFLOAT16 = torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+class Muon(torch.optim.Muon):
+    """PyTorch's Muon, which multiplies in bfloat16; in float32 where that is faster."""
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        if BFLOAT16:
+            return super().step(closure)
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):
+            return super().step(closure)
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, texts: list[str]) -> torch.Tensor:
@@ -250,11 +263,11 @@ def save_checkpoint(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, 
 
 def stages(work: Path, output: Path) -> Iterator[str]:
     files = library_files()
-    tests = [name for name, _ in files if held_out(name)]
+    tests = [name for name, _ in files if is_held_out(name)]
     digest = hashlib.sha256("".join(n + t for n, t in files).encode()).hexdigest()
     facts = {"corpus_sha256": digest, "modules": len(files), "held_out": tests}
     (work / "corpus.json").write_text(json.dumps(facts, indent=1))
-    texts = [text for name, text in files if not held_out(name)]
+    texts = [text for name, text in files if not is_held_out(name)]
     if not (work / "tokenizer.json").exists():
         train_tokenizer(texts, VOCAB_SIZE).save(str(work / "tokenizer.json"))
     tokenizer = PreTrainedTokenizerFast(
@@ -262,7 +275,10 @@ def stages(work: Path, output: Path) -> Iterator[str]:
         model_max_length=CONTEXT,
     )  # fmt: skip
     if not (work / "streams.pt").exists():
-        streams = encode(tokenizer, texts), encode(tokenizer, [t for n, t in files if held_out(n)])
+        streams = (
+            encode(tokenizer, texts),
+            encode(tokenizer, [t for n, t in files if is_held_out(n)]),
+        )
         torch.save(streams, work / "streams.pt")
     train, test = torch.load(work / "streams.pt", weights_only=True)
     yield f"{len(files)} modules, {len(train)} tokens to train, {len(test)} held out"

@@ -44,9 +44,9 @@ SETTINGS = (
     Sampling(temperature=1.0, top_k=20, top_p=0.9),
     Sampling(temperature=1.0, top_k=20, min_p=0.05, repetition_penalty=1.2),
 )
-# Ten times how far float logits of ONNX Runtime 1.28 and 1.32 were apart, as measured by
-# tools/measure_versions.py. Integers had the same bits from 1.30 on; where a byte rounds otherwise
-# they are apart by 0.3, which no transcript can bear.
+# Ten times the measured difference of float logits between ONNX Runtime 1.28 and 1.32. int8 logits
+# are bitwise identical from 1.30 on; where a byte rounds differently they differ by 0.3, which no
+# transcript can tolerate.
 LEAST_MARGIN = 6e-4
 _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 

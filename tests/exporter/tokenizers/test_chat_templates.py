@@ -7,7 +7,7 @@ import pytest
 from tokenizers import processors
 from transformers import PreTrainedTokenizerFast
 
-from byte_level import train_tokenizer
+from corpus import train_tokenizer
 from specedge.bundle import Bundle, store
 from specedge.exporter.checkpoint import checkpoints
 from specedge.runtime.text.chat import render

@@ -1,7 +1,6 @@
 """Models with real magnitudes are accepted, and each fault planted into their graphs is refused."""
 
 import functools
-from functools import partial
 
 import pytest
 import torch
@@ -14,9 +13,7 @@ from specedge.exporter.tracing import tracing
 
 OPS = ("onnx", "gqa")
 TOKENS = torch.arange(64)
-# The families in which a mechanism shows most, those that have all faults, and one with a router;
-# Gemma's and GPT-2's heads are tied.
-CASES = {"qwen2": {}, "gemma2": {}, "llama": {"layers": 6}, "qwen3": {}, "gpt2": {}, "mixtral": {}}
+CASES = {"qwen2": {}, "gemma2": {}, "llama": {"layers": 6}, "qwen3": {}}
 OFTEN_AND_SELDOM = [
     family
     if family in ("qwen2", "gemma2", "llama")
@@ -73,50 +70,6 @@ class Case:
 @pytest.fixture(scope="module")
 def cases():
     return functools.cache(Case)
-
-
-def largest(model, part):
-    """The largest number of a parameter."""
-    (found,) = [p for name, p in model.named_parameters() if name.endswith(part)]
-    return float(found.detach().abs().max())
-
-
-def residual(model):
-    """The largest number between two layers."""
-    return max(size for size, _ in realistic.residuals(model, TOKENS))
-
-
-def inequality(model, axis):
-    """How many times the median the largest of embeddings' rows or columns is."""
-    found = model.get_input_embeddings().weight.detach().abs().median(axis).values
-    return float(found.max() / found.median())
-
-
-def sinks(model):
-    """What attention every sixteenth token gets, in the half of heads where it gets most."""
-    with torch.no_grad():
-        weights = model(TOKENS[None], output_attentions=True).attentions[-1][0, :, 48:, ::16]
-    return float(weights.sum(-1).mean(1).sort().values[len(weights) // 2])
-
-
-@pytest.mark.parametrize(
-    ("mechanism", "family", "measured", "least"),
-    [
-        ("unequal_embeddings", "gemma2", partial(inequality, axis=1), 3),
-        ("outlier_channels", "qwen2", partial(inequality, axis=0), 100),
-        ("norm_gains", "gemma2", partial(largest, part="0.input_layernorm.weight"), 59),
-        ("attention_biases", "qwen2", partial(largest, part="0.self_attn.q_proj.bias"), 69),
-        ("attention_biases", "qwen2", partial(largest, part="0.self_attn.k_proj.bias"), 175),
-        ("qk_gains", "qwen3", partial(largest, part="0.self_attn.q_norm.weight"), 30),
-        ("massive_channel", "llama", residual, 2600),
-        ("massive_channel", "gpt2", residual, 2900),
-        ("sink_attention", "llama", sinks, 0.3),
-    ],
-)
-def test_the_models_have_each_mechanism_of_trained_ones(mechanism, family, measured, least, cases):
-    without = [name for name in realistic.MECHANISMS if name != mechanism]
-    spared = realistic.make_model(family, mechanisms=without, context=CONTEXT, **CASES[family])
-    assert measured(cases(family).model) >= least > measured(spared)
 
 
 @pytest.mark.slow(after_first=True)

@@ -243,7 +243,8 @@ def test_a_groups_pages_of_files_are_free(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_peak_is_predicted():
-    command = [sys.executable, measure_memory.__file__, "--one", str(store.embedded_folder())]
+    folder = str(store.embedded_folder())
+    command = [sys.executable, measure_memory.__file__, "bundle", "--fill", folder]
     for _ in range(2):  # the first load measures costs and tests long passes, once a machine
         said = subprocess.run(command, capture_output=True, text=True, check=True)
     measured = int(said.stdout.split()[-1])

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 
-from byte_level import END, train_tokenizer
+from corpus import END, train_tokenizer
 from specedge.runtime.text.detokenizer import Detokenizer, StopStrings
 
 

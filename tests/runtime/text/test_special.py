@@ -12,7 +12,7 @@ from tokenizers import (
     pre_tokenizers,
 )
 
-from byte_level import END
+from corpus import END
 from specedge.bundle import Bundle, store
 from specedge.errors import PromptError
 from specedge.request import GenerationRequest

@@ -1,8 +1,10 @@
 """Greedy text under every sampling option: fifty prompts at every K."""
 
+from itertools import islice
+
 import pytest
 
-from measure_pair import prompts
+from corpus import held_out_prompts
 
 EVERY_OPTION = {
     "repetition_penalty": 1.1,
@@ -22,7 +24,7 @@ EVERY_OPTION = {
 @pytest.fixture(scope="module")
 def plain(pipeline):
     """Fifty prompts of held-out code, with 200 tokens of the target alone."""
-    held_out = prompts(pipeline, 50)
+    held_out = list(islice(held_out_prompts(pipeline.tokenizer), 50))
     texts = [*held_out, *(text[:48] for text in held_out)][:50]
     assert len(texts) == 50
     return [
