@@ -1,4 +1,4 @@
-"""A checkpoint in, a bundle out: torch, transformers and onnx live here and nowhere else."""
+"""Export of checkpoints to bundles: the only package that imports torch, transformers and onnx."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from specedge.errors import MissingExtraError
 from specedge.telemetry import disabled_telemetry
 
 if TYPE_CHECKING:
-    from .exporting import export
-    from .hosts.embedding import embed
+    from .bundle_export import export
+    from .hosts.host_graphs import embed
     from .progress import Progress
 
 __all__ = ["Progress", "embed", "export"]
 
-_HOMES = {"embed": "hosts.embedding", "export": "exporting", "Progress": "progress"}
+_HOMES = {"embed": "hosts.host_graphs", "export": "bundle_export", "Progress": "progress"}
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""What an export tells its caller while it works."""
+"""Progress reports of an export."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ Advance = Callable[[int], None]
 
 
 class Progress:
-    """Collects notes and times and shows nothing; the command line has one that draws bars."""
+    """Collector of notes and times without output; the command line subclasses it to draw bars."""
 
     def __init__(self) -> None:
         self.notes: list[str] = []
         self.seconds: dict[str, float] = {}
 
     def note(self, text: str) -> None:
-        """Something the user should know that stops nothing."""
+        """Record a message that the user should read and that stops nothing."""
         if text not in self.notes:
             self.notes.append(text)
 
     @contextlib.contextmanager
     def step(self, description: str, total: int | None = None) -> Iterator[Advance]:
-        """A long step; call what is yielded with how much was done of `total`.
+        """Time a long step; call the yielded function with the amount done of `total`.
 
-        Its seconds are added to those of earlier steps with the same description.
+        The seconds are added to those of earlier steps with the same description.
         """
         start = time.perf_counter()
         with self.shown(description, total) as advance:
@@ -35,5 +35,5 @@ class Progress:
 
     @contextlib.contextmanager
     def shown(self, description: str, total: int | None) -> Iterator[Advance]:
-        """What the caller sees of a step: here nothing."""
+        """Display a step; overridden by callers with a display."""
         yield lambda amount: None

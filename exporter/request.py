@@ -1,4 +1,4 @@
-"""What an export is asked for, and what of that is refused before anything is read."""
+"""Options of an export, validated before anything is read."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 
 
 @dataclass(frozen=True)
-class Request:
-    """What the caller asked for, the same for both models."""
+class ExportRequest:
+    """Options of an export, the same for both models."""
 
     num_draft_tokens: int
     max_length: int | None
@@ -30,21 +30,21 @@ class Request:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What the names of further op sets end in."""
+        """Suffixes of the names of additional op sets."""
         return tuple(kind for kind in (self.compute, CACHE_TYPES.get(self.cache or "")) if kind)
 
     def of(self, role: str) -> str:
-        """A model's precision, as far as that is known without its weights."""
+        """Return a model's precision, as far as it is known without the weights."""
         return (self.draft_precision if role == "draft" else None) or self.precision
 
     @property
     def average_bits(self) -> float:
-        """Bits of codes that int4's weights in layers may have on average."""
+        """Average bits per weight that int4 may use in the layers."""
         return 4.0 if self.bits is None else self.bits
 
     @property
     def chooses(self) -> bool:
-        """Whether a draft's precision is the fastest here: not where it is for other devices."""
+        """True if the draft's precision is measured on this device, not given for another one."""
         return self.draft_precision is None and self.compute is None
 
     def __post_init__(self) -> None:

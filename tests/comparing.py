@@ -1,11 +1,11 @@
 """A model exported into a folder, and its graphs compared with PyTorch."""
 
 from checkpoints import make_config, make_model
-from specedge.exporter import Progress, model_files
-from specedge.exporter.checkpoint.lazy_weights import Sources
-from specedge.exporter.checkpoint.loading import Loaded
-from specedge.exporter.tracing import geometry, tracing
-from specedge.exporter.tracing.module_patches import swapped
+from specedge.exporter import Progress, model_export
+from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.checkpoint.loader import LoadedModel
+from specedge.exporter.tracing import geometry, tracer
+from specedge.exporter.tracing.module_patches import patched_modules
 from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.runner import Runner
 
@@ -13,30 +13,30 @@ CONTEXT = 96
 
 
 def traced(model, folder, ops="onnx", context=CONTEXT):
-    loaded = Loaded(model, "float32", Sources())
-    part = model_files.measured("target", loaded, context, 4, 512, folder, Progress())
-    model_files.write([part], ops)
+    loaded = LoadedModel(model, "float32", WeightSources())
+    part = model_export.measure_model("target", loaded, context, 4, 512, folder, Progress())
+    model_export.write_models([part], ops)
     return Runner(folder, part.lengths, part.shape, ops)
 
 
 def graphs_of(model):
     """What a model's layers do, and its graph in each op set that it can have."""
-    shape = geometry.measure(model, CONTEXT, 4)
-    layers = tracing.observe(model, shape)
+    shape = geometry.measure_geometry(model, CONTEXT, 4)
+    layers = tracer.observe(model, shape)
     fused = not any(layer.obstacle() for layer in layers)
-    with swapped(model, CONTEXT, shape.capacity):
+    with patched_modules(model, CONTEXT, shape.capacity):
         op_sets = ("onnx", "gqa") if fused else ("onnx",)
-        return layers, {ops: tracing.trace(model, shape, ops, layers) for ops in op_sets}
+        return layers, {ops: tracer.trace(model, shape, ops, layers) for ops in op_sets}
 
 
 def computed(model, runner):
     """What PyTorch computes, to compare a graph with."""
-    return reference.references("target", model, Sources(), runner.geometry, 512)
+    return reference.compute_references("target", model, WeightSources(), runner.geometry, 512)
 
 
 def measure(model, runner, tolerance=None, references=None):
     references = references or computed(model, runner)
-    found, differing = parity.measure("target", references, runner, tolerance)
+    found, differing = parity.verify("target", references, runner, tolerance)
     assert differing == []
     return found
 

@@ -9,7 +9,7 @@ import specedge
 from architectures import CONTEXT
 from checkpoints import greedy_tokens
 from specedge.exporter import export
-from specedge.exporter.tracing.module_patches import fix_rotary
+from specedge.exporter.tracing.module_patches import freeze_rotary
 
 PROMPT = list(range(40, 52))
 LENGTH = 200
@@ -30,7 +30,7 @@ def check_pair(draft, target, folder, model, **options):
 
 def compare_with_transformers(model, tokens):
     """Equal tokens, up to a near-tie whose margin is as small as rounding."""
-    fix_rotary(model, CONTEXT)
+    freeze_rotary(model, CONTEXT)
     generated = greedy_tokens(model, PROMPT, LENGTH)
     if generated == tokens:
         return

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from specedge.exporter.graph.nodes import constant, insert
+from specedge.exporter.graph.nodes import add_constant, insert_node
 
 DIFFERS = (
     r"^target: (logits|(present\.\d+\.|Attention|Group)\S* (\S+ )?head \d+) at position \d+ differs"
@@ -40,9 +40,9 @@ def insert_before(
 ) -> None:
     """Put an operator with a constant between a node and one of its inputs."""
     name, source = f"{node.name}.fault", node.inputs[index]
-    inputs = [source, constant(graph, array, name)]
+    inputs = [source, add_constant(graph, array, name)]
     node.replace_input_with(
-        index, insert(node, op_type, inputs, f"{name}.output", source, **attributes)
+        index, insert_node(node, op_type, inputs, f"{name}.output", source, **attributes)
     )
 
 
@@ -138,7 +138,7 @@ def dropped_bias(graph: ir.Graph, part: str) -> None:
     ]
     for node, i in found[-1:]:
         zeros = np.zeros_like(node.inputs[i].const_value.numpy())
-        node.replace_input_with(i, constant(graph, zeros, f"{node.name}.fault"))
+        node.replace_input_with(i, add_constant(graph, zeros, f"{node.name}.fault"))
 
 
 def scaled_matrix(graph: ir.Graph) -> None:

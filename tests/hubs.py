@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress
-from specedge.exporter.checkpoint import checkpoints, loading
+from specedge.exporter.checkpoint import checkpoints, loader
 
 NAME = "org/model"
 WHOLE = "model.safetensors"
@@ -41,7 +41,7 @@ def find(revision=None, name=NAME):
 
 def refusal(revision=None, name=NAME):
     with pytest.raises(CheckpointError) as caught:
-        loading.load(find(revision, name), Progress())
+        loader.load(find(revision, name), Progress())
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -52,7 +52,7 @@ def files(server, kind=WHOLE):
 
 
 def same(found, folder):
-    loaded = loading.load(found, Progress())
+    loaded = loader.load(found, Progress())
     whole = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tokens = torch.arange(8)[None]
     with torch.no_grad(), loaded.sources.reading(loaded.model):

@@ -12,7 +12,7 @@ from specedge.exporter.quantization.experts import apart, mixtures
 from specedge.exporter.quantization.rewriting import Rewriter
 from specedge.exporter.quantization.storing import Store
 from specedge.exporter.tracing.experts import Swiglu
-from specedge.exporter.verification.stage import open_session
+from specedge.exporter.verification.subgraph import open_session
 
 E, CHOSEN, H, INNER = 16, 4, 64, 96
 ALPHA, BETA, LIMIT = 1.702, 1.0, 7.0

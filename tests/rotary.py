@@ -10,12 +10,12 @@ import torch
 from transformers import DynamicCache, LlamaConfig, Phi3Config, PreTrainedConfig
 
 from checkpoints import VOCAB_SIZE, make_model
-from specedge.exporter import Progress, model_files
-from specedge.exporter.checkpoint.lazy_weights import Sources
-from specedge.exporter.checkpoint.loading import Loaded
+from specedge.exporter import Progress, model_export
+from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.checkpoint.loader import LoadedModel
 from specedge.exporter.tracing.geometry import Geometry
-from specedge.exporter.tracing.module_patches import fix_rotary
-from specedge.exporter.verification.stage import open_session
+from specedge.exporter.tracing.module_patches import freeze_rotary
+from specedge.exporter.verification.subgraph import open_session
 
 CONTEXT, ORIGINAL = 8192, 4096
 _SIZES = {
@@ -93,10 +93,10 @@ def compared(kind: str, folder: Path) -> tuple[np.ndarray, float]:
     Of plain rope's the largest from position 4,096 on, which shows that the factors are at work.
     """
     model, own = make_model(config_of(kind)), make_model(config_of(kind))
-    fix_rotary(model, CONTEXT)
-    loaded = Loaded(model, "float32", Sources())
-    part = model_files.measured("target", loaded, CONTEXT, 4, VOCAB_SIZE, folder, Progress())
-    model_files.write([part], "onnx")
+    freeze_rotary(model, CONTEXT)
+    loaded = LoadedModel(model, "float32", WeightSources())
+    part = model_export.measure_model("target", loaded, CONTEXT, 4, VOCAB_SIZE, folder, Progress())
+    model_export.write_models([part], "onnx")
     tokens = np.random.default_rng(0).integers(0, VOCAB_SIZE, CONTEXT)
     found, wanted = in_the_graph(folder, part.shape, tokens), in_transformers(own, tokens)
     plain = in_transformers(make_model(config_of("default")), tokens)

@@ -75,9 +75,9 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
         session = Device().open(bundle.path(bundle.draft.graph("step", "onnx").file))
         assert session.get_session_options().intra_op_num_threads == 1
         if importlib.util.find_spec("onnx"):
-            from specedge.exporter.verification import stage
-            graph = stage.int8_products.PRODUCT_GRAPH
-            session = stage.open_session(graph, stage.ort.SessionOptions())
+            from specedge.exporter.verification import subgraph
+            graph = subgraph.int8_products.PRODUCT_GRAPH
+            session = subgraph.open_session(graph, subgraph.ort.SessionOptions())
             assert session.get_session_options().intra_op_num_threads == 1
         try:
             Device(threads=2)

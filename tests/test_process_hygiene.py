@@ -93,7 +93,7 @@ def test_loggers_of_an_app_go_on_while_libraries_are_quiet(caplog):
     pytest.importorskip("transformers")
     import logging
 
-    from specedge.exporter.quiet import quiet
+    from specedge.exporter.libraries import quiet
 
     libraries = [
         logging.getLogger(name) for name in ("torch.onnx.some", "transformers.models.some")

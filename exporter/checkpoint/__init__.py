@@ -1,1 +1,1 @@
-"""A checkpoint: found on disk or on the hub, its weights read where they lie."""
+"""Discovery and loading of checkpoints, whose weights stay memory-mapped."""

@@ -14,10 +14,10 @@ from torch import nn
 
 from specedge.errors import CheckpointError, MissingExtraError
 
+from ..libraries import quiet, translate_errors
 from ..progress import Progress
-from ..quiet import explained, quiet
 from . import folders, hub, licenses
-from .lazy_tensors import LazyTensor, numbers
+from .lazy_tensors import LazyTensor, materialize
 
 CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
@@ -38,7 +38,7 @@ _ALTERING = ("corda", "loftq", "lora_ga", "olora", "pissa")
 
 @dataclass
 class Adapter:
-    """A LoRA adapter: its config is here, its weights are when they are fetched."""
+    """LoRA adapter whose config is here, and whose weights are fetched later."""
 
     role: str
     name: str
@@ -47,13 +47,13 @@ class Adapter:
 
     @property
     def source(self) -> str:
-        """What the manifest says of it, behind its model's name."""
+        """Name of the adapter in the manifest, after its model's name."""
         commit = f"@{self.remote.revision}" if self.remote else ""
         return f"{self.name if self.remote else self.folder.resolve().name}{commit}"
 
 
 def find(role: str, name: str, model: str) -> Adapter:
-    """An adapter's config, in a folder or on the hub, if it fits. Raises CheckpointError."""
+    """Find an adapter's config and check that it fits the model. Raises CheckpointError."""
     where = f"{role} {name}"
     _installed(where)
     path = Path(name).expanduser()
@@ -72,8 +72,8 @@ def find(role: str, name: str, model: str) -> Adapter:
     return Adapter(role, name, folder, remote)
 
 
-def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
-    """The model with matrices that peft merges, in float32, whenever they are read."""
+def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
+    """Return the model with lazy matrices that peft merges, in float32, whenever they are read."""
     import peft
 
     where = f"{adapter.role} {adapter.name}"
@@ -82,10 +82,10 @@ def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
     with quiet():
         config = peft.PeftConfig.from_pretrained(str(adapter.folder))
         config.inference_mode = True
-        with explained(CheckpointError, f"{where} cannot be read: ", "; download it again"):
+        with translate_errors(CheckpointError, f"{where} cannot be read: ", "; download it again"):
             weights = peft.load_peft_weights(str(adapter.folder), device="cpu")
         cure = "; give the model it was trained on"
-        with explained(CheckpointError, f"{where} does not fit the model: ", cure):
+        with translate_errors(CheckpointError, f"{where} does not fit the model: ", cure):
             _read_saved(model, weights)
             wrapped = peft.get_peft_model(model, config)  # type: ignore[arg-type]
             result: Any = peft.set_peft_model_state_dict(wrapped, weights)
@@ -96,8 +96,8 @@ def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
     for layer in [m for m in wrapped.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]:
         base = layer.get_base_layer()
         base.weight = nn.Parameter(_merged(layer, base.weight, lock), requires_grad=False)
-    license = folders.line(licenses.stated(adapter.folder)) or "none stated"
-    base = folders.line(str(config.base_model_name_or_path or "a model it does not name"))
+    license = folders.printable_line(licenses.stated_license(adapter.folder)) or "none stated"
+    base = folders.printable_line(str(config.base_model_name_or_path or "a model it does not name"))
     progress.note(
         f"{where}, trained on {base}, is merged into its model, in float32; its licence: {license}"
     )
@@ -105,14 +105,14 @@ def merged(adapter: Adapter, model: Any, progress: Progress) -> Any:
 
 
 def _merged(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> LazyTensor:
-    """A layer's matrix with its adapter; the layer itself never holds the numbers. [R, C]"""
+    """Return a layer's lazy matrix with its adapter; the layer never holds weights. [R, C]"""
     weight = weight.detach()
 
     def read() -> torch.Tensor:
         with lock, torch.no_grad():
             twin, layer.base_layer = layer.base_layer, copy.copy(layer.base_layer)
             try:
-                full = numbers(weight).to(torch.float32, copy=True)
+                full = materialize(weight).to(torch.float32, copy=True)
                 layer.base_layer._parameters = {
                     **twin._parameters, "weight": nn.Parameter(full, requires_grad=False)
                 }  # fmt: skip
@@ -127,17 +127,17 @@ def _merged(layer: Any, weight: torch.Tensor, lock: threading.Lock) -> LazyTenso
 
 
 def _read_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Modules that an adapter brings whole are copied into, so they hold numbers."""
+    """Load modules that the adapter replaces whole, so that peft can copy into them."""
     whole = {key.replace(".base_layer", "").rpartition(".")[0] for key in weights}
     for name, module in model.named_modules():
         if name and any(place.endswith(f".{name}") for place in whole):
             for key, parameter in module.named_parameters(recurse=False):
-                full = numbers(parameter.detach()).to(torch.float32, copy=True)
+                full = materialize(parameter.detach()).to(torch.float32, copy=True)
                 setattr(module, key, nn.Parameter(full, requires_grad=False))
 
 
 def _untied(model: Any) -> Any:
-    """The model, which says so if an adapter made its head another matrix than its embedding."""
+    """Mark the model as untied if the adapter separated its LM head from its embedding."""
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight is not table.weight:
         model.config.tie_word_embeddings = False
@@ -146,8 +146,8 @@ def _untied(model: Any) -> Any:
 
 
 def _check(where: str, folder: Path, model: str) -> None:
-    """Refuse what cannot be merged, and another model's adapter."""
-    with explained(CheckpointError, f"{where}: {CONFIG} cannot be read: "):
+    """Refuse adapters that cannot be merged, and those of other models."""
+    with translate_errors(CheckpointError, f"{where}: {CONFIG} cannot be read: "):
         config = json.loads((folder / CONFIG).read_text("utf-8"))
         kind, base = str(config["peft_type"]), config.get("base_model_name_or_path")
     if kind != "LORA":
@@ -167,7 +167,7 @@ def _check(where: str, folder: Path, model: str) -> None:
 
 
 def _differ(base: object, model: str) -> bool:
-    """Whether two names are of two hub repositories; a folder could hold any."""
+    """Return True if both names are hub repositories and differ; a folder could hold any model."""
     if not isinstance(base, str) or Path(model).expanduser().exists() or Path(base).exists():
         return False
     return base.count("/") == model.count("/") == 1 and base.lower() != model.lower()

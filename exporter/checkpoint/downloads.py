@@ -1,7 +1,8 @@
-"""One file of a repository, downloaded to the hub's cache, with its bytes told as they come.
+"""Downloads of single files to the hub's cache, with progress, resumed across processes.
 
-huggingface_hub goes on where a connection broke, but forgets what it has when its process ends. So
-plain downloads are kept here until they are whole, and then are where its cache keeps them.
+huggingface_hub 2 resumes a broken connection, but it discards a partial file when its process ends.
+So plain downloads are kept here until they are complete, and then moved to their place in its
+cache.
 """
 
 from __future__ import annotations
@@ -22,35 +23,35 @@ from specedge.errors import CheckpointError
 
 from . import gguf_files
 
-HEAD = 1 << 24  # bytes; more than the vocabulary in a GGUF file's header takes as a rule
+HEADER_BYTES = 1 << 24  # bytes; more than the vocabulary in a GGUF file's header takes as a rule
 
 
 def fetch(
     name: str, revision: str, file: str, folder: Path, advance: Callable[[int], None]
 ) -> None:
-    """A file into the cache and a snapshot's `folder`; `advance` is told of bytes."""
+    """Download a file to the cache and a snapshot's `folder`; `advance` gets byte counts."""
     url = huggingface_hub.hf_hub_url(name, file, revision=revision)
     found = huggingface_hub.get_hf_file_metadata(url)
     by_xet = found.xet_file_data is not None and importlib.util.find_spec("hf_xet") is not None
     if (not by_xet or constants.HF_HUB_DISABLE_XET) and found.etag and found.size:
         _fetch_rest(url, folder.parents[1] / "blobs" / found.etag, found.size, advance)
-    huggingface_hub.hf_hub_download(name, file, revision=revision, tqdm_class=bar(advance))
+    huggingface_hub.hf_hub_download(name, file, revision=revision, tqdm_class=progress_bar(advance))
 
 
-def fetch_head(name: str, revision: str, file: str, path: Path, size: int) -> None:
-    """A GGUF file with its header, and holes where its tensors are."""
+def fetch_header(name: str, revision: str, file: str, path: Path, size: int) -> None:
+    """Download a GGUF file's header into a sparse file of the full size."""
     url = huggingface_hub.hf_hub_url(name, file, revision=revision)
-    length = HEAD
+    length = HEADER_BYTES
     while True:
         _fetch_start(url, path, length)
         os.truncate(path, size)
-        if length >= size or gguf_files.header_ends(path) <= length:
+        if length >= size or gguf_files.header_size(path) <= length:
             return
         length *= 2
 
 
-def bar(advance: Callable[[int], None]) -> type[utils.tqdm]:
-    """A progress bar, as huggingface_hub takes one, that draws nothing."""
+def progress_bar(advance: Callable[[int], None]) -> type[utils.tqdm]:
+    """Return a progress bar class for huggingface_hub that displays nothing."""
 
     class Bar(utils.tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
@@ -64,9 +65,9 @@ def bar(advance: Callable[[int], None]) -> type[utils.tqdm]:
 
 
 def _fetch_rest(url: str, blob: Path, size: int, advance: Callable[[int], None]) -> None:
-    """What is not here of a file, which becomes `blob` when it is whole.
+    """Download the missing part of a file, which is renamed to `blob` when it is complete.
 
-    Bytes that went wrong on their way, or on the disk, are fetched once more.
+    A file whose SHA-256 is wrong is downloaded once more.
     """
     part = blob.with_name(f"{blob.name}.part")
     part.parent.mkdir(parents=True, exist_ok=True)
@@ -91,7 +92,7 @@ def _fetch_rest(url: str, blob: Path, size: int, advance: Callable[[int], None])
 
 
 def _is(path: Path, etag: str) -> bool:
-    """Whether a file has the content that an etag names, where that is a SHA-256, as LFS has it."""
+    """Return True unless a file's SHA-256 differs from an etag that is one (LFS)."""
     if not re.fullmatch("[0-9a-f]{64}", etag):
         return True
     with path.open("rb") as file:
@@ -108,7 +109,7 @@ def _append(url: str, part: Path, size: int, advance: Callable[[int], None]) -> 
             resume_size=start,
             headers=_headers(),
             expected_size=size,
-            tqdm_class=bar(advance),
+            tqdm_class=progress_bar(advance),
         )
 
 

@@ -1,4 +1,4 @@
-"""What a folder or a repository holds, and what to do where that is no checkpoint."""
+"""Contents of a checkpoint's folder or repository, and advice where it is no checkpoint."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from specedge.errors import CheckpointError
 
-from ..quiet import one_line
+from ..libraries import first_line
 from . import licenses, weight_files
 
 
-def split(name: str) -> tuple[Path, str | None]:
-    """A folder or a repository, and the GGUF file in it that is asked for."""
+def split_gguf_name(name: str) -> tuple[Path, str | None]:
+    """Split a name into the folder or repository, and the GGUF file in it, if any."""
     path = Path(os.path.expanduser(name))
     remote = name.count("/") == 2 and not name.startswith((".", "/", "~"))
     if name.endswith(".gguf") and (path.is_file() or remote):
@@ -22,14 +22,14 @@ def split(name: str) -> tuple[Path, str | None]:
     return path, None
 
 
-def looks_like_a_path(name: str) -> bool:
-    """Whether a name can be no repository's, nor a GGUF file's in one."""
+def is_path_like(name: str) -> bool:
+    """Return True for a name that is neither a repository nor a GGUF file in one."""
     parts = name.count("/") - name.endswith(".gguf")
     return name.startswith((".", "/", "~")) or "\\" in name or parts > 1
 
 
-def check(role: str, name: str, folder: Path, files: set[str]) -> None:
-    """Say early, and what to do, when a folder holds something other than a checkpoint."""
+def check_layout(role: str, name: str, folder: Path, files: set[str]) -> None:
+    """Refuse a folder that holds something other than a checkpoint, with advice."""
     where = f"{role} {name}"
     if not files:
         raise CheckpointError(f"{where} is an empty folder; give one with a checkpoint")
@@ -53,7 +53,7 @@ def check(role: str, name: str, folder: Path, files: set[str]) -> None:
             f"give a checkpoint with {weight_files.SAFE[0]} or {weight_files.PICKLED[0]}"
         )
     if any(f.endswith(".onnx") for f in files) or "onnx" in files:
-        if (origin := original(role, name, folder)) is None:
+        if (origin := base_checkpoint(role, name, folder)) is None:
             cure = "give the checkpoint it was made from, with config.json and model.safetensors"
         else:
             cure = f"it was made from {origin}: give that, with its model.safetensors"
@@ -66,31 +66,33 @@ def check(role: str, name: str, folder: Path, files: set[str]) -> None:
     )
 
 
-def original(role: str, name: str, folder: Path) -> str | None:
-    """The checkpoint that this one says it was made from."""
+def base_checkpoint(role: str, name: str, folder: Path) -> str | None:
+    """Return the checkpoint from which this one was derived, according to its metadata."""
     base = licenses.front_matter(folder).get("base_model")
-    config = json_object(f"{role} {name}", folder / "config.json")
+    config = read_json_object(f"{role} {name}", folder / "config.json")
     base = base[0] if isinstance(base, list) and base else base
     for origin in (base, config.get("_name_or_path")):
         own = isinstance(origin, str) and Path(origin).absolute() == folder.absolute()
         if isinstance(origin, str) and origin not in ("", name) and not own:
-            return line(origin)
+            return printable_line(origin)
     return None
 
 
-def json_object(where: str, path: Path) -> dict[str, Any]:
-    """A file's JSON object; an empty one where there is no file. Raises CheckpointError."""
+def read_json_object(where: str, path: Path) -> dict[str, Any]:
+    """Read a file's JSON object; empty if there is no file. Raises CheckpointError."""
     try:
         value = json.loads(path.read_text("utf-8"))
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{where}: {path.name} cannot be read: {one_line(error)}") from error
+        raise CheckpointError(
+            f"{where}: {path.name} cannot be read: {first_line(error)}"
+        ) from error
     if not isinstance(value, dict):
         raise CheckpointError(f"{where}: {path.name} is not a JSON object")
     return value
 
 
-def line(text: str | None) -> str | None:
-    """Text that fits in one line of a manifest, whatever a folder or a README is called."""
+def printable_line(text: str | None) -> str | None:
+    """Return text as one printable line of at most 500 characters for the manifest."""
     return text and "".join(c if c.isprintable() else "?" for c in text[:500])

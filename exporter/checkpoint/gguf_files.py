@@ -1,4 +1,4 @@
-"""GGUF files, which transformers' own loader reads: it widens all of a model in memory."""
+"""GGUF files, read by transformers' own loader, which dequantizes the whole model in memory."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from transformers import AutoModelForCausalLM
 
 from specedge.errors import CheckpointError, MissingExtraError
 
-from ..quiet import explained, quiet
-from ..resident import memory
+from ..libraries import quiet, translate_errors
+from ..mapped_memory import system_memory
 
 # Bytes beside the model: 0.7 GB were measured at 215 M parameters, and wide layers take more.
 ROOM = 3e9
 FLOATS = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-def check(where: str, file: Path) -> None:
-    """Refuse a file whose float32 model this machine's memory cannot hold. Raises SpecEdgeError."""
-    need, free = 4 * sum(_tensors(where, file).values()) + ROOM, memory().available
+def check_memory(where: str, file: Path) -> None:
+    """Refuse a file whose float32 model exceeds this machine's memory. Raises SpecEdgeError."""
+    need, free = 4 * sum(_tensors(where, file).values()) + ROOM, system_memory().available
     if need > free:
         raise CheckpointError(
             f"{where} takes {need / 1e9:.1f} GB of memory, as a GGUF file is widened to float32 "
@@ -36,11 +36,11 @@ def check(where: str, file: Path) -> None:
         )
 
 
-def scale_positions(where: str, file: Path, config: Any) -> None:
-    """Put Llama 3.1's scaled frequencies into a config; refuse other scaling. Raises SpecEdgeError.
+def apply_rope_scaling(where: str, file: Path, config: Any) -> None:
+    """Set Llama 3.1's rotary scaling in a config; refuse other scaling. Raises SpecEdgeError.
 
     transformers 5.17 to 5.23 reads none of it: of gpt-oss it takes the lengths of the keys for the
-    values. The file may end after its header, as `header_ends` has it.
+    values. The file may end after its header, at `header_size`.
     """
     reader = _reader(where, file)
     scales = [tensor for tensor in reader.tensors if _is_scale(tensor)]
@@ -60,17 +60,17 @@ def scale_positions(where: str, file: Path, config: Any) -> None:
 
 
 def stored_dtype(where: str, file: Path) -> str:
-    """The type to keep the weights in: their own where it is no quantised one."""
-    return FLOATS.get(kind(where, file), "float32")
+    """Return the type to store the weights in: their own, or float32 if they are quantized."""
+    return FLOATS.get(main_type(where, file), "float32")
 
 
-def kind(where: str, file: Path) -> str:
-    """The type of most weights."""
+def main_type(where: str, file: Path) -> str:
+    """Return the type of most weights."""
     return _tensors(where, file).most_common(1)[0][0]
 
 
-def header_ends(file: Path) -> float:
-    """Where header and factors of positions end in a file that may have holes; infinite if cut."""
+def header_size(file: Path) -> float:
+    """Return the end of the header and rotary factors in a sparse file; infinite if truncated."""
     import gguf
 
     try:
@@ -81,15 +81,15 @@ def header_ends(file: Path) -> float:
         return math.inf
 
 
-def growth(where: str, file: Path) -> float:
-    """How many bytes of a bundle a byte of the file becomes."""
+def expansion(where: str, file: Path) -> float:
+    """Return the bytes of the bundle per byte of the file."""
     width = 4 if stored_dtype(where, file) == "float32" else 2
     stored = sum(int(tensor.n_bytes) for tensor in _reader(where, file).tensors)
     return width * sum(_tensors(where, file).values()) / max(stored, 1)
 
 
 def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
-    """The model in float32, and what transformers says of its loading."""
+    """Load the model in float32, and transformers' loading report."""
     # An empty folder, as an adapter beside the file would be taken for the file's.
     with tempfile.TemporaryDirectory() as alone, contextlib.redirect_stderr(io.StringIO()):
         model, info = AutoModelForCausalLM.from_pretrained(
@@ -105,8 +105,8 @@ def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
     return model, info
 
 
-def left_out(where: str, file: Path, model: torch.nn.Module) -> int:
-    """How many of a file's numbers have no place in the model: transformers does not tell."""
+def count_unused(where: str, file: Path, model: torch.nn.Module) -> int:
+    """Count the file's weights that the model has no place for, unreported by transformers."""
     own = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
     scales = [tensor for tensor in _reader(where, file).tensors if _is_scale(tensor)]
     told = sum(int(tensor.n_elements) for tensor in scales)
@@ -118,7 +118,7 @@ def _is_scale(tensor: Any) -> bool:
 
 
 def _scaling_fields(reader: Any) -> list[str]:
-    """What a header says of positions that are scaled, by its names."""
+    """Describe the header's fields of rotary scaling."""
     plain = {
         "rope.scaling.type": "none",
         "rope.scaling.factor": 1,
@@ -134,7 +134,7 @@ def _scaling_fields(reader: Any) -> list[str]:
 
 
 def _llama3(config: Any, factor: float) -> dict[str, Any]:
-    """How Llama 3.1 and 3.2 scale, which published one set of numbers but for the factor."""
+    """Return the rotary scaling of Llama 3.1 and 3.2, whose values differ in the factor alone."""
     return {
         "rope_type": "llama3",
         "rope_theta": config.rope_parameters["rope_theta"],
@@ -146,7 +146,7 @@ def _llama3(config: Any, factor: float) -> dict[str, Any]:
 
 
 def _are(factors: np.ndarray, rope: dict[str, Any]) -> bool:
-    """Whether frequencies are divided by what such parameters mean. [D/2]"""
+    """Return True if the frequencies are divided as these parameters define. [D/2]"""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     lengths = 2 * np.pi * rope["rope_theta"] ** (np.arange(len(factors)) / len(factors))
     turns = rope["original_max_position_embeddings"] / lengths
@@ -155,7 +155,7 @@ def _are(factors: np.ndarray, rope: dict[str, Any]) -> bool:
 
 
 def _tensors(where: str, file: Path) -> Counter[str]:
-    """How many numbers are stored in each type."""
+    """Count the weights stored in each type."""
     sizes: Counter[str] = Counter()
     for tensor in _reader(where, file).tensors:
         sizes[tensor.tensor_type.name] += math.prod(map(int, tensor.shape))
@@ -165,7 +165,7 @@ def _tensors(where: str, file: Path) -> Counter[str]:
 
 
 def _reader(where: str, file: Path) -> Any:
-    """A file's header, with its tensors mapped. Raises SpecEdgeError."""
+    """Open a file's header, with its tensors memory-mapped. Raises SpecEdgeError."""
     try:
         import gguf
     except ImportError as error:
@@ -173,5 +173,5 @@ def _reader(where: str, file: Path) -> Any:
             f"{where} is a GGUF file, which takes another package: pip install gguf accelerate"
         ) from error
     what = f"{where}: {file.name} is no GGUF file that can be read ("
-    with explained(CheckpointError, what, ")"), quiet():
+    with translate_errors(CheckpointError, what, ")"), quiet():
         return gguf.GGUFReader(file)

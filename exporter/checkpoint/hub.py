@@ -1,4 +1,4 @@
-"""Checkpoints on the Hugging Face hub: small files first, weights when the pair is known to fit."""
+"""Checkpoints on the Hugging Face hub: small files first, weights once the pair is known to fit."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from huggingface_hub import constants, errors
 
 from specedge.errors import CheckpointError, SpecEdgeError
 
+from ..libraries import first_line, quiet, translate_errors
 from ..progress import Progress
-from ..quiet import explained, one_line, quiet
 from . import downloads
-from .licenses import wanted
+from .licenses import is_license_file
 
 TIMEOUT = 10.0
 _SMALL = ("*.json", "*.txt", "*.jinja", "*.model", "*.tiktoken", "README.md")
@@ -30,7 +30,7 @@ Choose = Callable[[Path, set[str]], list[str]]
 
 @dataclass
 class Snapshot:
-    """One commit of a repository: small files in `folder`, and the sizes of its weights."""
+    """One commit of a repository: small files in `folder`, and sizes of weight files."""
 
     role: str
     name: str
@@ -41,12 +41,12 @@ class Snapshot:
     growth: float = 1.0  # bytes of a bundle that each byte of the weights becomes
 
     def missing(self) -> dict[str, int]:
-        """The files of weights that are yet to be downloaded, with their sizes."""
+        """Return the weight files that are not downloaded yet, with their sizes."""
         return {f: n for f, n in self.weights.items() if not (self.folder / f).exists()}
 
 
 def find(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot:
-    """Look a repository up and fetch its small files; from the cache where there is no network."""
+    """Look up a repository and fetch its small files; from the cache if there is no network."""
     try:
         huggingface_hub.utils.validate_repo_id(name)
     except errors.HFValidationError as error:
@@ -62,7 +62,7 @@ def find(role: str, name: str, revision: str | None, choose: Choose) -> Snapshot
 
 
 def fetch_weights(snapshot: Snapshot, progress: Progress) -> None:
-    """Download the weights that are not here yet."""
+    """Download the missing weight files."""
     todo = snapshot.missing()
     if not todo:
         return
@@ -75,10 +75,10 @@ def fetch_weights(snapshot: Snapshot, progress: Progress) -> None:
                 downloads.fetch(snapshot.name, snapshot.revision, file, snapshot.folder, advance)
 
 
-def fetch_head(snapshot: Snapshot, file: str, folder: Path) -> None:
-    """A GGUF file in `folder` with its header, and holes where its tensors are."""
+def fetch_header(snapshot: Snapshot, file: str, folder: Path) -> None:
+    """Download a GGUF file's header into a sparse file in `folder`."""
     with quiet(), _told(snapshot, file):
-        downloads.fetch_head(
+        downloads.fetch_header(
             snapshot.name, snapshot.revision, file, folder / file, snapshot.weights[file]
         )
 
@@ -109,10 +109,10 @@ def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snaps
     names = {name.partition("/")[0] for name in everything}  # folders too
     sizes = {name: size for name, size in everything.items() if "/" not in name}
     # Licences have all kinds of names.
-    licenses = [glob.escape(n) for n, size in sizes.items() if wanted(n, size)]
+    licenses = [glob.escape(n) for n, size in sizes.items() if is_license_file(n, size)]
     with quiet():
         # By its name and not its commit, so that the cache knows which one a branch led to.
-        bar = downloads.bar(lambda amount: None)
+        bar = downloads.progress_bar(lambda amount: None)
         folder = _small_files(name, revision, licenses, tqdm_class=bar)
     if folder.name not in (info.sha, revision):  # pushed to between the two questions
         return _online(role, name, folder.name, choose)
@@ -129,7 +129,7 @@ def _online(role: str, name: str, revision: str | None, choose: Choose) -> Snaps
 def _small_files(
     name: str, revision: str | None, others: Sequence[str] = (), **options: Any
 ) -> Path:
-    """The folder of a repository's files that are fetched at once."""
+    """Fetch a repository's small files and return their folder."""
     patterns = {"allow_patterns": [*_SMALL, *others], "ignore_patterns": _FOLDERS}
     found = huggingface_hub.snapshot_download(name, revision=revision, **patterns, **options)
     return Path(found)
@@ -150,7 +150,7 @@ def _cached(
         raise
     except Exception:
         offline = isinstance(reason, errors.OfflineModeIsEnabled)
-        why = "HF_HUB_OFFLINE is set" if offline else one_line(reason)
+        why = "HF_HUB_OFFLINE is set" if offline else first_line(reason)
         raise CheckpointError(
             f"{role} {name} is no folder here, and the hub cannot be reached ({why}); "
             "connect to the network, or give a local folder"
@@ -160,7 +160,7 @@ def _cached(
 
 
 def _refusal(role: str, name: str, revision: str | None, error: Exception) -> str | None:
-    """What to do about an answer that trying again would not change; None for another error."""
+    """Return advice for an error that a retry would not change; None for other errors."""
     where = f"{role} {name}"
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{where} has no revision '{revision or 'main'}' on the hub"
@@ -188,12 +188,12 @@ def _refusal(role: str, name: str, revision: str | None, error: Exception) -> st
 
 
 def _told(snapshot: Snapshot, file: str) -> contextlib.AbstractContextManager[None]:
-    """Say in one line why a file cannot be downloaded."""
+    """Translate download errors to one line."""
 
     def said(error: Exception) -> str:
         return _refusal(snapshot.role, snapshot.name, snapshot.revision, error) or (
             f"{snapshot.role} {snapshot.name}: {file} cannot be downloaded "
-            f"({one_line(error)}); run the export again to go on where it stopped"
+            f"({first_line(error)}); run the export again to go on where it stopped"
         )
 
-    return explained(CheckpointError, "", said=said)
+    return translate_errors(CheckpointError, "", said=said)

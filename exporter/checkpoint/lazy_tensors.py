@@ -1,7 +1,7 @@
-"""A tensor whose numbers stay in files: views and joins of it are noted, not computed.
+"""Lazy tensors whose values stay in files: views and concatenations are recorded, not computed.
 
-transformers renames, transposes and joins matrices as it loads a checkpoint. Lazy ones go through
-that without being read, and one is whole in memory only while somebody computes with it.
+transformers renames, transposes and joins matrices as it loads a checkpoint. Lazy tensors pass
+through that without being read, and one is in memory only while it is used in a computation.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from specedge.errors import CheckpointError
 
-from ..private import tensor_of, tree_map_only
+from ..internals import make_wrapper_tensor, tree_map_only
 
 _aten = torch.ops.aten
 _VIEWS = {
@@ -36,13 +36,13 @@ _origins = itertools.count(1)
 
 
 class LazyTensor(torch.Tensor):
-    """Numbers that `read` gives, in the type `stored`; to others it is of the type `dtype`.
+    """Tensor with the values that `read` returns in type `stored`; its visible type is `dtype`.
 
-    What it is not known to do without its numbers, it does with them.
+    Operators without a lazy implementation read the values.
     """
 
     read: Callable[[], torch.Tensor]
-    stored: torch.dtype
+    in_stored_type: torch.dtype
     origin: int
     mapped: bool  # reading it costs nothing: it is another tensor, or a view of one
 
@@ -55,15 +55,15 @@ class LazyTensor(torch.Tensor):
         origin: int | None = None,
         mapped: bool = False,
     ) -> LazyTensor:
-        """Of the shape, strides and type of `like`, which may be a meta tensor."""
-        made: LazyTensor = tensor_of(cls, like)
+        """Create one with the shape, strides and type of `like`, which may be a meta tensor."""
+        made: LazyTensor = make_wrapper_tensor(cls, like)
         made.read, made.stored, made.mapped = read, stored or like.dtype, mapped
         # No address of real memory is so large, so it can be told from all others.
         made.origin = next(_origins) << 48 if origin is None else origin
         return made
 
     def data_ptr(self) -> int:
-        """What a place in memory would be to another tensor: the same for the same numbers."""
+        """Return an identity in place of an address: equal for the same values."""
         return self.origin + self.storage_offset() * self.itemsize
 
     def __repr__(self, **kwargs: object) -> str:  # type: ignore[override]
@@ -86,25 +86,25 @@ class LazyTensor(torch.Tensor):
         return func(*args, **kwargs)
 
 
-def lazy(tensor: torch.Tensor) -> LazyTensor:
-    """A tensor that is mapped from a file, or in memory, and whose numbers are not needed yet."""
+def as_lazy(tensor: torch.Tensor) -> LazyTensor:
+    """Wrap a memory-mapped or resident tensor whose values are not needed yet."""
     return LazyTensor(_meta(tensor), lambda: tensor, mapped=True)
 
 
-def numbers(tensor: torch.Tensor) -> torch.Tensor:
-    """A lazy tensor's numbers, in the type they are stored in; another tensor as it is."""
+def materialize(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a lazy tensor's values in their stored type; another tensor unchanged."""
     return tensor.read() if isinstance(tensor, LazyTensor) else tensor
 
 
-def stored(tensor: LazyTensor) -> torch.Tensor:
-    """The same in the type it is stored in, as a plain tensor where that costs nothing."""
+def in_stored_type(tensor: LazyTensor) -> torch.Tensor:
+    """Return the tensor in its stored type, as a plain tensor where that costs nothing."""
     if tensor.mapped:
         return tensor.read()
     return LazyTensor(_meta(tensor).to(tensor.stored), tensor.read, origin=tensor.origin)
 
 
-def rounded(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
-    """Its numbers in a narrower type; reading them is a CheckpointError where one is too large."""
+def cast_lazily(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
+    """Cast to a narrower type when read; reading raises CheckpointError on overflow."""
     known = tensor.read
 
     def read() -> torch.Tensor:
@@ -125,7 +125,7 @@ def _meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _retyped(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
-    """In another type, lazily where that is wide enough."""
+    """Return the tensor in another type, lazily where that type is wide enough."""
     dtype = dtype or tensor.dtype
     if torch.promote_types(tensor.stored, dtype) != dtype:
         return tensor.read().to(dtype)
@@ -134,7 +134,7 @@ def _retyped(tensor: LazyTensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def _copied(tensor: LazyTensor) -> LazyTensor:
-    """The same numbers, in rows one after another."""
+    """Return the same values in contiguous rows."""
     like = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return LazyTensor(like, tensor.read, tensor.stored, mapped=tensor.mapped)
 
@@ -147,7 +147,7 @@ def _joined(func: Any, args: Any, kwargs: Any) -> LazyTensor:
     # One part that is no float is enough for the whole to be known as none.
     odd = next((kind for kind in kinds if not kind.is_floating_point), kind)
     return LazyTensor(
-        like, lambda: func([numbers(part).to(kind) for part in parts], *rest, **kwargs), odd
+        like, lambda: func([materialize(part).to(kind) for part in parts], *rest, **kwargs), odd
     )
 
 

@@ -1,8 +1,8 @@
-"""Large matrices stay in the checkpoint's files: the model holds placeholders that take no memory.
+"""Large matrices stay in the checkpoint's files: the model holds placeholders without memory.
 
-A placeholder [R, C] is a few times R + C NaNs that it sees again and again, so a computation that
-reads it by mistake shows. Its address says which matrix it stands for, and the strides of a view of
-it which axes that sees: so it is known with its axes split, reordered and one of them cut.
+A placeholder [R, C] is a strided view of about R + C NaNs, so that a computation that reads it by
+mistake shows. Its address identifies the matrix, and the strides of a view of it identify the
+matrix's axes: so views are resolved with axes split, reordered, and one of them sliced.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from transformers.pytorch_utils import Conv1D
 
 from specedge.errors import ExportError
 
-from .lazy_tensors import LazyTensor, numbers
+from .lazy_tensors import LazyTensor, materialize
 
 SMALLEST = 1 << 20  # bytes in float32; what is smaller is in the model itself
 HUGE = 1 << 26  # numbers; larger matrices are widened some rows at a time
@@ -31,17 +31,17 @@ _NAN = 0x7FC00000
 _WIDTHS: dict[type, str] = {nn.Linear: "out_features", nn.Embedding: "embedding_dim", Conv1D: "nf"}
 
 
-class Sources:
-    """The stored matrices, by the addresses of their placeholders."""
+class WeightSources:
+    """Stored matrices by the addresses of their placeholders."""
 
     def __init__(self) -> None:
         self._addresses: list[int] = []  # sorted
         self._behind: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def placeholder(self, matrix: torch.Tensor) -> torch.Tensor:
-        """What a float32 model holds in a stored matrix's place; of a small one a copy. [R, C]"""
+        """Return the float32 placeholder of a stored matrix; a copy of a small one. [R, C]"""
         if matrix.ndim < 2 or matrix.dtype not in FLOATS or 4 * matrix.numel() < SMALLEST:
-            return numbers(matrix).to(torch.float32, copy=True)
+            return materialize(matrix).to(torch.float32, copy=True)
         strides = _strides(matrix.shape)
         size = 1 + sum((n - 1) * s for n, s in zip(matrix.shape, strides, strict=True))
         # Each has bits of its own, so that no optimizer takes two of them for one tensor.
@@ -52,14 +52,14 @@ class Sources:
         return tensor
 
     def close(self) -> None:
-        """Let go of the files; the model is of no use any more."""
+        """Release the files; the model cannot be used afterwards."""
         self._addresses.clear()
         self._behind.clear()
 
     def find(self, array: np.ndarray) -> torch.Tensor | None:
-        """What is behind a placeholder, or a view of one; None for other arrays.
+        """Return the matrix behind a placeholder or a view of one; None for other arrays.
 
-        Raises ExportError for one that was made otherwise.
+        Raises ExportError for a view that cannot be resolved.
         """
         place = bisect.bisect_right(self._addresses, array.ctypes.data) - 1
         start = self._addresses[place] if place >= 0 else 0
@@ -70,7 +70,7 @@ class Sources:
         return _like(array, offset, placeholder, matrix)
 
     def behind(self, parameter: torch.Tensor | None) -> torch.Tensor | None:
-        """The stored matrix behind a model's parameter."""
+        """Return the stored matrix behind a model's parameter."""
         if parameter is None or parameter.dtype != torch.float32:
             return None
         return self.find(parameter.detach().numpy())
@@ -83,12 +83,12 @@ class Sources:
         at_once: bool = False,
         only_shapes: bool = False,
     ) -> Iterator[None]:
-        """The model computes with the stored numbers, in `dtype`, while the context lasts.
+        """Let the model compute with the stored values, in `dtype`, while the context lasts.
 
-        Narrower ones are widened for one module's call at a time, or all `at_once`. Where
-        `only_shapes` matter, files are left unread: what they are multiplied with becomes zeros.
+        Narrower values are cast for one module's call at a time, or all `at_once`. With
+        `only_shapes` files are not read: products with the matrices become zeros.
         """
-        memory, zeros = Memory(), functools.cache(torch.zeros)
+        memory, zeros = BufferPool(), functools.cache(torch.zeros)
         with contextlib.ExitStack() as stack:
             for module in model.modules():
                 behind = {n: self.behind(p) for n, p in module._parameters.items()}
@@ -100,22 +100,22 @@ class Sources:
                 elif not at_once and _is_huge(module, held, dtype):
                     _compute_in_pieces(module, held["weight"], dtype, stack)
                 elif at_once or all(_is(t, dtype) for t in held.values()):
-                    _put(module, {n: numbers(t).to(dtype) for n, t in held.items()}, stack)
+                    _put(module, {n: materialize(t).to(dtype) for n, t in held.items()}, stack)
                 else:
                     _put_for_each_call(module, held, dtype, memory, stack)
             yield
 
 
 def _span(tensor: torch.Tensor) -> int:
-    """How many numbers of memory a strided tensor covers."""
+    """Return the number of elements of memory that a strided tensor covers."""
     return 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _strides(shape: torch.Size) -> list[int]:
-    """Strides of a placeholder, by whose multiples its axes can be told; the largest axis has 1.
+    """Return strides of a placeholder that identify its axes; the largest axis has stride 1.
 
-    Of an axis of n that is split the strides are its own times divisors of n. No stride has a
-    divisor in common with those of the larger axes and their sizes.
+    An axis of n that is split has its own stride times divisors of n. No stride has a divisor in
+    common with those of the larger axes and their sizes.
     """
     strides, multiples = [0] * len(shape), 1
     for axis in sorted(range(len(shape)), key=lambda axis: -shape[axis]):
@@ -128,7 +128,7 @@ def _strides(shape: torch.Size) -> list[int]:
 def _like(
     array: np.ndarray, offset: int, placeholder: torch.Tensor, matrix: torch.Tensor
 ) -> torch.Tensor:
-    """What of a matrix an array shows that begins so many numbers into its placeholder."""
+    """Return the part of a matrix that a view shows at an offset in its placeholder."""
     strides = placeholder.stride()
     smallest_first = sorted(range(matrix.ndim), key=lambda axis: -strides[axis])
     seen: list[list[int]] = [[] for _ in strides]  # the array's axes, of each of the matrix's
@@ -169,15 +169,15 @@ _KINDS = {
 }  # fmt: skip
 
 
-class Memory:
-    """Memory for one widened matrix after another: new pages cost more than the widening."""
+class BufferPool:
+    """Pool of buffers for cast matrices: new pages cost more than the cast."""
 
     def __init__(self) -> None:
         self._free: list[torch.Tensor] = []
 
     @contextlib.contextmanager
     def taken(self, size: int, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-        """Room for so many numbers while the context lasts; huge ones are not kept. [size]"""
+        """Lend a buffer while the context lasts; huge ones are not kept. [size]"""
         fitting = [b for b in self._free if b.numel() >= size and b.dtype == dtype]
         # Not `torch.empty`: for exact results that gives the model's own type.
         kind = _KINDS.get(dtype, np.float32)
@@ -190,7 +190,7 @@ class Memory:
 
 
 def _is(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a tensor can be computed with as it is."""
+    """Return True if a tensor can be computed with as it is."""
     return tensor.dtype == dtype and not isinstance(tensor, LazyTensor)
 
 
@@ -201,7 +201,7 @@ def _put(module: nn.Module, held: dict[str, torch.Tensor], stack: contextlib.Exi
 
 
 def _give_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
-    """Let a module give zeros in the shape of its output. [..., C] or [...] -> [..., R]"""
+    """Let a module return zeros in the shape of its output. [..., C] or [...] -> [..., R]"""
     width = getattr(module, _WIDTHS[type(module)])
 
     def zeros(input: torch.Tensor) -> torch.Tensor:
@@ -213,7 +213,7 @@ def _give_zeros(module: nn.Module, stack: contextlib.ExitStack) -> None:
 
 
 def _is_huge(module: nn.Module, held: dict[str, torch.Tensor], dtype: torch.dtype) -> bool:
-    """Whether a module is a vocabulary's matrix, too large to be widened whole."""
+    """Return True for a vocabulary's matrix that is too large to be cast whole."""
     weight = held.get("weight")
     simple = type(module) in (nn.Linear, nn.Embedding) and list(held) == ["weight"]
     return simple and weight is not None and not _is(weight, dtype) and weight.numel() > HUGE
@@ -229,10 +229,10 @@ def _compute_in_pieces(
         return rows.double() if dtype == torch.float64 else rows.to(dtype)
 
     def embedded(input: torch.Tensor) -> torch.Tensor:
-        return widened(numbers(weight)[input])
+        return widened(materialize(weight)[input])
 
     def multiplied(input: torch.Tensor) -> torch.Tensor:
-        rows = numbers(weight).split(max(1, PIECE // weight.shape[1]))
+        rows = materialize(weight).split(max(1, PIECE // weight.shape[1]))
         output = torch.cat([nn.functional.linear(input, widened(part)) for part in rows], -1)
         return output if module.bias is None else output + module.bias
 
@@ -244,7 +244,7 @@ def _put_for_each_call(
     module: nn.Module,
     held: dict[str, torch.Tensor],
     dtype: torch.dtype,
-    memory: Memory,
+    memory: BufferPool,
     stack: contextlib.ExitStack,
 ) -> None:
     calls: list[contextlib.ExitStack] = []
@@ -257,7 +257,7 @@ def _put_for_each_call(
         for name, tensor in held.items():
             kind = dtype if name in products else torch.float32
             room = call.enter_context(memory.taken(tensor.numel(), kind))
-            wide[name] = room.view(tensor.shape).copy_(numbers(tensor))
+            wide[name] = room.view(tensor.shape).copy_(materialize(tensor))
         _put(module, wide, call)
 
     def after(*args: object) -> None:

@@ -1,4 +1,4 @@
-"""What a checkpoint says about its licence, carried into the bundle."""
+"""Licenses of a checkpoint, carried into the bundle."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..progress import Progress
 LARGEST = 1_000_000  # bytes; what is larger is no text that anyone reads
 
 
-def stated(folder: Path) -> str | None:
-    """The licence that a README's front matter names."""
+def stated_license(folder: Path) -> str | None:
+    """Return the license named in a README's front matter."""
     facts = front_matter(folder)
     names = facts.get("license_name") or facts.get("license")
     if isinstance(names, list):
@@ -26,7 +26,7 @@ def stated(folder: Path) -> str | None:
 
 
 def front_matter(folder: Path) -> dict[str, Any]:
-    """The YAML at the head of a README, as the hub has it; nothing where it cannot be read."""
+    """Read the YAML front matter of a README; empty if it cannot be read."""
     try:
         head, _, rest = (folder / "README.md").read_text("utf-8").partition("---\n")
         facts = yaml.safe_load(rest.partition("\n---")[0]) if not head.strip() else None
@@ -35,18 +35,20 @@ def front_matter(folder: Path) -> dict[str, Any]:
     return facts if isinstance(facts, dict) else {}
 
 
-def wanted(name: str, size: int) -> bool:
-    """Whether a file of a checkpoint is a licence to carry."""
+def is_license_file(name: str, size: int) -> bool:
+    """Return True for a license file that is small enough to carry."""
     return bool(LICENSE_FILE.match(name)) and size <= LARGEST
 
 
-def copy(role: str, source: Path, license: str | None, folder: Path, progress: Progress) -> None:
-    """Copy the licence files of a checkpoint into its model's folder of the bundle."""
+def copy_licenses(
+    role: str, source: Path, license: str | None, folder: Path, progress: Progress
+) -> None:
+    """Copy a checkpoint's license files into its model's folder of the bundle."""
     taken: set[str] = set()
     for path in sorted(source.iterdir()):
         if not LICENSE_FILE.match(path.name) or not _is_its_own(path):
             continue
-        if not wanted(path.name, path.stat().st_size):
+        if not is_license_file(path.name, path.stat().st_size):
             progress.note(f"{role}: {path.name} is over {LARGEST / 1e6:.0f} MB and is left out")
             continue
         name = _plain(path.name, taken)
@@ -59,16 +61,16 @@ def copy(role: str, source: Path, license: str | None, folder: Path, progress: P
 
 
 def _is_its_own(path: Path) -> bool:
-    """A file of the checkpoint, where the hub's cache keeps files as links to its blobs.
+    """Return True for a file of the checkpoint, or a link to the blobs of the hub's cache.
 
-    A link that leads elsewhere could carry anything of this machine into a bundle.
+    A link to another place could carry any file of this machine into a bundle.
     """
     folder = path.parent.resolve()
     return path.is_file() and path.resolve().parent in (folder, folder.parent.parent / "blobs")
 
 
 def _plain(name: str, taken: set[str]) -> str:
-    """A name that a bundle may have, unlike any other also where case is ignored."""
+    """Return a name that a bundle may contain, unique regardless of case."""
     plain = re.sub(r"[^A-Za-z0-9_.-]+", "-", name)[:80]
     names = (plain, *(f"{plain}-{i}" for i in range(2, len(taken) + 3)))
     return next(n for n in names if n.lower() not in taken)

@@ -1,7 +1,7 @@
-"""A draft that is the target's own first layers: `--draft self:N`.
+"""Self-draft, `--draft self:N`: the target's own first N layers as a draft model.
 
 Early exit, as in LayerSkip (Elhoushi et al. 2024), of a target that was not trained for it: the
-first N layers, then the final norm and the head.
+first N layers, then the final norm and the LM head.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from specedge.bundle.manifest import CheckpointSource
 from specedge.errors import CheckpointError, ExportError
 
 from .checkpoints import Checkpoint
-from .loading import Loaded
+from .loader import LoadedModel
 
 PREFIX = "self:"
 
 
-def asked(draft: str, revision: str | None, adapter: str | None = None) -> int | None:
-    """N of `self:N`; None for a draft that is a checkpoint of its own. Raises CheckpointError."""
+def parse_num_layers(draft: str, revision: str | None, adapter: str | None = None) -> int | None:
+    """Return N of `self:N`; None for a separate checkpoint. Raises CheckpointError."""
     if not draft.startswith(PREFIX):
         return None
     number = draft.removeprefix(PREFIX)
@@ -44,7 +44,7 @@ def asked(draft: str, revision: str | None, adapter: str | None = None) -> int |
     return int(number)
 
 
-def check(num_layers: int, target: Checkpoint) -> None:
+def check_num_layers(num_layers: int, target: Checkpoint) -> None:
     """Refuse a draft that is no smaller than the target. Raises CheckpointError."""
     whole = getattr(target.config.get_text_config(), "num_hidden_layers", None)
     if type(whole) is not int:
@@ -62,14 +62,14 @@ def check(num_layers: int, target: Checkpoint) -> None:
 
 
 def source(target: CheckpointSource, num_layers: int) -> CheckpointSource:
-    """What the manifest says of such a draft: the target's checkpoint, and that it is a part."""
+    """Return the manifest's source of a self-draft: the target's checkpoint and the layers."""
     return replace(target, id=f"{target.id[:480]} {PREFIX}{num_layers}")
 
 
-def cut(loaded: Loaded, num_layers: int) -> Loaded:
-    """A copy of the model without its other layers; every tensor in it is the model's own.
+def keep_layers(loaded: LoadedModel, num_layers: int) -> LoadedModel:
+    """Copy the model with its first layers alone; all tensors are shared with the model.
 
-    Raises ExportError where the layers are not one list.
+    Raises ExportError if the layers are not in one list.
     """
     model = loaded.model
     shared = {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
@@ -83,7 +83,7 @@ def cut(loaded: Loaded, num_layers: int) -> Loaded:
 
 
 def _layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
-    """The outermost list of as many modules as the model has layers."""
+    """Return the outermost list with one module per layer."""
     found: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         inner = any(name.startswith(f"{outer}.") for outer in found)

@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's weights, and the tensors in them, mapped and not read."""
+"""Weight files of a checkpoint, and their tensors, memory-mapped."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ import torch
 
 from specedge.errors import CheckpointError
 
-from ..quiet import explained, one_line
-from ..resident import own
+from ..libraries import first_line, translate_errors
+from ..mapped_memory import register
 from .lazy_tensors import LazyTensor
 from .lazy_weights import FLOATS
 
@@ -31,10 +31,11 @@ _DTYPES = {
 }
 
 
-def held(where: str, folder: Path, names: set[str]) -> list[str]:
-    """The files with the weights, of all that a folder or a repository has; none without any.
+def select_files(where: str, folder: Path, names: set[str]) -> list[str]:
+    """Select the weight files among all files of a folder or a repository.
 
-    An index is read in `folder`. Raises CheckpointError where it cannot be, or GGUF files abound.
+    An index is read in `folder`. Raises CheckpointError if it is damaged, or for several GGUF
+    files.
     """
     for single, index in (SAFE, PICKLED):
         if single in names:
@@ -51,8 +52,8 @@ def held(where: str, folder: Path, names: set[str]) -> list[str]:
     return found
 
 
-def check_gguf(where: str, name: str) -> None:
-    """Refuse one piece of a GGUF file that was split. Raises CheckpointError."""
+def check_unsplit(where: str, name: str) -> None:
+    """Refuse a part of a split GGUF file. Raises CheckpointError."""
     if re.search(r"-\d{5}-of-\d{5}\.gguf$", name):
         raise CheckpointError(
             f"{where}: {name} is a part of a split GGUF file, which transformers does not read; "
@@ -61,9 +62,9 @@ def check_gguf(where: str, name: str) -> None:
 
 
 def shards(index: Path) -> list[str]:
-    """The files that a checkpoint's index names."""
+    """Return the files that a checkpoint's index names."""
     damaged = (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError)
-    with explained(
+    with translate_errors(
         CheckpointError, f"{index} cannot be read (", "); download it again", of=damaged
     ):
         names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
@@ -74,15 +75,15 @@ def shards(index: Path) -> list[str]:
     return names
 
 
-def read(where: str, files: list[Path]) -> dict[str, torch.Tensor]:
-    """Every tensor by its name; of a truncated file an error. Raises CheckpointError."""
+def read_tensors(where: str, files: list[Path]) -> dict[str, torch.Tensor]:
+    """Map every tensor by its name. Raises CheckpointError for a damaged file."""
     state: dict[str, torch.Tensor] = {}
     for file in files:
         try:
             state |= _pickled(file) if file.suffix == ".bin" else _safe(file)
         except (EOFError, OSError, RuntimeError, ValueError, safetensors.SafetensorError) as error:
             raise CheckpointError(
-                f"{where}: {file.name} cannot be read ({one_line(error)}); download it again"
+                f"{where}: {file.name} cannot be read ({first_line(error)}); download it again"
             ) from error
         except pickle.UnpicklingError as error:
             raise CheckpointError(
@@ -93,7 +94,7 @@ def read(where: str, files: list[Path]) -> dict[str, torch.Tensor]:
 
 
 def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
-    """The type of most weights."""
+    """Return the type of most weights."""
     sizes: Counter[torch.dtype] = Counter()
     for tensor in state.values():
         kind = tensor.stored if isinstance(tensor, LazyTensor) else tensor.dtype
@@ -109,8 +110,8 @@ def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
     return _DTYPES[kind]
 
 
-def check_forms(where: str, state: dict[str, torch.Tensor], own: Iterable[str]) -> None:
-    """Refuse parts of weights that stand for numbers only together. Raises CheckpointError.
+def check_names(where: str, state: dict[str, torch.Tensor], own: Iterable[str]) -> None:
+    """Refuse tensors of an unknown quantized format. Raises CheckpointError.
 
     `own` are the names of the model's tensors: a model may have scales of its own.
     """
@@ -126,7 +127,7 @@ def check_forms(where: str, state: dict[str, torch.Tensor], own: Iterable[str]) 
 
 
 def check_types(where: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Refuse parameters that were filled with other than such numbers. Raises CheckpointError."""
+    """Refuse parameters that were stored in an unsupported type. Raises CheckpointError."""
     for name, parameter in parameters:
         kind = parameter.stored if isinstance(parameter, LazyTensor) else parameter.dtype
         if kind not in FLOATS:
@@ -142,11 +143,11 @@ def _refused(where: str, name: str, kind: torch.dtype) -> CheckpointError:
 
 def _safe(file: Path) -> dict[str, torch.Tensor]:
     with safetensors.safe_open(file, "pt") as tensors:
-        return {key: own(tensors.get_tensor(key)) for key in tensors.keys()}  # noqa: SIM118
+        return {key: register(tensors.get_tensor(key)) for key in tensors.keys()}  # noqa: SIM118
 
 
 def _pickled(file: Path) -> dict[str, torch.Tensor]:
-    """What torch's weights-only loader reads, which runs no code."""
+    """Read tensors with torch's weights-only loader, which runs no code."""
     try:
         state = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
         is_mapped = True
@@ -160,5 +161,5 @@ def _pickled(file: Path) -> dict[str, torch.Tensor]:
         raise ValueError("it is not a dictionary of tensors")
     if is_mapped:
         for tensor in state.values():
-            own(tensor)
+            register(tensor)
     return state

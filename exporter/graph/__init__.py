@@ -1,1 +1,1 @@
-"""From a traced graph to the files of a bundle."""
+"""Conversion of a traced graph to the graph and weight files of a bundle."""

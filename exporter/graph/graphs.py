@@ -1,4 +1,4 @@
-"""The graph files of a model: one for any length T, and for single lengths made from it."""
+"""Graph files of a model: one for any pass length T, and fixed-shape graphs derived from it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from specedge.bundle.op_sets import cache_dtype
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ExportError
 
-from ..private import versions
+from ..internals import describe_versions
 from . import fusion
-from .head import keep_rows
-from .nodes import constant, insert, producer
+from .lm_head import remove_logits_from
+from .nodes import add_constant, insert_node, producer
 
 # Shape arithmetic runs on the CPU, control flow stops CUDA graphs, and no device has fast doubles.
 SOURCE = "source"  # what a graph's file is called before fusion, during an export
@@ -26,10 +26,10 @@ FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop"}
 
 
 @dataclass(frozen=True)
-class Length:
-    """A graph's name, its T (None: any), whether it has logits, and what its file begins with.
+class GraphFile:
+    """One graph file: its name, T (None: any), its logits, and its file name's prefix.
 
-    With `is_source` its file is the graph before fusion, which other graphs are made from.
+    With `is_source` it is the graph before fusion, from which other graphs are derived.
     """
 
     name: str
@@ -39,40 +39,42 @@ class Length:
     is_source: bool = False
 
     def file(self, ops: str) -> str:
+        """Return the file's name in an op set."""
         name = SOURCE if self.is_source and fusion.is_fused(ops) else self.name
         return f"{self.prefix}{name}{'' if ops == 'onnx' else f'-{ops}'}.onnx"
 
     @property
-    def source(self) -> Length:
+    def source(self) -> GraphFile:
         """The same graph before fusion."""
         return replace(self, is_source=True)
 
     def entry(self, folder: str, ops: str) -> GraphEntry:
+        """Return the manifest's entry."""
         file = f"{folder}/{self.file(ops)}"
-        signature = signature_of(signature_name(self.name), ops)
+        signature = op_set_signature(signature_name(self.name), ops)
         return GraphEntry(self.name, ops, 1, self.length, signature, file)
 
 
-def signature_of(kind: str, ops: str) -> str:
-    """What a kind of signature is called in an op set: caches may have another type there."""
+def op_set_signature(kind: str, ops: str) -> str:
+    """Return a signature's name in an op set, whose caches may have another type."""
     dtype = cache_dtype(ops)
     return kind if dtype == FLOAT32.cache else f"{kind}_{dtype}"
 
 
-def lengths(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[Length]:
-    """Every file that a model gets; `prefix` tells models apart that share a folder."""
+def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[GraphFile]:
+    """Return all graph files of a model; `prefix` separates models that share a folder."""
     found = [
-        Length("decoder", None),
-        Length("step", 1),
-        Length("catchup", 2),
-        Length("verify", num_draft_tokens + 1),
-        Length("prefill", min(PREFILL_LENGTH, context_length), logits=False),
+        GraphFile("decoder", None),
+        GraphFile("step", 1),
+        GraphFile("catchup", 2),
+        GraphFile("verify", num_draft_tokens + 1),
+        GraphFile("prefill", min(PREFILL_LENGTH, context_length), logits=False),
     ]
     return [replace(length, prefix=prefix) for length in found]
 
 
-def tidy(model: ir.Model) -> None:
-    """Leave nothing in the graph but what computes, with T named T."""
+def strip_metadata(model: ir.Model) -> None:
+    """Remove everything from the graph that does not compute, and name its dimension T."""
     passes.ClearMetadataAndDocStringPass()(model)
     model.graph.doc_string = None
     model.graph.name = "decoder"
@@ -86,11 +88,11 @@ def tidy(model: ir.Model) -> None:
             value.shape = ir.Shape(dims)
 
 
-def widen_biases(graph: ir.Graph) -> None:
-    """Give biases the rank of what they are added to. [N] -> [1, 1, N]
+def expand_biases(graph: ir.Graph) -> None:
+    """Give biases the rank of the values that they are added to. [N] -> [1, 1, N]
 
-    ONNX Runtime turns MatMul and Add into Gemm where T is fixed and the bias is a vector, which
-    is no faster (measured) and changes the last bits against the file for any length.
+    ONNX Runtime fuses MatMul and Add into Gemm where T is fixed and the bias is a vector, which is
+    no faster (measured) and breaks bitwise equality with the graph for any length.
     """
     for node in graph:
         if node.op_type != "Add" or not any(producer(x, "MatMul") for x in node.inputs):
@@ -104,8 +106,8 @@ def widen_biases(graph: ir.Graph) -> None:
                 value.shape = value.const_value.shape  # type: ignore[assignment]
 
 
-def fill_without_shapes(model: ir.Model) -> None:
-    """Make constants of T rows from the input itself: Shape would run on the CPU.
+def replace_shape_fills(model: ir.Model) -> None:
+    """Compute constants of T rows from the input itself: Shape would run on the CPU.
 
     Replaces Expand and ConstantOfShape of the shape of a value that has T as one dimension.
     """
@@ -123,14 +125,14 @@ def fill_without_shapes(model: ir.Model) -> None:
                 continue
             rows = _rows_of_zeros(graph, user, pattern, output.dtype)
             fill = np.full(dims, value, output.dtype.numpy())
-            filled = [rows, constant(graph, fill, f"{output.name}.fill")]
-            total = insert(user, "Add", filled, f"{output.name}.filled", output)
+            filled = [rows, add_constant(graph, fill, f"{output.name}.fill")]
+            total = insert_node(user, "Add", filled, f"{output.name}.filled", output)
             output.replace_all_uses_with(total)
     passes.RemoveUnusedNodesPass()(model)
 
 
 def _filling(node: ir.Node) -> float | None:
-    """What a node fills a shape with: a scalar constant, or nothing."""
+    """Return the scalar constant that a node fills a shape with, if any."""
     if node.op_type == "ConstantOfShape":
         value = node.attributes.get("value")
         return float(value.as_tensor().numpy().item()) if value else 0.0
@@ -141,20 +143,21 @@ def _filling(node: ir.Node) -> float | None:
 def _rows_of_zeros(
     graph: ir.Graph, before: ir.Node, pattern: list[int], dtype: ir.DataType
 ) -> ir.Value:
-    """T zeros along the dimension that is -1 in `pattern`."""
+    """Return T zeros along the dimension that is -1 in `pattern`."""
     name = before.outputs[0].name
-    zero = constant(graph, np.zeros(1, np.int64), f"{name}.zero")
-    dims = constant(graph, np.array(pattern, np.int64), f"{name}.dims")
+    zero = add_constant(graph, np.zeros(1, np.int64), f"{name}.zero")
+    dims = add_constant(graph, np.array(pattern, np.int64), f"{name}.dims")
     ids = graph.inputs[0]
-    zeros = insert(before, "Mul", [ids, zero], f"{name}.zeros", ids)
-    rows = insert(before, "Reshape", [zeros, dims], f"{name}.rows")
-    return insert(before, "Cast", [rows], f"{name}.cast", to=dtype)
+    zeros = insert_node(before, "Mul", [ids, zero], f"{name}.zeros", ids)
+    rows = insert_node(before, "Reshape", [zeros, dims], f"{name}.rows")
+    return insert_node(before, "Cast", [rows], f"{name}.cast", to=dtype)
 
 
-def part_norms(graph: ir.Graph) -> None:
-    """Write the last sum before a norm as Sum, which ONNX Runtime fuses with no norm.
+def isolate_norm_sums(graph: ir.Graph) -> None:
+    """Write the last sum before a norm as Sum, which ONNX Runtime does not fuse with it.
 
-    It fuses Add where nothing else reads the sum: another Add in each file, other last bits.
+    It fuses Add if nothing else reads the sum: another Add in each file, so logits would differ
+    bitwise.
     """
     for node in graph:
         add = producer(node.inputs[0], "Add") if node.op_type.endswith("Normalization") else None
@@ -162,38 +165,39 @@ def part_norms(graph: ir.Graph) -> None:
             add.op_type = "Sum"
 
 
-def check(model: ir.Model) -> None:
-    """Refuse what some device could not run."""
+def check_devices(model: ir.Model) -> None:
+    """Refuse nodes that some device could not run."""
     for node in model.graph:
         if node.op_type in FORBIDDEN or any(
             a.type == ir.AttributeType.GRAPH for a in node.attributes.values()
         ):
             raise ExportError(
-                f"the traced graph has a {node.op_type} node, which runs on no GPU ({versions()})"
+                f"the traced graph has a {node.op_type} node, which runs on no GPU "
+                f"({describe_versions()})"
             )
         if any(o.dtype == ir.DataType.DOUBLE for o in node.outputs):
             raise ExportError(f"the traced graph has a {node.op_type} node in double precision")
 
 
-def write(model: ir.Model, folder: Path, wanted: list[Length], ops: str) -> None:
+def write_graphs(model: ir.Model, folder: Path, wanted: list[GraphFile], ops: str) -> None:
     """Save one file for each length; all of them read the one weights file beside them.
 
-    Fuses nodes in place where the op set has operators for that.
+    Fuses nodes in place if the op set has operators for that.
     """
     if fusion.is_fused(ops):
         fusion.fuse(model)
     for length in wanted:
         variant = model.clone() if length.length is None else _fixed(model, length)
-        part_norms(variant.graph)
-        check(variant)
+        isolate_norm_sums(variant.graph)
+        check_devices(variant)
         ir.save(variant, folder / length.file(ops))
 
 
-def _fixed(model: ir.Model, length: Length) -> ir.Model:
+def _fixed(model: ir.Model, length: GraphFile) -> ir.Model:
     assert length.length is not None
     model = model.clone()
     graph = model.graph
-    keep_rows(graph)
+    remove_logits_from(graph)
     if not length.logits:
         graph.outputs[:] = graph.outputs[1:]
     for value in _values(graph):
@@ -205,20 +209,21 @@ def _fixed(model: ir.Model, length: Length) -> ir.Model:
         model, onnx_shape_inference=False, should_fold=lambda n: None if _is_small(n) else False
     )
     passes.RemoveUnusedNodesPass()(model)
-    tidy(model)
+    strip_metadata(model)
     return model
 
 
 def _fold_offsets(graph: ir.Graph, length: int) -> None:
-    """The only thing that depends on T alone: 0, 1 ... T-1, counted along the input.
+    """Replace the only values that depend on T alone: 0, 1 ... T-1, counted along the input.
 
-    `Traceable` counts first of all; torch 2.13 with onnxscript 0.7.2 writes nodes in that order.
+    `TraceableModel` counts first of all; torch 2.13 with onnxscript 0.7.2 writes nodes in that
+    order.
     """
     count = next((n for n in graph if n.op_type == "CumSum"), None)
     if count is None:
-        raise ExportError(f"the traced graph does not count its positions; {versions()}")
+        raise ExportError(f"the traced graph does not count its positions; {describe_versions()}")
     numbers = np.arange(1, length + 1, dtype=np.int64)[None]
-    count.outputs[0].replace_all_uses_with(constant(graph, numbers, "count"))
+    count.outputs[0].replace_all_uses_with(add_constant(graph, numbers, "count"))
 
 
 def _is_small(node: ir.Node) -> bool:
@@ -232,7 +237,7 @@ def _values(graph: ir.Graph) -> list[ir.Value]:
 
 
 def _renamed(dim: str, symbol: str) -> str | None:
-    """T and T + 1 keep a name; ONNX Runtime fuses only what it knows to have one shape.
+    """Rename T and T + 1; ONNX Runtime fuses only values that are known to have one shape.
 
     Sums are spelled like that by torch 2.13 with onnxscript 0.7.2 and onnx-ir 1.0 to 1.1.
     """

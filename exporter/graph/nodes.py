@@ -1,15 +1,19 @@
-"""Nodes and constants that are put into a traced graph."""
+"""Nodes, constants and copies of whole graphs, put into a graph that exists or is being built."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 import onnx_ir as ir
 
+from ..tracing.attention import OPSET
 
-def constant(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
-    """A new initializer."""
+
+def add_constant(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
+    """Add an initializer."""
     tensor = ir.tensor(array, name=name)
     kind = ir.TensorType(tensor.dtype)
     value = ir.Value(name=name, shape=tensor.shape, type=kind, const_value=tensor)
@@ -17,7 +21,7 @@ def constant(graph: ir.Graph, array: np.ndarray, name: str) -> ir.Value:
     return value
 
 
-def insert(
+def insert_node(
     before: ir.Node,
     op_type: str,
     inputs: Sequence[ir.Value | None],
@@ -26,7 +30,7 @@ def insert(
     domain: str = "",
     **attributes: ir.DataType | int | list[int],
 ) -> ir.Value:
-    """The output of a new node before another, in the shape and type of `like` if that is known."""
+    """Insert a node before another; its output has the shape and type of `like`, if given."""
     node = ir.node(op_type, inputs, attributes, domain=domain)
     output = node.outputs[0]
     output.name = name
@@ -38,6 +42,164 @@ def insert(
 
 
 def producer(value: ir.Value | None, op_type: str) -> ir.Node | None:
-    """The node that makes a value, if it is of this type."""
+    """Return the node that computes a value, if it has this type."""
     node = value.producer() if value is not None else None
     return node if node is not None and node.op_type == op_type else None
+
+
+DOUBLE, FLOAT, INT = ir.DataType.DOUBLE, ir.DataType.FLOAT, ir.DataType.INT64
+END = np.iinfo(np.int64).max
+Operand: TypeAlias = ir.Value | np.ndarray | Sequence[int] | int | float | None
+
+
+class GraphBuilder:
+    """Graph to which nodes are appended.
+
+    `nodes("Add", x, 1.0)` is the sum of a value and a number: a float is float32; an int, and a
+    list of them, int64; an array keeps its type. Equal constants are shared.
+    """
+
+    def __init__(self, name: str) -> None:
+        opsets = {"": OPSET, "com.microsoft": 1}
+        self.graph = ir.Graph([], [], nodes=[], opset_imports=opsets, name=name)
+        self._constants: dict[tuple[bytes, str, tuple[int, ...]], ir.Value] = {}
+
+    def __call__(
+        self, op_type: str, *inputs: Operand, num_outputs: int = 1, **attributes: Any
+    ) -> ir.Value:
+        """Append a node and return its first output; `others` returns the rest."""
+        values = [x if x is None else self.constant(x) for x in inputs]
+        node = ir.node(op_type, values, attributes, num_outputs=num_outputs)
+        self.put(node, "round")
+        return node.outputs[0]
+
+    def others(self, first: ir.Value) -> Sequence[ir.Value]:
+        """Return the outputs of a node after its first."""
+        node = first.producer()
+        assert node is not None
+        return node.outputs[1:]
+
+    def put(self, node: ir.Node, prefix: str) -> None:
+        """Append a node of another graph; its outputs and their dimensions get unique names."""
+        node.name = f"{prefix}.{len(self.graph)}"
+        for i, output in enumerate(node.outputs):
+            output.name = f"{node.name}.{i}"
+            if output.shape is not None:
+                dims = [d if isinstance(d, int) else f"{prefix}.{d}" for d in output.shape]
+                output.shape = ir.Shape(dims)
+        self.graph.append(node)
+
+    def input(self, name: str, dtype: ir.DataType, shape: Sequence[int | str]) -> ir.Value:
+        """Add an input."""
+        value = ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(dtype))
+        self.graph.inputs.append(value)
+        return value
+
+    def output(
+        self, name: str, value: ir.Value, dtype: ir.DataType, shape: Sequence[int | str]
+    ) -> None:
+        """Make a value an output."""
+        value.name, value.dtype, value.shape = name, dtype, ir.Shape(shape)
+        self.graph.outputs.append(value)
+
+    def stored(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+        """Add a tensor as an initializer."""
+        kind = ir.TensorType(tensor.dtype)
+        value = ir.Value(name=name, shape=tensor.shape, type=kind, const_value=tensor)
+        self.graph.register_initializer(value)
+        return value
+
+    def constant(self, x: ir.Value | np.ndarray | Sequence[int] | int | float) -> ir.Value:
+        """Return an operand as a value."""
+        if isinstance(x, ir.Value):
+            return x
+        if isinstance(x, float):
+            array = np.array(x, np.float32)
+        elif isinstance(x, np.ndarray):
+            array = x
+        else:
+            array = np.array(x, np.int64)
+        key = array.tobytes(), array.dtype.str, array.shape
+        if key not in self._constants:
+            name = f"constant.{len(self._constants)}"
+            self._constants[key] = self.stored(ir.tensor(array, name=name), name)
+        return self._constants[key]
+
+
+Rewrite = Callable[[ir.Node], ir.Value | None]  # what takes the place of a node's output
+
+
+class GraphTemplate:
+    """Graph file that can be copied into a larger graph repeatedly.
+
+    Copies share its weights, by paths relative to the larger graph's folder, and the results of
+    casting them, which ONNX Runtime computes once, at loading. Without VNNI ONNX Runtime makes int8
+    weights unsigned on the CPU, node by node, under one name: there each copy has int8 weights of
+    its own, unless it `shares_bytes`.
+    """
+
+    def __init__(self, root: Path, file: str, shares_bytes: bool = False) -> None:
+        self._model = ir.load(root / file)
+        self._root, self._file = root, Path(file)
+        self._shares_bytes = shares_bytes
+        self._constants: dict[str, ir.Value] = {}
+
+    def copy(
+        self,
+        nodes: GraphBuilder,
+        prefix: str,
+        inputs: Mapping[str, ir.Value],
+        rewrite: Rewrite | None = None,
+    ) -> dict[str, ir.Value]:
+        """Copy the nodes, except those that `rewrite` replaces; return the outputs by name."""
+        graph = self._model.clone().graph
+        for name, value in list(graph.initializers.items()):
+            own = value.dtype == ir.DataType.INT8 and not self._shares_bytes
+            key = f"{prefix if own else self._file.with_suffix('')}.{name}"
+            if key not in self._constants:
+                self._constants[key] = nodes.stored(self._placed(value), key)
+            value.replace_all_uses_with(self._constants[key])
+        for value in graph.inputs:
+            value.replace_all_uses_with(inputs[str(value.name)])
+        outputs = {str(value.name): value for value in graph.outputs}
+        graph.outputs.clear()
+        own_nodes = list(graph)
+        graph.remove(own_nodes)
+        for node in own_nodes:
+            if self._is_known(node):
+                continue
+            made = rewrite(node) if rewrite is not None else None
+            if made is None:
+                nodes.put(node, prefix)
+                continue
+            (gone,) = node.outputs
+            gone.replace_all_uses_with(made)
+            outputs |= {name: made for name, value in outputs.items() if value is gone}
+        return outputs
+
+    def _is_known(self, node: ir.Node) -> bool:
+        """Return True if an earlier copy has cast these weights, and read that."""
+        if node.op_type != "Cast" or not (value := node.inputs[0]) or not value.is_initializer():
+            return False
+        key = f"{value.name} {node.attributes['to'].as_int()}"
+        if key in self._constants:
+            node.outputs[0].replace_all_uses_with(self._constants[key])
+            return True
+        self._constants[key] = node.outputs[0]
+        return False
+
+    def _placed(self, value: ir.Value) -> ir.TensorProtocol:
+        """Return a tensor relative to the larger graph's folder."""
+        tensor = value.const_value
+        assert tensor is not None
+        if not isinstance(tensor, ir.ExternalTensor):
+            return tensor
+        return ir.ExternalTensor(
+            (self._file.parent / tensor.location).as_posix(),
+            tensor.offset,
+            tensor.length,
+            tensor.dtype,
+            shape=tensor.shape,
+            name=str(value.name),
+            base_dir=self._root,
+        )

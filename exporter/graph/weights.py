@@ -1,4 +1,4 @@
-"""One weights file a model: every tensor once, in the checkpoint's own type, for all its graphs."""
+"""The weights file of a model: every tensor once, in the checkpoint's type, for all its graphs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ import torch
 from specedge.bundle.manifest import FileEntry
 from specedge.errors import ExportError
 
-from .. import resident
-from ..checkpoint.lazy_tensors import numbers
-from ..checkpoint.lazy_weights import Sources
+from .. import mapped_memory
+from ..checkpoint.lazy_tensors import materialize
+from ..checkpoint.lazy_weights import WeightSources
 from ..progress import Advance
-from .nodes import constant, insert, producer
+from .nodes import add_constant, insert_node, producer
 
 FILE = "weights.bin"
 SMALLEST = 1024  # bytes; what is smaller stays in the graph
@@ -30,32 +30,33 @@ STORED = {
     "bfloat16": (torch.bfloat16, ir.DataType.BFLOAT16),
     "float32": (torch.float32, ir.DataType.FLOAT),
 }
-TYPES = {kind.value: dtype for dtype, kind in STORED.values()}
-TYPES |= {ir.DataType.INT8.value: torch.int8, ir.DataType.UINT8.value: torch.uint8}
+TORCH_TYPES = {kind.value: dtype for dtype, kind in STORED.values()}
+TORCH_TYPES |= {ir.DataType.INT8.value: torch.int8, ir.DataType.UINT8.value: torch.uint8}
 _PIECE = 8 << 20  # bytes that are read, converted and written at a time
 
 
-class Weights:
-    """Writes `folder`/weights.bin for one graph after another; no tensor is stored twice.
+class WeightsFile:
+    """Writer of `folder`/weights.bin for one graph after another; tensors are deduplicated.
 
-    A thread of its own writes, so that the next graph can be traced meanwhile: `finish` waits.
+    A background thread writes, so that the next graph can be traced meanwhile; `finish` waits for
+    it.
 
-    A tensor that `dtype` cannot hold bit for bit stays in float32, and what is stored in half
-    precision is cast back to float32 in the graph. ONNX Runtime does the casts and transpositions
-    of constants once, when it loads a graph.
+    A tensor that `dtype` cannot represent exactly stays in float32, and half-precision tensors are
+    cast to float32 in the graph. ONNX Runtime evaluates casts and transpositions of constants once,
+    when it loads a graph.
     """
 
-    def __init__(self, folder: Path, dtype: str, sources: Sources | None = None) -> None:
+    def __init__(self, folder: Path, dtype: str, sources: WeightSources | None = None) -> None:
         self.folder = folder
         self._dtype = STORED[dtype][0]
-        self._sources = sources or Sources()
+        self._sources = sources or WeightSources()
         self._places: dict[Any, ir.ExternalTensor] = {}
         self.size = 0  # of the file, when all is written
         self._thread = ThreadPoolExecutor(1)
         self._writing: list[Future[int]] = []
-        self._file = Hashed(folder / FILE)
+        self._file = HashedFile(folder / FILE)
 
-    def __enter__(self) -> Weights:
+    def __enter__(self) -> WeightsFile:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -64,20 +65,20 @@ class Weights:
 
     @property
     def file(self) -> FileEntry:
-        """The written file's size and hash, once all is written."""
+        """The complete file's size and hash."""
         return FileEntry(self._file.size, self._file.digest.hexdigest())
 
     def finish(self, advance: Advance = lambda amount: None) -> None:
-        """Wait until everything is in the file; `advance` is told of bytes."""
+        """Wait until all tensors are written; `advance` gets byte counts."""
         for written in self._writing:
             advance(written.result())
         self._file.close()
 
     def attach(self, model: ir.Model) -> None:
-        """Move a graph's large floats to the file, where they are when all is written."""
+        """Move a graph's large float tensors to the file."""
         graph = model.graph
         fold_transposes(graph)
-        share_tied(graph)
+        share_tied_embedding(graph)
         known: dict[ir.ExternalTensor, ir.Value] = {}
         for value in list(_large(graph)):
             place = self._put(_array(value), value.name or "")
@@ -85,13 +86,13 @@ class Weights:
                 value.replace_all_uses_with(known[place])
             else:
                 shape = ir.Shape(_array(value).shape)
-                known[place] = _stored(graph, value, seen_as(place, shape, value.name))
+                known[place] = _stored(graph, value, view_tensor(place, shape, value.name))
         fold_reshapes(graph)
-        widen_rows(graph)
+        cast_gathered_rows(graph)
         drop_unused(graph)
 
     def _put(self, array: np.ndarray, name: str) -> ir.ExternalTensor:
-        """Have a tensor written, unless the file has it; where it lies."""
+        """Schedule a tensor for writing, unless the file has it; return its location."""
         source = self._sources.find(array)
         owned = array if array.flags.writeable or source is not None else array.copy()
         tensor = torch.from_numpy(owned) if source is None else source
@@ -100,7 +101,7 @@ class Weights:
         key: Any = (tensor.data_ptr(), shape, tensor.stride())
         if source is None:
             digest = hashlib.sha256()
-            for piece in pieces(tensor, dtype):
+            for piece in chunks(tensor, dtype):
                 digest.update(_bytes(piece))
             key = (digest.digest(), dtype, shape)
         if key not in self._places:
@@ -116,7 +117,7 @@ class Weights:
 
     def _write(self, tensor: torch.Tensor, dtype: torch.dtype, name: str) -> int:
         start = self._file.align(ALIGNMENT)
-        for piece in pieces(tensor, dtype):
+        for piece in chunks(tensor, dtype):
             if torch.isnan(piece).any():
                 raise ExportError(
                     f"{name} has values that are NaN; the checkpoint is damaged: download it again"
@@ -125,8 +126,8 @@ class Weights:
         return self._file.size - start
 
 
-class Hashed:
-    """A file that is hashed in a thread of its own while it is written."""
+class HashedFile:
+    """File that is hashed in a background thread while it is written."""
 
     def __init__(self, path: Path) -> None:
         self.size, self.digest = 0, hashlib.sha256()
@@ -135,7 +136,7 @@ class Hashed:
         self._hashing: Future[None] | None = None
 
     def write(self, data: memoryview) -> None:
-        """Append bytes that nobody changes afterwards."""
+        """Append bytes that are not modified afterwards."""
         if self._hashing is not None:
             self._hashing.result()
         self._hashing = self._thread.submit(self.digest.update, data)
@@ -143,42 +144,43 @@ class Hashed:
         self.size += data.nbytes
 
     def flush(self) -> None:
-        """Let what was written be read from the file."""
+        """Make the written bytes readable from the file."""
         self._file.flush()
 
     def align(self, alignment: int) -> int:
-        """Pad with zeros to a multiple of `alignment`; returns the size then."""
+        """Pad with zeros to a multiple of `alignment` and return the size."""
         if padding := -self.size % alignment:
             self.write(memoryview(bytes(padding)))
         return self.size
 
     def close(self) -> None:
+        """Wait for the hash and close the file."""
         self._thread.shutdown()
         self._file.close()
 
 
-def mapped(tensor: onnx.TensorProto, folder: Path) -> torch.Tensor:
-    """A stored tensor in its own type, as pages of the file it lies in."""
+def map_tensor(tensor: onnx.TensorProto, folder: Path) -> torch.Tensor:
+    """Memory-map a stored tensor in its own type."""
     where = {entry.key: entry.value for entry in tensor.external_data}
     size = int(where["length"])
-    data = resident.mapped(folder / where["location"], int(where["offset"]), size)
-    return torch.from_numpy(data).view(TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
+    data = mapped_memory.map_file(folder / where["location"], int(where["offset"]), size)
+    return torch.from_numpy(data).view(TORCH_TYPES[tensor.data_type]).reshape(tuple(tensor.dims))
 
 
 def fold_transposes(graph: ir.Graph) -> None:
-    """A matrix that is only ever used transposed is stored transposed."""
+    """Store a matrix transposed if it is only ever used transposed."""
     for node in [n for n in graph if n.op_type == "Transpose"]:
         source, output = node.inputs[0], node.outputs[0]
         if source is None or source.name not in graph.initializers or len(source.uses()) > 1:
             continue
         array = _array(source).transpose(node.attributes["perm"].as_ints())
-        output.replace_all_uses_with(constant(graph, array, f"{output.name}.stored"))
+        output.replace_all_uses_with(add_constant(graph, array, f"{output.name}.stored"))
         graph.remove(node, safe=True)
     drop_unused(graph)
 
 
 def fold_reshapes(graph: ir.Graph) -> None:
-    """What is stored and read in one other shape gets that: ONNX Runtime would keep both."""
+    """Store a tensor in the one other shape that it is read in: ONNX Runtime would keep both."""
     for node in [n for n in graph if n.op_type in ("Reshape", "Unsqueeze")]:
         source, output = node.inputs[0], node.outputs[0]
         cast = source.producer() if source is not None else None
@@ -187,14 +189,14 @@ def fold_reshapes(graph: ir.Graph) -> None:
             continue
         if isinstance(stored.const_value, ir.ExternalTensor) and output.shape is not None:
             name = stored.const_value.name
-            stored.const_value = seen_as(stored.const_value, output.shape, name)
+            stored.const_value = view_tensor(stored.const_value, output.shape, name)
             stored.shape = source.shape = output.shape
             output.replace_all_uses_with(source)
             graph.remove(node, safe=True)
 
 
-def widen_rows(graph: ir.Graph) -> None:
-    """Rows are cast as they are taken: of a table cast as a whole ONNX Runtime keeps an array."""
+def cast_gathered_rows(graph: ir.Graph) -> None:
+    """Cast rows after gathering: ONNX Runtime keeps a copy of a table that is cast whole."""
     for node in [n for n in graph if n.op_type == "Gather"]:
         cast = producer(node.inputs[0], "Cast")
         table = cast.inputs[0] if cast is not None else None
@@ -213,27 +215,28 @@ def widen_rows(graph: ir.Graph) -> None:
             graph.remove(cast, safe=True)
 
 
-def seen_as(
+def view_tensor(
     tensor: ir.ExternalTensor,
     shape: ir.Shape,
     name: str | None,
     kind: ir.DataType | None = None,
 ) -> ir.ExternalTensor:
+    """Return a stored tensor with another shape, name or type."""
     return ir.ExternalTensor(
         tensor.location, tensor.offset, tensor.length, kind or tensor.dtype, shape=shape,
         name=name or "", base_dir=tensor.base_dir,
     )  # fmt: skip
 
 
-def share_tied(graph: ir.Graph) -> None:
-    """An embedding that is also the output matrix is kept once, as the embedding."""
+def share_tied_embedding(graph: ir.Graph) -> None:
+    """Keep an embedding that is also the LM head's matrix once, as the embedding."""
     for table in [n.inputs[0] for n in graph if n.op_type == "Gather"]:
         if table is None or not table.is_initializer():
             continue
         for other in list(_large(graph)):
             if other is not table and _is_transposed(_array(other), _array(table)):
                 name = f"{table.name}.transposed"
-                shared = insert(graph[0], "Transpose", [table], name, other, perm=[1, 0])
+                shared = insert_node(graph[0], "Transpose", [table], name, other, perm=[1, 0])
                 other.replace_all_uses_with(shared)
     drop_unused(graph)
 
@@ -259,7 +262,7 @@ def _array(value: ir.Value) -> np.ndarray:
 
 
 def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
-    """Whether two matrices are one; placeholders have their address in common and are else NaN."""
+    """Return True if matrices are transposes; placeholders share an address and are NaN."""
     if other.ndim != 2 or other.shape != table.shape[::-1]:
         return False
     same = (other.ctypes.data, other.strides) == (table.ctypes.data, table.strides[::-1])
@@ -269,13 +272,13 @@ def _is_transposed(other: np.ndarray, table: np.ndarray) -> bool:
 def _holds(dtype: torch.dtype, tensor: torch.Tensor) -> bool:
     if tensor.dtype == dtype or dtype == torch.float32:
         return True
-    widened = pieces(tensor, torch.float32)
+    widened = chunks(tensor, torch.float32)
     return all(torch.equal(piece.to(dtype).to(torch.float32), piece) for piece in widened)
 
 
-def pieces(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """A tensor in a type, in its order, piece by piece. [R, ...] -> [r, ...]"""
-    tensor = numbers(tensor)
+def chunks(tensor: torch.Tensor, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield a tensor in a type, in its order, chunk by chunk. [R, ...] -> [r, ...]"""
+    tensor = materialize(tensor)
     for part in tensor.split(max(1, _PIECE * len(tensor) // tensor.nbytes)):
         # Of a transposed matrix the strip is copied first: six times as fast as one go.
         strip = part.T.contiguous().T if part.ndim == 2 and part.stride(0) == 1 else part
@@ -287,11 +290,13 @@ def _bytes(piece: torch.Tensor) -> memoryview:
 
 
 def _stored(graph: ir.Graph, value: ir.Value, tensor: ir.ExternalTensor) -> ir.Value:
-    """Point an initializer at the file; returns the float32 value that the graph uses."""
+    """Point an initializer at the file; return the float32 value that the graph uses."""
     if tensor.dtype == ir.DataType.FLOAT:
         value.const_value = tensor
         return value
-    wide = insert(graph[0], "Cast", [value], f"{value.name}.float32", value, to=ir.DataType.FLOAT)
+    wide = insert_node(
+        graph[0], "Cast", [value], f"{value.name}.float32", value, to=ir.DataType.FLOAT
+    )
     value.replace_all_uses_with(wide)
     cast = wide.producer()
     assert cast is not None

@@ -1,0 +1,1 @@
+"""Host graphs, for apps that run a bundle by ONNX Runtime alone."""

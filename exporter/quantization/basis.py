@@ -23,7 +23,7 @@ import torch
 
 from specedge.errors import ParityError
 
-from ..graph.nodes import constant, insert, producer
+from ..graph.nodes import add_constant, insert_node, producer
 from ..graph.weights import drop_unused
 from . import rotation
 from .editing import Editor
@@ -207,7 +207,7 @@ def change(model: ir.Model, basis: Basis, apart: Set[int], store: Store) -> None
         if norm is not None and norm in foldable and (norm in stream.norms or not is_tied):
             gain = vector(norm.inputs[1])
             assert gain is not None
-            ones = constant(graph, np.ones_like(gain), f"{norm.outputs[0].name}.ones")
+            ones = add_constant(graph, np.ones_like(gain), f"{norm.outputs[0].name}.ones")
             norm.replace_input_with(1, ones)
         is_rotated, block = norm in stream.norms, 0
         if not is_rotated and (gain is not None or is_bent(group)):
@@ -282,7 +282,7 @@ def _replace(editor: Editor, matrix: Matrix, change: Change, basis: Basis) -> No
     tensor = editor.store.floats(key, lambda: changed(stored, change, basis), name)
     value = editor.external(tensor)
     if stored.order != (0, 1):
-        value = insert(matrix.node, "Transpose", [value], f"{name}.turned", perm=[1, 0])
+        value = insert_node(matrix.node, "Transpose", [value], f"{name}.turned", perm=[1, 0])
         value.dtype = ir.DataType.FLOAT
     matrix.node.replace_input_with(1, value)
 
@@ -302,7 +302,9 @@ def _rotate_others(editor: Editor, stream: Residual, rotation_: Rotation) -> Non
         assert bias is not None
         turned = rotation_.apply(torch.from_numpy(array).reshape(-1)).float().numpy()
         name = f"{node.outputs[0].name}.bias{index}"
-        node.replace_input_with(index, constant(editor.graph, turned.reshape(array.shape), name))
+        node.replace_input_with(
+            index, add_constant(editor.graph, turned.reshape(array.shape), name)
+        )
 
 
 def _rotated_rows(table: Stored, rotation_: Rotation) -> np.ndarray:

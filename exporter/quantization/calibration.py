@@ -11,15 +11,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from ..graph.graphs import Length
+from ..graph.graphs import GraphFile
 from ..tracing.geometry import Geometry
-from ..verification.runner import FillNoise, Pass, Runner
-from ..verification.stage import Values
+from ..verification.runner import FillNoise, PassAction, Runner
+from ..verification.subgraph import Values
 from .experts import NOTHING, Apart, mixtures, opened
 from .matrices import groups
 
 NUM_ROWS = 48  # of the texts, that errors are measured with
-_DECODER = Length("decoder", None, prefix="calibration-")
+_DECODER = GraphFile("decoder", None, prefix="calibration-")
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def visit_inputs(
 
     try:
         runner = Runner(decoder.parent, [_DECODER], geometry, ops)
-        passes = [Pass("decoder", text, 0, told=told) for text in texts]
+        passes = [PassAction("decoder", text, 0, told=told) for text in texts]
         noise = FillNoise(0, geometry.capacity)
         runner.run([], ended, through=[noise, *passes])
     finally:

@@ -12,7 +12,7 @@ import onnx_ir as ir
 import torch
 
 from ..graph.nodes import producer
-from ..graph.weights import seen_as
+from ..graph.weights import view_tensor
 from . import mixing, rounding
 from .choosing import Choice
 from .editing import take_over
@@ -40,7 +40,7 @@ class Dequantiser(Widener):
         output, ids = node.outputs[0], node.inputs[1]
         assert ids is not None
         name = f"{stored_values.name}.rows"
-        table = self.external(seen_as(stored_values, stored_values.shape, name))
+        table = self.external(view_tensor(stored_values, stored_values.shape, name))
         wide = self._wide(node, table, stored_scales)
         return self.node(node, "Gather", [wide, ids], f"{output.name}.whole", output)
 
@@ -56,7 +56,7 @@ class Dequantiser(Widener):
 
     def _wide(self, before: ir.Node, table: ir.Value, scales: ir.ExternalTensor) -> ir.Value:
         """All of a table, [V, H], with a scale a row."""
-        flat = seen_as(scales, ir.Shape([scales.size]), f"{table.name}.wide.scales")
+        flat = view_tensor(scales, ir.Shape([scales.size]), f"{table.name}.wide.scales")
         return self._dequantised(before, table, self.external(flat), f"{table.name}.wide", axis=0)
 
     def _blocks(self, before: ir.Node, group: Group, choice: Choice) -> None:

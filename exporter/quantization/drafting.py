@@ -20,7 +20,7 @@ from specedge.bundle.precision import GPTQ
 
 from ..progress import Progress
 from ..verification.runner import Runner
-from ..verification.stage import open_session
+from ..verification.subgraph import open_session
 from .computing import add_kinds
 from .quantising import quantise
 from .report import logits

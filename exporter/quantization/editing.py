@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import constant, insert
+from ..graph.nodes import add_constant, insert_node
 from .storing import Store
 
 MICROSOFT = "com.microsoft"
@@ -36,7 +36,7 @@ class Editor:
         **attributes: ir.DataType | int | list[int],
     ) -> ir.Value:
         """A new node's output, in the shape of `like` but for the last dimension, and a type."""
-        output = insert(before, op_type, inputs, name, like, domain, **attributes)
+        output = insert_node(before, op_type, inputs, name, like, domain, **attributes)
         if last is not None and output.shape is not None:
             output.shape = ir.Shape([*output.shape[:-1], last])
         output.dtype = dtype
@@ -59,7 +59,7 @@ class Editor:
     def constant(self, name: str, array: np.ndarray | np.generic) -> ir.Value:
         """An initializer of the graph itself, one for all that read it."""
         if name not in self._constants:
-            self._constants[name] = constant(self.graph, np.asarray(array), f"int8.{name}")
+            self._constants[name] = add_constant(self.graph, np.asarray(array), f"int8.{name}")
         return self._constants[name]
 
 

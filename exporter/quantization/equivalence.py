@@ -10,8 +10,8 @@ from specedge.bundle.precision import FLOAT32
 
 from ..tracing.geometry import Geometry
 from ..verification.exact_graph import ExactGraph
-from ..verification.judgement import Judge, errors, float32_errors
-from ..verification.runner import Action, FillNoise, Pass, Rows
+from ..verification.row_errors import ErrorCheck, float32_error_bounds, row_errors
+from ..verification.runner import Action, FillNoise, PassAction, ReadRows
 from .written import Written
 
 NUM_TOKENS = 24
@@ -28,11 +28,11 @@ def check(before: Written, after: Written) -> None:
     ops, geometry = before.ops[0], before.geometry
     exact = _exact(before.decoder(ops), geometry, tokens)
     float32 = _float32(before, ops, tokens)
-    judge = Judge(before.role, "the model's in its own basis", multiple=FLOAT32.multiple)
+    judge = ErrorCheck(before.role, "the model's in its own basis", multiple=FLOAT32.multiple)
     rotated = _exact(after.decoder(ops), geometry, tokens)
     others = [_float32(after, each, tokens) for each in after.ops]
     for name, wanted in exact.items():
-        own = float32_errors(errors(float32[name], wanted), wanted)
+        own = float32_error_bounds(row_errors(float32[name], wanted), wanted)
         # In a rotated stream the error of the largest channel is in all of them, and of one run
         # the error of a row is luck: so the worst row of an output is the measure of all.
         worst = np.full_like(own, own.max())
@@ -59,8 +59,10 @@ def _exact(path: Path, geometry: Geometry, tokens: np.ndarray) -> dict[str, np.n
 def _float32(model: Written, ops: str, tokens: np.ndarray) -> dict[str, np.ndarray]:
     """The same in ONNX Runtime."""
     actions: list[Action] = [
-        FillNoise(0, model.geometry.capacity), Pass("decoder", tokens, 0), Rows(0, len(tokens))
-    ]  # fmt: skip
+        FillNoise(0, model.geometry.capacity),
+        PassAction("decoder", tokens, 0),
+        ReadRows(0, len(tokens)),
+    ]
     _, logits, rows = model.decoder_runner(ops).run([], through=actions)
     names = [name.replace("past_key_values", "present") for name in model.geometry.cache_names()]
     return {"logits": logits, **dict(zip(names, rows, strict=True))}

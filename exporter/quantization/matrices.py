@@ -15,9 +15,9 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from .. import resident
-from ..graph.nodes import insert, producer
-from ..graph.weights import TYPES
+from .. import mapped_memory
+from ..graph.nodes import insert_node, producer
+from ..graph.weights import TORCH_TYPES
 
 NORMS = ("RMSNormalization", "LayerNormalization")
 PRODUCTS = {"MatMul": (0, 1), "Gemm": (0, 1), "MoE": (2, 4)}  # and which inputs are matrices
@@ -71,8 +71,8 @@ class Group:
 def contents(tensor: ir.ExternalTensor) -> torch.Tensor:
     """A tensor of the weights file in its own type, as pages of the file."""
     assert tensor.length is not None
-    data = resident.mapped(Path(tensor.path), tensor.offset or 0, tensor.length)
-    return torch.from_numpy(data).view(TYPES[tensor.dtype.value]).reshape(tuple(tensor.shape))
+    data = mapped_memory.map_file(Path(tensor.path), tensor.offset or 0, tensor.length)
+    return torch.from_numpy(data).view(TORCH_TYPES[tensor.dtype.value]).reshape(tuple(tensor.shape))
 
 
 def stored_in(value: ir.Value | None) -> Stored | None:
@@ -138,12 +138,14 @@ def unfold(graph: ir.Graph, apart: Set[int] = frozenset()) -> None:
         x, weights, bias = (*node.inputs, None)[:3]
         output, turned = node.outputs[0], node.attributes.get("transB")
         if turned is not None and turned.as_int():
-            weights = insert(node, "Transpose", [weights], f"{output.name}.turned", perm=[1, 0])
+            weights = insert_node(
+                node, "Transpose", [weights], f"{output.name}.turned", perm=[1, 0]
+            )
             weights.dtype = ir.DataType.FLOAT
         name = output.name
-        whole = insert(node, "MatMul", [x, weights], f"{name}.product", output)
+        whole = insert_node(node, "MatMul", [x, weights], f"{name}.product", output)
         if bias is not None:
-            whole = insert(node, "Add", [whole, bias], f"{name}.biased", output)
+            whole = insert_node(node, "Add", [whole, bias], f"{name}.biased", output)
         output.name, whole.name = f"{name}.gemm", name
         output.replace_all_uses_with(whole, replace_graph_outputs=True)
         graph.remove(node, safe=True)

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import constant, insert, producer
-from ..graph.weights import seen_as
+from ..graph.nodes import add_constant, insert_node, producer
+from ..graph.weights import view_tensor
 from . import rounding
 from .choosing import Choice
 from .editing import IN_BYTES, MICROSOFT, Editor, take_over
@@ -62,8 +62,8 @@ def stored(
         values, scales = editor.store.blocks(key, partial(_blocks, matrices, choice, weight))
         groups = number, width, size // BLOCK
         bytes_ = ir.Shape([*groups, BLOCK * choice.bits // 8])
-        scales = seen_as(scales, ir.Shape(groups), scales.name)
-        found.append((seen_as(values, bytes_, values.name), scales))
+        scales = view_tensor(scales, ir.Shape(groups), scales.name)
+        found.append((view_tensor(values, bytes_, values.name), scales))
     return found
 
 
@@ -82,8 +82,8 @@ def _dense(editor: Editor, mixture: Mixture, choice: Choice) -> None:
     number, width, groups, size = ends.shape.numpy()
     wide = number * values.shape.numpy()[1]
     flat = [wide, *values.shape.numpy()[2:]]
-    rows = editor.external(seen_as(values, ir.Shape(flat), f"{values.name}.flat"))
-    scale = editor.external(seen_as(scales, ir.Shape(flat[:2]), f"{scales.name}.flat"))
+    rows = editor.external(view_tensor(values, ir.Shape(flat), f"{values.name}.flat"))
+    scale = editor.external(view_tensor(scales, ir.Shape(flat[:2]), f"{scales.name}.flat"))
     _product(editor, first, [rows, scale], values.shape.numpy()[2] * BLOCK, wide, choice)
     turned = []
     for tensor, order, shape in (
@@ -91,9 +91,9 @@ def _dense(editor: Editor, mixture: Mixture, choice: Choice) -> None:
         (sizes, [1, 0, 2], [width, number * groups]),
     ):
         name, value = f"{tensor.name}.turned", editor.external(tensor)
-        moved = insert(last, "Transpose", [value], name, perm=order)
-        dims = constant(editor.graph, np.array(shape, np.int64), f"{name}.dims")
-        whole = insert(last, "Reshape", [moved, dims], f"{name}.whole")
+        moved = insert_node(last, "Transpose", [value], name, perm=order)
+        dims = add_constant(editor.graph, np.array(shape, np.int64), f"{name}.dims")
+        whole = insert_node(last, "Reshape", [moved, dims], f"{name}.whole")
         moved.dtype = whole.dtype = tensor.dtype
         turned.append(whole)
     _product(editor, last, turned, number * groups * BLOCK, width, choice)
@@ -147,13 +147,13 @@ class _Before:
     def put(
         self, op: str, inputs: list[ir.Value | None], label: str, **attributes: Any
     ) -> ir.Value:
-        found = insert(self.node, op, inputs, self._named(label), **attributes)
+        found = insert_node(self.node, op, inputs, self._named(label), **attributes)
         assert inputs[0] is not None
         found.dtype = _MADE.get(op, inputs[0].dtype)
         return found
 
     def ints(self, label: str, *numbers: int) -> ir.Value:
-        return constant(self.editor.graph, np.array(numbers, np.int64), self._named(label))
+        return add_constant(self.editor.graph, np.array(numbers, np.int64), self._named(label))
 
     def largest(self, x: ir.Value, k: int) -> tuple[ir.Value, ir.Value]:
         """The k largest of each row and their places, 2 * [T, k]."""
@@ -216,7 +216,7 @@ def _around(node: ir.Node) -> tuple[ir.Value, ir.Value, ir.Value]:
 def _joined(tensor: ir.ExternalTensor, choice: Choice) -> ir.ExternalTensor:
     """Bytes of a row beside each other. [E, N, G, bytes] -> [E, N, bytes]"""
     *outer, groups, size = tensor.shape.numpy()
-    return seen_as(tensor, ir.Shape([*outer, groups * size]), f"{tensor.name}.joined")
+    return view_tensor(tensor, ir.Shape([*outer, groups * size]), f"{tensor.name}.joined")
 
 
 def _widened(
@@ -231,9 +231,9 @@ def _widened(
     values, scales = tensors
     *outer, groups, _ = values.shape.numpy()
     kind = _KINDS[choice.bits]
-    whole = seen_as(values, ir.Shape([*outer, groups * BLOCK]), f"{values.name}.integers", kind)
+    whole = view_tensor(values, ir.Shape([*outer, groups * BLOCK]), f"{values.name}.integers", kind)
     zeros = editor.store.middles((*outer, groups), choice.bits)
-    zero = seen_as(zeros, ir.Shape([*outer, groups]), f"{values.name}.zero", kind)
+    zero = view_tensor(zeros, ir.Shape([*outer, groups]), f"{values.name}.zero", kind)
     inputs = [editor.external(tensor) for tensor in (whole, scales, zero)]
     found = editor.node(
         before, "DequantizeLinear", inputs, name, inputs[0], axis=2, block_size=BLOCK

@@ -17,7 +17,7 @@ from specedge.bundle.op_sets import attention_ops, has_compute_type, is_qdq
 from specedge.bundle.precision import BLOCK_BITS, GPTQ, NEAREST
 from specedge.errors import ParityError
 
-from ..graph import sigmoids
+from ..graph import rewrites
 from ..graph.weights import FILE, drop_unused
 from ..progress import Progress
 from . import (
@@ -361,7 +361,7 @@ def _rewrite(
     for node, stored in tables.items():
         if stored.place in rounded or stored.place not in heads:
             rewriter.embedding(node, stored)
-    sigmoids.shorten(made)
+    rewrites.fuse_sigmoids(made)
     passes.RemoveUnusedNodesPass()(made)
     drop_unused(graph)
     store.adopt(graph)

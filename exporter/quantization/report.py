@@ -15,7 +15,7 @@ from specedge.errors import ExportError
 
 from ..progress import Progress
 from ..verification import checks
-from ..verification.runner import Action, FillNoise, Pass, Repeat, Rows, Runner
+from ..verification.runner import Action, FillNoise, PassAction, ReadRows, RepeatRows, Runner
 from . import smoothing
 from .choosing import Choice
 from .experts import opened
@@ -56,7 +56,7 @@ def report(
             f"{who}: some numbers are beyond {cache_dtype(ops)}; leave --compute and --cache out, "
             "or compute in another type"
         )
-    held, differing = checks.alone(runner, np.concatenate(texts.report))
+    held, differing = checks.check_standalone(runner, np.concatenate(texts.report))
     if differing:
         progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
     described = _described(found, texts, choices)
@@ -212,10 +212,13 @@ def _run(
     """
     actions: list[Action] = []
     for text in texts:
-        actions += [FillNoise(0, runner.geometry.capacity), Pass("decoder", text, 0)]
-        actions.append(Rows(0, len(text)))
+        actions += [FillNoise(0, runner.geometry.capacity), PassAction("decoder", text, 0)]
+        actions.append(ReadRows(0, len(text)))
     if late is not None:
-        actions += [Repeat(len(texts[-1]), late.start), Pass("decoder", late.text, late.start)]
+        actions += [
+            RepeatRows(len(texts[-1]), late.start),
+            PassAction("decoder", late.text, late.start),
+        ]
     results = runner.run([], through=actions)
     whole = results[: 3 * len(texts)]
     found = list(zip(whole[1::3], whole[2::3], strict=True))

@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import constant, insert
-from ..graph.weights import seen_as
+from ..graph.nodes import add_constant, insert_node
+from ..graph.weights import view_tensor
 from . import mixing, rounding
 from .choosing import Choice
 from .editing import IN_BYTES, MICROSOFT, Editor, take_over
@@ -63,7 +63,7 @@ class Rewriter(Editor):
         rows = self._rows(node, *self._table(stored))
         if by is not None:  # the head reads the table's channels times these powers
             name = f"{output.name}.powers"
-            powers = constant(self.graph, np.exp2(-by).astype(np.float32), name)
+            powers = add_constant(self.graph, np.exp2(-by).astype(np.float32), name)
             rows = self.node(node, "Mul", [rows, powers], f"{output.name}.divided", output)
         take_over(output, rows)
 
@@ -95,7 +95,7 @@ class Rewriter(Editor):
             key, lambda: rounding.blocks(contents(stored.tensor).T, 8)
         )
         rows, groups, size = blocks.shape.numpy()
-        scales = seen_as(scales, ir.Shape([rows, groups, 1]), f"{scales.name}.rows")
+        scales = view_tensor(scales, ir.Shape([rows, groups, 1]), f"{scales.name}.rows")
         name, kind = output.name, ir.DataType.UINT8
         inputs = [self.external(blocks), ids]
         taken = self.node(node, "Gather", inputs, f"{name}.bytes", output, dtype=kind)
@@ -118,7 +118,7 @@ class Rewriter(Editor):
         assert isinstance(size, int)
         sizes = np.full(choice.num_parts, size // choice.num_parts, np.int64)
         names = [f"{name}.part{i}" for i in range(choice.num_parts)]
-        return _split(before, value, constant(self.graph, sizes, f"{name}.parts"), names)
+        return _split(before, value, add_constant(self.graph, sizes, f"{name}.parts"), names)
 
     def _given(self, before: ir.Node, value: ir.Value) -> tuple[ir.Value, ...]:
         """x as bytes and its scales, [..., T, K] and [..., T, 1]."""
@@ -202,7 +202,7 @@ class Rewriter(Editor):
         found = [total]
         if len(matrices) > 1:
             widths = np.array([width_of(m) for m in matrices], np.int64)
-            sizes = constant(self.graph, widths, f"{name}.widths")
+            sizes = add_constant(self.graph, widths, f"{name}.widths")
             found = _split(before, total, sizes, [f"{o.name}.whole" for o in outputs])
         for output, value in zip(outputs, found, strict=True):
             value.shape, value.dtype = output.shape, output.dtype
@@ -217,8 +217,8 @@ class Rewriter(Editor):
             values, scales = self._table(first.stored)
             table = self.external(values)
             name = f"{first.node.outputs[0].name}.turned"
-            turned = insert(before, "Transpose", [table], name, perm=[1, 0])
-            flat = seen_as(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
+            turned = insert_node(before, "Transpose", [table], name, perm=[1, 0])
+            flat = view_tensor(scales, ir.Shape([1, scales.size]), f"{scales.name}.flat")
             return turned, self.external(flat)
         by = [self.column_powers.get(m.node) for m in matrices]
         moved = map(known, (choice.powers, *by))
@@ -233,7 +233,7 @@ class Rewriter(Editor):
             return
         output = matrix.node.outputs[0]
         users = list(output.uses())
-        factors = constant(self.graph, np.exp2(by).astype(np.float32), f"{output.name}.factors")
+        factors = add_constant(self.graph, np.exp2(by).astype(np.float32), f"{output.name}.factors")
         scaled = ir.node("Mul", [output, factors])
         scaled.outputs[0].name = f"{output.name}.scaled"
         scaled.outputs[0].shape, scaled.outputs[0].dtype = output.shape, output.dtype

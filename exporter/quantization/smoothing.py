@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 import onnx_ir as ir
 
-from ..graph.nodes import constant
+from ..graph.nodes import add_constant
 from .matrices import groups, vector
 from .routes import Columns, Route, route
 
@@ -50,7 +50,7 @@ def divide(graph: ir.Graph, way: Route, by: np.ndarray) -> dict[ir.Node, np.ndar
         array = vector(part.node.inputs[part.index])
         assert array is not None
         name = f"{part.node.outputs[0].name}.smooth{part.index}"
-        divided = constant(graph, (array * np.exp2(-spread)).astype(np.float32), name)
+        divided = add_constant(graph, (array * np.exp2(-spread)).astype(np.float32), name)
         part.node.replace_input_with(part.index, divided)
     return left
 

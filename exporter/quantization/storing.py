@@ -11,7 +11,7 @@ import torch
 
 from specedge.bundle.manifest import FileEntry
 
-from ..graph.weights import ALIGNMENT, FILE, Hashed
+from ..graph.weights import ALIGNMENT, FILE, HashedFile
 from . import rounding
 from .matrices import contents
 from .rounding import Blocks, Integers
@@ -22,7 +22,7 @@ class Store:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._hashed = Hashed(folder / FILE)
+        self._hashed = HashedFile(folder / FILE)
         self._known: dict[Hashable, tuple[ir.ExternalTensor, ...]] = {}
 
     def __enter__(self) -> Store:

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from specedge.errors import ExportError
 
-from ..quiet import explained
+from ..libraries import translate_errors
 
 FOLDER = Path(__file__).with_name("text")
 NAME = "specedge's own texts"
@@ -116,7 +116,7 @@ class Encoder:
     def tokens(self, text: str) -> np.ndarray:
         """Return a text's tokens, without those that the tokenizer adds. [T]"""
         if self.template is not None and text.startswith("User: "):
-            with explained(ExportError, "the chat template fails on the calibration text: "):
+            with translate_errors(ExportError, "the chat template fails on the calibration text: "):
                 text = "".join(map(self.template, chats(text)))
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return np.array([token for token in ids if token < self.num_tokens], np.int64)

@@ -10,7 +10,7 @@ from typing import Any
 
 import onnx_ir as ir
 
-from ..graph.weights import seen_as
+from ..graph.weights import view_tensor
 from . import mixing
 from .choosing import Choice
 from .experts import Mixture
@@ -49,7 +49,7 @@ class Widener(Rewriter):
         assert isinstance(stored, ir.ExternalTensor)
         if len(stored.shape) == 2:  # a scale a column: what ONNX Runtime knows how to fuse
             columns = ir.Shape([stored.size])
-            scales = self.external(seen_as(stored, columns, f"{stored.name}.columns"))
+            scales = self.external(view_tensor(stored, columns, f"{stored.name}.columns"))
             sizes: dict[str, Any] = {"axis": 1}
         else:
             assert values.shape is not None
@@ -68,5 +68,5 @@ class Widener(Rewriter):
             # `session.x64quantprecision`.
             zeros = self.store.zeros(scales.shape.numpy())
             zero = f"{name.removesuffix('.wide')}.zero"
-            inputs.append(self.external(seen_as(zeros, zeros.shape, zero)))
+            inputs.append(self.external(view_tensor(zeros, zeros.shape, zero)))
         return self.node(before, "DequantizeLinear", inputs, name, values, **sizes)

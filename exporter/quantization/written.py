@@ -21,8 +21,8 @@ from specedge.bundle.op_sets import (
 from specedge.bundle.reports import QuantizationReport
 
 from ..graph import graphs
-from ..graph.graphs import Length, signature_of
-from ..graph.narrowing import narrow, narrow_caches
+from ..graph.graphs import GraphFile, op_set_signature
+from ..graph.half_precision import convert_caches, convert_graph
 from ..graph.weights import STORED
 from ..tracing.geometry import Geometry
 from ..verification.runner import Runner
@@ -64,10 +64,10 @@ class Written:
         ]
 
     @property
-    def lengths(self) -> list[Length]:
+    def lengths(self) -> list[GraphFile]:
         """Its files, by what they are called in any op set."""
         return [
-            Length(
+            GraphFile(
                 graph.name,
                 graph.length,
                 graph.signature != "caches_alone",
@@ -93,8 +93,8 @@ class Written:
     def write(self, made: ir.Model, folder: Path, ops: str) -> None:
         """Write the files of an op set that was made of a decoder."""
         if (kind := cache_dtype(ops)) != "float32":
-            (narrow if kind == compute_dtype(ops) else narrow_caches)(made, STORED[kind][1])
-        graphs.write(made, folder, self.lengths, ops)
+            (convert_graph if kind == compute_dtype(ops) else convert_caches)(made, STORED[kind][1])
+        graphs.write_graphs(made, folder, self.lengths, ops)
 
     def with_reports(self, reports: dict[str, Report], weights_dtype: str) -> ModelEntry:
         """The manifest with other weights, or further op sets, and what they cost."""
@@ -107,7 +107,7 @@ class Written:
             parity[ops] = replace(parity[attention_ops(ops)], invariant_lengths=held)
             quantization[ops] = report
             own = signatures(model.cache_layout(ops), model.padded_vocab_size)
-            known |= {signature_of(kind, ops): signature for kind, signature in own.items()}
+            known |= {op_set_signature(kind, ops): signature for kind, signature in own.items()}
         return replace(
             model, weights_dtype=weights_dtype, signatures=known, graphs=tuple(entries),
             parity=parity, quantization=quantization,

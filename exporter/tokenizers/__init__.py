@@ -1,1 +1,1 @@
-"""What draft and target tokenizers must share, and what a bundle keeps of them."""
+"""Compatibility of draft and target tokenizers, and the tokenizer data of a bundle."""

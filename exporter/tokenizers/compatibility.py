@@ -1,4 +1,4 @@
-"""Whether two tokenizers turn ordinary text into the same tokens.
+"""Comparison of two tokenizers on ordinary text.
 
 Settings are those of a `tokenizer.json`. Added tokens (chat markers and the like) may differ: a
 draft that reads or guesses them wrongly costs speed, never exactness.
@@ -11,15 +11,15 @@ from typing import Any
 
 from specedge.errors import PairError
 
-Settings = dict[str, Any]
+TokenizerSettings = dict[str, Any]
 
 _CURE = "choose a draft of the target's family"
 _PARTS = {"normalizer": "normaliser", "pre_tokenizer": "pre-tokeniser"}
 _RULES = {"post_processor": "adds other special tokens to a prompt", "decoder": "decodes otherwise"}
 
 
-def compare(target: Settings, draft: Settings) -> list[str]:
-    """What differs and does no harm, a sentence each. PairError where ordinary text differs."""
+def compare(target: TokenizerSettings, draft: TokenizerSettings) -> list[str]:
+    """Return notes of harmless differences. Raises PairError for others."""
     added = _added(target).keys() | _added(draft).keys()
     _same_vocabulary(_ordinary(target, added), _ordinary(draft, added))
     _same_model(target["model"], draft["model"])
@@ -37,20 +37,20 @@ def compare(target: Settings, draft: Settings) -> list[str]:
     return _added_differences(target, draft, added) + notes
 
 
-def _added(settings: Settings) -> dict[int, dict[str, Any]]:
+def _added(settings: TokenizerSettings) -> dict[int, dict[str, Any]]:
     return {entry["id"]: entry for entry in settings.get("added_tokens") or []}
 
 
-def _entries(settings: Settings) -> dict[str, tuple[Any, ...]]:
-    """Each token of the model with its id, for unigram models with its score too."""
+def _entries(settings: TokenizerSettings) -> dict[str, tuple[Any, ...]]:
+    """Return each token of the model with its id, for unigram models with its score too."""
     vocab = settings["model"].get("vocab") or {}
     if isinstance(vocab, dict):
         return {token: (id_,) for token, id_ in vocab.items()}
     return {token: (id_, score) for id_, (token, score) in enumerate(vocab)}
 
 
-def _ordinary(settings: Settings, added: set[int]) -> dict[str, tuple[Any, ...]]:
-    """The tokens whose ids are added tokens in neither tokenizer."""
+def _ordinary(settings: TokenizerSettings, added: set[int]) -> dict[str, tuple[Any, ...]]:
+    """Return the tokens whose ids are added tokens in neither tokenizer."""
     return {token: entry for token, entry in _entries(settings).items() if entry[0] not in added}
 
 
@@ -71,7 +71,7 @@ def _same_vocabulary(ours: dict[str, tuple[Any, ...]], theirs: dict[str, tuple[A
     )
 
 
-def _same_model(ours: Settings, theirs: Settings) -> None:
+def _same_model(ours: TokenizerSettings, theirs: TokenizerSettings) -> None:
     a, b = ours.get("merges") or [], theirs.get("merges") or []
     if a != b:
         at = next(
@@ -91,7 +91,7 @@ def _same_model(ours: Settings, theirs: Settings) -> None:
 
 
 def _without_offsets(value: Any) -> Any:
-    """A part of a tokenizer without what tells only where in the text a token lies."""
+    """Remove fields that only affect the offsets of tokens in the text."""
     if isinstance(value, list):
         return [_without_offsets(x) for x in value]
     if isinstance(value, dict):
@@ -104,8 +104,10 @@ def _example(ours: Any, theirs: Any) -> str:
     return f"{shown[0]} in the target's and {shown[1]} in the draft's"
 
 
-def _added_differences(target: Settings, draft: Settings, added: set[int]) -> list[str]:
-    """How the added tokens differ, with counts and examples; nothing if they do not."""
+def _added_differences(
+    target: TokenizerSettings, draft: TokenizerSettings, added: set[int]
+) -> list[str]:
+    """Describe differences of the added tokens, with counts and examples."""
     names, flags = [_names(s) for s in (target, draft)], [_added(s) for s in (target, draft)]
     kinds: dict[str, list[str]] = {}
     for id_ in sorted(added):
@@ -128,6 +130,6 @@ def _added_differences(target: Settings, draft: Settings, added: set[int]) -> li
     ]
 
 
-def _names(settings: Settings) -> dict[int, str]:
+def _names(settings: TokenizerSettings) -> dict[int, str]:
     names = {entry[0]: token for token, entry in _entries(settings).items()}
     return names | {id_: entry["content"] for id_, entry in _added(settings).items()}

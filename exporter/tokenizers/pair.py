@@ -1,4 +1,4 @@
-"""Whether a draft and a target fit, and what both together say about text."""
+"""Compatibility of a draft and a target, and the bundle's text metadata."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from specedge.errors import ExportError
 from specedge.sampling_options import SamplingFilters
 
 from ..checkpoint.checkpoints import Checkpoint
+from ..libraries import first_line
 from ..progress import Progress
-from ..quiet import one_line
 from . import compatibility
 
-FILE = "tokenizer.json"
+TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_CONTEXT = 4096
 SAMPLES = (
     "def read_config(path):\n    return path",
@@ -32,8 +32,8 @@ _POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_leng
 
 
 @dataclass(frozen=True)
-class Text:
-    """What the bundle says about text, all of it the target's."""
+class TextMetadata:
+    """Text metadata of the bundle, all of it the target's."""
 
     tokenizer: str
     num_tokens: int
@@ -41,8 +41,8 @@ class Text:
     special_tokens: dict[str, str]
 
 
-def fit(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> Text:
-    """Check that both models read ordinary text as the same tokens; note what else differs."""
+def check_pair(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> TextMetadata:
+    """Check that both models tokenize ordinary text identically; note other differences."""
     ours, template = _settings(target), _chat_template(target)
     if draft is not None:
         for note in compatibility.compare(ours, _settings(draft)):
@@ -56,7 +56,7 @@ def fit(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> Tex
             progress.note("the draft has another chat template; the target's rules")
     named = target.tokenizer.special_tokens_map
     special = {name: token for name, token in named.items() if isinstance(token, str)}
-    return Text(
+    return TextMetadata(
         json.dumps(ours, ensure_ascii=False),
         max(target.tokenizer.get_vocab().values()) + 1,
         template,
@@ -64,9 +64,9 @@ def fit(draft: Checkpoint | None, target: Checkpoint, progress: Progress) -> Tex
     )
 
 
-def write_tokenizer(text: Text, target: Checkpoint, folder: Path) -> None:
-    """Write the tokenizer's file and check that it gives the ids that transformers gives."""
-    path = folder / FILE
+def write_tokenizer(text: TextMetadata, target: Checkpoint, folder: Path) -> None:
+    """Write the tokenizer's file and check that it matches transformers."""
+    path = folder / TOKENIZER_FILE
     path.write_text(text.tokenizer, "utf-8")
     shipped = Tokenizer.from_file(str(path))
     for sample in SAMPLES:
@@ -79,7 +79,7 @@ def write_tokenizer(text: Text, target: Checkpoint, folder: Path) -> None:
 
 
 def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
-    """The tokens that end a text: from the generation config, else the config."""
+    """Return the end tokens: from the generation config, else the config."""
     found = checkpoint.generation.get("eos_token_id")
     if found is None:
         found = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
@@ -91,7 +91,7 @@ def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
 
 
 def default_sampling(target: Checkpoint) -> SamplingFilters:
-    """How the target's generation config samples; greedy where it does not."""
+    """Return the sampling of the target's generation config; greedy without one."""
     config = target.generation
     if not config.get("do_sample"):
         return SamplingFilters()
@@ -114,7 +114,7 @@ def default_sampling(target: Checkpoint) -> SamplingFilters:
 def context_lengths(
     target: Checkpoint, draft: Checkpoint | None, limit: int | None, progress: Progress
 ) -> tuple[int, int]:
-    """The positions that the target and the draft get; the draft needs no more than the target."""
+    """Return the positions of the target and the draft, which needs no more than the target."""
     ours = context_length(target, limit, progress)
     theirs = ours if draft is None else context_length(draft, limit, progress)
     if theirs < ours:
@@ -145,7 +145,7 @@ def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> lis
 
 
 def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:
-    """The positions that a model has, or as many as were asked for."""
+    """Return the positions that a model has, or as many as were requested."""
     config = checkpoint.config.get_text_config()
     found = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
     if not found and limit is None:
@@ -169,7 +169,7 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
 
 
 def _stretched(config: Any, own: int) -> int:
-    """The positions that scaled rotary factors are for, beyond those that the config counts."""
+    """Return the positions that scaled rotary factors support, beyond those in the config."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
     if rope.get("rope_type") not in ("dynamic", "yarn") or not isinstance(factor, int | float):
@@ -199,7 +199,7 @@ def chat_writer(
     try:
         render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
     except Exception as error:  # a template can fail in any way that code can
-        progress.note(f"calibration without the chat template, which fails: {one_line(error)}")
+        progress.note(f"calibration without the chat template, which fails: {first_line(error)}")
         return None
     return render
 

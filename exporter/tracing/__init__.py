@@ -1,1 +1,1 @@
-"""A PyTorch decoder becomes a graph over fixed KV-cache buffers."""
+"""Tracing of a PyTorch decoder to a graph over fixed KV-cache buffers."""

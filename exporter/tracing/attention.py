@@ -1,8 +1,8 @@
-"""Attention and KV caches as the graph has them, behind transformers' two extension points.
+"""Attention and KV caches of the graph, behind transformers' two extension points.
 
-A Cache whose layers are fixed buffers, and attention and mask functions registered by name, take
-the place of the model's own while it is observed and traced. B sequences, T new tokens, S rows of
-cache; H query heads and G key-value heads of size D.
+A Cache whose layers are fixed buffers, and attention and mask functions registered by name, replace
+the model's own while it is observed and traced. B sequences, T new tokens, S rows of cache; H query
+heads and G key-value heads of size D.
 """
 
 from __future__ import annotations
@@ -17,8 +17,7 @@ import torch.onnx.ops
 
 from specedge.errors import ExportError
 
-from .. import private
-from .layers import OTHER, Layer, window_of
+from .. import internals
 
 OPSET = 24
 # What attention calls carry beside these changes nothing: dropout is off, the mask has the windows.
@@ -28,13 +27,13 @@ _SAMPLES = 64
 
 @dataclass
 class TracedPass:
-    """The pass that is being observed or traced; the registered functions find it here."""
+    """The pass that is being observed or traced, found here by the registered functions."""
 
     ops: str  # "onnx", "gqa", or "none" while the model is only observed
     past_length: torch.Tensor
     offsets: torch.Tensor  # [1, T]: 0, 1 ... T - 1
     capacity: int
-    layers: list[Layer] = field(default_factory=list)
+    layers: list[LayerAttention] = field(default_factory=list)
     calls: int = 0
     cache: BufferLayer | None = None  # the one that was written last, and with what
     written: tuple[torch.Tensor, ...] = ()
@@ -42,15 +41,15 @@ class TracedPass:
 
     @property
     def positions(self) -> torch.Tensor:
-        """Of the new tokens. [B, T]"""
+        """Positions of the new tokens. [B, T]"""
         return self.past_length[:, None] + self.offsets
 
     @property
     def rows(self) -> torch.Tensor:
-        """Which query rows go in: 0, 1 ... T - 1, T - 1. [T + 1]
+        """Indices of the query rows: 0, 1 ... T - 1, T - 1. [T + 1]
 
-        The last goes in twice and the copy's output is dropped: for a single row ONNX Runtime
-        takes another path on the CPU, whose last bits differ.
+        The last row is repeated and the copy's output is dropped: for a single row ONNX Runtime
+        takes another path on the CPU, which is not bitwise equal.
         """
         return torch.cat((self.offsets[0], self.offsets[0, -1:]))
 
@@ -59,7 +58,7 @@ _current: list[TracedPass] = []
 
 
 @contextlib.contextmanager
-def running(one: TracedPass) -> Iterator[TracedPass]:
+def active_pass(one: TracedPass) -> Iterator[TracedPass]:
     """Make a pass the one that the registered functions see."""
     _current.append(one)
     try:
@@ -68,19 +67,19 @@ def running(one: TracedPass) -> Iterator[TracedPass]:
         _current.pop()
 
 
-def current() -> TracedPass:
-    """The pass that is being observed or traced."""
+def current_pass() -> TracedPass:
+    """Return the pass that is being observed or traced."""
     return _current[-1]
 
 
-class BufferLayer(private.FixedLayer):
-    """Keys and values live in [B, G, S, D] buffers; rows are written at the pass's past length."""
+class BufferLayer(internals.FixedCacheLayer):
+    """Cache layer over [B, G, S, D] buffers; rows are written at the pass's past length."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Take [B, G, T, D] rows; return what attention reads, for `gqa` just the rows."""
-        now = current()
+        """Write [B, G, T, D] rows and return what attention reads, for `gqa` just the rows."""
+        now = current_pass()
         if now.ops == "onnx":
             self.keys = _scatter(self.keys, key_states, now.past_length)
             self.values = _scatter(self.values, value_states, now.past_length)
@@ -89,18 +88,18 @@ class BufferLayer(private.FixedLayer):
         return now.written
 
 
-def buffers(caches: list[torch.Tensor]) -> Any:
-    """A cache over 2 * [B, G, S, D] buffers a layer."""
+def buffer_cache(caches: list[torch.Tensor]) -> Any:
+    """Return a cache over 2 * [B, G, S, D] buffers a layer."""
     pairs = zip(caches[::2], caches[1::2], strict=True)
-    return private.Cache(layers=[BufferLayer(k, v) for k, v in pairs])
+    return internals.Cache(layers=[BufferLayer(k, v) for k, v in pairs])
 
 
-def visible(mask_function: Any, **unused: Any) -> torch.Tensor:
-    """The mask that a model asks for, causal or windowed. [B, 1, T + 1, S]
+def attention_mask(mask_function: Any, **unused: Any) -> torch.Tensor:
+    """Evaluate the mask that a model asks for, causal or windowed. [B, 1, T + 1, S]
 
     `gqa` has its windows from the observed pass and gets a mask that hides nothing.
     """
-    now = current()
+    now = current_pass()
     if now.ops == "gqa":
         return torch.ones(1, 1, 1, 1, dtype=torch.bool)
     if now.ops == "none":
@@ -110,13 +109,13 @@ def visible(mask_function: Any, **unused: Any) -> torch.Tensor:
 
 
 def _sampled(mask_function: Any, now: TracedPass) -> torch.Tensor:
-    """The mask of some positions, which tell what it is; with numbers on the meta device, too."""
+    """Evaluate the mask at some positions, which identify it; on the meta device as well."""
     samples = min(_SAMPLES, now.capacity)
     queries = torch.linspace(0, now.capacity - 1, samples).long()[None]
     device = now.past_length.device
     try:
         seen = _evaluated(mask_function, queries, now.capacity)
-        window = window_of(seen[0, 0], queries[0])
+        window = detect_window(seen[0, 0], queries[0])
     except ExportError:
         if device.type != "meta":
             raise
@@ -130,7 +129,9 @@ def _sampled(mask_function: Any, now: TracedPass) -> torch.Tensor:
 def _evaluated(mask_function: Any, queries: torch.Tensor, capacity: int) -> torch.Tensor:
     zero = torch.zeros((), dtype=torch.long)
     keys = torch.arange(capacity)
-    with private.tried(ExportError, "the model's attention mask cannot be traced"):
+    with internals.translate_internal_errors(
+        ExportError, "the model's attention mask cannot be traced"
+    ):
         return mask_function(zero, zero, queries[:, None, :, None], keys[None, None, None, :])
 
 
@@ -146,12 +147,14 @@ def attention(
     bias: torch.Tensor | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attention in the op set of the pass. [B, H, T, D], 2 * [B, G, T or S, D] -> [B, T, H, D]
+    """Compute attention in the op set of the pass.
 
-    `s_aux` [H] are sinks, logits of a key without a value; `bias` [B, H, 1, S] is added to the
-    logits, as ALiBi does.
+    [B, H, T, D], 2 * [B, G, T or S, D] -> [B, T, H, D]
+
+    `s_aux` [H] are attention sinks, logits of a key without a value; `bias` [B, H, 1, S] is added
+    to the logits, as in ALiBi.
     """
-    now = current()
+    now = current_pass()
     _check(options, attention_mask, s_aux, softcap)
     assert attention_mask is not None
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -167,7 +170,7 @@ def attention(
     if s_aux is None:
         extra = {"softcap": softcap} if softcap else {}
         shape, inputs = (*query.shape[:3], value.shape[3]), (query, key, value, attention_mask)
-        output = operator("Attention", inputs, query, shape, scale=scale, **extra)
+        output = onnx_operator("Attention", inputs, query, shape, scale=scale, **extra)
     else:
         output = _with_sinks(query * scale, key, value, attention_mask, s_aux)
     return output.transpose(1, 2)[:, :-1].contiguous(), None
@@ -179,29 +182,30 @@ def _check(
     sinks: torch.Tensor | None,
     softcap: float | None,
 ) -> None:
-    """Refuse what no graph can hold. Raises ExportError."""
+    """Refuse attention options that no graph can represent. Raises ExportError."""
     given = {name for name, value in options.items() if value is not None and value is not False}
     if unknown := sorted(given - _HARMLESS):
         raise ExportError(f"the model's attention has {unknown[0]}, which no graph can hold yet")
     if mask is None:
         raise ExportError(
-            f"the model's attention does not take its mask from transformers ({private.versions()})"
+            "the model's attention does not take its mask from transformers "
+            f"({internals.describe_versions()})"
         )
     if sinks is not None and softcap:
         raise ExportError("the model's attention has both sinks and a softcap")
 
 
-def operator(
+def onnx_operator(
     name: str, inputs: tuple[torch.Tensor, ...], like: torch.Tensor, shape: Any, **attributes: Any
 ) -> torch.Tensor:
-    """One ONNX node in the traced graph."""
+    """Add one ONNX node to the traced graph."""
     return torch.onnx.ops.symbolic(
         name, inputs, attrs=attributes, dtype=like.dtype, shape=shape, version=OPSET
     )
 
 
 def _scatter(buffer: torch.Tensor, rows: torch.Tensor, start: torch.Tensor) -> torch.Tensor:
-    return operator("TensorScatter", (buffer, rows, start), buffer, buffer.shape, axis=2)
+    return onnx_operator("TensorScatter", (buffer, rows, start), buffer, buffer.shape, axis=2)
 
 
 def _with_sinks(
@@ -211,7 +215,7 @@ def _with_sinks(
     mask: torch.Tensor,
     sinks: torch.Tensor,
 ) -> torch.Tensor:
-    """Attention of a scaled query spelled out, because the Attention node knows no sinks."""
+    """Compute attention of a scaled query in single steps: the Attention node has no sinks."""
     batch, heads, _, size = query.shape
     grouped = query.reshape(batch, key.shape[1], -1, size)
     logits = torch.matmul(grouped, key.transpose(2, 3)).reshape(batch, heads, -1, key.shape[2])
@@ -233,7 +237,7 @@ def _grouped(
     sinks: torch.Tensor | None,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One GroupQueryAttention node, which writes the cache too. -> [B, T, H, D]
+    """Add one GroupQueryAttention node, which writes the cache as well. -> [B, T, H, D]
 
     The copy of the last row is written behind the new rows, where the next pass overwrites it.
     """
@@ -274,10 +278,54 @@ def _grouped(
 
 def _observed(
     now: TracedPass, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
-) -> Layer:
+) -> LayerAttention:
     windows = {window for window, _ in now.masks.values()}
     known = now.masks.get(id(mask))
-    window = known[0] if known else windows.pop() if len(windows) == 1 else OTHER
+    window = known[0] if known else windows.pop() if len(windows) == 1 else OTHER_MASK
     sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
     written = now.written and key is now.written[0] and value is now.written[1]
-    return Layer(window, *sizes, as_cached=bool(written))
+    return LayerAttention(window, *sizes, as_cached=bool(written))
+
+
+OTHER_MASK = -1  # in a window's place: a mask that is neither causal nor a window
+
+
+@dataclass(frozen=True)
+class LayerAttention:
+    """Observed behavior of one attention call.
+
+    `window` is None for all rows; `as_cached` tells whether it reads the cache's own keys and
+    values.
+    """
+
+    window: int | None
+    heads: int
+    kv_heads: int
+    key_size: int
+    value_size: int
+    as_cached: bool  # whether it reads the cache's own keys and values
+
+    def obstacle(self) -> str | None:
+        """Return the reason why GroupQueryAttention cannot compute this; None if it can."""
+        if self.window == OTHER_MASK:
+            return "its attention mask is neither causal nor a window"
+        if not self.as_cached:
+            return "its cache holds something other than the keys and values it attends to"
+        if self.key_size != self.value_size:
+            return f"its keys have size {self.key_size}, its values {self.value_size}"
+        if self.key_size % 8:
+            return f"its heads have size {self.key_size}, which is not a multiple of 8"
+        return None
+
+
+def detect_window(mask: torch.Tensor, queries: torch.Tensor) -> int | None:
+    """Return the window of a mask, each query included; None for causal. [n, S], [n] -> window"""
+    keys = torch.arange(mask.shape[1])
+    widths = mask.sum(1)
+    width = int(widths.max())
+    for window in (None, width):
+        lowest = queries - (window or mask.shape[1])
+        wanted = (keys <= queries[:, None]) & (keys > lowest[:, None])
+        if torch.equal(mask, wanted):
+            return window
+    return OTHER_MASK

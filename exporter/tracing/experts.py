@@ -1,9 +1,9 @@
-"""Mixtures of experts: no pass gathers experts' matrices by token.
+"""Mixtures of experts without gathering of experts' matrices by token.
 
 In `gqa` each row is multiplied with the matrices of its own experts, by ONNX Runtime's MoE node. It
-takes another path for an expert with a single row, whose last bits differ, so every row goes in
-twice. Elsewhere, and where the node cannot compute what the experts do, all of them are one wide
-MLP whose inner values the router weighs, most of them with 0: each matrix is read once a pass.
+takes another path for an expert with a single row, which is not bitwise equal, so every row goes in
+twice. Elsewhere, and for experts that the node cannot compute, all of them are one wide MLP whose
+inner values are weighted by the router, most of them with 0: each matrix is read once a pass.
 
 T rows of H values, E experts with I inner values, k experts a row.
 """
@@ -20,7 +20,7 @@ import torch
 
 from specedge.errors import ExportError
 
-from .attention import current
+from .attention import current_pass
 
 _FIRST, _LAST = "experts_first", "experts_last"
 _CLOSE = 1e-6
@@ -29,24 +29,24 @@ _PROBED = 64
 
 @dataclass(frozen=True)
 class Swiglu:
-    """G * sigmoid(alpha * G) * (U + beta) of a gate G and an up U that are cut off at `limit`."""
+    """G * sigmoid(alpha * G) * (U + beta) of a gate G and an up projection U clipped at `limit`."""
 
     alpha: float
     beta: float
     limit: float | None
 
     def __call__(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """2 * [..., I] -> [..., I]"""
+        """Apply it. 2 * [..., I] -> [..., I]"""
         if self.limit is not None:
             gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
         return gate * torch.sigmoid(self.alpha * gate) * (up + self.beta)
 
 
-class Experts:
-    """An experts module of transformers by its private parts (seen in 5.17 to 5.23).
+class ExpertsModule:
+    """Experts module of transformers, by its private attributes (seen in 5.17 to 5.23).
 
-    Its gates and ups are one matrix an expert, of which the halves or the odd and even columns are
-    the two. Here they are seen in turn, [I, 2], or [I, 1] where there are no gates.
+    Its gates and ups are one matrix an expert, in halves or in odd and even columns. Here they
+    alternate, [I, 2], or [I, 1] where there are no gates.
     """
 
     def __init__(self, module: Any) -> None:
@@ -56,28 +56,28 @@ class Experts:
         self._first = "gate_up_proj" if self.gated else "up_proj"
 
     def matrices(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Views of the matrices. [E, I, 2 or 1, H], [E, H, I]"""
+        """Return views of the matrices. [E, I, 2 or 1, H], [E, H, I]"""
         first, last = getattr(self._module, self._first), self._module.down_proj
         if self._module.is_transposed:
             first, last = first.transpose(1, 2), last.transpose(1, 2)
         return self._in_turn(first), last
 
     def biases(self) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """[E, I, 2 or 1], [E, H]"""
+        """Return the biases, if any. [E, I, 2 or 1], [E, H]"""
         if not self._module.has_bias:
             return None
         first = getattr(self._module, f"{self._first}_bias")
         return self._in_turn(first), self._module.down_proj_bias
 
     def activation(self, inner: torch.Tensor) -> torch.Tensor:
-        """[..., I, 2 or 1] -> [..., I]"""
+        """Apply the activation. [..., I, 2 or 1] -> [..., I]"""
         if not self.gated:
             return self._module.act_fn(inner[..., 0])
         order = inner if self._alternating else inner.transpose(-1, -2)
         return self._module._apply_gate(order.flatten(-2))
 
     def swiglu(self) -> Swiglu | None:
-        """What the activation is in the MoE node's terms, if it is one of those: it is tried."""
+        """Fit the activation to the MoE node's form, by trying it; None if it has another one."""
         if not self.gated:
             return None
         generator = torch.Generator("cpu").manual_seed(0)
@@ -92,7 +92,7 @@ class Experts:
         return None
 
     def _in_turn(self, first: torch.Tensor) -> torch.Tensor:
-        """[E, 2 * I or I, ...] -> [E, I, 2 or 1, ...]"""
+        """Let gates and ups alternate. [E, 2 * I or I, ...] -> [E, I, 2 or 1, ...]"""
         if self.gated and not self._alternating:
             return first.unflatten(1, (2, -1)).transpose(1, 2)
         return first.unflatten(1, (-1, 1 + self.gated))
@@ -102,20 +102,22 @@ class Experts:
         return [float(number) for number in found if isinstance(number, int | float)]
 
 
-def among(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The modules that have their forward pass from transformers' interface for experts."""
+def find_experts(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Return the modules whose forward pass goes through transformers' interface for experts."""
     return [m for m in model.modules() if hasattr(m, "has_gate") and hasattr(m, "down_proj")]
 
 
-def prepared(model: torch.nn.Module, stack: contextlib.ExitStack) -> Callable[..., torch.Tensor]:
-    """What experts do in a traced pass, as transformers calls it.
+def prepare_experts(
+    model: torch.nn.Module, stack: contextlib.ExitStack
+) -> Callable[..., torch.Tensor]:
+    """Return the experts function of a traced pass, as transformers calls it.
 
     Matrices become buffers, until the stack is closed, in the order in which both op sets have them
     in the weights file.
     """
     kinds = {}
-    for module in among(model):
-        experts = Experts(module)
+    for module in find_experts(model):
+        experts = ExpertsModule(module)
         kinds[module] = experts.swiglu()
         for name, matrices in zip((_FIRST, _LAST), experts.matrices(), strict=True):
             module.register_buffer(name, matrices.detach(), persistent=False)
@@ -124,25 +126,25 @@ def prepared(model: torch.nn.Module, stack: contextlib.ExitStack) -> Callable[..
     def forward(
         module: Any, rows: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """[T, H], [T, k], [T, k] -> [T, H]"""
+        """Compute the experts. [T, H], [T, k], [T, k] -> [T, H]"""
         if getattr(module, "has_post_expert_norm", False):
             raise ExportError(
                 "its experts' outputs go through a norm each, which no graph holds yet"
             )
-        if current().ops == "none":
+        if current_pass().ops == "none":
             return torch.zeros_like(rows)
-        experts, kind = Experts(module), kinds[module]
+        experts, kind = ExpertsModule(module), kinds[module]
         first, last = getattr(module, _FIRST), getattr(module, _LAST)
-        routing = spread(chosen, weights, len(first))
-        if current().ops == "gqa" and kind is not None:
+        routing = routing_weights(chosen, weights, len(first))
+        if current_pass().ops == "gqa" and kind is not None:
             return _sparse(first, last, experts.biases(), kind, rows, routing, chosen.shape[1])
         return _dense(first, last, experts, rows, routing)
 
     return forward
 
 
-def spread(chosen: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
-    """Every expert's weight, 0 for those not chosen. [T, k], [T, k] -> [T, E]"""
+def routing_weights(chosen: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Tensor:
+    """Return every expert's weight, 0 for those not chosen. [T, k], [T, k] -> [T, E]"""
     hit = chosen[..., None] == torch.arange(number)
     return torch.where(hit, weights[..., None], 0.0).sum(1)
 
@@ -150,11 +152,11 @@ def spread(chosen: torch.Tensor, weights: torch.Tensor, number: int) -> torch.Te
 def _dense(
     first: torch.Tensor,
     last: torch.Tensor,
-    experts: Experts,
+    experts: ExpertsModule,
     rows: torch.Tensor,
     routing: torch.Tensor,
 ) -> torch.Tensor:
-    """Two matrices with all experts side by side, [E * I * 2, H] and [E * I, H]."""
+    """Multiply with all experts side by side, [E * I * 2, H] and [E * I, H]."""
     number, size, width, _ = first.shape
     inner = torch.nn.functional.linear(rows, first.flatten(0, 2))
     inner = inner.reshape(-1, number, size, width)
@@ -176,7 +178,7 @@ def _sparse(
     routing: torch.Tensor,
     k: int,
 ) -> torch.Tensor:
-    """One MoE node over every row twice; weights, none below 0, are logits that it normalises."""
+    """Add one MoE node over every row twice; it normalizes the weights' logarithms."""
     logits = torch.log(routing)
     twice = torch.stack((rows, rows)), torch.cat((logits, logits))
     matrices: tuple[torch.Tensor | None, ...] = (first.flatten(1, 2), None, last)
@@ -199,7 +201,7 @@ def _sparse(
     return output[0] * routing.sum(1, keepdim=True)
 
 
-def spelled_out(
+def moe_reference(
     rows: torch.Tensor,
     logits: torch.Tensor,
     first: torch.Tensor,
@@ -208,7 +210,7 @@ def spelled_out(
     last_bias: torch.Tensor | None,
     attributes: dict[str, Any],
 ) -> torch.Tensor:
-    """What the MoE node above computes, in any type of `rows`, whose matrices may be narrower.
+    """Compute the MoE node above in any type of `rows`, with matrices that may be narrower.
 
     [..., H], [T, E], [E, 2 * I, H], [E, 2 * I], [E, H, I], [E, H] -> [..., H]
     """
@@ -219,7 +221,7 @@ def spelled_out(
     )
     flat = rows.flatten(0, -2)
     weights, chosen = torch.softmax(logits.to(rows.dtype), -1).topk(attributes["k"])
-    routing = spread(chosen, weights / weights.sum(-1, keepdim=True), len(first))
+    routing = routing_weights(chosen, weights / weights.sum(-1, keepdim=True), len(first))
     total = torch.zeros_like(flat)
     for e in range(len(first)):
         inner = flat @ first[e].to(rows.dtype).T

@@ -1,8 +1,8 @@
-"""What a few model families need before they can be traced: the least that each lacks.
+"""Adaptations of a few model families for tracing, the least that each needs.
 
-Most decoders go through transformers' attention interface. Those named below keep attention code
-of their own, which is replaced by a call of ours. Class names, methods and their arguments are
-those of transformers 5.17 to 5.23.
+Most decoders go through transformers' attention interface. Those named below keep attention code of
+their own, which is replaced by a call of ours. Class names, methods and their arguments are those
+of transformers 5.17 to 5.23.
 """
 
 from __future__ import annotations
@@ -16,20 +16,22 @@ from typing import Any
 import torch
 from transformers.masking_utils import sliding_window_causal_mask_function
 
-from .. import private
+from .. import internals
 from . import experts
-from .attention import attention, current, visible
+from .attention import attention, attention_mask, current_pass
 
 NAME = "specedge"
 
 
 @contextlib.contextmanager
-def registered(model: torch.nn.Module) -> Iterator[None]:
-    """Let the model use our attention, masks and experts, and give it its own back."""
+def registered_functions(model: torch.nn.Module) -> Iterator[None]:
+    """Let the model use our attention, masks and experts while the context lasts."""
     with contextlib.ExitStack() as stack:
-        private.register(NAME, attention, visible, experts.prepared(model, stack))
+        internals.register_functions(
+            NAME, attention, attention_mask, experts.prepare_experts(model, stack)
+        )
         for kind in ("attn", "experts"):
-            stack.enter_context(private.chosen(model, kind, NAME))
+            stack.enter_context(internals.implementation(model, kind, NAME))
         for module in model.modules():
             if getattr(module, "use_alibi", False) or type(module).__name__ == "BloomModel":
                 stack.callback(_whole_alibi(_code(module)))
@@ -41,21 +43,21 @@ def registered(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def eager(model: torch.nn.Module) -> Iterator[None]:
-    """Let attention and experts compute step by step in PyTorch, which every type can.
+def eager_functions(model: torch.nn.Module) -> Iterator[None]:
+    """Let attention and experts compute in single PyTorch steps, which support every type.
 
-    But Falcon's steps add ALiBi's biases a second time (transformers 5.23), which its fused
-    attention, the default, does not.
+    Falcon's steps add ALiBi's biases a second time (transformers 5.23), which its fused attention,
+    the default, does not.
     """
     own = any(type(module).__name__ == "FalconAttention" for module in model.modules())
-    steps = private.chosen(model, "attn", "sdpa" if own else "eager")
-    with steps, private.chosen(model, "experts", "eager"):
+    steps = internals.implementation(model, "attn", "sdpa" if own else "eager")
+    with steps, internals.implementation(model, "experts", "eager"):
         yield
 
 
 @contextlib.contextmanager
-def counted_experts(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, int]]:
-    """Let experts do nothing but tell how many of them a row takes, in a pass on any device."""
+def count_experts(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, int]]:
+    """Let experts compute nothing and report how many of them a row uses, on any device."""
     counts: dict[torch.nn.Module, int] = {}
 
     def count(
@@ -64,13 +66,13 @@ def counted_experts(model: torch.nn.Module) -> Iterator[dict[torch.nn.Module, in
         counts[module] = chosen.shape[1]
         return torch.zeros_like(rows)
 
-    private.register(NAME, attention, visible, count)
-    with private.chosen(model, "experts", NAME):
+    internals.register_functions(NAME, attention, attention_mask, count)
+    with internals.implementation(model, "experts", NAME):
         yield counts
 
 
 def _code(module: Any) -> Any:
-    """The Python module that a model's module is from."""
+    """Return the Python module that defines a module's class."""
     return sys.modules[type(module).__module__]
 
 
@@ -82,7 +84,7 @@ def _whole_alibi(code: Any) -> Callable[[], None]:
     build = code.build_alibi_tensor
 
     def whole(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
-        whole_mask = torch.ones(1, current().capacity, dtype=mask.dtype, device=mask.device)
+        whole_mask = torch.ones(1, current_pass().capacity, dtype=mask.dtype, device=mask.device)
         return build(whole_mask, num_heads, dtype)
 
     code.build_alibi_tensor = whole
@@ -122,7 +124,7 @@ def _falcon(
     position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """With ALiBi the mask is a bias already, as the model makes it for its own fused attention."""
+    """Replace Falcon's forward; with ALiBi the mask is a bias already."""
     query, key, value = _falcon_heads(self, self.query_key_value(hidden_states))
     if alibi is None:
         rotate = _code(self).apply_rotary_pos_emb
@@ -134,7 +136,7 @@ def _falcon(
 
 
 def _falcon_heads(self: Any, fused: torch.Tensor) -> list[torch.Tensor]:
-    """[B, T, ...] -> 3 * [B, heads, T, D]; the model caches a key for every query head."""
+    """Split heads, cached per query head. [B, T, ...] -> 3 * [B, heads, T, D]"""
     if not self.new_decoder_architecture:
         return [part.transpose(1, 2) for part in self._split_heads(fused)]
     groups = self.num_heads // self.num_kv_heads
@@ -152,7 +154,7 @@ def _mpt(
     attention_mask: torch.Tensor,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`position_bias` is `_mpt_alibi`'s."""
+    """Replace MPT's forward; `position_bias` is `_mpt_alibi`'s."""
     fused = self.Wqkv(hidden_states)
     if self.clip_qkv:
         fused = fused.clamp(min=-self.clip_qkv, max=self.clip_qkv)
@@ -166,11 +168,11 @@ def _mpt(
 
 
 def _mpt_alibi(self: Any, num_heads: int, length: int, **unused: Any) -> torch.Tensor:
-    """Each row's own distances, whole numbers: their bits do not depend on T. [B, H, T + 1, S]
+    """Return each row's integer distances, bitwise equal for any T. [B, H, T + 1, S]
 
-    The model counts from the last key instead, which softmax does not see.
+    The model counts from the last key instead; softmax is invariant to that.
     """
-    now = current()
+    now = current_pass()
     slopes = -_code(self).build_mpt_alibi_tensor(num_heads, 2)[:, :, :1]
     rows = torch.cat((now.positions, now.positions[:, -1:]), 1)
     distances = torch.arange(now.capacity, device=rows.device) - rows[..., None]
@@ -185,7 +187,7 @@ def _llama4(
     past_key_values: Any,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The model's own asks the cache how long the text is, which ours does not know."""
+    """Replace Llama 4's forward, which asks the cache for the text's length."""
     parts = (project(hidden_states) for project in (self.q_proj, self.k_proj, self.v_proj))
     query, key, value = (part.unflatten(2, (-1, self.head_dim)) for part in parts)
     if self.use_rope:
@@ -193,7 +195,7 @@ def _llama4(
     if hasattr(self, "qk_norm"):
         query, key = self.qk_norm(query), self.qk_norm(key)
     if self.attn_temperature_tuning and not self.use_rope:
-        steps = torch.floor((current().positions.float() + 1) / self.floor_scale)
+        steps = torch.floor((current_pass().positions.float() + 1) / self.floor_scale)
         query = query * (torch.log1p(steps) * self.attn_scale + 1)[..., None, None]
     query, key, value = (part.transpose(1, 2) for part in (query, key, value))
     key, value = past_key_values.update(key, value, self.layer_idx)
@@ -202,8 +204,9 @@ def _llama4(
 
 
 def _llama4_experts(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """All experts as one wide MLP: of a product for each, as the model has it, one row has other
-    bits. The router's sigmoid weighs what an expert gets, or as well what its first matrix gives.
+    """Compute all experts as one wide MLP, so that results are bitwise equal for any T.
+
+    The router's sigmoid weighs an expert's input, or equally the output of its first matrix.
     """
     rows = hidden_states.flatten(0, -2)
     scores, logits = self.router(rows)
@@ -217,9 +220,9 @@ def _llama4_experts(self: Any, hidden_states: torch.Tensor) -> tuple[torch.Tenso
 def _gpt_neo(
     self: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> tuple[torch.Tensor, None]:
-    """Layers of the "local" kind see a window; nothing is scaled."""
+    """Replace GPT-Neo's attention: "local" layers have a window; nothing is scaled."""
     if self.attention_type == "local":
-        mask = visible(sliding_window_causal_mask_function(self.config.window_size))
+        mask = attention_mask(sliding_window_causal_mask_function(self.config.window_size))
     output, _ = attention(self, query, key, value, mask, scaling=1.0)
     return output.transpose(1, 2), None
 

@@ -1,4 +1,4 @@
-"""The shape of a model's KV cache, measured from one pass."""
+"""Shape of a model's KV cache, measured in one pass."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 from specedge.bundle.manifest import CacheLayer
 from specedge.errors import ExportError, MissingExtraError, SpecEdgeError
 
-from .. import private
-from ..quiet import quiet
-from .attention import TracedPass, running
-from .families import registered
+from .. import internals
+from ..libraries import quiet
+from .attention import TracedPass, active_pass
+from .families import registered_functions
 
 ALIGNMENT = 8
 _STATE = "a state that cannot be rolled back"
@@ -29,25 +29,27 @@ class Geometry:
     layers: tuple[CacheLayer, ...]
 
     def cache_names(self) -> list[str]:
-        """The graph's input names of the caches."""
+        """Return the graph's input names of the caches."""
         kinds = ("key", "value")
         return [f"past_key_values.{i}.{kind}" for i in range(len(self.layers)) for kind in kinds]
 
     def cache_shapes(self) -> list[tuple[int, int, int, int]]:
-        """[B, H, S, D] for each name."""
+        """Return [B, H, S, D] for each name."""
         sizes = [(x.heads, d) for x in self.layers for d in (x.key_size, x.value_size)]
         return [(1, heads, self.capacity, size) for heads, size in sizes]
 
 
-def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) -> Geometry:
-    """Run one pass and read the cache it leaves.
+def measure_geometry(
+    model: torch.nn.Module, context_length: int, num_draft_tokens: int
+) -> Geometry:
+    """Run one pass and read the cache that it leaves.
 
     S has room for a padded pass at the end, and for the row that `gqa` writes behind it.
     """
     output = _one_pass(model)
     kept = getattr(getattr(output, "past_key_values", None), "layers", ())
     if not kept:
-        recurrent = f": they are recurrent, with {_STATE}" if private.keeps_a_state(model) else ""
+        recurrent = f": they are recurrent, with {_STATE}" if internals.is_stateful(model) else ""
         raise ExportError(
             f"{model.config.model_type} models keep no KV cache{recurrent}; "
             "specedge takes decoders with attention alone"
@@ -59,29 +61,30 @@ def measure(model: torch.nn.Module, context_length: int, num_draft_tokens: int) 
 
 
 def _one_pass(model: torch.nn.Module) -> Any:
-    """What the model gives for two tokens and keeps in a cache of its own."""
+    """Run the model on two tokens with a cache of its own."""
     parameter = next(model.parameters())
     tokens = torch.zeros(1, 2, dtype=torch.long, device=parameter.device)
     now = TracedPass("none", tokens[:, 0], torch.arange(2, device=tokens.device)[None], 2)
     try:
-        with quiet(), registered(model), running(now):
+        with quiet(), registered_functions(model), active_pass(now):
             return model(input_ids=tokens, use_cache=True)
     except SpecEdgeError:
         raise
     except Exception as error:
-        if private.keeps_a_state(model):
+        if internals.is_stateful(model):
             raise ExportError(
                 f"{model.config.model_type} models are hybrid: they keep {_STATE}"
             ) from error
         raise ExportError(
-            f"{model.config.model_type} models cannot be run for tracing ({private.trouble(error)})"
+            f"{model.config.model_type} models cannot be run for tracing "
+            f"({internals.describe_error(error)})"
         ) from error
 
 
 def _layer(kind: str, index: int, layer: Any) -> CacheLayer:
-    if private.keeps_state(layer):
+    if internals.has_recurrent_state(layer):
         raise ExportError(f"{kind} models are hybrid: layer {index} keeps {_STATE}")
-    if not private.keeps_rows(layer):
+    if not internals.has_key_values(layer):
         raise ExportError(f"layer {index} of {kind} models keeps no keys and values of its own")
     if (rows := layer.keys.shape[2]) != 2:
         raise ExportError(f"layer {index} of {kind} models keeps {rows} rows for two tokens")
@@ -89,7 +92,7 @@ def _layer(kind: str, index: int, layer: Any) -> CacheLayer:
 
 
 def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> None:
-    """What optimum knows of an architecture must be what was measured."""
+    """Check optimum's description of an architecture against the measured shape."""
     try:
         from optimum.utils import NormalizedConfigManager
     except ImportError as error:
@@ -97,7 +100,9 @@ def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> No
             raise MissingExtraError(
                 'optimum is not installed; run: pip install "specedge[cpu,export]"'
             ) from error
-        raise ExportError(f"optimum cannot be imported ({private.trouble(error)})") from error
+        raise ExportError(
+            f"optimum cannot be imported ({internals.describe_error(error)})"
+        ) from error
     try:
         known = NormalizedConfigManager.get_normalized_config_class(model.config.model_type)(
             model.config

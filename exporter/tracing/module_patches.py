@@ -1,6 +1,6 @@
-"""Modules that trace to many nodes are swapped for ones that trace to a single node.
+"""Replacement of modules that trace to many nodes by ones that trace to a single node.
 
-A swap is made for what a module computes, not for its name: each is tried on random input first.
+A module is recognized by what it computes, not by its name: each is tried on random input first.
 """
 
 from __future__ import annotations
@@ -13,30 +13,35 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from .. import private
+from .. import internals
 from . import rotary
-from .attention import operator
+from .attention import onnx_operator
 
 _CLOSE = 1e-6
 
 
-def fix_rotary(model: nn.Module, context_length: int) -> bool:
-    """Settle factors that change with a pass's last position, as they are at the context's end.
+def freeze_rotary(model: nn.Module, context_length: int) -> bool:
+    """Freeze factors that depend on a pass's last position, as they are at the context's end.
 
-    Tells whether there were any that texts shorter than the context have otherwise (longrope).
+    Returns True if shorter texts would have other factors (longrope).
     """
     changed = False
-    for module, layer_type in list(private.growing_factors(model)):
-        before, positions = private.factors(module, layer_type), torch.arange(context_length)[None]
+    for module, layer_type in list(internals.dynamic_rotary_modules(model)):
+        before, positions = (
+            internals.inverse_frequencies(module, layer_type),
+            torch.arange(context_length)[None],
+        )
         module(torch.zeros(1), positions, **({"layer_type": layer_type} if layer_type else {}))
-        changed |= not torch.equal(before, private.factors(module, layer_type))
-        private.settle(module, layer_type)
+        changed |= not torch.equal(before, internals.inverse_frequencies(module, layer_type))
+        internals.freeze_frequencies(module, layer_type)
     return changed
 
 
 @contextlib.contextmanager
-def swapped(model: nn.Module, context_length: int, num_rows: int | None = None) -> Iterator[None]:
-    """The same model out of fewer nodes while the context lasts.
+def patched_modules(
+    model: nn.Module, context_length: int, num_rows: int | None = None
+) -> Iterator[None]:
+    """Replace modules of the model while the context lasts.
 
     Rotary tables have `num_rows` rows, by default one for each position.
     """
@@ -46,7 +51,7 @@ def swapped(model: nn.Module, context_length: int, num_rows: int | None = None) 
                 if replacement := _replacement(child):
                     stack.callback(setattr, parent, name, child)
                     setattr(parent, name, replacement)
-        rotary.swap(model, context_length, num_rows or context_length, stack)
+        rotary.patch_rotary(model, context_length, num_rows or context_length, stack)
         yield
 
 
@@ -65,19 +70,21 @@ def _replacement(module: nn.Module) -> nn.Module | None:
 
 
 class _RmsNorm(nn.Module):
+    """RMS norm as one node."""
+
     def __init__(self, weight: torch.Tensor, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.epsilon = epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return operator(
+        return onnx_operator(
             "RMSNormalization", (x, self.weight), x, x.shape, axis=-1, epsilon=self.epsilon
         )
 
 
 def _norm(module: nn.Module) -> nn.Module | None:
-    """Any module that is an RMS norm with its weight, or with one plus its weight (gemma)."""
+    """Return a replacement of an RMS norm with its weight, or with one plus its weight (gemma)."""
     parameters = dict(module.named_parameters())
     values = (getattr(module, name, None) for name in ("variance_epsilon", "eps"))
     epsilon = next((value for value in values if isinstance(value, float)), None)

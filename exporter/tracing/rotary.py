@@ -15,14 +15,16 @@ from torch import nn
 
 from specedge.errors import ExportError
 
-from .. import private
-from .attention import operator
+from .. import internals
+from .attention import onnx_operator
 
 _CLOSE = 1e-6
 
 
-def swap(model: nn.Module, context_length: int, num_rows: int, stack: contextlib.ExitStack) -> None:
-    """Swap rotary tables, and usual functions that apply them, until the stack is closed.
+def patch_rotary(
+    model: nn.Module, context_length: int, num_rows: int, stack: contextlib.ExitStack
+) -> None:
+    """Replace rotary tables, and usual functions that apply them, until the stack is closed.
 
     Tables have `num_rows` rows; those behind the context's last position repeat it.
     """
@@ -30,7 +32,7 @@ def swap(model: nn.Module, context_length: int, num_rows: int, stack: contextlib
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             code = sys.modules[type(child).__module__]
-            names = private.rotary_functions(code)
+            names = internals.rotary_functions(code)
             found = _swapped(child, code, names, positions) if names else None
             if found is None:
                 continue
@@ -44,7 +46,7 @@ def swap(model: nn.Module, context_length: int, num_rows: int, stack: contextlib
 def _swapped(
     module: nn.Module, code: ModuleType, names: list[str], positions: torch.Tensor
 ) -> tuple[nn.Module, dict[str, Callable[..., Any]]] | None:
-    """A table in a module's place, and functions in their places in its code."""
+    """Return a table in a module's place, and the functions to replace in its code."""
     if names == ["apply_rotary_emb"] and (pairs := _complex_table(module, positions)):
         apply = code.apply_rotary_emb  # type: ignore[attr-defined]
         axes = [axis for axis in (1, 2) if _applies_pairs(apply, pairs, axis)]
@@ -59,9 +61,9 @@ def _swapped(
 
 
 class _RotaryTable(nn.Module):
-    """cos and sin looked up by position: computed in the graph, their last bits depend on T.
+    """Lookup of cos and sin by position: computed in the graph, they would depend on T.
 
-    One pair [S, D] for each type of layer that a model tells apart, or one for None.
+    One pair [S, D] for each layer type of the model, or one for None.
     """
 
     def __init__(self, tables: dict[str | None, tuple[torch.Tensor, ...]]) -> None:
@@ -87,9 +89,9 @@ def _rotate(
     unsqueeze_dim: int = 1,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two RotaryEmbedding nodes. 2 * [B, H, T, D], 2 * [B, T, D/2] -> 2 * [B, H, T, D]
+    """Apply two RotaryEmbedding nodes. 2 * [B, H, T, D], 2 * [B, T, D/2] -> 2 * [B, H, T, D]
 
-    Where the tables are narrower than the heads, the rest of a head passes as it is.
+    If the tables are narrower than the heads, the rest of a head is unchanged.
     """
     if unsqueeze_dim != 1:
         raise ExportError(f"its rotary tables are unsqueezed at axis {unsqueeze_dim}, not 1")
@@ -99,11 +101,11 @@ def _rotate(
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     size = 2 * cos.shape[-1]
     part = {"rotary_embedding_dim": size, "num_heads": x.shape[1]} if size < x.shape[-1] else {}
-    return operator("RotaryEmbedding", (x, cos, sin), x, x.shape, **part)
+    return onnx_operator("RotaryEmbedding", (x, cos, sin), x, x.shape, **part)
 
 
 def _table(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None:
-    """The positions' cos and sin, [S, D], if the module computes [B, T, D] from positions."""
+    """Tabulate the positions' cos and sin, [S, D], of a module that computes [B, T, D]."""
     kinds: list[str | None] = [None]
     parameters = list(inspect.signature(module.forward).parameters)
     if parameters == ["x", "position_ids", "layer_type"]:
@@ -122,7 +124,7 @@ def _table(module: nn.Module, positions: torch.Tensor) -> _RotaryTable | None:
 
 
 def _half(table: _RotaryTable) -> _RotaryTable | None:
-    """[S, D/2], where both halves are the same."""
+    """Halve a table whose halves are equal. [S, D/2]"""
     tables: dict[str | None, tuple[torch.Tensor, ...]] = {}
     for kind, pair in table.tables.items():
         halves = [part.chunk(2, -1) for part in pair]
@@ -133,7 +135,7 @@ def _half(table: _RotaryTable) -> _RotaryTable | None:
 
 
 def _applies_halves(apply: Any, table: _RotaryTable) -> bool:
-    """Whether a function rotates the first half of each head against the second."""
+    """Return True if a function rotates the first half of each head against the second."""
     whole_cos, whole_sin = next(iter(table.tables.values()))
     size, rows = whole_cos.shape[1], min(3, len(whole_cos))
     q, k = torch.randn(2, 1, 2, rows, 2 * size, generator=torch.Generator().manual_seed(0))
@@ -148,7 +150,7 @@ def _applies_halves(apply: Any, table: _RotaryTable) -> bool:
 
 
 def _gives(wanted: tuple[torch.Tensor, ...], apply: Any, *given: torch.Tensor) -> bool:
-    """Whether a function, perhaps of another kind, makes this of what it is given."""
+    """Return True if a function, perhaps with another signature, returns these results."""
     try:
         found = apply(*given)
     except Exception:
@@ -160,7 +162,7 @@ def _gives(wanted: tuple[torch.Tensor, ...], apply: Any, *given: torch.Tensor) -
 
 
 class _ComplexTable(nn.Module):
-    """cos and sin as real and imaginary part, for all positions. [S, D/2, 2]
+    """Lookup of cos and sin as real and imaginary part, for all positions. [S, D/2, 2]
 
     A graph has no complex numbers (torch 2.13).
     """
@@ -186,7 +188,7 @@ def _complex_table(module: nn.Module, positions: torch.Tensor) -> _ComplexTable 
 def _rotate_pairs(
     q: torch.Tensor, k: torch.Tensor, table: torch.Tensor, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate neighbours in a head; `axis` is that of the heads. 2 * [B, ..., D], [B, T, D/2, 2]"""
+    """Rotate neighbors in a head; `axis` is that of the heads. 2 * [B, ..., D], [B, T, D/2, 2]"""
     cos, sin = table.unsqueeze(axis).unbind(-1)
 
     def rotated(x: torch.Tensor) -> torch.Tensor:
@@ -197,7 +199,7 @@ def _rotate_pairs(
 
 
 def _applies_pairs(apply: Any, table: _ComplexTable, axis: int) -> bool:
-    """Whether a function rotates neighbours by complex factors, with heads along this axis."""
+    """Return True if a function rotates neighbors by complex factors, with heads on this axis."""
     rows = min(3, len(table.table))  # type: ignore[arg-type]
     positions = torch.arange(rows)[None]
     pairs = table(torch.zeros(1), positions)

@@ -1,1 +1,1 @@
-"""Whether the exported graphs are the model."""
+"""Numerical verification of exported graphs against the PyTorch model."""

@@ -1,4 +1,4 @@
-"""Passes of all kinds along a stretch of the context, and what each has to give.
+"""Checks of passes of all kinds along a segment of the context.
 
 T tokens a pass, V vocabulary entries, n positions; H heads of D in the caches.
 """
@@ -16,10 +16,10 @@ import numpy as np
 from specedge.bundle.manifest import PREFILL_LENGTH, chunk_length
 from specedge.bundle.op_sets import attention_ops
 
-from ..graph.graphs import Length
-from .judgement import Judge
+from ..graph.graphs import GraphFile
 from .reference import Reference
-from .runner import Action, Fill, FillNoise, Pass, Rows, Runner
+from .row_errors import ErrorCheck
+from .runner import Action, FillCaches, FillNoise, PassAction, ReadRows, Runner
 
 # Each is at most twice the one before, PREFILL_LENGTH and `chunk_length` among them: then all
 # between count as tried.
@@ -33,10 +33,10 @@ Check = tuple[list[Action], Callable[[list[Any]], None]]
 
 
 def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, int, int]]:
-    """Graph, first position, real tokens and kept tokens of each pass from start to end.
+    """Yield graph, first position, real tokens and kept tokens of each pass from start to end.
 
-    Every kind takes its turn; after a verify pass half of it is rolled back. At the context's end
-    the passes have fewer real tokens than rows, as in a host that has only fixed shapes.
+    Graphs take turns; after a verify pass half of it is rolled back. At the context's end passes
+    have fewer real tokens than rows, as in a host that has only fixed-shape graphs.
     """
     at = start
     turns, ends = (LARGE_TURNS, LARGE_ENDS) if runner.in_parts else (TURNS, ENDS)
@@ -57,16 +57,16 @@ def schedule(runner: Runner, start: int, end: int) -> Iterator[tuple[str, int, i
         yield name, end - 1, 1, 1
 
 
-def lengths_to_compare(runner: Runner) -> list[int]:
-    """The T whose rows should have the same bits: a few, those of files, and a prompt's passes."""
+def compared_lengths(runner: Runner) -> list[int]:
+    """Return the pass lengths whose invariance is checked: a few, files', and a prefill's."""
     used = {x.length for x in runner.lengths.values() if x.length is not None}
     used.add(chunk_length(runner.geometry.capacity))
     most = min(max(used), runner.geometry.context_length)
     return sorted(t for t in {*INDEPENDENT, *used} if t <= most)
 
 
-def through(runner: Runner, part: Reference, judge: Judge) -> Check:
-    """A stretch in one pass through all layers, to be what PyTorch computes."""
+def full_depth_check(runner: Runner, part: Reference, judge: ErrorCheck) -> Check:
+    """Compare a segment in one pass through all layers with PyTorch."""
 
     def decide(results: list[Any]) -> None:
         *_, logits, rows = results
@@ -74,16 +74,16 @@ def through(runner: Runner, part: Reference, judge: Judge) -> Check:
         _compare_caches(runner.geometry.cache_names(), part, judge, rows)
 
     actions: list[Action] = [
-        Fill(part.history),
+        FillCaches(part.history),
         FillNoise(part.start, runner.geometry.capacity),
-        Pass("decoder", part.tokens, part.start),
-        Rows(part.start, part.end),
+        PassAction("decoder", part.tokens, part.start),
+        ReadRows(part.start, part.end),
     ]
     return actions, decide
 
 
-def own(runner: Runner, part: Reference) -> tuple[Reference, Check]:
-    """What the kept layers compute for a stretch in one pass; it is known when that has run."""
+def subset_reference(runner: Runner, part: Reference) -> tuple[Reference, Check]:
+    """Return the reference of the kept layers for a segment, filled in by one pass of them."""
     own = replace(
         part,
         history=lambda i: part.history(runner.kept[i]),
@@ -91,28 +91,33 @@ def own(runner: Runner, part: Reference) -> tuple[Reference, Check]:
         caches_float32=[part.caches_float32[i] for i in runner.kept],
     )
     actions: list[Action] = [
-        Fill(own.history),
+        FillCaches(own.history),
         FillNoise(own.start, runner.geometry.capacity),
-        Pass("decoder", own.tokens, own.start, then=functools.partial(setattr, own, "logits")),
-        Rows(own.start, own.end, own.caches),
+        PassAction(
+            "decoder", own.tokens, own.start, then=functools.partial(setattr, own, "logits")
+        ),
+        ReadRows(own.start, own.end, own.caches),
     ]
     return own, (actions, lambda results: None)
 
 
-def stretch(
-    runner: Runner, part: Reference, judge: Judge, alone: list[Length], differing: list[str]
+def segment_check(
+    runner: Runner, part: Reference, judge: ErrorCheck, alone: list[GraphFile], differing: list[str]
 ) -> Check:
-    """A stretch in passes of all kinds, with rollbacks and noise; everything is compared.
+    """Compare a segment in passes of all kinds, with rollbacks and noise.
 
-    The decoder's are made again for half of their rows. Of each file `alone` a pass is compared
-    with the decoder's, too, and the file taken out.
+    The decoder's passes are repeated for half of their rows. One pass of each file in `alone` is
+    compared with the decoder's, and the file is removed from the list.
     """
 
     def compared(start: int, length: int, keep: bool, found: np.ndarray) -> np.ndarray | None:
         _compare_logits(part, judge, found[:length], start)
         return found if keep else None
 
-    actions: list[Action] = [Fill(part.history), FillNoise(part.start, runner.geometry.capacity)]
+    actions: list[Action] = [
+        FillCaches(part.history),
+        FillNoise(part.start, runner.geometry.capacity),
+    ]
     twins: list[tuple[str, int]] = []
     for name, start, length, kept in schedule(runner, part.start, part.end):
         tokens = part.tokens[start - part.start :][:length]
@@ -124,13 +129,13 @@ def stretch(
             twins.append((name, len(actions)))
             actions += _twice(name, tokens, start, then)
         else:
-            actions.append(Pass(name, tokens, start, packed=name == "decoder", then=then))
+            actions.append(PassAction(name, tokens, start, packed=name == "decoder", then=then))
         if name == "decoder":
             half = length // 2
             then = functools.partial(compared, start + half, length - half, False)
-            actions.append(Pass(name, tokens, start, half, packed=True, then=then))
+            actions.append(PassAction(name, tokens, start, half, packed=True, then=then))
         actions.append(FillNoise(start + kept, start + len(tokens)))
-    actions.append(Rows(part.start, part.end))
+    actions.append(ReadRows(part.start, part.end))
 
     def decide(results: list[Any]) -> None:
         differing.extend(name for name, i in twins if not _same(results[i:]))
@@ -140,7 +145,7 @@ def stretch(
     return actions, decide
 
 
-def _compare_logits(part: Reference, judge: Judge, found: np.ndarray, start: int) -> None:
+def _compare_logits(part: Reference, judge: ErrorCheck, found: np.ndarray, start: int) -> None:
     rows = slice(start - part.start, start - part.start + len(found))
     largest = float(np.abs(part.logits).max())
     wanted, float32 = part.logits[rows], part.logits_float32[rows]
@@ -148,7 +153,7 @@ def _compare_logits(part: Reference, judge: Judge, found: np.ndarray, start: int
 
 
 def _compare_caches(
-    names: list[str], part: Reference, judge: Judge, rows: list[np.ndarray]
+    names: list[str], part: Reference, judge: ErrorCheck, rows: list[np.ndarray]
 ) -> None:
     caches = zip(names, rows, part.caches, part.caches_float32, strict=True)
     for name, found, wanted, float32 in caches:
@@ -156,16 +161,16 @@ def _compare_caches(
         judge.compare("cache", present, found, wanted, float32, part.start)
 
 
-def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> Check:
-    """Passes of each T, to have the bits that one pass over all rows has."""
-    lengths = lengths_to_compare(runner)
+def invariance_check(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> Check:
+    """Check that passes of each T are bitwise equal to one pass over all rows."""
+    lengths = compared_lengths(runner)
     num_rows = max(lengths) + (12 if runner.in_parts else PREFILL_LENGTH)
     tokens = np.resize(tokens, min(num_rows, runner.geometry.context_length))
     wide: list[np.ndarray] = []
     actions: list[Action] = [
         FillNoise(0, len(tokens)),  # behind them there is noise since the stretches
-        Pass("decoder", tokens, 0, packed=True, then=wide.append),
-        Rows(0, len(tokens)),
+        PassAction("decoder", tokens, 0, packed=True, then=wide.append),
+        ReadRows(0, len(tokens)),
     ]
 
     def same_logits(start: int, found: np.ndarray) -> bool:
@@ -180,8 +185,8 @@ def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> C
         actions.append(FillNoise(starts[0], len(tokens)))
         for start in starts:
             part, then = tokens[start:][:length], functools.partial(same_logits, start)
-            actions.append(Pass("decoder", part, start, packed=True, then=then))
-        actions.append(Rows(starts[0], len(tokens)))
+            actions.append(PassAction("decoder", part, start, packed=True, then=then))
+        actions.append(ReadRows(starts[0], len(tokens)))
         places.append(starts)
 
     def decide(results: list[Any]) -> None:
@@ -194,14 +199,16 @@ def independence(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> C
     return actions, decide
 
 
-def alone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...], list[str]]:
-    """Ask a graph of itself alone: the T whose rows keep their bits, and the files with others."""
+def check_standalone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...], list[str]]:
+    """Return a graph's invariant pass lengths, and the files that differ from its decoder."""
     tokens = tokens[: runner.geometry.context_length]
     held: dict[int, bool] = {}
     differing: list[str] = []
-    ways = [independence(runner, tokens, held)]
+    ways = [invariance_check(runner, tokens, held)]
     ways += [
-        file(length, tokens, lambda start: Pass("decoder", tokens[:start], 0), differing)
+        fixed_shape_check(
+            length, tokens, lambda start: PassAction("decoder", tokens[:start], 0), differing
+        )
         for length in runner.lengths.values()
         if length.length is not None
     ]
@@ -211,12 +218,12 @@ def alone(runner: Runner, tokens: np.ndarray) -> tuple[tuple[int, ...], list[str
     return tuple(length for length, same in held.items() if same), differing
 
 
-def file(
-    length: Length, tokens: np.ndarray, begin: Callable[[int], Action], differing: list[str]
+def fixed_shape_check(
+    length: GraphFile, tokens: np.ndarray, begin: Callable[[int], Action], differing: list[str]
 ) -> Check:
-    """A fixed-shape file that found no room in a stretch, beside the file for any length.
+    """Compare a fixed-shape file that did not fit into a segment with the file for any length.
 
-    `begin` fills the rows before the pass, of which there are a few if there is room.
+    `begin` fills the few rows before the pass, if there is room for them.
     """
     assert length.length is not None
     size = length.length
@@ -239,13 +246,19 @@ def _twice(
     start: int,
     then: Callable[[np.ndarray], np.ndarray | None] | None = None,
 ) -> list[Action]:
-    """A pass of the file for any length, and after it the same one of a fixed-shape file."""
-    rows, stale = Rows(start, start + len(tokens)), FillNoise(start, start + len(tokens))
-    return [Pass("decoder", tokens, start), rows, stale, Pass(name, tokens, start, then=then), rows]
+    """Return a pass of the file for any length, followed by the same one of a fixed-shape file."""
+    rows, stale = ReadRows(start, start + len(tokens)), FillNoise(start, start + len(tokens))
+    return [
+        PassAction("decoder", tokens, start),
+        rows,
+        stale,
+        PassAction(name, tokens, start, then=then),
+        rows,
+    ]
 
 
 def _same(results: list[Any]) -> bool:
-    """Whether both passes of `_twice` gave the same bits; a file may have no logits."""
+    """Return True if both passes of `_twice` are bitwise equal; a file may have no logits."""
     wanted, wanted_rows, _, logits, rows = results[:5]
     same = all(map(np.array_equal, rows, wanted_rows))
     return same and (logits is None or np.array_equal(logits, wanted))

@@ -1,7 +1,7 @@
-"""What an exported graph says, computed in float64 by the ONNX specification's own reference.
+"""Evaluation of an exported graph in float64 with the ONNX specification's reference.
 
-ONNX Runtime has no float64 kernels for attention, and its float32 hides faults behind rounding. So
-nodes are evaluated one by one by `onnx.reference`, what it lacks by `exact_nodes`, and large
+ONNX Runtime has no float64 kernels for attention, and float32 hides faults behind rounding. So
+nodes are evaluated one by one by `onnx.reference`, those that it lacks by `exact_nodes`, and large
 matrices are read from their file as they are needed.
 """
 
@@ -18,9 +18,9 @@ import onnx
 import torch
 from onnx.reference import ReferenceEvaluator
 
-from ..graph.weights import mapped
-from ..tracing.experts import spelled_out
-from .exact_nodes import OWN, Array
+from ..graph.weights import map_tensor
+from ..tracing.experts import moe_reference
+from .exact_nodes import IMPLEMENTATIONS, Array
 
 Value = Any  # an array, or as a tensor a stored matrix in its own type, still in its file
 Watch = Callable[[onnx.NodeProto, list[Array | None]], None]
@@ -28,10 +28,10 @@ PIECE = 1 << 18  # numbers of a stored matrix that are widened at a time: what s
 
 
 class ExactGraph:
-    """One graph file, in float64: float32 stays what is computed from constants alone.
+    """One graph file in float64; values computed from constants alone stay float32.
 
-    That is what a float32 model has, too: its tables and scalars are rounded, and exact arithmetic
-    with them is what its own float32 arithmetic approaches.
+    A float32 model has those as well: its tables and scalars are rounded, and its float32
+    arithmetic approaches exact arithmetic with them.
     """
 
     def __init__(self, path: Path) -> None:
@@ -47,14 +47,17 @@ class ExactGraph:
     def _constant(self, tensor: onnx.TensorProto) -> Value:
         if not tensor.external_data:
             return onnx.numpy_helper.to_array(tensor)
-        stored = mapped(tensor, self._folder)
+        stored = map_tensor(tensor, self._folder)
         return stored.float().numpy() if stored.ndim < 2 else stored
 
     def run(
         self, given: Callable[[str], Array], watch: Watch = lambda node, inputs: None
     ) -> Iterator[tuple[str, Array]]:
-        """Each output's name and value as soon as it is there; `given` makes inputs when asked, and
-        `watch` sees every node with its inputs.
+        """Yield each output's name and value as soon as it is computed.
+
+        Args:
+            given: Returns an input by name when it is needed.
+            watch: Called with every node and its inputs.
         """
         graph = self._model.graph
         outputs = {value.name for value in graph.output}
@@ -89,14 +92,15 @@ class ExactGraph:
     def node(
         self, node: onnx.NodeProto, inputs: list[Array | None], index: int | None = None
     ) -> list[Array]:
+        """Evaluate one node."""
         if node.op_type == "Attention":
-            inputs = seen(node, inputs)
-        if own := OWN.get(node.op_type):
+            inputs = visible_inputs(node, inputs)
+        if own := IMPLEMENTATIONS.get(node.op_type):
             return own(attributes(node), *inputs)
         evaluator = self._evaluators.get(index) or self._evaluator(node)
         if index is not None:
             self._evaluators[index] = evaluator
-        return evaluator.run(None, named(node, inputs))
+        return evaluator.run(None, inputs_by_name(node, inputs))
 
     def _evaluator(self, node: onnx.NodeProto) -> ReferenceEvaluator:
         values = [onnx.ValueInfoProto(name=name) for name in dict.fromkeys(node.input) if name]
@@ -112,12 +116,12 @@ class ExactGraph:
 
 
 def attributes(node: onnx.NodeProto) -> dict[str, Any]:
-    """A node's attributes by name."""
+    """Return a node's attributes by name."""
     return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
 
 
-def seen(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Array | None]:
-    """An attention node's inputs without the rows behind the last that any of its queries sees."""
+def visible_inputs(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Array | None]:
+    """Drop the rows behind the last one that any query sees from an attention node's inputs."""
     if node.op_type == "Attention":
         keys, values, mask = 1, 2, 3
         visible = inputs[mask] if len(inputs) > mask else None
@@ -140,18 +144,18 @@ def seen(node: onnx.NodeProto, inputs: list[Array | None]) -> list[Array | None]
     return cut
 
 
-def named(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str, Array]:
-    """A node's inputs by name."""
+def inputs_by_name(node: onnx.NodeProto, inputs: list[Array | None]) -> dict[str, Array]:
+    """Return a node's inputs by name."""
     return {n: x for n, x in zip(node.input, inputs, strict=True) if n and x is not None}
 
 
 def _array(value: Value) -> Array:
-    """A stored matrix that is used otherwise than in products is a constant in float32."""
+    """Return a value as an array; a stored matrix outside of products is a float32 constant."""
     return value.float().numpy() if isinstance(value, torch.Tensor) else value
 
 
 def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None:
-    """What a node does to a stored matrix without widening the whole; None where it has to."""
+    """Apply a node to a stored matrix without casting the whole; None if it has to be cast."""
     first, *others = inputs
     last = inputs[-1]
     if isinstance(first, torch.Tensor):
@@ -176,24 +180,24 @@ def _on_stored(node: onnx.NodeProto, inputs: list[Value | None]) -> Value | None
         )
         a, a_bias, b, b_bias = (*matrices, None)[:4]
         rows = torch.from_numpy(first).double()
-        return spelled_out(rows, logits, a, a_bias, b, b_bias, attributes(node)).numpy()
+        return moe_reference(rows, logits, a, a_bias, b, b_bias, attributes(node)).numpy()
     return None
 
 
 def _alike(arrays: list[Array | None]) -> list[Array | None]:
-    """Float32 beside float64 becomes float64, as the specification wants one type."""
+    """Cast float32 beside float64 to float64, as the specification requires one type."""
     if any(x is not None and x.dtype == np.float64 for x in arrays):
-        return cast(arrays, np.float32, np.float64)
+        return cast_arrays(arrays, np.float32, np.float64)
     return arrays
 
 
-def cast(arrays: list[Array | None], found: type, wanted: type) -> list[Array | None]:
-    """The arrays, those of one type in another."""
+def cast_arrays(arrays: list[Array | None], found: type, wanted: type) -> list[Array | None]:
+    """Cast the arrays of one type to another."""
     return [x.astype(wanted) if x is not None and x.dtype == found else x for x in arrays]
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """[..., T, R] times [R, C] or [E, R, C], widened some columns or some experts at a time."""
+    """Multiply [..., T, R] by [R, C] or [E, R, C], cast some columns or some experts at a time."""
     if matrix.ndim == 3:
         parts = zip(x.expand(len(matrix), *x.shape[-2:]), matrix, strict=True)
         return torch.stack([_product(rows, part) for rows, part in parts])

@@ -1,7 +1,7 @@
-"""A PyTorch model computes exactly, or in float32 as it may round on another machine.
+"""Float64 arithmetic, and float32 arithmetic with other kernels' rounding, of a PyTorch model.
 
-In float64 what is computed from constants alone stays float32: rotary tables, position biases, one
-plus a norm's weight and the scalars in the code are what they are in the model as it runs. From the
+In float64 all values computed from constants alone stay float32: rotary tables, position biases,
+one plus a norm's weight and the scalars in the code are those of the model as it runs. From the
 embedding on all is float64, though the model's code asks for float32 in norms and softmax. So it is
 the exact result of the float32 model, and a graph with the same constants agrees with it to the
 last digits.
@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 
-from ..private import tree_any, tree_map
+from ..internals import tree_any, tree_map
 
 _LARGEST = float(np.finfo(np.float32).max)  # of float64 that masks write, and float32 has not
 ROUNDINGS = 4  # PyTorch's own, and so many more less one
@@ -31,8 +31,8 @@ _SUMS = {"mean", "layer_norm", "rms_norm"}
 _CASTS = {torch.Tensor.float, torch.Tensor.double}
 
 
-class Exact(TorchFunctionMode):
-    """Every call that reads a float64 tensor computes in float64."""
+class Float64Mode(TorchFunctionMode):
+    """Float64 arithmetic in every call that reads a float64 tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,15 +66,15 @@ class Exact(TorchFunctionMode):
         return torch.float64 if x is torch.float32 else x
 
 
-class Nudged(TorchFunctionMode):
-    """Float32 results move by as much as other kernels' rounding moves them.
+class RoundingNoiseMode(TorchFunctionMode):
+    """Float32 results, perturbed by as much as other kernels' rounding moves them.
 
-    Sums of n terms move by up to sqrt(n) roundings, what a plain loop makes of them (Higham,
-    Accuracy and Stability, 4.2); a sigmoid moves by a unit in the last place of 1, as in fast
-    kernels, of which ONNX Runtime's MoE node has one; other results by a unit in their last place.
-    Of a batch the first sequence stays as it is. PyTorch's own error of one row may be small by
-    luck, where it hangs on the rounding of a single large channel; several that are drawn show
-    what float32 does there.
+    Sums of n terms move by up to sqrt(n) roundings, as in a plain loop (Higham, Accuracy and
+    Stability, 4.2); a sigmoid moves by a unit in the last place of 1, as in fast kernels such as
+    ONNX Runtime's MoE node; other results by a unit in their last place. The first sequence of a
+    batch is not perturbed. PyTorch's own error of one row may be small by chance, where it depends
+    on the rounding of a single large channel; several random perturbations show the range of
+    float32 there.
     """
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class Nudged(TorchFunctionMode):
     def _moved(
         self, result: torch.Tensor, size: torch.Tensor, shape: tuple[int, ...]
     ) -> torch.Tensor:
-        """A result moved by up to a unit in the last place of `size`; infinite ones stay."""
+        """Perturb a result by up to a unit in the last place of `size`; infinite ones stay."""
         units = torch.rand(shape, generator=self._random).mul_(2).sub_(1)
         units[: len(units) // ROUNDINGS] = 0
         moved = torch.addcmul(result, size, units, value=2.0**-23)
@@ -114,20 +114,21 @@ def _is_wide(x: Any) -> bool:
 
 
 def _narrowed(x: Any) -> Any:
-    """Constants, and their least value, are wanted in the type of what is computed: float32."""
+    """Return an argument for constants, which keep float32 and its least value."""
     if isinstance(x, float) and abs(x) > _LARGEST:
         return x if math.isinf(x) else math.copysign(_LARGEST, x)
     return torch.float32 if x is torch.float64 else x
 
 
 @contextlib.contextmanager
-def exactly(model: torch.nn.Module) -> Iterator[None]:
+def exact_arithmetic(model: torch.nn.Module) -> Iterator[None]:
     """Compute in float64 while the context lasts.
 
     The scalars of a GELU are not rounded: the graph has it as one node, without them. Where scores
-    are divided by a float32 scale, the graph multiplies by its inverse in float32, and so do we.
+    are divided by a float32 scale, the graph multiplies by its inverse in float32, and so does this
+    mode.
     """
-    with Exact() as mode, contextlib.ExitStack() as stack:
+    with Float64Mode() as mode, contextlib.ExitStack() as stack:
         for module in model.modules():
             if (scale := getattr(module, "scale_attn", None)) is not None:
                 stack.callback(setattr, module, "scale_attn", scale)

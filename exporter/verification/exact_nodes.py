@@ -1,4 +1,4 @@
-"""Nodes in exact arithmetic that onnx's own reference lacks, or has otherwise than they run.
+"""Float64 implementations of nodes that onnx's reference lacks or defines differently.
 
 Each takes its node's attributes and inputs. B = 1 sequence, T new tokens, S rows of cache; H query
 heads and G key-value heads of size D.
@@ -17,7 +17,7 @@ Array = np.ndarray
 
 
 def _cast(options: dict[str, Any], x: Array) -> list[Array]:
-    """To float32 means to the type that is computed in; constants keep float32."""
+    """Cast; float32 means the type of the computation, and constants keep float32."""
     if options["to"] == onnx.TensorProto.FLOAT and x.dtype == np.float64:
         return [x]
     return [x.astype(onnx.helper.tensor_dtype_to_np_dtype(options["to"]))]
@@ -29,7 +29,7 @@ def _gelu(options: dict[str, Any], x: Array) -> list[Array]:
 
 
 def _scatter(options: dict[str, Any], buffer: Array, rows: Array, start: Array) -> list[Array]:
-    """TensorScatter along S: [B, G, S, D], [B, G, T, D], [B] -> [B, G, S, D]"""
+    """Compute TensorScatter along S: [B, G, S, D], [B, G, T, D], [B] -> [B, G, S, D]"""
     assert options["axis"] == 2
     buffer = buffer.copy()
     buffer[:, :, int(start[0]) : int(start[0]) + rows.shape[2]] = rows
@@ -37,7 +37,7 @@ def _scatter(options: dict[str, Any], buffer: Array, rows: Array, start: Array) 
 
 
 def _skip_norm(options: dict[str, Any], x: Array, skip: Array, scale: Array) -> list[Array | None]:
-    """com.microsoft.SkipSimplifiedLayerNormalization: the RMS norm of a sum, and the sum."""
+    """Compute SkipSimplifiedLayerNormalization: the RMS norm of a sum, and the sum."""
     total = x + skip
     mean = (total**2).mean(-1, keepdims=True)
     return [total / np.sqrt(mean + options["epsilon"]) * scale, None, None, total]
@@ -58,10 +58,10 @@ def grouped_query_attention(
     bias: Array | None = None,
     sinks: Array | None = None,
 ) -> list[Array]:
-    """com.microsoft.GroupQueryAttention, as ONNX Runtime's ContribOperators.md has it.
+    """Compute GroupQueryAttention as specified in ONNX Runtime's ContribOperators.md.
 
-    [1, T, H D], 2 * [1, T, G D], 2 * [1, G, S, D], the last key's row, S, 2 * [S, D/2]
-    -> [1, T, H D], caches. Without keys and values they follow the queries, [1, T, (H + 2 G) D].
+    [1, T, H D], 2 * [1, T, G D], 2 * [1, G, S, D], the last key's row, S, 2 * [S, D/2] -> [1, T, H
+    D], caches. Without keys and values they follow the queries, [1, T, (H + 2 G) D].
     """
     assert positions is None
     heads, groups = options["num_heads"], options["kv_num_heads"]
@@ -106,10 +106,10 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
 def attention(
     options: dict[str, Any], query: Array, key: Array, value: Array, mask: Array | None = None
 ) -> list[Array]:
-    """Attention of opset 24, without caches: softcaps come before the mask.
+    """Compute Attention of opset 24, without caches: softcaps come before the mask.
 
-    Not onnx's own reference, which in onnx 1.20 has them after it and takes roots in double.
-    [1, H, T, D], 2 * [1, G, S, D], [..., T, S] -> [1, H, T, D]
+    onnx's own reference has them after it in onnx 1.20, and takes roots in double. [1, H, T, D], 2
+    * [1, G, S, D], [..., T, S] -> [1, H, T, D]
     """
     q, k, v = (torch.from_numpy(np.ascontiguousarray(x)) for x in (query, key, value))
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
@@ -122,20 +122,20 @@ def attention(
 
 
 def _scores(options: dict[str, Any], q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
-    """[..., T, D], [..., S, D] -> [..., T, S]"""
+    """Compute attention scores. [..., T, D], [..., S, D] -> [..., T, S]"""
     scores = q @ k.transpose(-2, -1) * (options.get("scale") or q.shape[-1] ** -0.5)
     softcap = options.get("softcap")
     return softcap * torch.tanh(scores / softcap) if softcap else scores
 
 
 def _visible(start: int, end: int, options: dict[str, Any]) -> torch.Tensor:
-    """Which keys each query sees: none after it, and of a window its last rows. [T, end]"""
+    """Return the keys that each query sees: none after it, and those of a window. [T, end]"""
     ahead = torch.arange(start, end)[:, None] - torch.arange(end)
     window = options.get("local_window_size", -1)
     return (ahead >= 0) & (ahead < (window if window > 0 else end))
 
 
-OWN: dict[str, Callable[..., list[Any]]] = {
+IMPLEMENTATIONS: dict[str, Callable[..., list[Any]]] = {
     "Attention": attention,
     "Cast": _cast,
     "Gelu": _gelu,

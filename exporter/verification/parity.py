@@ -1,4 +1,4 @@
-"""Does the exported graph compute what the PyTorch model computes? Measured on every export."""
+"""Numerical verification of an exported graph against the PyTorch model, in every export."""
 
 from __future__ import annotations
 
@@ -16,34 +16,38 @@ from specedge.bundle.reports import ParityReport
 from ..progress import Advance
 from . import checks, structure
 from .checks import Check
-from .judgement import Judge, scales
 from .reference import Reference
-from .runner import Fill, Runner
+from .row_errors import ErrorCheck, row_scales
+from .runner import FillCaches, Runner
 
 PACKAGES = (torch, transformers, onnx, onnxruntime, onnxscript)
 
 
-def measure(
+def verify(
     role: str,
     parts: list[Reference],
     runner: Runner,
     tolerance: float | None = None,
     advance: Advance = lambda amount: None,
 ) -> tuple[ParityReport, list[str]]:
-    """Ask whether the graph is the model, and whether it is as good as float32 can be.
+    """Verify that the graph is the model, and that it is as accurate as float32 allows.
 
-    Also given are the fixed-shape files that have other bits than the decoder's.
+    The structure is checked in float64. Float32 errors are checked by running all files along the
+    same segments. Of a large model with layers of equal form all layers run in one pass of each
+    segment, compared with PyTorch; then one layer of each form in passes of all kinds, compared
+    with one such pass.
 
-    The first in float64. The second by running all files along the same stretches in float32. Of a
-    large model with layers of like form all layers run in one pass of each stretch, compared with
-    PyTorch; then one layer of each form in passes of all kinds, compared with one such pass.
-    Raises ParityError.
+    Returns:
+        The report, and the fixed-shape files that are not bitwise equal to the decoder.
+
+    Raises:
+        ParityError: The graph differs from the model.
     """
     runner.check_files()
-    difference, ratio = structure.check(
+    difference, ratio = structure.check_structure(
         role, runner.path("decoder"), runner.geometry, parts, tolerance
     )
-    judge = Judge(role, "the exact result", tolerance, ratio=ratio)
+    judge = ErrorCheck(role, "the exact result", tolerance, ratio=ratio)
     held, differing = _run(parts, runner, judge, advance)
     own = [_largest(p.logits_float32, p.logits) for p in parts]
     caches = [c for p in parts for c in map(_largest, p.caches_float32, p.caches)]
@@ -65,30 +69,32 @@ def measure(
 
 
 def _largest(errors: np.ndarray, values: np.ndarray) -> float:
-    """An output's largest error, relative to its largest value; `errors` are so to their rows."""
-    return float((errors * scales(values)).max()) / max(1e-30, float(np.abs(values).max()))
+    """Return an output's largest error relative to its largest value, from row errors."""
+    return float((errors * row_scales(values)).max()) / max(1e-30, float(np.abs(values).max()))
 
 
 def _run(
-    parts: list[Reference], runner: Runner, judge: Judge, advance: Advance
+    parts: list[Reference], runner: Runner, judge: ErrorCheck, advance: Advance
 ) -> tuple[tuple[int, ...], list[str]]:
-    """Run everything and judge it: the T whose rows keep their bits, and the files with others."""
+    """Run all checks; return the invariant pass lengths, and the files that differ."""
     through: list[Check] = []
     ways: list[Check] = []
     if runner.left_out is not None:
-        through = [checks.through(runner, part, judge) for part in parts]
-        parts, ways = map(list, zip(*(checks.own(runner, part) for part in parts), strict=True))
+        through = [checks.full_depth_check(runner, part, judge) for part in parts]
+        parts, ways = map(
+            list, zip(*(checks.subset_reference(runner, part) for part in parts), strict=True)
+        )
     differing: list[str] = []
     held: dict[int, bool] = {}
     alone = [length for length in runner.lengths.values() if length.length is not None]
-    ways += [checks.stretch(runner, part, judge, alone, differing) for part in parts]
-    ways.append(checks.independence(runner, parts[0].tokens, held))
+    ways += [checks.segment_check(runner, part, judge, alone, differing) for part in parts]
+    ways.append(checks.invariance_check(runner, parts[0].tokens, held))
     first = parts[0]
 
-    def rows(start: int) -> Fill:
-        return Fill(lambda i: first.caches[i][:, :start])
+    def rows(start: int) -> FillCaches:
+        return FillCaches(lambda i: first.caches[i][:, :start])
 
-    ways += [checks.file(length, first.tokens, rows, differing) for length in alone]
+    ways += [checks.fixed_shape_check(length, first.tokens, rows, differing) for length in alone]
     # All at once, because a model in parts is loaded for each run.
     each, once = ([a for actions, _ in c for a in actions] for c in (ways, through))
     results = iter(runner.run(each, advance, once))

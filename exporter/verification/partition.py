@@ -1,7 +1,9 @@
-"""A graph in parts that are loaded one after another, so that a large model is never in memory.
+"""Partition of a graph into subgraphs that are loaded one after another.
 
-ONNX Runtime keeps float32 copies of weights stored in less, and packed copies of what it
-multiplies with: twice to four times a model's size. Of a part that is little.
+ONNX Runtime keeps float32 copies of weights stored in a narrower type, and packed copies of matrix
+operands: two to four times a model's size. Of one subgraph that is little. Layers that differ in
+nothing but their weights run the same kernels on the same shapes, so one layer of each form is run
+in full, and all layers in a single pass.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -17,15 +19,15 @@ import numpy as np
 import onnx
 import torch
 
-from ..checkpoint.lazy_weights import Memory
-from ..graph.weights import FILE, TYPES, mapped, pieces
+from ..checkpoint.lazy_weights import BufferPool
+from ..graph.weights import FILE, TORCH_TYPES, chunks, map_tensor
 
 PART_BYTES = 200_000_000  # of weights, in float32
 
 
 @dataclass
-class Part:
-    """Consecutive nodes; what they read of earlier parts, and what later ones read of them."""
+class Subgraph:
+    """Consecutive nodes, the values read from earlier subgraphs, and those read by later ones."""
 
     nodes: list[onnx.NodeProto] = field(default_factory=list)
     constants: list[str] = field(default_factory=list)
@@ -35,14 +37,15 @@ class Part:
     layer: int = 0  # how many layers' caches have been read at its end
 
 
-class Split:
-    """One graph file in parts; `first` names the inputs at which each part but the first begins.
+class PartitionedGraph:
+    """One graph file in subgraphs; `first` names the inputs at which each but the first begins.
 
-    Without `first` it is cut where a layer's cache is first read, so that parts of like layers are
-    alike, and so that no part has more than PART_BYTES, if more than one constant. What is computed
-    from weights is `given` to a part, once for all graphs; else ONNX Runtime computes it, which it
-    has to where it adds casts of its own: it would fold those out of what a given constant says of
-    a file. So it would the bytes that it makes unsigned, so integers are never given.
+    Without `first` it is cut where a layer's cache is first read, so that subgraphs of equal layers
+    are equal, and so that none has more than PART_BYTES, if more than one constant. Values computed
+    from weights are passed in (`given`), computed once for all graphs; otherwise ONNX Runtime
+    computes them, as it must where it adds casts of its own: it would fold those out of the
+    placeholder of a passed constant. So it would int8 weights that it makes unsigned, so integers
+    are never passed in.
     """
 
     def __init__(self, path: Path, first: list[str] | None = None, given: bool = True) -> None:
@@ -62,7 +65,7 @@ class Split:
         self._connect()
 
     def model(self, index: int) -> bytes:
-        """A part as a model; it has to be given the constants that are `computed`."""
+        """Serialize a subgraph; the constants from `computed` have to be passed in."""
         part, model = self.parts[index], onnx.ModelProto()
         model.ir_version = self._model.ir_version
         model.opset_import.extend(self._model.opset_import)
@@ -82,7 +85,7 @@ class Split:
         return model.SerializeToString()
 
     def _behind(self, constants: list[str]) -> list[onnx.NodeProto]:
-        """The nodes that compute constants from stored ones, in their order."""
+        """Return the nodes that compute constants from stored ones, in order."""
         found: dict[str, onnx.NodeProto] = {}
         for name in constants:
             if (node := self._computed.get(name)) is not None:
@@ -91,8 +94,8 @@ class Split:
         return [*found.values()]
 
     @contextlib.contextmanager
-    def computed(self, index: int, memory: Memory) -> Iterator[dict[str, np.ndarray]]:
-        """A part's constants that are computed and given, while the context lasts."""
+    def computed(self, index: int, memory: BufferPool) -> Iterator[dict[str, np.ndarray]]:
+        """Compute a subgraph's constants that are passed in, while the context lasts."""
         values = {}
         with contextlib.ExitStack() as stack:
             for name in self.parts[index].constants:
@@ -101,21 +104,21 @@ class Split:
                     kind = self._type(name)
                     room = stack.enter_context(memory.taken(value.numel(), kind))
                     rows = room.view(value.shape)
-                    for piece in pieces(value, kind):
+                    for piece in chunks(value, kind):
                         rows[: len(piece)] = piece
                         rows = rows[len(piece) :]
                     values[name] = room.view(value.shape).numpy()
             yield values
 
     def _is_given(self, name: str) -> bool:
-        """Whether a part is given a constant, which is computed once."""
+        """Return True if a constant is computed once and passed in."""
         return self._gives and name in self._computed and self._type(name) != torch.int8
 
     def compute(self, name: str) -> torch.Tensor:
-        """A constant's numbers, as far as possible still in the file."""
+        """Compute a constant, memory-mapped as far as possible."""
         node = self._computed.get(name)
         if node is None:
-            return mapped(self._stored[name], self.folder)
+            return map_tensor(self._stored[name], self.folder)
         value = self.compute(node.input[0])
         if node.op_type == "Cast":
             return value  # cast by whoever copies it
@@ -125,17 +128,17 @@ class Split:
         return value.permute(order)
 
     def _type(self, name: str) -> torch.dtype:
-        """What a constant is computed with: the type that it is cast to, or stored in."""
+        """Return the type that a constant is cast to, or stored in."""
         node = self._computed.get(name)
         if node is None:
-            return TYPES[self._stored[name].data_type]
+            return TORCH_TYPES[self._stored[name].data_type]
         casts = [a.i for a in node.attribute if node.op_type == "Cast" and a.name == "to"]
-        return TYPES[casts[0]] if casts else self._type(node.input[0])
+        return TORCH_TYPES[casts[0]] if casts else self._type(node.input[0])
 
     def form(self, index: int) -> tuple[tuple[object, ...], list[str]]:
-        """What a part is but for names and weights, and its names in the order of their use.
+        """Describe a subgraph without names and weights, and list its names in order of use.
 
-        In parts of one form the names at the same places mean the same.
+        In subgraphs of equal form the names at the same positions correspond.
         """
         part = self.parts[index]
         places: dict[str, int] = {}
@@ -153,7 +156,7 @@ class Split:
         return tuple(found), list(places)
 
     def _kind(self, name: str, index: int) -> object:
-        """What a value is to a part, apart from its name; of weights no more than the shape."""
+        """Describe a value in a subgraph without its name; weights by their shape."""
         if self._is_constant(name):
             return tuple(self.shape(name)) if self._is_weight(name) else self._source(name)
         part = self.parts[index]
@@ -168,16 +171,16 @@ class Split:
         return kind, origin, name in part.outputs
 
     def weights(self, index: int) -> tuple[object, ...]:
-        """Where a part's weights come from, in the order of their use."""
+        """Return the sources of a subgraph's weights, in order of use."""
         return tuple(map(self._source, filter(self._is_weight, self.parts[index].constants)))
 
     def _is_weight(self, name: str) -> bool:
         tensor = self._stored.get(name)
-        small = tensor is not None and tensor.data_type in TYPES and bool(tensor.dims)
+        small = tensor is not None and tensor.data_type in TORCH_TYPES and bool(tensor.dims)
         return small or self._is_large(name)
 
     def _source(self, name: str) -> object:
-        """A constant's place in the file, or its numbers, and what is done to them."""
+        """Return a constant's location or data, and the nodes applied to it."""
         if (node := self._computed.get(name)) is not None:
             bare = onnx.NodeProto(op_type=node.op_type, attribute=node.attribute)
             return bare.SerializeToString(deterministic=True), self._source(node.input[0])
@@ -187,6 +190,7 @@ class Split:
         return bare_tensor.SerializeToString(deterministic=True)
 
     def shape(self, name: str) -> list[int]:
+        """Return a constant's shape."""
         stored = self._stored.get(name)
         return list(self.compute(name).shape if stored is None else stored.dims)
 
@@ -197,8 +201,8 @@ class Split:
         stored = self._stored.get(name)
         return name in self._computed or (stored is not None and bool(stored.external_data))
 
-    def _cut(self, first: list[str] | None) -> list[Part]:
-        parts, layers = [Part()], set[str]()
+    def _cut(self, first: list[str] | None) -> list[Subgraph]:
+        parts, layers = [Subgraph()], set[str]()
         for node in self._model.graph.node:
             if node.output[0] in self._computed:
                 continue
@@ -214,7 +218,7 @@ class Split:
                 begins = large[:1]
             if begins:
                 self.first += begins
-                parts.append(Part())
+                parts.append(Subgraph())
             parts[-1].layer = len(layers)
             parts[-1].size += more
             parts[-1].nodes.append(node)
@@ -222,7 +226,7 @@ class Split:
         return parts
 
     def _connect(self) -> None:
-        """Find what each part reads from outside it and what is read of it there."""
+        """Find each subgraph's inputs and outputs."""
         readers: defaultdict[str, set[int]] = defaultdict(set)
         later = {value.name for value in self._model.graph.output}  # read, behind a part
         for i, part in reversed([*enumerate(self.parts)]):
@@ -238,16 +242,74 @@ class Split:
 
 
 def _layer(name: str) -> str:
-    """The layer whose cache an input of the graph is: past_key_values.N; "" of what is none."""
+    """Return the layer of a cache input, past_key_values.N; "" for other values."""
     return name.rpartition(".")[0] if name.startswith("past_key_values.") else ""
 
 
 def _given(name: str, shape: list[int], dtype: torch.dtype) -> onnx.TensorProto:
-    """A constant that whoever loads the model gives; what it says of a file is not read."""
-    kind = next(kind for kind, known in TYPES.items() if known == dtype)
+    """Return a constant that the caller passes in; its location in a file is not read."""
+    kind = next(kind for kind, known in TORCH_TYPES.items() if known == dtype)
     tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     size = math.prod(shape) * dtype.itemsize
     for key, text in (("location", FILE), ("offset", 0), ("length", size)):
         tensor.external_data.add(key=key, value=str(text))
     return tensor
+
+
+@dataclass(frozen=True)
+class RepresentativeParts:
+    """Subgraphs to run: all before `end`, and from `start` on."""
+
+    end: int
+    start: int
+    # Of each file: which value made before `end` stands for one that was made before `start`.
+    names: Mapping[str, Mapping[str, str]]
+
+    def has(self, index: int) -> bool:
+        """Return True if a subgraph is left out."""
+        return self.end <= index < self.start
+
+
+def find_representatives(splits: Mapping[str, PartitionedGraph]) -> RepresentativeParts | None:
+    """Leave out subgraphs in the middle that have forms of others; None if that is impossible.
+
+    `splits` are the files of one op set, the decoder first, all cut at the same places.
+    """
+    count = len(next(iter(splits.values())).parts)
+    forms = [_form(splits, index) for index in range(count)]
+    for end in range(1, count):
+        for start in range(count - 1, end, -1):
+            if forms[end - 1] != forms[start - 1]:
+                continue
+            if {*forms[end:start]} <= {*forms[:end], *forms[start:]}:
+                found = {file: _names(split, end, start) for file, split in splits.items()}
+                names = {file: given for file, given in found.items() if given is not None}
+                if names.keys() == found.keys():
+                    return RepresentativeParts(end, start, names)
+    return None
+
+
+def _form(splits: Mapping[str, PartitionedGraph], index: int) -> tuple[object, ...]:
+    """Return a subgraph's form in every file, with weights that the decoder does not read."""
+    found: list[object] = []
+    (decoder, *_) = splits.values()
+    for split in splits.values():
+        if index < len(split.parts):
+            weights, wanted = split.weights(index), decoder.weights(index)
+            found.append((split.form(index)[0], weights if weights != wanted else None))
+        else:
+            found.append(None)
+    return tuple(found)
+
+
+def _names(split: PartitionedGraph, end: int, start: int) -> dict[str, str] | None:
+    """Map the values read of left-out subgraphs from `start` on to those that replace them."""
+    if start >= len(split.parts):
+        return {}
+    left_out = {name for part in split.parts[end:start] for name in part.outputs}
+    wanted = {name for part in split.parts[start:] for name in part.inputs} & left_out
+    given, made = (split.form(index - 1)[1] for index in (end, start))
+    if not wanted <= {*made}:
+        return None
+    return {name: given[made.index(name)] for name in wanted}

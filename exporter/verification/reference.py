@@ -1,4 +1,8 @@
-"""What the PyTorch model computes: exactly, in float64, and how far float32 is from that.
+"""Reference results: the PyTorch model in float64, and the error of float32 arithmetic.
+
+Routers of mixture-of-experts models are recorded as well. A choice between two experts by less
+than rounding error is no fault of the implementation that decides it otherwise, but everything
+behind it differs. Every router takes its experts by `torch.topk`, so that call is recorded.
 
 T tokens a pass, V vocabulary entries, n positions; H heads of D in the caches.
 """
@@ -12,19 +16,20 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
 from transformers import DynamicCache
 
+from specedge.bundle.precision import FLOAT32
 from specedge.errors import ParityError
 
-from ..checkpoint.lazy_weights import Sources
-from ..private import DynamicLayer
+from ..checkpoint.lazy_weights import WeightSources
+from ..internals import DynamicLayer
+from ..libraries import quiet
 from ..progress import Advance
-from ..quiet import quiet
-from ..tracing.families import eager
+from ..tracing.families import eager_functions
 from ..tracing.geometry import Geometry
-from .exact_model import ROUNDINGS, Nudged, exactly
-from .judgement import errors, float32_errors
-from .routing import Choices, close
+from .exact_model import ROUNDINGS, RoundingNoiseMode, exact_arithmetic
+from .row_errors import float32_error_bounds, row_errors
 
 WHOLE = 1024  # contexts up to this length are compared whole
 SMALL = 50_000_000  # of models up to this many parameters
@@ -40,13 +45,13 @@ History = Callable[[int], np.ndarray]
 
 @dataclass
 class Reference:
-    """What PyTorch computes for `tokens` that come after `start` rows of cache, past(layer part).
+    """Results of PyTorch for `tokens` after `start` rows of cache, history(layer part).
 
     `logits` [n, V] and `caches` [H, n, D] of each layer's keys and values are exact, in float64;
     `logits_float32` [n] and `caches_float32` [H, n] are the errors of PyTorch's own float32, and of
-    it as other kernels round, relative to the rows; `logits_pytorch` [n] are those of PyTorch's
-    alone, absolute. `left_out` counts tokens that were drawn anew, because rounding could turn a
-    router, which chooses among `num_experts`.
+    other kernels' rounding, relative to the rows; `logits_pytorch` [n] are those of PyTorch alone,
+    absolute. `left_out` counts tokens that were drawn again because of near-ties of a router, which
+    chooses among `num_experts`.
     """
 
     tokens: np.ndarray
@@ -62,11 +67,12 @@ class Reference:
 
     @property
     def end(self) -> int:
+        """Position after the last token."""
         return self.start + len(self.tokens)
 
 
-def positions_compared(geometry: Geometry, num_parameters: int) -> list[tuple[int, int]]:
-    """Which stretches of the context are compared: the whole, or its start and its end."""
+def compared_positions(geometry: Geometry, num_parameters: int) -> list[tuple[int, int]]:
+    """Return the compared segments of the context: all of it, or its start and end."""
     context, small = geometry.context_length, num_parameters <= SMALL
     small &= min(context, WHOLE) * geometry.padded_vocab_size <= HELD
     part, tail = (PART, TAIL) if small else (LARGE_PART, LARGE_TAIL)
@@ -76,25 +82,25 @@ def positions_compared(geometry: Geometry, num_parameters: int) -> list[tuple[in
 
 
 def chunk_length(geometry: Geometry) -> int:
-    """How many tokens a pass has, so that its logits take little memory."""
+    """Return the tokens a pass that keep its logits small."""
     return min(CHUNK, max(1, ROOM // geometry.padded_vocab_size))
 
 
-def references(
+def compute_references(
     role: str,
     model: torch.nn.Module,
-    sources: Sources,
+    sources: WeightSources,
     geometry: Geometry,
     num_tokens: int,
     advance: Advance = lambda amount: None,
 ) -> list[Reference]:
-    """Run PyTorch over what is compared; `num_tokens` ids are real.
+    """Run PyTorch over the compared segments; `num_tokens` ids are real.
 
-    Raises ParityError for a model whose logits mean nothing in float32.
+    Raises ParityError for a model whose logits are meaningless in float32.
     """
     random = np.random.default_rng(0)
     found: list[Reference] = []
-    for start, end in positions_compared(geometry, num_parameters(model)):
+    for start, end in compared_positions(geometry, num_parameters(model)):
         tokens = random.integers(0, num_tokens, end - start)
         history = _rows_before(start, found, geometry)
         left_out = 0
@@ -117,11 +123,12 @@ def references(
 
 
 def num_parameters(model: torch.nn.Module) -> int:
+    """Count a model's parameters."""
     return sum(p.numel() for p in model.parameters())
 
 
 def _check_float32(role: str, parts: list[Reference]) -> None:
-    """A model of which float32 leaves nothing cannot be run in it, by whatever graph."""
+    """Refuse a model that float32 cannot compute, by whatever graph."""
     for part in parts:
         if not np.isfinite(part.logits).all():
             raise ParityError(f"{role}: its logits are NaN or infinite; check its weights")
@@ -138,13 +145,13 @@ def _check_float32(role: str, parts: list[Reference]) -> None:
 
 def _reference(
     model: torch.nn.Module,
-    sources: Sources,
+    sources: WeightSources,
     tokens: np.ndarray,
     start: int,
     history: History,
     geometry: Geometry,
 ) -> tuple[Reference, np.ndarray]:
-    """One stretch, and which of its positions rounding could send to other experts."""
+    """Compute one segment, and the positions of near-ties in routing."""
     logits: list[np.ndarray] = []
     near_logits: list[np.ndarray] = []
     own: list[np.ndarray] = []
@@ -154,7 +161,7 @@ def _reference(
 
     def compare(found: np.ndarray) -> None:
         rows = exact[sum(map(len, near_logits)) :][: found.shape[1]]
-        off = errors(found, rows)
+        off = row_errors(found, rows)
         near_logits.append(off.max(0))
         own.append(off[0])
 
@@ -166,21 +173,33 @@ def _reference(
         history,
         exact,
         [cache[0] for cache in caches],
-        float32_errors(np.concatenate(near_logits), exact),
-        [float32_errors(errors(a, b).max(0), b[0]) for a, b in zip(found, caches, strict=True)],
+        float32_error_bounds(np.concatenate(near_logits), exact),
+        [
+            float32_error_bounds(row_errors(a, b).max(0), b[0])
+            for a, b in zip(found, caches, strict=True)
+        ],
         np.concatenate(own),
         choices.num_experts,
     )
-    return reference, close(choices, rounded, len(tokens))
+    return reference, near_routing_ties(choices, rounded, len(tokens))
 
 
 @contextlib.contextmanager
-def _computing(model: torch.nn.Module, sources: Sources, exact: bool) -> Iterator[Choices]:
-    """The model computes exactly, or rounds as float32 does; what it chooses is noted."""
+def _computing(
+    model: torch.nn.Module, sources: WeightSources, exact: bool
+) -> Iterator[RoutingRecorder]:
+    """Let the model compute exactly, or round as float32 does; routing is recorded."""
     dtype = torch.float64 if exact else torch.float32
-    mode = exactly(model) if exact else Nudged()
+    mode = exact_arithmetic(model) if exact else RoundingNoiseMode()
     reading = sources.reading(model, dtype)
-    with torch.no_grad(), quiet(), eager(model), reading, mode, Choices() as choices:
+    with (
+        torch.no_grad(),
+        quiet(),
+        eager_functions(model),
+        reading,
+        mode,
+        RoutingRecorder() as choices,
+    ):
         yield choices
 
 
@@ -190,14 +209,14 @@ def _passes(
     start: int,
     history: History,
     geometry: Geometry,
-    choices: Choices,
+    choices: RoutingRecorder,
     told: Callable[[np.ndarray], None],
     batch: int = 1,
 ) -> list[np.ndarray]:
     """Run PyTorch over tokens after rows of cache, in chunks that keep its memory small.
 
-    `told` gets the logits [B, t, V] of each chunk, each of the B sequences being the same; returns
-    what is added to the caches, [B, H, n, D].
+    `told` gets the logits [B, t, V] of each chunk, with B equal sequences; returns the rows added
+    to the caches, [B, H, n, D].
     """
     cache = DynamicCache()
     cache.layers = [
@@ -215,9 +234,9 @@ def _passes(
 
 
 class _LaterLayer(DynamicLayer):
-    """A layer of a cache that begins with given rows 2 * [H, start, D], the same for a batch.
+    """Cache layer that begins with rows 2 * [H, start, D], shared by a batch.
 
-    It keeps what is added alone: rows before it, for each sequence and layer, take gigabytes.
+    It stores added rows alone: copies of earlier rows for each sequence and layer take gigabytes.
     """
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
@@ -227,7 +246,7 @@ class _LaterLayer(DynamicLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """All rows that there are now. [B, H, start + n, D]"""
+        """Add rows and return all of them. [B, H, start + n, D]"""
         added = super().update(key_states, value_states)
         keys, values = (
             torch.cat((rows.expand(len(new), -1, -1, -1), new), 2)
@@ -236,11 +255,12 @@ class _LaterLayer(DynamicLayer):
         return keys, values
 
     def get_seq_length(self) -> int:
+        """Return the number of rows."""
         return self.before[0].shape[1] + super().get_seq_length()
 
 
 def _rows_before(start: int, parts: list[Reference], geometry: Geometry) -> History:
-    """Rows [H, start, D] to begin at a late position: real ones, repeated, cost no pass."""
+    """Return rows [H, start, D] before a late position: computed ones repeated, without a pass."""
     shapes = geometry.cache_shapes()
 
     def rows(i: int) -> np.ndarray:
@@ -250,3 +270,45 @@ def _rows_before(start: int, parts: list[Reference], geometry: Geometry) -> Hist
         return np.ascontiguousarray(cache[:, np.arange(start) % cache.shape[1]])
 
     return rows
+
+
+class RoutingRecorder(TorchFunctionMode):
+    """Recorder of the scores of every routing choice, [rows, E], and of the number chosen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = slice(0, 0)  # of the watched pass; each has the same number of rows
+        self.scores: list[tuple[slice, np.ndarray, int]] = []
+
+    @property
+    def num_experts(self) -> int:
+        """Largest number of experts that a layer chooses among; 0 without routers."""
+        numbers = (scores.shape[1] for _, scores, k in self.scores if k < scores.shape[1])
+        return max(numbers, default=0)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__name__", "") == "topk":
+            scores, k = args[0], args[1] if len(args) > 1 else kwargs["k"]
+            rows = scores.detach().double().reshape(-1, scores.shape[-1]).numpy()
+            self.scores.append((self.positions, rows, int(k)))
+        return func(*args, **kwargs)
+
+
+def near_routing_ties(
+    exact: RoutingRecorder, rounded: RoutingRecorder, num_positions: int
+) -> np.ndarray:
+    """Return the positions whose routing margin is near float32's error. [n]"""
+    near = np.zeros(num_positions, bool)
+    for (positions, wanted, k), (_, found, _) in zip(exact.scores, rounded.scores, strict=True):
+        if k < wanted.shape[1]:
+            with np.errstate(invalid="ignore"):
+                moved = np.abs(found.reshape(-1, *wanted.shape) - wanted)
+                noise = np.nan_to_num(moved, posinf=0).max((0, 2))
+                ordered = -np.sort(-wanted, axis=1)
+                margin = np.nan_to_num(ordered[:, k - 1] - ordered[:, k], nan=np.inf)
+            part = near[positions]
+            part |= (margin < 2 * FLOAT32.multiple * noise).reshape(len(part), -1).any(1)
+    return near

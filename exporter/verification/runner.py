@@ -1,4 +1,4 @@
-"""Run exported graphs over one set of caches, bound in place, as a host would."""
+"""Runner of exported graphs over one set of caches, bound in place, as a host would."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ import onnxruntime as ort
 from specedge.bundle.op_sets import cache_dtype
 from specedge.errors import ExportError
 
-from ..checkpoint.lazy_weights import Memory
-from ..graph.graphs import Length
+from ..checkpoint.lazy_weights import BufferPool
+from ..graph.graphs import GraphFile
 from ..graph.weights import FILE
+from ..libraries import translate_errors
 from ..progress import Advance
-from ..quiet import explained
 from ..tracing.geometry import Geometry
 from . import partition
-from .shorter import Shorter, shorten
-from .stage import Stage, Values, open_session, unpacked
+from .partition import RepresentativeParts, find_representatives
+from .subgraph import SubgraphSession, Values, open_session, unpacked_options
 
 WHOLE_BYTES = 100_000_000  # of weights; larger models are run part by part
 
 
 @dataclass(frozen=True)
-class Pass:
+class PassAction:
     """One pass over the caches: [T] tokens at `past_length` -> [T, V], or None without logits.
 
-    The decoder gives those from row `logits_from` on: [T - logits_from, V]. Of a model in parts
-    only a `packed` pass has its weights packed, as a host's session would have them: that costs a
-    copy of them and gives other last bits. `then` takes the logits and gives what is kept of them;
-    `told` takes all values that each stage makes.
+    The decoder returns rows from `logits_from` on: [T - logits_from, V]. Of a partitioned model
+    only a `packed` pass has its weights packed, as a host's session would: that costs a copy of
+    them and is not bitwise equal. `then` maps the logits to the result; `told` gets all values that
+    each subgraph makes.
     """
 
     name: str
@@ -48,75 +48,76 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Fill:
-    """Put `past(i)`, [H, n, D], into the first rows of cache i."""
+class FillCaches:
+    """Write `history(i)`, [H, n, D], to the first rows of cache i."""
 
     history: Callable[[int], np.ndarray]
 
 
 @dataclass(frozen=True)
 class FillNoise:
-    """Write noise to rows that hold nothing, or that a rollback left behind."""
+    """Write noise to rows that are unused, or that a rollback left behind."""
 
     start: int
     end: int
 
 
 @dataclass(frozen=True)
-class Repeat:
-    """Write the caches' first `length` rows behind themselves, again and again, up to row `end`."""
+class RepeatRows:
+    """Repeat the caches' first `length` rows behind themselves up to row `end`."""
 
     length: int
     end: int
 
 
 @dataclass(frozen=True)
-class Rows:
-    """A copy of the caches' rows, each [H, end - start, D]; the list is `into` if that is given."""
+class ReadRows:
+    """Copy the caches' rows, each [H, end - start, D], into the list `into` if it is given."""
 
     start: int
     end: int
     into: list[np.ndarray] | None = None
 
 
-Action = Pass | Fill | FillNoise | Repeat | Rows
+Action = PassAction | FillCaches | FillNoise | RepeatRows | ReadRows
 
 
 class Runner:
     """One op set of a model over caches [1, H, S, D]; a run begins by filling them."""
 
     def __init__(
-        self, folder: Path, lengths: list[Length], geometry: Geometry, ops: str = "onnx"
+        self, folder: Path, lengths: list[GraphFile], geometry: Geometry, ops: str = "onnx"
     ) -> None:
         self.folder, self.geometry, self.ops = folder, geometry, ops
         self.lengths = {length.name: length for length in lengths}
         self.in_parts = (folder / FILE).stat().st_size > WHOLE_BYTES
         self._dtype = cache_dtype(ops)
         self._shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
-        self._splits: dict[str, partition.Split] = {}
+        self._splits: dict[str, partition.PartitionedGraph] = {}
         self.num_stages = 1
         if self.in_parts:
             # The CPU has few kernels of 16 bits: casts come around the others.
             given = self._dtype == "float32"
-            first = partition.Split(self.path("decoder"), given=given)
+            first = partition.PartitionedGraph(self.path("decoder"), given=given)
             others = (name for name in self.lengths if name != "decoder")
             self._splits = {"decoder": first} | {
-                name: partition.Split(self.path(name), first.first, given) for name in others
+                name: partition.PartitionedGraph(self.path(name), first.first, given)
+                for name in others
             }
             self.num_stages = len(first.parts)
         else:
-            self._whole = Stage(
+            self._whole = SubgraphSession(
                 self._shapes, self._dtype, lambda name, _: self._load(name, ort.SessionOptions())
             )
 
     @functools.cached_property
-    def left_out(self) -> Shorter | None:
-        """The parts of a large model that have the forms of others."""
-        return shorten(self._splits) if self.in_parts else None
+    def left_out(self) -> RepresentativeParts | None:
+        """Subgraphs of a large model that are left out because others have their form."""
+        return find_representatives(self._splits) if self.in_parts else None
 
     @functools.cached_property
     def kept(self) -> list[int]:
-        """The places, among the model's caches, of those that the parts not left out have."""
+        """Indices, among the model's caches, of those of the subgraphs that are not left out."""
         names = list(self._shapes)
         if self.left_out is None:
             return list(range(len(names)))
@@ -125,6 +126,7 @@ class Runner:
         return [i for i, name in enumerate(names) if any(name in part.inputs for part in kept)]
 
     def path(self, name: str) -> Path:
+        """Return the path of a graph's file."""
         return self.folder / self.lengths[name].file(self.ops)
 
     def run(
@@ -133,13 +135,13 @@ class Runner:
         advance: Advance = lambda amount: None,
         through: Sequence[Action] = (),
     ) -> list[Any]:
-        """What each action gives, in order; `advance` is told of each stage.
+        """Run actions and return their results, in order; `advance` is called for each subgraph.
 
-        First come those that go `through` all parts; the others skip those that are left out, and
-        have the caches that are kept.
+        Actions in `through` come first and run all subgraphs; the others skip those that are left
+        out, and use the caches that are kept.
         """
         actions = [*through, *actions]
-        passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, Pass)}
+        passes = {i: _inputs(a) for i, a in enumerate(actions) if isinstance(a, PassAction)}
         results: list[Any] = [_begun(action) for action in actions]
         index = {name: i for i, name in enumerate(self._shapes)}
         kept = {at: i for i, at in enumerate(self.kept)}
@@ -148,7 +150,7 @@ class Runner:
                 left_out = self.left_out is not None and self.left_out.has(number)
                 for i in _order(through if left_out else actions, bool(stage.caches)):
                     action, shorter = actions[i], i >= len(through)
-                    if isinstance(action, Pass):
+                    if isinstance(action, PassAction):
                         made = stage.run(action.name, action.packed, passes[i])
                         if action.told:
                             action.told(made)
@@ -159,12 +161,12 @@ class Runner:
                         if (logits := passes[i].pop("logits", None)) is None:
                             continue
                         results[i] = action.then(logits[0]) if action.then else logits[0]
-                    elif isinstance(action, Rows):
+                    elif isinstance(action, ReadRows):
                         # Stages take the caches in order.
                         results[i] += stage.rows(action.start, action.end)
                     elif isinstance(action, FillNoise):
                         stage.fill_noise(action.start, action.end)
-                    elif isinstance(action, Repeat):
+                    elif isinstance(action, RepeatRows):
                         stage.repeat(action.length, action.end)
                     else:
                         at = {name: index[name] for name in stage.caches}
@@ -179,7 +181,7 @@ class Runner:
             self._check_file(name)
 
     def can_run(self) -> bool:
-        """Load every file, too; False where all that ONNX Runtime lacks is kernels."""
+        """Load every file as well; return False if ONNX Runtime lacks nothing but kernels."""
         found = True
         for name in self.lengths:
             try:
@@ -191,21 +193,21 @@ class Runner:
         return found
 
     def _check_file(self, name: str) -> None:
-        options = unpacked()
+        options = unpacked_options()
         options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
         self._load(name, options)
 
-    def _stages(self) -> Generator[Stage, None, None]:
+    def _stages(self) -> Generator[SubgraphSession, None, None]:
         if not self.in_parts:
             yield self._whole
             return
-        decoder, memory = self._splits["decoder"], Memory()
+        decoder, memory = self._splits["decoder"], BufferPool()
         for i, part in enumerate(decoder.parts):
             caches = {n: shape for n, shape in self._shapes.items() if n in part.inputs}
             with decoder.computed(i, memory) as given:
                 values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()}
                 open_ = functools.partial(self._open_part, i, values)
-                stage = Stage(caches, self._dtype, open_)
+                stage = SubgraphSession(caches, self._dtype, open_)
                 try:
                     yield stage
                 finally:
@@ -217,7 +219,7 @@ class Runner:
         split = self._splits[name]
         if index >= len(split.parts):
             return None
-        options = ort.SessionOptions() if packed else unpacked()
+        options = ort.SessionOptions() if packed else unpacked_options()
         options.enable_cpu_mem_arena = False  # it takes up to twice what it gives
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self.folder)
@@ -229,17 +231,17 @@ class Runner:
     def _load(
         self, name: str, options: ort.SessionOptions, part: bytes | None = None
     ) -> ort.InferenceSession:
-        with explained(ExportError, f"ONNX Runtime cannot load {self.path(name).name}: "):
+        with translate_errors(ExportError, f"ONNX Runtime cannot load {self.path(name).name}: "):
             return open_session(part or self.path(name), options)
 
 
 def _begun(action: Action) -> Any:
-    if not isinstance(action, Rows):
+    if not isinstance(action, ReadRows):
         return None
     return [] if action.into is None else action.into
 
 
-def _inputs(action: Pass) -> Values:
+def _inputs(action: PassAction) -> Values:
     return {
         "input_ids": action.tokens[None].astype(np.int64),
         "past_length": np.array([action.past_length], np.int64),
@@ -248,15 +250,15 @@ def _inputs(action: Pass) -> Values:
 
 
 def _order(actions: Sequence[Action], has_caches: bool) -> list[int]:
-    """Without caches passes are independent: those of one session come together.
+    """Order actions; without caches passes are independent and are grouped by session.
 
-    The decoder's come first, with which others are compared.
+    The decoder's come first, because others are compared with them.
     """
     if has_caches:
         return list(range(len(actions)))
     passes = [
         (a.name != "decoder", a.name, a.packed, i)
         for i, a in enumerate(actions)
-        if isinstance(a, Pass)
+        if isinstance(a, PassAction)
     ]
     return [i for *_, i in sorted(passes)]

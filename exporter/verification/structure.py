@@ -1,7 +1,7 @@
-"""Is the graph the model? In float64 both are exact, and rounding neither hides nor fakes a fault.
+"""Structure check in float64, where rounding neither hides nor fakes a fault.
 
-Attention nodes are fused kernels in ONNX Runtime, so each is also judged alone, on the inputs that
-it has here, against what it stands for.
+Attention nodes are fused kernels in ONNX Runtime, so each is also compared in isolation, on the
+inputs that it has here, with its definition.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import onnxruntime as ort
 
 from specedge.errors import ExportError
 
-from ..quiet import explained
+from ..libraries import translate_errors
 from ..tracing.geometry import Geometry
-from .exact_graph import ExactGraph, attributes, cast, named, seen
+from .exact_graph import ExactGraph, attributes, cast_arrays, inputs_by_name, visible_inputs
 from .exact_nodes import Array
-from .judgement import STRUCTURE, Judge, errors, float32_errors
 from .reference import Reference, chunk_length
-from .stage import NOISE, open_session
+from .row_errors import STRUCTURE, ErrorCheck, float32_error_bounds, row_errors
+from .subgraph import NOISE, open_session
 
 ORDERS = 8  # in which scores are added up, to see what float32 makes of them
 FUSED = ("Attention", "GroupQueryAttention")
 
 
-def check(
+def check_structure(
     role: str,
     path: Path,
     geometry: Geometry,
@@ -36,20 +36,26 @@ def check(
 ) -> tuple[float, float]:
     """Compare a graph for any length with the model, row by row of logits and of every cache.
 
-    The structure's error, and the largest multiple of float32's own in a fused node, which a
-    `tolerance` is for. Raises ParityError.
+    Returns:
+        The structure's error, and the largest multiple of float32's own error in a fused node, to
+        which `tolerance` applies.
+
+    Raises:
+        ParityError: The graph differs from the model.
     """
     graph = ExactGraph(path)
     size = max(map(math.prod, geometry.cache_shapes()))
     noise = NOISE * np.random.default_rng(0).standard_normal(size)
-    judge = Judge(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)
-    fused = Judge(role, "what the node stands for", tolerance)
+    judge = ErrorCheck(role, "the PyTorch model's, both in float64,", multiple=STRUCTURE)
+    fused = ErrorCheck(role, "what the node stands for", tolerance)
     for part in parts:
         chunk = chunk_length(geometry)
         for at in range(0, len(part.tokens), chunk):
             rows = slice(at, min(at + chunk, len(part.tokens)))
             first, last = not at and part is parts[0], rows.stop == parts[-1].end - part.start
-            alone = Alone(graph, fused, rows.stop - at, once=not first) if first or last else None
+            alone = (
+                NodeCheck(graph, fused, rows.stop - at, once=not first) if first or last else None
+            )
             _pass(graph, geometry, part, rows, judge, noise, alone)
     return judge.row, fused.ratio
 
@@ -59,11 +65,11 @@ def _pass(
     geometry: Geometry,
     part: Reference,
     rows: slice,
-    judge: Judge,
+    judge: ErrorCheck,
     noise: Array,
-    alone: Alone | None,
+    alone: NodeCheck | None,
 ) -> None:
-    """One pass over some tokens of a stretch, with noise in all rows behind them."""
+    """Compare one pass over some tokens of a segment, with noise in all rows behind them."""
     at = rows.start
     names, shapes = geometry.cache_names(), geometry.cache_shapes()
 
@@ -91,42 +97,44 @@ def _pass(
         judge.compare("structure", name, found, wanted, float32, first)
 
 
-class Alone:
-    """Judges the fused nodes of a graph as it is run: float32 in ONNX Runtime against exact.
+class NodeCheck:
+    """Check of a graph's fused nodes as it is run: float32 in ONNX Runtime against exact.
 
-    Of T tokens; nodes also get rows behind them, whose output the graph drops. With `once` one node
-    of each kind is judged: at the end of a long context each takes as long as a layer.
+    `length` tokens count; nodes also get rows behind them, whose output the graph drops. With
+    `once` one node of each kind is checked: at the end of a long context each takes as long as a
+    layer.
     """
 
-    def __init__(self, graph: ExactGraph, judge: Judge, length: int, once: bool) -> None:
+    def __init__(self, graph: ExactGraph, judge: ErrorCheck, length: int, once: bool) -> None:
         self._graph, self._judge, self._length, self._once = graph, judge, length, once
         self._kinds: set[str] = set()
 
     def __call__(self, node: onnx.NodeProto, inputs: list[Array | None]) -> None:
+        """Check a node with its inputs."""
         kind = f"{node.op_type} {attributes(node)}"
         if node.op_type not in FUSED or (self._once and kind in self._kinds):
             return
         self._kinds.add(kind)
-        given = cast(inputs, np.float64, np.float32)
-        cut = seen(node, given)
-        exact = self._graph.node(node, cast(cut, np.float32, np.float64))[0]
+        given = cast_arrays(inputs, np.float64, np.float32)
+        cut = visible_inputs(node, given)
+        exact = self._graph.node(node, cast_arrays(cut, np.float32, np.float64))[0]
         heads = attributes(node).get("num_heads", 1)
         found, exact = (_by_head(x, heads)[:, : self._length] for x in (_run(node, given), exact))
         random = np.random.default_rng(0)
         own = np.zeros(exact.shape[:2])
         for _ in range(ORDERS):
             rounded = self._graph.node(node, _reordered(node, cut, random))[0]
-            own = np.maximum(own, errors(_by_head(rounded, heads)[:, : self._length], exact))
+            own = np.maximum(own, row_errors(_by_head(rounded, heads)[:, : self._length], exact))
         name = f"{node.op_type} {node.name or node.output[0]}"
-        self._judge.compare("fused", name, found, exact, float32_errors(own, exact))
+        self._judge.compare("fused", name, found, exact, float32_error_bounds(own, exact))
 
 
 def _reordered(
     node: onnx.NodeProto, inputs: list[Array | None], random: np.random.Generator
 ) -> list[Array | None]:
-    """A node's inputs with the channels of queries and keys in another order, which scores add up.
+    """Permute the channels of queries and keys, whose products scores sum.
 
-    Of one head's score the rounding is luck: it depends on the order of large channels. Channels
+    The rounding of one head's score is chance: it depends on the order of large channels. Channels
     that a rotary embedding rotates against each other stay half a head apart.
     """
     options, grouped = attributes(node), node.op_type == "GroupQueryAttention"
@@ -156,15 +164,15 @@ def _reordered(
 
 
 def _by_head(output: Array, heads: int) -> Array:
-    """[1, T, H D] or [1, H, T, D] -> [H, T, D]"""
+    """Split the output by head. [1, T, H D] or [1, H, T, D] -> [H, T, D]"""
     if output.ndim == 4:
         return output[0]
     return output[0].reshape(len(output[0]), heads, -1).transpose(1, 0, 2)
 
 
 def _run(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
-    """The first output of a node alone in ONNX Runtime."""
-    given = named(node, inputs)
+    """Return the first output of a single node in ONNX Runtime."""
+    given = inputs_by_name(node, inputs)
     values = [
         onnx.helper.make_tensor_value_info(
             n, onnx.helper.np_dtype_to_tensor_dtype(x.dtype), x.shape
@@ -176,6 +184,6 @@ def _run(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
     graph = onnx.helper.make_graph([node], "alone", values, results)
     opsets = [onnx.helper.make_opsetid("", 24), onnx.helper.make_opsetid("com.microsoft", 1)]
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
-    with explained(ExportError, f"ONNX Runtime cannot run {node.op_type}: "):
+    with translate_errors(ExportError, f"ONNX Runtime cannot run {node.op_type}: "):
         session = open_session(model.SerializeToString(), ort.SessionOptions())
         return np.asarray(session.run([node.output[0]], given)[0])

@@ -18,7 +18,7 @@ import pytest
 import specedge
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, ExportError
-from specedge.exporter import export, writing
+from specedge.exporter import destination, export
 from specedge.staging import remove_stale_folders
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="Windows has other signals and mounts")
@@ -73,7 +73,7 @@ def ended(pid):
 def replacement(place, pause=0.0):
     """Put a copy of the bundle, its context cut, in its own place; pause before the end."""
     text = (place / "bundle/bundle.json").read_text("utf-8")
-    with writing.destination(place / "bundle") as work:
+    with destination.destination(place / "bundle") as work:
         shutil.copytree(place / "bundle", work, dirs_exist_ok=True)
         text = text.replace('"context_length": 256', '"context_length": 32')
         (work / "bundle.json").write_text(text, "utf-8")
@@ -195,7 +195,7 @@ def test_many_exports_to_one_place_never_mix(tmp_path):
     def race():
         for i in range(100):
             try:
-                with writing.destination(output) as work:
+                with destination.destination(output) as work:
                     assert not list(work.iterdir())
                     for name in names:
                         (work / name).write_text(f"{os.getpid()} {i}", "utf-8")

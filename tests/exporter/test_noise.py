@@ -93,7 +93,7 @@ def test_an_export_notes_passes_whose_rows_have_other_bits(tmp_path, monkeypatch
     def none(runner, tokens, held):
         return [], lambda results: held.update(dict.fromkeys(LENGTHS, False))
 
-    monkeypatch.setattr(checks, "independence", none)
+    monkeypatch.setattr(checks, "invariance_check", none)
     draft, target = make_pair(tmp_path, "llama", context=96)
     progress = Progress()
     bundle = export(draft, target, tmp_path / "bundle", ops="gqa", progress=progress)

@@ -1,4 +1,4 @@
-"""Quantization of a product's input, and the product's scales, in fewer nodes.
+"""Fusion of a product's input quantization, and of its scales, into fewer nodes.
 
 Rows x [..., T, K] are divided by their largest magnitude, so that one constant step, 1 / 127, is
 every row's quantization scale; MatMulIntegerToFloat multiplies by that and by the columns' scales.
@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 import onnx_ir as ir
 
-from ..nodes import insert, producer
-from ..weights import seen_as
+from ..nodes import insert_node, producer
+from ..weights import view_tensor
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,12 @@ def _rewrite(graph: ir.Graph, product: _Product, magnitude: ir.Value, step: ir.V
     rows, weights, zero = product.node.inputs
     output, scales = product.columns.outputs[0], product.columns.inputs[1]
     name = output.name
-    whole = insert(
+    whole = insert_node(
         product.node, "MatMulIntegerToFloat", [rows, weights, step, _flat(graph, scales), zero],
         f"{name}.steps", output, "com.microsoft",
     )  # fmt: skip
     output.name = f"{name}.unfused"
-    scaled = insert(product.columns, "Mul", [whole, magnitude], str(name), output)
+    scaled = insert_node(product.columns, "Mul", [whole, magnitude], str(name), output)
     output.replace_all_uses_with(scaled, replace_graph_outputs=True)
 
 
@@ -82,7 +82,7 @@ def _flat(graph: ir.Graph, scales: ir.Value | None) -> ir.Value:
     if name not in graph.initializers:
         shape = ir.Shape([tensor.size])
         flat = ir.Value(
-            name=name, shape=shape, type=scales.type, const_value=seen_as(tensor, shape, name)
+            name=name, shape=shape, type=scales.type, const_value=view_tensor(tensor, shape, name)
         )
         graph.register_initializer(flat)
     return graph.initializers[name]

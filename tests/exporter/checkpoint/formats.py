@@ -13,15 +13,15 @@ from architectures import ARCHITECTURES
 from checkpoints import make_model, make_tokenizer, save
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress
-from specedge.exporter.checkpoint import checkpoints, loading
-from specedge.exporter.checkpoint.lazy_tensors import numbers
+from specedge.exporter.checkpoint import checkpoints, loader
+from specedge.exporter.checkpoint.lazy_tensors import materialize
 
 TOKENS = torch.arange(12)[None]
 
 
 def load(folder):
     progress = Progress()
-    loaded = loading.load(checkpoints.find("target", str(folder), None), progress)
+    loaded = loader.load(checkpoints.find("target", str(folder), None), progress)
     return loaded, " ".join(progress.notes)
 
 
@@ -52,7 +52,7 @@ def stored_numbers(loaded):
     found = {}
     for name, parameter in loaded.model.named_parameters():
         behind = loaded.sources.behind(parameter)
-        found[name] = (parameter if behind is None else numbers(behind)).float()
+        found[name] = (parameter if behind is None else materialize(behind)).float()
     return found
 
 

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from checkpoints import make_checkpoint, make_config, make_model, make_tokenizer, save
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, lazy_weights, loading
+from specedge.exporter.checkpoint import checkpoints, lazy_weights, loader
 from specedge.exporter.checkpoint.lazy_tensors import LazyTensor
 
 TOKENS = torch.arange(12)[None]
@@ -34,7 +34,7 @@ def base(request, tmp_path_factory):
 def load(base, adapter):
     progress = Progress()
     found = checkpoints.find("target", str(base), None, str(adapter))
-    return found, loading.load(found, progress), progress.notes
+    return found, loader.load(found, progress), progress.notes
 
 
 def refusal(base, adapter):

@@ -10,9 +10,9 @@ from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
 from checkpoints import END, save
 from specedge.errors import CheckpointError, ExportError
 from specedge.exporter import export
-from specedge.exporter.checkpoint import checkpoints, hub, loading
+from specedge.exporter.checkpoint import checkpoints, hub, loader
+from specedge.exporter.libraries import first_line
 from specedge.exporter.progress import Progress
-from specedge.exporter.quiet import one_line
 
 EMPTY, DEEP = '{"weight_map": {}}', '{"weight_map": ' + "[" * 100_000
 
@@ -23,7 +23,7 @@ def find(folder, revision=None):
 
 def refusal(folder):
     with pytest.raises(CheckpointError) as caught:
-        loading.load(find(folder), Progress())
+        loader.load(find(folder), Progress())
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -89,7 +89,7 @@ def test_an_onnx_export_is_refused_with_the_checkpoint_it_names(
 def test_a_checkpoint_with_onnx_files_beside_its_weights_is_read(checkpoint):
     (checkpoint / "onnx").mkdir()
     (checkpoint / "onnx/model.onnx").write_bytes(b"onnx")
-    assert loading.load(find(checkpoint), Progress()).dtype == "float32"
+    assert loader.load(find(checkpoint), Progress()).dtype == "float32"
 
 
 def test_an_onnx_repository_on_the_hub_is_refused_with_the_checkpoint_it_names(
@@ -153,7 +153,7 @@ def test_a_sharded_checkpoint_is_read_and_a_broken_index_refused(checkpoint):
     whole.save_pretrained(checkpoint, max_shard_size="50KB")
     index = checkpoint / "model.safetensors.index.json"
     found = checkpoints.find("target", str(checkpoint), None)
-    loaded = loading.load(found, Progress())
+    loaded = loader.load(found, Progress())
     assert loaded.dtype == "float32"
     assert torch.equal(loaded.model.lm_head.weight, whole.lm_head.weight)
     for text in (
@@ -244,10 +244,10 @@ def test_a_decoder_among_several_text_models_is_refused(checkpoint):
 
 
 def test_a_heading_of_an_error_is_told_with_what_follows():
-    assert one_line(ValueError("\nThere were troubles:\n\n  a is not b.\nc")) == (
+    assert first_line(ValueError("\nThere were troubles:\n\n  a is not b.\nc")) == (
         "There were troubles: a is not b"
     )
-    assert one_line(ValueError("nothing follows:")) == "nothing follows:"
+    assert first_line(ValueError("nothing follows:")) == "nothing follows:"
 
 
 @pytest.mark.slow

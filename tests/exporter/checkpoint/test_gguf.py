@@ -14,7 +14,7 @@ from ggufs import write
 from specedge.bundle import Bundle
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, gguf_files, loading
+from specedge.exporter.checkpoint import checkpoints, gguf_files, loader
 
 ONES = np.ones(8, np.float32)
 LEFT_OUT = "target: the model has no place for 8 numbers of its GGUF file, which are left out"
@@ -38,7 +38,7 @@ def test_a_gguf_file_gives_the_numbers_that_it_stands_for(kind, dtype, tmp_path)
     path = tmp_path / "model.gguf"
     numbers = write(path, kind, tmp_path)
     progress = Progress()
-    loaded = loading.load(find(path), progress)
+    loaded = loader.load(find(path), progress)
     assert loaded.dtype == dtype
     state = loaded.model.state_dict()
     assert state.keys() == numbers.keys()
@@ -91,12 +91,12 @@ def test_what_memory_cannot_hold_is_refused_with_the_figure_from_the_header(tmp_
 def test_the_header_is_enough_to_judge_a_file(tmp_path):
     path = tmp_path / "model.gguf"
     write(path, Kind.Q8_0, tmp_path)
-    size, ends = path.stat().st_size, gguf_files.header_ends(path)
+    size, ends = path.stat().st_size, gguf_files.header_size(path)
     assert 0 < ends < size
     head = path.read_bytes()
     for kept, whole in ((int(ends), True), (int(ends) // 2, False)):
         path.write_bytes(head[:kept] + bytes(size - kept))
-        assert (gguf_files.header_ends(path) <= kept) == whole
+        assert (gguf_files.header_size(path) <= kept) == whole
     path.write_bytes(head[: int(ends)] + bytes(size - int(ends)))
     assert find(path).config.hidden_size == 64
 
@@ -140,7 +140,7 @@ def test_it_computes_as_the_model_with_those_numbers(arch, tmp_path):
 def same(path, numbers, model):
     """Whether a file gives the logits of a model that has its numbers."""
     model.load_state_dict({name: torch.from_numpy(a.copy()) for name, a in numbers.items()})
-    found = loading.load(find(path), Progress()).model
+    found = loader.load(find(path), Progress()).model
     with torch.no_grad():
         tokens = torch.arange(120)[None]
         return torch.allclose(found(tokens).logits, model(tokens).logits, atol=1e-4)
@@ -237,14 +237,14 @@ def test_a_file_is_not_judged_by_what_is_beside_it(name, tmp_path):
     write(path, Kind.F16, tmp_path)
     for other in (name, "model.safetensors", "tokenizer.json"):
         (tmp_path / other).write_text('{"base_model_name_or_path": "some/other"}', "utf-8")
-    assert loading.load(find(path), Progress()).dtype == "float16"
+    assert loader.load(find(path), Progress()).dtype == "float16"
 
 
 def test_what_a_file_becomes_on_disk_is_known_from_its_header(tmp_path):
     sizes = {}
     for kind in (Kind.F32, Kind.F16, Kind.Q4_0):
         write(tmp_path / kind.name, kind, tmp_path, hidden=256)
-        sizes[kind] = gguf_files.growth("target m", tmp_path / kind.name)
+        sizes[kind] = gguf_files.expansion("target m", tmp_path / kind.name)
     assert sizes[Kind.F32] == 1
     assert sizes[Kind.F16] == pytest.approx(1, abs=0.01)
     assert sizes[Kind.Q4_0] == pytest.approx(32 / 4.5, abs=0.1)
@@ -258,6 +258,6 @@ def test_numbers_that_transformers_has_no_place_for_are_told(tmp_path):
     ):
         write(path, Kind.F32, tmp_path, "llama", *([more] if more else []))
         progress = Progress()
-        loading.load(find(path), progress)
+        loader.load(find(path), progress)
         assert (progress.notes == [LEFT_OUT]) == said
         assert bool(progress.notes) == said

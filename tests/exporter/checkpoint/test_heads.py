@@ -7,9 +7,9 @@ from torch import nn
 from architectures import ARCHITECTURES
 from checkpoints import make_config, make_model
 from specedge.errors import ExportError
-from specedge.exporter.checkpoint import heads, self_draft
-from specedge.exporter.checkpoint.lazy_weights import Sources
-from specedge.exporter.checkpoint.loading import Loaded
+from specedge.exporter.checkpoint import draft_vocabulary, self_draft
+from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.checkpoint.loader import LoadedModel
 
 IDS = (0, 3, 4, 100, 255, 509, 511)
 TOKENS = torch.tensor([[511, 7, 3, 300, 42]])
@@ -24,7 +24,7 @@ def check(model):
     wanted = logits(model)[..., list(IDS)]
     num_tokens = model.get_output_embeddings().out_features
     table = model.get_input_embeddings().weight
-    cut = heads.cut(Loaded(model, "float32", Sources()), IDS)
+    cut = draft_vocabulary.prune_head(LoadedModel(model, "float32", WeightSources()), IDS)
     assert logits(cut.model).shape == (1, 5, len(IDS))
     torch.testing.assert_close(logits(cut.model), wanted, rtol=1e-5, atol=1e-5)
     assert cut.model.get_input_embeddings().weight is table
@@ -62,21 +62,21 @@ def test_a_head_with_biases_keeps_those_of_its_tokens():
 
 
 def test_the_head_of_the_targets_own_layers_is_cut_and_the_targets_is_not():
-    loaded = Loaded(make_model(make_config("llama", tied=True)), "float32", Sources())
+    loaded = LoadedModel(make_model(make_config("llama", tied=True)), "float32", WeightSources())
     before = logits(loaded.model)
-    draft = heads.cut(self_draft.cut(loaded, 1), IDS)
+    draft = draft_vocabulary.prune_head(self_draft.keep_layers(loaded, 1), IDS)
     assert logits(draft.model).shape[-1] == len(IDS)
     assert torch.equal(logits(loaded.model), before)
 
 
 def test_a_large_heads_rows_are_in_files_as_the_whole_ones_were():
     """A placeholder for the rows, in the type that the checkpoint has."""
-    sources, model = Sources(), make_model(make_config("llama", hidden=128))
+    sources, model = WeightSources(), make_model(make_config("llama", hidden=128))
     stored = torch.randn(8192, 128).to(torch.bfloat16)
     model.lm_head = nn.Linear(128, 8192, bias=False, device="meta")
     model.lm_head.weight = nn.Parameter(sources.placeholder(stored), requires_grad=False)
     ids = list(range(1, 8192, 2))
-    cut = heads.cut(Loaded(model, "bfloat16", sources), ids)
+    cut = draft_vocabulary.prune_head(LoadedModel(model, "bfloat16", sources), ids)
     assert torch.equal(cut.sources.behind(cut.model.lm_head.weight), stored[ids])
     assert cut.sources.behind(cut.model.lm_head.weight).dtype == torch.bfloat16
 
@@ -88,4 +88,4 @@ def test_a_head_that_is_not_one_matrix_is_refused():
     model = make_model(make_config("llama"))
     model.lm_head = Two(64, 512)
     with pytest.raises(ExportError, match=r"head is Two, not one matrix.*leave --draft-vocab out"):
-        heads.cut(Loaded(model, "float32", Sources()), IDS)
+        draft_vocabulary.prune_head(LoadedModel(model, "float32", WeightSources()), IDS)

@@ -13,7 +13,7 @@ import hub_server
 from hubs import NAME, WHOLE, Bars, files, find, patch_endpoint, refusal, same
 from specedge.errors import CheckpointError
 from specedge.exporter import Progress
-from specedge.exporter.checkpoint import loading
+from specedge.exporter.checkpoint import loader
 
 
 def test_a_whole_repository_is_fetched_after_its_small_files(server, original):
@@ -81,7 +81,7 @@ def test_a_repository_that_becomes_gated_before_its_weights_are_there_says_so(se
     found = find()
     server.gated.add(NAME)
     with pytest.raises(CheckpointError, match="is gated: accept its terms"):
-        loading.load(found, Progress())
+        loader.load(found, Progress())
 
 
 def test_a_token_that_may_not_read_is_told_from_no_network(server):
@@ -108,11 +108,11 @@ def test_a_download_goes_on_in_the_next_run(server, original):
     size = (original / WHOLE).stat().st_size
     server.cuts += [400_000, *[0] * 50]
     with pytest.raises(CheckpointError, match="run the export again to go on where it stopped"):
-        loading.load(found, Progress())
+        loader.load(found, Progress())
     server.cuts.clear()
     server.requests.clear()
     progress = Bars()
-    loading.load(find(), progress)
+    loader.load(find(), progress)
     assert files(server)[1::2] == ["bytes=400000-"]
     assert server.sent - sent < size + 10_000
     total, first, *_ = moves = progress.moves[f"Downloading {NAME}"]
@@ -124,14 +124,14 @@ def test_a_server_without_ranges_sends_a_cut_file_anew(server, original):
     server.ranges = False
     server.cuts.append(300_000)
     progress = Bars()
-    loading.load(find(), progress)
+    loader.load(find(), progress)
     assert same(find(), original)
     assert sum(progress.moves[f"Downloading {NAME}"][1:]) == (original / WHOLE).stat().st_size
 
 
 def test_a_bar_moves_within_a_file_by_its_bytes(server, original):
     progress = Bars()
-    loading.load(find(), progress)
+    loader.load(find(), progress)
     size = (original / WHOLE).stat().st_size
     total, *moves = progress.moves[f"Downloading {NAME}"]
     assert total == sum(moves) == size
@@ -144,7 +144,7 @@ def test_a_full_disk_is_said_in_one_line_and_what_is_there_stays(server, origina
     part = blobs / f"{hub_server.etag(server.folder / NAME / WHOLE)}.part"
     part.symlink_to("/dev/full")  # the kernel's own ENOSPC
     with pytest.raises(CheckpointError, match=r"no space left in .* free some") as caught:
-        loading.load(found, Progress())
+        loader.load(found, Progress())
     assert "\n" not in str(caught.value)
     part.unlink()
     assert same(find(), original)
@@ -160,7 +160,7 @@ def test_small_files_on_a_full_disk_are_no_network_trouble(server, monkeypatch):
 
 def test_without_a_network_a_warm_cache_is_enough(server, original, monkeypatch):
     commit = find().source.revision
-    loading.load(find(), Progress())
+    loader.load(find(), Progress())
     server.requests.clear()
     patch_endpoint(monkeypatch, "http://127.0.0.1:9")
     found = find()
@@ -182,7 +182,7 @@ def test_without_a_network_files_that_no_export_needs_may_be_lacking(server, ori
     (folder / "onnx").mkdir()
     for name in ("onnx/model.onnx", "pytorch_model.bin", "training.log"):
         (folder / name).write_bytes(b"x")
-    loading.load(find(), Progress())
+    loader.load(find(), Progress())
     patch_endpoint(monkeypatch, "http://127.0.0.1:9")
     assert same(find(), original)
 
@@ -233,7 +233,7 @@ def test_a_part_whose_bytes_went_wrong_is_fetched_anew(server, original):
     found = find()
     corrupt(server, found)
     progress = Bars()
-    loading.load(found, progress)
+    loader.load(found, progress)
     assert same(find(), original)
     assert files(server)[1::2] == ["bytes=300000-", None]
     total, *moves = progress.moves[f"Downloading {NAME}"]
@@ -244,7 +244,7 @@ def test_bytes_that_go_wrong_twice_are_refused(server, original):
     found = find()
     server.corrupt.add(WHOLE)
     with pytest.raises(CheckpointError, match="both times its SHA-256 was not the one") as caught:
-        loading.load(found, Progress())
+        loader.load(found, Progress())
     assert "\n" not in str(caught.value)
     assert not [*(found.folder.parents[1] / "blobs").glob("*.part")]
     server.corrupt.clear()

@@ -17,7 +17,7 @@ import hub_server
 from hubs import NAME, WHOLE, files, find, refusal
 from specedge.bundle import Bundle
 from specedge.exporter import Progress
-from specedge.exporter.checkpoint import checkpoints, downloads, hub, loading
+from specedge.exporter.checkpoint import checkpoints, downloads, hub, loader
 
 GGUF = "model-Q8_0.gguf"
 
@@ -75,13 +75,13 @@ def gguf_server(server, tmp_path):
 def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeypatch):
     path = gguf_server.folder / NAME / GGUF
     ends, size = downloads.gguf_files.header_ends(path), path.stat().st_size
-    monkeypatch.setattr(downloads, "HEAD", int(ends) // 2)
+    monkeypatch.setattr(downloads, "HEADER_BYTES", int(ends) // 2)
     found, sent = find(name=name), gguf_server.sent
     assert ends <= sent < size
     assert (found.source.id, found.config.hidden_size) == (name, 128)
     assert 3 < found.remote.growth < 4  # from eight bits and a scale to float32
-    whole = loading.load(find(name=name), Progress()).model
-    local = loading.load(checkpoints.find("target", str(path), None), Progress()).model
+    whole = loader.load(find(name=name), Progress()).model
+    local = loader.load(checkpoints.find("target", str(path), None), Progress()).model
     tokens = torch.arange(8)[None]
     assert torch.equal(whole(tokens).logits, local(tokens).logits)
     sent = gguf_server.sent
@@ -90,7 +90,7 @@ def test_a_gguf_repository_is_known_by_a_files_header(gguf_server, name, monkeyp
 
 
 def test_a_gguf_file_too_large_for_memory_is_refused_before_it_is_fetched(gguf_server, monkeypatch):
-    monkeypatch.setattr(downloads, "HEAD", 20_000)
+    monkeypatch.setattr(downloads, "HEADER_BYTES", 20_000)
     monkeypatch.setattr(downloads.gguf_files, "ROOM", 1e15)
     assert "takes 1000000.0 GB of memory" in refusal()
     assert gguf_server.sent < (gguf_server.folder / NAME / GGUF).stat().st_size
@@ -118,7 +118,7 @@ def test_an_adapter_on_the_hub_is_merged_and_its_commit_is_in_the_source(
     commit = hub_server.commit(server.folder / "org" / "adapter")
     assert found.source.id == f"{NAME} + org/adapter@{commit}"
     assert found.source.revision == hub_server.commit(server.folder / NAME)
-    loaded, whole = loading.load(found, Progress()), adapter.merge_and_unload().eval()
+    loaded, whole = loader.load(found, Progress()), adapter.merge_and_unload().eval()
     tokens = torch.arange(8)[None]
     with torch.no_grad(), loaded.sources.reading(loaded.model):
         assert torch.allclose(loaded.model(tokens).logits, whole(tokens).logits, atol=1e-5)
@@ -126,11 +126,11 @@ def test_an_adapter_on_the_hub_is_merged_and_its_commit_is_in_the_source(
 
 
 def test_a_head_of_a_file_has_holes_behind_it(server, original, monkeypatch, tmp_path):
-    monkeypatch.setattr(downloads, "HEAD", 1000)
+    monkeypatch.setattr(downloads, "HEADER_BYTES", 1000)
     monkeypatch.setattr(downloads.gguf_files, "header_ends", lambda path: 1500)
     found = find()
     size = found.remote.weights[WHOLE]
-    hub.fetch_head(found.remote, WHOLE, tmp_path)
+    hub.fetch_header(found.remote, WHOLE, tmp_path)
     head = (tmp_path / WHOLE).read_bytes()
     assert len(head) == size
     assert head[:2000] == (original / WHOLE).read_bytes()[:2000]

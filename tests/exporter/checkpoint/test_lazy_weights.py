@@ -15,9 +15,9 @@ from specedge.bundle import Bundle
 from specedge.bundle.integrity import file_entry
 from specedge.errors import ExportError
 from specedge.exporter import Progress, export
-from specedge.exporter.checkpoint import checkpoints, lazy_weights, loading
-from specedge.exporter.tracing import geometry, tracing
-from specedge.exporter.verification.exact_model import exactly
+from specedge.exporter.checkpoint import checkpoints, lazy_weights, loader
+from specedge.exporter.tracing import geometry, tracer
+from specedge.exporter.verification.exact_model import exact_arithmetic
 
 HIDDEN = 576  # every matrix of a layer is 1 MiB or more in float32
 TOKENS = torch.arange(12)[None]
@@ -43,7 +43,7 @@ def make(folder, kind, dtype):
 
 
 def load(folder):
-    return loading.load(checkpoints.find("target", str(folder), None), Progress())
+    return loader.load(checkpoints.find("target", str(folder), None), Progress())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -69,8 +69,8 @@ def test_what_a_model_keeps_is_seen_without_reading_its_matrices(kind, tmp_path)
     seen = []
     for unread in (False, True):
         with loaded.sources.reading(loaded.model, only_shapes=unread):
-            shape = geometry.measure(loaded.model, 64, 4)
-            seen.append((shape, tracing.observe(loaded.model, shape)))
+            shape = geometry.measure_geometry(loaded.model, 64, 4)
+            seen.append((shape, tracer.observe(loaded.model, shape)))
             with torch.no_grad():
                 assert (loaded.model(TOKENS).logits == 0).all() == unread
     assert seen[0] == seen[1]
@@ -84,7 +84,7 @@ def test_a_huge_vocabulary_is_widened_some_rows_at_a_time(kind, tmp_path, monkey
     for huge in (lazy_weights.HUGE, 1 << 17):
         monkeypatch.setattr(lazy_weights, "HUGE", huge)
         reading = loaded.sources.reading(loaded.model, torch.float64)
-        with torch.no_grad(), exactly(loaded.model), reading:
+        with torch.no_grad(), exact_arithmetic(loaded.model), reading:
             results.append(loaded.model(TOKENS).logits)
     assert results[0].dtype == torch.float64
     assert torch.isfinite(results[1]).all()
@@ -103,7 +103,7 @@ def test_a_placeholder_that_is_computed_with_shows(tmp_path):
 
 
 def test_placeholders_take_no_memory_and_know_their_orientation():
-    known = lazy_weights.Sources()
+    known = lazy_weights.WeightSources()
     stored = torch.randn(600, 600)
     tensor = known.placeholder(stored)
     array = tensor.numpy()
@@ -116,7 +116,7 @@ def test_placeholders_take_no_memory_and_know_their_orientation():
 
 @pytest.mark.parametrize("shape", [(4, 512, 600), (8, 768, 768), (96, 64, 96), (2, 2, 99328)])
 def test_a_placeholder_is_known_with_its_axes_split_and_reordered(shape):
-    known = lazy_weights.Sources()
+    known = lazy_weights.WeightSources()
     stored = torch.arange(math.prod(shape), dtype=torch.float32).view(shape)
     tensor = known.placeholder(stored)
     views = (
@@ -135,7 +135,7 @@ def test_a_placeholder_is_known_with_its_axes_split_and_reordered(shape):
 
 @pytest.mark.parametrize("shape", [(600, 700), (700, 600), (4, 300, 400)])
 def test_a_part_of_a_placeholder_is_that_part_of_its_matrix(shape):
-    known = lazy_weights.Sources()
+    known = lazy_weights.WeightSources()
     known.placeholder(torch.randn(600, 600))
     stored = torch.randn(shape)
     array = known.placeholder(stored).numpy()
@@ -215,7 +215,7 @@ def test_mixed_types_lose_no_bit(tmp_path):
 def test_float64_weights_are_rounded_to_float32_and_that_is_said(tmp_path):
     folder = make(tmp_path, "llama", torch.float64)
     progress = Progress()
-    loaded = loading.load(checkpoints.find("target", str(folder), None), progress)
+    loaded = loader.load(checkpoints.find("target", str(folder), None), progress)
     assert loaded.dtype == "float32"
     assert progress.notes == ["target: its weights in float64 are rounded to float32"]
 

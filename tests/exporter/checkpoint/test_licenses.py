@@ -15,7 +15,7 @@ from specedge.exporter.checkpoint import checkpoints, hub, licenses
 def carried(source, folder, license=None):
     progress = Progress()
     folder.mkdir()
-    licenses.copy("target", source, license, folder, progress)
+    licenses.copy_licenses("target", source, license, folder, progress)
     return sorted(p.name for p in folder.iterdir()), progress.notes
 
 

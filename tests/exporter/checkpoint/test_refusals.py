@@ -80,6 +80,6 @@ def _deeper(checkpoint):
 
 def test_a_checkpoint_is_not_said_to_be_made_from_itself(checkpoint):
     edit(checkpoint, _name_or_path=str(checkpoint))
-    assert folders.original("target", str(checkpoint), checkpoint) is None
+    assert folders.base_checkpoint("target", str(checkpoint), checkpoint) is None
     (checkpoint / "README.md").write_text("---\nbase_model: org/base\n---\n", "utf-8")
-    assert folders.original("target", str(checkpoint), checkpoint) == "org/base"
+    assert folders.base_checkpoint("target", str(checkpoint), checkpoint) == "org/base"

@@ -18,10 +18,10 @@ from specedge import bundle_library
 from specedge.bundle import Bundle, store
 from specedge.cli.inspect import inspect
 from specedge.errors import CheckpointError, ExportError
-from specedge.exporter import Progress, export, model_files
+from specedge.exporter import Progress, export, model_export
 from specedge.exporter.checkpoint import self_draft
-from specedge.exporter.checkpoint.lazy_weights import Sources
-from specedge.exporter.checkpoint.loading import Loaded
+from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.checkpoint.loader import LoadedModel
 
 CONTEXT, LAYERS = 96, 3
 KINDS = {
@@ -205,7 +205,7 @@ def test_a_folder_named_like_a_self_draft_is_taken_by_its_path(made, tmp_path, m
     shutil.copytree(made.target, tmp_path / "self:0")
     with pytest.raises(CheckpointError, match=r"\./self:0 for a folder"):
         export("self:0", made.target, tmp_path / "bundle")
-    assert self_draft.asked("./self:0", None) is None
+    assert self_draft.parse_num_layers("./self:0", None) is None
 
 
 @pytest.mark.parametrize("name", list(ARCHITECTURES))
@@ -214,7 +214,7 @@ def test_a_cut_model_gives_what_the_whole_one_has_after_as_many_layers(name):
     torch.manual_seed(0)
     model = make_model(ARCHITECTURES[name][1]())
     num_layers = model.config.num_hidden_layers - 1
-    twin = self_draft.cut(Loaded(model, "float32", Sources()), num_layers).model
+    twin = self_draft.keep_layers(LoadedModel(model, "float32", WeightSources()), num_layers).model
     tokens = torch.tensor([PROMPT])
     with torch.no_grad():
         last = self_draft._layers(model, num_layers + 1)[num_layers]
@@ -249,12 +249,12 @@ def test_layers_that_are_not_one_list_are_refused():
 
 def test_a_cut_that_leaves_other_caches_than_the_first_layers_is_refused(tmp_path, monkeypatch):
     config = make_config("llama", layers=LAYERS, kv_heads=2, context=CONTEXT)
-    loaded = Loaded(make_model(config), "float32", Sources())
-    part = model_files.measured("target", loaded, CONTEXT, 4, 512, tmp_path, Progress())
-    assert len(model_files.own_draft(part, 1, 4).shape.layers) == 1
-    monkeypatch.setattr(self_draft, "cut", lambda loaded, num_layers: loaded)
+    loaded = LoadedModel(make_model(config), "float32", WeightSources())
+    part = model_export.measure_model("target", loaded, CONTEXT, 4, 512, tmp_path, Progress())
+    assert len(model_export.cut_draft(part, 1, 4).shape.layers) == 1
+    monkeypatch.setattr(self_draft, "keep_layers", lambda loaded, num_layers: loaded)
     with pytest.raises(ExportError, match=r"cut to self:1: that leaves .* 3 layers; give another"):
-        model_files.own_draft(part, 1, 4)
+        model_export.cut_draft(part, 1, 4)
 
 
 def test_a_model_of_the_same_bundle_can_be_read_after_a_move(made, tmp_path):

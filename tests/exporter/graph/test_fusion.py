@@ -9,7 +9,7 @@ import pytest
 from comparing import CONTEXT, computed, measure, model_of, traced
 from specedge.errors import ParityError
 from specedge.exporter.graph import graphs
-from specedge.exporter.verification.runner import FillNoise, Pass, Rows, Runner
+from specedge.exporter.verification.runner import FillNoise, PassAction, ReadRows, Runner
 
 
 def ops_of(graph):
@@ -56,11 +56,11 @@ def test_fused_graphs_are_the_model_at_every_pass_length(llama):
 
 def test_fused_graphs_compute_what_their_source_does(llama):
     _, fused = llama
-    source = Runner(fused.folder, [graphs.Length("source", None)], fused.geometry, "gqa")
-    actions = [FillNoise(0, CONTEXT), Pass("", np.arange(30), 0), Rows(0, 30)]
+    source = Runner(fused.folder, [graphs.GraphFile("source", None)], fused.geometry, "gqa")
+    actions = [FillNoise(0, CONTEXT), PassAction("", np.arange(30), 0), ReadRows(0, 30)]
     results = []
     for runner, name in ((fused, "decoder"), (source, "source")):
-        actions[1] = Pass(name, np.arange(30), 0)
+        actions[1] = PassAction(name, np.arange(30), 0)
         *_, logits, rows = runner.run(actions)
         results.append([logits, *rows])
     for ours, theirs in zip(*results, strict=True):

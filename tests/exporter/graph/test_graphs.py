@@ -12,7 +12,7 @@ from specedge.bundle.graph_scan import weights_of
 from specedge.bundle.signature import SAMPLING_SETTINGS
 from specedge.exporter import export
 from specedge.exporter.graph import graphs
-from specedge.exporter.tracing import tracing
+from specedge.exporter.tracing import tracer
 
 FORBIDDEN = {"Shape", "Size", "Range", "NonZero", "If", "Loop", "Memcpy"}
 
@@ -174,7 +174,7 @@ def test_one_layer_takes_few_nodes(pairs):
 @pytest.mark.slow(exhaustive=True)
 def test_the_same_input_gives_the_same_bytes(pairs, tmp_path, monkeypatch):
     _, target = pairs.checkpoint("llama")
-    monkeypatch.setattr(tracing, "translated", traces.TRANSLATED)  # each is traced anew
+    monkeypatch.setattr(tracer, "translate", traces.TRANSLATED)  # each is traced anew
     found = []
     for name in ("one", "other"):
         found.append(export("self:1", target, tmp_path / name, max_length=32))
@@ -191,7 +191,7 @@ def test_a_forbidden_node_is_refused(pairs):
     node = ir.node("Shape", [model.graph.inputs[0]])
     model.graph.append(node)
     with pytest.raises(graphs.ExportError, match="Shape"):
-        graphs.check(model)
+        graphs.check_devices(model)
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ import pytest
 
 import specedge
 from specedge.bundle.gpu_signatures import ONE_CALL, SAMPLED, num_best
-from specedge.exporter.graph import unrolled as unrolling
+from specedge.exporter.graph import draft_loop as unrolling
 from specedge.runtime.backend.cuda.draft_graphs import (
     DeviceDistribution,
     DraftGraph,
@@ -217,7 +217,7 @@ def test_a_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
     ids = [3 * i % draft.num_columns for i in range(draft.num_columns)]
     shutil.copytree(bundle.folder / "draft", tmp_path / "draft")
     plain = replace(draft, graphs=tuple(g for g in draft.graphs if g.name not in ONE_CALL))
-    made = unrolling.add(plain, tmp_path, k, ids)
+    made = unrolling.add_draft_loops(plain, tmp_path, k, ids)
     session = Device().open(tmp_path / made.graph(SAMPLED, OPS).file)
     feed = {
         t.name: np.zeros(t.at(1, 1, 1), t.dtype)

@@ -5,8 +5,8 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 
-from specedge.exporter.graph import sigmoids
-from specedge.exporter.verification.stage import open_session
+from specedge.exporter.graph import rewrites
+from specedge.exporter.verification.subgraph import open_session
 
 FORMULAS = {
     "x * sigmoid(x)": ("s = Sigmoid(x)  y = Mul(x, s)", lambda x: x / (1 + np.exp(-x))),
@@ -28,7 +28,7 @@ def model(body):
 def test_a_sigmoid_keeps_its_digits_however_far_below_zero(name):
     body, formula = FORMULAS[name]
     changed = model(body)
-    sigmoids.spell_out(changed)
+    rewrites.expand_sigmoids(changed)
     session = open_session(ir.to_proto(changed).SerializeToString(), onnxruntime.SessionOptions())
     x = np.linspace(-80, 80, 2003, dtype=np.float32)
     exact = formula(x.astype(np.float64))
@@ -39,7 +39,7 @@ def test_a_sigmoid_keeps_its_digits_however_far_below_zero(name):
 
 def test_what_overflows_the_exponential_is_zero():
     changed = model(FORMULAS["x * sigmoid(x)"][0])
-    sigmoids.spell_out(changed)
+    rewrites.expand_sigmoids(changed)
     session = open_session(ir.to_proto(changed).SerializeToString(), onnxruntime.SessionOptions())
     (found,) = session.run(None, {"x": np.array([-1e4, -200, 200], np.float32)})
     assert found.tolist() == [0, 0, 200]
@@ -47,15 +47,15 @@ def test_what_overflows_the_exponential_is_zero():
 
 def test_a_product_with_a_sigmoid_is_four_nodes_and_two_again():
     changed = model(FORMULAS["x * sigmoid(x)"][0])
-    sigmoids.spell_out(changed)
+    rewrites.expand_sigmoids(changed)
     assert [node.op_type for node in changed.graph] == ["Neg", "Exp", "Add", "Div"]
-    sigmoids.shorten(changed)
+    rewrites.fuse_sigmoids(changed)
     assert [node.op_type for node in changed.graph] == ["Sigmoid", "Mul"]
 
 
 def test_a_sigmoid_alone_is_four_nodes_and_one_again():
     changed = model(FORMULAS["sigmoid(x)"][0])
-    sigmoids.spell_out(changed)
+    rewrites.expand_sigmoids(changed)
     assert [node.op_type for node in changed.graph] == ["Neg", "Exp", "Add", "Reciprocal"]
-    sigmoids.shorten(changed)
+    rewrites.fuse_sigmoids(changed)
     assert [node.op_type for node in changed.graph] == ["Sigmoid"]

@@ -13,7 +13,7 @@ import pytest
 from round_host import Fused
 from specedge import int8_products
 from specedge.exporter import embed
-from specedge.exporter.hosts.rounds import fused
+from specedge.exporter.hosts.round_graphs import fused_round
 from specedge.runtime.backend.ort import inference_session
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
@@ -77,7 +77,7 @@ def test_a_run_makes_no_block_of_a_caches_size_but_those_that_are_bound(
 ):
     path = bundle.folder / f"round-{ops}.onnx"
     both = {"draft": ops, "target": ops}
-    ir.save(fused(bundle.folder, bundle, bundle.num_draft_tokens, both), path)
+    ir.save(fused_round(bundle.folder, bundle, bundle.num_draft_tokens, both), path)
     options = ort.SessionOptions()
     options.log_severity_level = 2
     options.enable_profiling = True

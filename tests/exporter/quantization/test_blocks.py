@@ -9,7 +9,7 @@ from onnx import TensorProto, helper, numpy_helper
 
 from quantised import PROMPTS, SIZES, Made
 from specedge.exporter.quantization import rounding
-from specedge.exporter.verification.stage import open_session
+from specedge.exporter.verification.subgraph import open_session
 
 
 @pytest.fixture

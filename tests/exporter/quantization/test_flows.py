@@ -5,7 +5,7 @@ import onnx_ir as ir
 import pytest
 
 from comparing import model_of, traced
-from specedge.exporter.graph.nodes import constant, insert
+from specedge.exporter.graph.nodes import add_constant, insert_node
 from specedge.exporter.quantization import flows, routes
 from specedge.exporter.quantization.matrices import groups
 
@@ -49,7 +49,7 @@ def written_to(graph):
 def put(node, index, op_type, *more):
     """A node before an input of another."""
     value = node.inputs[index]
-    found = insert(node, op_type, [value, *more], f"{value.name}.{op_type}", value)
+    found = insert_node(node, op_type, [value, *more], f"{value.name}.{op_type}", value)
     node.replace_input_with(index, found)
 
 
@@ -111,7 +111,7 @@ def test_a_node_that_is_not_known_lies_before_the_cache_or_behind_attention(grap
 
 def test_a_norm_of_v(graph):
     value = written_to(graph)[0].inputs[written_to(graph)[1]]
-    weight = constant(graph, np.ones(value.shape[-1], np.float32), "weight")
+    weight = add_constant(graph, np.ones(value.shape[-1], np.float32), "weight")
     put(*written_to(graph), "RMSNormalization", weight)
     assert through(graph) is None
 
@@ -119,7 +119,7 @@ def test_a_norm_of_v(graph):
 def test_heads_that_are_made_of_rows(written):
     graph = ir.load(written["onnx"].path("decoder")).graph
     turned = written_to(graph)[0].inputs[1].producer()
-    dims = constant(graph, np.array([1, 2, -1, 16]), "dims")
+    dims = add_constant(graph, np.array([1, 2, -1, 16]), "dims")
     turned.inputs[0].producer().replace_input_with(1, dims)
     turned.outputs[0].replace_all_uses_with(turned.inputs[0])
     assert through(graph) is None
@@ -129,11 +129,11 @@ def test_heads_that_are_made_of_rows(written):
 def test_a_bias_goes_with_its_matrix_but_not_one_behind_the_heads(written, ops):
     graph = ir.load(written[ops].path("decoder")).graph
     product = flows.origin(groups(graph)[1].value)
-    bias = constant(graph, np.ones((1, 1, WIDTH), np.float32), "bias")
+    bias = add_constant(graph, np.ones((1, 1, WIDTH), np.float32), "bias")
     for user, index in list(product.outputs[0].uses()):
         put(user, index, "Add", bias)
     kinds = [type(part).__name__ for part in through(graph).parts]
     assert kinds == ["Columns", "Vector"]
     size = written_to(graph)[0].inputs[written_to(graph)[1]].shape[-1]
-    put(*written_to(graph), "Add", constant(graph, np.ones(size, np.float32), "late"))
+    put(*written_to(graph), "Add", add_constant(graph, np.ones(size, np.float32), "late"))
     assert through(graph) is None

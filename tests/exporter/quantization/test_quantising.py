@@ -16,7 +16,7 @@ from specedge.cli.export import export as export_command
 from specedge.errors import ExportError, ParityError
 from specedge.exporter import export
 from specedge.exporter.quantization import equivalence, texts
-from specedge.exporter.verification.stage import open_session
+from specedge.exporter.verification.subgraph import open_session
 
 FUSED = {"GroupQueryAttention", "MatMulIntegerToFloat", "SkipSimplifiedLayerNormalization"}
 

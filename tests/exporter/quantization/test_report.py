@@ -7,8 +7,8 @@ import pytest
 
 from specedge.exporter.quantization import report
 from specedge.exporter.quantization.report import Distance
-from specedge.exporter.verification.runner import Pass, Repeat, Rows
-from specedge.exporter.verification.stage import Stage
+from specedge.exporter.verification.runner import PassAction, ReadRows, RepeatRows
+from specedge.exporter.verification.subgraph import SubgraphSession
 
 TOKENS = np.array([3, 1, 4, 1, 0])
 
@@ -55,7 +55,7 @@ def test_the_loss_of_a_cut_head_is_of_the_tokens_that_it_has(logits):
 
 
 def test_rows_are_repeated_up_to_a_late_window():
-    stage = Stage({"key": (1, 2, 8, 3)}, "float32", lambda name, packed: None)
+    stage = SubgraphSession({"key": (1, 2, 8, 3)}, "float32", lambda name, packed: None)
     stage.fill({"key": np.arange(18, dtype=np.float32).reshape(2, 3, 3)})
     first = stage.caches["key"][0, :, :3].copy()
     stage.repeat(3, 7)
@@ -79,8 +79,8 @@ class Model:
         return [self.of(action) for action in through]
 
     def of(self, action):
-        if not isinstance(action, Pass):
-            return [] if isinstance(action, Rows) else None
+        if not isinstance(action, PassAction):
+            return [] if isinstance(action, ReadRows) else None
         random = np.random.default_rng(action.past_length)
         logits = random.normal(size=(len(action.tokens), 5))
         return logits + (self.late if action.past_length else 0.0) * random.normal(size=(5,))
@@ -95,7 +95,7 @@ def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
     assert near.divergence == 0 < late.divergence
     assert (near.num_tokens, late.num_tokens) == (79 + 69, 63)
     *_, repeat, window = found.actions
-    assert repeat == Repeat(70, 936)
+    assert repeat == RepeatRows(70, 936)
     assert window.past_length == 936
     said = report._of_late(near, late, 1000)
     assert said is not None

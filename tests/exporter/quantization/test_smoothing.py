@@ -12,7 +12,7 @@ from quantised import with_outliers
 from specedge.exporter.quantization import choosing, routes, smoothing
 from specedge.exporter.quantization.calibration import Seen
 from specedge.exporter.quantization.matrices import groups
-from specedge.exporter.verification.stage import open_session
+from specedge.exporter.verification.subgraph import open_session
 
 CASES = [  # Q, K and V are one matrix in the last three: beside each other, or head by head
     ("llama", "onnx"), ("llama", "gqa"), ("gpt2", "onnx"), ("phi3", "onnx"), ("gpt_neox", "gqa"),

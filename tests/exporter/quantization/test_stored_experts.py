@@ -13,7 +13,7 @@ from specedge.exporter.quantization.calibration import Seen
 from specedge.exporter.quantization.matrices import groups, others
 from specedge.exporter.quantization.rewriting import Rewriter
 from specedge.exporter.quantization.storing import Store
-from specedge.exporter.verification.stage import open_session
+from specedge.exporter.verification.subgraph import open_session
 
 EXPERTS, K, N, ROWS = 8, 64, 48, 40
 

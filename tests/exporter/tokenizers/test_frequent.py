@@ -9,8 +9,8 @@ from tokenizers import Tokenizer
 from checkpoints import MARKERS, make_tokenizer
 from specedge.errors import ExportError
 from specedge.exporter import Progress
+from specedge.exporter.checkpoint.draft_vocabulary import most_frequent_tokens
 from specedge.exporter.quantization import texts
-from specedge.exporter.tokenizers.frequent import most_frequent
 
 TEXT = ("a text", "the then there " * 9 + "self.assertEqual(1, 2)\n" * 20)
 
@@ -25,7 +25,7 @@ def tokenizer(tmp_path_factory):
 
 
 def kept(tokenizer, count, text=TEXT, ends=(0,), num_tokens=515):
-    return most_frequent(count, text, tokenizer, ends, num_tokens, Progress())
+    return most_frequent_tokens(count, text, tokenizer, ends, num_tokens, Progress())
 
 
 BUILT_IN = texts.read(None)
@@ -78,7 +78,7 @@ def test_a_number_that_cannot_be_is_refused(tokenizer, count, said):
 
 def test_the_note_says_how_much_of_the_text_is_kept(tokenizer):
     progress = Progress()
-    most_frequent(30, TEXT, tokenizer, (0,), 515, progress)
+    most_frequent_tokens(30, TEXT, tokenizer, (0,), 515, progress)
     (note,) = progress.notes
     assert "30 of 515 tokens" in note
     assert "of a text; it drafts no others" in note

@@ -36,7 +36,7 @@ def fit(both):
         checkpoints.find(r, str(f), None) for r, f in zip(("draft", "target"), both, strict=True)
     ]
     progress = Progress()
-    return pair.fit(*found, progress), progress.notes, found[1]
+    return pair.check_pair(*found, progress), progress.notes, found[1]
 
 
 def swap_tokens(value):
@@ -205,7 +205,7 @@ def test_padding_and_truncation_do_not_matter_and_are_not_shipped(both, tmp_path
     text, notes, target = fit(both)
     assert notes == []
     pair.write_tokenizer(text, target, tmp_path)
-    shipped = Tokenizer.from_file(str(tmp_path / pair.FILE))
+    shipped = Tokenizer.from_file(str(tmp_path / pair.TOKENIZER_FILE))
     assert len(shipped.encode("one two three four five").ids) > 3
 
 

@@ -20,9 +20,9 @@ from end_to_end import check_pair
 from published import PUBLISHED, REFUSED
 from rotary import KINDS, ORIGINAL, compared
 from specedge.errors import SpecEdgeError
-from specedge.exporter import Progress, export, model_files
-from specedge.exporter.checkpoint.lazy_weights import Sources
-from specedge.exporter.checkpoint.loading import Loaded
+from specedge.exporter import Progress, export, model_export
+from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.checkpoint.loader import LoadedModel
 from specedge.exporter.verification import parity, reference
 from specedge.exporter.verification.runner import Runner
 
@@ -38,15 +38,17 @@ def model_of(name):
 @pytest.mark.parametrize("name", OWN_CODE)
 def test_families_with_code_of_their_own_equal_pytorch_in_float64(name, tmp_path):
     model = model_of(name)
-    loaded = Loaded(model, "float32", Sources())
-    part = model_files.measured("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
-    (written,), _ = model_files.write([part], "auto")
+    loaded = LoadedModel(model, "float32", WeightSources())
+    part = model_export.measure_model("target", loaded, 96, 4, VOCAB_SIZE, tmp_path, Progress())
+    (written,), _ = model_export.write_models([part], "auto")
     assert written == ["onnx", "gqa"]
-    references = reference.references("target", model, Sources(), part.shape, VOCAB_SIZE)
+    references = reference.compute_references(
+        "target", model, WeightSources(), part.shape, VOCAB_SIZE
+    )
     assert references[0].logits.dtype == np.float64
     for ops in written:
         runner = Runner(tmp_path, part.lengths, part.shape, ops)
-        found, differing = parity.measure("target", references, runner)
+        found, differing = parity.verify("target", references, runner)
         assert differing == []
         assert found.structure_error < 1e-12
         assert found.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)

@@ -16,9 +16,9 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from architectures import ARCHITECTURES
 from checkpoints import make_config, make_model, make_tokenizer, save
 from specedge.errors import ExportError, MissingExtraError
-from specedge.exporter import export, private
+from specedge.exporter import export, internals
 from specedge.exporter.checkpoint import checkpoints
-from specedge.exporter.tracing import attention, dry_run, geometry, tracing
+from specedge.exporter.tracing import attention, geometry, tracer
 
 PYPROJECT = Path(__file__).parents[3] / "pyproject.toml"
 OWN_LAYERS = ["gemma2", "bloom", "falcon, ALiBi", "gptj", "gpt_oss", "deepseek_v3", "smollm3"]
@@ -27,12 +27,12 @@ OWN_LAYERS = ["gemma2", "bloom", "falcon, ALiBi", "gptj", "gpt_oss", "deepseek_v
 @pytest.mark.parametrize("name", OWN_LAYERS)
 def test_a_model_without_numbers_shows_what_one_with_them_does(name):
     model = make_model(ARCHITECTURES[name][1]())
-    shape = geometry.measure(model, 200, 4)
-    assert dry_run.observe(model.config, 200, 4) == tracing.observe(model, shape)
+    shape = geometry.measure_geometry(model, 200, 4)
+    assert tracer.observe_config(model.config, 200, 4) == tracer.observe(model, shape)
 
 
 def test_a_config_of_any_size_is_seen_without_memory():
-    layers = dry_run.observe(DeepseekV3Config(), 4096, 4)
+    layers = tracer.observe_config(DeepseekV3Config(), 4096, 4)
     assert len(layers) == 61
 
 
@@ -46,7 +46,7 @@ def test_an_op_set_that_a_model_cannot_have_is_refused_before_its_weights_are_re
 
 def test_experts_that_take_rows_by_their_numbers_are_refused_from_the_config():
     with pytest.raises(ExportError, match="experts do not go through transformers' interface"):
-        dry_run.check(JetMoeConfig(), 64, 4, "auto")
+        tracer.check_config(JetMoeConfig(), 64, 4, "auto")
 
 
 def test_what_does_not_run_without_numbers_is_left_to_the_weights(monkeypatch):
@@ -55,8 +55,8 @@ def test_what_does_not_run_without_numbers_is_left_to_the_weights(monkeypatch):
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
     with pytest.raises(ExportError, match="cannot be run for tracing"):
-        dry_run.observe(make_config("llama"), 64, 4)
-    dry_run.check(make_config("llama"), 64, 4, "auto")
+        tracer.observe_config(make_config("llama"), 64, 4)
+    tracer.check_config(make_config("llama"), 64, 4, "auto")
 
 
 def test_a_refused_target_costs_no_download_and_no_look_at_the_draft(tmp_path, monkeypatch):
@@ -81,7 +81,7 @@ def test_a_new_abstract_method_of_a_cache_layer_is_reported_as_what_it_is(monkey
     methods = frozenset({"newly_asked_for"})
     monkeypatch.setattr(attention.BufferLayer, "__abstractmethods__", methods)
     with pytest.raises(ExportError) as error:
-        dry_run.observe(make_config("llama"), 64, 4)
+        tracer.observe_config(make_config("llama"), 64, 4)
     said = str(error.value)
     assert "TypeError: Can't instantiate abstract class BufferLayer" in said
     assert "newly_asked_for" in said
@@ -98,12 +98,12 @@ def test_attention_that_goes_past_the_interface_is_reported_as_that(monkeypatch)
 
     monkeypatch.setattr(LlamaAttention, "forward", forward)
     with pytest.raises(ExportError, match="0 of its 2 layers attend through transformers' interf"):
-        dry_run.observe(make_config("llama"), 64, 4)
+        tracer.observe_config(make_config("llama"), 64, 4)
 
 
 def test_a_model_that_transformers_cannot_build_is_refused_with_its_reason():
     with pytest.raises(ExportError, match=r"cannot build a llama model.*KeyError: 'none'"):
-        dry_run.observe(LlamaConfig(hidden_act="none"), 64, 4)
+        tracer.observe_config(LlamaConfig(hidden_act="none"), 64, 4)
 
 
 @pytest.mark.parametrize(
@@ -128,13 +128,13 @@ def test_optimum_is_called_missing_only_where_it_is_missing(monkeypatch, error, 
 
     monkeypatch.setattr(builtins, "__import__", importing)
     with pytest.raises(wanted, match=said):
-        dry_run.observe(make_config("llama"), 64, 4)
+        tracer.observe_config(make_config("llama"), 64, 4)
 
 
 def test_the_versions_that_are_said_to_be_tried_are_those_that_can_be_installed():
     extras = tomllib.loads(PYPROJECT.read_text("utf-8"))["project"]["optional-dependencies"]
     allowed = {(found := Requirement(line)).name: found.specifier for line in extras["export"]}
-    for package, (floor, newest) in private.TRIED.items():
+    for package, (floor, newest) in internals.TRIED.items():
         major, minor = map(int, newest.split("."))
         assert f"{floor}.99" in allowed[package]
         assert f"{newest}.99" in allowed[package]
@@ -153,6 +153,6 @@ def test_a_layer_that_keeps_a_state_is_none_that_can_be_rolled_back():
         keys = torch.zeros(1, 1, 2, 8)
         values = keys
 
-    assert private.keeps_rows(Layer())
+    assert internals.has_key_values(Layer())
     Layer.conv_states = None
-    assert not private.keeps_rows(Layer())
+    assert not internals.has_key_values(Layer())

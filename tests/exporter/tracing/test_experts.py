@@ -16,15 +16,15 @@ from architectures import ARCHITECTURES
 from checkpoints import VOCAB_SIZE, make_model
 from specedge.bundle.op_sets import OPS
 from specedge.errors import ExportError
-from specedge.exporter import Progress, model_files
-from specedge.exporter.checkpoint.lazy_weights import Sources
-from specedge.exporter.checkpoint.loading import Loaded
-from specedge.exporter.tracing.attention import OPSET, TracedPass, running
-from specedge.exporter.tracing.experts import Experts, Swiglu, spelled_out
-from specedge.exporter.tracing.families import eager, registered
+from specedge.exporter import Progress, model_export
+from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.checkpoint.loader import LoadedModel
+from specedge.exporter.tracing.attention import OPSET, TracedPass, active_pass
+from specedge.exporter.tracing.experts import ExpertsModule, Swiglu, moe_reference
+from specedge.exporter.tracing.families import eager_functions, registered_functions
 from specedge.exporter.verification import runner
-from specedge.exporter.verification.runner import Fill, Pass, Runner
-from specedge.exporter.verification.stage import open_session
+from specedge.exporter.verification.runner import FillCaches, PassAction, Runner
+from specedge.exporter.verification.subgraph import open_session
 
 NUMBER, CHOSEN, HIDDEN, INNER = 8, 2, 64, 32
 _SIZES = {
@@ -77,7 +77,7 @@ class Block(torch.nn.Module):
         self.one = TracedPass(ops, zero, zero[None], 8)
 
     def forward(self, rows, chosen, weights):
-        with running(self.one):
+        with active_pass(self.one):
             return self.module(rows, chosen, weights)
 
 
@@ -85,7 +85,7 @@ def traced(module, ops):
     """A graph of the experts alone, with T symbolic."""
     block, names = Block(module, ops), ["rows", "chosen", "weights"]
     length = torch.export.Dim("T", min=1)
-    with registered(block):
+    with registered_functions(block):
         program = torch.onnx.export(
             block.eval(), inputs(5), input_names=names, output_names=["output"], dynamo=True,
             dynamic_shapes={name: {0: length} for name in names}, opset_version=OPSET,
@@ -141,9 +141,9 @@ def test_the_node_spelled_out_in_float64_is_transformers_own_experts(family):
     (node,) = (n for n in graph.node if n.op_type == "MoE")
     attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     routing = torch.zeros(9, NUMBER, dtype=torch.float64).scatter(1, chosen, weights.double())
-    (first, last), biases = Experts(module).matrices(), Experts(module).biases()
+    (first, last), biases = ExpertsModule(module).matrices(), ExpertsModule(module).biases()
     first_bias, last_bias = (None, None) if biases is None else (biases[0].flatten(1), biases[1])
-    output = spelled_out(
+    output = moe_reference(
         rows.double(), routing.log(), first.flatten(1, 2), first_bias, last, last_bias, attributes
     )
     found = (output * routing.sum(1, keepdim=True)).numpy()
@@ -154,14 +154,14 @@ def test_the_node_spelled_out_in_float64_is_transformers_own_experts(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_activation_is_found_by_trying(family):
-    assert Experts(make_experts(family)).swiglu() == FAMILIES[family][2]
+    assert ExpertsModule(make_experts(family)).swiglu() == FAMILIES[family][2]
 
 
 def test_experts_with_a_norm_each_are_refused():
     module = make_experts("mixtral")
     module.has_post_expert_norm = True
     block = Block(module, "onnx")
-    with registered(block), pytest.raises(ExportError, match="go through a norm each"):
+    with registered_functions(block), pytest.raises(ExportError, match="go through a norm each"):
         block(*inputs(2))
 
 
@@ -179,9 +179,9 @@ def whole_model(tmp_path_factory):
     torch.manual_seed(0)
     model = make_model(ARCHITECTURES["mixtral"][1]()).bfloat16().float()
     folder = tmp_path_factory.mktemp("mixtral")
-    loaded = Loaded(model, "bfloat16", Sources())
-    part = model_files.measured("target", loaded, 96, 4, VOCAB_SIZE, folder, Progress())
-    assert model_files.write([part], "auto")[0] == [list(OPS)]
+    loaded = LoadedModel(model, "bfloat16", WeightSources())
+    part = model_export.measure_model("target", loaded, 96, 4, VOCAB_SIZE, folder, Progress())
+    assert model_export.write_models([part], "auto")[0] == [list(OPS)]
     return part
 
 
@@ -205,7 +205,7 @@ def test_experts_in_parts_compute_what_the_whole_computes(whole_model, ops, in_p
     split = Runner(*given)
     monkeypatch.setattr(runner, "WHOLE_BYTES", 1 << 40)
     zeros = [np.zeros(dims[1:], np.float32) for dims in whole_model.shape.cache_shapes()]
-    actions = [Fill(zeros.__getitem__), Pass("decoder", np.arange(5), 2, packed=True)]
+    actions = [FillCaches(zeros.__getitem__), PassAction("decoder", np.arange(5), 2, packed=True)]
     found, wanted = split.run([], through=actions), Runner(*given).run(actions)
     assert split.num_stages > 3
     assert np.array_equal(found[1], wanted[1])
@@ -215,5 +215,5 @@ def test_eager_experts_are_not_ours():
     module, given = make_experts("mixtral"), inputs(3)
     block = Block(module, "onnx")
     wanted = module(*given)
-    with registered(block), eager(block):
+    with registered_functions(block), eager_functions(block):
         assert torch.equal(block(*given), wanted)

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rotary import CONTEXT, ORIGINAL, compared, config_of
-from specedge.exporter.tracing.module_patches import fix_rotary
+from specedge.exporter.tracing.module_patches import freeze_rotary
 
 
 @pytest.mark.slow
@@ -24,7 +24,7 @@ def test_late_positions_of_long_contexts_are_transformers_own(kind, tmp_path):
 def test_it_is_said_where_factors_are_those_of_long_texts(kind, context, said):
     model = AutoModelForCausalLM.from_config(config_of(kind))
     before = model.model.rotary_emb.inv_freq.clone()
-    assert fix_rotary(model, context) is said
+    assert freeze_rotary(model, context) is said
     assert torch.equal(model.model.rotary_emb.inv_freq, before) is not said
 
 
@@ -34,5 +34,5 @@ def test_factors_of_one_type_of_layers_alone_are_settled():
     rotary.rope_type = {"full_attention": "longrope", "sliding_attention": "default"}
     rotary.full_attention_inv_freq = rotary.inv_freq.clone()
     rotary.forward = lambda x, positions, layer_type: rotary.full_attention_inv_freq.mul_(2)
-    assert fix_rotary(model, CONTEXT)
+    assert freeze_rotary(model, CONTEXT)
     assert rotary.rope_type == {"full_attention": "fixed", "sliding_attention": "default"}

@@ -10,18 +10,22 @@ from architectures import ARCHITECTURES
 from checkpoints import make_model
 from comparing import computed, traced
 from specedge.errors import ParityError
-from specedge.exporter.checkpoint.lazy_weights import Sources
+from specedge.exporter.checkpoint.lazy_weights import WeightSources
 from specedge.exporter.tracing import geometry
 from specedge.exporter.verification import reference, structure
-from specedge.exporter.verification.exact_graph import ExactGraph, seen
-from specedge.exporter.verification.exact_model import ROUNDINGS, Exact, Nudged
-from specedge.exporter.verification.exact_nodes import OWN, attention, grouped_query_attention
-from specedge.exporter.verification.routing import Choices, close
+from specedge.exporter.verification.exact_graph import ExactGraph, visible_inputs
+from specedge.exporter.verification.exact_model import ROUNDINGS, Float64Mode, RoundingNoiseMode
+from specedge.exporter.verification.exact_nodes import (
+    IMPLEMENTATIONS,
+    attention,
+    grouped_query_attention,
+)
+from specedge.exporter.verification.reference import RoutingRecorder, near_routing_ties
 
 
 def test_float64_stays_float64_where_code_asks_for_float32():
     x = torch.full((2, 3), 1 + 1e-12, dtype=torch.float64)
-    with Exact():
+    with Float64Mode():
         asked = [x.float(), x.to(torch.float32), x.type(torch.float32)]
         asked.append(torch.softmax(x, -1, torch.float32))
         assert {y.dtype for y in asked} == {torch.float64}
@@ -30,7 +34,7 @@ def test_float64_stays_float64_where_code_asks_for_float32():
 
 
 def test_constants_and_scalars_keep_float32():
-    with Exact():
+    with Float64Mode():
         weight = 1.0 + torch.full((3,), 1e-12)  # as float32 has it: 1
         table = torch.arange(3).float() * 0.1
         assert table.dtype == torch.float32
@@ -42,7 +46,7 @@ def test_nudged_runs_are_near_the_first_which_is_pytorchs_own():
     x = torch.randn(1, 5, 8, generator=torch.Generator().manual_seed(0)).expand(ROUNDINGS, -1, -1)
     weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(1))
     plain = torch.nn.functional.linear(x, weight)
-    with Nudged():
+    with RoundingNoiseMode():
         found = torch.nn.functional.linear(x, weight)
     assert torch.equal(found[0], plain[0])
     off = ((found[1:] - plain[1:]) / plain[1:]).abs()
@@ -59,7 +63,7 @@ def test_scales_that_float32_rounds_are_the_models_own(name, tmp_path):
     runner = traced(model, tmp_path)
     parts = computed(model, runner)
     path = runner.path("decoder")
-    assert structure.check("target", path, runner.geometry, parts)[0] < 1e-12
+    assert structure.check_structure("target", path, runner.geometry, parts)[0] < 1e-12
 
 
 @pytest.mark.parametrize(
@@ -129,7 +133,7 @@ def test_the_spelled_out_norm_of_a_sum_is_onnx_runtimes():
         epsilon=1e-5,
     )  # fmt: skip
     found = structure._run(node, [a.astype(np.float32) for a in (x, skip, scale)])
-    wanted, _, _, total = OWN[node.op_type]({"epsilon": 1e-5}, x, skip, scale)
+    wanted, _, _, total = IMPLEMENTATIONS[node.op_type]({"epsilon": 1e-5}, x, skip, scale)
     assert np.abs(found - wanted).max() < 1e-6
     assert np.array_equal(total, x + skip)
 
@@ -169,7 +173,7 @@ def test_rows_that_no_query_sees_are_left_out_of_exact_attention_and_change_noth
     random = np.random.default_rng(0)
     query, keys, values = (random.standard_normal((1, 2, n, 8)) for n in (3, 10, 10))
     node = onnx.helper.make_node("Attention", ["q", "k", "v", "mask"], ["y"])
-    cut = seen(node, [query, keys, values, mask])
+    cut = visible_inputs(node, [query, keys, values, mask])
     assert [x.shape[2] for x in cut[:3]] == [3, end, end]
     infos = [onnx.ValueInfoProto(name=name) for name in node.input]
     graph = onnx.helper.make_graph([node], "one", infos, [onnx.ValueInfoProto(name="y")])
@@ -197,7 +201,7 @@ def test_rows_before_a_stretch_are_joined_for_one_layer_at_a_time_and_not_kept()
 
 
 def choices(scores):
-    found = Choices()
+    found = RoutingRecorder()
     found.scores = [(slice(0, len(scores)), scores, 2)]
     return found
 
@@ -205,20 +209,20 @@ def choices(scores):
 def test_a_router_that_rounding_could_turn_is_found():
     exact = np.array([[3.0, 2.0, 1.0], [3.0, 2.0, 2.0 - 1e-7], [3.0, 3.0, 1.0]])
     rounded = np.concatenate([exact, exact + 1e-7])
-    assert close(choices(exact), choices(rounded), 3).tolist() == [False, True, False]
+    assert near_routing_ties(choices(exact), choices(rounded), 3).tolist() == [False, True, False]
 
 
 def test_tokens_that_rounding_could_send_to_other_experts_are_drawn_anew():
     model = make_model(ARCHITECTURES["mixtral"][1]())
-    shape = geometry.measure(model, 32, 4)
-    (plain,) = reference.references("target", model, Sources(), shape, 512)
+    shape = geometry.measure_geometry(model, 32, 4)
+    (plain,) = reference.compute_references("target", model, WeightSources(), shape, 512)
     assert plain.left_out == 0
     gate = model.model.layers[0].mlp.gate.weight
     with torch.no_grad():  # two experts that the second and the third place are always between
         gate[2] = gate[1] * (1 + 1e-7)
         gate[0] = 0
     with_ties = plain.tokens.copy()
-    (found,) = reference.references("target", model, Sources(), shape, 512)
+    (found,) = reference.compute_references("target", model, WeightSources(), shape, 512)
     assert found.left_out > 0
     assert (found.tokens != with_ties).any()
 
@@ -226,11 +230,11 @@ def test_tokens_that_rounding_could_send_to_other_experts_are_drawn_anew():
 def test_a_router_that_is_always_tied_is_refused_as_such(monkeypatch):
     monkeypatch.setattr(reference, "TRIES", 2)
     model = make_model(ARCHITECTURES["mixtral"][1]())
-    shape = geometry.measure(model, 32, 4)
+    shape = geometry.measure_geometry(model, 32, 4)
     with torch.no_grad():
         model.model.layers[0].mlp.gate.weight.zero_()
     with pytest.raises(ParityError, match="choose by less than float32's error for 32 of 32"):
-        reference.references("target", model, Sources(), shape, 512)
+        reference.compute_references("target", model, WeightSources(), shape, 512)
 
 
 @pytest.mark.parametrize("options", [{}, {"scale": 0.3}, {"softcap": 2.0}])

@@ -15,7 +15,7 @@ from faults import (
     wrong_scale_of_one_layer,
 )
 from specedge.errors import ParityError
-from specedge.exporter.tracing import tracing
+from specedge.exporter.tracing import tracer
 
 
 def traced_gemma(**config):
@@ -56,7 +56,7 @@ def test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypa
     before = str(result.graph)
     fault(result.graph)
     assert str(result.graph) != before
-    monkeypatch.setattr(tracing, "trace", lambda *args: result)
+    monkeypatch.setattr(tracer, "trace", lambda *args: result)
     runner = traced(model, tmp_path, ops)
     with pytest.raises(ParityError, match=DIFFERS):
         measure(model, runner)
@@ -65,7 +65,7 @@ def test_a_planted_fault_is_a_parity_error(fault, ops, gemma, tmp_path, monkeypa
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 def test_the_model_of_the_planted_faults_passes_without_one(ops, gemma, tmp_path, monkeypatch):
     model, graphs_ = gemma
-    monkeypatch.setattr(tracing, "trace", lambda *args: graphs_[ops].clone())
+    monkeypatch.setattr(tracer, "trace", lambda *args: graphs_[ops].clone())
     found = measure(model, traced(model, tmp_path, ops))
     assert found.invariant_lengths == (1, 2, 3, 5, 9, 18, 36, 64)
 
@@ -105,6 +105,6 @@ def test_a_fault_of_one_layer_among_like_ones_is_found(
     model, graphs_ = deep_gemma
     result = graphs_[ops].clone()
     wrong_scale_of_one_layer(result.graph)
-    monkeypatch.setattr(tracing, "trace", lambda *args: result)
+    monkeypatch.setattr(tracer, "trace", lambda *args: result)
     with pytest.raises(ParityError, match=r"logits|present"):
         measure(model, traced(model, tmp_path, ops))

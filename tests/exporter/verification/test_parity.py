@@ -14,8 +14,8 @@ from rows import LENGTHS
 from specedge.errors import ExportError
 from specedge.exporter.graph import graphs
 from specedge.exporter.tracing import geometry
-from specedge.exporter.verification import reference, stage
-from specedge.exporter.verification.runner import Fill, Pass, Rows, Runner
+from specedge.exporter.verification import reference, subgraph
+from specedge.exporter.verification.runner import FillCaches, PassAction, ReadRows, Runner
 
 
 def test_logits_and_caches_equal_the_pytorch_models(exported):
@@ -47,9 +47,13 @@ def test_caches_are_updated_in_place(pairs):
     shape = geometry.Geometry(
         model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
     )
-    runner = Runner(folder, graphs.lengths(4, model.context_length), shape)
+    runner = Runner(folder, graphs.graph_files(4, model.context_length), shape)
     zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
-    actions = [Fill(zeros.__getitem__), Pass("decoder", np.arange(7), 3), Rows(0, shape.capacity)]
+    actions = [
+        FillCaches(zeros.__getitem__),
+        PassAction("decoder", np.arange(7), 3),
+        ReadRows(0, shape.capacity),
+    ]
     rows = runner.run(actions)[2][0]
     assert np.abs(rows[:, 3:10]).min(axis=2).max() > 0
     assert not rows[:, :3].any()
@@ -60,7 +64,7 @@ def test_caches_are_updated_in_place(pairs):
 def test_late_positions_of_a_long_context_are_compared(tmp_path):
     model = make_model(make_config("llama", kv_heads=2, context=1400, layers=1))
     runner = traced(model, tmp_path, context=1400)
-    assert reference.positions_compared(runner.geometry, 1) == [(0, 256), (1352, 1400)]
+    assert reference.compared_positions(runner.geometry, 1) == [(0, 256), (1352, 1400)]
     found = measure(model, runner)
     assert found.num_positions == 304
 
@@ -86,11 +90,13 @@ def test_weights_in_half_precision_give_the_bits_of_float32(pairs, tmp_path):
     shape = runner.geometry
     context = bundle.context_length
     other = Runner(
-        bundle.folder / "target", graphs.lengths(4, context), geometry.measure(model, context, 4)
+        bundle.folder / "target",
+        graphs.graph_files(4, context),
+        geometry.measure_geometry(model, context, 4),
     )
     assert shape.padded_vocab_size == 512
     zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
-    actions = [Fill(zeros.__getitem__), Pass("decoder", np.arange(20), 0)]
+    actions = [FillCaches(zeros.__getitem__), PassAction("decoder", np.arange(20), 0)]
     found, wanted = (p.run(actions)[1] for p in (runner, other))
     assert np.array_equal(found, wanted)
 
@@ -109,6 +115,6 @@ def test_onnx_runtime_folds_the_casts_of_the_weights(pairs, tmp_path):
     options = ort.SessionOptions()
     options.log_severity_level = 4
     options.optimized_model_filepath = str(tmp_path / "optimized.onnx")
-    stage.open_session(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
+    subgraph.open_session(pairs.bundle("bfloat16").folder / "target/decoder.onnx", options)
     names = [node.op_type for node in ir.load(options.optimized_model_filepath).graph]
     assert names.count("Cast") == 1  # of the rows of a table, which are cast as they are taken

@@ -10,22 +10,24 @@ from onnx import TensorProto, helper, numpy_helper
 from comparing import measure, model_of, traced
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ParityError
-from specedge.exporter.checkpoint.lazy_weights import Memory, Sources
+from specedge.exporter.checkpoint.lazy_weights import BufferPool, WeightSources
 from specedge.exporter.graph import graphs
 from specedge.exporter.graph.weights import FILE
 from specedge.exporter.tracing import geometry
 from specedge.exporter.verification import parity, reference
-from specedge.exporter.verification.partition import Split
-from specedge.exporter.verification.runner import Fill, Pass, Rows, Runner
-from specedge.exporter.verification.stage import open_session, unpacked
+from specedge.exporter.verification.partition import PartitionedGraph
+from specedge.exporter.verification.runner import FillCaches, PassAction, ReadRows, Runner
+from specedge.exporter.verification.subgraph import open_session, unpacked_options
 from specedge.int8_products import UNSIGNED_OPTION
 
 
 def compared_again(model, runner):
     """What a comparison finds of files that were changed since they were run."""
     runner = Runner(runner.folder, list(runner.lengths.values()), runner.geometry)
-    references = reference.references("target", model, Sources(), runner.geometry, 512)
-    return parity.measure("target", references, runner)
+    references = reference.compute_references(
+        "target", model, WeightSources(), runner.geometry, 512
+    )
+    return parity.verify("target", references, runner)
 
 
 @pytest.mark.slow(after_first=True)
@@ -49,16 +51,16 @@ def test_parts_in_half_precision_compute_what_the_whole_computes(pairs, in_parts
     shape = geometry.Geometry(
         model.context_length, model.cache.capacity, model.padded_vocab_size, model.cache.layers
     )
-    folder, lengths = bundle.folder / "target", graphs.lengths(4, model.context_length)
+    folder, lengths = bundle.folder / "target", graphs.graph_files(4, model.context_length)
     split = Runner(folder, lengths, shape)
     monkeypatch.setattr("specedge.exporter.verification.runner.WHOLE_BYTES", 1 << 40)
     whole = Runner(folder, lengths, shape)
     zeros = [np.zeros(dims[1:], np.float32) for dims in shape.cache_shapes()]
-    actions = [Fill(zeros.__getitem__), Rows(0, 9)]
+    actions = [FillCaches(zeros.__getitem__), ReadRows(0, 9)]
     for name in ("decoder", "verify", "step"):
         tokens = np.arange(5 if name != "step" else 1)
-        actions.append(Pass(name, tokens, 2, packed=True))
-    actions.append(Rows(0, 9))
+        actions.append(PassAction(name, tokens, 2, packed=True))
+    actions.append(ReadRows(0, 9))
     found, wanted = split.run(actions), whole.run(actions)
     assert split.num_stages > 3
     for a, b in zip(found[2:5], wanted[2:5], strict=True):
@@ -111,8 +113,8 @@ def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
 
 def test_of_large_models_the_start_and_the_end_are_compared():
     shape = geometry.Geometry(1024, 1032, 512, ())
-    assert reference.positions_compared(shape, 50_000_000) == [(0, 1024)]
-    assert reference.positions_compared(shape, 1_500_000_000) == [(0, 32), (1012, 1024)]
+    assert reference.compared_positions(shape, 50_000_000) == [(0, 1024)]
+    assert reference.compared_positions(shape, 1_500_000_000) == [(0, 32), (1012, 1024)]
 
 
 def test_a_part_whose_bytes_are_made_unsigned_multiplies_by_a_turned_table_of_the_file(tmp_path):
@@ -136,12 +138,12 @@ def test_a_part_whose_bytes_are_made_unsigned_multiplies_by_a_turned_table_of_th
     onnx.save(
         helper.make_model(graph, opset_imports=[helper.make_opsetid("", 21)], ir_version=10), path
     )
-    split, options = Split(path), unpacked()
+    split, options = PartitionedGraph(path), unpacked_options()
     options.add_session_config_entry(UNSIGNED_OPTION, "1")
     folder = "session.model_external_initializers_file_folder_path"
     options.add_session_config_entry(folder, str(tmp_path))
     x = np.random.default_rng(1).integers(0, 256, (3, 32), np.uint8)
-    with split.computed(0, Memory()) as given:
+    with split.computed(0, BufferPool()) as given:
         values = {name: ort.OrtValue.ortvalue_from_numpy(value) for name, value in given.items()}
         for name, value in values.items():
             options.add_initializer(name, value)

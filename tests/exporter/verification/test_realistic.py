@@ -9,7 +9,7 @@ import realistic
 from comparing import CONTEXT, computed, graphs_of, measure, traced
 from faults import DIFFERS, FAULTS
 from specedge.errors import ParityError
-from specedge.exporter.tracing import tracing
+from specedge.exporter.tracing import tracer
 
 OPS = ("onnx", "gqa")
 TOKENS = torch.arange(64)
@@ -60,7 +60,7 @@ class Case:
         return graphs_of(self.model)[1]
 
     def compare(self, graph, ops, folder, monkeypatch):
-        monkeypatch.setattr(tracing, "trace", lambda *args: graph)
+        monkeypatch.setattr(tracer, "trace", lambda *args: graph)
         runner = traced(self.model, folder, ops)
         if not hasattr(self, "references"):
             self.references = computed(self.model, runner)

@@ -1,0 +1,101 @@
+"""Reduced draft vocabulary, `--draft-vocab N`: choice of the tokens, and the pruned LM head.
+
+The embedding stays whole, so the model reads every token; a head that was tied to it becomes a
+matrix of its own. N columns, ids [N] ascending.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import nn
+
+from specedge.errors import ExportError
+
+from ..progress import Progress
+from .lazy_tensors import materialize
+from .loader import LoadedModel
+
+
+def lm_head(model: nn.Module) -> nn.Linear:
+    """Return a model's LM head, if it is one matrix with a row per token. Raises ExportError."""
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    if type(head) is not nn.Linear:
+        raise ExportError(
+            f"the draft's head is {type(head).__name__}, not one matrix, so it cannot be cut; "
+            "leave --draft-vocab out"
+        )
+    return head
+
+
+def prune_head(loaded: LoadedModel, ids: Sequence[int]) -> LoadedModel:
+    """Restrict the model's logits to these tokens. Raises ExportError."""
+    head = lm_head(loaded.model)
+    rows = torch.tensor(ids)
+    behind = loaded.sources.behind(head.weight)
+    weight = materialize(head.weight.detach() if behind is None else behind)[rows]
+    smaller = nn.Linear(head.in_features, len(ids), head.bias is not None, device="meta")
+    smaller.weight = nn.Parameter(loaded.sources.placeholder(weight), requires_grad=False)
+    if head.bias is not None:
+        smaller.bias = nn.Parameter(head.bias.detach()[rows], requires_grad=False)
+    loaded.model.set_output_embeddings(smaller.eval())  # type: ignore[operator]
+    return replace(loaded, num_tokens=head.out_features)
+
+
+def most_frequent_tokens(
+    count: int,
+    text: tuple[str, str],
+    tokenizer: Path,
+    ends: Iterable[int],
+    num_tokens: int,
+    progress: Progress,
+) -> list[int]:
+    """Return the most frequent token ids of a text, ascending.
+
+    End tokens and special tokens are always among them. Ties go to lower ids, because a trained
+    tokenizer numbers frequent tokens first.
+
+    Args:
+        count: Tokens to keep.
+        text: Name and content of the text.
+        tokenizer: Path of tokenizer.json.
+        ends: End tokens.
+        num_tokens: Ids that the draft model has.
+        progress: Gets a note of the share of the text that is kept.
+
+    Raises:
+        ExportError: The head would keep only the fixed tokens, or all of them.
+    """
+    name, content = text
+    if count >= num_tokens:
+        raise ExportError(
+            f"--draft-vocab {count}: the draft has {num_tokens} tokens; give fewer, or leave it out"
+        )
+    always = {token for token in (*ends, *_special(tokenizer)) if 0 <= token < num_tokens}
+    if count <= len(always):
+        raise ExportError(
+            f"--draft-vocab {count}: the {len(always)} end tokens and special tokens are always "
+            "kept; give more"
+        )
+    encoding = Tokenizer.from_file(str(tokenizer)).encode(content, add_special_tokens=False)
+    counts = np.bincount([t for t in encoding.ids if t < num_tokens], minlength=num_tokens)
+    order = np.argsort(-counts, kind="stable")
+    rest = order[~np.isin(order, list(always))]
+    kept = sorted({*always, *rest[: count - len(always)].tolist()})
+    share = counts[kept].sum() / max(1, counts.sum())
+    progress.note(
+        f"the draft's head has {count} of {num_tokens} tokens, which are {share:.1%} of {name}; it "
+        "drafts no others"
+    )
+    return kept
+
+
+def _special(tokenizer: Path) -> list[int]:
+    added = json.loads(tokenizer.read_text("utf-8")).get("added_tokens") or []
+    return [token["id"] for token in added if token.get("special")]

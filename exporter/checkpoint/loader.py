@@ -1,0 +1,176 @@
+"""Loading of a checkpoint's model, with placeholders for large matrices."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from specedge.errors import CheckpointError
+
+from ..libraries import quiet, translate_errors
+from ..progress import Progress
+from . import adapters, folders, gguf_files, hub, quantized_formats, text_decoder, weight_files
+from .checkpoints import Checkpoint
+from .lazy_tensors import LazyTensor, as_lazy, cast_lazily, in_stored_type
+from .lazy_weights import WeightSources
+
+# Masks and tables of old versions; transformers knows those of some families.
+_NEEDLESS = (".attn.bias", ".attention.bias", "masked_bias", "inv_freq", "position_ids")
+
+
+@dataclass
+class LoadedModel:
+    """Float32 model whose large matrices are placeholders, with the sources of their values.
+
+    `num_tokens` is the original number of tokens of a model whose LM head was pruned.
+    """
+
+    model: torch.nn.Module
+    dtype: str
+    sources: WeightSources
+    num_tokens: int | None = None
+
+
+def load(checkpoint: Checkpoint, progress: Progress) -> LoadedModel:
+    """Load the model, with `dtype` the type that most of its weights are stored in."""
+    where = f"{checkpoint.role} {checkpoint.name}"
+    if checkpoint.remote is not None:
+        hub.fetch_weights(checkpoint.remote, progress)
+    with quiet(), translate_errors(CheckpointError, f"{where} cannot be loaded: "):
+        model, info, dtype = _model(where, checkpoint, progress)
+    _check_loaded(where, model, info)
+    _note_left_out(checkpoint.role, sorted(info["unexpected_keys"]), progress)
+    _note_format(where, checkpoint, model, progress)
+    if checkpoint.adapter is not None:
+        model = adapters.merge(checkpoint.adapter, model, progress)
+        dtype = weight_files.stored_dtype(where, dict(model.named_parameters()))
+    if checkpoint.dtype is not None:
+        _round(model, getattr(torch, checkpoint.dtype))
+        dtype = checkpoint.dtype
+        progress.note(f"{checkpoint.role}: its matrices are rounded to {dtype}")
+    model.eval().requires_grad_(False)
+    sources = WeightSources()
+    _put_placeholders(model, sources)
+    _tie(model, sources)
+    return LoadedModel(model, dtype, sources)
+
+
+def _model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any, Any, str]:
+    """Load the model, transformers' loading report, and the type of most weights."""
+    files = [checkpoint.folder / name for name in checkpoint.weights]
+    if files[0].suffix == ".gguf":
+        model, info = gguf_files.load(files[0], checkpoint.config)
+        return model, info, gguf_files.stored_dtype(where, files[0])
+    state = quantized_formats.dequantize_state(
+        where, checkpoint.raw, weight_files.read_tensors(where, files)
+    )
+    state = text_decoder.decoder_tensors(checkpoint.published, checkpoint.config, state)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(
+            copy.deepcopy(checkpoint.config), trust_remote_code=False
+        )
+    weight_files.check_names(where, state, empty.state_dict())
+    dtype = weight_files.stored_dtype(where, state)
+    if any(tensor.dtype == torch.float64 for tensor in state.values()):
+        progress.note(f"{checkpoint.role}: its weights in float64 are rounded to float32")
+    model, info = type(empty).from_pretrained(
+        None,
+        config=empty.config,
+        state_dict={key: _lazy(tensor) for key, tensor in state.items()},
+        dtype=torch.float32,
+        output_loading_info=True,
+        ignore_mismatched_sizes=True,  # they are refused with their names
+    )
+    return model, info, dtype
+
+
+def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
+    if other := sorted(info["mismatched_keys"]):
+        key, found, wanted = other[0]
+        raise CheckpointError(
+            f"{where}: {key} is {list(found)} in its files and {list(wanted)} by its config; "
+            "give the files and the config of one model"
+        )
+    if lacking := sorted(map(str, info["missing_keys"])):
+        raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
+    weight_files.check_types(where, model.named_parameters())
+
+
+def _note_left_out(role: str, names: list[str], progress: Progress) -> None:
+    """Note tensors that the model has no place for, except buffers of old versions."""
+    if names := [name for name in names if not name.endswith(_NEEDLESS)]:
+        progress.note(
+            f"{role}: the model has no place for {len(names)} of its tensors, such as "
+            f"{folders.printable_line(names[0])}, which are left out"
+        )
+
+
+def _lazy(tensor: torch.Tensor) -> torch.Tensor:
+    """Make a matrix lazy, to be renamed and joined unread; copy small tensors."""
+    if isinstance(tensor, LazyTensor):
+        return tensor
+    # Of what is no float it is remembered what it was.
+    return as_lazy(tensor) if tensor.ndim > 1 or not tensor.is_floating_point() else tensor.clone()
+
+
+def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
+    """Cast matrices to a type when they are read; tied matrices stay tied."""
+    known: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, LazyTensor) and parameter.stored != dtype:
+                if id(parameter) not in known:
+                    tensor = cast_lazily(parameter, dtype)
+                    known[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+                module._parameters[name] = known[id(parameter)]
+
+
+def _put_placeholders(model: torch.nn.Module, sources: WeightSources) -> None:
+    """Replace large matrices by placeholders, smaller ones by their values; ties are kept."""
+    known: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, LazyTensor):
+                if id(parameter) not in known:
+                    tensor = sources.placeholder(in_stored_type(parameter))
+                    known[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+                module._parameters[name] = known[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if isinstance(buffer, LazyTensor):
+                module._buffers[name] = buffer.read().to(buffer.dtype, copy=True)
+
+
+def _note_format(where: str, checkpoint: Checkpoint, model: Any, progress: Progress) -> None:
+    """Note a quantized or pickled weight format."""
+    role, file = checkpoint.role, checkpoint.folder / checkpoint.weights[0]
+    how = quantized_formats.method(checkpoint.raw)
+    if file.suffix == ".gguf":
+        kind = gguf_files.main_type(where, file)
+        how = None if kind in gguf_files.FLOATS else kind
+        if count := gguf_files.count_unused(where, file, model):
+            progress.note(
+                f"{role}: the model has no place for {count} numbers of its GGUF file, which are "
+                "left out"
+            )
+    if how is not None:
+        progress.note(
+            f"{role}: its weights are stored in {how} and widened to what they stand for; "
+            f"the {role} is this quantised model"
+        )
+    if file.suffix == ".bin":
+        progress.note(
+            f"{role}: its weights are pickled, and were read with torch's weights-only loader, "
+            "which runs no code"
+        )
+
+
+def _tie(model: Any, sources: WeightSources) -> None:
+    """Tie an LM head that is stored separately but equals the embedding."""
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    a, b = (sources.behind(getattr(module, "weight", None)) for module in (table, head))
+    if a is not None and b is not None and a.dtype == b.dtype and torch.equal(a, b):
+        head.weight = table.weight

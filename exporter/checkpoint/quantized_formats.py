@@ -1,0 +1,187 @@
+"""Quantized checkpoints: mxfp4 and fp8 are dequantized, other formats are refused by name.
+
+One matrix is dequantized at a time, exactly. R rows and C columns of a matrix; G blocks of 32 in a
+row of mxfp4; E experts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from specedge.errors import CheckpointError
+
+from .lazy_tensors import LazyTensor
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+_NAMES = {
+    "aqlm": "AQLM",
+    "auto-round": "AutoRound",
+    "awq": "AWQ",
+    "bitnet": "BitNet",
+    "bitsandbytes": "bitsandbytes",
+    "eetq": "EETQ",
+    "fbgemm_fp8": "FBGEMM's fp8",
+    "gptq": "GPTQ",
+    "hqq": "HQQ",
+    "modelopt": "ModelOpt",
+    "quanto": "Quanto",
+    "torchao": "torchao",
+}
+# Open Compute Project, Microscaling Formats 1.0: four bits, two of exponent and one of mantissa.
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+_EXACT = 100  # powers of two up to this one times any number of eight bits are in bfloat16
+
+
+def method(raw: Mapping[str, Any]) -> str | None:
+    """Return the quantization method of a config.json; None if weights are not quantized."""
+    asked = _asked(raw)
+    config = next((found for found in asked if isinstance(found, dict)), None)
+    if config is None:
+        return "unknown" if any(found is not None for found in asked) else None
+    if config.get("load_in_4bit") or config.get("load_in_8bit"):
+        return "bitsandbytes"
+    return str(config.get("quant_method") or "unknown")
+
+
+def check(where: str, raw: Mapping[str, Any], names: set[str], original: str | None) -> None:
+    """Refuse quantization methods that cannot be dequantized. Raises CheckpointError.
+
+    `names` are the files beside the config, `original` the checkpoint from which this one was
+    derived.
+    """
+    how = method(raw) or ("gptq" if "quantize_config.json" in names else None)
+    if how in (None, "mxfp4") or (how == "fp8" and _block(raw) is not None):
+        return
+    name = _NAMES.get(how, f"the method '{how[:40]}'")
+    cure = f"{original}, which it was made from" if original else "the checkpoint it was made from"
+    raise CheckpointError(f"{where} is quantised with {name}, which is not supported; give {cure}")
+
+
+def expansion(raw: Mapping[str, Any]) -> float:
+    """Return the most bytes of the bundle per byte of the weights."""
+    return {"mxfp4": 64 / 17, "fp8": 4.0}.get(method(raw) or "", 1.0)
+
+
+def dequantize_state(
+    where: str, raw: Mapping[str, Any], state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Replace quantized tensors by lazy dequantized ones. Raises CheckpointError."""
+    how = method(raw)
+    if how == "mxfp4":
+        return _all_mxfp4(where, state)
+    if how == "fp8":
+        block = _block(raw)
+        assert block is not None
+        return _all_fp8(where, state, block)
+    return state
+
+
+def _asked(raw: Mapping[str, Any]) -> list[Any]:
+    """Return the quantization configs of a config.json and of its text part."""
+    inner = raw.get("text_config")
+    places = (raw, inner if isinstance(inner, dict) else {})
+    return [p.get(key) for p in places for key in ("quantization_config", "compression_config")]
+
+
+def _block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return rows and columns per fp8 scale, 0 for all; None for an unknown layout."""
+    config = next((found for found in _asked(raw) if isinstance(found, dict)), {})
+    if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
+        return None
+    block = config.get("weight_block_size")
+    if block is None:
+        return 0, 0
+    if not isinstance(block, list) or [type(n) for n in block] != [int, int] or min(block) < 1:
+        return None
+    return block[0], block[1]
+
+
+def _all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    found = dict(state)
+    for key in state:
+        name = key.removesuffix("_blocks")
+        if name == key:
+            continue
+        blocks, scales = found.pop(key), found.pop(f"{name}_scales", None)
+        if (
+            scales is None
+            or (blocks.dtype, scales.dtype) != (torch.uint8, torch.uint8)
+            or blocks.shape != (*scales.shape, 16)
+        ):
+            raise CheckpointError(f"{where}: {key} and its scales do not fit; download it again")
+        matrix = dequantize_mxfp4(blocks, scales)
+        # gpt-oss keeps its experts [E, R, C], and multiplies from the left.
+        found[name] = matrix.transpose(1, 2) if matrix.ndim == 3 else matrix
+    return found
+
+
+def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
+    """Dequantize blocks of 32 four-bit numbers, two a byte, with shared exponents, to bfloat16.
+
+    [..., R, G, 16] and [..., R, G] -> [..., R, 32 G]
+    """
+    table = torch.tensor([*_E2M1, *(-n for n in _E2M1)], dtype=torch.bfloat16)
+    shape = (*scales.shape[:-1], 32 * scales.shape[-1])
+
+    def read() -> torch.Tensor:
+        wide = torch.empty(shape, dtype=torch.bfloat16)
+        for index in itertools.product(*map(range, shape[:-2])):
+            codes = torch.stack((blocks[index] & 15, blocks[index] >> 4), -1).flatten(-2)
+            wide[index] = (table[codes.int()] * _float(scales[index])[..., None]).flatten(-2)
+        return wide
+
+    return LazyTensor(torch.empty(shape, dtype=torch.bfloat16, device="meta"), read)
+
+
+def _all_fp8(
+    where: str, state: dict[str, torch.Tensor], block: tuple[int, int]
+) -> dict[str, torch.Tensor]:
+    found = dict(state)
+    for key, tensor in state.items():
+        if tensor.dtype not in FP8:
+            continue
+        scales = found.pop(f"{key}_scale_inv", None)
+        if scales is None:
+            raise CheckpointError(f"{where} lacks {key}_scale_inv; download it again")
+        sizes = [n or whole for n, whole in zip(block, tensor.shape[-2:], strict=False)]
+        blocks = [-(-whole // n) for n, whole in zip(sizes, tensor.shape[-2:], strict=False)]
+        if scales.numel() != 1 and [*scales.shape] != [*tensor.shape[:-2], *blocks]:
+            raise CheckpointError(
+                f"{where}: {key}_scale_inv is {[*scales.shape]}, a layout of scales that is not "
+                f"known for {[*tensor.shape]}; give the checkpoint it was made from"
+            )
+        found[key] = dequantize_fp8(tensor, scales, sizes)
+    return found
+
+
+def dequantize_fp8(matrix: torch.Tensor, scales: torch.Tensor, block: list[int]) -> torch.Tensor:
+    """Dequantize fp8 numbers with a scale per block; blocks at the edges may be cut.
+
+    DeepSeek-V3's layout. Scales that are powers of two give exact bfloat16, others one rounding to
+    float32. [..., R, C] and [..., R / block, C / block] -> [..., R, C]
+    """
+    factors = _float(scales)
+    exponents = factors.abs().frexp()
+    exact = bool(((exponents[0] == 0.5) & (exponents[1].abs() <= _EXACT)).all())
+    dtype = torch.bfloat16 if exact else torch.float32
+
+    def read() -> torch.Tensor:
+        if factors.numel() == 1:
+            return (matrix.float() * factors.reshape(())).to(dtype)
+        wide = torch.empty(matrix.shape, dtype=dtype)
+        for i in range(factors.shape[-2]):
+            rows = slice(i * block[0], (i + 1) * block[0])
+            row = factors[..., i, :].repeat_interleave(block[1], -1)[..., None, : matrix.shape[-1]]
+            wide[..., rows, :] = matrix[..., rows, :].float() * row
+        return wide
+
+    return LazyTensor(torch.empty(matrix.shape, dtype=dtype, device="meta"), read)
+
+
+def _float(scales: torch.Tensor) -> torch.Tensor:
+    """Return scales in float32; a byte is the exponent of a power of two."""
+    return (scales.view(torch.float8_e8m0fnu) if scales.dtype == torch.uint8 else scales).float()

@@ -1,0 +1,109 @@
+"""Text decoder of a checkpoint: the whole model in most, a part of a multimodal one.
+
+Checkpoints without one are refused by type, before their weights are fetched.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from transformers import CONFIG_MAPPING, PreTrainedConfig
+
+from specedge.errors import CheckpointError
+
+from .. import internals
+
+T = TypeVar("T")
+# Text parts without a class of their own: M-RoPE's three positions are equal for text, plain RoPE.
+_PLAIN = {
+    "qwen2_vl_text": "qwen2",
+    "qwen2_5_vl_text": "qwen2",
+    "qwen3_vl_text": "qwen3",
+    "qwen3_vl_moe_text": "qwen3_moe",
+}
+_SAID_BY_THE_WHOLE = ("tie_word_embeddings", "eos_token_id")  # text parts do not repeat it
+_M_ROPE = ("mrope_section", "mrope_interleaved")
+
+
+def decoder_config(where: str, config: Any) -> Any:
+    """Return the config of the text decoder in a config. Raises CheckpointError."""
+    about = f"{where} ({config.model_type})"
+    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
+        what = "is an encoder-decoder" if config.is_encoder_decoder else "attends to an encoder"
+        raise CheckpointError(
+            f"{about} {what}, and cross-attention cannot be exported; give a decoder alone"
+        )
+    text = _text_config(about, config)
+    encoder = internals.is_encoder(config) or internals.is_encoder(text)
+    if encoder and not getattr(text, "is_decoder", False):
+        raise CheckpointError(
+            f"{about} is an encoder, which predicts no next token; give a decoder"
+        )
+    if internals.decoder_class(text) is None:
+        raise CheckpointError(
+            f"{about} has no text decoder that transformers can run by itself "
+            f"({internals.describe_versions()}); give another model"
+        )
+    if text is not config and not _places(config, text):
+        raise CheckpointError(
+            f"{about} has its text decoder where it is not known "
+            f"({internals.describe_versions()}); give another model"
+        )
+    return text
+
+
+def decoder_tensors(published: Any, config: Any, tensors: dict[str, T]) -> dict[str, T]:
+    """Select a checkpoint's tensors of its text decoder, under the decoder's names.
+
+    `published` is the checkpoint's own config, `config` that of its text decoder.
+    """
+    if config is published:
+        return tensors
+    places = _places(published, config)
+    found = {}
+    for key, name in internals.rename_keys(published, list(tensors)).items():
+        for place, own in places.items():
+            if name.startswith(f"{place}."):
+                found[f"{own}{name[len(place) + 1 :]}"] = tensors[key]
+                break
+    return found
+
+
+def _text_config(about: str, config: Any) -> Any:
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise CheckpointError(
+            f"{about} has several text models, and which to take is not known; give a decoder alone"
+        ) from error
+    if text is config:
+        return config
+    if not isinstance(text, PreTrainedConfig):
+        raise CheckpointError(f"{about} has a text part that is no config; download it again")
+    for name in _SAID_BY_THE_WHOLE:
+        if getattr(config, name, None) is not None:
+            setattr(text, name, getattr(config, name))
+    if text.model_type not in _PLAIN:
+        return text
+    fields = {k: v for k, v in text.to_dict().items() if k not in ("model_type", "architectures")}
+    rope = {k: v for k, v in (text.rope_parameters or {}).items() if k not in _M_ROPE}
+    return CONFIG_MAPPING[_PLAIN[text.model_type]](**{**fields, "rope_parameters": rope})
+
+
+def _places(published: Any, config: Any) -> dict[str, str]:
+    """Map prefixes of the text decoder and its LM head in the whole model to its own."""
+    whole, text = internals.build_multimodal_model(published), internals.build_decoder(config)
+    wanted = whole.config.get_text_config()
+    found = {n: m for n, m in whole.named_modules() if getattr(m, "config", None) is wanted}
+    place = next(iter(found), "")
+    if isinstance(found.get(place), type(text)):
+        return {place: ""}
+    head, own_head = _place_of_head(whole), _place_of_head(text)
+    if not place or not head:
+        return {}
+    return {place: f"{text.base_model_prefix}.", head: f"{own_head}."}
+
+
+def _place_of_head(model: Any) -> str:
+    head = model.get_output_embeddings()
+    return next((name for name, module in model.named_modules() if module is head), "")

@@ -1,0 +1,208 @@
+"""Memory and compute estimates of mixture-of-experts models, from the config alone.
+
+Matrices are counted, in float32 as ONNX Runtime computes. H is the size of a row; of E experts with
+I inner values each row takes k.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from specedge.bundle.manifest import chunk_length
+from specedge.bundle.op_sets import OPS
+from specedge.errors import ExportError
+
+from .checkpoint.checkpoints import Checkpoint
+from .graph.graphs import GraphFile, graph_files
+from .libraries import quiet
+from .mapped_memory import system_memory
+from .progress import Progress
+from .tracing import geometry, tracer
+from .tracing.experts import ExpertsModule, find_experts
+from .tracing.families import count_experts
+from .tracing.geometry import Geometry
+
+_FLOAT, _DOUBLE = 4, 8  # bytes
+_PROCESS = 500_000_000  # bytes of Python and its libraries (measured: 0.44 GB)
+
+
+@dataclass(frozen=True)
+class ExpertLayer:
+    """Experts of one layer.
+
+    `fused` names the op sets whose MoE node can compute them; `as_stored` is True where no graph
+    reads them in another order.
+    """
+
+    number: int  # E
+    chosen: int  # k
+    inner_size: int  # I
+    num_matrices: int  # gates and ups: 2, or 1
+    row_size: int  # H
+    fused: tuple[str, ...]
+    as_stored: bool = False
+
+    @property
+    def size(self) -> int:
+        """Number of weights in its matrices."""
+        return self.number * (self.num_matrices + 1) * self.inner_size * self.row_size
+
+    def read(self, ops: str) -> int:
+        """Return the number of weights that a pass of one token reads."""
+        return self.size * self.chosen // self.number if ops in self.fused else self.size
+
+    def multiplied(self, ops: str) -> int:
+        """Return the weights that a token is multiplied with; the MoE node gets rows twice."""
+        return 2 * self.read(ops) if ops in self.fused else self.size
+
+    def between(self, length: int, ops: str) -> int:
+        """Return the number of activations between its matrices at the peak of a pass."""
+        if ops in self.fused:  # all rows with one expert
+            return 2 * length * (4 * self.row_size + (self.num_matrices + 1) * self.inner_size)
+        return 2 * length * self.number * self.num_matrices * self.inner_size
+
+    def reordered(self, ops: str) -> int:
+        """Return the number of weights that are copied while a graph is loaded."""
+        if ops in self.fused or self.as_stored:
+            return 0
+        return 2 * self.number * self.inner_size * self.row_size
+
+
+@dataclass(frozen=True)
+class CostEstimate:
+    """Cost of a model, in bytes and in floating-point operations."""
+
+    shape: Geometry
+    mixtures: list[ExpertLayer]
+    num_parameters: int
+    num_looked_up: int  # of the embedding, where it is not the output matrix too
+    num_heads: int
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        return _FLOAT * self.num_parameters
+
+    @property
+    def exporting(self) -> int:
+        """Peak memory of an export in bytes: one layer's experts in float64, and as joined."""
+        return (_DOUBLE + _FLOAT) * max(m.size for m in self.mixtures) + _PROCESS
+
+    def read(self, ops: str) -> int:
+        """Return the bytes of weights that a pass of one token reads."""
+        return _FLOAT * (self._shared + sum(m.read(ops) for m in self.mixtures))
+
+    def operations(self, ops: str) -> int:
+        """Return the multiplications and additions with weights for one token."""
+        return 2 * (self._shared + sum(m.multiplied(ops) for m in self.mixtures))
+
+    def peak(self, length: GraphFile, ops: str) -> int:
+        """Return a graph's peak memory in bytes, when it is loaded or in a pass."""
+        copies = sum(m.reordered(ops) for m in self.mixtures)
+        return self.weights + _FLOAT * max(copies, self._caches + self._between(length, ops))
+
+    def may_be(self, ops: str) -> bool:
+        """Return True if the caches allow an op set; the layers decide, once observed."""
+        return ops == "onnx" or all(x.key_size == x.value_size for x in self.shape.layers)
+
+    @property
+    def _shared(self) -> int:
+        """Number of weights outside the experts that each token is multiplied with."""
+        return self.num_parameters - self.num_looked_up - sum(m.size for m in self.mixtures)
+
+    @property
+    def _caches(self) -> int:
+        return sum(torch.Size(shape).numel() for shape in self.shape.cache_shapes())
+
+    def _between(self, length: GraphFile, ops: str) -> int:
+        """Return the number of activations between weights at the peak of a pass."""
+        rows = length.length or chunk_length(self.shape.capacity)  # the runtime reads texts so
+        logits = rows * self.shape.padded_vocab_size if length.logits and length.length else 0
+        scores = (rows + 1) * self.num_heads * self.shape.capacity
+        return max(logits, scores, *(m.between(rows, ops) for m in self.mixtures))
+
+
+def check_costs(
+    checkpoint: Checkpoint, context_length: int, num_draft_tokens: int, ops: str, progress: Progress
+) -> None:
+    """Report the cost of a model with experts.
+
+    The cost of running is reported and never refused: a bundle may run on another machine.
+
+    Raises:
+        ExportError: This machine has too little memory for the export.
+    """
+    with tracer.explain_refusal(checkpoint):
+        found = estimate_costs(checkpoint.config, context_length, num_draft_tokens)
+    if found is None:
+        return
+    graphs = graph_files(num_draft_tokens, context_length)
+    wanted = [one for one in OPS if ops == one or (ops == "auto" and found.may_be(one))]
+    if found.exporting > (held := system_memory().total):
+        raise ExportError(
+            f"{checkpoint.role} {checkpoint.name} has {found.num_parameters / 1e9:.1f} billion "
+            f"parameters; comparing one layer's experts takes {_gigabytes(found.exporting)} of "
+            f"memory where this machine has {_gigabytes(held)}; give a smaller model, or export "
+            "on a larger machine"
+        )
+    costs = (describe_costs(found, one, graphs) for one in wanted)
+    progress.note(
+        f"{checkpoint.role}: {found.mixtures[0].chosen} of {found.mixtures[0].number} experts a "
+        f"token, {_gigabytes(found.weights)} of weights in float32, exported in "
+        f"{_gigabytes(found.exporting)} of memory; {'; '.join(costs)}"
+    )
+
+
+def describe_costs(found: CostEstimate, ops: str, graphs: list[GraphFile]) -> str:
+    """Describe the costs of an op set: per token, and each graph's memory."""
+    peaks: dict[str, list[str]] = defaultdict(list)
+    for graph in graphs:
+        peaks[_gigabytes(found.peak(graph, ops))].append(graph.name)
+    held = " and ".join(f"{size} for {', '.join(names)}" for size, names in peaks.items())
+    return (
+        f"{ops} reads {_gigabytes(found.read(ops))} and computes "
+        f"{found.operations(ops) / 1e9:.3g} GFLOP a token, in memory of {held}"
+    )
+
+
+def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> CostEstimate | None:
+    """Estimate the cost of a model with experts, built without weights; None for a dense model."""
+    try:
+        model = tracer.meta_model(config)
+    except ExportError:  # why, is said when it is loaded
+        return None
+    own = [module for module in model.modules() if type(module).__name__ == "Llama4TextMoe"]
+    if not own and not find_experts(model):
+        return None
+    with torch.no_grad(), quiet(), count_experts(model) as chosen:
+        model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=True)
+    shape = geometry.measure_geometry(model, context_length, num_draft_tokens)
+    table, head = model.get_input_embeddings(), model.get_output_embeddings()
+    return CostEstimate(
+        shape=shape,
+        mixtures=[*map(_llama4, own), *(_mixture(module, k) for module, k in chosen.items())],
+        num_parameters=sum(p.numel() for p in model.parameters()),
+        num_looked_up=0 if table.weight is head.weight else table.weight.numel(),
+        num_heads=config.get_text_config().num_attention_heads,
+    )
+
+
+def _llama4(module: Any) -> ExpertLayer:
+    """Return Llama 4's experts, which bypass transformers' interface (5.17 to 5.23)."""
+    number, row_size, width = module.experts.gate_up_proj.shape
+    return ExpertLayer(number, module.top_k, width // 2, 2, row_size, (), as_stored=True)
+
+
+def _mixture(module: torch.nn.Module, chosen: int) -> ExpertLayer:
+    experts = ExpertsModule(module)
+    number, inner_size, num_matrices, row_size = experts.matrices()[0].shape
+    fused = () if experts.swiglu() is None else ("gqa",)
+    return ExpertLayer(number, chosen, inner_size, num_matrices, row_size, fused)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.4g} GB"

@@ -1,0 +1,98 @@
+"""Decoder with the best logits of each row as an extra output, for devices with own memory.
+
+A row of 128,000 logits is half a megabyte to copy to the host, and most requests need few of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from specedge.bundle.gpu_signatures import SCORED, num_best, with_best
+from specedge.bundle.manifest import GraphEntry, ModelEntry
+
+from .graphs import op_set_signature
+from .nodes import add_constant, producer
+from .shared_bytes import share_int8_embeddings
+
+
+def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
+    """Write the graph for each op set that a GPU can run, and list it in the manifest.
+
+    It goes beside the decoder in the bundle's `folder`.
+    """
+    entries, known = list(model.graphs), dict(model.signatures)
+    for ops in filter(model.supports_gpu, model.parity):
+        decoder = model.graph("decoder", ops)
+        file = decoder.file.replace("decoder", SCORED)
+        signature = op_set_signature("best_logits", ops)
+        known[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
+        entries.append(GraphEntry(SCORED, ops, 1, None, signature, file))
+        ir.save(_scored(ir.load(folder / decoder.file), model), folder / file)
+    return replace(model, graphs=tuple(entries), signatures=known)
+
+
+def _scored(decoder: ir.Model, model: ModelEntry) -> ir.Model:
+    """Add the output: each row's best logits, descending, their columns, and a finiteness flag.
+
+    The flag is 0 if all logits are finite. [1, R, 2 * num_best + 1]
+    """
+    graph = decoder.graph
+    share_embeddings(graph)
+    logits = graph.outputs[0]
+    columns = logits
+    if model.num_columns < model.padded_vocab_size:
+        ends = [add_constant(graph, np.array([n]), f"best.{n}") for n in (0, model.num_columns, 2)]
+        columns = _put(graph, "Slice", [logits, *ends], "best.columns")
+    count = add_constant(graph, np.array([num_best(model.num_columns)]), "best.count")
+    top = ir.node("TopK", [columns, count], num_outputs=2)
+    graph.append(top)
+    for output, name in zip(top.outputs, ("values", "places"), strict=True):
+        output.name = f"best.{name}"
+    places = _put(graph, "Cast", [top.outputs[1]], "best.numbers", to=ir.DataType.FLOAT)
+    zero = add_constant(graph, np.zeros(1, np.float32), "best.zero")
+    zeros = _put(graph, "Mul", [columns, zero], "best.zeros")
+    axis = add_constant(graph, np.array([-1]), "best.axis")
+    wrong = _put(graph, "ReduceSum", [zeros, axis], "best.wrong")
+    best = _put(graph, "Concat", [top.outputs[0], places, wrong], "best", axis=-1)
+    best.dtype = ir.DataType.FLOAT
+    best.shape = ir.Shape([1, "R", 2 * num_best(model.num_columns) + 1])
+    graph.outputs.append(best)
+    return decoder
+
+
+def share_embeddings(graph: ir.Graph) -> None:
+    """Multiply with a table that is also gathered from without a transposed copy of it.
+
+    On the CPU kernels pack it anyhow; a GPU then holds it once.
+    """
+    for node in [n for n in graph if n.op_type == "MatMul"]:
+        turned = producer(node.inputs[1], "Transpose")
+        table = turned.inputs[0] if turned is not None else None
+        if turned is None or table is None or not _is_table(table):
+            continue
+        if len(turned.outputs[0].uses()) == 1 and [*turned.attributes["perm"].as_ints()] == [1, 0]:
+            node.replace_input_with(1, table)
+            node.op_type, node.domain = "FusedMatMul", "com.microsoft"
+            node.attributes["transB"] = ir.AttrInt64("transB", 1)
+            graph.remove(turned, safe=True)
+    share_int8_embeddings(graph)
+
+
+def _is_table(value: ir.Value) -> bool:
+    """Return True for a stored matrix, or the result of casting one."""
+    cast = producer(value, "Cast")
+    source = cast.inputs[0] if cast is not None else value
+    return source is not None and isinstance(source.const_value, ir.ExternalTensor)
+
+
+def _put(
+    graph: ir.Graph, op_type: str, inputs: list[ir.Value], name: str, **attributes: object
+) -> ir.Value:
+    node = ir.node(op_type, inputs, attributes)
+    node.outputs[0].name = name
+    graph.append(node)
+    return node.outputs[0]

@@ -1,0 +1,262 @@
+"""K draft steps as one graph, so that a GPU drafts in one call without its host.
+
+Each step's token is fed to the next: the most probable token (the lowest id on ties), or a sampled
+one. What steps make of a cache buffer are outputs, each to be bound to that buffer: every step then
+writes its rows where it reads the others, and nothing is copied.
+
+Sampling has the arithmetic of `hosts/sampling_nodes.py`, without what only a CPU can run. No shape
+depends on a value, so settings that are off are computed like those that are on. The row is sorted,
+which takes a GPU a few passes over it. Sums are taken over blocks first, because CumSum adds up to
+each position from the start there.
+
+T tokens to feed first, K draft tokens, C columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specedge.bundle.gpu_signatures import SAMPLED, UNROLLED, num_best, one_call, step_output
+from specedge.bundle.manifest import GraphEntry, ModelEntry
+from specedge.bundle.signature import SAMPLING_INPUTS, SAMPLING_SETTINGS, Signature
+
+from ..hosts import sampling_nodes
+from .best_logits import share_embeddings
+from .graphs import op_set_signature
+from .nodes import DOUBLE, END, FLOAT, INT, GraphBuilder, GraphTemplate
+from .shared_bytes import MatMulNBitsRewriter
+
+IR_VERSION = 10
+_TYPES = {kind.name.lower(): kind for kind in ir.DataType} | {
+    "float32": ir.DataType.FLOAT,
+    "float64": ir.DataType.DOUBLE,
+}
+_SIGNATURES = {UNROLLED: "drafted", SAMPLED: "drawn"}
+
+
+def add_draft_loops(
+    draft: ModelEntry, folder: Path, num_draft_tokens: int, ids: Sequence[int] | None
+) -> ModelEntry:
+    """Write the graphs for each op set that a GPU can run, and list them in the manifest.
+
+    They go beside the draft's decoder in the bundle's `folder`. `ids` are the tokens of a pruned
+    head's columns.
+    """
+    entries, known = list(draft.graphs), dict(draft.signatures)
+    for ops in filter(draft.supports_gpu, draft.parity):
+        decoder = draft.graph("decoder", ops)
+        for name, kind in _SIGNATURES.items():
+            file = decoder.file.replace("decoder", name)
+            signature = one_call(
+                name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
+            )
+            known[op_set_signature(kind, ops)] = signature
+            entries.append(GraphEntry(name, ops, 1, None, op_set_signature(kind, ops), file))
+            path = folder / decoder.file
+            part = GraphTemplate(path.parent, path.name, shares_bytes=True)
+            graph = _graph(draft, part, signature, num_draft_tokens, ids)
+            made = ir.Model(graph, ir_version=IR_VERSION)
+            passes.RemoveUnusedNodesPass()(made)
+            ir.save(made, folder / file)
+    return replace(draft, graphs=tuple(entries), signatures=known)
+
+
+def _graph(
+    draft: ModelEntry,
+    decoder: GraphTemplate,
+    signature: Signature,
+    k: int,
+    ids: Sequence[int] | None,
+) -> ir.Graph:
+    nodes = GraphBuilder(UNROLLED)
+    inputs = {t.name: nodes.input(t.name, *_type(t.dtype, t.shape)) for t in signature.inputs}
+    fed, length = inputs.pop("input_ids"), inputs.pop("past_length")
+    told = {name: inputs.pop(name) for name in SAMPLING_INPUTS if name in inputs}
+    chooser = _Drawn(nodes, draft, told) if told else _Likeliest(nodes)
+    place = nodes("Add", length, _count(nodes, fed))
+    last = nodes.stored(ir.tensor(np.array([-1]), name="last"), "last")
+    drafted, made = list[ir.Value](), dict[str, ir.Value]()
+    buffers, rewrite = dict(inputs), MatMulNBitsRewriter(nodes).rewrite
+    for i in range(k):
+        given = {"input_ids": fed, "past_length": length, "logits_from": last}
+        step = decoder.copy(nodes, f"step.{i}", given | buffers, rewrite)
+        column = chooser.column(_row(nodes, step.pop("logits"), draft))
+        fed = column if ids is None else nodes("Gather", np.array(ids), column)
+        drafted.append(fed)
+        buffers = {name: step[name.replace("past_key_values", "present")] for name in buffers}
+        made |= {step_output(i, name): value for name, value in step.items()}
+        length = nodes("Add", place, i) if i else place
+    made |= chooser.outputs(drafted)
+    for t in signature.outputs:
+        nodes.output(t.name, made[t.name], *_type(t.dtype, t.shape))
+    share_embeddings(nodes.graph)
+    return nodes.graph
+
+
+@dataclass
+class _Likeliest:
+    """Greedy choice: the largest logit of each step."""
+
+    nodes: GraphBuilder
+
+    def column(self, logits: ir.Value) -> ir.Value:
+        """Return the column of the largest logit. [1, C] -> [1, 1]"""
+        return self.nodes("ArgMax", logits, axis=-1)
+
+    def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
+        """Return the graph's outputs beside the caches."""
+        return {"drafted": self.nodes("Concat", *drafted, axis=1)}
+
+
+class _Drawn:
+    """Sampling of each step's token with that step's uniform."""
+
+    def __init__(self, nodes: GraphBuilder, draft: ModelEntry, told: dict[str, ir.Value]) -> None:
+        settings = sampling_nodes.SamplingInputs(
+            *(told[name] for name in (*SAMPLING_SETTINGS, "seen"))
+        )
+        self._nodes, self._uniforms, self._seen = nodes, told["uniforms"], told["seen"]
+        self._draws = TokenSampler(nodes, settings, draft.num_columns)
+        self._made = list[SampledToken]()
+
+    def column(self, logits: ir.Value) -> ir.Value:
+        """Sample a column. [1, C] -> [1, 1]"""
+        at = len(self._made)
+        uniform = self._nodes("Slice", self._uniforms, [at], [at + 1], [0])
+        draw = self._draws.draw(logits, self._seen, uniform)
+        self._seen = draw.seen
+        self._made.append(draw)
+        return draw.column
+
+    def outputs(self, drafted: list[ir.Value]) -> dict[str, ir.Value]:
+        """Return the graph's outputs beside the caches."""
+        rows = {step_output(i, "weights"): draw.weights for i, draw in enumerate(self._made)}
+        return {"drawn": self._nodes("Concat", *(d.summary for d in self._made), axis=0)} | rows
+
+
+def _type(dtype: str, shape: Sequence[int | str]) -> tuple[ir.DataType, list[int | str]]:
+    return _TYPES[dtype], [1 if size == "B" else size for size in shape]
+
+
+def _count(nodes: GraphBuilder, tokens: ir.Value) -> ir.Value:
+    """Count tokens without Shape, which would run on the CPU. [1, T] -> [1]"""
+    numbers = nodes("CumSum", nodes("Add", nodes("Mul", tokens, 0), 1), np.array(1))
+    return nodes("Reshape", nodes("Slice", numbers, [-1], [END], [1]), [1])
+
+
+def _row(nodes: GraphBuilder, logits: ir.Value, draft: ModelEntry) -> ir.Value:
+    """Slice the columns that are tokens. [1, 1, P] -> [1, C]"""
+    row = nodes("Reshape", logits, [1, draft.padded_vocab_size])
+    if draft.num_columns == draft.padded_vocab_size:
+        return row
+    return nodes("Slice", row, [0], [draft.num_columns], [1])
+
+
+_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class SampledToken:
+    """Sampled token and its distribution.
+
+    The column [1, 1], the columns seen after it [1, C], the weights it was drawn from [1, C], and
+    the summary of `sampled` in `specedge/bundle/gpu_signatures.py`.
+    """
+
+    column: ir.Value
+    seen: ir.Value
+    weights: ir.Value
+    summary: ir.Value
+
+
+class TokenSampler:
+    """Sampler whose settings are inputs of the graph."""
+
+    def __init__(
+        self, nodes: GraphBuilder, settings: sampling_nodes.SamplingInputs, num_columns: int
+    ) -> None:
+        self._nodes, self._settings, self._size = nodes, settings, num_columns
+        self._is_drawn = nodes("Greater", settings.temperature, 0.0)
+        top_k = settings.top_k
+        is_few = nodes("And", nodes("Greater", top_k, 0), nodes("Less", top_k, num_columns))
+        self._last = nodes("Sub", nodes("Where", is_few, top_k, num_columns), 1)
+        self._is_whole = nodes("GreaterOrEqual", settings.top_p, np.ones(1))
+        # Both are computed when the graph is loaded, and would be long in its file.
+        self._zeros = nodes("Expand", 0.0, [1, num_columns])
+        ones = nodes("Expand", 1, [1, num_columns])
+        self._ranks = nodes("CumSum", ones, np.array(1), exclusive=1)
+
+    def draw(self, logits: ir.Value, seen: ir.Value, uniform: ir.Value) -> SampledToken:
+        """Take the most probable token at temperature 0, else sample. [1, C], [1, C], [1]"""
+        nodes, settings = self._nodes, self._settings
+        is_wrong = nodes("ReduceSum", nodes("Mul", logits, 0.0), [1])
+        logits = sampling_nodes.apply_penalty(nodes, logits, seen, settings.penalty)
+        values = nodes("TopK", logits, [self._size], num_outputs=2)
+        (columns,) = nodes.others(values)
+        kept = self._kept(values)
+        weights = nodes("ScatterElements", self._zeros, columns, kept, axis=1)
+        place, total = self._place(weights, uniform, "LessOrEqual")
+        column = nodes("Where", self._is_drawn, place, _first(nodes, columns, 1))
+        weight = nodes("GatherElements", weights, column, axis=1)
+        count = nodes("ReduceSum", self._ones(nodes("Greater", kept, 0.0)), [1])
+        best = (_first(nodes, x, num_best(self._size)) for x in (kept, columns))
+        parts = (column, is_wrong, count, weight, total, *best)
+        wide = [x if x is total else nodes("Cast", x, to=DOUBLE) for x in parts]
+        summary = nodes("Concat", *wide, axis=1)
+        return SampledToken(column, sampling_nodes.mark_seen(nodes, seen, column), weights, summary)
+
+    def _kept(self, values: ir.Value) -> ir.Value:
+        """Return the weights of sorted logits, 0 where a filter removes them. [1, C]"""
+        nodes, settings = self._nodes, self._settings
+        least = nodes("Gather", values, self._last, axis=1)
+        largest = _first(nodes, values, 1)
+        weights = nodes(
+            "Exp", sampling_nodes.apply_temperature(nodes, values, largest, settings.temperature)
+        )
+        weights = nodes("Where", nodes("Less", values, least), 0.0, weights)
+        last, _ = self._place(weights, settings.top_p, "Less")
+        is_in = nodes("Or", nodes("LessOrEqual", self._ranks, last), self._is_whole)
+        return sampling_nodes.apply_min_p(
+            nodes, nodes("Where", is_in, weights, 0.0), settings.min_p
+        )
+
+    def _place(
+        self, weights: ir.Value, share: ir.Value, is_short: str
+    ) -> tuple[ir.Value, ir.Value]:
+        """Find the first position up to which weights sum to a share of the total, and the total.
+
+        The sum there is no more `is_short` of the share. [1, C], [1] -> [1, 1], [1, 1] in double
+        """
+        nodes = self._nodes
+        blocks = nodes("Cast", weights, to=DOUBLE)
+        if rest := -self._size % _BLOCK:
+            blocks = nodes("Pad", blocks, [0, 0, 0, rest])
+        blocks = nodes("Reshape", blocks, [-1, _BLOCK])
+        totals = nodes("ReduceSum", blocks, [1])
+        sums = nodes("CumSum", totals, np.array(0))
+        total = nodes("Slice", sums, [-1], [END], [0])
+        goal = nodes("Mul", total, share)
+        at = nodes("ReduceSum", self._ones(nodes(is_short, sums, goal)), [0], keepdims=0)
+        block = nodes("Cast", at, to=INT)
+        before = nodes("Gather", nodes("CumSum", totals, np.array(0), exclusive=1), block)
+        inside = nodes("CumSum", nodes("Gather", blocks, block), np.array(1))
+        short = nodes(is_short, inside, nodes("Sub", goal, before))
+        # Rounding may put the goal at the block's end: then it is the last place that adds to it.
+        less = nodes("Less", inside, nodes("Slice", inside, [-1], [END], [1]))
+        counts = (nodes("ReduceSum", self._ones(x), [1]) for x in (short, less))
+        within = nodes("Cast", nodes("Min", *counts), to=INT)
+        return nodes("Add", nodes("Mul", block, _BLOCK), within), total
+
+    def _ones(self, condition: ir.Value) -> ir.Value:
+        """Cast a condition to numbers for counting."""
+        return self._nodes("Cast", condition, to=FLOAT)
+
+
+def _first(nodes: GraphBuilder, row: ir.Value, count: int) -> ir.Value:
+    return nodes("Slice", row, [0], [count], [1])

@@ -1,0 +1,260 @@
+"""Conversion of a float32 graph to 16-bit arithmetic, or to 16-bit caches, over its weights.
+
+Caches and all values derived from tokens get the type. Values that depend on positions alone stay
+in float32, as 16 bits resolve few positions, and so do sums of squares, which overflow; they are
+cast where they meet the rest. Logits are cast to float32 at the end.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+import onnx_ir.passes.common as passes
+
+from specedge.errors import ExportError
+
+from .nodes import add_constant, producer
+from .weights import drop_unused
+
+_WIDE = ir.DataType.FLOAT
+_HALVES = (ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+# What a spelled-out norm begins with. Norms that are one node add up in float32 by themselves.
+_SUMS = {"Pow", "ReduceL2", "ReduceMean", "ReduceSum", "ReduceSumSquare"}
+# What hands caches on, or reads them, by kernels of 16 bits.
+_OF_CACHES = {
+    "Attention", "Expand", "GroupQueryAttention", "Reshape", "Slice", "TensorScatter", "Transpose",
+    "Unsqueeze",
+}  # fmt: skip
+_FOLDED = {"Cast", "DequantizeLinear", "Reshape", "Transpose", "Unsqueeze"}
+
+
+def convert_graph(model: ir.Model, kind: ir.DataType) -> None:
+    """Convert a model's graph to a 16-bit type, in place."""
+    graph, casts = model.graph, _begun(model.graph, kind)
+    lookups = [node for node in graph if _is_lookup(node, graph.inputs[0])]
+    for node in lookups:
+        _narrow_table(node, casts)
+    for value in dict.fromkeys(map(_embedded, lookups)):
+        if value.dtype == _WIDE:
+            users = list(value.uses())
+            narrowed = casts.narrow(value)
+            for user, index in users:
+                user.replace_input_with(index, narrowed)
+    for node in list(graph):
+        for output in node.outputs:
+            if output.dtype is None:
+                output.dtype = _left_out(node)
+        _retype(node, casts)
+    _end(model, kind)
+
+
+def convert_caches(model: ir.Model, kind: ir.DataType) -> None:
+    """Convert a model's caches to a 16-bit type; all but attention computes as before, in place."""
+    graph, casts = model.graph, _begun(model.graph, kind)
+    for node in list(graph):
+        _retype(node, casts, node.op_type in _OF_CACHES)
+    for value in graph.outputs[1:]:
+        if value.dtype != kind:
+            raise ExportError(
+                f"a {value.producer().op_type} node makes its caches, which stay in "  # type: ignore[union-attr]
+                f"{value.dtype}; leave --cache out"
+            )
+    _end(model, kind)
+
+
+def _begun(graph: ir.Graph, kind: ir.DataType) -> _Casts:
+    """Convert caches and biases to the type, and return the casts of other values."""
+    for value in graph.inputs:
+        if value.dtype == _WIDE:
+            value.dtype = kind
+    _centre_biases(graph)
+    return _Casts(graph, kind)
+
+
+def _end(model: ir.Model, kind: ir.DataType) -> None:
+    """Cast logits to float32, and remove unused nodes."""
+    _widen_logits(model.graph, kind)
+    passes.RemoveUnusedNodesPass()(model)
+    drop_unused(model.graph)
+
+
+def _centre_biases(graph: ir.Graph) -> None:
+    """Shift position biases, such as ALiBi's, to 0 at the first new token.
+
+    Softmax is invariant to that, and 16 bits resolve positions near it.
+    """
+    for bias in dict.fromkeys(filter(None, map(_bias, graph))):
+        users = list(bias.uses())
+        past = next(value for value in graph.inputs if value.name == "past_length")
+        here = ir.node("Gather", [bias, past], {"axis": -1})
+        less = ir.node("Sub", [bias, here.outputs[0]])
+        name = f"{bias.name}.centred"
+        centred = _put(graph, bias.producer(), less, bias, _WIDE, name)
+        _put(graph, bias.producer(), here, bias, _WIDE, f"{bias.name}.here")
+        here.outputs[0].shape = None
+        for user, index in users:
+            user.replace_input_with(index, centred)
+
+
+def _bias(node: ir.Node) -> ir.Value | None:
+    """Return the position bias that a node adds to scores, [B, H, 1, S]."""
+    made = None
+    if node.op_type == "GroupQueryAttention" and len(node.inputs) > 10:
+        sum_ = producer(node.inputs[10], "Add")
+        made = node.inputs[10] if sum_ is None else sum_.inputs[0]  # whose other input is zeros
+    elif node.op_type == "Attention" and len(node.inputs) > 3:
+        chosen = producer(node.inputs[3], "Where")
+        made = None if chosen is None else chosen.inputs[1]
+    if made is None or made.dtype != _WIDE or made.shape is None:
+        return None
+    return made if len(made.shape) == 4 and made.shape[-1] != 1 else None
+
+
+def _is_lookup(node: ir.Node, ids: ir.Value) -> bool:
+    """Return True if a node gathers rows of a table by token."""
+    index = node.inputs[1] if node.op_type == "Gather" else None
+    while (before := producer(index, "Reshape")) is not None:
+        index = before.inputs[0]
+    table = node.inputs[0] if index is ids else None
+    return table is not None and _is_constant(table)
+
+
+def _narrow_table(lookup: ir.Node, casts: _Casts) -> None:
+    """Gather 16-bit rows from a table that is dequantized as a whole."""
+    table = lookup.inputs[0]
+    if table is not None and producer(table, "DequantizeLinear") is not None:
+        lookup.replace_input_with(0, casts.narrow(table))
+        lookup.outputs[0].dtype = casts.kind
+
+
+def _embedded(lookup: ir.Node) -> ir.Value:
+    """Follow gathered rows through their casts and scales."""
+    value = lookup.outputs[0]
+    while len(users := [user for user, _ in value.uses()]) == 1:
+        (user,) = users
+        scaled = user.op_type == "Mul" and all(
+            made is not None and made.producer() is not None for made in user.inputs
+        )
+        if user.op_type != "Cast" and not scaled:
+            break
+        value = user.outputs[0]
+    return value
+
+
+def _left_out(node: ir.Node) -> ir.DataType | None:
+    """Infer the type of a node's output that a rewrite left without one: usually its input's."""
+    if node.op_type == "Cast":
+        return ir.DataType(node.attributes["to"].as_int())
+    return next((x.dtype for x in node.inputs if x is not None), None)
+
+
+def _retype(node: ir.Node, casts: _Casts, is_able: bool = True) -> None:
+    """Give a node's floats one type: the 16-bit type if one has it and the node supports it."""
+    floats = [(i, x) for i, x in enumerate(node.inputs) if x is not None and _is_float(x)]
+    read = {x.dtype for _, x in floats if not _is_constant(x)}
+    squares = node.op_type == "Mul" and node.inputs[0] is node.inputs[1]
+    if not is_able or read <= {_WIDE} or node.op_type in _SUMS or squares:
+        for i, value in floats:
+            if value.dtype == casts.kind and not _is_constant(value):
+                node.replace_input_with(i, casts.wide(value))
+        return
+    for i, value in floats:
+        node.replace_input_with(i, casts.narrow(value))
+    for value in node.outputs:
+        if value.dtype == _WIDE:
+            value.dtype = casts.kind
+    if node.op_type == "Cast" and node.outputs[0].dtype == casts.kind:
+        assert node.inputs[0] is not None
+        node.outputs[0].replace_all_uses_with(node.inputs[0])
+
+
+def _widen_logits(graph: ir.Graph, kind: ir.DataType) -> None:
+    logits = graph.outputs[0]
+    if logits.dtype == kind:
+        name, logits.name = logits.name, f"{logits.name}.narrow"
+        graph.outputs[0] = _cast(graph, logits, _WIDE, name)
+
+
+class _Casts:
+    """Values in the 16-bit type and in float32, each cast once."""
+
+    def __init__(self, graph: ir.Graph, kind: ir.DataType) -> None:
+        self.kind = kind
+        self._graph = graph
+        self._narrow: dict[ir.Value, ir.Value] = {}
+        self._wide: dict[ir.Value, ir.Value] = {}
+
+    def wide(self, value: ir.Value) -> ir.Value:
+        """Return a value in float32."""
+        if value not in self._wide:
+            self._wide[value] = _cast(self._graph, value, _WIDE, f"{value.name}.wide")
+        return self._wide[value]
+
+    def narrow(self, value: ir.Value) -> ir.Value:
+        """Return a value in the 16-bit type."""
+        if value.dtype == self.kind:
+            return value
+        if value not in self._narrow:
+            self._narrow[value] = self._narrowed(value)
+        return self._narrow[value]
+
+    def _narrowed(self, value: ir.Value) -> ir.Value:
+        """Return a weight that is stored in the type itself, else a cast."""
+        name, node = f"{value.name}.{self.kind.name.lower()}", value.producer()
+        tensor = value.const_value
+        if tensor is not None and not isinstance(tensor, ir.ExternalTensor):
+            return add_constant(self._graph, _fitting(tensor.numpy(), self.kind), name)
+        source = node.inputs[0] if node is not None else None
+        if node is None or source is None or not _is_constant(value):
+            return _cast(self._graph, value, self.kind, name)
+        if node.op_type == "Cast":
+            narrowed = source.dtype in _HALVES
+            return self.narrow(source) if narrowed else _cast(self._graph, value, self.kind, name)
+        # What floats it reads, and so what it makes, are the weight's, or the scales of integers.
+        inputs = [x if x is None or not _is_float(x) else self.narrow(x) for x in node.inputs]
+        made = ir.node(node.op_type, inputs, dict(node.attributes))
+        return _put(self._graph, node, made, value, self.kind, name)
+
+
+def _cast(graph: ir.Graph, value: ir.Value, kind: ir.DataType, name: str | None) -> ir.Value:
+    node = ir.node("Cast", [value], {"to": kind})
+    return _put(graph, value.producer(), node, value, kind, name)
+
+
+def _put(
+    graph: ir.Graph,
+    after: ir.Node | None,
+    node: ir.Node,
+    like: ir.Value,
+    kind: ir.DataType,
+    name: str | None,
+) -> ir.Value:
+    """Insert a new node behind another, or first; its output has the shape of `like`."""
+    output = node.outputs[0]
+    output.name, output.shape, output.dtype = name, like.shape, kind
+    if after is None:
+        graph.insert_before(graph[0], node)
+    else:
+        graph.insert_after(after, node)
+    return output
+
+
+def _fitting(array: np.ndarray, kind: ir.DataType) -> np.ndarray:
+    """Cast an array; finite values stay finite."""
+    if kind == ir.DataType.FLOAT16:
+        largest = np.finfo(np.float16).max
+        array = np.where(np.isfinite(array), np.clip(array, -largest, largest), array)
+    return array.astype(kind.numpy())
+
+
+def _is_float(value: ir.Value) -> bool:
+    return value.dtype in (_WIDE, *_HALVES)
+
+
+def _is_constant(value: ir.Value) -> bool:
+    """Return True for a stored value, or one computed from stored values."""
+    node = value.producer()
+    if node is None:
+        return value.const_value is not None
+    inputs = [x for x in node.inputs if x is not None]
+    return node.op_type in _FOLDED and all(map(_is_constant, inputs))

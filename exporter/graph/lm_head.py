@@ -1,0 +1,93 @@
+"""Restriction of the LM head, and of all that only logits need, to the rows with wanted logits.
+
+T rows a pass; logits are of R = T - `logits_from` of them, the last ones. A prefill needs none.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from .nodes import add_constant, insert_node
+
+INPUT = "logits_from"
+# What makes each row, [1, T, N], out of the same row; Reshape and Split as `_by_rows` says.
+_BY_ROWS = {
+    "Abs", "Add", "Cast", "Clip", "Div", "Erf", "Exp", "Gelu", "LayerNormalization", "MatMul",
+    "Max", "Min", "Mul", "Neg", "Pow", "RMSNormalization", "Reciprocal", "Relu", "Reshape",
+    "Softplus", "Split", "Sqrt", "Sub", "Sum", "Tanh",
+}  # fmt: skip
+
+
+def add_logits_from(graph: ir.Graph) -> None:
+    """Add an input with the first row whose logits are wanted.
+
+    Earlier rows are dropped as soon as one value is all that logits depend on: behind the last
+    layer's attention, if its matrices are plain.
+    """
+    value, users = _narrowest(graph)
+    first = ir.Value(name=INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+    graph.inputs.insert(2, first)
+    end = add_constant(graph, np.array([np.iinfo(np.int64).max]), f"{INPUT}.end")
+    axis = add_constant(graph, np.array([1], np.int64), f"{INPUT}.axis")
+    before = next(node for node in graph if node in users and value in node.inputs)
+    rows = insert_node(before, "Slice", [value, first, end, axis], f"{INPUT}.rows", value)
+    for user, index in list(value.uses()):
+        if user in users:
+            user.replace_input_with(index, rows)
+    for made in (rows, *(output for user in users for output in user.outputs)):
+        if made.shape is not None:
+            made.shape = ir.Shape([made.shape[0], "R", made.shape[2]])
+
+
+def remove_logits_from(graph: ir.Graph) -> None:
+    """Remove the input again, so that every row has logits."""
+    (first,) = (value for value in graph.inputs if value.name == INPUT)
+    ((user, _),) = first.uses()
+    assert user.inputs[0] is not None
+    user.outputs[0].replace_all_uses_with(user.inputs[0])
+    graph.remove(user, safe=True)
+    graph.inputs.remove(first)
+
+
+def _narrowest(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
+    """Find the first value that logits depend on alone, and the nodes between."""
+    ways, users = {graph.outputs[0]}, set[ir.Node]()
+    found: tuple[ir.Value, set[ir.Node]] | None = None
+    for node in reversed(graph):
+        if ways.isdisjoint(node.outputs):
+            continue
+        read = {x for x in node.inputs if x is not None and not _is_constant(x)}
+        elsewhere = {user for x in node.outputs for user, _ in x.uses()} - users
+        if elsewhere or not _by_rows(node) or not all(map(_is_rows, read)):
+            break
+        users.add(node)
+        ways = ways - {*node.outputs} | read
+        (value, *others) = ways
+        if not others and value.shape is not None:
+            found = value, {*users}
+    assert found is not None
+    return found
+
+
+def _by_rows(node: ir.Node) -> bool:
+    if node.op_type not in _BY_ROWS or not all(map(_is_rows, node.outputs)):
+        return False
+    first, *others = (value for value in node.inputs if value is not None)
+    if node.op_type == "Reshape":
+        return first.shape is not None and first.shape == node.outputs[0].shape
+    if node.op_type == "MatMul":
+        return all(map(_is_constant, others))
+    axis = node.attributes.get("axis")
+    return axis is None or axis.as_int() in (-1, 2)
+
+
+def _is_rows(value: ir.Value) -> bool:
+    """Return True if a value is [1, T, N], as far as is known."""
+    shape = value.shape
+    return shape is None or (len(shape) == 3 and str(shape[1]) == "T")
+
+
+def _is_constant(value: ir.Value) -> bool:
+    """Return True if a value's shape shows that it depends on no row."""
+    return value.shape is not None and value.shape.is_static()

@@ -1,0 +1,184 @@
+"""One copy of an int8 matrix on a GPU, for lookups and for matrix products.
+
+MatMulNBits takes a matrix as [V, blocks, 32] unsigned bytes: those of the stored table in its
+order. ONNX Runtime's own fusion to MatMulNBits needs a DequantizeLinear node for each product;
+where a graph multiplies with a matrix more than once, it would keep a copy for each product, or
+dequantize the matrix in every pass.
+"""
+
+from __future__ import annotations
+
+from itertools import count
+
+import numpy as np
+import onnx_ir as ir
+
+from .nodes import GraphBuilder, producer
+
+
+class _Added(GraphBuilder):
+    """Builder that appends nodes to an existing graph, which is sorted afterwards."""
+
+    def __init__(self, graph: ir.Graph, name: str) -> None:
+        self.graph, self._name = graph, name
+        self._constants = {}
+        self._numbers = count()
+
+    def put(self, node: ir.Node, prefix: str) -> None:
+        node.name = f"{self._name}.{next(self._numbers)}"
+        for i, output in enumerate(node.outputs):
+            output.name = output.name or f"{node.name}.{i}"
+        self.graph.append(node)
+
+    def stored(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+        tensor.name = f"{self._name}.{name}"
+        return super().stored(tensor, tensor.name)
+
+
+def share_int8_embeddings(graph: ir.Graph) -> None:
+    """Let lookups read the matrix of the products, in place, where both use one int8 table."""
+    nodes = _Added(graph, "shared")
+    blocks = MatMulNBitsRewriter(nodes)
+    lookups = [node for node in graph if node.op_type == "Gather" and _is_bytes(node.inputs[0])]
+    for table in dict.fromkeys(node.inputs[0] for node in lookups):
+        assert table is not None
+        for node in list(graph):
+            if _multiplies(node, table):
+                _replace(node, blocks)
+        rows = _as_multiplied(table)
+        if rows is None:
+            continue
+        for node in lookups:
+            if node.inputs[0] is table:
+                _look_up(node, rows, nodes)
+    graph.sort()
+
+
+def _is_bytes(value: ir.Value | None) -> bool:
+    return (
+        value is not None
+        and value.dtype == ir.DataType.INT8
+        and isinstance(value.const_value, ir.ExternalTensor)
+    )
+
+
+def _multiplies(node: ir.Node, table: ir.Value) -> bool:
+    """Return True if a node is a product with the transposed table."""
+    widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
+    turned = producer(widened.inputs[0], "Transpose") if widened is not None else None
+    return turned is not None and turned.inputs[0] is table
+
+
+def _replace(node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
+    output, name = node.outputs[0], node.outputs[0].name
+    widened = node.inputs[1]
+    made = blocks.rewrite(node)
+    assert made is not None
+    output.name = f"{name}.plain"
+    made.name = name
+    output.replace_all_uses_with(made, replace_graph_outputs=True)
+    graph = node.graph
+    assert graph is not None
+    graph.remove(node, safe=True)
+    _drop(widened)
+
+
+def _drop(value: ir.Value | None) -> None:
+    """Remove the nodes of a value that nothing reads."""
+    node = value.producer() if value is not None else None
+    if node is None or any(output.uses() for output in node.outputs):
+        return
+    inputs = list(node.inputs)
+    assert node.graph is not None
+    node.graph.remove(node, safe=True)
+    for given in inputs:
+        _drop(given)
+
+
+def _as_multiplied(table: ir.Value) -> ir.Value | None:
+    """Return the matrix of the products, [V, blocks, 32]; None if there is no product."""
+    for user, _ in table.uses():
+        value = user.outputs[0] if user.op_type == "Cast" else None
+        while value is not None and value.uses():
+            user, index = next(iter(value.uses()))
+            if user.op_type == "MatMulNBits":
+                return value if index == 1 else None
+            value = user.outputs[0] if user.op_type in ("BitwiseXor", "Pad", "Reshape") else None
+    return None
+
+
+def _look_up(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
+    """Gather unsigned rows in place of signed ones, which one cast reads."""
+    table, ids = node.inputs
+    assert table is not None
+    assert table.shape is not None
+    ((cast, _),) = node.outputs[0].uses()
+    assert cast.op_type == "Cast"
+    output, kind = cast.outputs[0], ir.DataType(cast.attributes["to"].as_int())
+    assert output.shape is not None
+    kept, size = [0] * (len(output.shape) - 1), table.shape[1]
+    assert isinstance(size, int)
+    width = -(-size // BLOCK) * BLOCK
+    taken = nodes("Cast", nodes("Gather", rows, ids), to=kind)
+    centred = nodes("Sub", taken, np.array(128, kind.numpy()))
+    found = nodes("Reshape", centred, [*kept, width])
+    if width > size:
+        found = nodes("Slice", found, [0], [size], [-1])
+    found.shape, found.dtype = output.shape, output.dtype
+    output.replace_all_uses_with(found)
+    assert node.graph is not None
+    node.graph.remove([cast, node], safe=True)
+
+
+BLOCK = 32  # the rows that ONNX Runtime's fusion takes
+_IN_BYTES = 4  # the level that the fusion chooses: on the CPU inputs are rounded to bytes, too
+_ZERO = np.array(128, np.uint8)  # what a byte of 0 is without a sign
+
+
+class MatMulNBitsRewriter:
+    """Int8 products as MatMulNBits nodes, over matrices converted once, at loading."""
+
+    def __init__(self, nodes: GraphBuilder) -> None:
+        self._nodes = nodes
+        self._made: dict[tuple[ir.Value, ir.Value], tuple[ir.Value, ir.Value]] = {}
+
+    def rewrite(self, node: ir.Node) -> ir.Value | None:
+        """Rewrite a product with int8 weights; None if a node is no such product."""
+        widened = producer(node.inputs[1], "DequantizeLinear") if node.op_type == "MatMul" else None
+        if widened is None or "block_size" in widened.attributes:
+            return None
+        matrix, scales, *_ = widened.inputs
+        assert matrix is not None
+        assert scales is not None
+        turned = producer(matrix, "Transpose")
+        source = turned.inputs[0] if turned is not None else matrix
+        assert source is not None
+        rows, columns = _shape(source)[:: -1 if turned is not None else 1]
+        if (source, scales) not in self._made:
+            self._made[source, scales] = self._blocks(source, scales, rows, columns, turned is None)
+        sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
+        sizes["accuracy_level"] = _IN_BYTES
+        inputs = [node.inputs[0], *self._made[source, scales]]
+        found = ir.node("MatMulNBits", inputs, sizes, domain="com.microsoft")
+        output = node.outputs[0]
+        found.outputs[0].type, found.outputs[0].shape = output.type, output.shape
+        node.replace_input_with(1, None)
+        self._nodes.put(found, str(node.name))
+        return found.outputs[0]
+
+    def _blocks(
+        self, source: ir.Value, scales: ir.Value, rows: int, columns: int, turn: bool
+    ) -> tuple[ir.Value, ir.Value]:
+        """Convert a matrix [K, N], or [N, K] untransposed, to bytes [N, blocks, 32] and scales."""
+        nodes, count = self._nodes, -(-rows // BLOCK)
+        found = nodes("Transpose", source, perm=[1, 0]) if turn else source
+        found = nodes("BitwiseXor", nodes("Cast", found, to=ir.DataType.UINT8), _ZERO)
+        if padding := count * BLOCK - rows:
+            found = nodes("Pad", found, [0, 0, 0, padding], _ZERO)
+        found = nodes("Reshape", found, [columns, count, BLOCK])
+        return found, nodes("Expand", nodes("Unsqueeze", scales, [1]), [columns, count])
+
+
+def _shape(value: ir.Value) -> list[int]:
+    assert value.shape is not None
+    return [int(size) for size in value.shape]  # type: ignore[arg-type]

@@ -1,0 +1,232 @@
+"""Embedding of host graphs in a bundle, listed in its manifest."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import onnx_ir as ir
+import onnxruntime
+
+from specedge.bundle import FIRST_FORMAT_WITH_HOSTS, MANIFEST, Bundle, store
+from specedge.bundle.graph_scan import weights_of
+from specedge.bundle.hosts import HostFiles, HostGraph
+from specedge.bundle.integrity import file_entry
+from specedge.bundle.precision import OLDEST_ONNXRUNTIME, QUANTIZED_DTYPES
+from specedge.bundle.signature import Signature, TensorSpec
+from specedge.errors import ExportError
+from specedge.int8_products import UNSIGNED_OPTION
+from specedge.option_specs import check_integer
+
+from ..destination import destination
+from .round_graphs import PLAIN_K, accept_graph, check_fused, draft_graph, fused_round, plain_round
+from .tokenizer_graphs import tokenizer_graphs
+
+LAYOUTS = ("auto", "fused", "split")
+GOLDEN = "golden.json"
+# Workers that spin after a run would take the cores of the next session's run.
+SESSION_OPTIONS = {"session.force_spinning_stop": "1"}
+# So that no host need know the processor: without it products of bytes are wrong on some.
+BYTES_OPTIONS = SESSION_OPTIONS | {UNSIGNED_OPTION: "1"}
+Golden = Callable[[Bundle, Sequence[int]], str]
+
+
+@dataclass(frozen=True)
+class _Made:
+    """Host graph with its file, its name and its K."""
+
+    model: ir.Model
+    file: str
+    name: str
+    num_draft_tokens: int | None = None
+
+
+def embed(
+    bundle: str | os.PathLike[str] | None = None,
+    output: str | os.PathLike[str] | None = None,
+    *,
+    num_draft_tokens: Iterable[int] = (),
+    layout: str = "auto",
+    golden: Golden | None = None,
+) -> Bundle:
+    """Add host graphs to a bundle, replacing earlier ones; to a copy of it in `output`.
+
+    Args:
+        bundle: Name or folder of a bundle; the default bundle if None.
+        output: Folder of the copy; None changes the bundle in place.
+        num_draft_tokens: K of each fused round graph, by default the bundle's own number.
+        layout: "fused" graphs are whole rounds, "split" graphs are for any K; "auto" is fused,
+            unless each draft step would copy large caches or packed weights.
+        golden: Returns golden transcripts of a bundle at these numbers of draft tokens, such as
+            `specedge.verification.golden.transcripts`; None for no transcripts.
+
+    A bundle without a draft model gets a fused round that decodes plainly.
+
+    Raises:
+        BundleError: The bundle is damaged.
+        ExportError: The graphs cannot be made; nothing is changed then.
+    """
+    found = Bundle.read(store.find_bundle(bundle))
+    store.verify_large_files(found)
+    making = _Making([*num_draft_tokens], layout, golden)
+    if output is None:
+        if found.folder.resolve() == store.embedded_folder().resolve():
+            raise ExportError("the embedded pair is a part of specedge; give --output FOLDER")
+        return making.write(found)
+    with destination(Path(output)) as work:
+        for name in (MANIFEST, *found.files):
+            (work / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(found.path(name), work / name)
+        made = making.write(Bundle.read(work))
+    return made.at(Path(output))
+
+
+@dataclass(frozen=True)
+class _Making:
+    """Options of an embedding."""
+
+    num_draft_tokens: list[int]
+    layout: str
+    golden: Golden | None
+
+    def write(self, bundle: Bundle) -> Bundle:
+        ops = {role: model.cpu_ops for role, model in bundle.models.items()}
+        if bundle.draft is None:
+            self._check_plain()
+        own = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
+        ks = sorted({*self.num_draft_tokens} or {own})
+        check_integer("num_draft_tokens", ks[0], 1)
+        if room := [k for k in ks if k > bundle.num_draft_tokens]:
+            raise ExportError(
+                f"the caches have room for rounds of {bundle.num_draft_tokens} draft tokens, not "
+                f"of {room[0]}; export the pair with --num-draft-tokens {room[0]}"
+            )
+        if self.layout not in LAYOUTS:
+            raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {self.layout!r}")
+        made = None
+        if bundle.draft is None:
+            model = plain_round(bundle.folder, bundle, ops["target"])
+            made = [_Made(model, "round.onnx", "round", PLAIN_K)]
+        elif self.layout != "split":
+            made = _fused(bundle, ks, ops, self.layout == "auto")
+        made = made or _split(bundle, ops)
+        text = tokenizer_graphs(bundle.path(bundle.tokenizer))
+        if not isinstance(text, str):
+            made += [_Made(model, f"{name}.onnx", name) for name, model in text.items()]
+        has_integers = any(
+            model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values()
+        )
+        kind = "integers" if has_integers else "float"
+        kind = "experts" if _has_experts(bundle, ops) else kind
+        hosts = HostFiles(
+            ops["target"],
+            tuple(map(_entry, made)),
+            GOLDEN if self.golden else None,
+            text if isinstance(text, str) else None,
+            BYTES_OPTIONS if has_integers else SESSION_OPTIONS,
+            onnxruntime.__version__,
+            OLDEST_ONNXRUNTIME[kind],
+        )
+        others = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
+        return _write(bundle, hosts, made, others)
+
+    def _check_plain(self) -> None:
+        """Refuse options that need a draft model."""
+        if self.layout == "split" or self.num_draft_tokens:
+            option = "-k" if self.num_draft_tokens else "--layout split"
+            raise ExportError(
+                f"{option} needs a draft model, which this bundle does not have; leave it out for "
+                "a round that decodes plainly, or export the target again with --draft"
+            )
+
+
+def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:
+    """Return True if a model has quantized experts, which QMoE reads."""
+    files = (model.graph("decoder", ops[role]).file for role, model in bundle.models.items())
+    found = (weight for file in files for weight in weights_of(bundle, file))
+    return any("QMoE" in readers for weight in found for _, readers in weight.forms)
+
+
+def _fused(
+    bundle: Bundle, ks: Iterable[int], ops: Mapping[str, str], or_none: bool
+) -> list[_Made] | None:
+    """Return fused rounds; None or an ExportError if they are impossible."""
+    try:
+        if why := check_fused(bundle):
+            raise ExportError(why)
+        return [
+            _Made(fused_round(bundle.folder, bundle, k, ops), _file(bundle, k), "round", k)
+            for k in ks
+        ]
+    except ExportError as error:
+        if or_none:
+            return None
+        raise ExportError(f"{error}; take --layout split") from error
+
+
+def _split(bundle: Bundle, ops: Mapping[str, str]) -> list[_Made]:
+    return [
+        _Made(draft_graph(bundle.folder, bundle, ops["draft"]), "draft.onnx", "draft"),
+        _Made(accept_graph(bundle), "accept.onnx", "accept"),
+    ]
+
+
+def _file(bundle: Bundle, num_draft_tokens: int) -> str:
+    own = num_draft_tokens == bundle.num_draft_tokens
+    return "round.onnx" if own else f"round-{num_draft_tokens}.onnx"
+
+
+def _write(bundle: Bundle, hosts: HostFiles, made: list[_Made], texts: Mapping[str, str]) -> Bundle:
+    """Write the graphs, then the manifest, which never lists files that do not exist."""
+    old = {*bundle.hosts.files} if bundle.hosts else set()
+    files = {name: file for name, file in bundle.files.items() if name not in old}
+    without = replace(bundle, hosts=None, files=files)
+    try:
+        with tempfile.TemporaryDirectory(dir=bundle.folder, prefix=".embed-") as work:
+            for one in made:
+                ir.save(one.model, Path(work, one.file))
+            for name, text in texts.items():
+                Path(work, name).write_text(text, "utf-8")
+            described = {name: file_entry(Path(work, name)) for name in hosts.files}
+            number = max(bundle.format, FIRST_FORMAT_WITH_HOSTS)
+            new = replace(bundle, format=number, hosts=hosts, files=files | described)
+            if old:
+                _put(without.to_json(), Path(work), bundle.folder)
+            for file in described:
+                os.replace(Path(work, file), bundle.folder / file)
+            _put(new.to_json(), Path(work), bundle.folder)
+    except OSError as error:
+        raise ExportError(
+            f"{bundle.folder} cannot be written to: {error.strerror}; give --output FOLDER"
+        ) from error
+    for name in old - described.keys():
+        bundle.path(name).unlink(missing_ok=True)
+    return new.at(bundle.folder)
+
+
+def _put(manifest: str, work: Path, folder: Path) -> None:
+    (work / MANIFEST).write_text(manifest, "utf-8")
+    os.replace(work / MANIFEST, folder / MANIFEST)
+
+
+def _entry(made: _Made) -> HostGraph:
+    graph = made.model.graph
+    signature = Signature(*(tuple(map(_tensor, x)) for x in (graph.inputs, graph.outputs)))
+    return HostGraph(made.name, made.num_draft_tokens, signature, made.file)
+
+
+def _tensor(value: ir.Value) -> TensorSpec:
+    assert value.name is not None
+    assert value.dtype is not None
+    assert value.shape is not None
+    parts = value.name.split(".")  # draft.past_key_values.0.key, draft.2.present.0.key
+    role, buffer = value.name, None
+    if len(parts) > 1:
+        role, buffer = "cache", ".".join((parts[0], *parts[-2:]))
+    shape = tuple(d if isinstance(d, int) else str(d) for d in value.shape)
+    dtype = "string" if value.dtype == ir.DataType.STRING else str(value.dtype.numpy())
+    return TensorSpec(value.name, role, buffer, dtype, shape)

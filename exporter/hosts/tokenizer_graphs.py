@@ -1,0 +1,153 @@
+"""Tokenizer graphs for ONNX Runtime Extensions, emitted only if they are exact.
+
+The library reads `tokenizer.json` in code of its own, which ignores some of its features. So its
+results for difficult texts and for every token are compared with those of the tokenizers library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+from tokenizers import Tokenizer
+
+from ..verification.subgraph import open_session
+
+DOMAIN = "ai.onnx.contrib"
+IR_VERSION, OPSET = 8, 17
+# What tokenizers differ over: spaces, digits, accents in two forms, scripts, emoji, controls.
+HARD_TEXTS = (
+    "def read_config(path):\n    return {x: [1, 2]}\n\n\n",
+    "The quick brown fox, 1234567890 times! It's they've I'd WE'LL you're 's 't",
+    " a", "a ", "  a  b  ", "\t\tx", "\r\n", "   \n  z", "\n" * 20, " " * 50, "x" * 300,
+    "ab " * 100,
+    "a\u00a0b \u2003c\u200bd\u2028e\u3000f", "\ufeffbom", "\x01\x7f\x85\x1c \x1f",
+    "3.14 1,234 ²³¹ Ⅷ ½ ٣٤ x₁ ㊿ 𝟘𝟙", "a-b--c _d_ !!! … «» #hash @at C++ / C# $100 €5 a<b {}[]()<>",
+    "e\u0301 é ﬁ Å A\u030a ß ẞ İi ǅ ª ʰ ﷺ 가 \u1100\u1161",
+    "😀 👍🏽 👨‍👩‍👧‍👦 🇫🇷🇯🇵 🏳️‍🌈 a😀b ❤️ ☃",
+    "Привет שלום مرحبا हिन्दी ไทยภาษา 한국어 日本語のテキスト 中文，標點。 ｶﾅ 𠮷野家 𝓗𝓮𝓵𝓵𝓸",
+    "\U0010ffff \ud7ff\ue000 a\u0378b \u0e33 http://a.b/c?d=e&f=%20 for (int i=0;i<10;++i){ }",
+)  # fmt: skip
+_LONG = 100_000  # characters
+_BATCH = 256  # tokens
+
+
+def tokenizer_graphs(tokenizer_file: Path) -> dict[str, ir.Model] | str:
+    """Return the `encode` and `decode` graphs of a tokenizer, or the reason why there are none."""
+    try:
+        import onnxruntime_extensions as extensions
+    except ImportError:
+        return "onnxruntime-extensions was not installed; pip install 'specedge[hosts]'"
+    text = tokenizer_file.read_text("utf-8")
+    tokenizer = Tokenizer.from_str(text)
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    settings = json.loads(text)
+    # The library takes a token a line.
+    tokens = [tokenizer.id_to_token(i) or "\n" for i in range(tokenizer.get_vocab_size())]
+    if settings["model"]["type"] != "BPE" or not _is_of_bytes(settings):
+        return "the tokenizer is not a BPE of bytes"
+    if any("\n" in token for token in tokens):
+        return "the tokenizer has ids without a token, or a token with a line break"
+    special = {token["id"] for token in settings["added_tokens"] if token["special"]}
+    models = {"encode": _encode(settings), "decode": _decode(settings, tokens, special)}
+    found = {name: _opened(model, extensions.get_library_path()) for name, model in models.items()}
+    # What a user writes is text, even where it spells a special token.
+    tokenizer.encode_special_tokens = True
+    added = [token["content"] for token in settings["added_tokens"]]
+    return _difference(tokenizer, found["encode"], found["decode"], added) or models
+
+
+def _opened(model: ir.Model, library: str) -> ort.InferenceSession:
+    options = ort.SessionOptions()
+    options.register_custom_ops_library(library)
+    return open_session(ir.to_proto(model).SerializeToString(), options)
+
+
+def _is_of_bytes(settings: dict[str, Any]) -> bool:
+    """Return True if the decoder joins tokens whose characters stand for bytes, and no more."""
+    return (settings.get("decoder") or {}).get("type") == "ByteLevel"
+
+
+def _encode(settings: dict[str, Any]) -> ir.Model:
+    """Build the encoder: text [1] -> tokens [1, N], without added tokens.
+
+    The library loses the end of a text that begins like an added token.
+    """
+    plain = json.dumps(settings | {"added_tokens": []}, ensure_ascii=False)
+    config = json.dumps({"tokenizer_class": "GPT2Tokenizer"})
+    attributes = {"tokenizer_vocab": plain, "tokenizer_config": config}
+    return _model("HfJsonTokenizer", attributes, ("text", [1]), ("tokens", [1, "N"]))
+
+
+def _decode(settings: dict[str, Any], tokens: list[str], special: set[int]) -> ir.Model:
+    """Build the decoder: tokens [N] -> text [1], without special tokens, of any bytes."""
+    attributes = {
+        "id_vocab": "\n".join(tokens),
+        "byte_decoder": "\n".join(f"{ord(c)}\t{byte}" for byte, c in _characters().items()),
+        "added_tokens": "\n".join(f"{t['id']}\t{t['content']}" for t in settings["added_tokens"]),
+        "all_special_ids": "\n".join(map(str, sorted(special))),
+        "skip_special_tokens": 1,
+    }
+    return _model("BpeDecoder", attributes, ("tokens", ["N"]), ("text", [1]))
+
+
+def _model(
+    op_type: str,
+    attributes: dict[str, Any],
+    given: tuple[str, list[int | str]],
+    made: tuple[str, list[int | str]],
+) -> ir.Model:
+    types = {"text": ir.DataType.STRING, "tokens": ir.DataType.INT64}
+    value, output = (
+        ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(types[name]))
+        for name, shape in (given, made)
+    )
+    node = ir.node(op_type, [value], attributes, domain=DOMAIN, outputs=[output], name=op_type)
+    opsets = {"": OPSET, DOMAIN: 1}
+    graph = ir.Graph([value], [output], nodes=[node], opset_imports=opsets, name=made[0])
+    return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def _characters() -> dict[int, str]:
+    """Return the character of each byte in a token: printable ones are themselves (GPT-2)."""
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in own]
+    return {byte: chr(byte) for byte in own} | {b: chr(256 + i) for i, b in enumerate(others)}
+
+
+def _difference(
+    tokenizer: Tokenizer,
+    encode: ort.InferenceSession,
+    decode: ort.InferenceSession,
+    added: Iterable[str],
+) -> str | None:
+    """Describe the first text or token that the graphs convert differently; None if none."""
+    long = "".join(HARD_TEXTS)
+    long *= -(-_LONG // len(long))
+    for text in (*HARD_TEXTS, *(f"a {token} b" for token in added), long):
+        wanted = tokenizer.encode(text).ids
+        (found,) = encode.run(None, {"text": np.array([text])})
+        shown = text if len(text) < 60 else text[:57] + "..."
+        if found[0].tolist() != wanted:
+            return f"onnxruntime-extensions gives other tokens for {shown!a}"
+        if _decoded(decode, wanted) != tokenizer.decode(wanted):
+            return f"onnxruntime-extensions gives another text for the tokens of {shown!a}"
+    # Half a character is U+FFFD here and bytes there, and text ends at NUL there.
+    texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
+    whole = [i for i, text in texts.items() if not {"\ufffd", "\0"} & {*text}]
+    for start in range(0, len(whole), _BATCH):
+        tokens = whole[start : start + _BATCH]
+        if _decoded(decode, tokens) != tokenizer.decode(tokens):
+            return f"onnxruntime-extensions gives another text for one of tokens {tokens[0]} on"
+    return None
+
+
+def _decoded(decode: ort.InferenceSession, tokens: list[int]) -> str:
+    (found,) = decode.run(None, {"tokens": np.array(tokens, np.int64)})
+    return str(found[0])

@@ -1,0 +1,216 @@
+"""Undocumented interfaces of other libraries that the exporter depends on.
+
+One function for each, with the versions that it was tested with, of transformers unless noted. The
+module-level replacements in families.py and the trace patterns in graphs.py are documented there.
+`TRIED` are the versions that pyproject allows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_any, tree_map, tree_map_only
+from transformers import AutoModelForCausalLM, PreTrainedConfig
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.auto import modeling_auto as auto
+
+from specedge.errors import CheckpointError, SpecEdgeError
+
+from .libraries import first_line, quiet, translate_errors
+
+# Of torch 2.13: functions of nested arguments. Of transformers: a cache of layers, and one layer of
+# a cache that grows.
+__all__ = ["Cache", "DynamicLayer", "tree_any", "tree_map", "tree_map_only"]
+TRIED = {"transformers": ("5.17", "5.23"), "torch": ("2.13", "2.13"), "onnxscript": ("0.7", "0.7")}
+
+
+def describe_error(error: BaseException) -> str:
+    """Describe an error inside these libraries: the exception's name, and the versions."""
+    said = first_line(error)
+    name = type(error).__name__
+    return f"{name if said == name else f'{name}: {said}'}; {describe_versions()}"
+
+
+def translate_internal_errors(
+    kind: type[SpecEdgeError], what: str
+) -> contextlib.AbstractContextManager[None]:
+    """Translate errors inside these libraries, with their versions."""
+    return translate_errors(kind, f"{what} (", ")", said=describe_error)
+
+
+def describe_versions() -> str:
+    """Describe the installed and the tested versions."""
+    found = (
+        f"{package} {metadata.version(package)} (tried: {' to '.join(dict.fromkeys(tried))})"
+        for package, tried in TRIED.items()
+    )
+    return "with " + ", ".join(found)
+
+
+def make_wrapper_tensor(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
+    """Create a tensor of a subclass with the shape, strides and type of another (torch 2.13)."""
+    make = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return make(kind, like.shape, like.stride(), like.storage_offset(), dtype=like.dtype)
+
+
+def register_functions(name: str, attention: Any, mask: Any, experts: Any) -> None:
+    """Register attention, mask and expert functions with transformers by name (5.17 to 5.23)."""
+    ALL_ATTENTION_FUNCTIONS.register(name, attention)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
+    ALL_EXPERTS_FUNCTIONS.register(name, experts)
+
+
+def is_meta_error(error: BaseException | None) -> bool:
+    """Return True if a computation failed because the meta device has shapes alone (torch 2.13)."""
+    return isinstance(error, NotImplementedError) or (
+        isinstance(error, RuntimeError) and "meta" in str(error)
+    )
+
+
+@contextlib.contextmanager
+def implementation(model: torch.nn.Module, kind: str, name: str) -> Iterator[None]:
+    """Select the registered "attn" or "experts" function, by the configs' fields (5.17 to 5.23)."""
+    field = f"_{kind}_implementation"
+    configs = (getattr(module, "config", None) for module in model.modules())
+    before = {id(c): (c, getattr(c, field)) for c in configs if hasattr(c, field)}
+    for config, _ in before.values():
+        setattr(config, field, name)
+    try:
+        yield
+    finally:
+        for config, old in before.values():
+            setattr(config, field, old)
+
+
+class FixedCacheLayer(CacheLayerMixin):
+    """Cache layer with fixed buffers, with all methods that transformers requires.
+
+    It has the abstract methods of 5.17 to 5.23; only `update` is left to subclasses.
+    """
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values
+        self.is_initialized = True
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None:
+        """Do nothing: the buffers exist."""
+
+    def get_seq_length(self) -> int:
+        """Return 0, because the mask counts from the positions that are passed."""
+        return 0
+
+    def get_max_length(self) -> int:
+        """Return the buffers' capacity."""
+        return self.keys.shape[2]
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.23
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Return the mask's range: all S rows, from row 0."""
+        return self.keys.shape[2], 0
+
+
+def is_stateful(model: torch.nn.Module) -> bool:
+    """Return True if transformers marks a model as one with a recurrent state (5.17 to 5.23)."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def has_recurrent_state(layer: Any) -> bool:
+    """Return True if a cache layer keeps a recurrent or convolution state (5.17 to 5.23)."""
+    return hasattr(layer, "recurrent_states") or hasattr(layer, "conv_states")
+
+
+def has_key_values(layer: Any) -> bool:
+    """Return True if a cache layer keeps keys and values, [B, H, T, D] each, and nothing else."""
+    keys = getattr(layer, "keys", None)
+    return not has_recurrent_state(layer) and keys is not None and keys.ndim == 4
+
+
+def dynamic_rotary_modules(model: torch.nn.Module) -> Iterator[tuple[Any, str | None]]:
+    """Yield rotary modules whose factors depend on a pass's last position, with the layer type.
+
+    They are recognized by `rope_type`, a string or one for each type of layers (5.17 to 5.23).
+    """
+    for module in model.modules():
+        found = getattr(module, "rope_type", None)
+        kinds = found if isinstance(found, dict) else {None: found}
+        for layer_type, kind in kinds.items():
+            if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
+                yield module, layer_type
+
+
+def inverse_frequencies(module: Any, layer_type: str | None) -> torch.Tensor:
+    """Copy a rotary module's factors: transformers 5.23 updates them in place. [D/2]"""
+    return getattr(module, f"{layer_type}_inv_freq" if layer_type else "inv_freq").clone()
+
+
+def freeze_frequencies(module: Any, layer_type: str | None) -> None:
+    """Keep a rotary module's current factors in every pass (5.17 to 5.23)."""
+    if layer_type is None:
+        module.rope_type = "fixed"
+    else:
+        module.rope_type = {**module.rope_type, layer_type: "fixed"}
+
+
+def rotary_functions(code: ModuleType) -> list[str]:
+    """Return the names of a module's functions that apply rotary tables (5.17 to 5.23)."""
+    return [name for name in vars(code) if name.startswith("apply_") and "rotary" in name]
+
+
+def rename_keys(config: PreTrainedConfig, keys: list[str]) -> dict[str, str]:
+    """Map a multimodal checkpoint's published tensor names to transformers' names.
+
+    Of the conversions that transformers applies at loading, those of names are used (5.17 to 5.23).
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    model = build_multimodal_model(config)
+    found = get_model_conversion_mapping(model)
+    renamings = [one for one in found if isinstance(one, WeightRenaming)]
+    prefix, state = model.base_model_prefix, model.state_dict()
+    return {key: rename_source_key(key, renamings, [], prefix, state)[0] for key in keys}
+
+
+def decoder_class(config: PreTrainedConfig) -> type[Any] | None:
+    """Return the class that AutoModelForCausalLM uses for a config, if any (5.17 to 5.23)."""
+    return auto.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+
+
+def build_decoder(config: PreTrainedConfig) -> Any:
+    """Build a text decoder from its config on the meta device (5.17 to 5.23)."""
+    copied = copy.deepcopy(config)
+    options = {"dtype": torch.float32, "trust_remote_code": False}
+    with torch.device("meta"), quiet():
+        return AutoModelForCausalLM.from_config(copied, **options).eval()
+
+
+def build_multimodal_model(config: PreTrainedConfig) -> Any:
+    """Build the multimodal model of a config on the meta device (5.17 to 5.23)."""
+    found = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if found is None:
+        raise CheckpointError(f"{config.model_type} is no multimodal model ({describe_versions()})")
+    what = f"transformers cannot build a {config.model_type} model of its config"
+    with translate_internal_errors(CheckpointError, what), torch.device("meta"), quiet():
+        return found(copy.deepcopy(config)).eval()
+
+
+def is_encoder(config: PreTrainedConfig) -> bool:
+    """Return True for types of masked language models and of image or audio classifiers."""
+    return any(
+        type(config) in getattr(auto, f"MODEL_FOR_{task}_MAPPING")
+        for task in ("MASKED_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
+    )

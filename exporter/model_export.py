@@ -1,0 +1,296 @@
+"""One model into its folder of a bundle: measured, traced, written, and compared with PyTorch."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import onnx_ir as ir
+import torch
+
+from specedge.bundle.manifest import (
+    CacheLayout,
+    CheckpointSource,
+    FileEntry,
+    ModelEntry,
+    signatures,
+)
+from specedge.bundle.op_sets import OPS
+from specedge.bundle.precision import FLOAT32
+from specedge.bundle.reports import ParityReport
+from specedge.errors import ExportError
+
+from .checkpoint import draft_vocabulary, licenses, loader, self_draft
+from .checkpoint.checkpoints import Checkpoint
+from .checkpoint.lazy_weights import WeightSources
+from .checkpoint.loader import LoadedModel
+from .graph import graphs, rewrites
+from .graph.lm_head import add_logits_from
+from .graph.rewrites import remove_transposes
+from .graph.weights import FILE, WeightsFile
+from .libraries import first_line
+from .progress import Progress
+from .tracing import geometry, tracer
+from .tracing.attention import LayerAttention
+from .tracing.geometry import Geometry
+from .tracing.module_patches import freeze_rotary, patched_modules
+from .verification import checks, parity, reference
+from .verification.reference import Reference
+from .verification.runner import Runner
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class ModelExport:
+    """A model on its way into a folder; `num_tokens` ids are real."""
+
+    role: str
+    loaded: LoadedModel
+    shape: Geometry
+    lengths: list[graphs.GraphFile]
+    layers: list[LayerAttention]
+    num_tokens: int
+    folder: Path
+    progress: Progress
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The PyTorch model, whose large matrices may be placeholders."""
+        return self.loaded.model
+
+
+def export_model(
+    checkpoint: Checkpoint,
+    context_length: int,
+    num_tokens: int,
+    num_draft_tokens: int,
+    ops: str,
+    folder: Path,
+    progress: Progress,
+    draft_layers: int | None = None,
+    tolerance: float | None = None,
+    head: Sequence[int] | None = None,
+) -> tuple[list[ModelEntry], FileEntry]:
+    """Write one model's files into a new folder and compare them with it; its weights' hash, too.
+
+    With `draft_layers` the model's first layers become a draft, the second of two: its graphs lie
+    beside the model's and read the same weights. `ops` is "auto" or the op set wanted. The last
+    model's logits are of the tokens `head` alone, if it is given. Raises ExportError.
+    """
+    role = checkpoint.role
+    folder.mkdir()
+    licenses.copy_licenses(role, checkpoint.folder, checkpoint.source.license, folder, progress)
+    gc.collect()  # what the model before this one left in cycles
+    with progress.step(f"Loading the {role}"):
+        loaded = loader.load(checkpoint, progress)
+    sources = [checkpoint.source]
+    with tracer.explain_refusal(checkpoint):
+        if draft_layers is None and head is not None:
+            loaded = draft_vocabulary.prune_head(loaded, head)
+        _note_rotary(role, loaded, context_length, progress)
+        parts = [
+            measure_model(
+                role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress
+            )
+        ]
+        if draft_layers is not None:
+            parts.append(cut_draft(parts[0], draft_layers, num_draft_tokens, head))
+            sources.append(self_draft.source(checkpoint.source, draft_layers))
+        sizes = [reference.num_parameters(part.model) for part in parts]
+        written, file = write_models(parts, ops)
+        references = [_references(part) for part in parts]
+        loaded.sources.close()  # from here on ONNX Runtime reads the weights
+        gone = LoadedModel(torch.nn.Module(), loaded.dtype, WeightSources())
+        parts = [replace(part, loaded=gone) for part in parts]
+        del loaded
+        gc.collect()
+        reports = [
+            _compared(part, wanted, found, tolerance)
+            for part, wanted, found in zip(parts, written, references, strict=True)
+        ]
+    experts = [found[0].num_experts for found in references]
+    kinds = [checkpoint.kind] * len(parts)
+    return list(map(_described, parts, sources, kinds, sizes, experts, reports)), file
+
+
+def measure_model(
+    role: str,
+    loaded: LoadedModel,
+    context_length: int,
+    num_draft_tokens: int,
+    num_tokens: int,
+    folder: Path,
+    progress: Progress,
+    prefix: str = "",
+) -> ModelExport:
+    """Run the model to see what it keeps and what each of its layers does.
+
+    `prefix` is what its files begin with where another model has the same folder.
+    """
+    unread = loaded.sources.reading(loaded.model, only_shapes=True)
+    with progress.step(f"Loading the {role}"), unread:
+        shape = geometry.measure_geometry(loaded.model, context_length, num_draft_tokens)
+        layers = tracer.observe(loaded.model, shape)
+    lengths = graphs.graph_files(num_draft_tokens, context_length, prefix)
+    num_tokens = min(num_tokens, loaded.num_tokens or shape.padded_vocab_size)
+    return ModelExport(role, loaded, shape, lengths, layers, num_tokens, folder, progress)
+
+
+def cut_draft(
+    target: ModelExport,
+    num_layers: int,
+    num_draft_tokens: int,
+    head: Sequence[int] | None = None,
+) -> ModelExport:
+    """The target's first layers as a model in the same folder, perhaps with a cut head."""
+    try:
+        loaded = self_draft.keep_layers(target.loaded, num_layers)
+        loaded = loaded if head is None else draft_vocabulary.prune_head(loaded, head)
+        draft = measure_model(
+            "draft", loaded, target.shape.context_length, num_draft_tokens, target.num_tokens,
+            target.folder, target.progress, "draft-",
+        )  # fmt: skip
+        if draft.shape.layers != target.shape.layers[:num_layers]:
+            raise ExportError(f"that leaves caches of {len(draft.shape.layers)} layers")
+    except Exception as error:
+        raise ExportError(
+            f"the target cannot be cut to {self_draft.PREFIX}{num_layers}: {first_line(error)}; "
+            "give another --draft"
+        ) from error
+    return draft
+
+
+def write_models(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], FileEntry]:
+    """Trace and write models that share one folder: the op sets each has, and the weights' hash."""
+    wanted, first = OPS if ops == "auto" else (ops,), parts[0]
+    with WeightsFile(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
+        written = [list(_each(p, wanted, partial(_write_graphs, p, stored))) for p in parts]
+        with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
+            stored.finish(advance)
+    return written, stored.file
+
+
+def _each(part: ModelExport, wanted: Sequence[str], do: Callable[[str], T]) -> dict[str, T]:
+    """Do something for each op set; one that cannot be is left out with a note, if any can."""
+    done: dict[str, T] = {}
+    refused: dict[str, ExportError] = {}
+    for ops in wanted:
+        try:
+            done[ops] = do(ops)
+        except ExportError as error:
+            refused[ops] = error
+    reasons = {ops: str(error).removeprefix(f"{part.role}: ") for ops, error in refused.items()}
+    if not done:
+        ops, first = next(iter(refused.items()))
+        raise type(first)(f"{part.role}: {reasons[ops]}; it cannot be exported in {ops}")
+    for ops, reason in reasons.items():
+        part.progress.note(f"{part.role}: no {ops} graphs, because {reason}")
+    return done
+
+
+def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
+    """Trace a model in an op set and write its files. Raises ExportError where it cannot be."""
+    if ops == "gqa":
+        for layer in part.layers:
+            if reason := layer.obstacle():
+                raise ExportError(reason)
+    with part.progress.step(f"Tracing the {part.role}"):
+        with patched_modules(part.model, part.shape.context_length, part.shape.capacity):
+            traced = tracer.trace(part.model, part.shape, ops, part.layers)
+        remove_transposes(traced.graph)
+        rewrites.expand_sigmoids(traced)
+        graphs.replace_shape_fills(traced)
+        graphs.strip_metadata(traced)
+        graphs.expand_biases(traced.graph)
+        add_logits_from(traced.graph)
+    with part.progress.step(f"Writing the {part.role}"):
+        stored.attach(traced)
+        ir.save(traced, part.folder / part.lengths[0].source.file(ops))
+        graphs.write_graphs(traced, part.folder, part.lengths, ops)
+
+
+def _described(
+    part: ModelExport,
+    source: CheckpointSource,
+    kind: str,
+    num_parameters: int,
+    num_experts: int,
+    reports: dict[str, ParityReport],
+) -> ModelEntry:
+    place = part.folder.name
+    cache = CacheLayout(FLOAT32.cache, part.shape.capacity, part.shape.layers)
+    return ModelEntry(
+        source=source,
+        architecture=kind,
+        num_parameters=num_parameters,
+        num_experts=num_experts,
+        vocab_size=part.num_tokens,
+        padded_vocab_size=part.shape.padded_vocab_size,
+        context_length=part.shape.context_length,
+        dtype=FLOAT32.compute,
+        weights_dtype=part.loaded.dtype,
+        cache=cache,
+        weights=f"{place}/{FILE}",
+        signatures=signatures(cache, part.shape.padded_vocab_size),
+        graphs=tuple(length.entry(place, one) for one in reports for length in part.lengths),
+        parity=reports,
+        quantization={},
+    )
+
+
+def _references(part: ModelExport) -> list[Reference]:
+    stretches = reference.compared_positions(part.shape, reference.num_parameters(part.model))
+    total = sum(end - start for start, end in stretches)
+    with part.progress.step(f"Running the {part.role} in PyTorch", total) as advance:
+        return reference.compute_references(
+            part.role, part.model, part.loaded.sources, part.shape, part.num_tokens, advance
+        )
+
+
+def _note_rotary(role: str, loaded: LoadedModel, context_length: int, progress: Progress) -> None:
+    if freeze_rotary(loaded.model, context_length):
+        progress.note(
+            f"{role}: its rotary factors are those of texts of {context_length} tokens at "
+            "every position; a smaller --max-length may choose others"
+        )
+
+
+def _compared(
+    part: ModelExport, written: list[str], references: list[Reference], tolerance: float | None
+) -> dict[str, ParityReport]:
+    """Compare each op set that was written; the files of others go."""
+    reports = _each(part, written, partial(_compare, part, references, tolerance))
+    for ops in {*OPS} - reports.keys():
+        for length in part.lengths:
+            for file in (length.file(ops), length.source.file(ops)):
+                (part.folder / file).unlink(missing_ok=True)
+    return reports
+
+
+def _compare(
+    part: ModelExport, references: list[Reference], tolerance: float | None, ops: str
+) -> ParityReport:
+    who, progress = f"{part.role} ({ops})", part.progress
+    runner = Runner(part.folder, part.lengths, part.shape, ops)
+    with progress.step(f"Comparing the {who}", runner.num_stages) as advance:
+        report, differing = parity.verify(part.role, references, runner, tolerance, advance)
+    if differing:
+        progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
+    expected = checks.compared_lengths(runner)
+    missing = sorted({*expected} - {*report.invariant_lengths})
+    if missing == [1]:
+        progress.note(
+            f"{who}: passes of one token are not bitwise equal to longer ones, so single tokens "
+            "are run in passes of two"
+        )
+    elif missing:
+        progress.note(
+            f"{who}: passes of {', '.join(map(str, missing))} tokens give other last bits than "
+            "wider ones, so near-ties may be decided otherwise than by the target alone"
+        )
+    return report

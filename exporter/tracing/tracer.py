@@ -1,0 +1,183 @@
+"""Tracing of a Hugging Face decoder to a graph over fixed KV-cache buffers.
+
+B sequences, T new tokens, S rows of cache, H heads of D, V vocabulary entries.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import onnx_ir as ir
+import torch
+import torch.onnx.ops
+
+from specedge.errors import ExportError, SpecEdgeError
+
+from .. import internals
+from ..libraries import quiet
+from . import experts, geometry
+from .attention import OPSET, LayerAttention, TracedPass, active_pass, buffer_cache
+from .families import registered_functions
+from .geometry import Geometry
+
+EXAMPLE_LENGTH = 5
+
+
+class TraceableModel(torch.nn.Module):
+    """Model with explicit caches.
+
+    input_ids [B, T], past_length [B], caches 2 * [B, H, S, D] a layer -> logits, caches
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, context_length: int, ops: str, layers: list[LayerAttention]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.last = context_length - 1
+        self.ops, self.layers = ops, layers
+
+    def forward(
+        self, input_ids: torch.Tensor, past_length: torch.Tensor, caches: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        offsets = torch.cumsum(input_ids * 0 + 1, 1) - 1  # a Range node would run on the CPU
+        cache = buffer_cache(caches)
+        layers = [] if self.ops == "none" else self.layers
+        with active_pass(
+            TracedPass(self.ops, past_length, offsets, caches[0].shape[2], layers)
+        ) as now:
+            output = self.model(
+                input_ids=input_ids,
+                # Rows that pad a pass may lie beyond the last position; Gather refuses those.
+                position_ids=torch.clamp(now.positions, max=self.last),
+                past_key_values=cache,
+                use_cache=True,
+            )
+        self.layers = now.layers
+        return output.logits.float(), *(t for x in cache.layers for t in (x.keys, x.values))
+
+
+def observe(model: torch.nn.Module, geometry: Geometry) -> list[LayerAttention]:
+    """Observe each attention call of the model, in order."""
+    whole = TraceableModel(model, geometry.context_length, "none", [])
+    what = f"{model.config.model_type} models cannot be run for tracing"
+    with (
+        internals.translate_internal_errors(ExportError, what),
+        quiet(),
+        registered_functions(model),
+    ):
+        whole(*example_inputs(geometry, next(model.parameters()).device))
+    if len(whole.layers) < len(geometry.layers):
+        raise ExportError(
+            f"{len(whole.layers)} of its {len(geometry.layers)} layers attend through "
+            f"transformers' interface ({internals.describe_versions()})"
+        )
+    return whole.layers
+
+
+def trace(
+    model: torch.nn.Module,
+    geometry: Geometry,
+    ops: str,
+    layers: list[LayerAttention],
+) -> ir.Model:
+    """Trace the model as a graph with T symbolic, whose initializers share the model's memory.
+
+    Uses torch 2.13's `dynamo` exporter, which optimizes the graph with onnxscript.
+    """
+    with quiet(), registered_functions(model):
+        program = translate(TraceableModel(model, geometry.context_length, ops, layers), geometry)
+    program.optimize()
+    return program.model
+
+
+def translate(whole: TraceableModel, geometry: Geometry) -> torch.onnx.ONNXProgram:
+    """Translate a model with PyTorch's exporter, before any optimization."""
+    names = geometry.cache_names()
+    program = torch.onnx.export(
+        whole,
+        example_inputs(geometry, torch.device("cpu")),
+        input_names=["input_ids", "past_length", *names],
+        output_names=["logits", *(n.replace("past_key_values", "present") for n in names)],
+        dynamic_shapes=({1: torch.export.Dim("T", min=1)}, None, [None] * len(names)),
+        dynamo=True,
+        opset_version=OPSET,
+        verbose=False,
+        optimize=False,
+    )
+    assert program is not None
+    return program
+
+
+def example_inputs(
+    geometry: Geometry, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]:
+    """Return arguments of a pass with an empty cache: ids, past_length and caches."""
+    return (
+        torch.zeros(1, EXAMPLE_LENGTH, dtype=torch.long, device=device),
+        torch.zeros(1, dtype=torch.long, device=device),
+        [torch.zeros(shape, device=device) for shape in geometry.cache_shapes()],
+    )
+
+
+@contextlib.contextmanager
+def explain_refusal(model: Any) -> Iterator[None]:
+    """Translate errors of a model's export, or of a checkpoint's, to one line."""
+    try:
+        yield
+    except (SpecEdgeError, OSError):
+        raise
+    except Exception as error:
+        causes: list[BaseException] = [error]
+        while (cause := causes[-1].__cause__ or causes[-1].__context__) and cause not in causes:
+            causes.append(cause)
+        if ours := next((c for c in causes if isinstance(c, ExportError)), None):
+            raise ours from None
+        raise ExportError(
+            f"{model.config.model_type} models cannot be exported "
+            f"({internals.describe_error(causes[-1])})"
+        ) from error
+
+
+def check_config(config: Any, context_length: int, num_draft_tokens: int, ops: str) -> None:
+    """Refuse a decoder that cannot be exported, or not in this op set. Raises ExportError.
+
+    A model that does not run on the meta device passes; it is checked again with its weights. But
+    experts that bypass transformers' interface and gather rows by index are refused.
+    """
+    num_layers = getattr(config, "num_hidden_layers", None)
+    if isinstance(num_layers, int) and num_layers < 1:
+        raise ExportError(f"its config.json says {num_layers} layers")
+    try:
+        layers = observe_config(config, context_length, num_draft_tokens)
+    except ExportError as error:
+        if not internals.is_meta_error(error.__cause__):
+            raise
+        model = meta_model(config)
+        if any(p.ndim == 3 for p in model.parameters()) and not experts.find_experts(model):
+            raise ExportError(
+                "its experts do not go through transformers' interface, and pick rows in a way "
+                "that no graph can hold"
+            ) from error
+        return
+    reasons = filter(None, (layer.obstacle() for layer in layers))
+    if ops == "gqa" and (reason := next(reasons, None)):
+        raise ExportError(f"{reason}; it cannot be exported in gqa")
+
+
+def observe_config(config: Any, context_length: int, num_draft_tokens: int) -> list[LayerAttention]:
+    """Observe each layer of a model with this config."""
+    model = meta_model(config)
+    return observe(model, geometry.measure_geometry(model, context_length, num_draft_tokens))
+
+
+def meta_model(config: Any) -> Any:
+    """Build the decoder of a config on the meta device. Raises ExportError."""
+    what = f"transformers cannot build a {config.model_type} model of its config"
+    with internals.translate_internal_errors(ExportError, what):
+        model = internals.build_decoder(config)
+    for module, layer_type in list(internals.dynamic_rotary_modules(model)):
+        internals.freeze_frequencies(module, layer_type)
+    return model

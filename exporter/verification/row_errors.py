@@ -1,0 +1,99 @@
+"""Row-wise comparison with the reference, bounded by float32's own error.
+
+A row is one position's logits [V], or its keys or values of one head [D]. Errors are relative to a
+row's largest value, so that a large channel, head or position hides nothing in another. PyTorch's
+own float32 error is the bound, since no float32 graph can be expected to be closer than that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specedge.bundle.precision import FLOAT32
+from specedge.errors import ParityError
+
+TINY = 1e-6  # of the largest value of an output: what a row of zeros is relative to
+# Exact arithmetic leaves a right graph a ten-millionth of float32's error. A constant that is wrong
+# by one part in a thousand costs ten thousand times float32's error of that constant.
+STRUCTURE = 1e-3
+
+
+def row_scales(wanted: np.ndarray) -> np.ndarray:
+    """Return the largest magnitude of each row. [..., n, D] -> [..., n]"""
+    sizes = np.abs(wanted).max(-1)
+    return np.maximum(sizes, max(TINY * float(sizes.max(initial=0)), 1e-30))
+
+
+def row_errors(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+    """Return the largest difference in each row, infinite where it is not finite. -> [..., n]"""
+    with np.errstate(invalid="ignore", over="ignore"):
+        error = np.abs(found - wanted).max(-1)
+    return np.where(np.isfinite(error), error, np.inf)
+
+
+def float32_error_bounds(error: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Return float32's relative `error` of each row, at least the median. [..., n] -> [..., n]"""
+    found = error / row_scales(exact)
+    usual = np.median(found, axis=-1, keepdims=True)
+    return np.maximum(found, usual) + FLOAT32.floor / FLOAT32.multiple
+
+
+@dataclass
+class ErrorCheck:
+    """Row-wise comparison of outputs that keeps the worst error and raises ParityError beyond it.
+
+    `wanted` names the reference in messages. With a `tolerance` an error may be that share of the
+    largest value of its output, and float32's own error does not count.
+    """
+
+    role: str
+    wanted: str
+    tolerance: float | None = None
+    multiple: float = FLOAT32.multiple
+    worst: dict[str, float] = field(default_factory=dict)  # relative to the output's largest value
+    row: float = 0.0  # the worst of all relative to its row's largest value
+    ratio: float = 0.0  # the largest multiple of float32's own error
+
+    def compare(
+        self,
+        kind: str,
+        name: str,
+        found: np.ndarray,
+        wanted: np.ndarray,
+        float32: np.ndarray,
+        start: int = 0,
+        largest: float | None = None,
+    ) -> None:
+        """Compare rows whose first position is `start`. 2 * [n, V] or [H, n, D], [..., n]
+
+        `largest` is the largest value of the whole output, if these are some rows of it.
+        """
+        if found.shape != wanted.shape:
+            raise ParityError(
+                f"{self.role}: {name} from position {start} on has the shape "
+                f"{list(found.shape)}, not {list(wanted.shape)} as {self.wanted}"
+            )
+        size = largest or float(np.abs(wanted).max(initial=1e-30))
+        error, scale = row_errors(found, wanted), row_scales(wanted)
+        self.worst[kind] = max(self.worst.get(kind, 0.0), float(error.max(initial=0)) / size)
+        self.row = max(self.row, float((error / scale).max(initial=0)))
+        ratio = error / scale / float32
+        self.ratio = max(self.ratio, float(ratio.max(initial=0)))
+        over = error / size / self.tolerance if self.tolerance else ratio / self.multiple
+        if over.max(initial=0) <= 1:
+            return
+        place = np.unravel_index(over.argmax(), over.shape)
+        *head, row = map(int, place)
+        where = f"{name}{f' head {head[0]}' if head else ''} at position {start + row}"
+        if self.tolerance:
+            reason = (
+                f"{error[place] / size:.1e} of the largest value, --tolerance is {self.tolerance:g}"
+            )
+        else:
+            reason = (
+                f"{error[place] / scale[place]:.1e} of the row's largest value, allowed are "
+                f"{self.multiple:g} times float32's own {float32[place]:.1e}"
+            )
+        raise ParityError(f"{self.role}: {where} differs from {self.wanted} by {reason}")

@@ -1,0 +1,133 @@
+"""Session of a subgraph: some of a model's layers with their caches."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+
+from specedge import int8_products
+from specedge.cpu_count import default_threads
+from specedge.errors import ExportError
+
+from ..libraries import translate_errors
+
+NOISE = 4.0
+_OFFSETS = 1000  # where in one stretch of numbers a stretch of noise may begin
+Values = dict[str, np.ndarray]
+
+
+class SubgraphSession:
+    """The subgraph that is loaded: some of the layers' caches, and sessions of those layers."""
+
+    def __init__(
+        self,
+        shapes: dict[str, tuple[int, int, int, int]],
+        dtype: str,
+        open_: Callable[[str, bool], ort.InferenceSession | None],
+    ) -> None:
+        self.caches = {name: np.zeros(shape, dtype) for name, shape in shapes.items()}
+        self._open = open_
+        self._sessions: dict[tuple[str, bool], ort.InferenceSession | None] = {}
+        self._random = np.random.default_rng(0)
+        size = max((cache.size for cache in self.caches.values()), default=0) + _OFFSETS
+        self._noise = NOISE * self._random.standard_normal(size, np.float32)
+
+    @functools.cached_property
+    def _bound(self) -> dict[str, ort.OrtValue]:
+        return {n: ort.OrtValue.ortvalue_from_numpy(c) for n, c in self.caches.items()}
+
+    def close(self) -> None:
+        """Unload the sessions, which map files and borrow buffers."""
+        self._sessions.clear()
+
+    def run(self, file: str, packed: bool, values: Values) -> Values:
+        """Run a pass through these layers and return its outputs by name."""
+        session = self._session(file, packed)
+        if session is None:
+            return {}
+        binding = session.io_binding()
+        for name in (value.name for value in session.get_inputs()):
+            if name in self._bound:
+                binding.bind_ortvalue_input(name, self._bound[name])
+            else:
+                binding.bind_cpu_input(name, values[name])
+        names = [value.name for value in session.get_outputs()]
+        caches = {n: self._bound.get(n.replace("present", "past_key_values")) for n in names}
+        for name, cache in caches.items():
+            if cache is not None:
+                binding.bind_ortvalue_output(name, cache)
+            else:
+                binding.bind_output(name, "cpu")
+        with translate_errors(ExportError, f"ONNX Runtime cannot run {file}: "):
+            session.run_with_iobinding(binding)
+        outputs = zip(names, binding.get_outputs(), strict=True)
+        return {name: made.numpy() for name, made in outputs if caches[name] is None}
+
+    def fill(self, rows: Values) -> None:
+        """Write [H, n, D] rows to the caches."""
+        for name, part in rows.items():
+            self.caches[name][0, :, : part.shape[1]] = part
+
+    def fill_noise(self, start: int, end: int) -> None:
+        """Write noise to the caches' rows."""
+        for cache in self.caches.values():
+            rows = cache[:, :, start:end]
+            at = self._random.integers(_OFFSETS)
+            rows[:] = self._noise[at : at + rows.size].reshape(rows.shape)
+
+    def repeat(self, length: int, end: int) -> None:
+        """Repeat the first rows behind themselves up to row `end`."""
+        for cache in self.caches.values():
+            places = np.arange(length, end)
+            cache[:, :, length:end] = cache[:, :, places % length]
+
+    def rows(self, start: int, end: int) -> list[np.ndarray]:
+        """Copy the caches' rows."""
+        return [cache[0, :, start:end].copy() for cache in self.caches.values()]
+
+    def _session(self, name: str, packed: bool) -> ort.InferenceSession | None:
+        key = (name, packed)
+        if key not in self._sessions:
+            if not self.caches:
+                self._sessions.clear()
+            self._sessions[key] = self._open(name, packed)
+        return self._sessions[key]
+
+
+def unpacked_options() -> ort.SessionOptions:
+    """Return options of a session that reads its weights from their file, without copies."""
+    options = ort.SessionOptions()
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    return options
+
+
+def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    """Open a session on the CPU, with or without a global thread pool, with right int8 products."""
+    if not _products_are_right():
+        options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
+    return _opened(model, options)
+
+
+@functools.cache
+def _products_are_right() -> bool:
+    session = _opened(int8_products.PRODUCT_GRAPH, ort.SessionOptions())
+    return int8_products.are_exact(lambda x: session.run(None, {"x": x})[0])
+
+
+def _opened(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+    options.log_severity_level = 4
+    options.intra_op_num_threads = default_threads()
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    providers = ["CPUExecutionProvider"]
+    try:
+        return ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
+    except Exception as error:
+        if "per_session_threads" not in str(error):
+            raise
+    # Beside a shared pool no session has one of its own.
+    options.use_per_session_threads = False
+    return ort.InferenceSession(model, options, providers=providers, enable_fallback=False)

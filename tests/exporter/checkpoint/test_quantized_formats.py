@@ -1,0 +1,193 @@
+"""Quantised weights: mxfp4 and fp8 are widened to what they stand for, others refused by name."""
+
+import pytest
+import torch
+from formats import (
+    edit,
+    load,
+    make,
+    quantise_fp8,
+    quantise_mxfp4,
+    refusal,
+    same,
+    stored_numbers,
+)
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+from specedge.errors import CheckpointError
+from specedge.exporter import Progress, export
+from specedge.exporter.checkpoint import lazy_weights, quantized_formats
+from specedge.exporter.checkpoint.lazy_tensors import materialize
+
+BLOCK = 128
+
+
+@pytest.fixture(autouse=True)
+def _all_are_large(monkeypatch):
+    """Matrices of small models get placeholders, too."""
+    monkeypatch.setattr(lazy_weights, "SMALLEST", 1)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "GPTQ"),
+        ({"quant_method": "awq", "bits": 4}, "AWQ"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+        ({"load_in_8bit": True}, "bitsandbytes"),
+        ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+        ({"quant_method": "hqq"}, "HQQ"),
+        ({"quant_method": "eetq"}, "EETQ"),
+        ({"quant_method": "aqlm"}, "AQLM"),
+        ({"quant_method": "fbgemm_fp8"}, "FBGEMM"),
+        ({"quant_method": "of-tomorrow"}, "of-tomorrow"),
+        ({"quant_method": "fp8", "fmt": "e3m4"}, "fp8"),
+        ({"quant_method": "fp8", "weight_block_size": [128]}, "fp8"),
+        ({}, "unknown"),
+        ("gptq", "unknown"),
+    ],
+)
+def test_other_quantised_checkpoints_are_refused_by_name_from_the_config(config, name, tmp_path):
+    folder, _ = make(tmp_path, "llama")
+    (folder / "model.safetensors").write_bytes(b"unread")
+    edit(folder / "config.json", quantization_config=config)
+    message = refusal(folder)
+    assert name in message
+    assert "give the checkpoint it was made from" in message
+    (folder / "README.md").write_text("---\nbase_model: some/original\n---\n", "utf-8")
+    assert "give some/original, which it was made from" in refusal(folder)
+
+
+def test_a_config_beside_that_of_the_model_tells_gptq(tmp_path):
+    folder, _ = make(tmp_path, "llama")
+    (folder / "quantize_config.json").write_text("{}", "utf-8")
+    assert "GPTQ" in refusal(folder)
+
+
+def test_every_mxfp4_number_is_what_transformers_makes_of_it():
+    codes = torch.arange(256, dtype=torch.uint8).reshape(16, 16)  # each pair of numbers
+    scales = torch.arange(1, 253, dtype=torch.uint8)
+    blocks = codes.repeat(2, 1, 1)[:, None].expand(2, 252, 16, 16).contiguous()
+    scales = scales[None, :, None].expand(2, 252, 16).contiguous()
+    found = quantized_formats.dequantize_mxfp4(blocks, scales)
+    wanted = convert_moe_packed_tensors(blocks, scales).transpose(1, 2)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(materialize(found), wanted)
+    bits = materialize(found).float()
+    assert torch.equal(bits.bfloat16().float(), bits)
+    assert bits[0, 126, :4].tolist() == [0.0, 0.0, 0.5, 0.0]  # low bits first, times 2^0
+    assert bits[1, 127, -2:].tolist() == [-12.0, -12.0]
+
+
+@pytest.mark.slow
+def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
+    folder, model = make(tmp_path, "gpt_oss")
+    quantise_mxfp4(folder, model)
+    loaded, notes = load(folder)
+    assert same(loaded, model)
+    assert loaded.dtype == "bfloat16"
+    assert "stored in mxfp4 and widened" in notes
+    assert "the target is this quantised model" in notes
+    progress = Progress()
+    bundle = export(folder, folder, tmp_path / "bundle", max_length=64, progress=progress)
+    assert bundle.target.weights_dtype == "bfloat16"
+    size = 2 * sum(parameter.numel() for parameter in model.parameters())
+    assert size <= bundle.files["target/weights.bin"].size < 1.1 * size  # both op sets' in one
+    assert any("draft is this quantised model" in note for note in progress.notes)
+
+
+def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
+    folder, model = make(tmp_path, "gpt_oss")
+    quantise_mxfp4(folder, model)
+    state = load_file(folder / "model.safetensors")
+    key = next(key for key in state if key.endswith("_scales"))
+    save_file({k: t for k, t in state.items() if k != key}, folder / "model.safetensors")
+    assert "scales do not fit" in refusal(folder)
+
+
+@pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("exact", [True, False])
+@pytest.mark.parametrize("block", [BLOCK, None])
+def test_fp8_numbers_are_widened_to_their_products_with_the_scales(block, exact, tmp_path):
+    folder, model = make(tmp_path, "qwen3", hidden_size=192, intermediate_size=160)
+    wide = quantise_fp8(folder, model, block, exact)
+    with torch.no_grad():
+        for key, matrix in wide.items():
+            model.get_parameter(key).copy_(matrix)
+    loaded, notes = load(folder)
+    assert same(loaded, model)
+    assert loaded.dtype == ("bfloat16" if exact else "float32")
+    assert "stored in fp8 and widened" in notes
+
+
+@pytest.mark.slow(exhaustive=True)
+def test_fp8_experts_are_widened_and_exported(tmp_path):
+    folder, model = make(tmp_path, "deepseek_v3", hidden_size=160, moe_intermediate_size=40)
+    wide = quantise_fp8(folder, model, BLOCK, exact=True)
+    loaded, _ = load(folder)
+    found = stored_numbers(loaded)
+    inner = model.config.moe_intermediate_size
+    for key, matrix in wide.items():
+        place, _, rest = key.partition(".experts.")
+        if rest:
+            expert, name, _ = rest.split(".")
+            joined = "down_proj" if name == "down_proj" else "gate_up_proj"
+            part = slice(inner) if name == "gate_proj" else slice(-inner, None)
+            rows = part if joined == "gate_up_proj" else slice(None)
+            assert torch.equal(found[f"{place}.experts.{joined}"][int(expert)][rows], matrix)
+        else:
+            assert torch.equal(found[key], matrix)
+    bundle = export(folder, folder, tmp_path / "bundle", max_length=64, ops="onnx")
+    assert bundle.target.weights_dtype == "bfloat16"
+    assert bundle.target.num_experts == model.config.n_routed_experts
+
+
+def test_fp8_numbers_without_their_scales_are_refused(tmp_path):
+    folder, model = make(tmp_path, "qwen3")
+    quantise_fp8(folder, model, BLOCK, exact=True)
+    state = load_file(folder / "model.safetensors")
+    key = next(key for key in state if key.endswith("_scale_inv"))
+    save_file({k: t for k, t in state.items() if k != key}, folder / "model.safetensors")
+    message = refusal(folder)
+    assert f"lacks {key}; download it again" in message
+
+
+@pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("shape", [(7, 9), (64, 1), (1, 1, 1), (3, 1, 1)])
+def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
+    folder, model = make(tmp_path, "qwen3")
+    quantise_fp8(folder, model, BLOCK, exact=True)
+    state = load_file(folder / "model.safetensors")
+    key = next(key for key in state if key.endswith("_scale_inv"))
+    save_file(state | {key: torch.ones(shape)}, folder / "model.safetensors")
+    if shape == (1, 1, 1):  # one for all, however it is written
+        load(folder)
+        return
+    message = refusal(folder)
+    assert f"{key} is {list(shape)}, a layout of scales that is not known" in message
+    assert "give the checkpoint it was made from" in message
+
+
+def test_fp8_scales_of_other_experts_than_there_are_do_not_fit():
+    state = {"w": torch.ones(4, 8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.ones(2, 1, 1)}
+    raw = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [8, 8]}}
+    with pytest.raises(CheckpointError, match=r"w_scale_inv is \[2, 1, 1\], a layout"):
+        quantized_formats.dequantize_state("target m", raw, state)
+
+
+def test_a_text_parts_own_quantisation_is_taken_for_the_models(tmp_path):
+    config = {"quant_method": "fp8", "weight_block_size": [8, 8]}
+    raw = {"text_config": {"quantization_config": config}}
+    quantized_formats.check("target m", raw, set(), None)
+    state = {"w": torch.ones(8, 8).to(torch.float8_e4m3fn), "w_scale_inv": torch.full((1, 1), 2.0)}
+    found = quantized_formats.dequantize_state("target m", raw, state)
+    assert torch.equal(materialize(found["w"]).float(), torch.full((8, 8), 2.0))
+
+
+@pytest.mark.parametrize(("how", "growth"), [("fp8", 4), ("mxfp4", 64 / 17), (None, 1)])
+def test_what_a_byte_of_a_format_becomes(how, growth):
+    assert (
+        quantized_formats.expansion({"quantization_config": {"quant_method": how}} if how else {})
+        == growth
+    )

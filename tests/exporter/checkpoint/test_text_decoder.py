@@ -1,0 +1,108 @@
+"""Published names and configs: what is read is the model, and what is none is refused unread."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AyaVisionConfig, LlavaConfig
+
+import published
+from checkpoints import VOCAB_SIZE, make_tokenizer
+from published import PUBLISHED, REFUSED
+from specedge.errors import CheckpointError, SpecEdgeError
+from specedge.exporter import Progress, export
+from specedge.exporter.checkpoint import checkpoints, loader, text_decoder
+from specedge.exporter.tokenizers import pair
+from specedge.exporter.tracing import tracer
+
+WRAPPERS = [name for name, one in PUBLISHED.items() if one.wrapper]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return make_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_names_are_read_as_the_model_they_are_of(name, tokenizer, tmp_path):
+    """Of a multimodal one, its own logits for text alone: so M-RoPE is plain RoPE there."""
+    model = published.build(name, tmp_path)
+    published.save(name, model, tokenizer, tmp_path)
+    found = checkpoints.find("target", str(tmp_path), None)
+    assert tracer.observe_config(found.config, 256, 4)
+    loaded = loader.load(found, Progress())
+    tokens = torch.randint(0, VOCAB_SIZE, (1, 100), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(loaded.model(input_ids=tokens).logits, model(input_ids=tokens).logits)
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_text_part_has_nothing_of_the_other_parts(name, tokenizer, tmp_path):
+    folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
+    loaded = loader.load(checkpoints.find("target", str(folder), None), Progress())
+    assert not [n for n, _ in loaded.model.named_modules() if "vis" in n or "multi_modal" in n]
+
+
+@pytest.mark.parametrize("name", WRAPPERS)
+def test_a_text_part_that_lacks_weights_is_refused(name, tokenizer, tmp_path, monkeypatch):
+    folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
+    names = text_decoder.internals.rename_keys
+    lacking = "layers.1.self_attn.o_proj.weight"
+
+    def renamed(model, keys):
+        return {k: v for k, v in names(model, keys).items() if not v.endswith(lacking)}
+
+    monkeypatch.setattr(text_decoder.internals, "rename_keys", renamed)
+    with pytest.raises(
+        CheckpointError, match=r"lacks weights, such as model\.layers\.1\.self_attn\.o_"
+    ):
+        loader.load(checkpoints.find("target", str(folder), None), Progress())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_is_refused_by_what_it_is_before_its_weights_are_read(
+    kind, tokenizer, tmp_path
+):
+    folder = published.save_refused(kind, tokenizer, tmp_path / "model")
+    with pytest.raises(SpecEdgeError, match=REFUSED[kind][0]) as error:
+        export(folder, folder, tmp_path / "bundle")
+    assert kind in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_text_part_ends_where_the_whole_says(tokenizer, tmp_path):
+    name = "gemma-3-4b"
+    folder = published.save(name, published.build(name, tmp_path), tokenizer, tmp_path)
+    assert pair.end_tokens(checkpoints.find("target", str(folder), None)) == (0, 1)
+
+
+def test_a_multimodal_model_of_another_text_decoder_is_its_text_decoder():
+    config = LlavaConfig()
+    text = text_decoder.decoder_config("target x", config)
+    assert (text.model_type, text.tie_word_embeddings) == ("llama", config.tie_word_embeddings)
+
+
+def test_a_text_decoder_that_is_not_found_in_the_whole_is_refused(monkeypatch):
+    whole = text_decoder.internals.build_multimodal_model
+    monkeypatch.setattr(
+        text_decoder.internals, "build_multimodal_model", lambda c: whole(c).model.vision_tower
+    )
+    with pytest.raises(CheckpointError, match=r"where it is not known \(with transformers"):
+        text_decoder.decoder_config("target x", LlavaConfig())
+
+
+def test_a_multimodal_model_that_cannot_be_built_is_refused_in_one_line():
+    config = AyaVisionConfig()
+    config.vision_config.num_attention_heads = 7
+    with pytest.raises(CheckpointError, match=r"cannot build .* model .*ValueError") as error:
+        text_decoder.decoder_config("target x", config)
+    assert "\n" not in str(error.value)
+
+
+def test_several_text_models_are_refused():
+    config = LlavaConfig()
+    config.decoder = config.text_config  # the name of another place where transformers looks
+    with pytest.raises(CheckpointError, match="has several text models"):
+        text_decoder.decoder_config("target x", config)

@@ -1,0 +1,108 @@
+"""K draft steps in one graph are K passes."""
+
+import shutil
+from dataclasses import replace
+
+import numpy as np
+import onnx
+import pytest
+
+from specedge.bundle.gpu_signatures import ONE_CALL, UNROLLED
+from specedge.exporter.graph import draft_loop as unrolling
+from specedge.runtime.backend.cuda.draft_graphs import GreedyDraftGraph
+from specedge.runtime.backend.model_session import ModelSession
+from specedge.runtime.backend.sessions import Device
+from specedge.runtime.sampling.history import History
+from specedge.sampling_options import Sampling
+
+OPS = "onnx"  # in float32, where rows keep their bits
+TEXT = [7 * i % 500 for i in range(300)]
+
+
+@pytest.fixture
+def unrolled(bundle, cached):
+    session = ModelSession(bundle, bundle.draft, Device(), OPS, UNROLLED)
+    return GreedyDraftGraph(session, cached.cache)
+
+
+def drafted(unrolled, tokens, count):
+    draft = unrolled.draft(tokens, count, History(tokens), Sampling(), np.zeros(count))
+    assert draft.probs is None
+    return draft.tokens
+
+
+def by_passes(model, tokens, count):
+    found = []
+    while len(found) < count:
+        row = model.forward(found[-1:] or tokens)[-1]
+        found.append(int(row.largest(1)[0][0]))
+    return found
+
+
+def check(passes, cached, unrolled, tokens, count):
+    """The same tokens, and the same rows after them."""
+    assert drafted(unrolled, tokens, count) == by_passes(passes, tokens, count)
+    assert cached.length == passes.length
+    assert cached.cache._tokens == passes.cache._tokens
+    found, wanted = (model.cache_rows(0, model.length) for model in (cached, passes))
+    assert all(map(np.array_equal, found, wanted))
+
+
+@pytest.mark.parametrize("num_fed", [1, 2])
+def test_it_drafts_what_passes_draft_and_leaves_their_rows(passes, cached, unrolled, num_fed):
+    for count in (1, unrolled.num_steps, unrolled.num_steps + 1, 2 * unrolled.num_steps + 1):
+        for model in (passes, cached):
+            model.truncate(0)
+            model.prefill(TEXT[:40])
+        check(passes, cached, unrolled, TEXT[40 : 40 + num_fed], count)
+
+
+def test_it_drafts_on_after_a_rejection(passes, cached, unrolled):
+    for i in range(20):
+        for model in (passes, cached):
+            model.truncate(model.length - min(i % 4, model.length))
+        check(passes, cached, unrolled, TEXT[i : i + 1 + i % 2], 1 + i % unrolled.num_steps)
+
+
+def test_steps_beyond_the_contexts_end_are_dropped(bundle, passes, cached, unrolled):
+    context = bundle.draft.context_length
+    for left in range(1, unrolled.num_steps + 2):
+        for model in (passes, cached):
+            model.truncate(0)
+            model.prefill(TEXT[: context - left])
+        check(passes, cached, unrolled, TEXT[:1], left)
+
+
+def test_rows_beyond_the_drafted_tokens_are_never_read(passes, cached, unrolled):
+    drafted(unrolled, TEXT[:2], 1)
+    passes.forward(TEXT[:2])
+    assert np.array_equal(passes.forward([3]).array(), cached.forward([3]).array())
+
+
+def test_every_step_has_outputs_for_each_buffer_and_weights_are_stored_once(bundle):
+    entry = bundle.draft.graph(UNROLLED, OPS)
+    outputs = bundle.draft.signatures[entry.signature].outputs
+    buffers = [tensor.buffer for tensor in outputs if tensor.role == "cache"]
+    assert len(buffers) == bundle.num_draft_tokens * len({*buffers})
+    proto = onnx.load(bundle.path(entry.file), load_external_data=False)
+    places = [tuple(e.value for e in t.external_data) for t in proto.graph.initializer]
+    places = [place for place in places if place]
+    assert len(places) == len({*places})
+
+
+def test_a_cut_heads_columns_are_its_tokens(bundle, passes, tmp_path):
+    draft, k = bundle.draft, bundle.num_draft_tokens
+    ids = [3 * i % draft.num_columns for i in range(draft.num_columns)]
+    shutil.copytree(bundle.folder / "draft", tmp_path / "draft")
+    plain = replace(draft, graphs=tuple(g for g in draft.graphs if g.name not in ONE_CALL))
+    made = unrolling.add_draft_loops(plain, tmp_path, k, ids)
+    session = Device().open(tmp_path / made.graph(UNROLLED, OPS).file)
+    feed = {
+        t.name: np.zeros(t.at(1, 1, 1), t.dtype)
+        for t in made.signatures[made.graph(UNROLLED, OPS).signature].inputs
+    }
+    feed["input_ids"][:] = 5
+    tokens = [5]
+    for _ in range(k):
+        tokens.append(ids[int(passes.forward(tokens[-1:]).array()[-1].argmax())])
+    assert session.run(["drafted"], feed)[0].tolist() == [tokens[1:]]

@@ -1,0 +1,72 @@
+"""A float32 graph that computes in 16 bits, but where these would not do."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import pytest
+from onnx_ir.passes.common import LiftConstantsToInitializersPass, ShapeInferencePass
+
+from specedge.exporter.graph.half_precision import convert_graph
+from specedge.exporter.verification.subgraph import open_session
+
+HALF = ir.DataType.FLOAT16
+
+
+def narrowed(body, inputs, kind=HALF):
+    """A graph whose first output is logits, from text."""
+    text = f'<ir_version: 10, opset_import: ["": 24]> g ({inputs}) => (float[n] y) {{ {body} }}'
+    model = ir.from_onnx_text(text)
+    LiftConstantsToInitializersPass(lift_all_constants=True, size_limit=0)(model)
+    ShapeInferencePass()(model)
+    convert_graph(model, kind)
+    return model
+
+
+def run(model, **values):
+    session = open_session(ir.to_proto(model).SerializeToString(), onnxruntime.SessionOptions())
+    return session.run(None, values)[0]
+
+
+def kinds(model):
+    return [(node.op_type, node.outputs[0].dtype) for node in model.graph]
+
+
+def test_inputs_have_the_type_and_logits_are_cast_at_the_end():
+    model = narrowed("one = Constant <value_float = 1.0> ()  y = Add(x, one)", "float[n] x")
+    assert model.graph.inputs[0].dtype == HALF
+    assert model.graph.outputs[0].name == "y"
+    assert model.graph.outputs[0].dtype == ir.DataType.FLOAT
+    found = run(model, x=np.arange(4, dtype=np.float16))
+    assert found.dtype == np.float32
+    assert np.array_equal(found, [1, 2, 3, 4])
+
+
+def test_what_depends_on_positions_alone_is_computed_in_float32():
+    """The cosine of position 2,049, which float16 does not have."""
+    body = "f = Cast <to = 1> (p)  c = Cos(f)  y = Mul(x, c)"
+    model = narrowed(body, "float[n] x, int64[n] p")
+    assert ("Cos", ir.DataType.FLOAT) in kinds(model)
+    found = run(model, x=np.ones(1, np.float16), p=np.array([2049]))
+    assert found[0] == pytest.approx(np.cos(2049), abs=1e-3)
+
+
+@pytest.mark.parametrize("square", ["two = Constant <value_float = 2.0> () s = Pow(x, two)",
+                                    "s = Mul(x, x)"])  # fmt: skip
+def test_squares_that_the_type_cannot_hold_are_summed_in_float32(square):
+    body = f"{square} m = ReduceMean(s)  r = Sqrt(m)  y = Div(x, r)"
+    model = narrowed(body, "float[n] x")
+    assert ("Sqrt", ir.DataType.FLOAT) in kinds(model)
+    assert ("Div", HALF) in kinds(model)
+    assert run(model, x=np.array([400, 300], np.float16)) == pytest.approx([1.131, 0.8485], 1e-3)
+
+
+def test_constants_stay_finite():
+    model = narrowed("low = Constant <value_float = -3.0e38> ()  y = Max(x, low)", "float[n] x")
+    assert np.isfinite(run(model, x=np.array([-np.inf], np.float16))).all()
+
+
+def test_a_comparison_is_of_one_type():
+    body = "z = Constant <value_float = 0.0> ()  b = Greater(x, z)  y = Where(b, x, z)"
+    assert np.array_equal(
+        run(narrowed(body, "float[n] x"), x=np.array([-1, 2], np.float16)), [0, 2]
+    )

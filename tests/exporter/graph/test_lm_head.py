@@ -1,0 +1,136 @@
+"""Logits of the rows that are asked for alone: the bits that they have among all."""
+
+import json
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+from checkpoints import make_config, make_model
+from comparing import measure, model_of, traced
+from specedge.bundle.gpu_signatures import ONE_CALL
+from specedge.errors import ExportError, ParityError
+from specedge.exporter import export
+from specedge.exporter.graph import graphs
+from specedge.exporter.graph.nodes import add_constant, insert_node
+from specedge.exporter.tracing.geometry import Geometry
+from specedge.exporter.verification.runner import FillNoise, PassAction, ReadRows, Runner
+
+LENGTH = 9
+
+
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def bundle(request, pairs, tmp_path_factory):
+    if request.param == "float32":
+        return pairs.bundle("gpt2")
+    folder = tmp_path_factory.mktemp("int8") / "bundle"
+    return export(*pairs.checkpoint("gpt2"), folder, precision="int8", max_length=96)
+
+
+def runner_of(bundle, ops):
+    model = bundle.target
+    sizes = model.context_length, model.cache.capacity, model.padded_vocab_size
+    lengths = graphs.graph_files(bundle.num_draft_tokens, model.context_length)
+    return Runner(bundle.folder / "target", lengths, Geometry(*sizes, model.cache.layers), ops)
+
+
+def outputs(runner, first):
+    tokens = np.arange(LENGTH)
+    actions = [
+        FillNoise(0, 2 * LENGTH),
+        PassAction("decoder", tokens, 0, first),
+        ReadRows(0, LENGTH),
+    ]
+    return runner.run(actions)[1:]
+
+
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+def test_logits_from_a_row_on_are_those_of_all_rows(bundle, ops):
+    runner = runner_of(bundle, ops)
+    logits, caches = outputs(runner, 0)
+    assert len(logits) == LENGTH
+    for first in range(1, LENGTH + 1):
+        found, rows = outputs(runner, first)
+        assert np.array_equal(found, logits[first:])
+        assert all(map(np.array_equal, rows, caches))
+
+
+def test_files_of_one_length_have_neither_the_input_nor_the_node(exported):
+    for model in exported.models.values():
+        for entry in model.graphs:
+            graph = ir.load(exported.path(entry.file)).graph
+            made = [node.op_type for node in graph if "logits_from" in str(node.outputs[0].name)]
+            names = [value.name for value in (*graph.inputs, *graph.initializers.values())]
+            if entry.name in ONE_CALL:
+                continue
+            chosen = entry.name in ("decoder", "scored")
+            assert made == (["Slice"] if chosen else [])
+            assert any("logits_from" in name for name in names) is chosen
+
+
+def layers_behind(graph):
+    """The operators that are computed for the rows alone that logits are wanted of."""
+    nodes = list(graph)
+    (at,) = (i for i, node in enumerate(nodes) if node.outputs[0].name == "logits_from.rows")
+    return [node.op_type for node in nodes[at + 1 :]]
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+def test_the_last_layers_matrices_behind_attention_are_not_computed_for_a_prompt(
+    kind, ops, tmp_path
+):
+    runner = traced(make_model(make_config(kind, context=96)), tmp_path, ops)
+    behind = layers_behind(ir.load(runner.path("decoder")).graph)
+    assert behind.count("MatMul") == {"llama": 3, "gpt2": 2}[kind] + 1
+
+
+def wrong_axis(graph, node):
+    node.replace_input_with(3, add_constant(graph, np.array([2], np.int64), "fault"))
+
+
+def off_by_one(graph, node):
+    one = add_constant(graph, np.array([1], np.int64), "fault.one")
+    node.replace_input_with(
+        1, insert_node(node, "Add", [node.inputs[1], one], "fault", node.inputs[1])
+    )
+
+
+def all_rows(graph, node):
+    zero = add_constant(graph, np.array([0], np.int64), "fault.zero")
+    node.replace_input_with(
+        1, insert_node(node, "Mul", [node.inputs[1], zero], "fault", node.inputs[1])
+    )
+
+
+def first_rows(graph, node):
+    """As many rows as are wanted, but not the last ones."""
+    start, huge = node.inputs[1], node.inputs[2]
+    less = insert_node(node, "Neg", [start], "fault.less", start)
+    one = add_constant(graph, np.array([1], np.int64), "fault.one")
+    asked = insert_node(node, "Min", [start, one], "fault.asked", start)
+    rest = insert_node(node, "Sub", [one, asked], "fault.rest", start)
+    far = insert_node(node, "Mul", [rest, huge], "fault.far", start)
+    zero = add_constant(graph, np.array([0], np.int64), "fault.zero")
+    node.replace_input_with(1, zero)
+    node.replace_input_with(2, insert_node(node, "Add", [less, far], "fault", start))
+
+
+@pytest.mark.parametrize("ops", ["onnx", "gqa"])
+@pytest.mark.parametrize("fault", [wrong_axis, off_by_one, all_rows, first_rows])
+def test_other_rows_than_those_that_are_asked_for_are_no_parity(fault, ops, tmp_path):
+    model = model_of("llama")
+    runner = traced(model, tmp_path, ops)
+    changed = ir.load(runner.path("decoder"))
+    (node,) = (n for n in changed.graph if n.outputs[0].name == "logits_from.rows")
+    fault(changed.graph, node)
+    ir.save(changed, runner.path("decoder"))
+    with pytest.raises((ParityError, ExportError), match=r"logits|cannot run decoder"):
+        measure(model, Runner(tmp_path, list(runner.lengths.values()), runner.geometry, ops))
+
+
+def test_the_manifest_says_what_the_decoder_takes(bundle):
+    manifest = json.loads(bundle.to_json())["target"]["signatures"]["chosen_logits"]
+    roles = {tensor["role"]: tensor for tensor in (*manifest["inputs"], *manifest["outputs"])}
+    assert roles["logits_from"]["shape"] == [1]
+    assert roles["logits"]["shape"][1] == "R"

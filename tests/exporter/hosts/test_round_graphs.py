@@ -1,0 +1,144 @@
+"""A round in one graph writes the text of the runtime's loop."""
+
+from __future__ import annotations
+
+import shutil
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+
+import specedge
+from round_host import Fused, Split
+from specedge.exporter import export
+from specedge.exporter.hosts.round_graphs import accept_graph, draft_graph, fused_round
+from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.sessions import Device
+
+SAMPLINGS = [
+    {},
+    {"temperature": 1.0},
+    {"temperature": 0.8, "top_k": 20},
+    {"temperature": 1.0, "top_p": 0.9},
+    {"temperature": 1.0, "min_p": 0.05},
+    {"repetition_penalty": 1.3},
+    {"temperature": 1.0, "repetition_penalty": 1.2, "top_k": 50, "top_p": 0.95},
+]
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """Hosts and pipelines by layout, bundle, K and op set."""
+    made = {}
+
+    def host(layout, bundle, num_draft_tokens, ops):
+        key = layout, bundle.folder, num_draft_tokens, ops
+        if key not in made:
+            folder = tmp_path_factory.mktemp("rounds") / "bundle"
+            shutil.copytree(bundle.folder, folder)
+            device = fitting([bundle.draft, bundle.target], Device())
+
+            def opened(model, name):
+                ir.save(model, folder / name)
+                return device.open(folder / name)
+
+            both = {r: m.cpu_ops if ops == "auto" else ops for r, m in bundle.models.items()}
+            if layout == "fused":
+                session = opened(fused_round(folder, bundle, num_draft_tokens, both), "round.onnx")
+                one = Fused(session, bundle, bundle.end_tokens)
+            else:
+                sessions = (
+                    opened(draft_graph(folder, bundle, both["draft"]), "draft.onnx"),
+                    device.open(folder / bundle.target.graph("decoder", both["target"]).file),
+                    opened(accept_graph(bundle), "accept.onnx"),
+                )
+                one = Split(sessions, bundle, num_draft_tokens, bundle.end_tokens)
+            made[key] = one, specedge.load(folder, ops=ops)
+        return made[key]
+
+    return host
+
+
+@pytest.fixture(params=["gpt2", "embedded"])
+def bundle(request, pairs):
+    """A pair in float32, and one in integers."""
+    return pairs.bundle(request.param)
+
+
+EVERY_LAYOUT = pytest.mark.parametrize("layout", ["fused", "split"])
+
+
+def check(host, pipeline, sampling):
+    for seed in range(3):
+        prompt = np.random.default_rng(seed).integers(0, 200, 5 + 7 * seed).tolist()
+        wanted = pipeline.generate(
+            prompt, 40, seed=seed, num_draft_tokens=4, drafter="model", **sampling
+        )
+        tokens, accepted = host.generate(prompt, 40, seed=seed, **sampling)
+        assert tokens == wanted.tokens
+        assert sum(accepted) == wanted.stats.num_accepted
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@pytest.mark.parametrize("ops", ["gqa", "onnx"])
+@EVERY_LAYOUT
+def test_rounds_in_graphs_write_what_the_loop_writes(bundle, hosts, layout, ops, sampling):
+    check(*hosts(layout, bundle, 4, ops), sampling)
+
+
+@EVERY_LAYOUT
+def test_rounds_of_every_pair_write_what_the_loop_writes(exported, hosts, layout):
+    for sampling in (SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[-1]):
+        check(*hosts(layout, exported, 4, "auto"), sampling)
+
+
+@pytest.fixture(
+    scope="module", params=["fp32", pytest.param("int8", marks=pytest.mark.slow(exhaustive=True))]
+)
+def cut(request, pairs, tmp_path_factory):
+    """A pair whose draft knows 200 of 512 tokens."""
+    output = tmp_path_factory.mktemp("cut") / "bundle"
+    options = {"draft_vocab": 200, "draft_precision": request.param}
+    return export(*pairs.checkpoint("gpt2"), output, **options)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS, ids=str)
+@EVERY_LAYOUT
+def test_rounds_of_a_draft_with_a_cut_head_write_what_the_loop_writes(cut, hosts, layout, sampling):
+    ids = cut.ids_of(cut.draft)
+    assert list(ids) != list(range(len(ids)))
+    check(*hosts(layout, cut, 4, "auto"), sampling)
+
+
+@pytest.mark.parametrize("num_draft_tokens", [1, 2, 8])
+@EVERY_LAYOUT
+def test_rounds_of_another_k_write_what_the_loop_writes(bundle, hosts, layout, num_draft_tokens):
+    host, pipeline = hosts(layout, bundle, num_draft_tokens, "gqa")
+    for sampling in ({}, {"temperature": 1.0}):
+        options = {"seed": 5, "num_draft_tokens": num_draft_tokens, "drafter": "model"}
+        wanted = pipeline.generate([40, 41, 42], 40, **options, **sampling)
+        assert host.generate([40, 41, 42], 40, seed=5, **sampling)[0] == wanted.tokens
+
+
+@EVERY_LAYOUT
+def test_rounds_stop_at_the_end_of_the_context_where_the_loop_does(bundle, hosts, layout):
+    host, pipeline = hosts(layout, bundle, 4, "gqa")
+    length = bundle.context_length - 9
+    prompt = np.random.default_rng(3).integers(0, 200, length).tolist()
+    for sampling in ({}, {"temperature": 1.0}):
+        options = {"seed": 1, "num_draft_tokens": 4, "drafter": "model", "ignore_eos": True}
+        wanted = pipeline.generate(prompt, 40, **options, **sampling)
+        host.ends, ends = set(), host.ends
+        assert host.generate(prompt, 40, seed=1, **sampling)[0] == wanted.tokens
+        host.ends = ends
+        assert len(wanted.tokens) == 9
+
+
+@EVERY_LAYOUT
+def test_a_prompt_in_pieces_leaves_the_caches_as_one_piece_does(bundle, hosts, layout):
+    host, pipeline = hosts(layout, bundle, 4, "gqa")
+    prompt = np.random.default_rng(4).integers(0, 200, 50).tolist()
+    for sampling in ({}, {"temperature": 1.0}):
+        options = {"seed": 1, "num_draft_tokens": 4, "drafter": "model"}
+        wanted = pipeline.generate(prompt, 20, **options, **sampling)
+        assert host.generate(prompt, 20, seed=1, piece=16, **sampling)[0] == wanted.tokens

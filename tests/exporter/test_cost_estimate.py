@@ -1,0 +1,122 @@
+"""What models with experts cost, from published configs; nothing is downloaded, no weight made."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import transformers
+
+from architectures import ARCHITECTURES
+from checkpoints import make_model, make_tokenizer, save
+from specedge.errors import ExportError
+from specedge.exporter import Progress, cost_estimate, export
+from specedge.exporter.graph.graphs import graph_files
+
+CONTEXT, K = 4096, 4
+GB = 1e9
+# Name: its config where it is not the class's default; billions of parameters, and of those that a
+# token is multiplied with, as published; whether its caches allow gqa.
+PUBLISHED = {
+    "Mixtral 8x7B": (
+        transformers.MixtralConfig(vocab_size=32000, max_position_embeddings=32768),
+        46.7, 12.9, True,
+    ),
+    "Qwen3-30B-A3B": (
+        transformers.Qwen3MoeConfig(
+            vocab_size=151936, hidden_size=2048, num_hidden_layers=48, num_attention_heads=32,
+            num_key_value_heads=4, head_dim=128, moe_intermediate_size=768, num_experts=128,
+            num_experts_per_tok=8, max_position_embeddings=40960,
+        ),
+        30.5, 3.3, True,
+    ),
+    "gpt-oss-20b": (
+        transformers.GptOssConfig(num_hidden_layers=24, num_local_experts=32),
+        20.9, 3.6, True,
+    ),
+    "DeepSeek-V3": (transformers.DeepseekV3Config(), 671.0, 37.0, False),
+    # None of its experts is left out in any op set.
+    "Llama-4-Scout": (
+        transformers.Llama4TextConfig(num_local_experts=16, num_hidden_layers=48),
+        107.8, 106.7, True,
+    ),
+}  # fmt: skip
+
+
+def checkpoint(name):
+    return SimpleNamespace(role="target", name=name, config=PUBLISHED[name][0])
+
+
+def has(size, monkeypatch):
+    """Let this machine have so many bytes of memory."""
+    monkeypatch.setattr(cost_estimate, "system_memory", lambda: SimpleNamespace(total=size))
+
+
+def announced(name, memory, monkeypatch, ops="auto"):
+    has(int(memory), monkeypatch)
+    progress = Progress()
+    cost_estimate.check_costs(checkpoint(name), CONTEXT, K, ops, progress)
+    (note,) = progress.notes
+    return note
+
+
+@pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_model_has_the_parameters_that_are_published(name):
+    config, billions, multiplied, gqa = PUBLISHED[name]
+    found = cost_estimate.estimate_costs(config, CONTEXT, K)
+    assert found.num_parameters / 1e9 == pytest.approx(billions, abs=0.05)
+    # Published counts have the embedding in them in some models, and not in others.
+    assert found.read("gqa") / 4e9 == pytest.approx(multiplied, rel=0.1)
+    assert found.read("onnx") == 4 * (found.num_parameters - found.num_looked_up)
+    assert found.operations("onnx") == found.read("onnx") / 2
+    assert found.may_be("gqa") == gqa
+
+
+@pytest.mark.slow(after_first=True)
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_no_graph_of_a_published_model_takes_much_more_than_its_weights(name):
+    found = cost_estimate.estimate_costs(PUBLISHED[name][0], CONTEXT, K)
+    for length in graph_files(K, CONTEXT):
+        assert found.weights < found.peak(length, "gqa") < 1.02 * found.weights
+        assert found.weights < found.peak(length, "onnx") < 1.7 * found.weights
+
+
+def test_what_a_token_costs_is_said(monkeypatch):
+    note = announced("Mixtral 8x7B", 200 * GB, monkeypatch)
+    assert note == (
+        "target: 2 of 8 experts a token, 186.8 GB of weights in float32, exported in 17.41 GB of "
+        "memory; onnx reads 186.3 GB and computes 93.1 GFLOP a token, in memory of 307.1 GB for "
+        "decoder, step, catchup, verify, prefill; gqa reads 51 GB and computes 48 GFLOP a token, "
+        "in memory of 188 GB for decoder and 187.9 GB for step, catchup, verify, prefill"
+    )
+
+
+def test_of_an_op_set_that_caches_rule_out_nothing_is_said(monkeypatch):
+    note = announced("DeepSeek-V3", 5000 * GB, monkeypatch)
+    assert "gqa" not in note
+    assert "onnx reads 2680 GB" in note
+
+
+@pytest.mark.parametrize(
+    ("name", "memory", "figure"),
+    [("Mixtral 8x7B", 16, "17.41 GB"), ("DeepSeek-V3", 128, "135.8 GB")],
+)
+def test_what_this_machine_cannot_hold_is_refused_with_the_figure(
+    name, memory, figure, monkeypatch
+):
+    with pytest.raises(ExportError, match=f"{figure} of memory where this machine has {memory} GB"):
+        announced(name, memory * GB, monkeypatch)
+
+
+def test_a_model_without_experts_is_not_predicted():
+    assert cost_estimate.estimate_costs(ARCHITECTURES["llama"][1](), CONTEXT, K) is None
+
+
+def test_it_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
+    tokenizer = make_tokenizer(tmp_path / "tokenizer")
+    folder = save(make_model(ARCHITECTURES["mixtral"][1]()), tokenizer, tmp_path / "target")
+    (folder / "model.safetensors").write_bytes(b"nothing that could be read")
+    has(1000, monkeypatch)
+    with pytest.raises(ExportError, match="where this machine has 1e-06 GB"):
+        export("self:1", folder, tmp_path / "bundle")

@@ -1,0 +1,150 @@
+"""A bundle appears whole or not at all."""
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from specedge.bundle import Bundle, store
+from specedge.errors import ExportError
+from specedge.exporter import destination, export
+from specedge.exporter.graph import weights
+from specedge.staging import remove_stale_folders
+
+SLOW = """
+import pathlib, sys, time
+from specedge.exporter.destination import destination
+with destination(pathlib.Path(sys.argv[1])) as work:
+    (work / "weights.bin").write_bytes(b"0" * 1000)
+    print("started", flush=True)
+    time.sleep(60)
+"""
+
+
+def slow_export(output):
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW, str(output)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "started\n"
+    return process
+
+
+def put(output, text="new"):
+    with destination.destination(output) as work:
+        (work / "bundle.json").write_text(text, "utf-8")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_an_interrupted_export_leaves_nothing(tmp_path, number):
+    process = slow_export(tmp_path / "made/for/it")
+    process.send_signal(number)
+    assert process.wait(20) != 0
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_an_interrupted_command_leaves_nothing(pairs, tmp_path):
+    draft, target = pairs.checkpoint("llama")
+    command = [sys.executable, "-m", "specedge", "export", "--draft", draft, "--target", target]
+    process = subprocess.Popen([*command, "--output", tmp_path / "here/bundle"])
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.rglob("weights.bin")):
+        assert time.monotonic() < deadline
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_leaves_is_removed_by_the_next(tmp_path):
+    process = slow_export(tmp_path / "bundle")
+    process.kill()
+    process.wait()
+    assert len(list(tmp_path.iterdir())) == 1
+    put(tmp_path / "bundle")
+    assert [p.name for p in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_leftovers_are_removed_and_a_running_export_is_left_alone(tmp_path):
+    dead, alive = slow_export(tmp_path / "dead"), slow_export(tmp_path / "alive")
+    try:
+        dead.kill()
+        dead.wait()
+        assert [p.name for p in remove_stale_folders(tmp_path)] == [".dead.specedge-export"]
+        assert [p.name for p in tmp_path.iterdir()] == [".alive.specedge-export"]
+        with pytest.raises(ExportError, match="another export"):
+            put(tmp_path / "alive")
+    finally:
+        alive.kill()
+        alive.wait()
+
+
+def test_a_bundle_is_replaced(tmp_path):
+    put(tmp_path / "bundle", "old")
+    put(tmp_path / "bundle", "new")
+    assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "new"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_failed_export_keeps_the_bundle_that_was_there(tmp_path):
+    put(tmp_path / "bundle", "old")
+    with pytest.raises(ZeroDivisionError), destination.destination(tmp_path / "bundle"):
+        raise ZeroDivisionError
+    assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "old"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_a_bundle_killed_while_being_replaced_comes_back(tmp_path):
+    put(tmp_path / "bundle", "old")
+    work = tmp_path / ".bundle.specedge-export"
+    work.mkdir()
+    os.rename(tmp_path / "bundle", work / "old")
+    remove_stale_folders(tmp_path)
+    assert (tmp_path / "bundle/bundle.json").read_text("utf-8") == "old"
+
+
+def test_places_where_no_bundle_may_be_are_refused_before_any_work(tmp_path):
+    (tmp_path / "file").write_text("", "utf-8")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder/file").write_text("", "utf-8")
+    put(tmp_path / "bundle")
+    for name, said in (
+        ("file", "is a file"),
+        ("folder", "not empty"),
+        ("file/below", "written to"),
+        ("bundle/target/below", "inside the bundle"),
+    ):
+        with pytest.raises(ExportError, match=said):
+            export("no-draft", "no-target", tmp_path / name)
+
+
+@pytest.mark.skipif(os.name == "nt" or os.geteuid() == 0, reason="root may write anywhere")
+def test_an_unwritable_parent_is_refused_before_any_work(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ExportError, match="cannot be written to"):
+        export("no-draft", "no-target", tmp_path / "bundle")
+
+
+def test_a_full_disk_is_one_line_and_leaves_nothing(pairs, tmp_path, monkeypatch):
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(weights.HashedFile, "write", full)
+    with pytest.raises(ExportError, match=r"^no space left"):
+        export(*pairs.checkpoint("gpt2"), tmp_path / "bundle")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.slow
+def test_without_output_the_bundle_becomes_the_default(pairs):
+    bundle = export(*pairs.checkpoint("gpt2"), max_length=32, ops="onnx")
+    assert store.find_bundle() == bundle.folder
+    assert Path(bundle.folder).parent == store.data_folder() / "bundles"
+    assert Bundle.read(store.find_bundle()).context_length == 32

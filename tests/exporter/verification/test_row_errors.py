@@ -1,0 +1,129 @@
+"""Errors are judged row by row, by what float32 itself does to the row."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from comparing import measure, model_of, traced
+from specedge.bundle import precision
+from specedge.errors import ParityError
+from specedge.exporter.checkpoint.lazy_weights import WeightSources
+from specedge.exporter.tracing import geometry
+from specedge.exporter.verification import reference
+from specedge.exporter.verification.row_errors import ErrorCheck, float32_error_bounds
+
+ROWS = np.random.default_rng(0).standard_normal((2, 5, 8))  # [H, n, D]
+FLOAT32 = np.full((2, 5), 1e-6)
+
+
+def judged(found, wanted=ROWS, float32=FLOAT32, **options):
+    judge = ErrorCheck("target", "the exact result", **options)
+    judge.compare("cache", "present.0.key", found, wanted, float32, start=100)
+    return judge
+
+
+def moved(amount, place=(1, 3, 4), wanted=ROWS):
+    found = wanted.copy()
+    found[place] += amount * np.abs(wanted[place[:2]]).max()
+    return found
+
+
+def test_an_error_of_some_times_float32s_own_is_allowed_and_recorded():
+    judge = judged(moved(5e-6))
+    assert judge.ratio == pytest.approx(5)
+    assert judge.row == pytest.approx(5e-6)
+
+
+def test_a_larger_one_is_refused_with_the_head_the_position_and_both_figures():
+    message = (
+        r"^target: present\.0\.key head 1 at position 103 differs from the exact result by 9.0e-06 "
+        r"of the row's largest value, allowed are 8 times float32's own 1.0e-06$"
+    )
+    with pytest.raises(ParityError, match=message):
+        judged(moved(9e-6))
+
+
+def test_a_large_channel_in_one_row_hides_nothing_in_another():
+    massive = ROWS.copy()
+    massive[0, 0, 0] = 1e4
+    with pytest.raises(ParityError, match="head 1 at position 103"):
+        judged(moved(1e-4, wanted=massive), massive)
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_what_is_no_number_is_refused(value):
+    with pytest.raises(ParityError, match="head 1 at position 103"):
+        judged(moved(value))
+
+
+def test_a_tolerance_is_of_the_largest_value_whatever_float32_does():
+    judged(moved(1e-3), tolerance=2e-3)
+    with pytest.raises(ParityError, match=r"of the largest value, --tolerance is 0\.0001$"):
+        judged(moved(1e-3), tolerance=1e-4)
+
+
+def test_a_row_of_zeros_may_not_become_anything():
+    zeros = ROWS.copy()
+    zeros[1, 3] = 0
+    judged(zeros.copy(), zeros)
+    found = zeros.copy()
+    found[1, 3, 4] = 1e-9
+    with pytest.raises(ParityError, match="head 1 at position 103"):
+        judged(found, zeros)
+
+
+def test_a_row_that_float32_got_right_by_luck_counts_as_most_rows():
+    error = np.array([0.0, 1e-6, 1e-6])
+    exact = np.ones((3, 4))
+    assert float32_error_bounds(error, exact) == pytest.approx(np.full(3, 1e-6), rel=0.2)
+
+
+def test_a_model_that_float32_cannot_compute_is_refused_as_that():
+    model = model_of()
+    model.lm_head.weight.data[:, 0] = 1e7  # which all logits have in common
+    shape = geometry.measure_geometry(model, 96, 4)
+    with pytest.raises(ParityError, match="does not work in float32"):
+        reference.compute_references("target", model, WeightSources(), shape, 512)
+
+
+def changed(model, value, layer=None):
+    with torch.no_grad():
+        (model.lm_head if layer is None else model.model.layers[layer].mlp.down_proj).weight[:] = (
+            value
+        )
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (changed(model_of(layers=2), float("nan"), 1), "its logits are NaN or infinite"),
+        (changed(model_of(layers=1), 0.0), "its logits are the same for all tokens"),
+    ],
+)
+def test_a_model_without_logits_of_its_own_is_blamed_itself(model, said):
+    shape = geometry.measure_geometry(model, 96, 4)
+    with pytest.raises(ParityError, match=said):
+        reference.compute_references("target", model, WeightSources(), shape, 512)
+
+
+def test_a_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
+    model = model_of(layers=1)
+    runner = traced(model, tmp_path)
+    found = measure(model, runner, tolerance=0.01)
+    assert found.tolerance == found.bound(precision.FLOAT32) == 0.01
+    model.model.norm.weight.data *= 1.001
+    for tolerance in (None, 0.01):
+        with pytest.raises(ParityError, match="both in float64"):
+            measure(model, runner, tolerance)
+
+
+def test_a_large_vocabulary_has_shorter_passes_and_stretches():
+    small, large = (geometry.measure_geometry(model_of(layers=1), 96, 4) for _ in range(2))
+    large = replace(large, context_length=1024, padded_vocab_size=262144)
+    small = replace(small, context_length=1024)
+    assert [reference.chunk_length(shape) for shape in (small, large)] == [256, 64]
+    assert reference.compared_positions(small, 10_000) == [(0, 1024)]
+    assert reference.compared_positions(large, 10_000) == [(0, 32), (1012, 1024)]
