@@ -86,7 +86,7 @@ def _lost(
     model: OrtModel, facts: ModelEntry, lengths: list[int], seconds: dict[int, float]
 ) -> list[int]:
     """Return the T whose rows do not have the bits of the longest pass, ascending."""
-    held = (_held(model, lengths, seconds, step=step) for step in _steps(facts))
+    held = [_held(model, lengths, seconds, step=step) for step in _steps(facts)]
     return sorted({*lengths} - set.intersection(*held))
 
 
@@ -118,7 +118,7 @@ def _known(facts: ModelEntry, ops: str) -> str:
         and facts.weights_dtype in QUANTIZED_DTYPES
         and attention_ops(ops) == "gqa"
     )
-    if has_qmoe and packages.numbers(installed) < packages.numbers(oldest):
+    if has_qmoe and packages.version_numbers(installed) < packages.version_numbers(oldest):
         return EXPERTS
     return KNOWN.get(facts.weights_dtype, "as some kernels do")
 

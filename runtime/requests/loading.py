@@ -9,7 +9,7 @@ from functools import partial
 
 from specedge.bundle import Bundle, store
 from specedge.bundle.manifest import ModelEntry
-from specedge.diagnosis.providers import why_not
+from specedge.diagnosis.doctor import why_not
 from specedge.errors import DeviceError
 from specedge.option_specs import check_integer
 

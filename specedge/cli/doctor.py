@@ -12,22 +12,20 @@ from specedge.cli import options, progress
 from specedge.cli.terminal import one_line
 
 if TYPE_CHECKING:
-    from specedge.diagnosis.doctor import Diagnosis
-    from specedge.diagnosis.machine import Finding
-    from specedge.diagnosis.providers import Device
+    from specedge.diagnosis.doctor import DeviceDiagnosis, Diagnosis, Problem
 
 DEVICES = ("cpu", "cuda", "tensorrt", "rtx")
 
 
 @click.command()
 @click.option(
-    "--device", type=click.Choice(DEVICES), help="Try this one alone; exit 1 unless it works."
+    "--device", type=click.Choice(DEVICES), help="Try this device only; exit 1 if it fails."
 )
-@click.option("--report", metavar="FILE", help="Write all that was found, as JSON, to send back.")
-@click.option("--overwrite", is_flag=True, help="Replace a file that exists.")
+@click.option("--report", metavar="FILE", help="Write the full diagnosis as JSON, for bug reports.")
+@click.option("--overwrite", is_flag=True, help="Replace an existing file.")
 @options.as_json
 def doctor(device: str | None, report: str | None, overwrite: bool, as_json: bool) -> None:
-    """Say what works on this machine, why the rest does not, and the command that helps."""
+    """Show which devices work on this machine, and how to fix those that do not."""
     if overwrite and report is None:
         raise click.UsageError("--overwrite needs --report")
     if report is not None:
@@ -35,42 +33,42 @@ def doctor(device: str | None, report: str | None, overwrite: bool, as_json: boo
     from specedge.diagnosis.doctor import diagnose
 
     with progress.told("looking") as tell:
-        found = diagnose([device] if device else DEVICES, lambda what: tell(next_=what))
-    text = json.dumps(found.as_dict(), ensure_ascii=False, indent=1)
-    click.echo(text if as_json else "\n".join(map(one_line, _lines(found))))
+        diagnosis = diagnose([device] if device else DEVICES, lambda step: tell(next_=step))
+    text = json.dumps(diagnosis.as_dict(), ensure_ascii=False, indent=1)
+    click.echo(text if as_json else "\n".join(map(one_line, _lines(diagnosis))))
     if report is not None:
         options.write_output(report, text + "\n", overwrite, "--report")
-    if not any(one.works for one in found.devices):
+    if not any(device.works for device in diagnosis.devices):
         raise click.exceptions.Exit(1)
 
 
-def _lines(found: Diagnosis) -> Iterator[str]:
-    facts = found.as_dict()
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
+    facts = diagnosis.as_dict()
     yield f"specedge         {facts['specedge']}, Python {facts['python']}"
     yield f"platform         {facts['platform']}, {facts['cores']} cores"
     if facts["jetson"]:
         yield f"Jetson           {facts['jetson']}"
-    yield f"ONNX Runtime     {_runtime(found)}"
+    yield f"ONNX Runtime     {_runtime(diagnosis)}"
     yield f"NVIDIA driver    {_driver(facts['driver'])}"
     for gpu in facts["driver"].get("gpus", []):
         yield f"GPU              {_gpu(gpu)}"
-    for finding in found.findings:
+    for problem in diagnosis.findings:
         yield ""
-        yield f"packages         {finding.what}"
-        yield from _fix(finding)
-    said = [*found.findings]
-    for one in found.devices:
+        yield f"packages         {problem.what}"
+        yield from _fix(problem)
+    shown = [*diagnosis.findings]
+    for device in diagnosis.devices:
         yield ""
-        yield from _device(one, said)
-        said += one.reasons
+        yield from _device(device, shown)
+        shown += device.reasons
 
 
-def _runtime(found: Diagnosis) -> str:
-    facts, names = found.machine.runtime.facts, ", ".join(map(str, found.machine.packages))
+def _runtime(diagnosis: Diagnosis) -> str:
+    facts, names = diagnosis.machine.runtime.facts, diagnosis.machine.names
     if "version" not in facts:
-        return f"none that can be imported{f' ({names})' if names else ''}"
+        return f"cannot be imported{f' ({names})' if names else ''}"
     cuda = f", for CUDA {facts['cuda']}" if facts["cuda"] else ""
-    return f"{facts['version']}{cuda} ({names or 'of no package that pip knows'})"
+    return f"{facts['version']}{cuda} ({names or 'not installed by pip'})"
 
 
 def _driver(facts: dict[str, Any]) -> str:
@@ -78,7 +76,7 @@ def _driver(facts: dict[str, Any]) -> str:
         return "none"
     if "cuda" not in facts:
         return "does not answer"
-    return f"{facts['version'] or 'of unknown version'}, for CUDA {facts['cuda']} and older"
+    return f"{facts['version'] or 'unknown version'}, supports CUDA {facts['cuda']}"
 
 
 def _gpu(gpu: dict[str, Any]) -> str:
@@ -87,18 +85,18 @@ def _gpu(gpu: dict[str, Any]) -> str:
     return f"{gpu['name']}, compute capability {major}.{minor}, {gpu['memory'] / 1e9:.1f} GB{free}"
 
 
-def _device(one: Device, said: list[Finding]) -> Iterator[str]:
-    yield f"{one.name:16} {'works' if one.works else 'does not work'}"
-    for note in one.notes:
+def _device(device: DeviceDiagnosis, shown: list[Problem]) -> Iterator[str]:
+    yield f"{device.name:16} {'works' if device.works else 'does not work'}"
+    for note in device.notes:
         yield f"  {note}"
-    for reason in one.reasons:
-        if reason in said:
+    for reason in device.reasons:
+        if reason in shown:
             yield f"  {reason.what} (see above)"
         else:
             yield f"  {reason.what}"
             yield from _fix(reason)
 
 
-def _fix(finding: Finding) -> Iterator[str]:
-    if finding.fix:
-        yield f"  fix: {finding.fix}"
+def _fix(problem: Problem) -> Iterator[str]:
+    if problem.fix:
+        yield f"  fix: {problem.fix}"

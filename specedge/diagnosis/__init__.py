@@ -1,1 +1,1 @@
-"""What is installed on a machine, and what works there."""
+"""Diagnosis of a machine: installed versions, the NVIDIA driver and a trial of each device."""

@@ -1,24 +1,36 @@
-"""What is installed on this machine, what works, and what would put the rest right."""
+"""Diagnosis of devices: each is tried in a child process; a failure gets its cause and the fix."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from specedge.cpu_count import cpu_count
+from specedge.runtime.backend.cuda.driver import jetson_release
+from specedge.telemetry import VARIABLE
 from specedge.version import __version__
 
-from . import packages, providers
-from .machine import Finding, Machine
-from .providers import Device
+from . import packages
+from .packages import LIBRARIES, PLUG_IN, Package, version_numbers
 
-# What may change where libraries are found, or which GPUs are seen.
+NAMES = {"cuda": "CUDA", "tensorrt": "TensorRT"}
+SECONDS = 120.0  # a driver that wakes a GPU takes some, building an engine more
+LOG_CHARACTERS = 4000
+RTX_CAPABILITIES = ((8, 6), (8, 9))  # and from 12.0; TensorRT-RTX 1.7.1
+FAULT = "see nvidia-smi; to report a bug, attach the file of 'specedge doctor --report FILE'"
+CONTAINER = "in a container, start it with --gpus all"
+# Environment variables that change the libraries and GPUs that a process finds.
 VARIABLES = (
     *("LD_LIBRARY_PATH", "LD_PRELOAD", "CUDA_VISIBLE_DEVICES", "CUDA_PATH", "CUDA_HOME"),
     *("NVIDIA_VISIBLE_DEVICES", "NVIDIA_DRIVER_CAPABILITIES", "PYTHONPATH", "VIRTUAL_ENV"),
@@ -26,76 +38,327 @@ VARIABLES = (
 
 
 @dataclass(frozen=True)
-class Diagnosis:
-    """Everything that was found."""
+class ProbeResult:
+    """Answer of a child process: its facts, an abnormal end, and the end of its log."""
 
-    machine: Machine
-    devices: list[Device]
-
-    @property
-    def findings(self) -> list[Finding]:
-        """What is wrong with the packages, whichever device is meant."""
-        return self.machine.findings
+    facts: dict[str, Any] = field(default_factory=dict)
+    ended: str | None = None
+    log: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """All of it as plain values, without the names of this user and this machine."""
-        runtime, driver = self.machine.runtime, self.machine.driver
-        found: dict[str, Any] = {
+        """Return plain values."""
+        facts = {name: value for name, value in self.facts.items() if name != "stage"}
+        return facts | {"ended": self.ended, "log": self.log}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Cause of a failure, and the command or action that fixes it, if known."""
+
+    what: str
+    fix: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.what}; {self.fix}" if self.fix else self.what
+
+
+@dataclass(frozen=True)
+class DeviceDiagnosis:
+    """Result of a device's trial; `reasons` has the first cause of a failure."""
+
+    name: str
+    works: bool
+    reasons: list[Problem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    log: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values."""
+        return dataclasses.asdict(self) | {
+            "facts": {name: value for name, value in self.facts.items() if name != "stage"}
+        }
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """This machine and the devices that were tried."""
+
+    machine: Machine
+    devices: list[DeviceDiagnosis]
+
+    @property
+    def findings(self) -> list[Problem]:
+        """Problems of the installed packages, whatever the device."""
+        return self.machine.problems
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain values, without the names of this user and this machine."""
+        values: dict[str, Any] = {
             "specedge": __version__,
             "python": platform.python_version(),
             "platform": platform.platform(),
             "processor": platform.machine(),
             "cores": cpu_count(),
             "jetson": self.machine.jetson,
-            "onnxruntime": _facts(runtime.facts) | {"ended": runtime.ended, "log": runtime.log},
+            "onnxruntime": self.machine.runtime.as_dict(),
             "packages": packages.related(),
-            "driver": _facts(driver.facts) | {"ended": driver.ended, "log": driver.log},
+            "driver": self.machine.driver.as_dict(),
             "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
-            "findings": [dataclasses.asdict(one) for one in self.findings],
-            "devices": {one.name: _device(one) for one in self.devices},
+            "findings": [dataclasses.asdict(problem) for problem in self.findings],
+            "devices": {device.name: device.as_dict() for device in self.devices},
         }
-        change = _without_names()
-        return {name: _map(value, change) for name, value in found.items()}
+        text = re.sub(r"hostname=[^\s\"\\]+", "hostname=?", json.dumps(values))
+        home = json.dumps(str(Path.home()))[1:-1]
+        anonymous: dict[str, Any] = json.loads(text.replace(home, "~") if len(home) > 1 else text)
+        return anonymous
 
 
-def diagnose(names: Iterable[str], told: Callable[[str], None] = lambda what: None) -> Diagnosis:
-    """Look at this machine and try these devices, telling what is being done."""
+def diagnose(
+    names: Iterable[str], on_progress: Callable[[str], None] = lambda step: None
+) -> Diagnosis:
+    """Examine this machine and try devices by name."""
     machine, tried = Machine(), []
     for name in names:
-        told(f"trying {name}")
-        tried.append(providers.check(name, machine))
+        on_progress(f"trying {name}")
+        tried.append(check(name, machine))
     return Diagnosis(machine, tried)
 
 
-def _device(one: Device) -> dict[str, Any]:
-    return {
-        "works": one.works,
-        "reasons": [dataclasses.asdict(reason) for reason in one.reasons],
-        "notes": one.notes,
-        "facts": _facts(one.facts),
-        "log": one.log,
-    }
+def why_not(device: str, machine: Machine | None = None) -> str | None:
+    """Return why a device does not work here, in one line with the fix; None if it works.
+
+    It takes a second or two: the device is tried in a child process, which a broken driver may
+    end. The child imports what this process would, by the library search path of its start.
+
+    Args:
+        device: "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number as in "cuda:1".
+        machine: The machine, if it has been examined before.
+    """
+    device = device.removesuffix(":0")
+    result = check(device, machine or Machine())
+    return None if result.works else f"{device} does not work here: {result.reasons[0]}"
 
 
-def _facts(facts: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in facts.items() if name != "stage"}
+def check(name: str, machine: Machine) -> DeviceDiagnosis:
+    """Try a device; find the cause if it does not work."""
+    if machine.broken:
+        return DeviceDiagnosis(name, False, [machine.broken])
+    device, _, number = name.partition(":")
+    result = ask("device", device, number or "0")
+    facts = result.facts
+    if "wrong" in facts and facts["wrong"] is None:
+        notes = [f"but its process {result.ended}"] if result.ended else []
+        return DeviceDiagnosis(name, True, [], notes + _notes(facts), facts, result.log)
+    cause = next(_causes(device, int(number or 0), machine, result))
+    return DeviceDiagnosis(name, False, [cause], [], facts, result.log)
 
 
-def _without_names() -> Callable[[str], str]:
-    home = str(Path.home())
+def ask(question: str, *arguments: str, seconds: float = SECONDS) -> ProbeResult:
+    """Put a question of `probe` to a child process, which imports what this process would."""
+    if not sys.executable or getattr(sys, "frozen", False):
+        return ProbeResult(ended="cannot be asked: this program is not Python itself")
+    command = [sys.executable, "-P", "-X", "faulthandler", "-m", f"{__package__}.probe"]
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    try:
+        done = subprocess.run(
+            [*command, question, *arguments],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=seconds,
+            env={VARIABLE: "1"} | os.environ | {"PYTHONPATH": paths},
+        )
+    except subprocess.TimeoutExpired as error:
+        return _read(error.stdout or b"", error.stderr or b"", f"no end in {seconds:g} s")
+    return _read(done.stdout, done.stderr, _abnormal_end(done.returncode))
 
-    def change(text: str) -> str:
-        text = re.sub(r"hostname=\S+", "hostname=?", text)
-        return text.replace(home, "~") if len(home) > 1 else text
 
-    return change
+def _read(out: bytes, log: bytes, ended: str | None) -> ProbeResult:
+    facts: dict[str, Any] = {}
+    for line in out.splitlines(keepends=True):
+        if line.endswith(b"\n"):  # the last may have been cut
+            facts |= json.loads(line)
+    if ended and (stage := facts.get("stage")):
+        ended = f"{ended} while {stage}"
+    return ProbeResult(facts, ended, log.decode("utf-8", "replace")[-LOG_CHARACTERS:])
 
 
-def _map(value: Any, change: Callable[[str], str]) -> Any:
-    if isinstance(value, str):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: _map(item, change) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_map(item, change) for item in value]
-    return value
+def _abnormal_end(code: int) -> str | None:
+    if code >= 0:
+        return f"ended with exit code {code}" if code else None
+    names = {int(number): f" ({number.name})" for number in signal.Signals}
+    return f"ended by signal {-code}{names.get(-code, '')}"
+
+
+class Machine:
+    """This machine, each part examined on first use."""
+
+    @cached_property
+    def packages(self) -> tuple[Package, ...]:
+        """Packages that install ONNX Runtime."""
+        return packages.runtimes()
+
+    @cached_property
+    def runtime(self) -> ProbeResult:
+        """The module `onnxruntime` that Python imports."""
+        return ask("runtime")
+
+    @cached_property
+    def driver(self) -> ProbeResult:
+        """The NVIDIA driver and its GPUs."""
+        return ask("driver")
+
+    @cached_property
+    def jetson(self) -> str | None:
+        """Release of a Jetson's system."""
+        return jetson_release()
+
+    @property
+    def install(self) -> str:
+        """Command that installs the right ONNX Runtime for this machine."""
+        gpu = "missing" not in self.driver.facts or any("gpu" in p.name for p in self.packages)
+        return f'pip install "specedge[{"gpu" if gpu and self.jetson is None else "cpu"}]"'
+
+    @property
+    def _reinstall(self) -> str:
+        names = " ".join(package.name for package in self.packages)
+        return f"pip uninstall -y {names} && {self.install}" if names else self.install
+
+    @property
+    def names(self) -> str:
+        """Names and versions of the packages that install ONNX Runtime."""
+        return " and ".join(map(str, self.packages))
+
+    @cached_property
+    def broken(self) -> Problem | None:
+        """Problem that keeps ONNX Runtime from running at all."""
+        facts = self.runtime.facts
+        if facts.get("absent") or "hollow" in facts:
+            remains = f" ({', '.join(facts['hollow'])} remains)" if facts.get("hollow") else ""
+            if self.packages:
+                what = f"{self.names} is installed, but its files are missing{remains}"
+                return Problem(what, self._reinstall)
+            return Problem(f"ONNX Runtime is not installed{remains}", self.install)
+        if reason := facts.get("error") or self.runtime.ended:
+            what = self.names or "a module onnxruntime of no package"
+            problem = f"{what} is installed but cannot be loaded ({reason})"
+            return Problem(problem, self._reinstall)
+        return None
+
+    @cached_property
+    def problems(self) -> list[Problem]:
+        """Problems of the installed packages."""
+        problems = [self.broken] if self.broken else []
+        if len(self.packages) > 1:
+            what = f"{self.names} are installed together and overwrite each other's files"
+            problems.append(Problem(what, self._reinstall))
+        problems += [
+            Problem(
+                f"{package} is older than {package.floor}, the oldest supported version",
+                f'pip install --upgrade "{package.name}>={package.floor}"',
+            )
+            for package in self.packages
+            if package.is_old
+        ]
+        version = self.runtime.facts.get("version")
+        installed = {version_numbers(package.version, 3) for package in self.packages}
+        if version and installed and version_numbers(version, 3) not in installed:
+            folder = self.runtime.facts["folder"]
+            what = f"{self.names} is installed, but Python imports ONNX Runtime {version}"
+            problems.append(Problem(f"{what} from {folder}", self._reinstall))
+        return problems
+
+
+def _causes(name: str, index: int, machine: Machine, result: ProbeResult) -> Iterator[Problem]:
+    """Possible causes of a failure, the most basic first."""
+    facts = result.facts
+    if facts.get("wrong"):
+        yield Problem(f"its results are wrong: {facts['wrong']}", FAULT)
+    if name != "cpu":
+        yield from _gpu_causes(name, index, machine)
+    if result.ended:
+        yield Problem(f"trying it {result.ended}", FAULT)
+    for library, reason in facts.get("missing", {}).items():
+        if not library.startswith("libcuda.so"):  # the driver's
+            reason = "not found" if "No such file" in reason else reason
+            package = LIBRARIES[name].get(library)
+            fix = f'pip install "{package}"' if package else None
+            yield Problem(f"a library cannot be loaded: {library} ({reason})", fix)
+    error = facts.get("error", "no answer")
+    if "allocate memory" in error or "out of memory" in error:
+        fix = "end other processes that use the GPU, as nvidia-smi lists, and try again"
+        yield Problem(f"the GPU is out of memory ({error})", fix)
+    if "no kernel image" in error:
+        fix = "use another GPU, or build onnxruntime-gpu for this one (CMAKE_CUDA_ARCHITECTURES)"
+        yield Problem(f"this ONNX Runtime has no machine code for the GPU ({error})", fix)
+    yield Problem(f"ONNX Runtime fails: {error}", FAULT)
+
+
+def _gpu_causes(name: str, index: int, machine: Machine) -> Iterator[Problem]:
+    if machine.jetson and name != "rtx":
+        yield Problem(
+            f"this is a Jetson ({machine.jetson}), and PyPI's onnxruntime-gpu has no machine code "
+            "for its GPU",
+            "build onnxruntime-gpu 1.31 or newer for it (sm_87 on Orin, sm_110 on Thor), or use "
+            "--device cpu",
+        )
+    if sys.platform not in ("linux", "win32"):
+        yield Problem("NVIDIA GPUs need Linux or Windows")
+    yield from _driver_causes(machine)
+    gpus = machine.driver.facts.get("gpus", [])
+    if index >= len(gpus):
+        yield Problem(f"the NVIDIA driver shows no GPU {index} (GPUs: {len(gpus)})")
+    elif name == "rtx":
+        capability = tuple(gpus[index]["capability"])
+        if capability not in RTX_CAPABILITIES and capability < (12, 0):
+            what = "{} has compute capability {}.{}".format(gpus[index]["name"], *capability)
+            what += ", and TensorRT-RTX supports 8.6, 8.9 and 12.0 or newer"
+            yield Problem(what, "use --device cuda on this GPU")
+        if PLUG_IN not in packages.related():
+            what = f"NVIDIA's plug-in {PLUG_IN} is not installed"
+            yield Problem(what, f'pip install "{PLUG_IN}~=0.5"')
+    elif f"{NAMES[name]}ExecutionProvider".lower() not in map(
+        str.lower, machine.runtime.facts.get("providers", [])
+    ):
+        installed = machine.names or "onnxruntime"
+        if any(package.name == "onnxruntime-gpu" for package in machine.packages):
+            yield Problem(f"{installed} has no {NAMES[name]} on {platform.machine()}")
+        else:
+            extra = "tensorrt" if name == "tensorrt" else "gpu"
+            names = " ".join(package.name for package in machine.packages)
+            uninstall = f"pip uninstall -y {names} && " if names else ""
+            what = f"the package {installed} has no {NAMES[name]}"
+            yield Problem(what, f'{uninstall}pip install "specedge[{extra}]"')
+
+
+def _driver_causes(machine: Machine) -> Iterator[Problem]:
+    driver = machine.driver.facts
+    if "missing" in driver:
+        fix = f"if this machine has an NVIDIA GPU, install its driver, 580 or newer; {CONTAINER}"
+        yield Problem(f"there is no NVIDIA driver: {driver['missing']} is not found", fix)
+    elif reason := machine.driver.ended or driver.get("error"):
+        fix = "see nvidia-smi; reinstall the driver, 580 or newer, and restart"
+        yield Problem(f"the NVIDIA driver does not answer: {reason}", fix)
+    else:
+        newest, needed = driver.get("cuda"), machine.runtime.facts.get("cuda") or "13.0"
+        if newest and version_numbers(newest)[0] < version_numbers(needed)[0]:
+            version = f" {driver['version']}" if driver.get("version") else ""
+            yield Problem(
+                f"the NVIDIA driver{version} supports CUDA {newest}, and ONNX Runtime needs CUDA "
+                f"{needed}",
+                "install driver 580 or newer",
+            )
+        if not driver.get("gpus"):
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            hint = CONTAINER if visible is None else f"unset CUDA_VISIBLE_DEVICES ('{visible}')"
+            yield Problem("the NVIDIA driver shows no GPU", hint)
+
+
+def _notes(facts: dict[str, Any]) -> list[str]:
+    opening, running = facts["milliseconds"]
+    notes = [f"a test graph gave the expected output (load {opening:.0f} ms, run {running:.1f} ms)"]
+    if facts.get("products") == "unsigned":
+        notes.append("int8 products are exact in unsigned mode only, which specedge selects")
+    elif facts.get("products") == "never":
+        notes.append("int8 products are wrong: int8 and int4 bundles cannot run")
+    return notes

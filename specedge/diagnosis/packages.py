@@ -1,32 +1,51 @@
-"""The packages that bring ONNX Runtime and what it needs, as pip knows them."""
+"""Installed packages that provide ONNX Runtime and the libraries of its GPU providers."""
 
 from __future__ import annotations
 
+import ctypes
+import os
 import re
+import sys
 from dataclasses import dataclass
 from importlib import metadata
 
-# The oldest that specedge takes, as in pyproject.toml; a test compares them.
+# Oldest supported versions, as in pyproject.toml; a test compares them.
 FLOORS = {"onnxruntime": "1.30", "onnxruntime-gpu": "1.31"}
 RELATED = re.compile(r"(onnxruntime|ort-|nvidia-|tensorrt|torch$|numpy$|tokenizers$)")
 PLUG_IN = "onnxruntime-ep-nv-tensorrt-rtx-cu13"
+_CUDA = {
+    "libcudart.so.13": "nvidia-cuda-runtime~=13.0",
+    "libcublasLt.so.13": "nvidia-cublas~=13.0",
+    "libcublas.so.13": "nvidia-cublas~=13.0",
+    "libcurand.so.10": "nvidia-curand~=10.0",
+}
+_TENSORRT = "tensorrt-cu13>=10.15,<10.17"
+LIBRARIES = {  # that ONNX Runtime's providers link on Linux, with the packages that have them
+    "cuda": _CUDA,
+    "tensorrt": _CUDA
+    | {
+        "libcudnn.so.9": "nvidia-cudnn-cu13~=9.0",
+        "libnvinfer.so.10": _TENSORRT,
+        "libnvonnxparser.so.10": _TENSORRT,
+    },
+}
 
 
 @dataclass(frozen=True)
 class Package:
-    """One that installs the module `onnxruntime`."""
+    """Package that installs the module `onnxruntime`."""
 
     name: str
     version: str
 
     @property
     def is_old(self) -> bool:
-        """Whether it is older than specedge takes."""
-        return numbers(self.version) < numbers(self.floor)
+        """True if the version is older than specedge supports."""
+        return version_numbers(self.version) < version_numbers(self.floor)
 
     @property
     def floor(self) -> str:
-        """The oldest version that specedge takes."""
+        """Oldest supported version."""
         return FLOORS.get(self.name, FLOORS["onnxruntime"])
 
     def __str__(self) -> str:
@@ -34,35 +53,51 @@ class Package:
 
 
 def related() -> dict[str, str]:
-    """Every package that bears on devices, with its version."""
+    """Return the versions of all packages that matter to devices, by name."""
     return {name: d.version for name, d in sorted(_distributions().items()) if RELATED.match(name)}
 
 
 def runtimes() -> tuple[Package, ...]:
-    """The packages that install the module `onnxruntime`; there should be one.
+    """Return the packages that install the module `onnxruntime`; there should be one.
 
-    Those with another name are known by their files: onnxruntime-extensions, say, has others.
+    Packages with other names are recognized by their files: onnxruntime-extensions has others.
     """
     return tuple(
-        Package(name, found.version)
-        for name, found in sorted(_distributions().items())
+        Package(name, distribution.version)
+        for name, distribution in sorted(_distributions().items())
         if name in FLOORS
         or (
             name.startswith(("onnxruntime", "ort-"))
-            and "onnxruntime/__init__.py" in map(str, found.files or ())
+            and "onnxruntime/__init__.py" in map(str, distribution.files or ())
         )
     )
 
 
-def numbers(version: str, count: int = 2) -> tuple[int, ...]:
-    """The first numbers of a version, to compare by."""
+def missing_libraries(device: str) -> dict[str, str]:
+    """Load the libraries of a device's provider; return the loader's errors by library.
+
+    A library is named that cannot be loaded itself, also if another one needs it.
+    """
+    errors: dict[str, str] = {}
+    for name in LIBRARIES.get(device, {}) if sys.platform == "linux" else ():
+        try:
+            ctypes.CDLL(name)
+        except OSError as error:
+            culprit, _, reason = str(error).partition(": ")
+            errors.setdefault(os.path.basename(culprit), reason or str(error))
+    return errors
+
+
+def version_numbers(version: str, count: int = 2) -> tuple[int, ...]:
+    """Return the first numbers of a version, for comparisons."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:count])
 
 
 def _distributions() -> dict[str, metadata.Distribution]:
-    """By name; of two with one name the first, which Python imports."""
-    found: dict[str, metadata.Distribution] = {}
-    for one in metadata.distributions():
-        if one.name and one.version:  # what a broken installation left has neither
-            found.setdefault(re.sub(r"[-_.]+", "-", one.name).lower(), one)
-    return found
+    """Distributions by name; of two with one name the first, which Python imports."""
+    distributions: dict[str, metadata.Distribution] = {}
+    for distribution in metadata.distributions():
+        if distribution.name and distribution.version:  # remains of an installation have neither
+            name = re.sub(r"[-_.]+", "-", distribution.name).lower()
+            distributions.setdefault(name, distribution)
+    return distributions

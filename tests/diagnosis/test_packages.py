@@ -1,4 +1,4 @@
-"""Which packages bring ONNX Runtime."""
+"""Packages that provide ONNX Runtime."""
 
 import tomllib
 from pathlib import Path
@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from distributions import install, only
-from specedge.diagnosis import packages, providers
-from specedge.diagnosis.machine import Machine
+from specedge.diagnosis import packages
+from specedge.diagnosis.doctor import Machine, ProbeResult
 from specedge.runtime.backend.cuda import tensorrt_rtx
 
 PROJECT = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").read_text("utf-8"))
@@ -24,28 +24,30 @@ PROJECT = tomllib.loads(Path(__file__).parents[2].joinpath("pyproject.toml").rea
         ("onnxruntime-directml", "1.24.0", True),
     ],
 )
-def test_what_is_too_old(tmp_path, monkeypatch, name, version, is_old):
+def test_old_versions_get_the_command_that_upgrades(tmp_path, monkeypatch, name, version, is_old):
     install(tmp_path, name, version)
     only(monkeypatch, tmp_path)
-    (one,) = packages.runtimes()
-    assert (one.name, one.version, one.is_old) == (name, version, is_old)
-    found = [finding for finding in Machine().findings if "older than" in finding.what]
-    assert [f.fix for f in found] == [f'pip install --upgrade "{name}>={one.floor}"'] * is_old
+    (package,) = packages.runtimes()
+    assert (package.name, package.version, package.is_old) == (name, version, is_old)
+    machine = Machine()
+    machine.runtime = ProbeResult({"version": version, "folder": "site"})
+    fixes = [problem.fix for problem in machine.problems]
+    assert fixes == [f'pip install --upgrade "{name}>={package.floor}"'] * is_old
 
 
-def test_floors_are_the_projects():
+def test_versions_are_those_of_the_project():
     extras = PROJECT["project"]["optional-dependencies"]
     assert f"onnxruntime>={packages.FLOORS['onnxruntime']}" in extras["cpu"]
     assert f"onnxruntime-gpu[cuda]>={packages.FLOORS['onnxruntime-gpu']}" in extras["gpu"]
-    assert any(providers.BRINGS["libnvinfer"] in one for one in extras["tensorrt"])
+    assert packages.LIBRARIES["tensorrt"]["libnvinfer.so.10"] in extras["tensorrt"]
 
 
-def test_packages_beside_onnx_runtime_are_not_it(tmp_path, monkeypatch):
+def test_packages_beside_onnx_runtime_do_not_provide_it(tmp_path, monkeypatch):
     install(tmp_path, "onnxruntime-extensions", "0.15", "onnxruntime_extensions")
     install(tmp_path, "onnxruntime-genai", "0.18", "onnxruntime_genai")
     install(tmp_path, packages.PLUG_IN, "0.5.0", tensorrt_rtx.MODULE)
     install(tmp_path, "ort-nightly-gpu", "1.33.0.dev20261101")
     (tmp_path / "broken.dist-info").mkdir()
     only(monkeypatch, tmp_path)
-    assert [str(one) for one in packages.runtimes()] == ["ort-nightly-gpu 1.33.0.dev20261101"]
+    assert list(map(str, packages.runtimes())) == ["ort-nightly-gpu 1.33.0.dev20261101"]
     assert packages.related()[packages.PLUG_IN] == "0.5.0"

@@ -69,7 +69,7 @@ def test_a_device_that_there_is_not_is_named(pairs, libraries):
     done = run(*arguments, STANDIN_DIR=libraries)
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == (
-        "specedge: cuda:7 does not work here: NVIDIA's driver shows no GPU 7, only GPU 0"
+        "specedge: cuda:7 does not work here: the NVIDIA driver shows no GPU 7 (GPUs: 1)"
     )
 
 

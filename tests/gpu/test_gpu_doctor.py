@@ -4,16 +4,12 @@ import ctypes
 import json
 import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import standin
 
 from gpu.conftest import COMPILE
 from installed import run
-from specedge.diagnosis import providers
-from specedge.diagnosis.shared_library import gpu_codes, needed
 
 if reason := standin.why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -61,36 +57,22 @@ def test_a_provider_whose_results_are_wrong_does_not_work(libraries):
 
 def test_text_names_the_driver_and_the_gpu(libraries):
     text = run("doctor", "--device", "cuda", LD_LIBRARY_PATH=str(libraries)).stdout
-    assert "NVIDIA driver    580.95.05, for CUDA 13.0 and older\n" in text
+    assert "NVIDIA driver    580.95.05, supports CUDA 13.0\n" in text
     assert "GPU              Stand-in 0, compute capability 9.0, 85.9 GB, 21.5 GB free\n" in text
 
 
 @pytest.mark.parametrize(
     ("setting", "what"),
     [
-        ({"STANDIN_DEVICES": "0"}, "NVIDIA's driver shows no GPU"),
-        ({"STANDIN_DRIVER": "12040"}, "NVIDIA's driver 580.95.05 runs CUDA 12.4 and older, and"),
+        ({"STANDIN_DEVICES": "0"}, "the NVIDIA driver shows no GPU"),
+        ({"STANDIN_DRIVER": "12040"}, "the NVIDIA driver 580.95.05 supports CUDA 12.4, and"),
         ({"STANDIN_INIT": "804"}, "does not answer: cuInit gave error 804 (forward compatibility)"),
         ({"STANDIN_DRIVER_CRASHES": "1"}, "does not answer: ended by signal 6 (SIGABRT)"),
-        ({"STANDIN_MEMORY_MB": "0"}, "the GPU has no memory left (Exception during initialization"),
-        ({"STANDIN_SM": "52"}, "Stand-in 0 has compute capability 5.2, and this ONNX Runtime has"),
+        ({"STANDIN_MEMORY_MB": "0"}, "the GPU is out of memory (Exception during initialization"),
     ],
 )
 def test_machines_that_lack_something(libraries, setting, what):
     assert what in reasons(libraries, **setting)[0]["what"]
-
-
-def test_which_gpus_the_package_has_code_for(libraries):
-    import onnxruntime
-
-    folder = Path(onnxruntime.__file__).parent / "capi"
-    codes = gpu_codes(folder / "libonnxruntime_providers_cuda.so")
-    assert {"sm_80", "sm_86", "sm_89"} <= {*codes}
-    assert diagnosis(libraries)["devices"]["cuda"]["facts"]["codes"] == codes
-    if onnxruntime.__version__ == "1.31.1" and sys.platform == "linux":
-        assert codes == ["sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_120a"]
-        wanted = needed(folder / "libonnxruntime_providers_tensorrt.so")
-        assert {"libnvinfer.so.10", "libcudnn.so.9", "libcudart.so.13"} <= {*wanted}
 
 
 @pytest.mark.skipif(is_here("libcublasLt.so.13"), reason="cuBLAS is installed")
@@ -98,22 +80,8 @@ def test_a_missing_library_is_named_with_the_package_that_brings_it(some):
     (some / "libcublasLt.so.13").unlink()
     (some / "libcublas.so.13").unlink()
     (reason,) = reasons(some)
-    assert "libcublasLt.so.13 (not found), libcublas.so.13 (not found)" in reason["what"]
+    assert "libcublasLt.so.13 (not found)" in reason["what"]
     assert reason["fix"] == 'pip install "nvidia-cublas~=13.0"'
-
-
-@pytest.mark.skipif(is_here("libcublasLt.so.13"), reason="cuBLAS is installed")
-def test_a_library_of_another_environment_is_found(some, libraries, tmp_path, monkeypatch):
-    folder = tmp_path / "site/nvidia/cu13/lib"
-    folder.mkdir(parents=True)
-    for name in ("libcublasLt.so.13", "libcublas.so.13"):
-        (folder / name).symlink_to((libraries / name).resolve())
-        (some / name).unlink()
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    (reason,) = reasons(some)
-    names = "libcublasLt.so.13, libcublas.so.13"
-    assert reason["what"] == f"ONNX Runtime does not look into {folder}, which has {names}"
-    assert reason["fix"] == f'export LD_LIBRARY_PATH="{folder}:$LD_LIBRARY_PATH"'
 
 
 def test_a_broken_library_is_named(some):
@@ -131,7 +99,7 @@ def test_what_a_library_needs_in_turn_is_named(some, tmp_path):
         subprocess.run([*COMPILE, str(out), "-Wl,--no-as-needed", *more, *source], check=True)
         source += ["-x", "none", str(out)]
     (reason,) = reasons(some)
-    assert reason == {"what": "libraries cannot be loaded: libdeep.so.1 (not found)", "fix": None}
+    assert reason == {"what": "a library cannot be loaded: libdeep.so.1 (not found)", "fix": None}
 
 
 def test_a_library_that_crashes_as_it_loads_is_a_finding(some):
@@ -141,27 +109,3 @@ def test_a_library_that_crashes_as_it_loads_is_a_finding(some):
     subprocess.run([*COMPILE, str(path), "-x", "c", "-"], input=code, text=True, check=True)
     (reason,) = reasons(some)
     assert reason["what"] == "trying it ended by signal 6 (SIGABRT) while loading libraries"
-
-
-@pytest.mark.skipif(is_here("libnvinfer.so.10"), reason="TensorRT is installed")
-def test_another_version_of_tensorrt_is_named(libraries, tmp_path, monkeypatch):
-    folder = tmp_path / "site/tensorrt_libs"
-    folder.mkdir(parents=True)
-    (folder / "libnvinfer.so.11").touch()
-    monkeypatch.syspath_prepend(str(tmp_path / "site"))
-    (reason,) = reasons(libraries, device="tensorrt")
-    assert "libnvinfer.so.10 (not found)" in reason["what"]
-    assert "libnvinfer.so.11 is here, of another version of TensorRT" in reason["what"]
-    assert reason["fix"] == 'pip install "specedge[tensorrt]"'
-
-
-def test_why_not_says_it_in_a_line(libraries, monkeypatch):
-    monkeypatch.setenv("LD_LIBRARY_PATH", str(libraries))
-    assert providers.why_not("cuda").startswith(
-        "cuda does not work here: its results are wrong: 60"
-    )
-    monkeypatch.setenv("STANDIN_DEVICES", "0")
-    assert providers.why_not("cuda") == (
-        "cuda does not work here: NVIDIA's driver shows no GPU; in a container, start it with "
-        "--gpus all"
-    )

@@ -15,8 +15,7 @@ from specedge.bundle import Bundle
 from specedge.bundle.gpu_signatures import SAMPLED
 from specedge.bundle.op_sets import compute_dtype
 from specedge.cli.verify import verify
-from specedge.diagnosis.machine import Machine
-from specedge.diagnosis.providers import why_not
+from specedge.diagnosis.doctor import Machine, why_not
 from specedge.runtime.backend.cuda.draft_graphs import SampledDraftGraph
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.onnx_model import OrtModel

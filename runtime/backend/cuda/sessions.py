@@ -8,8 +8,9 @@ import os
 from collections import Counter
 from typing import Any
 
+from specedge.diagnosis.doctor import why_not
+from specedge.diagnosis.packages import missing_libraries
 from specedge.diagnosis.probe import GRAPH
-from specedge.diagnosis.providers import why_not
 from specedge.errors import DeviceError
 
 from ..memory import is_out_of_memory
@@ -26,7 +27,9 @@ def open_session(ort: Any, path: str, name: str, provider: str, index: int, opti
         DeviceError: The device does not work, or has no kernels for some nodes.
     """
     load_libraries(ort)
-    if provider not in ort.get_available_providers() and (reason := why_not(name)):
+    # Without its libraries ONNX Runtime prints lines of its own before it fails.
+    is_incomplete = provider not in ort.get_available_providers() or missing_libraries("cuda")
+    if is_incomplete and (reason := why_not(name)):
         raise DeviceError(reason)
     options.add_session_config_entry(_NO_FALLBACK, "1")
     options.intra_op_num_threads = 1  # for nodes on the CPU, of which there are none

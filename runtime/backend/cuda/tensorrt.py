@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from specedge.bundle.op_sets import compute_dtype, is_qdq
-from specedge.diagnosis.providers import why_not
+from specedge.diagnosis.doctor import why_not
 from specedge.errors import DeviceError
 
 from ..ort import first_line, inference_session, is_of_onnxruntime

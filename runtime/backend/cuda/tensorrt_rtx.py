@@ -11,8 +11,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from specedge.diagnosis.doctor import why_not
 from specedge.diagnosis.packages import PLUG_IN
-from specedge.diagnosis.providers import why_not
 from specedge.errors import DeviceError
 
 from ..ort import first_line, inference_session, is_of_onnxruntime
