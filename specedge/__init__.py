@@ -13,7 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specedge.runtime.decoding.verify import Draft
+    from specedge.runtime.decoding.verification import Draft
     from specedge.runtime.requests.loading import load
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.requests.stream import Generation
@@ -42,7 +42,7 @@ _HOMES = {
     "Bundle": "specedge.bundle",
     "Sampling": "specedge.sampling_options",
     "Distribution": "specedge.runtime.sampling.distribution",
-    "Draft": "specedge.runtime.decoding.verify",
+    "Draft": "specedge.runtime.decoding.verification",
     "Generation": "specedge.runtime.requests.stream",
     "Pipeline": "specedge.runtime.requests.pipeline",
     "load": "specedge.runtime.requests.loading",

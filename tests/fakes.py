@@ -10,11 +10,11 @@ import numpy as np
 
 from specedge import Draft
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.model import shared_beginning
-from specedge.runtime.decoding.round import Drafter
+from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.planning.plans import Fixed
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.history import common_prefix_length
+from specedge.runtime.sampling.logits import Logits
 
 NextToken = Callable[[tuple[int, ...]], Sequence[float]]
 
@@ -46,7 +46,7 @@ class TableModel:
         self.length = 0
         self.passes: list[int] = []
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         self.passes.append(len(tokens))
         logits = []
         for token in tokens:
@@ -55,14 +55,14 @@ class TableModel:
                 logits.append(
                     np.log(np.array(self.distribution(tuple(self.rows[: self.length])), float))
                 )
-        return Scores(np.stack(logits[-num_rows:] if num_rows else logits))
+        return Logits(np.stack(logits[-num_rows:] if num_rows else logits))
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for token in tokens:
             self._write(token)
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        self.truncate(shared_beginning(self.rows[: self.length], tokens))
+        self.truncate(common_prefix_length(self.rows[: self.length], tokens))
         return self.length
 
     def truncate(self, length: int) -> None:
@@ -143,14 +143,14 @@ class NoisyModel(TableModel):
         self.noise = noise
         self.widths: list[int] = []
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         start = self.length
         logits = super().forward(tokens).array()
         self.widths[start:] = [len(tokens)] * len(tokens)
         for i, row in enumerate(logits):
             seen = hash((self.rows[start + i], *self.widths[: start + i + 1]))
             row += self.noise * _TREMBLE[seen % len(_TREMBLE)][: len(row)]
-        return Scores(logits[-num_rows:] if num_rows else logits)
+        return Logits(logits[-num_rows:] if num_rows else logits)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         super().prefill(tokens)

@@ -25,22 +25,22 @@ from typing import Any
 import click
 import numpy as np
 
-from specedge.runtime.decoding.verify import Verdict, _residual
+from specedge.runtime.decoding.verification import Verdict, _residual
 from specedge.runtime.sampling.distribution import Distribution
-from specedge.runtime.sampling.probabilities import of_row, probabilities
+from specedge.runtime.sampling.probabilities import probabilities, row_distribution
 from specedge.sampling_options import Sampling
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "runtime"
 VARIABLE = "SPECEDGE_MUTANT"  # the name of the mutant, for pytest's process
 
-VERIFY = "specedge.runtime.decoding.verify:"
-NOISE = "specedge.runtime.decoding.coupling:GumbelNoise."
+VERIFICATION = "specedge.runtime.decoding.verification:"
+NOISE = "specedge.runtime.decoding.random_numbers:GumbelNoise."
 DECODER = "specedge.runtime.decoding.decoding:SpeculativeDecoder."
 DRAFT_MODEL = "specedge.runtime.drafters.draft_model:DraftModel."
 PROBABILITIES = "specedge.runtime.sampling.probabilities:"
 DISTRIBUTION = "specedge.runtime.sampling.distribution:Distribution."
-REFEREE = "specedge.runtime.exactness.near_ties:Referee."
+RESOLVER = "specedge.runtime.decoding.near_ties:NearTieResolver."
 ASSEMBLER = "specedge.runtime.text.assembler:Assembler."
 
 
@@ -66,86 +66,86 @@ def mutant(function: str, tests: str) -> Callable[[Callable[..., Any]], Callable
     return register
 
 
-# The accept rule. `args` of _verify_drawn: draft, scores, sampling, history, tests, last, passed.
+# The accept rule: `args` of _verify_samples are draft, scores, sampling, history, tests, last, ...
 
 
-@mutant(VERIFY + "_residual", "decoding/test_verify.py")
+@mutant(VERIFICATION + "_residual", "decoding/test_verification.py")
 def recovered_token_from_target(original, target, draft, i, vocab_size):
     return target
 
 
-@mutant(VERIFY + "_verify_drawn", "decoding/test_verify.py")
+@mutant(VERIFICATION + "_verify_samples", "decoding/test_verification.py")
 def accept_with_equality(original, draft, scores, sampling, history, tests, *rest):
     return original(draft, scores, sampling, history, tests - 1e-9, *rest)
 
 
-@mutant(DISTRIBUTION + "of", "decoding/test_verify.py")
+@mutant(DISTRIBUTION + "of", "decoding/test_verification.py")
 def accept_zero_over_zero(original, self, token):
     return original(self, token) or 1e-12
 
 
-@mutant(VERIFY + "_verify_drawn", "decoding/test_decoding.py")
+@mutant(VERIFICATION + "_verify_samples", "decoding/test_decoding.py")
 def one_uniform_for_all_positions(original, draft, scores, sampling, history, tests, *rest):
     return original(
         draft, scores, sampling, history, tests[:1].repeat(len(tests)), *rest
     )  # feifeibear/LLMSpeculativeSampling
 
 
-@mutant(VERIFY + "Draft.distribution", "decoding/test_decoding.py")
+@mutant(VERIFICATION + "Draft.distribution", "decoding/test_decoding.py")
 def draft_distribution_of_previous_position(original, self, i):
     return original(self, i - 1)
 
 
-@mutant(VERIFY + "_residual", "decoding/test_decoding.py")
+@mutant(VERIFICATION + "_residual", "decoding/test_decoding.py")
 def residual_of_first_position(original, target, draft, i, vocab_size):
     return original(target, draft, 0, vocab_size)
 
 
-@mutant(VERIFY + "_verify_drawn", "decoding/test_decoding.py")
+@mutant(VERIFICATION + "_verify_samples", "decoding/test_decoding.py")
 def bonus_token_from_row_k(original, draft, scores, *rest):
     count = len(draft.tokens)
     return original(draft, [scores[i] for i in (*range(count), max(0, count - 1))], *rest)
 
 
-@mutant(VERIFY + "_verify_drawn", "decoding/test_decoding.py")
-def bonus_token_from_residual(original, draft, scores, sampling, history, tests, last, passed):
-    verdict = original(draft, scores, sampling, history, tests, last, passed)
+@mutant(VERIFICATION + "_verify_samples", "decoding/test_decoding.py")
+def bonus_token_from_residual(original, draft, scores, sampling, history, tests, last, accepted):
+    verdict = original(draft, scores, sampling, history, tests, last, accepted)
     count = len(draft.tokens)
     if not count or verdict.num_accepted < count:
         return verdict
-    target = of_row(scores[count], sampling, history.then(draft.tokens))
+    target = row_distribution(scores[count], sampling, history.then(draft.tokens))
     residual = _residual(target, draft, -1, len(scores[count]))
     return Verdict(count, residual.pick(last))
 
 
-@mutant(VERIFY + "_verify_drawn", "decoding/test_decoding.py")
-def continue_after_rejection(original, draft, scores, sampling, history, tests, last, passed):
-    verdict = original(draft, scores, sampling, history, tests, last, passed)
+@mutant(VERIFICATION + "_verify_samples", "decoding/test_decoding.py")
+def continue_after_rejection(original, draft, scores, sampling, history, tests, last, accepted):
+    verdict = original(draft, scores, sampling, history, tests, last, accepted)
     if verdict.num_accepted + 1 >= len(draft.tokens):
         return verdict
     tests = tests.copy()
     tests[verdict.num_accepted] = -1  # accepts
-    return original(draft, scores, sampling, history, tests, last, passed)
+    return original(draft, scores, sampling, history, tests, last, accepted)
 
 
-@mutant(VERIFY + "_residual", "decoding/test_verify.py")
+@mutant(VERIFICATION + "_residual", "decoding/test_verification.py")
 def residual_without_mass(original, *args):
     return SimpleNamespace(total=1.0, pick=original(*args).pick)
 
 
-@mutant(VERIFY + "_residual", "drafters/test_drafters.py")
+@mutant(VERIFICATION + "_residual", "drafters/test_drafters.py")
 def residual_keeps_a_certain_token(original, target, draft, i, vocab_size):
     return target if draft.distribution(i) is None else original(target, draft, i, vocab_size)
 
 
-@mutant(VERIFY + "_residual", "decoding/test_unlike_drafts.py")
+@mutant(VERIFICATION + "_residual", "decoding/test_unlike_drafts.py")
 def residual_without_unknown_tokens(original, target, draft, i, vocab_size):
     weights = original(target, draft, i, vocab_size).weights  # vLLM, pull request 2607
     weights[len(draft.distribution(i).weights) :] = 0
     return Distribution(weights)
 
 
-@mutant(VERIFY + "draw", "decoding/test_decoding.py")
+@mutant(VERIFICATION + "draw", "decoding/test_decoding.py")
 def argmax_token_with_softmax_distribution(original, row, *rest):
     token, distribution = original(row, *rest)  # jaymody/speculative-sampling until 2023
     if distribution is not None:
@@ -153,18 +153,18 @@ def argmax_token_with_softmax_distribution(original, row, *rest):
     return token, distribution
 
 
-@mutant(VERIFY + "draw", "test_pipeline.py")
+@mutant(VERIFICATION + "draw", "test_pipeline.py")
 def draft_distribution_before_filters(original, row, sampling, history, uniform):
     token, _ = original(row, sampling, history, uniform)
-    return token, of_row(row, Sampling(sampling.temperature), history)
+    return token, row_distribution(row, Sampling(sampling.temperature), history)
 
 
-@mutant(VERIFY + "_choice", "decoding/test_verify.py")
+@mutant(VERIFICATION + "_choose", "decoding/test_verification.py")
 def greedy_by_a_small_temperature(original, row, sampling, history):
-    return of_row(row, Sampling(1e-6), history).pick(0.99)  # candle, toyllm
+    return row_distribution(row, Sampling(1e-6), history).pick(0.99)  # candle, toyllm
 
 
-@mutant(VERIFY + "_verify_drawn", "decoding/test_verify.py")
+@mutant(VERIFICATION + "_verify_samples", "decoding/test_verification.py")
 def lenient_by_default(original, draft, scores, sampling, *rest):
     return original(draft, scores, replace(sampling, lenience=0.8), *rest)
 
@@ -183,11 +183,11 @@ def noise_by_column(original, self, distribution, position):
     return column if distribution.ids is None else int(distribution.ids[column])
 
 
-@mutant(VERIFY + "_choice", "decoding/test_coupling.py")
+@mutant(VERIFICATION + "_choose", "decoding/test_coupling.py")
 def noise_of_the_round(original, row, sampling, history):
     if sampling.noise is None:
         return original(row, sampling, history)
-    return sampling.noise.choose(of_row(row, sampling, history), history.num_kept)
+    return sampling.noise.choose(row_distribution(row, sampling, history), history.num_kept)
 
 
 @mutant(NOISE + "choose", "decoding/test_coupling.py")
@@ -222,12 +222,12 @@ def top_p_before_temperature(original, logits, sampling, history, ids=None):
     return Distribution(whole.weights_of_all(len(logits)) * allowed)
 
 
-@mutant(VERIFY + "_verify_drawn", "sampling/test_logit_edits.py")
+@mutant(VERIFICATION + "_verify_samples", "sampling/test_logits_processors.py")
 def penalties_count_all_draft_tokens(original, draft, *rest):
     return original(replace(draft, tokens=_Sliced(draft.tokens, slice(None))), *rest)
 
 
-@mutant(VERIFY + "_verify_choices", "sampling/test_logit_edits.py")
+@mutant(VERIFICATION + "_verify_choices", "sampling/test_logits_processors.py")
 def penalties_count_no_draft_token(original, tokens, *rest):
     return original(_Sliced(tokens, slice(0)), *rest)
 
@@ -243,12 +243,12 @@ class _Sliced(list[int]):
         return super().__getitem__(self._part if isinstance(index, slice) else index)
 
 
-@mutant(PROBABILITIES + "of_row", "decoding/test_cut_heads.py")
+@mutant(PROBABILITIES + "row_distribution", "decoding/test_cut_heads.py")
 def reduced_vocabulary_without_ids(original, row, sampling, history):
     return probabilities(row.array(), sampling, history)
 
 
-@mutant("specedge.runtime.sampling.logit_edits:_place", "decoding/test_cut_heads.py")
+@mutant("specedge.runtime.sampling.logits_processors:_column", "decoding/test_cut_heads.py")
 def edit_of_the_next_token(original, token, ids):
     column = token if ids is None else int(ids.searchsorted(token))
     return slice(column, column + 1)
@@ -259,13 +259,13 @@ def draw_below_a_boundary(original, self, uniform):
     return original(self, uniform - 1e-12)
 
 
-@mutant(REFEREE + "_read_again", "exactness/test_near_ties.py")
+@mutant(RESOLVER + "_read_again", "decoding/test_near_ties.py")
 def exact_pass_over_rows_of_longer_passes(original, self, text, sampling):
     self._num_plain = len(text.tokens) - 1
     return original(self, text, sampling)
 
 
-@mutant(REFEREE + "_is_near", "exactness/test_near_ties.py")
+@mutant(RESOLVER + "_is_near_tie", "decoding/test_near_ties.py")
 def tie_margin_of_one_logit(original, self, *rest):
     return original(SimpleNamespace(noise=self.noise / 2), *rest)
 
@@ -322,7 +322,7 @@ def cache_of_another_request(original, self, *args):
     return _with_target(self, lambda: original(self, *args), reuse=lambda tokens: 0)  # toyllm
 
 
-@mutant("specedge.runtime.decoding.randomness:Uniforms.take", "decoding/test_decoding.py")
+@mutant("specedge.runtime.decoding.random_numbers:Uniforms.take", "decoding/test_decoding.py")
 def same_uniforms_every_round(original, self, count):
     return original(type(self)(self._seed), count)
 
@@ -359,7 +359,7 @@ def draft_cache_of_another_text(original, self, length):
     self._begins = begins
 
 
-@mutant("specedge.runtime.decoding.model:shared_beginning", "test_reuse.py")
+@mutant("specedge.runtime.sampling.history:common_prefix_length", "test_reuse.py")
 def reuse_of_one_token_too_many(original, first, second):
     return min(original(first, second) + 1, len(first), len(second))
 
@@ -384,7 +384,7 @@ def stop_string_at_the_end_missed(original, self, text):
     return original(self, text)
 
 
-@mutant("specedge.runtime.sampling.logprobs:of_tokens", "sampling/test_logprobs.py")
+@mutant("specedge.runtime.sampling.logprobs:token_logprobs", "sampling/test_logprobs.py")
 def logprobs_of_the_next_row(original, scores, tokens, count):
     rows = [scores[min(i + 1, len(tokens) - 1)] for i in range(len(tokens))]
     return original(rows, tokens, count)

@@ -7,7 +7,7 @@ import time
 import numpy as np
 import onnxruntime as ort
 
-from specedge.runtime.decoding.randomness import uniforms
+from specedge.runtime.decoding.random_numbers import uniforms
 
 DTYPES = {"tensor(float)": np.float32, "tensor(int64)": np.int64}
 

@@ -188,8 +188,8 @@ def test_compare_exits_1_if_the_tokens_differ():
         "def wrong(draft, *rest):\n"
         "    return verify.Verdict(len(draft.tokens), 5)\n"
         f"import sys; sys.argv = ['specedge', 'compare', {PROMPT!r}, '-n', '20']\n"
-        "judge = lambda d, *r: wrong(d) if d.tokens else verify.verify(d, *r)\n"
-        "decoding.SpeculativeDecoder.judge = staticmethod(judge)\n"
+        "accept_rule = lambda d, *r: wrong(d) if d.tokens else verify.verify(d, *r)\n"
+        "decoding.SpeculativeDecoder.accept_rule = staticmethod(accept_rule)\n"
         "main()\n"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

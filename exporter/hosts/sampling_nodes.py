@@ -1,7 +1,8 @@
 """Distributions over tokens, sampling, and the accept rule, as ONNX nodes.
 
-The arithmetic of `runtime/sampling` and `runtime/decoding/verify.py`, specified in docs/bundle.md:
-in float32, but sums that decide a sample in double. Letters: R rows, V vocabulary entries, K draft
+The arithmetic of `runtime/sampling` and of the accept rule in `runtime/decoding/verification.py`,
+specified in docs/bundle.md: in float32, but sums that decide a sample in double. Letters: R rows, V
+vocabulary entries, K draft
 tokens, and C columns: V above temperature 0, and 1 at temperature 0, where nothing is sampled.
 There is no If: nodes of a setting that is off process the first column alone (`_some`), as ONNX
 Runtime before 1.31 fails on a TopK and on sums of nothing. Rows are not sorted whole, but where

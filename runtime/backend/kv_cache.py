@@ -7,7 +7,7 @@ from typing import Any
 
 from specedge.bundle import manifest
 
-from ..decoding.model import shared_beginning
+from ..sampling.history import common_prefix_length
 from .buffers import Array, Buffers
 
 
@@ -43,7 +43,7 @@ class KeyValueCache:
 
     def shared(self, tokens: Sequence[int]) -> int:
         """Return the length of the longest common prefix with `tokens`."""
-        return shared_beginning(self._tokens, tokens)
+        return common_prefix_length(self._tokens, tokens)
 
     def reuse(self, tokens: Sequence[int]) -> int:
         """Roll back to the longest common prefix with `tokens`; return its length."""

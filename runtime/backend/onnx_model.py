@@ -17,10 +17,10 @@ from specedge.bundle.precision import QUANTIZED_DTYPES
 from specedge.errors import SpecEdgeError
 from specedge.sampling_options import Sampling
 
-from ..decoding.verify import Draft, draw_draft
+from ..decoding.verification import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
-from ..sampling.scores import Row, Scores
+from ..sampling.logits import Logits, Row
 from .buffers import Array
 from .cuda.device_scores import DeviceScores
 from .cuda.draft_graphs import DraftGraph, GreedyDraftGraph, SampledDraftGraph
@@ -73,7 +73,7 @@ class OrtModel:
     def length(self) -> int:
         return self.cache.length
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         length = len(tokens)
         wanted = length if num_rows is None else num_rows
         if wanted < length and length > self._longest:  # of a prompt: its like may never come again
@@ -89,11 +89,11 @@ class OrtModel:
         self._session.run(bound, tokens)
         return self._scores(bound, length - wanted, length)
 
-    def _scores(self, bound: BoundPass, start: int, end: int) -> Scores:
+    def _scores(self, bound: BoundPass, start: int, end: int) -> Logits:
         """What a pass gives of some of its rows of logits."""
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
-            return Scores(fetch(arrays["logits"])[0, start:end, : self._num_columns], self._ids)
+            return Logits(fetch(arrays["logits"])[0, start:end, : self._num_columns], self._ids)
         return DeviceScores(
             lambda: fetch(arrays["logits"])[0, start:end, : self._num_columns],
             lambda: fetch(arrays["best"])[0, start:end],

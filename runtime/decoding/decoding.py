@@ -1,4 +1,4 @@
-"""The speculative decoding loop: draft, verify, commit, again."""
+"""Speculative decoding loop: draft, verify, commit, roll back."""
 
 from __future__ import annotations
 
@@ -9,38 +9,38 @@ from specedge.sampling_options import Sampling
 
 from ..sampling.distribution import Floats
 from ..sampling.history import History
-from ..sampling.logprobs import of_tokens
-from ..sampling.scores import Scores
-from .model import LanguageModel
-from .proposing import propose
-from .randomness import Uniforms
-from .round import NearTie, Plan, Referee, Round, Step, sources
+from ..sampling.logits import Logits
+from ..sampling.logprobs import token_logprobs
+from .constrained_draft import propose
+from .near_ties import NearTieResolver
+from .protocols import LanguageModel, NearTie, Plan, Round, RoundPlan, draft_sources
+from .random_numbers import Uniforms
 from .timing import Stopwatch
-from .verify import Draft, verify
+from .verification import Draft, verify
 
 
 @dataclass(eq=False)
 class SpeculativeDecoder:
-    """Generates with the target's distribution at fewer target passes.
+    """Decoder with the target's distribution and fewer target passes.
 
     Between rounds the target's cache holds every committed token but the last: that one is
-    pending, and leads the next verify pass. Of N committed tokens a round that drafts n and accepts
-    a takes the cache from N - 1 to N + n rows, and back to N + a. The `plan` chooses drafter and K
-    of each round; with K = 0 it is plain decoding. A `referee` reviews verdicts at temperature 0 on
-    a device where a token's logits differ in their last bits with the number of tokens in the pass.
+    pending and is the first token of the next verify pass. Of N committed tokens, a round that
+    drafts n and accepts a extends the cache from N - 1 to N + n tokens and rolls it back to N + a.
+    The `plan` chooses drafter and K of each round; with K = 0 it is plain decoding. A `resolver`
+    reviews verdicts at temperature 0 on a device whose passes are not pass-length-invariant.
 
-    Where what the cache lacks of the prompt and the first round's K tokens fit into
-    `max_first_length`, the first verify pass reads both, which saves a pass. A row must have
-    the same bits in passes of any such length: with another K they may be two. All of the prompt's
-    rest or none of it: where K decided on the cut, a longer pass could have other bits.
+    If the uncached rest of the prompt and the first round's K tokens fit into `max_first_length`,
+    the first verify pass reads both, which saves a pass. Passes of all lengths up to that one must
+    be pass-length-invariant: with another K they may be two. The first pass reads the whole rest
+    of the prompt or one token: if K decided on the cut, a longer pass could have other bits.
     """
 
-    judge = staticmethod(verify)  # replaceable: the audit's self-test puts in a wrong accept rule
+    accept_rule = staticmethod(verify)  # replaceable: verification plants wrong rules
 
     target: LanguageModel
     plan: Plan
-    watch: Stopwatch
-    referee: Referee | None = None
+    stopwatch: Stopwatch
+    resolver: NearTieResolver | None = None
     max_first_length: int = 1
 
     def rounds(
@@ -51,87 +51,95 @@ class SpeculativeDecoder:
         max_new_tokens: int,
         num_logprobs: int | None = None,
     ) -> Generator[Round]:
-        """Rounds until `max_new_tokens` are committed.
+        """Yield rounds until `max_new_tokens` tokens are committed.
 
         Above temperature 0 the last round may commit one token too many, which the caller drops.
-        Each token has its log-probability and `num_logprobs` others', unless that is None.
+        A round consumes 2K + 1 uniforms, however few it uses: K draws, K acceptance tests, and one
+        for the recovered or bonus token. So each round's random numbers are known beforehand.
 
-        A round consumes 2K + 1 uniforms, however few it uses: K draws, K tests, and one for the
-        recovered or bonus token. So each round's numbers are known beforehand.
+        Args:
+            prompt: Tokens to continue.
+            sampling: Sampling options.
+            seed: Seed of the uniforms.
+            max_new_tokens: Number of tokens to commit.
+            num_logprobs: Number of likeliest tokens whose log-probabilities are returned with each
+                committed token's; None for no log-probabilities.
         """
         history = History(prompt)
         self.plan.truncate(0)
         end = len(prompt) + max_new_tokens
         stream = Uniforms(seed)
         num_unread = 0
-        while (left := end - len(history.tokens)) > 0:
-            step = self.plan.next(history, left)
-            numbers = stream.take(2 * step.num_draft_tokens + 1)
-            num_unread = 1 if num_unread else self._prefill(prompt, step.num_draft_tokens)
-            yield self._round(step, history, sampling, numbers, left, num_logprobs, num_unread)
+        while (num_left := end - len(history.tokens)) > 0:
+            round_plan = self.plan.next(history, num_left)
+            numbers = stream.take(2 * round_plan.num_draft_tokens + 1)
+            num_unread = 1 if num_unread else self._prefill(prompt, round_plan.num_draft_tokens)
+            yield self._round(
+                round_plan, history, sampling, numbers, num_left, num_logprobs, num_unread
+            )
 
     def _prefill(self, tokens: Sequence[int], num_draft_tokens: int) -> int:
-        """How many tokens at the prompt's end are left to the first round's pass."""
-        kept = self.target.reuse(tokens[:-1])
-        num_unread = len(tokens) - kept
+        """Read the prompt; return the number of its last tokens left to the first verify pass."""
+        num_cached = self.target.reuse(tokens[:-1])
+        num_unread = len(tokens) - num_cached
         if num_unread + num_draft_tokens > self.max_first_length:
-            self.target.prefill(tokens[kept:-1])
+            self.target.prefill(tokens[num_cached:-1])
             num_unread = 1
-        if self.referee:
-            self.referee.begin(self.target.length)
+        if self.resolver:
+            self.resolver.begin(self.target.length)
         return num_unread
 
     def _round(
         self,
-        step: Step,
+        round_plan: RoundPlan,
         history: History,
         sampling: Sampling,
         numbers: Floats,
-        left: int,
+        num_left: int,
         num_logprobs: int | None,
         num_unread: int,
     ) -> Round:
-        """Commit 1 to K + 1 tokens to `history`, of which `left` are still wanted; the target has
-        not read its last `num_unread` ones.
+        """Commit 1 to K + 1 tokens to `history`; the target has not read its last `num_unread`.
 
-        At most `left` are drafted. One fewer suffices where the target chooses: its pass gives the
-        last one, the same token. Drawn text needs all: a last token from the bonus row would use
-        another random number than in a longer request.
+        At most `num_left` tokens are drafted. One fewer suffices where the target chooses: its
+        pass gives the last one, the same token. Sampled text needs all: a last token from the
+        bonus row would use another random number than in a longer request.
         """
-        k = step.num_draft_tokens  # asked for; `draft` may have fewer
+        k = round_plan.num_draft_tokens
         draws, tests, last = numbers[:k], numbers[k : 2 * k], float(numbers[-1])
-        with self.watch.part("sampling"):
-            most = min(k, left - 1 if sampling.chooses else left)
-            draft = propose(step.drafter, history, most, sampling, draws) if most else Draft([])
+        with self.stopwatch.part("sampling"):
+            limit = min(k, num_left - 1 if sampling.chooses else num_left)
+            drafter = round_plan.drafter
+            draft = propose(drafter, history, limit, sampling, draws) if limit else Draft([])
         scores = self.target.forward(
             [*history.last(num_unread), *draft.tokens], len(draft.tokens) + 1
         )
-        with self.watch.part("sampling"):
-            verdict = self.judge(draft, scores, sampling, history, tests, last)
+        with self.stopwatch.part("sampling"):
+            verdict = self.accept_rule(draft, scores, sampling, history, tests, last)
             near_ties: tuple[NearTie, ...] = ()
-            if self.referee:
+            if self.resolver:
                 if num_logprobs is not None:
-                    # The referee's own passes overwrite the logits.
-                    scores = Scores(scores.array().copy())
-                verdict, near_ties = self.referee.review(
+                    # The resolver's own passes overwrite the logits.
+                    scores = Logits(scores.array().copy())
+                verdict, near_ties = self.resolver.review(
                     verdict, draft.tokens, scores, sampling, history
                 )
             committed = [*draft.tokens[: verdict.num_accepted], verdict.next_token]
-            logprobs = of_tokens(scores, committed, num_logprobs)
+            logprobs = token_logprobs(scores, committed, num_logprobs)
         history.extend(committed)
         if sampling.noise:
             sampling.noise.forget(history.length)
         self.target.truncate(len(history.tokens) - 1)
         self.plan.truncate(len(history.tokens) - 1)
-        ended = Round(
+        round_ = Round(
             committed,
             num_drafted=len(draft.tokens),
             num_accepted=verdict.num_accepted,
             logprobs=logprobs,
-            sources=sources(step.drafter, draft),
+            sources=draft_sources(drafter, draft),
             near_ties=near_ties,
-            drafter=step.name,
+            drafter=round_plan.name,
             num_draft_tokens=k,
         )
-        self.plan.ended(ended)
-        return ended
+        self.plan.record(round_)
+        return round_

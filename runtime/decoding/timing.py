@@ -1,4 +1,4 @@
-"""Where the time of a round goes: a stopwatch by part, and a model whose passes it times."""
+"""Time of a round by part: a stopwatch, and a model wrapper that times its passes."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from specedge.sampling_options import Sampling
 
 from ..sampling.distribution import Floats
 from ..sampling.history import History
-from ..sampling.scores import Scores
-from .model import LanguageModel
-from .verify import Draft
+from ..sampling.logits import Logits
+from .protocols import LanguageModel
+from .verification import Draft
 
 
 class Stopwatch:
-    """Adds up seconds by part; an inner part interrupts the outer one."""
+    """Seconds by part; an inner part interrupts the outer one."""
 
     def __init__(self) -> None:
         self.seconds: defaultdict[str, float] = defaultdict(float)
@@ -38,56 +38,62 @@ class Stopwatch:
 
 
 class _Part:
-    """Context of a part: a class, as each round enters several and a generator costs more."""
+    """Context of a part: a class, since each round enters several and a generator costs more."""
 
-    def __init__(self, watch: Stopwatch, name: str) -> None:
-        self._watch, self._name = watch, name
+    def __init__(self, stopwatch: Stopwatch, name: str) -> None:
+        self._stopwatch, self._name = stopwatch, name
         self._outer: str | None = None
 
     def __enter__(self) -> None:
-        self._outer = self._watch.switch(self._name)
+        self._outer = self._stopwatch.switch(self._name)
 
     def __exit__(self, *_: object) -> None:
-        self._watch.switch(self._outer)
+        self._stopwatch.switch(self._outer)
 
 
-class Timed:
-    """A language model whose passes are counted and timed as one part of a run.
+class TimedModel:
+    """Language model whose passes are counted and timed as one part of a request.
 
-    A pass that reads the end of a prompt, too, counts as "prefill".
+    A pass that also reads the end of a prompt counts as "prefill".
     """
 
-    def __init__(self, model: LanguageModel, watch: Stopwatch, part: str) -> None:
-        self.model = model  # another of the same weights, until the first pass
-        self._watch = watch
+    def __init__(self, model: LanguageModel, stopwatch: Stopwatch, part: str) -> None:
+        self.model = model
+        self._stopwatch = stopwatch
         self._part = part
         self.num_passes = 0
-        self._shared = self._rows_share = 0.0
-        self._others: list[float] = []  # seconds of passes that read no prompt
+        self._prompt_pass_seconds = self._prompt_pass_share = 0.0
+        self._other_pass_seconds: list[float] = []
 
     @property
     def length(self) -> int:
+        """Number of tokens in the cache."""
         return self.model.length
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
+        """Run a pass, as `LanguageModel.forward`."""
         self.num_passes += 1
         begin = time.perf_counter()
-        with_prompt = num_rows is not None and num_rows < len(tokens)
-        with self._watch.part("prefill" if with_prompt else self._part):
+        reads_prompt = num_rows is not None and num_rows < len(tokens)
+        with self._stopwatch.part("prefill" if reads_prompt else self._part):
             scores = self.model.forward(tokens, num_rows)
         seconds = time.perf_counter() - begin
-        if with_prompt:
-            self._shared, self._rows_share = seconds, seconds * (num_rows or 0) / len(tokens)
+        if reads_prompt:
+            self._prompt_pass_seconds = seconds
+            self._prompt_pass_share = seconds * (num_rows or 0) / len(tokens)
         else:
-            self._others.append(seconds)
+            self._other_pass_seconds.append(seconds)
         return scores
 
     @property
     def seconds_of_first(self) -> float:
-        """Of the pass that read the end of a prompt, too, the round's own part: what the other
-        passes took on average, or if there are none its share of the tokens.
+        """Verify time within the pass that also read the end of the prompt.
+
+        The mean of the other passes, or if there are none the round's share of the tokens.
         """
-        return min(self._shared, fmean(self._others)) if self._others else self._rows_share
+        if not self._other_pass_seconds:
+            return self._prompt_pass_share
+        return min(self._prompt_pass_seconds, fmean(self._other_pass_seconds))
 
     def draft(
         self,
@@ -97,22 +103,24 @@ class Timed:
         sampling: Sampling,
         uniforms: Floats,
     ) -> Draft | None:
-        """Counted as so many passes."""
-        if not hasattr(self.model, "draft"):  # of one that hands on what it is asked, too
+        """Draft on the device where the model can; this counts as `count` passes."""
+        if not hasattr(self.model, "draft"):
             return None
-        with self._watch.part(self._part):
+        with self._stopwatch.part(self._part):
             draft: Draft | None = self.model.draft(tokens, count, history, sampling, uniforms)
         if draft is not None:
             self.num_passes += count
         return draft
 
     def prefill(self, tokens: Sequence[int]) -> None:
-        """Counted as "prefill" before the first pass, as this model's part afterwards."""
-        with self._watch.part(self._part if self.num_passes else "prefill"):
+        """Append tokens: "prefill" before the first pass, this model's part afterwards."""
+        with self._stopwatch.part(self._part if self.num_passes else "prefill"):
             self.model.prefill(tokens)
 
     def reuse(self, tokens: Sequence[int]) -> int:
+        """Keep the longest cached prefix of `tokens`; return its length."""
         return self.model.reuse(tokens)
 
     def truncate(self, length: int) -> None:
+        """Roll the cache back."""
         self.model.truncate(length)

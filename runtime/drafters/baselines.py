@@ -10,7 +10,7 @@ from specedge.errors import OptionError
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
-from ..decoding.verify import Draft, draw
+from ..decoding.verification import Draft, draw
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
 from .draft_model import DraftModel

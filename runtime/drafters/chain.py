@@ -5,9 +5,9 @@ from __future__ import annotations
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
-from ..decoding.proposing import propose
-from ..decoding.round import Drafter, sources
-from ..decoding.verify import Draft
+from ..decoding.constrained_draft import propose
+from ..decoding.protocols import Drafter, draft_sources
+from ..decoding.verification import Draft
 from ..sampling.distribution import Distribution, Floats
 from ..sampling.history import History
 
@@ -41,7 +41,7 @@ class Chain:
                 part = propose(drafter, text, most, sampling, rest)
                 tokens += part.tokens
                 probs += part.probs or [None] * len(part.tokens)
-                names += sources(drafter, part)
+                names += draft_sources(drafter, part)
                 going = bool(part.tokens)
                 if sampling.constraint and tokens and tokens[-1] in sampling.end_tokens:
                     return Draft(tokens, probs, names)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from specedge.errors import DrafterError
 from specedge.sampling_options import Sampling
 
-from ..decoding.round import Drafter
-from ..decoding.verify import Draft
+from ..decoding.protocols import Drafter
+from ..decoding.verification import Draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
 

@@ -9,11 +9,11 @@ from typing import cast
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
-from ..decoding.model import DraftingModel, LanguageModel
-from ..decoding.verify import Draft, draw_draft
+from ..decoding.protocols import DraftingModel, LanguageModel
+from ..decoding.verification import Draft, draw_draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
-from ..sampling.scores import Row
+from ..sampling.logits import Row
 
 PLACEHOLDER = 0
 MAX_FED = 2  # tokens in a pass with logits; more are read before it, as a prompt is

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from specedge.sampling_options import Sampling
 
-from ..decoding.verify import Draft, draw_draft
+from ..decoding.verification import Draft, draw_draft
 from ..sampling.distribution import Distribution, Floats, Ids
 from ..sampling.history import History
-from ..sampling.scores import Row
+from ..sampling.logits import Row
 
 Counts = NDArray[np.unsignedinteger[Any]]
 MAX_ORDER = 3

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
-from ..decoding.model import shared_beginning
-from ..decoding.verify import Draft
+from ..decoding.verification import Draft
 from ..sampling.distribution import Floats
-from ..sampling.history import History
+from ..sampling.history import History, common_prefix_length
 
 MIN_MATCH = 2
 MAX_MATCH = 5  # longer matches chose no better among earlier copies, and each length costs memory
@@ -48,7 +47,7 @@ class Lookup:
 
 def agreeing(copy: Sequence[int], tokens: Sequence[int]) -> tuple[int, int]:
     """How many tokens of a copy are accepted if these follow, and how many of it were tested."""
-    accepted = shared_beginning(copy, tokens)
+    accepted = common_prefix_length(copy, tokens)
     return accepted, min(accepted + 1, len(copy), len(tokens))
 
 

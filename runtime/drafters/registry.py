@@ -9,8 +9,7 @@ from specedge.bundle import Bundle
 from specedge.errors import DrafterError
 from specedge.request import NGRAM, DrafterName, GenerationRequest
 
-from ..decoding.model import LanguageModel
-from ..decoding.round import Drafter
+from ..decoding.protocols import Drafter, LanguageModel
 from . import ngram_files
 from .baselines import Block, Random
 from .chain import Chain

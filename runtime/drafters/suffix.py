@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from specedge.request import DrafterName
 from specedge.sampling_options import Sampling
 
-from ..decoding.verify import Draft
+from ..decoding.verification import Draft
 from ..sampling.distribution import Floats
 from ..sampling.history import History
 from .suffix_index import HALVES, NUM_LENGTHS, NUM_SHARES, Index, Names

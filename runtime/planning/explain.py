@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import groupby
 
-from ..decoding.round import Plan, Round
+from ..decoding.protocols import Plan, Round
 from .choices import Choice, Kind
 from .planner import Planner
 from .plans import Auto, recorded

@@ -15,8 +15,8 @@ from specedge.bundle import Bundle
 from specedge.sampling_options import Sampling
 
 from ..decoding.decoding import SpeculativeDecoder
-from ..decoding.round import Drafter
-from ..decoding.timing import Stopwatch, Timed
+from ..decoding.protocols import Drafter
+from ..decoding.timing import Stopwatch, TimedModel
 from ..drafters.baselines import Random
 from ..drafters.draft_model import DraftModel
 from .cost_table import CostTable, ModeCosts, interpolate
@@ -166,7 +166,7 @@ class _Place:
     def _time_rounds(self, mode: str, k: int) -> None:
         """Time a few rounds in the decoding loop, after one that warms up."""
         watch = Stopwatch()
-        target = Timed(self._models.target, watch, "verify")
+        target = TimedModel(self._models.target, watch, "verify")
         drafter: Drafter = DraftModel(self._models.draft) if k else Random(1)
         for model in (self._models.target, self._models.draft) if k else (self._models.target,):
             _fill(model, self.length)

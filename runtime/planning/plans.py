@@ -11,7 +11,7 @@ from specedge.errors import ReplayError
 from specedge.request import GenerationRequest, PlannedRounds
 from specedge.sampling_options import MAX_DRAFT_TOKENS, Sampling
 
-from ..decoding.round import Drafter, Plan, Round, Step
+from ..decoding.protocols import Drafter, Plan, Round, RoundPlan
 from ..drafters.chain import Chain
 from ..drafters.draft_model import DraftModel
 from ..drafters.prompt_lookup import agreeing
@@ -50,12 +50,12 @@ class Fixed:
         self.drafter = drafter
         self.max_draft_tokens = num_draft_tokens
         name = drafter.name if num_draft_tokens else PLAIN
-        self._step = Step(name, drafter, num_draft_tokens)
+        self._step = RoundPlan(name, drafter, num_draft_tokens)
 
-    def next(self, history: History, left: int) -> Step:
+    def next(self, history: History, left: int) -> RoundPlan:
         return self._step
 
-    def ended(self, round_: Round) -> None:
+    def record(self, round_: Round) -> None:
         """Nothing is learnt."""
 
     def truncate(self, length: int) -> None:
@@ -78,7 +78,7 @@ class Auto:
         self._model = _model(drafters)
         self._copier = next((name for name in COPYING if name in drafters), COPYING[0])
         self._choice: Choice | None = None
-        self._step: Step | None = None
+        self._step: RoundPlan | None = None
         self._copy: list[int] = []
         self._rates: Sequence[float] = ()  # that its drafter promises
         self._quiet = 0  # planned rounds in a row in which nothing paid,
@@ -86,7 +86,7 @@ class Auto:
         self._length = 0  # of the text before the round
         self._read = 0  # of the text, by the model when it drafted the last token that was tested
 
-    def next(self, history: History, left: int) -> Step:
+    def next(self, history: History, left: int) -> RoundPlan:
         self._length = history.length
         if self._rest and self._step is not None:
             self._rest, self._copy = self._rest - 1, []
@@ -97,10 +97,10 @@ class Auto:
         self._rest = max(0, min(self._quiet - ATTENTIVE, longest, LONGEST_REST))
         self._note(choice)
         name = next(iter(self._drafters)) if choice.drafter == PLAIN else choice.drafter
-        self._step = Step(choice.drafter, self._drafters[name], choice.num_draft_tokens)
+        self._step = RoundPlan(choice.drafter, self._drafters[name], choice.num_draft_tokens)
         return self._step
 
-    def ended(self, round_: Round) -> None:
+    def record(self, round_: Round) -> None:
         assert self._choice is not None
         names: Sequence[str] = round_.sources
         if round_.drafter not in PLANNED:
@@ -206,7 +206,7 @@ class Replay:
         self._rounds = [(name, k) for name, k, times in rounds for _ in range(times)]
         self._done = 0
 
-    def next(self, history: History, left: int) -> Step:
+    def next(self, history: History, left: int) -> RoundPlan:
         if self._done == len(self._rounds):
             raise ReplayError(
                 f"the replay ends after {self._done} rounds, {left} tokens early; "
@@ -215,9 +215,9 @@ class Replay:
         name, k = self._rounds[self._done]
         self._done += 1
         drafter = self._drafters.get(name) or next(iter(self._drafters.values()))
-        return Step(name, drafter, k)
+        return RoundPlan(name, drafter, k)
 
-    def ended(self, round_: Round) -> None:
+    def record(self, round_: Round) -> None:
         """Nothing is learnt."""
 
     def truncate(self, length: int) -> None:

@@ -15,12 +15,12 @@ from specedge.bundle.manifest import chunk_length
 from specedge.request import AUTO, Coupling, GenerationRequest, RequestOptions, build_request
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
-from ..decoding.coupling import GumbelNoise
-from ..decoding.model import LoadedModel, TargetModel
-from ..decoding.timing import Stopwatch, Timed
+from ..decoding.invariance import Noise, longest_held
+from ..decoding.protocols import LoadedModel, TargetModel
+from ..decoding.random_numbers import GumbelNoise
+from ..decoding.timing import Stopwatch, TimedModel
 from ..drafters.registry import Drafters
 from ..drafters.suffix import Remembered
-from ..exactness.row_noise import Noise, longest_held
 from ..planning.known_costs import KnownCosts
 from ..planning.plans import plan_of
 from ..text.assembler import Assembler, FinishReason
@@ -147,7 +147,7 @@ class Pipeline:
         wanted, room = request.max_new_tokens, self.bundle.context_length - len(prompt)
         limit = min(wanted, room)
         watch = Stopwatch()
-        draft = None if self.draft is None else Timed(self.draft, watch, "draft")
+        draft = None if self.draft is None else TimedModel(self.draft, watch, "draft")
         drafters = self.drafters.offered(request, draft)
         planned = request.drafter == AUTO and request.fixed_k is None
         seed = secrets.randbits(32) if request.seed is None else request.seed
@@ -160,8 +160,8 @@ class Pipeline:
             seed=seed,
             limit=limit,
             plan=plan_of(request, drafters, self.costs, self.max_planned_tokens),
-            target=Timed(self.target, watch, "verify"),
-            again=Timed(self.target, watch, "exact"),
+            target=TimedModel(self.target, watch, "verify"),
+            again=TimedModel(self.target, watch, "exact"),
             draft=draft,
             watch=watch,
             noise=self.noise,

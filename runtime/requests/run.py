@@ -10,10 +10,10 @@ from specedge.request import GenerationRequest
 from specedge.sampling_options import Sampling
 
 from ..decoding.decoding import SpeculativeDecoder
-from ..decoding.round import Plan, Round
-from ..decoding.timing import Stopwatch, Timed
-from ..exactness.near_ties import Referee
-from ..exactness.row_noise import ANY, Noise
+from ..decoding.invariance import ANY, Noise
+from ..decoding.near_ties import NearTieResolver
+from ..decoding.protocols import Plan, Round
+from ..decoding.timing import Stopwatch, TimedModel
 from ..planning.plans import Auto
 from ..sampling.logprobs import TokenLogprobs
 from .slots import Slot
@@ -37,9 +37,9 @@ class Run:
     seed: int
     limit: int
     plan: Plan
-    target: Timed
-    again: Timed
-    draft: Timed | None  # None without a draft model
+    target: TimedModel
+    again: TimedModel
+    draft: TimedModel | None  # None without a draft model
     watch: Stopwatch
     noise: Noise
     drafter: str
@@ -59,7 +59,7 @@ class Run:
             self.draft.model = slot.draft
 
     def rounds(self) -> Generator[Round | None]:
-        """Run them; where wider passes have other last bits, greedy ones have a referee.
+        """Run them; where wider passes have other last bits, greedy ones have a resolver.
 
         None comes before them, after each chunk of a long prompt but the last, so that other
         requests have their turns meanwhile. An exact request reads its prompt anew: what is cached
@@ -67,9 +67,9 @@ class Run:
         """
         if self.request.exact:
             self.target.truncate(0)
-        referee = self._referee()
-        longest = 1 if referee or self.request.exact else self.max_first_length
-        decoder = SpeculativeDecoder(self.target, self.plan, self.watch, referee, longest)
+        resolver = self._referee()
+        longest = 1 if resolver or self.request.exact else self.max_first_length
+        decoder = SpeculativeDecoder(self.target, self.plan, self.watch, resolver, longest)
         yield from self._reading(self.prompt[:-1])
         yield from decoder.rounds(
             self.prompt, self.sampling, self.seed, self.limit, self.request.logprobs
@@ -83,7 +83,7 @@ class Run:
                 self.target.prefill(tokens[start:end])
                 yield
 
-    def _referee(self) -> Referee | None:
+    def _referee(self) -> NearTieResolver | None:
         if not self.sampling.greedy:
             return None
         exact, k = self.request.exact, self.plan.max_draft_tokens
@@ -95,7 +95,7 @@ class Run:
                 "tokens have other last bits than those of one, which may turn a choice; take "
                 "0 draft tokens to be exact"
             )
-        return Referee(self.again, self.logit_noise, exact) if self.logit_noise else None
+        return NearTieResolver(self.again, self.logit_noise, exact) if self.logit_noise else None
 
     @property
     def stats(self) -> Stats:

@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 
 from specedge.errors import SpecEdgeError
 
-from ..decoding.model import LoadedModel, TargetModel
+from ..decoding.invariance import Noise
+from ..decoding.protocols import LoadedModel, TargetModel
 from ..decoding.timing import Stopwatch
-from ..exactness.row_noise import Noise
 from .turns import Turns
 
 _CLOSED = "this pipeline is closed; load the bundle again"

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..decoding.round import Round
+from ..decoding.protocols import Round
 
 PARTS = ("prefill", "draft", "verify", "sampling", "exact", "other", "noise")
 

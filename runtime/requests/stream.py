@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, PlannedRounds
 
-from ..decoding.round import NearTie, Plan, Round
+from ..decoding.protocols import NearTie, Plan, Round
 from ..planning.plans import recorded
 from ..sampling.logprobs import TokenLogprobs
 from ..text.assembler import Assembler, FinishReason

@@ -1,4 +1,4 @@
-"""The text before a position, which a distribution may depend on beside the model's logits."""
+"""Text before a position, on which a distribution may depend beside the model's logits."""
 
 from __future__ import annotations
 
@@ -9,97 +9,112 @@ import numpy as np
 from .distribution import Ids
 
 
+def common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
+    """Return the number of tokens that two texts share before they differ."""
+    for i, (token, other) in enumerate(zip(first, second, strict=False)):
+        if token != other:
+            return i
+    return min(len(first), len(second))
+
+
 class History:
-    """A prompt's tokens and those that follow it: generated ones, then perhaps drafted ones."""
+    """Tokens of a prompt and those after it: generated ones, then perhaps draft tokens."""
 
     def __init__(self, prompt: Sequence[int], generated: Sequence[int] = ()) -> None:
         self.num_prompt_tokens = len(prompt)
-        self._kept = [*prompt, *generated]
-        self._length = len(self._kept)
+        self._committed = [*prompt, *generated]
+        self._length = len(self._committed)
         self._drafted: list[int] = []
-        self._tally = _Tally()
+        self._counts = _TokenCounts()
 
     @property
     def tokens(self) -> list[int]:
-        return self._kept + self._drafted if self._drafted else self._kept
+        """All tokens."""
+        return self._committed + self._drafted if self._drafted else self._committed
 
     @property
     def length(self) -> int:
+        """Number of tokens."""
         return self._length + len(self._drafted)
 
     @property
     def num_new_tokens(self) -> int:
-        """How many follow the prompt."""
+        """Number of tokens after the prompt."""
         return self.length - self.num_prompt_tokens
 
     @property
     def num_kept(self) -> int:
-        """How many of the tokens are the text's own, not drafted."""
+        """Number of committed tokens, without draft tokens."""
         return self._length
 
     def extend(self, tokens: Sequence[int]) -> None:
+        """Commit tokens."""
         assert not self._drafted
-        self._kept += tokens
-        self._length = len(self._kept)
+        self._committed += tokens
+        self._length = len(self._committed)
 
     def then(self, tokens: Sequence[int]) -> History:
-        """The text that goes on with these. It shares this one's tokens, and may be asked until
-        this one is extended.
+        """Return the text continued by draft tokens.
+
+        It shares this one's tokens and is valid until this one is extended.
         """
-        further = object.__new__(History)
-        further.__dict__ |= self.__dict__
-        further._drafted = [*self._drafted, *tokens]
-        return further
+        continued = object.__new__(History)
+        continued.__dict__ |= self.__dict__
+        continued._drafted = [*self._drafted, *tokens]
+        return continued
 
     def last(self, count: int) -> list[int]:
-        """The last `count` tokens, fewer if there are not so many."""
-        assert self._length == len(self._kept)
+        """Return the last `count` tokens, fewer if the text is shorter."""
+        assert self._length == len(self._committed)
         missing = count - len(self._drafted)
         if missing <= 0:
             return self._drafted[len(self._drafted) - count :]
-        return self._kept[-missing:] + self._drafted
+        return self._committed[-missing:] + self._drafted
 
     def counts(self) -> tuple[Ids, Ids]:
-        """Each token that is in the text, and how often it follows the prompt. -> [n], [n]"""
-        assert self._length == len(self._kept)
-        self._tally.read(self._kept, self.num_prompt_tokens)
-        return self._tally.with_also(self._drafted)
+        """Return each token of the text and its number of occurrences after the prompt.
+
+        -> [n], [n]
+        """
+        assert self._length == len(self._committed)
+        self._counts.read(self._committed, self.num_prompt_tokens)
+        return self._counts.with_drafted(self._drafted)
 
 
-class _Tally:
-    """Counts of a text that grows: each token is read once, however often it is asked."""
+class _TokenCounts:
+    """Token counts of a growing text, which reads each token once."""
 
     def __init__(self) -> None:
         self._num_read = 0
-        self._places: dict[int, int] = {}
+        self._columns: dict[int, int] = {}
         self._ids = np.zeros(0, np.intp)
         self._counts = np.zeros(0, np.intp)
 
     def read(self, tokens: list[int], num_prompt_tokens: int) -> None:
         for i in range(self._num_read, len(tokens)):
-            place = self._place(tokens[i])
-            self._counts[place] += i >= num_prompt_tokens
+            column = self._column(tokens[i])
+            self._counts[column] += i >= num_prompt_tokens
         self._num_read = len(tokens)
 
-    def with_also(self, tokens: Sequence[int]) -> tuple[Ids, Ids]:
-        """The ids and counts, with those of a few generated tokens more."""
-        length = len(self._places)
+    def with_drafted(self, tokens: Sequence[int]) -> tuple[Ids, Ids]:
+        """Return ids and counts, those of draft tokens included."""
+        length = len(self._columns)
         ids, counts = self._ids[:length], self._counts[:length]
         if not tokens:
             return ids, counts
-        new = list(dict.fromkeys(token for token in tokens if token not in self._places))
+        new = list(dict.fromkeys(token for token in tokens if token not in self._columns))
         ids = np.concatenate([ids, np.array(new, np.intp)])
         counts = np.concatenate([counts, np.zeros(len(new), np.intp)])
         for token in tokens:
-            place = self._places.get(token)
-            counts[length + new.index(token) if place is None else place] += 1
+            column = self._columns.get(token)
+            counts[length + new.index(token) if column is None else column] += 1
         return ids, counts
 
-    def _place(self, token: int) -> int:
-        place = self._places.setdefault(token, len(self._places))
-        if place == len(self._ids):
-            room = np.zeros(max(64, place), np.intp)
+    def _column(self, token: int) -> int:
+        column = self._columns.setdefault(token, len(self._columns))
+        if column == len(self._ids):
+            room = np.zeros(max(64, column), np.intp)
             self._ids = np.concatenate([self._ids, room])
             self._counts = np.concatenate([self._counts, room])
-        self._ids[place] = token
-        return place
+        self._ids[column] = token
+        return column

@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens: what the target itself thought of them."""
+"""Log-probabilities of emitted tokens under the target model."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .scores import Row, Scores
+from .logits import Logits, Row
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """A token's natural log-probability, and those of the likeliest tokens, likeliest first.
+    """Natural log-probability of a token, and those of the likeliest tokens.
 
-    By the softmax of the model's own logits, before any option of the request: what vLLM gives by
-    default. `top` has (token, log-probability); the lower id comes first on ties, and tokens
-    without any probability are left out.
+    They are of the softmax of the model's own logits, before any option of the request, as in
+    vLLM's default. `top` has (token, log-probability), likeliest first, the lower id first on ties;
+    tokens of probability 0 are left out.
     """
 
     token: int
@@ -25,11 +25,15 @@ class TokenLogprobs:
     top: list[tuple[int, float]]
 
 
-def of_tokens(
-    scores: Scores, tokens: Sequence[int], count: int | None
+def token_logprobs(
+    scores: Logits, tokens: Sequence[int], count: int | None
 ) -> list[TokenLogprobs] | None:
-    """The log-probabilities of emitted tokens [n], by the rows that they followed [n or more],
-    with the `count` likeliest of each row; None if count is None.
+    """Return the log-probabilities of emitted tokens [n], None if `count` is None.
+
+    Args:
+        scores: Logits that the tokens were emitted from. [n or more, V]
+        tokens: Emitted tokens. [n]
+        count: Number of likeliest tokens to add to each.
     """
     if count is None:
         return None

@@ -1,9 +1,8 @@
-"""From logits to the distribution of the next token: the one function that draft, target and plain
-decoding share. V vocabulary entries.
+"""Distribution of the next token: the function that draft, target and plain decoding share.
 
-A round has up to 2K + 1 rows of 50,000 tokens or more. So a distribution is weights that were never
-divided by their sum, filters write zeros over what they leave out, and only top-k, which leaves
-few, makes a list of them.
+V vocabulary entries. A round has up to 2K + 1 rows of 50,000 tokens or more. So a distribution is
+unnormalized weights, filters write zeros over the tokens that they drop, and only top-k, which
+keeps few, makes a list of them.
 """
 
 from __future__ import annotations
@@ -18,24 +17,41 @@ from specedge.sampling_options import Sampling
 
 from .distribution import Distribution, Floats, Ids
 from .history import History
-from .logit_edits import edited
-from .scores import Row
+from .logits import Row
+from .logits_processors import process_logits
 from .top_k_p import nearest, nucleus, top
+
+_NOT_A_NUMBER = (
+    "the model's logits are not numbers: its weights are damaged or its arithmetic overflows; run "
+    "'specedge inspect --check', or export the model again"
+)
+NOTHING_LEFT = (
+    "the grammar, logit_bias, bad_words and min_new_tokens leave no token to continue with; allow "
+    "one of the tokens that they ban"
+)
 
 
 def probabilities(
     logits: Floats, sampling: Sampling, history: History, ids: Ids | None = None
 ) -> Distribution:
-    """Turn one row of logits into the distribution to draw from, above temperature 0. [n]
-
-    The logits are of the tokens `ids` [n], ascending, without ids 0 to n - 1.
+    """Return the distribution that a row of logits gives, above temperature 0. [n]
 
     Penalties, biases and bans, then temperature, top-k, top-p, min-p and typical-p, in the order of
     transformers; top-k keeps every logit that ties with the k-th. Computed in the type of the
-    logits. OptionError if the options leave no token.
+    logits.
+
+    Args:
+        logits: Logits of the tokens `ids`. [n]
+        sampling: Sampling options.
+        history: Text before the row's token.
+        ids: Token ids, ascending; None for ids 0 to n - 1. [n]
+
+    Raises:
+        OptionError: The options leave no token.
+        SpecEdgeError: The logits are not numbers.
     """
     assert not sampling.greedy
-    scores = edited(logits, sampling, history, ids)
+    scores = process_logits(logits, sampling, history, ids)
     largest = _largest(scores, logits)
     if 0 < sampling.top_k < len(scores):
         columns = top(scores, sampling.top_k)
@@ -50,17 +66,37 @@ def probabilities(
     return Distribution(weights, ids)
 
 
-def of_row(row: Row, sampling: Sampling, history: History) -> Distribution:
-    """The same of a row, of which no more is asked for than the options need."""
+def row_distribution(row: Row, sampling: Sampling, history: History) -> Distribution:
+    """Return the distribution of a row, fetching no more of the row than the options need."""
     if sampling.top_k and not sampling.edits:
         row = row.for_top_k(sampling.top_k)
     return probabilities(row.array(), sampling, history, row.ids)
 
 
-def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
-    """The likeliest token's weight is 1.
+def likeliest(row: Row, count: int, sampling: Sampling, history: History) -> tuple[Ids, Floats]:
+    """Return the `count` largest processed logits, as `Row.largest` does.
 
-    A temperature beyond the type of the logits still means the largest logit, or all alike.
+    Without logits processors no more than these are fetched from the row.
+    """
+    if sampling.edits:
+        scores = process_logits(row.array(), sampling, history, row.ids)
+        ids, values = Row(scores, row.ids).largest(count)
+    else:
+        ids, values = row.largest(count)
+    if not math.isfinite(values[0]):
+        _largest(values, row.array())
+    return ids, values
+
+
+def greedy_token(row: Row, sampling: Sampling, history: History) -> int:
+    """Return the token of temperature 0: the argmax of the processed logits."""
+    return int(likeliest(row, 1, sampling, history)[0][0])
+
+
+def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
+    """Return softmax weights, 1 for the likeliest token.
+
+    A temperature out of the range of the logits' type still means argmax or uniform.
     """
     weights: Floats = scores - largest
     if temperature != 1:
@@ -71,27 +107,8 @@ def _weights(scores: Floats, largest: float, temperature: float) -> Floats:
     return np.exp(weights, out=weights)
 
 
-def likeliest(row: Row, count: int, sampling: Sampling, history: History) -> tuple[Ids, Floats]:
-    """The `count` largest logits after the edits, as `Row.largest` gives them. Without edits no
-    more than these is asked for.
-    """
-    if sampling.edits:
-        scores = edited(row.array(), sampling, history, row.ids)
-        ids, values = Row(scores, row.ids).largest(count)
-    else:
-        ids, values = row.largest(count)
-    if not math.isfinite(values[0]):
-        _largest(values, row.array())
-    return ids, values
-
-
-def choice(row: Row, sampling: Sampling, history: History) -> int:
-    """The token that temperature 0 takes: the largest logit after the edits."""
-    return int(likeliest(row, 1, sampling, history)[0][0])
-
-
 def _largest(scores: Floats, logits: Floats) -> Any:
-    """The largest score; an error where there is none."""
+    """Return the largest score; raise if none is finite."""
     largest = scores.max()
     if math.isfinite(largest):
         return largest
@@ -101,21 +118,11 @@ def _largest(scores: Floats, logits: Floats) -> Any:
 
 
 def _typical(weights: Floats, typical_p: float) -> Floats:
-    """Leave the tokens whose surprise is nearest to the expected one. [n] -> [n]
+    """Keep the weights of tokens whose surprise is nearest to the entropy. [n] -> [n]
 
-    As many as it takes to reach `typical_p`, and every one that is as near as the last of them. The
-    distance of two surprises is that of the weights' logarithms.
+    As many as reach `typical_p`, and every one as near as the last of them. The distance of two
+    surprises is that of the weights' logarithms.
     """
     logs = np.log(np.maximum(weights, np.finfo(weights.dtype).tiny))
     expected = (weights * logs).sum() / weights.sum()
     return nearest(weights, np.abs(logs - expected), typical_p)
-
-
-_NOT_A_NUMBER = (
-    "the model's logits are not numbers; its weights are damaged or its arithmetic overflows: "
-    "try 'specedge inspect --check', or export it again"
-)
-NOTHING_LEFT = (
-    "the grammar, logit_bias, bad_words and min_new_tokens leave no token to go on with; allow one "
-    "of those they forbid"
-)

@@ -1,6 +1,6 @@
-"""Selecting from rows of many tokens without sorting them: a whole row of 50,000 takes 1 ms.
+"""Top-k, nucleus and typical selection without sorting: a sort of 50,000 tokens takes 1 ms.
 
-Where a part of the row is enough, a look at some of it says which. V vocabulary entries.
+A sample of a row estimates which part of it needs sorting. V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ _BUCKETS = 512
 
 
 def top(logits: Floats, k: int) -> Ids:
-    """The tokens whose logits are the k-th largest or above, ascending. [V] -> [k or more]
+    """Return the tokens whose logits are at least the k-th largest, ascending. [V] -> [k or more]
 
-    The k-th largest of the largest in each of 64 rows or more bounds it from below.
+    The k-th largest of the maxima of 64 or more groups bounds that logit from below.
     """
     num_groups = len(logits) // _BLOCK
     if num_groups <= k:
-        return _places(logits >= _kth(logits, k))
+        return _indices(logits >= _kth(logits, k))
     grouped = logits[: num_groups * _BLOCK].reshape(_BLOCK, num_groups)
-    candidates = _places(logits >= _kth(grouped.max(0), k))
+    candidates = _indices(logits >= _kth(grouped.max(0), k))
     values = logits[candidates]
     return candidates[values >= _kth(values, k)]
 
@@ -36,43 +36,46 @@ def _kth(values: Floats, k: int) -> float:
     return float(values[-k])
 
 
-def _places(true: NDArray[np.bool_]) -> Ids:
-    places: Ids = true.nonzero()[0]
-    return places
+def _indices(mask: NDArray[np.bool_]) -> Ids:
+    indices: Ids = mask.nonzero()[0]
+    return indices
 
 
 def nucleus(weights: Floats, share: float) -> Floats:
-    """The fewest largest weights that have this share of all, the first on ties, and zeros. [n]
+    """Keep the fewest largest weights with this share of the sum, the first on ties. [n] -> [n]
 
-    After Floyd and Rivest 1975: a sample tells two values that the last weight is most likely
-    between, so only those between are sorted.
+    Others become 0. After Floyd and Rivest 1975: a sample gives two values that the last kept
+    weight is most likely between, so that only weights between them are sorted.
     """
     total = float(weights.sum())
     goal = share * total
     low, kept, mass, high = _bracket(weights, total, total - goal)
-    between = _places((weights >= low) & (weights <= high))
+    between = _indices((weights >= low) & (weights <= high))
     values = weights[between]
     mass -= float(kept[between].sum())
-    if not mass < goal <= mass + float(values.sum()):  # the sample misled
+    if not mass < goal <= mass + float(values.sum()):  # the sample was not representative
         kept, mass, between, values = weights.copy(), 0.0, np.arange(len(weights)), weights
     last, spare = _last_weight(values, goal - mass)
     stay = values >= last
     if spare:
-        stay[_places(values == last)[-spare:]] = False
+        stay[_indices(values == last)[-spare:]] = False
     kept[between] = values * stay
     return kept
 
 
 def nearest(weights: Floats, distances: Floats, share: float) -> Floats:
-    """The weights at the least distances that have this share of all, with every tie, and zeros."""
+    """Keep the weights at the least distances with this share of the sum, with ties. [n] -> [n]"""
     return weights * (distances <= -_last(weights, -distances, share * float(weights.sum()))[0])
 
 
 def _bracket(weights: Floats, total: float, rest: float) -> tuple[float, Floats, float, float]:
-    """A low value, the weights above one between, their sum, and a high value.
+    """Return a lower and an upper bound of the last kept weight, and the weights above an estimate.
 
-    Where the smaller weights add up to `rest` is estimated: a sample misses or overrates the few
-    largest. What the weights above the estimate really add up to corrects it.
+    The estimate is where the smaller weights of a sample add up to `rest`. A sample misses or
+    overrates the few largest weights; the true sum of the weights above the estimate corrects it.
+
+    Returns:
+        Lower bound, weights above the estimate and zeros [n], their sum, and upper bound.
     """
     step = max(1, len(weights) // _SAMPLE)
     sample = np.sort(weights[::step])
@@ -88,7 +91,7 @@ def _bracket(weights: Floats, total: float, rest: float) -> tuple[float, Floats,
 
 
 def _last_weight(values: Floats, goal: float) -> tuple[float, int]:
-    """As `_last`, of values that are their own keys."""
+    """Return `_last` of values that are their own keys."""
     if len(values) > _FEW:
         return _last(values, values, goal)
     ordered = np.sort(values)[::-1]
@@ -97,9 +100,9 @@ def _last_weight(values: Floats, goal: float) -> tuple[float, int]:
 
 
 def _last(weights: Floats, keys: Floats, goal: float) -> tuple[float, int]:
-    """The key at which the weights of the largest keys reach `goal`, and how many more have it.
+    """Return the key at which the weights of the largest keys reach `goal`, and its later ties.
 
-    Keys are sorted into buckets, of which the one with the goal is looked at again.
+    Keys are sorted into buckets; the bucket with the goal is sorted into buckets again.
     """
     while len(keys) > _BUCKETS:
         high = keys.max()
@@ -111,7 +114,7 @@ def _last(weights: Floats, keys: Floats, goal: float) -> tuple[float, int]:
         sums = np.bincount(buckets, weights, _BUCKETS).cumsum()
         at = int(sums.searchsorted(min(goal, sums[-1])))
         goal -= float(sums[at - 1]) if at else 0.0
-        inside = _places(buckets == at)
+        inside = _indices(buckets == at)
         weights, keys = weights[inside], keys[inside]
     order = np.argsort(-keys, kind="stable")
     at = min(int(weights[order].cumsum(dtype=np.float64).searchsorted(goal)), len(keys) - 1)

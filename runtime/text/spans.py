@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from specedge.option_specs import NameEnum
 
-from ..decoding.round import Round
+from ..decoding.protocols import Round
 
 
 class Fate(NameEnum):

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from specedge.errors import OptionError
-from specedge.runtime.decoding.model import LanguageModel
+from specedge.runtime.decoding.protocols import LanguageModel
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.probabilities import choice, probabilities
-from specedge.runtime.sampling.scores import Row, Scores
+from specedge.runtime.sampling.logits import Logits, Row
+from specedge.runtime.sampling.probabilities import greedy_token, probabilities
 from specedge.sampling_options import Sampling
 
 from ..theory.overlap import acceptance_probability
@@ -54,7 +54,7 @@ def _chances(target: Row, draft: Row, sampling: Sampling, history: History) -> f
     size = len(target.array())
     try:
         if sampling.greedy:
-            chosen = [choice(row, sampling, history) for row in (draft, target)]
+            chosen = [greedy_token(row, sampling, history) for row in (draft, target)]
             return float(chosen[0] == chosen[1])
         drafted = probabilities(draft.array(), sampling, history, draft.ids).row(size)
     except OptionError:  # the draft knows none of the tokens that the options allow
@@ -70,5 +70,5 @@ def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> It
     model.prefill(tokens[:start])
     for at in range(start, len(tokens), ROWS):
         scores = model.forward(tokens[at : at + ROWS])
-        kept = Scores(scores.array().copy(), scores.ids)
+        kept = Logits(scores.array().copy(), scores.ids)
         yield from (kept[i] for i in range(len(tokens[at : at + ROWS])))

@@ -15,7 +15,7 @@ from specedge.errors import ContextLengthError
 from specedge.request import DrafterName
 from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.decoding.round import Drafter
+from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.drafters.prompt_lookup import Lookup, agreeing
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.planning import measurement

@@ -17,7 +17,7 @@ from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.self_test import fitting, settle
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.exactness.row_noise import longest_held
+from specedge.runtime.decoding.invariance import longest_held
 from specedge.runtime.text.prompts import Prompts, UserPrompt
 from specedge.runtime.text.tokenizing import encode, load_tokenizer
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from numpy.typing import NDArray
 
-from specedge.runtime.decoding.model import LanguageModel
+from specedge.runtime.decoding.protocols import LanguageModel
 
 Array = NDArray[Any]
 

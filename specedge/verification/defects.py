@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.round import Drafter
-from specedge.runtime.decoding.verify import Draft, Verdict, verify
+from specedge.runtime.decoding.protocols import Drafter
+from specedge.runtime.decoding.verification import Draft, Verdict, verify
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
@@ -35,7 +35,7 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 
     class Decoder(SpeculativeDecoder):
         @staticmethod
-        def judge(*given: Any) -> Verdict:
+        def accept_rule(*given: Any) -> Verdict:
             draft, scores, sampling, history, tests, last = given
             return verify(draft, scores, sampling, history, change(tests), last)
 
@@ -44,7 +44,7 @@ def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
 
 class _NoResidual(SpeculativeDecoder):
     @staticmethod
-    def judge(*given: Any) -> Verdict:
+    def accept_rule(*given: Any) -> Verdict:
         draft, scores, sampling, history, _, last = given
         verdict = verify(*given)
         i = verdict.num_accepted

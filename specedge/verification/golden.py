@@ -16,22 +16,21 @@ from specedge.bundle import Bundle
 from specedge.errors import PromptError
 from specedge.runtime.backend.ort import onnxruntime
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.model import LanguageModel
-from specedge.runtime.decoding.randomness import uniforms
-from specedge.runtime.decoding.round import Drafter
+from specedge.runtime.decoding.protocols import Drafter, LanguageModel
+from specedge.runtime.decoding.random_numbers import uniforms
 from specedge.runtime.decoding.timing import Stopwatch
-from specedge.runtime.decoding.verify import Draft, Verdict, verify
+from specedge.runtime.decoding.verification import Draft, Verdict, verify
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.exactness.margins import Judged, Shares, draw_margin, greedy_margin, shares
 from specedge.runtime.planning.choices import PLAIN
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.requests.loading import load
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.distribution import Floats
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.scores import Row, Scores
+from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.text.tokenizing import decode
 from specedge.sampling_options import Sampling
+from specedge.verification.margins import Judged, Shares, draw_margin, greedy_margin, shares
 
 from ..benchmarks.prompts import SETS
 
@@ -147,7 +146,7 @@ def _written(
             listener, context_length=sizes.context_length, vocab_size=sizes.vocab_size
         )
     decoder = SpeculativeDecoder(pipeline.target, Fixed(drafter, k), Stopwatch())
-    decoder.judge = listener.judge
+    decoder.accept_rule = listener.accept_rule
     new: list[int] = []
     accepted: list[int] = []
     for round_ in decoder.rounds(tokens, sampling, seed, length):
@@ -189,8 +188,8 @@ class _NoDrafts:
 
 
 class _Listener:
-    """A draft model that remembers the rows it gave in a round, and a judge that finds the round's
-    margin of them. Without a `model` it only judges.
+    """A draft model that remembers the rows it gave in a round, and an accept rule that records
+    the margin of the round. Without a `model` it only judges.
     """
 
     def __init__(self, model: LanguageModel | None, k: int, seed: int, vocab_size: int) -> None:
@@ -205,17 +204,17 @@ class _Listener:
         assert self._model is not None
         return self._model.length
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         assert self._model is not None
         scores = self._model.forward(tokens, num_rows)
         row = scores[-1]
         self._rows.append(Row(row.array().copy(), row.ids))
         return scores
 
-    def judge(
+    def accept_rule(
         self,
         draft: Draft,
-        scores: Scores,
+        scores: Logits,
         sampling: Sampling,
         history: History,
         tests: Floats,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.round import Round
+from specedge.runtime.decoding.protocols import Round
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.sampling_options import MAX_DRAFT_TOKENS, Sampling
 

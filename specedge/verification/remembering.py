@@ -8,9 +8,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from specedge.runtime.decoding.model import LanguageModel, shared_beginning
+from specedge.runtime.decoding.protocols import LanguageModel
 from specedge.runtime.sampling.distribution import Floats, Ids
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.history import common_prefix_length
+from specedge.runtime.sampling.logits import Logits
 
 MOST_BYTES = 256 * 2**20
 
@@ -36,7 +37,7 @@ class Remembering:
     def length(self) -> int:
         return len(self._tokens)
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         self._tokens += tokens
         start = len(self._tokens) - (len(tokens) if num_rows is None else num_rows)
         keys = [tuple(self._tokens[: i + 1]) for i in range(start, len(self._tokens))]
@@ -46,13 +47,13 @@ class Remembering:
         if len(kept) < len(needed):
             rows += self._computed(needed[len(kept) :])
         rows += [np.zeros(self._num_columns, np.float32)] * (len(keys) - len(needed))
-        return Scores(np.stack(rows), self._ids)
+        return Logits(np.stack(rows), self._ids)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
 
     def reuse(self, tokens: Sequence[int]) -> int:
-        self.truncate(shared_beginning(self._tokens, tokens))
+        self.truncate(common_prefix_length(self._tokens, tokens))
         return self.length
 
     def truncate(self, length: int) -> None:

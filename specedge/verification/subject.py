@@ -12,14 +12,13 @@ import numpy as np
 
 from specedge.bundle.manifest import ModelEntry
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.model import LanguageModel
-from specedge.runtime.decoding.round import Drafter, Round
+from specedge.runtime.decoding.protocols import Drafter, LanguageModel, Round
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import PLACEHOLDER, DraftModel
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.runtime.sampling.scores import Scores
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from .budget import Budget, Clock
@@ -150,7 +149,7 @@ class Subject:
             max_first_length=self.max_first_length,
         )
 
-    def scores_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Scores:
+    def scores_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Logits:
         """A model's rows for each new token, in one pass: no drafter, no rollback. [n rows]"""
         model: Cached = getattr(self, role)
         fed = [known(token, self.sizes[role]) for token in (*prompt, *new[:-1])]
@@ -196,12 +195,12 @@ class StandIn:
     def length(self) -> int:
         return self._target.length
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         rows = self._target.forward(tokens, num_rows).array()
         if len(self._offsets) != rows.shape[1]:
             random = np.random.default_rng(0)
             self._offsets = random.standard_normal((rows.shape[1],), np.float32)
-        return Scores(rows + self._offsets)
+        return Logits(rows + self._offsets)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         self._target.prefill(tokens)

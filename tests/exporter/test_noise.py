@@ -16,10 +16,10 @@ from specedge.exporter import Progress, export
 from specedge.exporter.verification import checks
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.exactness.row_noise import Noise, measure
+from specedge.runtime.decoding.invariance import Noise, measure
 from specedge.runtime.requests import loading
 from specedge.runtime.requests.pipeline import Pipeline
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.logits import Logits
 
 LENGTH = 200
 PROMPTS = (range(40, 52), range(300, 303), [7, 8, 9] * 20)
@@ -42,7 +42,7 @@ class Trembling:
         logits = self.model.forward(tokens, num_rows).array().copy()
         if len(tokens) > 1:
             logits += 1e-6 * np.sin(1e6 * logits)
-        return Scores(logits)
+        return Logits(logits)
 
 
 class Twins(Trembling):
@@ -54,7 +54,7 @@ class Twins(Trembling):
     def forward(self, tokens, num_rows=None):
         logits = super().forward(tokens, num_rows).array()
         logits[:, 1:128:2] = logits[:, :128:2] + 1e-5 * np.sin(1e7 * logits[:, 200:264])
-        return Scores(logits)
+        return Logits(logits)
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +146,7 @@ def test_where_no_near_tie_is_exact_runs_no_more_passes(noisy):
 
 @pytest.mark.slow
 def test_noise_is_measured_once_and_not_where_the_export_found_none(noisy, pairs, monkeypatch):
-    from specedge.runtime.exactness import row_noise as noise
+    from specedge.runtime.decoding import invariance as noise
 
     calls = []
 

@@ -5,23 +5,23 @@ import pytest
 
 from fakes import Counting, TableModel, hashed_distribution
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.model import shared_beginning
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.baselines import Block
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.sampling.history import common_prefix_length
 from specedge.sampling_options import Sampling
 
 PROMPT = "def read_config(path):\n    with open(path) as file:\n"
 
 
 def test_a_shared_beginning_ends_where_two_texts_differ():
-    assert shared_beginning([], [1]) == 0
-    assert shared_beginning([1, 2, 3], [1, 2, 4]) == 2
-    assert shared_beginning([1, 2], [1, 2, 4]) == 2
-    assert shared_beginning([1, 2, 4], [1, 2]) == 2
+    assert common_prefix_length([], [1]) == 0
+    assert common_prefix_length([1, 2, 3], [1, 2, 4]) == 2
+    assert common_prefix_length([1, 2], [1, 2, 4]) == 2
+    assert common_prefix_length([1, 2, 4], [1, 2]) == 2
 
 
 @pytest.mark.parametrize("context_length", [99, 13])

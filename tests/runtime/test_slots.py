@@ -9,7 +9,7 @@ import pytest
 import specedge
 from specedge.bundle import store
 from specedge.errors import SpecEdgeError
-from specedge.runtime.decoding.randomness import Uniforms
+from specedge.runtime.decoding.random_numbers import Uniforms
 from threads import in_threads
 
 PROMPTS = ["def read_config(path):", "import json", "class Parser:", "for i in range("]

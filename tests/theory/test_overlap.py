@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
-from specedge.runtime.decoding.verify import Draft, verify
+from specedge.runtime.decoding.verification import Draft, verify
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
 from specedge.theory.overlap import (
     acceptance_probability,
@@ -80,7 +80,7 @@ def test_the_lenient_distribution_is_what_the_accept_rule_gives_with_lenient_uni
     size = 60
     grid = (np.arange(size) + 0.5) / size
     with np.errstate(divide="ignore"):
-        scores = Scores(np.log(np.array([TARGET, TARGET])))
+        scores = Logits(np.log(np.array([TARGET, TARGET])))
     for lenience in (0.5, 1, 2):
         out = np.zeros(3)
         for token, drafted in enumerate(DRAFT):

@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("scipy", reason="the audit needs SciPy")
 
 from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_subject
-from specedge.runtime.decoding.verify import verify
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.decoding.verification import verify
+from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
 from specedge.verification import auditing, joint, loop, sampled
 from specedge.verification.defects import DEFECTS, Defect
@@ -121,7 +121,7 @@ class Flipped:
                 second, first = np.argsort(row)[-2:]
                 if row[first] - row[second] < self._margin:
                     row[first], row[second] = row[second], row[first]
-        return Scores(logits)
+        return Logits(logits)
 
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])
@@ -145,7 +145,7 @@ class WrongBeyond:
 
     def forward(self, tokens, num_rows=None):
         scores = self._model.forward(tokens, num_rows)
-        return Scores(-scores.array()) if len(tokens) > self._longest else scores
+        return Logits(-scores.array()) if len(tokens) > self._longest else scores
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_greedy_text_begins_at_no_further_k_once_its_time_is_over():
 def test_tokens_that_the_distribution_does_not_allow_fail():
     class Stubborn(Parts().decoder):
         @staticmethod
-        def judge(draft, scores, sampling, history, tests, last):
+        def accept_rule(draft, scores, sampling, history, tests, last):
             verdict = verify(draft, scores, sampling, history, tests, last)
             wrong = int(scores[verdict.num_accepted].array().argmin())
             return dataclasses.replace(verdict, next_token=wrong) if last > 0.99 else verdict

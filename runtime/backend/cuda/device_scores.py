@@ -12,10 +12,10 @@ from functools import cached_property
 import numpy as np
 
 from ...sampling.distribution import Floats, Ids
-from ...sampling.scores import Row, Scores
+from ...sampling.logits import Logits, Row
 
 
-class DeviceScores(Scores):
+class DeviceScores(Logits):
     """Logits that are fetched on first use.
 
     `fetch_all` returns the logits, [T, n], `fetch_best` the output of a scored graph,

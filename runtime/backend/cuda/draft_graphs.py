@@ -21,10 +21,10 @@ import numpy as np
 from specedge.bundle.gpu_signatures import NUM_SUMMARY_FIELDS, num_best, step_output
 from specedge.sampling_options import Sampling
 
-from ...decoding.verify import Draft
+from ...decoding.verification import Draft
 from ...sampling.distribution import Distribution, Floats, Ids
 from ...sampling.history import History
-from ...sampling.logit_edits import counts_of
+from ...sampling.logits_processors import text_columns
 from ..kv_cache import KeyValueCache
 from ..model_session import BoundPass, ModelSession
 
@@ -248,7 +248,7 @@ class SampledDraftGraph(DraftGraph):
         }
         if penalty != 1:
             inputs["seen"] = np.zeros(self._size, bool)
-            inputs["seen"][counts_of(text, self._size, self._ids)[0]] = True
+            inputs["seen"][text_columns(text, self._size, self._ids)[0]] = True
         return inputs
 
     def _read(self, row: Floats, all_weights: Any) -> tuple[int, Distribution]:

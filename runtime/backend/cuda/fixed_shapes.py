@@ -13,7 +13,7 @@ import numpy as np
 from specedge.bundle import Bundle
 from specedge.bundle.manifest import ModelEntry
 
-from ...sampling.scores import Scores
+from ...sampling.logits import Logits
 from ..model_session import BoundPass, ModelSession
 from ..onnx_model import OrtModel
 from ..sessions import Device
@@ -36,7 +36,7 @@ class FixedShapeModel(OrtModel):
         self._capacity = model.cache.capacity
         super().__init__(bundle, model, device, ops, session=self._sessions[1])
 
-    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Scores:
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
         """Run one pass, or several if no graph is long enough."""
         longest = max(self._sessions)
         start = 0 if num_rows is None else len(tokens) - num_rows
@@ -46,7 +46,7 @@ class FixedShapeModel(OrtModel):
             self._scores(self._run(part), 0, len(part)).array().copy()
             for part in (tokens[i : i + longest] for i in range(0, len(tokens), longest))
         ]
-        return Scores(np.concatenate(rows)[start:], self._ids)
+        return Logits(np.concatenate(rows)[start:], self._ids)
 
     def prefill(self, tokens: Sequence[int]) -> None:
         for part in self._parts(tokens):

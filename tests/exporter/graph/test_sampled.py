@@ -18,7 +18,7 @@ from specedge.runtime.backend.cuda.draft_graphs import (
 )
 from specedge.runtime.backend.model_session import ModelSession
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.decoding.verify import draw_draft
+from specedge.runtime.decoding.verification import draw_draft
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 

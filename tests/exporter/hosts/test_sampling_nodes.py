@@ -13,10 +13,10 @@ import pytest
 from specedge.exporter.graph.nodes import GraphBuilder
 from specedge.exporter.hosts import sampling_nodes
 from specedge.runtime.backend.ort import inference_session
-from specedge.runtime.decoding.verify import Draft, verify
+from specedge.runtime.decoding.verification import Draft, verify
 from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.runtime.sampling.scores import Scores
 from specedge.sampling_options import Sampling
 
 FLOAT, INT, DOUBLE = ir.DataType.FLOAT, ir.DataType.INT64, ir.DataType.DOUBLE
@@ -102,7 +102,7 @@ def check(draft, target, sampling, uniforms, limit):
         tokens = [d.pick(float(u)) for d, u in zip(distributions, uniforms, strict=False)]
     wanted = verify(
         Draft(tokens[:limit], distributions and distributions[:limit]),
-        Scores(target), sampling, TEXT, uniforms[num:], float(uniforms[-1]),
+        Logits(target), sampling, TEXT, uniforms[num:], float(uniforms[-1]),
     )  # fmt: skip
     weights, _, accepted, next_token = run(draft, target, tokens, sampling, uniforms, limit)
     if distributions:

@@ -1,4 +1,4 @@
-"""Scores that lie on a device: what is asked of them is what whole rows give, of less."""
+"""Logits that lie on a device: what is asked of them is what whole rows give, of less."""
 
 import numpy as np
 import pytest
@@ -7,8 +7,8 @@ from specedge.bundle.gpu_signatures import num_best
 from specedge.errors import SpecEdgeError
 from specedge.runtime.backend.cuda.device_scores import DeviceScores
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.probabilities import choice, of_row
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.logits import Logits
+from specedge.runtime.sampling.probabilities import greedy_token, row_distribution
 from specedge.sampling_options import Sampling
 
 NOTHING = History([0])
@@ -20,7 +20,7 @@ class Device:
     def __init__(self, logits, ids=None):
         self.logits, self.fetches = np.asarray(logits, np.float32), []
         self.scores = DeviceScores(self.all, self.best, self.logits.shape[1], ids)
-        self.whole = Scores(self.logits, ids)
+        self.whole = Logits(self.logits, ids)
 
     def all(self):
         self.fetches.append("all")
@@ -65,7 +65,7 @@ def test_a_distribution_has_the_bits_of_the_whole_rows(kind, width, ids):
             device = Device(logits, tokens)
             for i in range(len(logits)):
                 found, wanted = (
-                    of_row(scores[i], sampling, NOTHING).row(3 * width)
+                    row_distribution(scores[i], sampling, NOTHING).row(3 * width)
                     for scores in (device.scores, device.whole)
                 )
                 assert found.tobytes() == wanted.tobytes()
@@ -73,10 +73,10 @@ def test_a_distribution_has_the_bits_of_the_whole_rows(kind, width, ids):
 
 def test_no_row_is_fetched_for_a_greedy_choice_nor_for_top_k():
     device = Device(rows("apart", 3000))
-    assert choice(device.scores[2], Sampling(), NOTHING) == device.logits[2].argmax()
-    of_row(device.scores[1], Sampling(1.0, top_k=20), NOTHING)
+    assert greedy_token(device.scores[2], Sampling(), NOTHING) == device.logits[2].argmax()
+    row_distribution(device.scores[1], Sampling(1.0, top_k=20), NOTHING)
     assert device.fetches == ["best"]
-    of_row(device.scores[1], Sampling(1.0, top_k=64), NOTHING)
+    row_distribution(device.scores[1], Sampling(1.0, top_k=64), NOTHING)
     assert device.fetches == ["best", "all"]
 
 
@@ -86,14 +86,14 @@ def test_a_row_is_fetched_where_the_last_of_the_best_ties_with_one_that_may_not_
     device = Device(logits)
     assert device.scores[0].largest(1)[0] == [100]
     assert device.fetches == ["best", "all"]
-    assert len(of_row(device.scores[0], Sampling(1.0, top_k=20), NOTHING).weights) == 100
+    assert len(row_distribution(device.scores[0], Sampling(1.0, top_k=20), NOTHING).weights) == 100
 
 
 def test_an_option_for_some_token_sees_the_whole_row():
     device = Device(rows("apart", 3000))
     least = int(device.logits[0].argmin())
     sampling = Sampling(1.0, top_k=2, logit_bias={least: 100.0})
-    assert of_row(device.scores[0], sampling, NOTHING).of(least) > 0.99
+    assert row_distribution(device.scores[0], sampling, NOTHING).of(least) > 0.99
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
@@ -102,6 +102,6 @@ def test_a_logit_that_is_no_number_is_an_error_wherever_it_is_among_them(value):
     logits[:, 7] = value
     for sampling in (Sampling(), Sampling(1.0, top_k=20)):
         device = Device(logits)
-        drawn = choice if sampling.greedy else of_row
+        drawn = greedy_token if sampling.greedy else row_distribution
         with pytest.raises(SpecEdgeError, match="logits are not numbers"):
             drawn(device.scores[0], sampling, NOTHING)

@@ -15,7 +15,7 @@ from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.requests import loading
 from specedge.runtime.requests.pipeline import Pipeline
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.text.tokenizing import load_tokenizer
 
 onnxruntime = pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
@@ -35,7 +35,7 @@ class Moved:
         logits = self.model.forward(tokens).array()
         if len(tokens) in self.lengths and (self.tokens is None or {*tokens} == self.tokens):
             logits[-1, 3] = np.nextafter(logits[-1, 3], np.float32(np.inf))
-        return Scores(logits)
+        return Logits(logits)
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def faulty_from(length, monkeypatch):
         logits = forward(self, tokens, num_rows).array()
         if len(tokens) >= length:
             logits[:, 3] = np.nextafter(logits[:, 3], np.float32(np.inf))
-        return Scores(logits)
+        return Logits(logits)
 
     monkeypatch.setattr(OrtModel, "forward", moved)
 

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from fakes import Sure, TableModel, decoder, generate, hashed_distribution, logits_of
-from specedge.runtime.decoding.coupling import GumbelNoise
-from specedge.runtime.decoding.verify import draw
+from specedge.runtime.decoding.random_numbers import GumbelNoise
+from specedge.runtime.decoding.verification import draw
 from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
@@ -18,8 +18,8 @@ from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.runtime.sampling.scores import Row, Scores
 from specedge.sampling_options import Sampling
 from specedge.theory.overlap import acceptance_probability
 
@@ -204,7 +204,7 @@ class Reduced(TableModel):
         self.ids = np.array(ids)
 
     def forward(self, tokens, num_rows=None):
-        return Scores(super().forward(tokens, num_rows).array()[:, self.ids], self.ids)
+        return Logits(super().forward(tokens, num_rows).array()[:, self.ids], self.ids)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -7,15 +7,15 @@ from exact import distribution_of_strings, joint_distribution
 from fakes import Sure, TableModel, generate, hashed_distribution, logits_of, quarters
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
-from specedge.runtime.decoding.verify import draw
+from specedge.runtime.decoding.verification import draw
 from specedge.runtime.drafters.baselines import Block
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.probabilities import choice, probabilities
-from specedge.runtime.sampling.scores import Row, Scores
+from specedge.runtime.sampling.logits import Logits, Row
+from specedge.runtime.sampling.probabilities import greedy_token, probabilities
 from specedge.sampling_options import Sampling
 
 EVERY_K = pytest.mark.parametrize("k", [1, 2, 3, 4])
@@ -60,7 +60,7 @@ def test_a_row_of_some_tokens_is_the_whole_row_without_the_others(edits, filters
     drawn = Sampling(0.8, **EDITS[edits], **FILTERS[filters])
     for seed in range(20):
         cut, whole = rows(seed)
-        assert choice(cut, greedy, history) == choice(whole, greedy, history)
+        assert greedy_token(cut, greedy, history) == greedy_token(whole, greedy, history)
         found = probabilities(cut.array(), drawn, history, cut.ids)
         wanted = probabilities(whole.array(), drawn, history)
         np.testing.assert_allclose(found.row(VOCAB), wanted.row(VOCAB), rtol=1e-6)
@@ -99,7 +99,7 @@ class CutModel(TableModel):
         self.ids = np.array(ids)
 
     def forward(self, tokens, num_rows=None):
-        return Scores(super().forward(tokens, num_rows).array()[:, self.ids], self.ids)
+        return Logits(super().forward(tokens, num_rows).array()[:, self.ids], self.ids)
 
 
 DRAFTERS = {

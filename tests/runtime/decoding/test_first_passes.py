@@ -7,7 +7,7 @@ import pytest
 
 from fakes import TableModel, hashed_distribution
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.timing import Stopwatch, Timed
+from specedge.runtime.decoding.timing import Stopwatch, TimedModel
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.planning.plans import Fixed
 from specedge.sampling_options import Sampling
@@ -106,7 +106,7 @@ def test_of_the_first_pass_a_round_counts_what_other_rounds_take(monkeypatch):
             return super().forward(tokens, num_rows)
 
     watch = Stopwatch()
-    model = Timed(Slow(TARGET), watch, "verify")
+    model = TimedModel(Slow(TARGET), watch, "verify")
     assert model.seconds_of_first == 0
     model.forward(PROMPT, 1)
     assert model.seconds_of_first == pytest.approx(1)  # one of eleven rows

@@ -8,7 +8,7 @@ from fakes import TableModel, decoder, hashed_distribution
 from grammars import END, constraint
 from specedge import Draft
 from specedge.errors import OptionError
-from specedge.runtime.decoding.proposing import GRAMMAR, propose
+from specedge.runtime.decoding.constrained_draft import GRAMMAR, propose
 from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel

@@ -1,6 +1,6 @@
 import numpy as np
 
-from specedge.runtime.decoding.randomness import Uniforms, uniforms
+from specedge.runtime.decoding.random_numbers import Uniforms, uniforms
 
 
 def test_stream_is_splitmix64_as_published():

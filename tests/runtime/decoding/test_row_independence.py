@@ -10,7 +10,7 @@ from rows import LENGTHS, dependent_lengths
 from specedge.bundle.op_sets import OPS
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.exactness.row_noise import holds
+from specedge.runtime.decoding.invariance import holds
 
 
 @pytest.mark.slow(after_first=True)

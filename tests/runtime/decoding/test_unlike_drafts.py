@@ -9,8 +9,8 @@ import pytest
 from exact import distribution_of_strings, joint_distribution
 from fakes import TableModel, hashed_distribution, quarters
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
-from specedge.runtime.decoding.timing import Stopwatch, Timed
-from specedge.runtime.decoding.verify import Draft
+from specedge.runtime.decoding.timing import Stopwatch, TimedModel
+from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup
@@ -172,7 +172,7 @@ def test_only_the_prompts_prefill_counts_as_prefill():
             parts.append(name)
             yield
 
-    draft = Timed(TableModel(hashed_distribution(2, 5), context_length=8), Watch(), "draft")
+    draft = TimedModel(TableModel(hashed_distribution(2, 5), context_length=8), Watch(), "draft")
     guesses = DraftModel(draft, context_length=8)
     text = [i % 5 for i in range(5)]
     for length in range(5, 30):
@@ -189,7 +189,7 @@ class AtOnce(TableModel):
 
 def test_a_draft_of_one_call_counts_as_its_passes():
     watch = Stopwatch()
-    draft = Timed(AtOnce(hashed_distribution(2, 5), context_length=64), watch, "draft")
+    draft = TimedModel(AtOnce(hashed_distribution(2, 5), context_length=64), watch, "draft")
     guesses = DraftModel(draft, context_length=64)
     made = guesses.propose(History([0, 1, 2]), 4, Sampling(1.0), np.full(4, 0.5))
     assert made.tokens == [1] * 4

@@ -10,7 +10,7 @@ import pytest
 
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.measurement import Models, measure, on_grid
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.logits import Logits
 
 
 class Clock:
@@ -33,7 +33,7 @@ class Scripted:
     def forward(self, tokens, num_rows=None):
         self.passes.append(len(tokens))
         self.prefill(tokens)
-        return Scores(np.zeros((num_rows or len(tokens), 7), np.float32))
+        return Logits(np.zeros((num_rows or len(tokens), 7), np.float32))
 
     def prefill(self, tokens):
         self.extend(tokens)
@@ -145,7 +145,7 @@ def test_the_hosts_work_is_measured_by_mode():
 
         def forward(self, tokens, num_rows=None):
             self.extend(tokens)
-            return Scores(np.zeros((num_rows or len(tokens), 200_000), np.float32))
+            return Logits(np.zeros((num_rows or len(tokens), 200_000), np.float32))
 
     costs = measure(Models(Fast(None, None), 64, Fast(None, None), 64), 8, seconds=1e-9).costs
     assert costs.sampled.host == costs.greedy.host > 0

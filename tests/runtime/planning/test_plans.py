@@ -12,7 +12,7 @@ from specedge.errors import ReplayError
 from specedge.request import GenerationRequest
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
-from specedge.runtime.decoding.verify import Draft
+from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.drafters.prompt_lookup import Lookup

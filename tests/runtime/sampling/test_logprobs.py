@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from specedge.runtime.sampling.logprobs import TokenLogprobs, of_tokens
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.logits import Logits
+from specedge.runtime.sampling.logprobs import TokenLogprobs, token_logprobs
 
 PROMPT = "def read_config(path):"
 
@@ -14,7 +14,7 @@ PROMPT = "def read_config(path):"
 def test_they_are_the_logarithms_of_a_softmax():
     logits = np.random.default_rng(0).normal(0, 3, (2, 500)).astype(np.float32)
     exact = logits.astype(float) - np.log(np.exp(logits.astype(float)).sum(1, keepdims=True))
-    given = of_tokens(Scores(logits), [7, 499], 5)
+    given = token_logprobs(Logits(logits), [7, 499], 5)
     for row, token, found in zip(exact, (7, 499), given, strict=True):
         assert found.token == token
         assert found.logprob == pytest.approx(row[token], abs=1e-6)
@@ -24,12 +24,12 @@ def test_they_are_the_logarithms_of_a_softmax():
 
 
 def test_ties_come_by_id_and_tokens_without_probability_not_at_all():
-    row = Scores(np.log(np.array([[1, 1, 2, 1, 1, 2]]) / 8))
-    assert [t for t, _ in of_tokens(row, [0], 4)[0].top] == [2, 5, 0, 1]
-    one = Scores(np.array([[-np.inf, 3.0, -np.inf]]))
-    assert of_tokens(one, [1], 9) == [TokenLogprobs(1, 0.0, [(1, 0.0)])]
-    assert of_tokens(row, [2], 0) == [TokenLogprobs(2, math.log(2 / 8), [])]
-    assert of_tokens(row, [2], None) is None
+    row = Logits(np.log(np.array([[1, 1, 2, 1, 1, 2]]) / 8))
+    assert [t for t, _ in token_logprobs(row, [0], 4)[0].top] == [2, 5, 0, 1]
+    one = Logits(np.array([[-np.inf, 3.0, -np.inf]]))
+    assert token_logprobs(one, [1], 9) == [TokenLogprobs(1, 0.0, [(1, 0.0)])]
+    assert token_logprobs(row, [2], 0) == [TokenLogprobs(2, math.log(2 / 8), [])]
+    assert token_logprobs(row, [2], None) is None
 
 
 @pytest.mark.slow(after_first=True)
@@ -50,5 +50,5 @@ def test_each_emitted_token_has_one_and_dropped_ones_none(pipeline, temperature)
     pipeline.target.truncate(0)
     pipeline.target.prefill(prompt[:-1])
     for before, one in zip([prompt[-1], *made.tokens], made.logprobs, strict=False):
-        assert of_tokens(pipeline.target.forward([before]), [one.token], 0) == [one]
+        assert token_logprobs(pipeline.target.forward([before]), [one.token], 0) == [one]
     assert pipeline.generate(PROMPT, 5).logprobs is None

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.logit_edits import edited
-from specedge.runtime.sampling.probabilities import choice, probabilities
-from specedge.runtime.sampling.scores import Row
+from specedge.runtime.sampling.logits import Row
+from specedge.runtime.sampling.logits_processors import process_logits
+from specedge.runtime.sampling.probabilities import greedy_token, probabilities
 from specedge.sampling_options import Sampling
 
 torch = pytest.importorskip("torch", reason="needs the export extra")
@@ -97,14 +97,14 @@ def check(options, random, count):
     before = rows.copy()
     for row, text, edit, expected in zip(rows, texts.tolist(), edits, distributions, strict=True):
         history = History(text[:PROMPT], text[PROMPT:9]).then(text[9:])
-        np.testing.assert_allclose(edited(row, sampling, history), edit, rtol=1e-12)
+        np.testing.assert_allclose(process_logits(row, sampling, history), edit, rtol=1e-12)
         if not np.isfinite(edit.max()):  # the options leave nothing
             continue
         found = probabilities(row, sampling, history).row(VOCAB)
         np.testing.assert_allclose(np.sort(found), np.sort(expected), rtol=1e-7, atol=1e-13)
         other = np.abs(found - expected) > 1e-7  # which of equals top-p keeps, torch leaves open
         assert len(set(edit[other])) <= 1
-        assert choice(Row(row), sampling, history) == int(np.argmax(edit))
+        assert greedy_token(Row(row), sampling, history) == int(np.argmax(edit))
     assert np.array_equal(rows, before)
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fakes import TableModel
-from specedge.runtime.decoding.round import Round
+from specedge.runtime.decoding.protocols import Round
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.spans import Fate, Marks, Span, fates
 

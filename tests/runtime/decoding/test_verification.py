@@ -7,11 +7,11 @@ from hypothesis import strategies as st
 
 from fakes import logits_of
 from specedge.errors import SpecEdgeError
-from specedge.runtime.decoding.verify import Draft, draw, verify
+from specedge.runtime.decoding.verification import Draft, draw, verify
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.runtime.sampling.scores import Row, Scores
 from specedge.sampling_options import Sampling
 
 NOTHING = History([0])
@@ -35,7 +35,7 @@ def output_distribution(target, draft, sampling):
     """
     first = np.zeros(len(target))
     grid = (np.arange(3000) + 0.5) / 3000
-    rows = Scores(np.stack([logits_of(*target)] * 2))
+    rows = Logits(np.stack([logits_of(*target)] * 2))
     guess = probabilities(logits_of(*draft), sampling, NOTHING)
     for x, d in enumerate(guess.row(len(draft))):
         if d == 0:
@@ -93,7 +93,7 @@ def test_lenience_has_exactly_the_distribution_of_the_papers_appendix(lenience, 
 
 
 def test_lenience_1_changes_no_bit_and_at_temperature_0_none_does():
-    rows = Scores(np.stack([logits_of(*TARGET)] * 2))
+    rows = Logits(np.stack([logits_of(*TARGET)] * 2))
     guess = Draft([0], [drafted(*DRAFT)])
     for u in np.random.default_rng(0).random(200):
         lenient = verify(guess, rows, Sampling(1.0, lenience=1.0), NOTHING, [u], u)
@@ -105,7 +105,7 @@ def test_lenience_1_changes_no_bit_and_at_temperature_0_none_does():
 
 def test_acceptance_rate_is_the_overlap_of_the_two_distributions():
     grid = (np.arange(3000) + 0.5) / 3000
-    rows = Scores(np.stack([logits_of(*TARGET)] * 2))
+    rows = Logits(np.stack([logits_of(*TARGET)] * 2))
     rate = sum(
         d
         * verify(Draft([x], [drafted(*DRAFT)]), rows, Sampling(1.0), NOTHING, [u], 0.5).num_accepted
@@ -116,7 +116,7 @@ def test_acceptance_rate_is_the_overlap_of_the_two_distributions():
 
 
 def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
-    rows = Scores(np.stack([logits_of(0, 1)] * 2))
+    rows = Logits(np.stack([logits_of(0, 1)] * 2))
     for guess in (drafted(1, 0), drafted(0, 1)):  # drafted with certainty, and never
         assert verify(Draft([0], [guess]), rows, Sampling(1.0), NOTHING, [0.0], 0.5) == (
             verify(Draft([0]), rows, Sampling(1.0), NOTHING, [0.0], 0.5)
@@ -127,7 +127,7 @@ def test_a_token_that_the_target_never_gives_is_not_accepted_even_by_zero():
 
 def test_a_token_without_probability_in_either_distribution_is_not_accepted():
     """0 / 0 is no number, and min(1, nan) is 1."""
-    rows = Scores(np.stack([logits_of(0, 1)] * 2))
+    rows = Logits(np.stack([logits_of(0, 1)] * 2))
     verdict = verify(Draft([0], [drafted(0, 1)]), rows, Sampling(1.0), NOTHING, [0.5], 0.5)
     assert (verdict.num_accepted, verdict.next_token) == (0, 1)
 
@@ -142,7 +142,7 @@ def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
         guess = Distribution(target.weights * random.uniform(0.1, 9))
         for token in range(3):
             if largest * guess.of(token) >= target.of(token):
-                draft, rows = Draft([token], [guess]), Scores(np.stack([logits] * 2))
+                draft, rows = Draft([token], [guess]), Logits(np.stack([logits] * 2))
                 verdict = verify(draft, rows, Sampling(1.0), NOTHING, [largest], 0.9)
                 assert (verdict.num_accepted, verdict.next_token) == (0, target.pick(0.9))
                 found += 1
@@ -150,7 +150,7 @@ def test_a_residual_that_rounds_to_nothing_falls_back_to_the_target():
 
 
 def test_nothing_after_a_rejection_counts():
-    rows = Scores(np.stack([logits_of(0, 1), logits_of(1, 0), logits_of(1, 0)]))
+    rows = Logits(np.stack([logits_of(0, 1), logits_of(1, 0), logits_of(1, 0)]))
     verdict = verify(
         Draft([0, 0], [drafted(1, 0)] * 2), rows, Sampling(1.0), NOTHING, [0.0, 0.0], 0.5
     )
@@ -158,7 +158,7 @@ def test_nothing_after_a_rejection_counts():
 
 
 def test_the_bonus_token_follows_the_last_row_unadjusted():
-    rows = Scores(np.stack([logits_of(1, 0), logits_of(0, 1)]))
+    rows = Logits(np.stack([logits_of(1, 0), logits_of(0, 1)]))
     verdict = verify(Draft([0], [drafted(1, 0)]), rows, Sampling(1.0), NOTHING, [0.9], 0.0)
     assert (verdict.num_accepted, verdict.next_token) == (1, 1)
 
@@ -169,7 +169,7 @@ def test_greedy_verification_is_the_accept_rule_at_temperature_zero(tokens, seed
     rows = rng.integers(0, 3, (len(tokens) + 1, 4)).astype(float)  # ties on purpose
     choices = [int(np.argmax(row)) for row in rows]
     agreed = next((i for i, t in enumerate(tokens) if t != choices[i]), len(tokens))
-    verdict = verify(Draft(tokens), Scores(rows), Sampling(), NOTHING, rng.random(4), 0.5)
+    verdict = verify(Draft(tokens), Logits(rows), Sampling(), NOTHING, rng.random(4), 0.5)
     assert (verdict.num_accepted, verdict.next_token) == (agreed, choices[agreed])
 
 

@@ -12,8 +12,8 @@ from itertools import takewhile
 
 import numpy as np
 
-from ..decoding.model import LanguageModel, TargetModel
 from ..sampling.distribution import Floats
+from .protocols import LanguageModel, TargetModel
 
 ROWS = 16  # at least so many are compared
 PLACE = 64  # kernels change their blocks near multiples of it, so noise often begins there

@@ -14,13 +14,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from specedge.runtime.decoding.verification import Verdict
+from specedge.runtime.sampling.distribution import Floats
+from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.logits import Row
+from specedge.runtime.sampling.logits_processors import process_logits
 from specedge.sampling_options import Sampling
-
-from ..decoding.verify import Verdict
-from ..sampling.distribution import Floats
-from ..sampling.history import History
-from ..sampling.logit_edits import edited
-from ..sampling.scores import Row
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class Shares:
 
 def greedy_margin(row: Row, sampling: Sampling, history: History) -> float:
     """Half of what the likeliest token is ahead of the next."""
-    scores = edited(row.array(), sampling, history, row.ids)
+    scores = process_logits(row.array(), sampling, history, row.ids)
     if len(scores) < 2:
         return math.inf
     second, first = np.partition(scores, -2)[-2:]
@@ -45,7 +44,7 @@ def greedy_margin(row: Row, sampling: Sampling, history: History) -> float:
 
 def shares(row: Row, sampling: Sampling, history: History, vocab_size: int) -> Shares:
     """A row above temperature 0, through top-k, top-p and min-p."""
-    scores = edited(row.array(), sampling, history, row.ids).astype(np.float64)
+    scores = process_logits(row.array(), sampling, history, row.ids).astype(np.float64)
     order = np.argsort(-scores, kind="stable")
     falling, temperature, cuts = scores[order], sampling.temperature, [math.inf]
     num_kept = len(scores)

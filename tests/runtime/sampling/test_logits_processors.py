@@ -9,13 +9,13 @@ from fakes import TableModel, hashed_distribution
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
-from specedge.runtime.decoding.verify import draw
+from specedge.runtime.decoding.verification import draw
 from specedge.runtime.drafters.draft_model import DraftModel
 from specedge.runtime.planning.plans import Fixed
 from specedge.runtime.sampling.history import History
-from specedge.runtime.sampling.logit_edits import edited
-from specedge.runtime.sampling.probabilities import choice, probabilities
-from specedge.runtime.sampling.scores import Row
+from specedge.runtime.sampling.logits import Row
+from specedge.runtime.sampling.logits_processors import process_logits
+from specedge.runtime.sampling.probabilities import greedy_token, probabilities
 from specedge.sampling_options import Sampling
 
 EDITS = Sampling(
@@ -68,18 +68,18 @@ def test_the_models_own_row_is_left_alone():
     logits = np.random.default_rng(0).normal(size=6).astype(np.float32)
     logits.flags.writeable = False
     for sampling in (EDITS, Sampling(), Sampling(1.0, top_p=0.5), Sampling(1.0, min_p=0.1)):
-        assert edited(logits, sampling, History([1, 0])).dtype == np.float32
+        assert process_logits(logits, sampling, History([1, 0])).dtype == np.float32
         draw(Row(logits), sampling, History([1, 0]), 0.5)
 
 
 def test_temperature_0_takes_the_likeliest_of_what_is_left_the_lowest_id_on_ties():
     row = Row(np.array([0.0, 3.0, 3.0, 2.0]))
-    assert choice(row, Sampling(bad_words=[[1]]), History([0])) == 2
-    assert choice(row, Sampling(logit_bias={3: 1}), History([0])) == 1
-    assert choice(row, Sampling(repetition_penalty=2.0), History([1])) == 2
-    assert choice(row, Sampling(presence_penalty=2.0), History([1, 2], [1])) == 2
-    assert choice(row, Sampling(min_new_tokens=1, end_tokens=(1, 2)), History([0])) == 3
-    assert choice(row, Sampling(min_new_tokens=1, end_tokens=(1, 2)), History([0], [0])) == 1
+    assert greedy_token(row, Sampling(bad_words=[[1]]), History([0])) == 2
+    assert greedy_token(row, Sampling(logit_bias={3: 1}), History([0])) == 1
+    assert greedy_token(row, Sampling(repetition_penalty=2.0), History([1])) == 2
+    assert greedy_token(row, Sampling(presence_penalty=2.0), History([1, 2], [1])) == 2
+    assert greedy_token(row, Sampling(min_new_tokens=1, end_tokens=(1, 2)), History([0])) == 3
+    assert greedy_token(row, Sampling(min_new_tokens=1, end_tokens=(1, 2)), History([0], [0])) == 1
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -102,13 +102,15 @@ def test_an_extreme_penalty_is_a_penalty_and_no_error(penalty, temperature):
         assert np.isfinite(row).all()
         assert row.sum() == pytest.approx(1)
     else:
-        assert choice(Row(logits), sampling, History([0, 1])) == (0 if penalty < 1 else 3)
+        assert greedy_token(Row(logits), sampling, History([0, 1])) == (0 if penalty < 1 else 3)
 
 
 def test_a_model_that_lacks_the_tokens_of_the_options_ignores_them():
     few = np.random.default_rng(0).normal(size=3)
     history, many = History([1, 2, 4], [5, 2, 0]), np.append(few, [1.0, 2.0, 3.0])
-    assert np.array_equal(edited(few, EDITS, history), edited(many, EDITS, history)[:3])
+    assert np.array_equal(
+        process_logits(few, EDITS, history), process_logits(many, EDITS, history)[:3]
+    )
 
 
 def generate(sampling, k, seed, draft_vocab=6):

@@ -8,12 +8,12 @@ import pytest
 from fakes import NoisyModel, TableModel, hashed_distribution, near_ties_distribution
 from specedge.errors import OptionError, SpecEdgeError
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
+from specedge.runtime.decoding.invariance import measure
+from specedge.runtime.decoding.near_ties import NearTieResolver
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.exactness.near_ties import Referee
-from specedge.runtime.exactness.row_noise import measure
 from specedge.runtime.planning.plans import Fixed
-from specedge.runtime.sampling.scores import Scores
+from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
 
 NOISE = 1e-3
@@ -36,9 +36,9 @@ def decoder(seed, k, exact=False, share=0.1, bound=BOUND, drafter=DraftModel):
     """It, and its target."""
     distribution, draft_distribution = distributions(seed, share)
     target = NoisyModel(distribution, NOISE)
-    referee = Referee(target, bound, exact)
+    resolver = NearTieResolver(target, bound, exact)
     plan = Fixed(drafter(TableModel(draft_distribution)), k)
-    return SpeculativeDecoder(target, plan, Stopwatch(), referee), target
+    return SpeculativeDecoder(target, plan, Stopwatch(), resolver), target
 
 
 def generate(seed, k, sampling=GREEDY, **options):
@@ -195,8 +195,8 @@ def test_exact_costs_nothing_where_no_near_tie_is():
     def passes(exact):
         target = NoisyModel(distribution, 1e-9)
         drafter = DraftModel(TableModel(distribution))
-        referee = Referee(target, 2e-9, exact)
-        decoder = SpeculativeDecoder(target, Fixed(drafter, 4), Stopwatch(), referee)
+        resolver = NearTieResolver(target, 2e-9, exact)
+        decoder = SpeculativeDecoder(target, Fixed(drafter, 4), Stopwatch(), resolver)
         assert not [r for r in decoder.rounds((0, 1), Sampling(), 0, 100) if r.near_ties]
         return target.passes
 
@@ -225,7 +225,7 @@ def test_a_row_that_only_its_cache_makes_noisy_is_measured():
             logits = TableModel.forward(self, tokens).array()
             self.widths[start:] = [len(tokens)] * len(tokens)
             logits[:, 0] += self.noise * any(width > 1 for width in self.widths[:start])
-            return Scores(logits)
+            return Logits(logits)
 
     text = np.random.default_rng(0).integers(0, 6, 40).tolist()
     found = measure(NoisyCache(hashed_distribution(1, 6), NOISE), text, (2, 16), 16)

@@ -1,8 +1,8 @@
-"""The logits of a pass, asked for by what is needed of them.
+"""Logits of a pass.
 
-These hold arrays in the host's memory; a device that keeps the rest to itself derives classes of
-its own from them. T rows of n columns, one for each of the V vocabulary entries unless a draft's
-head was cut to some of them.
+These classes hold arrays in host memory; a device that keeps the rest to itself derives its own
+from them. T rows of n columns, one for each of the V vocabulary entries unless a draft model has a
+reduced vocabulary (pruned LM head).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .top_k_p import top
 
 
 class Row:
-    """One row of logits, of the tokens `ids`, ascending, without ids 0 to n - 1. [n], [n]"""
+    """One row of logits [n], of the tokens `ids` [n], ascending, without ids 0 to n - 1."""
 
     def __init__(self, logits: Floats, ids: Ids | None = None) -> None:
         self._logits = logits
@@ -24,8 +24,9 @@ class Row:
         return len(self._logits)
 
     def largest(self, count: int) -> tuple[Ids, Floats]:
-        """The `count` largest logits, fewer if n is smaller: their tokens and values, the largest
-        first, the lower token first among equals. One that is not a number counts as the largest.
+        """Return the tokens and values of the `count` largest logits, fewer if n is smaller.
+
+        The largest comes first, the lower token id first on ties. NaN counts as the largest.
         -> [count], [count]
         """
         logits = self._logits
@@ -38,20 +39,19 @@ class Row:
         return columns if self.ids is None else self.ids[columns], logits[columns]
 
     def array(self) -> Floats:
-        """All logits of the row. -> [n]"""
+        """Return all logits of the row. -> [n]"""
         return self._logits
 
     def for_top_k(self, k: int) -> Row:
-        """The row, or no more of it than the k largest logits and all that tie with the last."""
+        """Return a row with at least the k largest logits and all that tie with the k-th."""
         return self
 
 
-class Scores:
-    """The logits of a pass, to be asked before the next pass of its model or of any twin, whose
-    passes may share memory on a device. [T, n]
+class Logits:
+    """Logits of a pass [T, n], valid until the next pass of the model or of a twin of it.
 
-    What was asked for is the host's: it is valid until the next pass of this model itself.
-    `ids` [n] are the columns' tokens, as in a row.
+    Twins may share memory on a device. Arrays that were fetched are the host's: they are valid
+    until the next pass of this model itself. `ids` [n] are the columns' tokens, as in a row.
     """
 
     def __init__(self, logits: Floats, ids: Ids | None = None) -> None:
@@ -62,5 +62,5 @@ class Scores:
         return Row(self._logits[row], self.ids)
 
     def array(self) -> Floats:
-        """All of them. -> [T, n]"""
+        """Return all logits. -> [T, n]"""
         return self._logits

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 
-from specedge.runtime.decoding.verify import Draft, verify
-from specedge.runtime.exactness.margins import Judged, draw_margin, greedy_margin, shares
+from specedge.runtime.decoding.verification import Draft, verify
 from specedge.runtime.sampling.history import History
+from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.runtime.sampling.scores import Row, Scores
 from specedge.sampling_options import Sampling
+from specedge.verification.margins import Judged, draw_margin, greedy_margin, shares
 
 V = 12
 TEXT = History([1, 2])
@@ -71,7 +71,7 @@ def test_logits_that_move_by_less_than_a_verdicts_margin_are_judged_the_same(sam
         tests, last = rng.random(2), float(rng.random())
         dists = [probabilities(row, sampling, TEXT) for row in theirs]
         draft = Draft([one.pick(float(rng.random())) for one in dists], dists)
-        verdict = verify(draft, Scores(ours), sampling, TEXT, tests, last)
+        verdict = verify(draft, Logits(ours), sampling, TEXT, tests, last)
         texts = [TEXT.then(draft.tokens[:i]) for i in range(3)]
         targets = [
             shares(Row(row), sampling, text, V) for row, text in zip(ours, texts, strict=True)
@@ -83,7 +83,7 @@ def test_logits_that_move_by_less_than_a_verdicts_margin_are_judged_the_same(sam
             for by, is_near in ((0.8 * min(margin, 0.1), True), (6 * margin, False)):
                 dists = [probabilities(moved(row, by, other), sampling, TEXT) for row in theirs]
                 again = Draft(draft.tokens, dists)
-                rows_ = Scores(moved(ours, by, 100 + other))
+                rows_ = Logits(moved(ours, by, 100 + other))
                 same = verify(again, rows_, sampling, TEXT, tests, last) == verdict
                 assert same or not is_near
                 turned += not same

@@ -1,0 +1,92 @@
+"""Drafts under a grammar: forced tokens need no drafter, banned tokens end the draft."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+from specedge.errors import OptionError
+from specedge.sampling_options import Sampling, TokenConstraint
+
+from ..sampling.distribution import Distribution, Floats
+from ..sampling.history import History
+from .protocols import Drafter, draft_sources
+from .verification import Draft
+
+GRAMMAR = "grammar"  # source of forced tokens in statistics
+
+
+def propose(
+    drafter: Drafter, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+) -> Draft:
+    """Return a drafter's proposal, as `Drafter.propose`, under the grammar if there is one.
+
+    Where the grammar leaves one token, that token is drafted and the drafter is asked for those
+    after it. A draft ends before a banned token that was chosen without randomness, which loses
+    nothing: the target's row decides there as after a rejection. A banned token that was drawn is
+    kept, as the last one: the recovered token is no draw from the target's own row, so that leaving
+    it out would change the distribution.
+    """
+    if sampling.constraint is None:
+        return drafter.propose(history, max_tokens, sampling, uniforms)
+    draft = _ConstrainedDraft(history, sampling, sampling.constraint)
+    was_asked = False
+    with suppress(OptionError):  # the grammar cannot be followed there
+        while not draft.is_complete and draft.length < max_tokens:
+            if draft.add_forced():
+                was_asked = False
+            elif was_asked:
+                break
+            else:
+                rest = uniforms[draft.length : max_tokens]
+                part = drafter.propose(draft.text, max_tokens - draft.length, sampling, rest)
+                if not draft.add(part, draft_sources(drafter, part)):
+                    drafter.truncate(draft.text.length)  # it may have read what it proposed
+                was_asked = True
+    return Draft(draft.tokens, draft.probs, draft.sources)
+
+
+class _ConstrainedDraft:
+    """Growing draft; `is_complete` if no further token could be accepted."""
+
+    def __init__(self, history: History, sampling: Sampling, constraint: TokenConstraint) -> None:
+        self._history, self._sampling, self._constraint = history, sampling, constraint
+        self.tokens: list[int] = []
+        self.probs: list[Distribution | None] = []
+        self.sources: list[str] = []
+        self.is_complete = False
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def text(self) -> History:
+        return self._history.then(self.tokens) if self.tokens else self._history
+
+    def add_forced(self) -> bool:
+        """Add the forced token and return True, if the grammar leaves just one."""
+        token = self._constraint.forced(self.text)
+        if token is not None:
+            self._add(token, None, GRAMMAR)
+        return token is not None
+
+    def add(self, part: Draft, sources: tuple[str, ...]) -> bool:
+        """Add tokens up to the first banned one; return False if that one was left out."""
+        for i, token in enumerate(part.tokens):
+            if self.is_complete:
+                break
+            text, drawn_from = self.text, part.distribution(i)
+            if self._constraint.banned(text)[token]:
+                if drawn_from is not None and not self._sampling.greedy:
+                    self._add(token, drawn_from, sources[i])
+                    self.is_complete = True
+                return self.is_complete
+            is_forced = self._constraint.forced(text) is not None
+            self._add(token, drawn_from, GRAMMAR if is_forced else sources[i])
+        return True
+
+    def _add(self, token: int, drawn_from: Distribution | None, source: str) -> None:
+        self.tokens.append(token)
+        self.probs.append(drawn_from)
+        self.sources.append(source)
+        self.is_complete = token in self._sampling.end_tokens

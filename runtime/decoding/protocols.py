@@ -1,0 +1,202 @@
+"""Protocols of models, drafters and plans, and the record of a round.
+
+The decoding loop needs no more of them than this. Models are in `backend/`, drafters in
+`drafters/`, plans in `planning/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from specedge.request import PLAIN
+from specedge.sampling_options import Sampling
+
+from ..sampling.distribution import Floats
+from ..sampling.history import History
+from ..sampling.logits import Logits
+from ..sampling.logprobs import TokenLogprobs
+from .verification import Draft
+
+
+class LanguageModel(Protocol):
+    """Model with a key-value cache over V vocabulary entries."""
+
+    @property
+    def length(self) -> int:
+        """Number of tokens in the cache."""
+
+    def forward(self, tokens: Sequence[int], num_rows: int | None = None) -> Logits:
+        """Append T tokens to the cache; return the logits of the last R, by default of all.
+
+        The last row predicts the token after tokens[-1], and so on. A draft model's head may lack
+        tokens: the logits say which it has. [T] -> [R, V]
+        """
+
+    def prefill(self, tokens: Sequence[int]) -> None:
+        """Append any number of tokens to the cache without computing logits."""
+
+    def reuse(self, tokens: Sequence[int]) -> int:
+        """Keep the longest prefix that the cache shares with `tokens`; return its length.
+
+        This is prefix cache reuse.
+        """
+
+    def truncate(self, length: int) -> None:
+        """Roll the cache back to its first `length` tokens."""
+
+
+@runtime_checkable
+class DraftingModel(LanguageModel, Protocol):
+    """Model that may draft on its device, without host work between tokens."""
+
+    def draft(
+        self,
+        tokens: Sequence[int],
+        count: int,
+        history: History,
+        sampling: Sampling,
+        uniforms: Floats,
+    ) -> Draft | None:
+        """Append the last 1 or 2 tokens of a text and return a draft of `count` tokens after them.
+
+        The draft is the one that single passes give; its last token is not appended. Returns None,
+        with nothing done, where single passes are needed.
+        """
+
+
+class LoadedModel(LanguageModel, Protocol):
+    """Model that owns memory."""
+
+    def close(self) -> None:
+        """Release the memory; the model is not used again."""
+
+
+class TargetModel(LoadedModel, Protocol):
+    """Target model with the measured properties of its passes."""
+
+    def shared(self, tokens: Sequence[int]) -> int:
+        """Return the length of the prefix that the cache and `tokens` share."""
+
+    @property
+    def invariant_lengths(self) -> Collection[int]:
+        """Pass-length-invariant lengths T: logits are bitwise those of passes of other lengths.
+
+        They were measured at export, and on devices other than the CPU at load.
+        """
+
+    @property
+    def float32_error(self) -> float:
+        """Error of the logits against float64 at export, relative to the largest."""
+
+    @property
+    def rounds_inputs(self) -> bool:
+        """True if products quantize their inputs: then a last bit may change all that follows."""
+
+    @property
+    def fast_length(self) -> int:
+        """Longest pass that the kernels here are made for, beyond which they are much slower."""
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts that a layer chooses among; 0 in a dense model."""
+
+
+class Drafter(Protocol):
+    """Source of draft tokens.
+
+    The text keeps the target's distribution whatever a drafter proposes, as long as each token
+    comes with the distribution that it was drawn from, given all tokens before it, or with None if
+    it was chosen without randomness.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name of the drafter in statistics."""
+
+    def propose(
+        self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
+    ) -> Draft:
+        """Propose 0 to `max_tokens` tokens after `history`; uniforms [max_tokens or more].
+
+        A smaller `max_tokens` must only shorten the draft, so that a seed's text does not depend on
+        where a request ends. Token i is drawn with uniform i.
+        """
+
+    def truncate(self, length: int) -> None:
+        """Roll back to the first `length` tokens of the text; 0 begins another text."""
+
+
+def draft_sources(drafter: Drafter, draft: Draft) -> tuple[str, ...]:
+    """Return the drafter's name of each draft token. -> [n]"""
+    return tuple(draft.sources) or (drafter.name,) * len(draft.tokens)
+
+
+@dataclass(frozen=True)
+class NearTie:
+    """Greedy choice whose margin is below the noise of the logits.
+
+    Attributes:
+        position: Index among the new tokens, from 0.
+        token: Chosen token.
+        runner_up: Second likeliest token.
+        margin: Difference of their logits in the pass that decided.
+    """
+
+    position: int
+    token: int
+    runner_up: int
+    margin: float
+
+
+@dataclass(frozen=True)
+class Round:
+    """Committed tokens of one draft-and-verify round and the outcome of its draft.
+
+    `logprobs` are those of the committed tokens, None if they were not requested. `sources` names
+    the drafter of each draft token. `drafter` and `num_draft_tokens` are the plan's; a drafter may
+    propose fewer tokens.
+    """
+
+    tokens: list[int]
+    num_drafted: int
+    num_accepted: int
+    logprobs: list[TokenLogprobs] | None = None
+    sources: tuple[str, ...] = ()
+    near_ties: tuple[NearTie, ...] = ()
+    drafter: str = PLAIN
+    num_draft_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RoundPlan:
+    """Drafter and K (`num_draft_tokens`) of the next round.
+
+    The drafter may propose fewer tokens; the round takes 2K + 1 uniforms in any case. `name` is
+    the drafter's in statistics, PLAIN if K = 0.
+    """
+
+    name: str
+    drafter: Drafter
+    num_draft_tokens: int
+
+
+class Plan(Protocol):
+    """Choice of drafter and K for each round."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Largest K that it may choose."""
+
+    def next(self, history: History, num_left: int) -> RoundPlan:
+        """Return the plan of the round after `history`, which needs at most `num_left` tokens.
+
+        K must not depend on `num_left`, else a seed's text would depend on where a request ends.
+        """
+
+    def record(self, round_: Round) -> None:
+        """Learn from the outcome of a round."""
+
+    def truncate(self, length: int) -> None:
+        """Roll the drafters back to the first `length` tokens of the text."""

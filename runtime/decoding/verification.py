@@ -1,0 +1,196 @@
+"""Accept rule of speculative sampling: verification of draft tokens, as pure functions.
+
+Notation: V vocabulary entries, n draft tokens; t is the target's distribution of a token (p in the
+paper), d the draft's (q), u a uniform random number in [0, 1), passed as an argument. Row i of a
+model's logits predicts the token after the i-th token of the pass, so that n draft tokens take
+n + 1 rows of the target. `row_distribution` computes all distributions: the draft's, the target's
+and plain decoding's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+
+from specedge.errors import OptionError
+from specedge.sampling_options import Sampling
+
+from ..sampling.distribution import Distribution, Floats
+from ..sampling.history import History
+from ..sampling.logits import Logits, Row
+from ..sampling.probabilities import greedy_token, row_distribution
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Draft tokens [n] and the distributions they were drawn from [n].
+
+    A distribution is None where the token was chosen without randomness: d(x) = 1. Chosen and drawn
+    tokens may alternate. `sources` [n] names the drafter of each token; empty, it is the drafter
+    that was called. Tokens are ids of the target's vocabulary.
+    """
+
+    tokens: list[int]
+    probs: Sequence[Distribution | None] | None = None
+    sources: Sequence[str] = ()
+
+    def distribution(self, i: int) -> Distribution | None:
+        """Return the distribution of token i, None if it was chosen without randomness."""
+        return None if self.probs is None else self.probs[i]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Outcome of a verification: the number of accepted tokens and the token after them.
+
+    `next_token` is the recovered token after a rejection, else the bonus token.
+    """
+
+    num_accepted: int
+    next_token: int
+
+
+def verify(
+    draft: Draft,
+    scores: Logits,
+    sampling: Sampling,
+    history: History,
+    tests: Floats,
+    last: float,
+) -> Verdict:
+    """Accept or reject draft tokens so that the output follows the target's distribution exactly.
+
+    Leviathan et al. 2023, algorithm 1: token x is accepted if u d(x) < t(x): strictly, so that
+    t(x) = 0 never passes, and without a division, so that d(x) = 0 needs no special case. After the
+    first rejection the recovered token is drawn from the residual distribution, max(0, t - d)
+    normalized; after none, the bonus token is drawn from the target's last row. With a lenience b
+    below 1 a token is accepted if b u d(x) < t(x) (appendix A.5), the recovered token is drawn as
+    before, and the output follows another distribution.
+
+    At temperature 0, and under Gumbel coupling (`random_numbers.GumbelNoise`), a token is accepted
+    if it is the target's own choice.
+
+    If the options leave no token after accepted ones, only these are committed: a text that ends
+    with one of them needs no other.
+
+    Args:
+        draft: Draft tokens [n].
+        scores: Logits of the target's verify pass. [n + 1, V]
+        sampling: Sampling options.
+        history: Text before the draft.
+        tests: Uniforms of the acceptance tests. [n or more]
+        last: Uniform of the recovered or bonus token.
+
+    Raises:
+        OptionError: The options leave no token at the first position.
+    """
+    accepted: list[int] = []
+    try:
+        if sampling.chooses:
+            return _verify_choices(draft.tokens, scores, sampling, history, accepted)
+        return _verify_samples(draft, scores, sampling, history, tests, last, accepted)
+    except OptionError:
+        if not accepted:
+            raise
+        return Verdict(len(accepted) - 1, accepted[-1])
+
+
+def _verify_samples(
+    draft: Draft,
+    scores: Logits,
+    sampling: Sampling,
+    history: History,
+    tests: Floats,
+    last: float,
+    accepted: list[int],
+) -> Verdict:
+    """Apply the accept rule; append each accepted token to `accepted`."""
+    for i, token in enumerate(draft.tokens):
+        row = scores[i]
+        target = row_distribution(row, sampling, history.then(draft.tokens[:i]))
+        drawn_from = draft.distribution(i)
+        draft_prob = 1.0 if drawn_from is None else drawn_from.of(token)
+        is_accepted = sampling.lenience * tests[i] * draft_prob < target.of(token)
+        if not is_accepted:
+            residual = _residual(target, draft, i, len(row))
+            return Verdict(i, (residual if residual.total else target).pick(last))
+        accepted.append(token)
+    num_drafted = len(draft.tokens)
+    target = row_distribution(scores[num_drafted], sampling, history.then(draft.tokens))
+    return Verdict(num_drafted, target.pick(last))
+
+
+def _verify_choices(
+    tokens: list[int], scores: Logits, sampling: Sampling, history: History, accepted: list[int]
+) -> Verdict:
+    """Accept each token that is the target's own choice: the accept rule for one-hot rows."""
+    for i, token in enumerate(tokens):
+        choice = _choose(scores[i], sampling, history.then(tokens[:i]))
+        if choice != token:
+            return Verdict(i, choice)
+        accepted.append(token)
+    return Verdict(len(tokens), _choose(scores[len(tokens)], sampling, history.then(tokens)))
+
+
+def _choose(row: Row, sampling: Sampling, history: History) -> int:
+    """Return a model's choice: the greedy token, or that of the position's Gumbel noise."""
+    if sampling.noise is None:
+        return greedy_token(row, sampling, history)
+    return sampling.noise.choose(row_distribution(row, sampling, history), history.length)
+
+
+def _residual(target: Distribution, draft: Draft, i: int, vocab_size: int) -> Distribution:
+    """Return the residual distribution max(0, t - d), unnormalized.
+
+    It may be empty if t and d differ only by rounding; the caller then draws from t.
+    """
+    weights, drawn_from = target.weights_of_all(vocab_size), draft.distribution(i)
+    if drawn_from is None:
+        weights[draft.tokens[i]] = 0
+        return Distribution(weights)
+    scale = weights.dtype.type(target.total / drawn_from.total)  # weights are not normalized
+    weights[drawn_from.columns] -= scale * drawn_from.weights
+    return Distribution(np.maximum(weights, 0, out=weights))
+
+
+def draw(
+    row: Row, sampling: Sampling, history: History, uniform: float
+) -> tuple[int, Distribution | None]:
+    """Return a draft token drawn from a row, and its distribution, None if it was chosen."""
+    if sampling.chooses:
+        return _choose(row, sampling, history), None
+    distribution = row_distribution(row, sampling, history)
+    return distribution.pick(uniform), distribution
+
+
+def draw_draft(
+    next_row: Callable[[list[int]], Row],
+    history: History,
+    max_tokens: int,
+    sampling: Sampling,
+    uniforms: Floats,
+) -> Draft:
+    """Return a draft, token by token, from the logits that `next_row` gives after those before.
+
+    It ends where the options allow no token of the drafter's vocabulary. A token that a grammar
+    forces needs no row.
+    """
+    tokens: list[int] = []
+    probs: list[Distribution | None] = []
+    constraint = sampling.constraint
+    with suppress(OptionError):
+        for i in range(max_tokens):
+            text = history.then(tokens)
+            token = None if constraint is None else constraint.forced(text)
+            distribution = None
+            if token is None:
+                row = next_row(tokens)
+                token, distribution = draw(row, sampling, text, float(uniforms[i]))
+            tokens.append(token)
+            probs.append(distribution)
+            if constraint is not None and token in sampling.end_tokens:
+                break
+    return Draft(tokens, probs)

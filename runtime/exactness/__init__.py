@@ -1,1 +1,0 @@
-"""Where rounding could turn a choice."""
