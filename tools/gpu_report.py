@@ -323,9 +323,9 @@ def prepare(folder: Path, shape: str, noise: float) -> None:
     from reference import Reference
 
     if not (folder / "draft").exists():
-        with tempfile.TemporaryDirectory() as cache:
-            gguf = real_weights.path_of(real_weights.SMOLLM2)
-            folder.mkdir(parents=True, exist_ok=True)
+        gguf = real_weights.path_of(real_weights.SMOLLM2)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as cache:
             Path(Reference(gguf, Path(cache)).checkpoint).rename(folder / "draft")
     if not (folder / "target").exists():
         sizes = {**SHAPES[shape], "num_hidden_layers": NUM_LAYERS}
