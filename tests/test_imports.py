@@ -73,9 +73,7 @@ def test_ray_is_known_by_name_alone_and_only_its_command_knows_what_uses_it():
 
 
 # Each package of the runtime imports those before it, never one behind it.
-LAYERS = (
-    "sampling", "decoding", "backend", "drafters", "planning", "exactness", "text", "requests",
-)  # fmt: skip
+LAYERS = ("sampling", "decoding", "backend", "drafters", "planning", "text", "requests")
 
 
 def modules():
