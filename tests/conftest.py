@@ -1,4 +1,4 @@
-"""Every test runs with empty data and cache folders of its own, and without a network."""
+"""Fixtures: each test has empty data and cache folders, and no network."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ HOMES = ("XDG_DATA_HOME", "XDG_CACHE_HOME", "LOCALAPPDATA", "HOME", "USERPROFILE
 
 @pytest.fixture(scope="session", autouse=True)
 def _folders_of_the_session(tmp_path_factory):
-    """Keep what shared fixtures load and store out of the user's folders."""
+    """Keep files of shared fixtures out of the user's folders."""
     home = tmp_path_factory.mktemp("home")
     with pytest.MonkeyPatch.context() as patch:
         for variable in HOMES:
@@ -75,13 +75,13 @@ def _own_folders(tmp_path_factory, monkeypatch):
 
 @pytest.fixture(scope="session")
 def pipeline():
-    """The embedded pair, loaded."""
+    """Return the loaded embedded pair."""
     pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
     import specedge
 
-    found = specedge.load(specedge_embedded())
-    found.costs.table = table(prior={"model": 0.8})  # no clock decides what a test sees
-    return found
+    pipeline = specedge.load(specedge_embedded())
+    pipeline.costs.table = table(prior={"model": 0.8})  # no clock decides what a test sees
+    return pipeline
 
 
 @pytest.fixture(scope="session")
@@ -97,7 +97,7 @@ def smollm2():
 
 @pytest.fixture(scope="session")
 def self_draft(pipeline):
-    """The embedded target drafting for itself."""
+    """Return the embedded target with itself as the draft model."""
     from specedge.runtime.backend.onnx_model import OrtModel
     from specedge.runtime.backend.self_test import fitting
     from specedge.runtime.backend.sessions import Device
@@ -116,13 +116,13 @@ def specedge_embedded():
 
 @pytest.fixture
 def text(tmp_path):
-    """Where a text file of prompts may be."""
+    """Return the path of a text file of prompts."""
     return tmp_path / "prompts.txt"
 
 
 @pytest.fixture
 def jsonl(tmp_path):
-    """Where a JSONL file of prompts may be."""
+    """Return the path of a JSONL file of prompts."""
     return tmp_path / "prompts.jsonl"
 
 
@@ -131,7 +131,7 @@ _LINES = []
 
 @pytest.fixture
 def report():
-    """Say something in the summary at the end of the run."""
+    """Return a function that adds a line to the terminal summary."""
     return _LINES.append
 
 

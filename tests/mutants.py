@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import multiprocessing
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 import numpy as np
+import pytest
 
 from specedge.runtime.decoding.verification import Verdict, _residual
 from specedge.runtime.sampling.distribution import Distribution
@@ -32,7 +33,6 @@ from specedge.sampling_options import Sampling
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests" / "runtime"
-VARIABLE = "SPECEDGE_MUTANT"  # the name of the mutant, for pytest's process
 
 VERIFICATION = "specedge.runtime.decoding.verification:"
 NOISE = "specedge.runtime.decoding.random_numbers:GumbelNoise."
@@ -417,21 +417,31 @@ def plant(mutant: Mutant) -> None:
                 setattr(module, key, replacement)
 
 
-def pytest_collection_finish() -> None:
-    """Plant the mutant that the environment names, in pytest's process."""
-    plant(MUTANTS[os.environ[VARIABLE]])
+class Planting:
+    """A pytest plugin that plants a mutant when all tests are imported."""
+
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def pytest_collection_finish(self) -> None:
+        """Replace the function."""
+        plant(self._mutant)
 
 
-def run_tests(files: Iterable[str], mutant: str | None) -> subprocess.CompletedProcess[str]:
-    """Run files of quick tests with a mutant planted, or without one."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "0"]
-    paths = [str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    if mutant is not None:
-        command += ["-p", "mutants"]
-        environment[VARIABLE] = mutant
-    command += [str(TESTS / file) for file in files]
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+def run_tests(files: Iterable[str], mutant: Mutant | None = None) -> int:
+    """Run files of quick tests in a forked process, which has all imports; return the exit code."""
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(files, mutant))
+    process.start()
+    process.join()
+    return process.exitcode or 0
+
+
+def _run(files: Iterable[str], mutant: Mutant | None) -> None:
+    options = ["-q", "-x", "-n", "0", "-p", "no:cacheprovider", "--rootdir", str(ROOT)]
+    with open(os.devnull, "w") as null:
+        os.dup2(null.fileno(), 1)
+        arguments = [*options, *(str(TESTS / file) for file in files)]
+        sys.exit(pytest.main(arguments, plugins=[Planting(mutant)] if mutant else []))
 
 
 @click.command()
@@ -449,19 +459,16 @@ def main(names: tuple[str, ...], check: bool) -> None:
             raise click.ClickException(f"{name}: {TESTS / mutant.tests} is missing")
     if check:
         return
-    result = run_tests(dict.fromkeys(mutant.tests for mutant in mutants.values()), None)
-    if result.returncode:
-        raise click.ClickException(f"tests fail without a mutant\n{result.stdout[-1500:]}")
+    if run_tests(dict.fromkeys(mutant.tests for mutant in mutants.values())):
+        raise click.ClickException("tests fail without a mutant; run pytest")
     survivors = []
     for name, mutant in mutants.items():
-        result = run_tests([mutant.tests], name)
-        # 1: a test failed. Every other code means that no test did, or that none ran.
-        killed = result.returncode == 1 and "1 failed" in result.stdout
+        # Every other exit code means that no test failed, or that none ran.
+        killed = run_tests([mutant.tests], mutant) == pytest.ExitCode.TESTS_FAILED
         click.echo(f"{name}: {'killed' if killed else 'SURVIVED'}")
-        if not killed:
-            survivors.append(f"{name} survived {mutant.tests}\n{result.stdout[-1500:]}")
+        survivors += [] if killed else [name]
     if survivors:
-        raise click.ClickException("\n".join(survivors))
+        raise click.ClickException(f"survivors: {', '.join(survivors)}")
 
 
 if __name__ == "__main__":

@@ -121,15 +121,15 @@ def bandwidth(device: str, size: int = 1 << 28) -> float:
     graph = helper.make_graph([helper.make_node("Add", ["x", "x"], ["y"])], "g", info[:1], info[1:])
     opsets = [helper.make_opsetid("", 21)]
     data = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
-    ort, (kind, _, number) = onnxruntime(), device.partition(":")
+    ort, (provider, _, number) = onnxruntime(), device.partition(":")
     index, options = int(number or 0), ort.SessionOptions()
     providers: list[Any] = ["CPUExecutionProvider"]
-    if kind != "cpu":
+    if provider != "cpu":
         options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
         providers = [("CUDAExecutionProvider", {"device_id": str(index)})]
         ort.preload_dlls(cudnn=False)
     session = inference_session(data, options, providers)
-    binding, memory = session.io_binding(), "cpu" if kind == "cpu" else "cuda"
+    binding, memory = session.io_binding(), "cpu" if provider == "cpu" else "cuda"
     x, y = (
         ort.OrtValue.ortvalue_from_shape_and_type([size], np.float32, memory, index)
         for _ in range(2)

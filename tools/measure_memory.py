@@ -85,11 +85,11 @@ def measure_export(
     if output:
         _export(draft, target, output, precision)
         return
-    with tempfile.TemporaryDirectory(dir=folder) as place:
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
         command = [sys.executable, __file__, "export", str(target), "--precision", precision]
         command += [
             "--output",
-            os.path.join(place, "bundle"),
+            os.path.join(scratch, "bundle"),
             *(["--draft", draft] if draft else []),
         ]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -141,5 +141,5 @@ def _download(weights: Weights, folder: Path) -> Path:
 
 
 if __name__ == "__main__":
-    for one in (SMOLLM2, GEMMA):
-        print(path_of(one))
+    for weights in (SMOLLM2, GEMMA):
+        print(path_of(weights))

@@ -296,9 +296,9 @@ def make_model(
     }  # fmt: skip
     if types := options.get("layer_types"):
         options["layer_types"] = [types[i % len(types)] for i in range(layers)]
-    known = inspect.signature(config_class).parameters
+    parameters = inspect.signature(config_class).parameters
     for name in ("head_dim", "query_pre_attn_scalar"):
-        if name not in known:
+        if name not in parameters:
             del options[name]
     model = AutoModelForCausalLM.from_config(
         config_class(**options), dtype=torch.float32, attn_implementation="eager"

@@ -114,7 +114,9 @@ class Comparison:
         """Time every variant in interleaved rounds."""
         prompts = reference.prompts()
         variants = [
-            one for one in figures.variants.values() if not one.reason and one.peer in self.peers
+            variant
+            for variant in figures.variants.values()
+            if not variant.reason and variant.peer in self.peers
         ]
         load = {"models": self.models, "threads": self.threads, "prompt": prompts[0][1]}
         with loaded(variants, self._worker, **load, say=_say) as workers:
@@ -126,7 +128,7 @@ class Comparison:
     def write(self) -> None:
         """Write figures, tables and chart."""
         machine = f"{_processor()}, {os.cpu_count()} cores, {self.threads} threads"
-        fields = {"machine": machine, "models": [one.json() for one in self.figures]}
+        fields = {"machine": machine, "models": [figures.json() for figures in self.figures]}
         (self.output / "figures.json").write_text(json.dumps(fields, indent=1) + "\n", "utf-8")
         page = reporting.page(self.figures, machine, COMMAND)
         (self.output / "README.md").write_text(page, "utf-8")

@@ -19,7 +19,7 @@ REPEATS = 8  # passes of each length in a round
 WARM_UP = 8  # tokens after loading
 
 
-class Asked(Protocol):
+class WorkerClient(Protocol):
     """The part of a worker that measuring needs."""
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]: ...
@@ -100,7 +100,7 @@ class Figures:
             Round(r["stamp"], r["date"], [Run(**run) for run in r["runs"]], r["passes"])
             for r in fields["rounds"]
         ]
-        variants = {name: Variant(**one) for name, one in fields["variants"].items()}
+        variants = {name: Variant(**values) for name, values in fields["variants"].items()}
         return cls(fields["name"], fields["kinds"], variants, rounds)
 
     def json(self) -> dict[str, Any]:
@@ -109,7 +109,7 @@ class Figures:
 
 
 def measure_rounds(
-    workers: Mapping[str, Asked],
+    workers: Mapping[str, WorkerClient],
     figures: Figures,
     prompts: Sequence[tuple[str, list[int]]],
     tokens: int,
@@ -122,11 +122,11 @@ def measure_rounds(
     runs to compare lie within seconds of each other.
     """
     variants = [figures.variants[name] for name in workers]
-    settings = [(one, k) for one in variants for k in ((0, AUTO) if one.has_drafts else (0,))]
-    facts = [[one.name, one.model, one.version] for one in variants]
-    stamp = _digest([facts, [ids for _, ids in prompts], tokens])
+    settings = [(v, k) for v in variants for k in ((0, AUTO) if v.has_drafts else (0,))]
+    models = [[variant.name, variant.model, variant.version] for variant in variants]
+    stamp = _digest([models, [ids for _, ids in prompts], tokens])
     figures.kinds = [kind for kind, _ in prompts]
-    figures.rounds = [one for one in figures.rounds if one.stamp == stamp]
+    figures.rounds = [past for past in figures.rounds if past.stamp == stamp]
     end = time.monotonic() + seconds
     while len(figures.rounds) < rounds:
         runs = []
@@ -148,7 +148,7 @@ def measure_rounds(
 
 
 def _run(
-    worker: Asked, variant: Variant, k: int | str, number: int, prompt: list[int], tokens: int
+    worker: WorkerClient, variant: Variant, k: int | str, number: int, prompt: list[int], tokens: int
 ) -> Run:
     answer = worker.ask("generate", prompt=prompt, tokens=tokens, k=k)
     if len(answer["tokens"]) != tokens:
@@ -175,10 +175,10 @@ def loaded(
     prompt: list[int],
     threads: int,
     say: Callable[[str], object],
-) -> Iterator[dict[str, Asked]]:
+) -> Iterator[dict[str, WorkerClient]]:
     """Load each variant in a process of its own and warm it up; those that fail get a reason."""
     with ExitStack() as stack:
-        workers: dict[str, Asked] = {}
+        workers: dict[str, WorkerClient] = {}
         for variant in variants:
             worker = stack.enter_context(start(variant))
             try:
@@ -202,4 +202,4 @@ def read(path: Path) -> list[Figures]:
     """Return the figures of a file, none if there is no file."""
     if not path.exists():
         return []
-    return [Figures.parse(one) for one in json.loads(path.read_text("utf-8"))["models"]]
+    return [Figures.parse(fields) for fields in json.loads(path.read_text("utf-8"))["models"]]

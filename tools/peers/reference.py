@@ -78,7 +78,7 @@ class Reference:
         dialogues = json.loads((TEXTS / "chat.json").read_text("utf-8"))
         texts = {
             "prose": self._plain((TEXTS / "prose.txt").read_text("utf-8")),
-            "chat": [token for one in dialogues for token in self._dialogue(one)],
+            "chat": [token for dialogue in dialogues for token in self._dialogue(dialogue)],
             "code": self._plain(code()),
         }
         bos = self._bos()
@@ -126,7 +126,7 @@ class Reference:
                 messages, tokenize=False, add_generation_prompt=add_generation_prompt
             )
             return self._plain(text)
-        text = "\n".join(PLAIN_ROLES[one["role"]] + one["content"] for one in messages)
+        text = "\n".join(PLAIN_ROLES[message["role"]] + message["content"] for message in messages)
         text += "\nAnswer:" if add_generation_prompt else "\n\n"
         return (self._bos() if add_generation_prompt else []) + self._plain(text)
 

@@ -28,8 +28,8 @@ class SpecEdge:
 
         self.pipeline = specedge.load(model, threads=threads)
         runtime = importlib.metadata.version("onnxruntime")
-        own = f"{specedge.__version__} (sources {digest_of_sources('runtime')})"
-        return f"{own} on onnxruntime {runtime}"
+        version = f"{specedge.__version__} (sources {digest_of_sources('runtime')})"
+        return f"{version} on onnxruntime {runtime}"
 
     def generate(self, prompt: list[int], tokens: int, k: int | str) -> dict[str, Any]:
         self.pipeline.forget()
