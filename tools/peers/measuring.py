@@ -19,7 +19,7 @@ REPEATS = 8  # passes of each length in a round
 WARM_UP = 8  # tokens after loading
 
 
-class WorkerClient(Protocol):
+class Client(Protocol):
     """The part of a worker that measuring needs."""
 
     def ask(self, op: str, **arguments: Any) -> dict[str, Any]: ...
@@ -109,7 +109,7 @@ class Figures:
 
 
 def measure_rounds(
-    workers: Mapping[str, WorkerClient],
+    workers: Mapping[str, Client],
     figures: Figures,
     prompts: Sequence[tuple[str, list[int]]],
     tokens: int,
@@ -148,7 +148,7 @@ def measure_rounds(
 
 
 def _run(
-    worker: WorkerClient, variant: Variant, k: int | str, number: int, prompt: list[int], tokens: int
+    worker: Client, variant: Variant, k: int | str, number: int, prompt: list[int], tokens: int
 ) -> Run:
     answer = worker.ask("generate", prompt=prompt, tokens=tokens, k=k)
     if len(answer["tokens"]) != tokens:
@@ -175,10 +175,10 @@ def loaded(
     prompt: list[int],
     threads: int,
     say: Callable[[str], object],
-) -> Iterator[dict[str, WorkerClient]]:
+) -> Iterator[dict[str, Client]]:
     """Load each variant in a process of its own and warm it up; those that fail get a reason."""
     with ExitStack() as stack:
-        workers: dict[str, WorkerClient] = {}
+        workers: dict[str, Client] = {}
         for variant in variants:
             worker = stack.enter_context(start(variant))
             try:
