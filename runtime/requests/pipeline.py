@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, Self, Unpack
@@ -23,6 +23,7 @@ from ..drafters.registry import Drafters
 from ..drafters.suffix import Remembered
 from ..planning.known_costs import KnownCosts
 from ..planning.plans import plan_of
+from ..sampling.logprobs import TokenLogprobs, token_logprobs
 from ..text.assembler import Assembler, FinishReason
 from ..text.bad_words import sampling_of
 from ..text.grammars import Constraint as GrammarConstraint
@@ -32,6 +33,12 @@ from .async_stream import AsyncStream
 from .run import Run
 from .slots import Slot, Slots
 from .stream import Generation, Stream
+
+SCORE_CHUNK = 64  # tokens: their logits are in memory together
+
+
+class _ScoreOwner:
+    """Owner of a slot while a prompt is scored."""
 
 
 class Pipeline:
@@ -121,15 +128,65 @@ class Pipeline:
         *,
         wait: bool = True,
         shown: Collection[int] = (),
+        stop_tokens: Collection[int] = (),
+        include_stop: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Stream:
-        """As `generate`, in pieces of text that join to exactly `Generation.text`. Special tokens
-        that are `shown` have their names in it, others no text.
+        """Generate in pieces of text that join to exactly `Generation.text`.
+
+        Takes the arguments of `generate`, and:
+
+        Args:
+            shown: Special tokens whose names are in the text; others have no text.
+            stop_tokens: Tokens that end the text like end tokens, even with `ignore_eos`.
+            include_stop: True if the text includes the stop string that ends it.
         """
         request = build_request(max_new_tokens=max_new_tokens, temperature=temperature, **options)
         sampling = self.sampling(request)
         tokens = self.prompts.tokens(prompt, request.special_tokens)
-        return self._begin(request, sampling, tokens, wait, shown)
+        if stop_tokens:
+            ends = tuple(dict.fromkeys((*sampling.end_tokens, *stop_tokens)))
+            sampling = replace(sampling, end_tokens=ends)
+        return self._begin(request, sampling, tokens, wait, shown, include_stop)
+
+    def score(
+        self,
+        prompt: Sequence[int],
+        num_logprobs: int,
+        is_cancelled: Callable[[], bool] = lambda: False,
+    ) -> list[TokenLogprobs]:
+        """Return the log-probabilities of a prompt's tokens from the second one on.
+
+        One prefill computes them, in chunks of at most `SCORE_CHUNK` tokens that take turns with
+        the rounds of streams; it leaves the prompt in the cache of a slot.
+
+        Args:
+            prompt: At least one token.
+            num_logprobs: Number of likeliest tokens to report for each position.
+            is_cancelled: Asked before each chunk; True ends the computation early.
+
+        Raises:
+            PromptError: The prompt has no token, or one that the model does not have.
+            ContextLengthError: The prompt is longer than the context.
+        """
+        tokens = self.prompts.tokens(prompt)
+        logprobs: list[TokenLogprobs] = []
+        owner = _ScoreOwner()
+        slot = self.slots.take(owner, tokens, wait=True)
+        try:
+            for start in range(0, len(tokens) - 1, SCORE_CHUNK):
+                if is_cancelled():
+                    break
+                chunk = tokens[start : min(start + SCORE_CHUNK, len(tokens) - 1)]
+                following = tokens[start + 1 : start + 1 + len(chunk)]
+                with self.slots.turns:
+                    if start == 0:
+                        slot.target.truncate(0)
+                    scores = slot.target.forward(chunk, len(chunk))
+                    logprobs += token_logprobs(scores, following, num_logprobs) or []
+        finally:
+            self.slots.give_back(owner)
+        return logprobs
 
     def sampling(self, request: GenerationRequest) -> Sampling:
         """How the text of one request is drawn; OptionError for what this bundle cannot have."""
@@ -143,6 +200,7 @@ class Pipeline:
         prompt: list[int],
         wait: bool,
         shown: Collection[int],
+        include_stop: bool,
     ) -> Stream:
         wanted, room = request.max_new_tokens, self.bundle.context_length - len(prompt)
         limit = min(wanted, room)
@@ -177,6 +235,7 @@ class Pipeline:
             limit=limit,
             at_limit=FinishReason.LENGTH if wanted <= room else FinishReason.CONTEXT,
             shown=shown,
+            include_stop=include_stop,
         )
         if isinstance(sampling.constraint, GrammarConstraint):
             sampling.constraint.outside_turn = partial(self.slots.outside_turn, watch)

@@ -164,6 +164,10 @@ class Stream:
             noise=run.logit_noise,
         )
 
+    def tokens(self, start: int = 0) -> list[int]:
+        """Return the tokens so far from `start` on."""
+        return self._text.tokens[start:]
+
     def logprobs(self, start: int = 0) -> list[TokenLogprobs]:
         """Those of the tokens so far from one on, if they were asked for."""
         return self._run.logprobs[start : len(self._text.tokens)]

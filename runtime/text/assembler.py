@@ -39,9 +39,10 @@ class Assembler:
         limit: int,
         at_limit: FinishReason,
         shown: Collection[int] = (),
+        include_stop: bool = False,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt, shown)
-        self._stop_strings = StopStrings(stops)
+        self._stop_strings = StopStrings(stops, include_stop)
         self._marks = Marks()
         self._ends, self._limit, self._at_limit = ends, limit, at_limit
         self.tokens: list[int] = []

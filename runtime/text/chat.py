@@ -8,7 +8,8 @@ sandbox and sees plain values alone.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
@@ -22,32 +23,188 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from specedge.bundle import Bundle
 from specedge.errors import BundleError, PromptError
 
-from .messages import plain, plain_messages
+from .messages import TemplateOptions, plain, plain_messages
 
 _CURE = "export the pair again from a checkpoint whose template works, or do without --chat"
+_DEFAULTS = TemplateOptions()
+_MARKER = "specedge-marker-5f1c"
+_ROLES = ("system", "user", "assistant", "tool")
+_REASONING_KEYS = ("reasoning_content", "thinking", "reasoning")  # as templates name it
 
 
 def render(
     bundle: Bundle,
     messages: Sequence[Mapping[str, Any]],
     tools: Sequence[Mapping[str, Any]] | None = None,
+    options: TemplateOptions = _DEFAULTS,
+    *,
+    check_visible: bool = True,
 ) -> str:
-    """Messages, each with a "role" and a "content", as text up to where the assistant answers.
+    """Render messages, each with a "role" and a "content", with the bundle's chat template.
 
-    `tools` are what the assistant may call, as transformers passes them. Raises PromptError for
-    messages that the template refuses, BundleError for a broken template.
+    Contents are text; they become lists of parts for roles whose contents the template takes only
+    so. Arguments of calls are mappings; a template that fails on them gets JSON text.
+
+    Args:
+        bundle: The bundle with the template.
+        messages: The conversation.
+        tools: Functions that the assistant may call, as transformers passes them.
+        options: Variables and other options of the template.
+        check_visible: True to refuse a conversation of which the template leaves out a message.
+
+    Raises:
+        PromptError: The template refuses the messages, fails, or leaves out one of them.
+        BundleError: The template is broken.
     """
-    name = bundle.target.source.id
-    template, chat = load_template(bundle), plain_messages(messages)
-    values = {"messages": chat, "add_generation_prompt": True, "documents": None}
-    values["tools"] = None if tools is None else plain(tools, "tools")
+    load_template(bundle)
+    chat = plain_messages(messages)
+    values = {
+        **plain([options.variables], "template variables")[0],
+        "add_generation_prompt": options.add_generation_prompt
+        and not options.continue_final_message,
+        "documents": None if options.documents is None else plain(options.documents, "documents"),
+        "tools": None if tools is None else plain(tools, "tools"),
+    }
     try:
-        return template.render(bundle.special_tokens | values)
+        text = _render_chat(bundle, chat, values)
     except Exception as error:  # a template can fail in any way that code can
         fails = "refuses" if isinstance(error, _RefusedError) else "fails on"
         raise PromptError(
-            f"{name}'s chat template {fails} these messages: {_one_line(error)}"
+            f"{bundle.target.source.id}'s chat template {fails} these messages: {_one_line(error)}"
         ) from error
+    if check_visible and (i := _hidden_message(bundle, chat, values)) is not None:
+        raise PromptError(
+            f"{bundle.target.source.id}'s chat template leaves out messages[{i}], of the role "
+            f"{chat[i]['role']!r}; leave it out, or use another template"
+        )
+    if options.continue_final_message:
+        end = text.rfind(content) if (content := chat[-1]["content"].strip()) else -1
+        if end < 0:
+            raise PromptError("the last message has no text to continue")
+        text = text[: end + len(content)]
+    return text
+
+
+def _render_chat(bundle: Bundle, chat: Sequence[Mapping[str, Any]], values: dict[str, Any]) -> str:
+    """Render messages with text as contents, in the forms that the template takes."""
+    template, text = load_template(bundle), bundle.chat_template or ""
+    key = next((key for key in _REASONING_KEYS if re.search(rf"\b{key}\b", text)), None)
+    parts_roles = _parts_roles(text, tuple(sorted(bundle.special_tokens.items())))
+    formed = [_formed(message, parts_roles, key) for message in chat]
+
+    def attempt(arguments_of: Callable[[Any], Any]) -> str:
+        messages = [_with_arguments(message, arguments_of) for message in formed]
+        return template.render(bundle.special_tokens | {**values, "messages": messages})
+
+    try:
+        return attempt(lambda a: _JsonText(a) if isinstance(a, str) else a)
+    except _RefusedError:
+        raise
+    except Exception as error:
+        if not any("tool_calls" in message for message in chat):
+            raise
+        forms: list[Callable[[Any], Any]] = [
+            _json_text,
+            lambda arguments: (
+                arguments if isinstance(arguments, dict) else {"arguments": arguments}
+            ),
+        ]
+        for form in forms:
+            try:
+                return attempt(form)
+            except Exception:
+                continue
+        raise error
+
+
+def _formed(
+    message: Mapping[str, Any], parts_roles: Collection[str], reasoning_key: str | None
+) -> dict[str, Any]:
+    """Return a message with its content in parts if its role is one of `parts_roles`."""
+    formed = dict(message)
+    if message["role"] in parts_roles:
+        formed["content"] = [{"type": "text", "text": message["content"]}]
+    if reasoning_key and (reasoning := formed.get("reasoning_content")) is not None:
+        del formed["reasoning_content"]
+        formed[reasoning_key] = reasoning
+    return formed
+
+
+def _with_arguments(message: dict[str, Any], arguments_of: Callable[[Any], Any]) -> dict[str, Any]:
+    if not isinstance(message.get("tool_calls"), list):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if isinstance(function, dict) and function.get("arguments") is not None:
+            function = function | {"arguments": arguments_of(function["arguments"])}
+            call = call | {"function": function}
+        calls.append(call)
+    return message | {"tool_calls": calls}
+
+
+class _JsonText(str):
+    """Text that is JSON already, which the filter `tojson` does not quote again."""
+
+
+def _json_text(arguments: Any) -> _JsonText:
+    return _JsonText(arguments if isinstance(arguments, str) else _tojson(arguments))
+
+
+@lru_cache(maxsize=8)
+def _parts_roles(text: str, special_tokens: tuple[tuple[str, str], ...]) -> frozenset[str]:
+    """Return the roles whose messages a template shows only if their contents are lists of parts.
+
+    Renders a conversation with a marker as text and as a part, and looks for the marker.
+    """
+    template = _compile(text)
+    call = {"id": "a23456789", "type": "function", "function": {"name": "f", "arguments": {}}}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "content": "", "tool_call_id": "a23456789", "name": "f"}
+    user, answer = {"role": "user", "content": "x"}, {"role": "assistant", "content": "x"}
+    chats: dict[str, list[dict[str, Any]]] = {
+        "system": [{"role": "system", "content": ""}, user],
+        "user": [user],
+        "assistant": [user, answer, user],
+        "tool": [user, called, result],
+    }
+
+    def shows(role: str, parts_roles: Collection[str]) -> bool:
+        messages = [
+            _formed(m | ({"content": _MARKER} if m["role"] == role else {}), parts_roles, None)
+            for m in chats[role]
+        ]
+        values = {"messages": messages, "add_generation_prompt": True, "tools": None}
+        try:
+            return _MARKER in template.render(dict(special_tokens) | values)
+        except Exception:
+            return False
+
+    return frozenset(
+        role
+        for role in chats
+        if not shows(role, ()) and (shows(role, (role,)) or shows(role, chats.keys()))
+    )
+
+
+def _hidden_message(
+    bundle: Bundle, chat: Sequence[Mapping[str, Any]], values: dict[str, Any]
+) -> int | None:
+    """Return the index of a message that the template does not show, None if it shows all."""
+    markers = {i: f"{_MARKER}-{i}-" for i, m in enumerate(chat) if m["content"].strip()}
+    marked = [{**m, "content": markers[i]} if i in markers else m for i, m in enumerate(chat)]
+    try:
+        text = _render_chat(bundle, marked, values)
+    except Exception:  # it looks into contents, so markers prove nothing
+        return None
+    hidden = [i for i in markers if markers[i] not in text and chat[i]["role"] in _ROLES]
+    return next((i for i in hidden if not _shows_calls(chat[i], text)), None)
+
+
+def _shows_calls(message: Mapping[str, Any], text: str) -> bool:
+    """Return True if a text has the name of a function that a message calls."""
+    calls = message.get("tool_calls") or []
+    return any(call["function"]["name"] in text for call in calls if isinstance(call, dict))
 
 
 def load_template(bundle: Bundle) -> jinja2.Template:
@@ -121,7 +278,9 @@ def _tojson(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As transformers has it: Jinja's own escapes HTML, which no model was trained on."""
+    """Dump JSON as transformers does: Jinja's own filter escapes HTML, unlike training data."""
+    if isinstance(value, _JsonText):
+        return str(value)
     return json.dumps(
         value,
         ensure_ascii=ensure_ascii,

@@ -57,10 +57,13 @@ class Detokenizer:
 
 
 class StopStrings:
-    """Passes text on, holding back what may be the beginning of a stop string."""
+    """Passes text on, holding back a possible beginning of a stop string.
 
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
+    With `include_stop` the text ends with the stop string, else before it.
+    """
+
+    def __init__(self, stops: Sequence[str], include_stop: bool = False) -> None:
+        self._stops, self._include_stop = tuple(stops), include_stop
         self._held = ""
         self.found = False
 
@@ -69,10 +72,12 @@ class StopStrings:
         if self.found:
             return ""
         self._held += text
-        starts = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        starts = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if starts:
             self.found = True
-            text, self._held = self._held[: min(starts)], ""
+            start, stop = min(starts)
+            end = start + len(stop) if self._include_stop else start
+            text, self._held = self._held[:end], ""
             return text
         keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
         cut = len(self._held) - keep

@@ -4,9 +4,27 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from specedge.errors import PromptError
+
+
+@dataclass(frozen=True)
+class TemplateOptions:
+    """Options of a chat template.
+
+    Attributes:
+        variables: Further variables of the template, such as `enable_thinking`.
+        add_generation_prompt: True if the prompt ends where the assistant's answer begins.
+        continue_final_message: True if the prompt ends within the last message, to continue it.
+        documents: Documents for retrieval, as transformers passes them.
+    """
+
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    documents: Sequence[Mapping[str, Any]] | None = None
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -11,12 +11,13 @@ from tokenizers import Tokenizer
 from specedge.bundle import Bundle
 from specedge.errors import ContextLengthError, PromptError
 
-from .messages import plain, plain_messages
+from .messages import TemplateOptions, plain, plain_messages
 from .special import SpecialTokens
 from .tokenizing import encode
 
 Tools = Sequence[Mapping[str, Any]]  # what the assistant of a chat may call
 UserPrompt = str | Sequence[int] | Sequence[Mapping[str, Any]]  # a text, tokens, or a chat
+_DEFAULTS = TemplateOptions()
 _LONGEST_TOKEN = 1000  # characters; what is longer is refused before minutes of tokenising
 
 
@@ -55,13 +56,33 @@ class Prompts:
             )
         return tokens
 
+    def completion_tokens(
+        self, text: str, add_special_tokens: bool = True, max_length: int | None = None
+    ) -> list[int]:
+        """Return the tokens of a text in which special tokens control, as in rendered prompts.
+
+        A BOS token that both the text and the tokenizer begin with is there once. Of more than
+        `max_length` tokens the last ones are kept.
+        """
+        self._check_text(text)
+        tokens = encode(self._tokenizer, text, add_special_tokens) if text else []
+        plain = encode(self._tokenizer, text, add_special_tokens=False) if text else []
+        first = tokens[: len(tokens) - len(plain)]
+        if len(first) == 1 and plain[:1] == first and tokens == first + plain:
+            tokens = plain
+        return self.tokens(tokens if max_length is None else tokens[-max_length:])
+
     def tokens_of(
-        self, prompt: UserPrompt, special_tokens: bool = False, tools: Tools | None = None
+        self,
+        prompt: UserPrompt,
+        special_tokens: bool = False,
+        tools: Tools | None = None,
+        options: TemplateOptions = _DEFAULTS,
     ) -> list[int]:
         """The tokens of a text, of token ids, or of a chat; the rest as of `tokens`."""
         if not isinstance(prompt, str) and any(isinstance(one, Mapping) for one in prompt):
             chat = cast(Sequence[Mapping[str, Any]], prompt)
-            prompt = self.chat_tokens(chat, special_tokens, tools)
+            prompt = self.chat_tokens(chat, special_tokens, tools, options)
         return self.tokens(cast(str | Sequence[int], prompt), special_tokens)
 
     def chat_tokens(
@@ -69,6 +90,7 @@ class Prompts:
         messages: Sequence[Mapping[str, Any]],
         special_tokens: bool = False,
         tools: Tools | None = None,
+        options: TemplateOptions = _DEFAULTS,
     ) -> list[int]:
         """The tokens of a chat; the template writes the special tokens itself, so none are added.
 
@@ -76,14 +98,19 @@ class Prompts:
         """
         from .chat import render  # plain prompts do without Jinja
 
-        text = render(self._bundle, messages, tools)
+        text = render(self._bundle, messages, tools, options)
         if not text:
             return []
         self._check_text(text)
         if special_tokens:
             return encode(self._tokenizer, text, add_special_tokens=False)
         given = [plain_messages(messages), None if tools is None else plain(tools, "tools")]
-        return self._special.encode_chat(text, given, lambda hidden: render(self._bundle, *hidden))
+
+        def render_hidden(hidden: list[Any]) -> str:
+            messages, tools = hidden
+            return render(self._bundle, messages, tools, options, check_visible=False)
+
+        return self._special.encode_chat(text, given, render_hidden)
 
     def _check_text(self, text: str) -> None:
         context = self._bundle.context_length

@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -34,7 +34,7 @@ from .job_queue import JobQueue
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
 from .middleware import LOOPBACK, ApiKeyMiddleware, CountMiddleware, HostMiddleware, check_host
 from .request_handler import RequestHandler
-from .requests import ParsedRequest
+from .requests import ParsedRequest, ParserSettings
 from .responses_shape import ResponsesShaper
 
 T = TypeVar("T")
@@ -52,7 +52,7 @@ _MEDIA_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
 OPEN_PATHS = ("/health", *PAGE_FILES)  # need no API key
 PARSER_THREADS = 2
 GENERATION_CONFIGS = ("auto", "none")
-RequestParser = Callable[[object, int, Mapping[str, Any]], ParsedRequest]
+RequestParser = Callable[[object, ParserSettings], ParsedRequest]
 ShaperFactory = Callable[[str, ParsedRequest, LogprobFormatter], ResponseShaper]
 
 
@@ -71,6 +71,9 @@ class ServerSettings:
         generation_config: "auto" applies the sampling that the model's authors recommend where a
             request leaves its fields out, "none" the defaults of OpenAI's API.
         hosts: Allowed `Host` names, of any port; by default any with a key, else those of loopback.
+        strict: True to refuse unknown fields and other names of the model.
+        aliases: Further names of the model.
+        template_variables: Variables of the chat template that apply to all requests.
     """
 
     model: str | None = None
@@ -82,6 +85,9 @@ class ServerSettings:
     origins: tuple[str, ...] = ()
     hosts: tuple[str, ...] = ()
     generation_config: str = "auto"
+    strict: bool = False
+    aliases: tuple[str, ...] = ()
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.generation_config not in GENERATION_CONFIGS:
@@ -122,6 +128,12 @@ class _Server:
         self._defaults: dict[str, float] = dict(DEFAULTS)
         if settings.generation_config == "auto":
             self._defaults |= model_defaults(pipeline.bundle.default_sampling)
+        self._parser_settings = ParserSettings(
+            pipeline.bundle.context_length,
+            self._defaults,
+            settings.strict,
+            settings.template_variables,
+        )
         self._bodies = BodyReader(settings.max_body, settings.body_timeout)
         self._parser_pool = ThreadPoolExecutor(PARSER_THREADS)
         # Requests that wait for a grammar take no parser thread from others.
@@ -197,9 +209,12 @@ class _Server:
     def _parse(self, body: bytearray, parser: RequestParser) -> ParsedRequest:
         value = _parse_json(body)
         model = value.get("model") if isinstance(value, dict) else None
-        request = parser(value, self._pipeline.bundle.context_length, self._defaults)
-        if model not in (None, self._model):
-            raise self._unknown_model(model)
+        request = parser(value, self._parser_settings)
+        if model and not self._has_model(model):
+            if self._settings.strict:
+                raise self._unknown_model(model)
+            request = dataclasses.replace(request, ignored=("model", *request.ignored))
+        self._metrics.add_ignored(request.ignored)
         self._jobs.check(request.num_choices)  # before the prompts are tokenized
         return request
 
@@ -207,7 +222,7 @@ class _Server:
         return JSONResponse({"object": "list", "data": [self._model_card()]})
 
     async def _get_model(self, http_request: Request) -> Response:
-        if (name := http_request.path_params["name"]) != self._model:
+        if not self._has_model(name := http_request.path_params["name"]):
             raise self._unknown_model(name)
         return JSONResponse(self._model_card())
 
@@ -224,6 +239,9 @@ class _Server:
             "target": bundle.target.source.id,
             "draft": bundle.draft and bundle.draft.source.id,
         }
+
+    def _has_model(self, name: object) -> bool:
+        return name == self._model or name in self._settings.aliases
 
     def _unknown_model(self, name: object) -> ApiError:
         message = f"the model {str(name)[:100]!r} does not exist; this server has {self._model!r}"

@@ -52,6 +52,38 @@ class LogprobFormatter:
             "text_offset": list(_offsets(texts, start)),
         }
 
+    def prompt_for_completion(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprobs]
+    ) -> dict[str, Any]:
+        """Return `choices[].logprobs` of a prompt's tokens; the first one has none."""
+        formatted = self.for_completion(logprobs, len(self._text(tokens[0])))
+        first = {
+            "tokens": self._text(tokens[0]),
+            "token_logprobs": None,
+            "top_logprobs": None,
+            "text_offset": 0,
+        }
+        return {name: [value, *formatted[name]] for name, value in first.items()}
+
+    def prompt_by_id(self, logprobs: Sequence[TokenLogprobs]) -> list[dict[str, Any] | None]:
+        """Return vLLM's `prompt_logprobs`: by token id, None for the first token."""
+        return [None, *map(self._by_id, logprobs)]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of tokens, with special ones."""
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def _by_id(self, entry: TokenLogprobs) -> dict[str, Any]:
+        rank = {token: i + 1 for i, (token, _) in enumerate(entry.top)}
+        return {
+            str(token): {
+                "logprob": max(logprob, MIN_LOGPROB),
+                "rank": rank.get(token),
+                "decoded_token": self._text(token),
+            }
+            for token, logprob in dict([(entry.token, entry.logprob), *entry.top]).items()
+        }
+
     def _text(self, token: int) -> str:
         return str(self._tokenizer.decode([token], skip_special_tokens=False))
 
@@ -97,13 +129,30 @@ class _ChunkShaper(ABC):
     def _choice(self, index: int, choice: ResponseChoice) -> dict[str, Any]:
         """Return a complete choice for a response that is no stream."""
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> str:
-        usage = {"usage": None} if self._request.include_usage else {}
-        return sse_event(self._fields | {"object": self.chunk_name, "choices": choices} | usage)
+    def _chunk(self, entry: dict[str, Any], choice: ResponseChoice | None, num_new: int = 0) -> str:
+        """Return a chunk with one choice's entry, to which `num_new` tokens were added."""
+        usage: dict[str, Any] = {"usage": None} if self._request.include_usage else {}
+        if self._request.continuous_usage and choice is not None:
+            usage["usage"] = _usage_so_far(choice, num_new)
+        return sse_event(self._fields | {"object": self.chunk_name, "choices": [entry]} | usage)
 
-    def _ending(self, index: int, choice: ResponseChoice) -> dict[str, Any]:
+    def _token_ids(self, tokens: Sequence[int]) -> dict[str, Any]:
+        return {"token_ids": list(tokens)} if self._request.return_token_ids else {}
+
+    def _prompt_fields(self, choice: ResponseChoice) -> dict[str, Any]:
+        """Return the prompt's token ids and log-probabilities, as far as they are asked for."""
+        fields: dict[str, Any] = {}
+        if self._request.return_token_ids:
+            fields["prompt_token_ids"] = choice.prompt_tokens
+        if choice.prompt_logprobs is not None and not self._request.echo:
+            fields["prompt_logprobs"] = self._logprobs.prompt_by_id(choice.prompt_logprobs)
+        return fields
+
+    def _ending(self, index: int, choice: ResponseChoice, num_sent: int = 0) -> dict[str, Any]:
         seed = choice.generation.seed
-        return {"index": index, "finish_reason": choice.finish_reason, "seed": seed}
+        token_ids = self._token_ids(choice.generation.tokens[num_sent:])
+        ending = {"index": index, "finish_reason": choice.finish_reason, "seed": seed}
+        return ending | token_ids
 
     def _spans(self, piece: TextPiece) -> dict[str, Any]:
         return {"spans": [vars(span) for span in piece.spans]} if self._request.trace else {}
@@ -113,6 +162,11 @@ class _ChunkShaper(ABC):
         return "logprobs" in self._request.options
 
 
+def _usage_so_far(choice: ResponseChoice, num_new: int) -> dict[str, int]:
+    prompt, new = len(choice.prompt_tokens), choice.num_tokens + num_new
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
 class ChatShaper(_ChunkShaper):
     """Responses of /v1/chat/completions."""
 
@@ -120,7 +174,8 @@ class ChatShaper(_ChunkShaper):
 
     def begin(self) -> Iterator[str]:
         for i in range(self._request.num_choices):
-            yield self._chunk([self._delta({"role": "assistant", "content": ""}) | {"index": i}])
+            delta = self._delta({"role": "assistant", "content": ""})
+            yield self._chunk(delta | {"index": i}, None)
 
     def piece(
         self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
@@ -133,14 +188,20 @@ class ChatShaper(_ChunkShaper):
             for part in parts
         ]
         spans, logprobs = self._spans(piece), self._format_logprobs(piece.logprobs)
-        if not deltas and (spans or logprobs):
+        token_ids = self._token_ids(piece.tokens)
+        if not deltas and (spans or logprobs or token_ids):
             deltas = [{}]
         for delta in deltas:
-            yield self._chunk([self._delta(delta, logprobs) | {"index": index} | spans])
-            spans, logprobs = {}, None
+            entry = self._delta(delta, logprobs) | {"index": index} | spans | token_ids
+            yield self._chunk(entry, choice, len(piece.tokens))
+            spans, logprobs, token_ids = {}, None, {}
 
     def end(self, index: int, choice: ResponseChoice) -> Iterator[str]:
-        yield self._chunk([self._ending(index, choice) | {"delta": {}, "logprobs": None}])
+        ending = self._ending(index, choice, choice.num_tokens)
+        yield self._chunk(ending | {"delta": {}, "logprobs": None}, choice)
+
+    def body(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
+        return super().body(choices) | self._prompt_fields(choices[0])
 
     def _delta(self, delta: dict[str, Any], logprobs: Any = None) -> dict[str, Any]:
         return {"delta": delta, "logprobs": logprobs, "finish_reason": None}
@@ -176,6 +237,7 @@ class CompletionShaper(_ChunkShaper):
     def __init__(self, model: str, request: ParsedRequest, logprobs: LogprobFormatter) -> None:
         super().__init__(model, request, logprobs)
         self._lengths = Counter[int]()  # characters of each choice's tokens so far
+        self._begun: set[int] = set()  # choices of which a chunk was sent
 
     def begin(self) -> Iterator[str]:
         yield from ()
@@ -183,17 +245,51 @@ class CompletionShaper(_ChunkShaper):
     def piece(
         self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
     ) -> Iterator[str]:
+        yield from self._prompt(index, choice)
         if logprobs := self._format_logprobs(piece.logprobs, self._lengths[index]):
             self._lengths[index] += sum(map(len, logprobs["tokens"]))
         entry = {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": None}
-        yield self._chunk([entry | self._spans(piece)])
+        entry |= self._spans(piece) | self._token_ids(piece.tokens)
+        yield self._chunk(entry, choice, len(piece.tokens))
 
     def end(self, index: int, choice: ResponseChoice) -> Iterator[str]:
-        yield self._chunk([self._ending(index, choice) | {"text": "", "logprobs": None}])
+        yield from self._prompt(index, choice)
+        ending = self._ending(index, choice, choice.num_tokens)
+        yield self._chunk(ending | {"text": "", "logprobs": None}, choice)
+
+    def _prompt(self, index: int, choice: ResponseChoice) -> Iterator[str]:
+        """Yield a chunk with the prompt before a choice's first text, if the client wants it."""
+        if index in self._begun:
+            return
+        self._begun.add(index)
+        fields = self._prompt_fields(choice)
+        if not (self._request.echo or fields):
+            return
+        text, logprobs = self._echo(index, choice)
+        if logprobs is not None:
+            self._lengths[index] += sum(map(len, logprobs["tokens"]))
+        entry = {"index": index, "text": text, "logprobs": logprobs, "finish_reason": None}
+        yield self._chunk(entry | fields, choice)
 
     def _choice(self, index: int, choice: ResponseChoice) -> dict[str, Any]:
-        logprobs = self._format_logprobs(choice.logprobs, 0)
-        return self._ending(index, choice) | {"text": choice.text, "logprobs": logprobs}
+        text, logprobs = self._echo(index, choice)
+        start = 0 if logprobs is None else sum(map(len, logprobs["tokens"]))
+        new = self._format_logprobs(choice.logprobs, start)
+        if logprobs is not None and new is not None:
+            new = {name: logprobs[name] + new[name] for name in new}
+        entry = {"text": text + choice.text, "logprobs": new}
+        return self._ending(index, choice) | entry | self._prompt_fields(choice)
+
+    def _echo(self, index: int, choice: ResponseChoice) -> tuple[str, dict[str, Any] | None]:
+        """Return the text of the prompt and its log-probabilities, if they begin the response."""
+        if not self._request.echo:
+            return "", None
+        prompt = self._request.prompts[index // self._request.num_choices_each]
+        text = prompt if isinstance(prompt, str) else self._logprobs.decode(choice.prompt_tokens)
+        if choice.prompt_logprobs is None or not self._has_logprobs:
+            return text, None
+        tokens = choice.prompt_tokens
+        return text, self._logprobs.prompt_for_completion(tokens, choice.prompt_logprobs)
 
     def _format_logprobs(self, logprobs: list[TokenLogprobs], start: int) -> dict[str, Any] | None:
         return self._logprobs.for_completion(logprobs, start) if self._has_logprobs else None

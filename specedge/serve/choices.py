@@ -42,13 +42,19 @@ class ResponseChoice:
         items: Text and calls so far.
         first_time: `time.perf_counter()` at the first piece.
         logprobs: Log-probabilities of the tokens so far.
-        generation: The generation, once it has ended.
+        num_tokens: Number of tokens so far.
+        prompt_tokens: The tokens of the prompt.
+        prompt_logprobs: Log-probabilities of the prompt's tokens but the first, if asked for.
+        finished: The generation, once it has ended.
     """
 
     parser: ToolCallParser | None = None
     items: list[OutputItem] = field(default_factory=list)
     first_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
+    num_tokens: int = 0
+    prompt_tokens: list[int] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] | None = None
     finished: Generation | None = None
 
     def parse(self, piece: TextPiece) -> list[AnswerPart]:

@@ -6,76 +6,88 @@ docs/clients.md has a table of all fields.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from specedge.errors import OptionError
 from specedge.option_specs import suggest
-from specedge.request import GRAMMARS, DrafterName, build_request
+from specedge.request import DrafterName, build_request
 
 from .errors import UNSUPPORTED, ApiError
 
 ANY = object()
 
-# Fields of the API by the name of the request's option.
-OPTIONS = {
-    "temperature": "temperature",
-    "top_p": "top_p",
-    "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty",
-    "logit_bias": "logit_bias",
-    "seed": "seed",
-    "stop": "stop",
+# Options of the pipeline by the names that OpenAI's API, vLLM and llama.cpp have for them.
+OPTIONS: dict[str, tuple[str, ...]] = {
+    "temperature": ("temperature",),
+    "top_p": ("top_p",),
+    "presence_penalty": ("presence_penalty",),
+    "frequency_penalty": ("frequency_penalty",),
+    "logit_bias": ("logit_bias",),
+    "seed": ("seed",),
+    "stop": ("stop",),
+    "top_k": ("top_k",),
+    "min_p": ("min_p",),
+    "typical_p": ("typical_p",),
+    "repetition_penalty": ("repetition_penalty", "repeat_penalty"),
+    "bad_words": ("bad_words",),
+    "min_new_tokens": ("min_tokens", "min_new_tokens"),
+    "coupling": ("coupling",),
+    "json_schema": ("json_schema", "guided_json"),
+    "regex": ("regex", "guided_regex"),
+    "grammar": ("grammar", "guided_grammar"),
 }
 DEFAULTS = {"temperature": 1.0}  # of OpenAI's API, where they differ from the pipeline's
-# Options that OpenAI's API lacks, under their own names.
-EXTENSIONS = (
-    "top_k", "min_p", "typical_p", "repetition_penalty", "bad_words", "min_new_tokens", "coupling",
-    *GRAMMARS,
-)  # fmt: skip
 MAX_GRAMMAR = 2**16  # characters: longer ones can take seconds to parse
 LIST_OPTIONS = ("stop", "logit_bias", "bad_words")
 MAX_BAD_WORDS = 2**16  # characters: a megabyte takes seconds to tokenize
 MAX_ENTRIES = 1024  # of a list option: each costs time in every round, and delays other requests
-SPECULATIVE = ("drafter", "num_draft_tokens", "off")
-
-# Fields without an effect, with the values that are accepted: those that ask for the default.
-_COMMON: dict[str, Any] = {
-    "user": ANY,
-    "safety_identifier": ANY,
-    "prompt_cache_key": ANY,
-    "service_tier": ("auto", "default"),
-}
-NEUTRAL: dict[str, dict[str, Any]] = {
-    "chat": _COMMON
-    | {
-        "metadata": ANY,
-        "modalities": (["text"],),
-        "store": (False,),
-        "functions": ([],),
-        "function_call": ("none",),
-        "reasoning_effort": ("none",),
-        "verbosity": (),
-        "prediction": (),
-        "audio": (),
-        "web_search_options": (),
-    },
-    "completions": _COMMON | {"metadata": ANY, "best_of": (1,), "echo": (False,), "suffix": ("",)},
-    "responses": _COMMON
-    | {
-        "store": (False,),
-        "background": (False,),
-        "truncation": ("disabled",),
-        "include": ([],),
-        "max_tool_calls": (),
-        "previous_response_id": (),
-        "conversation": (),
-        "prompt": (),
-        "reasoning": ({}, {"effort": "none"}),
-    },
-}
 MAX_CHOICES = 16
 MAX_TOP_LOGPROBS = 20
+SPECULATIVE = ("drafter", "num_draft_tokens", "off")
+
+# Fields without an effect here, accepted with any value.
+_COMMON = (
+    "user", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "service_tier",
+)  # fmt: skip
+NEUTRAL: dict[str, tuple[str, ...]] = {
+    "chat": (
+        *_COMMON, "metadata", "store", "verbosity", "prediction", "audio", "web_search_options",
+    ),
+    "completions": (*_COMMON, "metadata"),
+    "responses": (
+        *_COMMON, "store", "include", "truncation", "max_tool_calls", "client_metadata",
+    ),
+}  # fmt: skip
+# Fields that would change the response in a way that this server cannot, by the values that do not.
+UNSUPPORTED_FIELDS: dict[str, dict[str, tuple[Any, ...]]] = {
+    "chat": {"modalities": (["text"],), "functions": ([],), "function_call": ("none", "auto")},
+    "completions": {"best_of": (1,), "suffix": ("",)},
+    "responses": {
+        "background": (False,),
+        "conversation": (),
+        "previous_response_id": (),
+        "prompt": (),
+    },
+}
+MAX_IGNORED = 32  # names of ignored fields that a response lists
+_MAX_NAME = 80
+
+
+class IgnoredFields:
+    """Names of fields that had no effect because the server does not know them."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def add(self, path: str) -> None:
+        """Add a field by its path, without indices of lists."""
+        name = ascii(re.sub(r"\[\d+\]", "[]", path[: 4 * _MAX_NAME]))[1:-1][:_MAX_NAME]
+        name = re.sub(r"[^\w.\[\]$:/@+-]", "?", name)  # it becomes a header and a label
+        if name not in self.names and len(self.names) < MAX_IGNORED:
+            self.names.append(name)
 
 
 class FieldReader:
@@ -84,10 +96,11 @@ class FieldReader:
     Args:
         value: The object.
         path: Its path in the body, for errors; empty for the body itself.
+        ignored: Collects the names of unknown fields; None refuses them.
     """
 
-    def __init__(self, value: object, path: str = "") -> None:
-        self.path = path
+    def __init__(self, value: object, path: str = "", ignored: IgnoredFields | None = None) -> None:
+        self.path, self.ignored = path, ignored
         if not isinstance(value, dict):
             name = path or "the body"
             message = f"{name} must be a JSON object"
@@ -96,10 +109,21 @@ class FieldReader:
         self._fields = {name: value for name, value in value.items() if value is not None}
         self._names: list[str] = []
 
-    def take(self, name: str) -> Any:
-        """Return a field's value, None if it is absent."""
-        self._names.append(name)
-        return self._fields.pop(name, None)
+    @property
+    def is_strict(self) -> bool:
+        """Return True if unknown fields are refused."""
+        return self.ignored is None
+
+    def take(self, *names: str) -> Any:
+        """Return the value of the first of some names that is present, None if none is."""
+        values = [self._fields.pop(name, None) for name in names]
+        self._names += names
+        return next((value for value in values if value is not None), None)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the fields that are yet to be taken."""
+        return tuple(self._fields)
 
     def peek(self, name: str) -> Any:
         """Return the value of a field that is yet to be taken."""
@@ -114,22 +138,28 @@ class FieldReader:
             )
         return value
 
-    def take_flag(self, name: str) -> bool:
-        return bool(self.take_typed(name, bool, "true or false"))
+    def take_flag(self, name: str, default: bool = False) -> bool:
+        value: bool | None = self.take_typed(name, bool, "true or false")
+        return default if value is None else value
 
     def take_int(self, name: str, minimum: int, maximum: int | None = None) -> int | None:
+        if isinstance(number := self.peek(name), float) and number.is_integer():
+            self._fields[name] = int(number)
         value: int | None = self.take_typed(name, int, "a whole number")
         if value is not None and (value < minimum or (maximum is not None and value > maximum)):
-            limits = (
-                f"at least {minimum}" if maximum is None else f"between {minimum} and {maximum}"
-            )
+            limits = f"between {minimum} and {maximum}"
+            limits = limits if maximum is not None else f"at least {minimum}"
             raise self.error(name, f"{name} must be {limits}, got {excerpt(value)}")
         return value
+
+    def take_list(self, name: str, description: str = "a list") -> list[Any]:
+        value: list[Any] | None = self.take_typed(name, list, description)
+        return value or []
 
     def take_object(self, name: str) -> FieldReader | None:
         """Return a reader of a field's object, None if it is absent."""
         value = self.take_typed(name, dict, "an object")
-        return None if value is None else FieldReader(value, self.path_of(name))
+        return None if value is None else self.child(value, self.path_of(name))
 
     def require_object(self, name: str) -> FieldReader:
         """Return a reader of a field's object, which must be present."""
@@ -138,26 +168,36 @@ class FieldReader:
             raise self.error(name, f"{name} must be given")
         return fields
 
-    def skip_neutral(self, neutral: Mapping[str, Any]) -> None:
-        """Take fields without an effect; refuse values that ask for one."""
-        for name, values in neutral.items():
+    def child(self, value: object, path: str) -> FieldReader:
+        """Return a reader of an object within this one."""
+        return FieldReader(value, path, self.ignored)
+
+    def skip(self, *names: str) -> None:
+        """Take fields that have no effect."""
+        for name in names:
+            self.take(name)
+
+    def refuse_unsupported(self, fields: Mapping[str, tuple[Any, ...]]) -> None:
+        """Take unsupported fields; refuse values other than those without an effect."""
+        for name, values in fields.items():
             value = self.take(name)
-            if value is None or values is ANY or any(_is_same(value, other) for other in values):
+            if value is None or any(_is_same(value, other) for other in values):
                 continue
             allowed = f", or be {' or '.join(map(json.dumps, values))}" if values else ""
             raise self.error(
                 name,
-                f"{name} is not supported yet, got {excerpt(value)}; it must be left out{allowed}",
+                f"{name} is not supported, got {excerpt(value)}; it must be left out{allowed}",
                 UNSUPPORTED,
             )
 
     def finish(self) -> None:
-        """Refuse fields that were not taken."""
+        """Note fields that were not taken as ignored, or refuse them."""
         for name in self._fields:
-            hint = suggest(name, self._names)
-            raise self.error(
-                name[:100], f"there is no field {excerpt(name)}{hint}", "unknown_field"
-            )
+            if self.ignored is not None:
+                self.ignored.add(self.path_of(name))
+                continue
+            message = f"there is no field {excerpt(name)}{suggest(name, self._names)}"
+            raise self.error(name[:100], message, "unknown_field")
 
     def path_of(self, name: str) -> str:
         """Return the path of a field in the body."""
@@ -180,14 +220,39 @@ def excerpt(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+@dataclass(frozen=True)
+class OutputRules:
+    """Rules of a text's end and of its visible tokens.
+
+    Attributes:
+        stop_tokens: Token ids that end the text like end tokens.
+        include_stop: True if the text includes the stop string that ends it.
+        show_special: True if the text includes special tokens.
+        text_biases: Additions to the logits of the tokens of texts.
+    """
+
+    stop_tokens: tuple[int, ...] = ()
+    include_stop: bool = False
+    show_special: bool = False
+    text_biases: tuple[tuple[str, float], ...] = ()
+
+
+def parse_limit(fields: FieldReader, names: Iterable[str]) -> tuple[int | None, str]:
+    """Return the maximum number of new tokens, None for no limit, and the field that sets it."""
+    limits = {name: fields.take_int(name, -2) for name in names}
+    name = next((name for name, limit in limits.items() if limit is not None), next(iter(limits)))
+    limit = limits[name]
+    return (None if limit is not None and limit < 0 else limit), name
+
+
 def parse_options(
     fields: FieldReader,
     max_new_tokens: int,
     limit_name: str,
     defaults: Mapping[str, Any],
     schema: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """Return the checked options of the pipeline's request.
+) -> tuple[dict[str, Any], OutputRules]:
+    """Return the checked options of the pipeline's request, and the rules of its output.
 
     Args:
         fields: The fields of the request's body.
@@ -196,12 +261,13 @@ def parse_options(
         defaults: Options that apply where the fields leave them out.
         schema: The JSON schema of the response format.
     """
-    names = OPTIONS | {name: name for name in EXTENSIONS}
-    options = {
-        option: value for name, option in names.items() if (value := fields.take(name)) is not None
-    }
-    if ignore_eos := fields.take_flag("ignore_eos"):
-        options["ignore_eos"] = ignore_eos
+    options = {name: fields.take(*fields_of) for name, fields_of in OPTIONS.items()}
+    options = {name: value for name, value in options.items() if value is not None}
+    _normalize(options)
+    if fields.take_flag("ignore_eos"):
+        options["ignore_eos"] = True
+    text_biases = _split_biases(options)
+    options |= _parse_structured_outputs(fields) | _parse_choice_list(fields)
     options |= _parse_speculative(fields.take_object("speculative"))
     options = {**defaults, "max_new_tokens": max_new_tokens} | options
     if schema is not None:
@@ -220,7 +286,130 @@ def parse_options(
     if (grammar := request.grammar_given) and len(grammar[1]) > MAX_GRAMMAR:
         message = f"{grammar[0]} must have at most {MAX_GRAMMAR} characters"
         raise ApiError(message, grammar[0], "invalid_value")
+    rules = OutputRules(
+        stop_tokens=_parse_stop_tokens(fields),
+        include_stop=fields.take_flag("include_stop_str_in_output"),
+        show_special=not fields.take_flag("skip_special_tokens", True),
+        text_biases=text_biases,
+    )
+    return options, rules
+
+
+def _normalize(options: dict[str, Any]) -> None:
+    """Replace values by which clients switch options off or write whole numbers as floats."""
+    for name in ("top_k", "seed", "min_new_tokens"):
+        value = options.get(name)
+        if isinstance(value, float) and value.is_integer():
+            options[name] = int(value)
+    if options.get("top_k") == -1:
+        options["top_k"] = 0
+    if options.get("seed") == -1:  # a random seed
+        del options["seed"]
+    if options.get("min_p") == 0 or options.get("min_p") == -1:
+        options["min_p"] = 0.0
+    if type(options.get("top_p")) in (int, float) and options["top_p"] == 0:  # the likeliest token
+        options |= {"top_p": 1.0, "temperature": 0}
+    if "stop" in options:
+        stop = options["stop"]
+        stops = [stop] if isinstance(stop, str) else stop
+        if isinstance(stops, list):
+            options["stop"] = [text for text in stops if text not in ("", None)]
+    for name in ("json_schema", "regex", "grammar"):
+        if options.get(name) == "":
+            del options[name]
+    grammar = options.get("grammar")
+    if isinstance(grammar, str) and "::=" in grammar:
+        options["grammar"] = _lark_of_gbnf(grammar)
+
+
+def _lark_of_gbnf(grammar: str) -> str:
+    """Return a grammar of llama.cpp's GBNF in Lark's syntax."""
+    try:
+        from llguidance.gbnf_to_lark import gbnf_to_lark
+    except ImportError:
+        return grammar  # the pipeline's error names the missing package
+    if len(grammar) > MAX_GRAMMAR:
+        return grammar
+    try:
+        return str(gbnf_to_lark(grammar))
+    except Exception as error:  # of no type of its own
+        message = f"grammar is no valid GBNF: {' '.join(str(error).split())[:200]}"
+        raise ApiError(message, "grammar", "invalid_value") from error
+
+
+def _split_biases(options: dict[str, Any]) -> tuple[tuple[str, float], ...]:
+    """Convert biases to token ids by number; return those that are given by text.
+
+    OpenAI's and vLLM's form is an object by token id; llama.cpp's may be by text, or a list of
+    pairs, where false bans a token.
+    """
+    biases = options.get("logit_bias")
+    if biases is None or biases == [] or biases == {}:
+        options.pop("logit_bias", None)
+        return ()
+    pairs = list(biases.items()) if isinstance(biases, dict) else biases
+    is_pairs = isinstance(pairs, list) and all(isinstance(p, list | tuple) for p in pairs)
+    if not is_pairs or any(len(pair) != 2 for pair in pairs) or len(pairs) > MAX_ENTRIES:
+        return ()  # refused with the other options
+    by_token: dict[Any, Any] = {}
+    by_text: list[tuple[str, float]] = []
+    for key, bias in pairs:
+        value = -100.0 if bias is False else bias
+        if isinstance(key, str) and not re.fullmatch(r"\s*[+-]?\d+\s*", key):
+            if type(value) not in (int, float) or not -100 <= value <= 100:
+                message = f"logit_bias must have numbers from -100 to 100, got {excerpt(value)}"
+                raise ApiError(message, "logit_bias", "invalid_value")
+            by_text.append((key, float(value)))
+        elif not isinstance(key, str | int):
+            message = f"logit_bias must map token ids or texts to numbers, got {excerpt(key)}"
+            raise ApiError(message, "logit_bias", "invalid_type")
+        else:
+            by_token[key] = value
+    options["logit_bias"] = by_token
+    if not by_token:
+        del options["logit_bias"]
+    return tuple(by_text)
+
+
+def _parse_structured_outputs(fields: FieldReader) -> dict[str, Any]:
+    """Return the grammar of vLLM's `structured_outputs`, if it is given."""
+    outputs = fields.take_object("structured_outputs")
+    if outputs is None:
+        return {}
+    options = {
+        "json_schema": outputs.take("json"),
+        "regex": outputs.take("regex"),
+        "grammar": outputs.take("grammar"),
+    }
+    if outputs.take_flag("json_object"):
+        options["json_schema"] = {"type": "object"}
+    outputs.refuse_unsupported({"structural_tag": ()})
+    options |= _parse_choice_list(outputs, "choice")
+    outputs.finish()
+    options = {name: value for name, value in options.items() if value is not None}
+    _normalize(options)
     return options
+
+
+def _parse_choice_list(fields: FieldReader, name: str = "guided_choice") -> dict[str, Any]:
+    """Return a grammar that allows one of some texts, if a field lists them."""
+    choices = fields.take_list(name, "a list of texts")
+    if not choices:
+        return {}
+    if not all(isinstance(choice, str) and choice for choice in choices):
+        raise fields.error(name, f"{name} must be a list of texts, got {excerpt(choices)}")
+    literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+    return {"grammar": f"start: {literals}"}
+
+
+def _parse_stop_tokens(fields: FieldReader) -> tuple[int, ...]:
+    name = "stop_token_ids"
+    tokens = fields.take_list(name, "a list of token ids")
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise fields.error(name, f"{name} must be a list of token ids, got {excerpt(tokens)}")
+    if len(tokens) > MAX_ENTRIES:
+        raise fields.error(name, f"{name} must have at most {MAX_ENTRIES} entries")
+    return tuple(tokens)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:

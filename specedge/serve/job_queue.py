@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from specedge.errors import DrafterError, OptionError
 from specedge.runtime.requests.stats import Stats
@@ -20,10 +20,11 @@ from .errors import ApiError, busy_error, logged_error
 
 @dataclass(frozen=True)
 class TextPiece:
-    """New text by token, and the log-probabilities of the new tokens."""
+    """New text by token, the ids of the new tokens and their log-probabilities."""
 
     spans: list[Span]
     logprobs: list[TokenLogprobs]
+    tokens: list[int] = field(default_factory=list)
 
     @property
     def text(self) -> str:
@@ -32,6 +33,8 @@ class TextPiece:
 
 
 JobEvent = TextPiece | Generation  # pieces of a text, then the generation itself
+
+StreamFactory = Callable[[Callable[[], bool]], Stream]  # gets a function that asks for cancellation
 
 
 class JobQueue:
@@ -69,12 +72,12 @@ class JobQueue:
             self.num_admitted -= count
 
     async def run(
-        self, start: Callable[[], Stream], on_end: Callable[[Stats], None]
+        self, start: StreamFactory, on_end: Callable[[Stats], None]
     ) -> AsyncGenerator[JobEvent]:
         """Wait for a slot and yield the events of a stream.
 
-        Closing the generator frees the slot after the current round. `on_end` gets the statistics
-        of the stream, however it ends.
+        Closing the generator frees the slot after the current round, or chunk of a prompt. `on_end`
+        gets the statistics of the stream, however it ends.
         """
         async with self._slots:
             thread = _StreamThread(asyncio.get_running_loop(), start)
@@ -101,7 +104,7 @@ class JobQueue:
 class _StreamThread:
     """Thread that runs a stream and queues its events without waiting for the consumer."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, start: Callable[[], Stream]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, start: StreamFactory) -> None:
         self.events: asyncio.Queue[JobEvent | BaseException] = asyncio.Queue()
         self.ended = asyncio.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
@@ -124,7 +127,7 @@ class _StreamThread:
 
     def _run(self) -> None:
         try:
-            with self._start_stream() as self._stream:
+            with self._start_stream(lambda: self._cancelled) as self._stream:
                 self._read(self._stream)
         except BaseException as error:
             is_client_error = isinstance(error, OptionError | DrafterError)
@@ -132,13 +135,14 @@ class _StreamThread:
         self._post(self.ended.set)
 
     def _read(self, stream: Stream) -> None:
-        num_sent, pieces = 0, stream.traced()
+        num_tokens, num_logprobs, pieces = 0, 0, stream.traced()
         while not self._cancelled:
             spans = next(pieces, None)
-            logprobs = _new_logprobs(stream, num_sent)
-            num_sent += len(logprobs)
+            tokens, logprobs = stream.tokens(num_tokens), _new_logprobs(stream, num_logprobs)
+            num_logprobs += len(logprobs)
             if spans or logprobs:
-                self._post(self.events.put_nowait, TextPiece(spans or [], logprobs))
+                num_tokens += len(tokens)
+                self._post(self.events.put_nowait, TextPiece(spans or [], logprobs, tokens))
             if spans is None:
                 self._post(self.events.put_nowait, stream.generation)
                 return

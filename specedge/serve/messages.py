@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from specedge.strict_json import JsonError, parse
 
 from .errors import UNSUPPORTED, ApiError
-from .fields import ANY, FieldReader, excerpt
+from .fields import FieldReader, IgnoredFields, excerpt
 
 Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXT_PARTS = ("text", "input_text", "output_text")
-_ITEM_FIELDS = {"type": ANY, "id": ANY, "status": ("completed", "incomplete")}
+REASONING_PARTS = ("thinking", "reasoning", "reasoning_text", "summary_text")
+_ITEM_FIELDS = ("type", "id", "status")
 
 
-def parse_messages(value: object, field_name: str) -> list[Message]:
+def parse_messages(
+    value: object, field_name: str, ignored: IgnoredFields | None = None
+) -> list[Message]:
     """Return messages for a chat template.
 
-    In the field "input" of /v1/responses, calls and their outputs are items; they become an
-    assistant's message and messages of the role "tool".
+    In the field "input" of /v1/responses, calls, their outputs and reasoning are items; they become
+    assistants' messages and messages of the role "tool".
 
     Raises:
         ApiError: A message is invalid.
@@ -28,25 +30,17 @@ def parse_messages(value: object, field_name: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         message = f"{field_name} must be a list of at least one message"
         raise ApiError(message, field_name, "invalid_type")
-    messages: list[Message] = []
-    call_names: dict[str, str] = {}  # function names by the ids of calls so far
+    parser = _MessageParser(ignored)
     for i, item in enumerate(value):
         path = f"{field_name}[{i}]"
         if not isinstance(item, dict):
             raise ApiError(f"{path} must be an object with a role and a content", path)
-        fields = FieldReader(item, path)
-        item_type = item.get("type") if field_name == "input" else None
-        if item_type == "function_call":
-            _append_call(messages, fields)
-        elif item_type == "function_call_output":
-            messages.append(_parse_call_output(fields, call_names))
-        else:
-            messages.append(_parse_message(fields, call_names))
+        fields = FieldReader(item, path, ignored)
+        parser.add(fields, item.get("type") if field_name == "input" else None)
         fields.finish()
-        if calls := messages[-1].get("tool_calls"):
-            new = calls[-1:] if item_type == "function_call" else calls
-            call_names |= {call["id"]: call["function"]["name"] for call in new}
-    return messages
+    if not parser.messages:
+        raise ApiError(f"{field_name} has no message", field_name, "invalid_value")
+    return parser.messages
 
 
 def has_tool_calls(messages: list[Message]) -> bool:
@@ -54,102 +48,168 @@ def has_tool_calls(messages: list[Message]) -> bool:
     return any("tool_calls" in message for message in messages)
 
 
-def _parse_message(fields: FieldReader, call_names: Mapping[str, str]) -> Message:
-    role = fields.take("role")
-    if role not in ROLES:
-        error = f"role must be one of {', '.join(ROLES)}, got {excerpt(role)}"
-        raise fields.error("role", error, UNSUPPORTED)
-    content, calls = fields.take("content"), []
-    if role == "assistant":
+class _MessageParser:
+    """Converts messages and items one by one."""
+
+    def __init__(self, ignored: IgnoredFields | None) -> None:
+        self.messages: list[Message] = []
+        self._ignored = ignored
+        self._call_names: dict[str, str] = {}  # function names by the ids of calls so far
+        self._reasoning = ""  # of an item whose message or call is yet to come
+
+    def add(self, fields: FieldReader, item_type: object) -> None:
+        """Convert one message or item."""
+        if item_type == "function_call":
+            self._append_call(fields)
+        elif item_type == "function_call_output":
+            self._add_call_output(fields)
+        elif item_type == "reasoning":
+            self._add_reasoning(fields)
+        elif item_type in (None, "message") or fields.is_strict:
+            self.messages.append(self._parse_message(fields))
+        else:
+            fields.ignored.add(f"{fields.path}.{item_type}")  # type: ignore[union-attr]
+            fields.skip(*fields.names)
+
+    def _parse_message(self, fields: FieldReader) -> Message:
+        role = fields.take("role")
+        if role not in ROLES:
+            error = f"role must be one of {', '.join(ROLES)}, got {excerpt(role)}"
+            raise fields.error("role", error, UNSUPPORTED)
+        text, reasoning = self._content_text(fields, fields.take("content"), "content")
+        message: Message = {"role": "system" if role == "developer" else role, "content": text}
+        name = fields.take_typed("name", str, "text")
+        if role == "tool":
+            id_ = fields.take("tool_call_id")
+            fields.skip("tool_calls", *_ITEM_FIELDS)
+            return self._tool_message(fields, "tool_call_id", id_, text)
+        if name is not None:
+            message["name"] = name
+        if role == "assistant":
+            self._complete_assistant(fields, message, reasoning)
+        else:
+            fields.skip("tool_calls")
+        fields.skip("refusal", "annotations", *_ITEM_FIELDS)
+        return message
+
+    def _complete_assistant(self, fields: FieldReader, message: Message, reasoning: str) -> None:
         calls = [
-            _parse_call(call, f"{fields.path}.tool_calls[{i}]")
-            for i, call in enumerate(fields.take_typed("tool_calls", list, "a list of calls") or [])
+            self._parse_call(fields.child(call, f"{fields.path}.tool_calls[{i}]"))
+            for i, call in enumerate(fields.take_list("tool_calls", "a list of calls"))
         ]
-    text = "" if content is None and calls else _content_text(fields, content, "content")
-    name = fields.take_typed("name", str, "text")
-    fields.skip_neutral({"tool_calls": ([],), "function_call": (), "audio": (), "refusal": ()})
-    fields.skip_neutral(_ITEM_FIELDS | {"type": ("message",)})
-    if role == "tool":
-        return _tool_message(fields, "tool_call_id", text, call_names)
-    role = "system" if role == "developer" else role
-    message: Message = {"role": role, "content": text}
-    message |= {"name": name} if name is not None else {}
-    return message | ({"tool_calls": calls} if calls else {})
+        given = fields.take("reasoning_content", "reasoning", "thinking")
+        reasoning = self._take_reasoning() + (given if isinstance(given, str) else reasoning)
+        fields.refuse_unsupported({"function_call": (), "audio": ()})
+        if reasoning:
+            message["reasoning_content"] = reasoning
+        if calls:
+            message["tool_calls"] = calls
+            self._note_calls(calls)
 
+    def _parse_call(self, fields: FieldReader) -> dict[str, Any]:
+        fields.skip("type", "index")
+        function = fields.take_object("function") or fields.child({}, fields.path)
+        function.path = fields.path
+        call = _tool_call(fields, "id", function)
+        function.finish()
+        fields.finish()
+        return call
 
-def _parse_call(value: object, path: str) -> dict[str, Any]:
-    fields = FieldReader(value, path)
-    fields.skip_neutral({"type": ("function",), "index": ANY})
-    function = fields.take_object("function") or FieldReader({}, f"{path}.function")
-    function.path = path
-    call = _tool_call(fields, "id", function)
-    function.finish()
-    fields.finish()
-    return call
+    def _append_call(self, fields: FieldReader) -> None:
+        """Add an item's call to the last message if it is an assistant's, else to a new one."""
+        fields.skip(*_ITEM_FIELDS)
+        call = _tool_call(fields, "call_id", fields)
+        reasoning = self._take_reasoning()
+        if not self.messages or self.messages[-1]["role"] != "assistant" or reasoning:
+            self.messages.append({"role": "assistant", "content": ""})
+        if reasoning:
+            self.messages[-1]["reasoning_content"] = reasoning
+        self.messages[-1].setdefault("tool_calls", []).append(call)
+        self._note_calls([call])
 
+    def _add_call_output(self, fields: FieldReader) -> None:
+        fields.skip(*_ITEM_FIELDS)
+        text, _ = self._content_text(fields, fields.take("output"), "output")
+        self.messages.append(self._tool_message(fields, "call_id", fields.take("call_id"), text))
 
-def _append_call(messages: list[Message], fields: FieldReader) -> None:
-    """Add an item's call to the last message if it is an assistant's, else to a new one."""
-    fields.skip_neutral(_ITEM_FIELDS)
-    call = _tool_call(fields, "call_id", fields)
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    messages[-1].setdefault("tool_calls", []).append(call)
+    def _add_reasoning(self, fields: FieldReader) -> None:
+        fields.skip("encrypted_content", *_ITEM_FIELDS)
+        content, summary = fields.take_list("content"), fields.take_list("summary")
+        parts = content or summary
+        self._reasoning += "".join(
+            part["text"]
+            for part in parts
+            if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
+
+    def _take_reasoning(self) -> str:
+        reasoning, self._reasoning = self._reasoning, ""
+        return reasoning
+
+    def _note_calls(self, calls: list[dict[str, Any]]) -> None:
+        self._call_names |= {call["id"]: call["function"]["name"] for call in calls}
+
+    def _tool_message(self, fields: FieldReader, id_name: str, id_: object, text: str) -> Message:
+        """Return the message of a call's result; some templates need the name of its function."""
+        if not isinstance(id_, str) or id_ not in self._call_names:
+            message = f"{id_name} must be the id of an earlier call, got {excerpt(id_)}"
+            raise fields.error(id_name, message)
+        name = self._call_names[id_]
+        return {"role": "tool", "content": text, "tool_call_id": id_, "name": name}
+
+    def _content_text(self, fields: FieldReader, content: object, name: str) -> tuple[str, str]:
+        """Return the text and the reasoning of a content: text, or parts of text."""
+        if content is None:
+            return "", ""
+        if isinstance(content, str):
+            return content, ""
+        if not isinstance(content, list):
+            message = f"{name} must be text or a list of text parts, got {excerpt(content)}"
+            raise fields.error(name, message, "invalid_type")
+        texts: list[str] = []
+        reasoning: list[str] = []
+        for i, part in enumerate(content):
+            text, is_reasoning = self._parse_part(part, f"{fields.path_of(name)}[{i}]")
+            (reasoning if is_reasoning else texts).append(text)
+        return "".join(texts), "".join(reasoning)
+
+    def _parse_part(self, part: object, path: str) -> tuple[str, bool]:
+        """Return the text of a content part, and True if it is reasoning."""
+        if isinstance(part, str):
+            return part, False
+        fields = FieldReader(part, path, self._ignored)
+        part_type = fields.take("type")
+        keys = ("refusal",) if part_type == "refusal" else ("text", "thinking", "reasoning")
+        text = fields.take(*keys)
+        is_known = part_type in (*TEXT_PARTS, *REASONING_PARTS, "refusal")
+        if not is_known or not isinstance(text, str):
+            message = f"{path} must be a text part, got {excerpt(part_type)}"
+            raise ApiError(message, path, UNSUPPORTED)
+        fields.skip("annotations", "logprobs", "signature")
+        fields.finish()
+        return text, part_type in REASONING_PARTS
 
 
 def _tool_call(fields: FieldReader, id_name: str, function: FieldReader) -> dict[str, Any]:
-    """Return a call with its arguments as an object, as templates take them."""
+    """Return a call; its arguments are an object if they parse as one, else text as it came."""
     id_ = fields.take(id_name)
     if not isinstance(id_, str) or not id_:
         raise fields.error(id_name, f"{id_name} must be text, got {excerpt(id_)}", "invalid_type")
     name = function.take_typed("name", str, "a name")
-    text = function.take_typed("arguments", str, "text")
     if not name:
         raise function.error("name", "name must be given")
+    value = function.take("arguments")
+    if not isinstance(value, str | dict | None):
+        message = f"arguments must be text, got {excerpt(value)}"
+        raise function.error("arguments", message, "invalid_type")
+    return {"id": id_, "type": "function", "function": {"name": name} | _arguments(value)}
+
+
+def _arguments(value: str | dict[str, Any] | None) -> dict[str, Any]:
+    if isinstance(value, dict):
+        return {"arguments": value}
     try:
-        arguments = parse(text or "{}")
+        arguments = parse(value or "{}")
     except JsonError:
         arguments = None
-    if not isinstance(arguments, dict):
-        message = f"arguments must be an object of JSON as text, got {excerpt(text)}"
-        raise function.error("arguments", message)
-    return {"id": id_, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _parse_call_output(fields: FieldReader, call_names: Mapping[str, str]) -> Message:
-    fields.skip_neutral(_ITEM_FIELDS)
-    text = _content_text(fields, fields.take("output"), "output")
-    return _tool_message(fields, "call_id", text, call_names)
-
-
-def _tool_message(
-    fields: FieldReader, id_name: str, text: str, call_names: Mapping[str, str]
-) -> Message:
-    """Return the message of a call's result; some templates need the name of its function."""
-    id_ = fields.take(id_name)
-    if not isinstance(id_, str) or id_ not in call_names:
-        message = f"{id_name} must be the id of an earlier call, got {excerpt(id_)}"
-        raise fields.error(id_name, message)
-    return {"role": "tool", "content": text, "tool_call_id": id_, "name": call_names[id_]}
-
-
-def _content_text(fields: FieldReader, content: object, name: str) -> str:
-    """Return the text of a content: text, or parts of text."""
-    if isinstance(content, str):
-        return content
-    if isinstance(content, list) and content:
-        path = fields.path_of(name)
-        return "".join(_part_text(part, f"{path}[{i}]") for i, part in enumerate(content))
-    message = f"{name} must be text or a list of text parts, got {excerpt(content)}"
-    raise fields.error(name, message, "invalid_type")
-
-
-def _part_text(part: object, path: str) -> str:
-    part_type = part.get("type") if isinstance(part, dict) else part
-    if isinstance(part, dict) and part_type in TEXT_PARTS and isinstance(part.get("text"), str):
-        fields = FieldReader(part, path)
-        fields.skip_neutral({"type": TEXT_PARTS, "annotations": ANY, "logprobs": ANY})
-        text = str(fields.take("text"))
-        fields.finish()
-        return text
-    raise ApiError(f"{path} must be a text part, got {excerpt(part_type)}", path, UNSUPPORTED)
+    return {"arguments": arguments if isinstance(arguments, dict) else value}

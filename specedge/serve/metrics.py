@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Collection
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -12,6 +14,8 @@ from .job_queue import JobQueue
 
 STATUS = "specedge.status"  # key of a request's scope: final status of a stream, after its 200
 DISCONNECTED = "gone"  # status of a request whose client left before the end
+_MAX_IGNORED = 200  # names of ignored fields that are told apart
+_LOG = logging.getLogger("specedge")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 _SECONDS_PER_TOKEN = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1)
 
@@ -38,6 +42,10 @@ class ServerMetrics:
             "Draft tokens drafted, tested and accepted; accepted/tested is the acceptance rate.",
             "kind",
         )
+        self._ignored = counter(
+            "ignored_fields", "Unknown fields of requests, which had no effect.", "field"
+        )
+        self._ignored_names: set[str] = set()
         self.first_text = Histogram(
             "specedge_time_to_first_token_seconds",
             "Seconds from a request's arrival to its first text.",
@@ -60,6 +68,14 @@ class ServerMetrics:
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
+
+    def add_ignored(self, names: Collection[str]) -> None:
+        """Count unknown fields; log each name once."""
+        for name in names:
+            if name not in self._ignored_names and len(self._ignored_names) < _MAX_IGNORED:
+                self._ignored_names.add(name)
+                _LOG.warning("unknown request field %s is ignored; --strict refuses it", name)
+            self._ignored.labels(name if name in self._ignored_names else "other").inc()
 
     def add_stats(self, stats: Stats) -> None:
         """Count the tokens of a text that has ended, complete or cut."""

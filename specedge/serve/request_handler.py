@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -17,6 +18,7 @@ from specedge.errors import DrafterError, OptionError
 from specedge.request import Coupling
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.requests.stream import Generation, Stream
+from specedge.runtime.text.assembler import FinishReason
 
 from . import errors
 from .choices import ResponseChoice, ResponseShaper
@@ -29,7 +31,8 @@ from .tools.parser import AnswerPart
 T = TypeVar("T")
 
 ERROR_TIMEOUT = 5.0  # seconds to send an error after part of a stream
-_HEADERS = [
+IGNORED_HEADER = "x-specedge-ignored"  # names of unknown fields of the request
+_STREAM_HEADERS = [
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-store"),
     (b"x-accel-buffering", b"no"),
@@ -66,19 +69,21 @@ class RequestHandler:
         self._deadline = asyncio.get_running_loop().time() + timeout
         self._prepared = PreparedRequest([], {})
         self._choices: list[ResponseChoice] = []
+        names = ", ".join(request.ignored)
+        self._headers = {IGNORED_HEADER: names} if names else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._jobs.admitted(self._request.num_choices):
             work = self._stream(scope, send) if self._request.stream else self._respond()
             if body := await _while_connected(receive, work):
-                await JSONResponse(body)(scope, receive, send)
+                await JSONResponse(body, headers=self._headers)(scope, receive, send)
 
     async def _respond(self) -> dict[str, Any]:
         await self._prepare_prompts()
         try:
             async with asyncio.timeout_at(self._deadline), aclosing(self._events()) as events:
                 async for index, event in events:
-                    choice = self._choices[index]
+                    choice, event = self._choices[index], self._without_text(event)
                     self._add(choice, event, _parse(choice, event))
             return self._shaper.body(self._choices)
         except Exception as error:
@@ -87,7 +92,9 @@ class RequestHandler:
     async def _stream(self, scope: Scope, send: Send) -> None:
         await self._prepare_prompts()
         scope[STATUS] = DISCONNECTED
-        await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        extra = [(name.encode(), value.encode()) for name, value in self._headers.items()]
+        headers = [*_STREAM_HEADERS, *extra]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         try:
             async with asyncio.timeout_at(self._deadline), aclosing(self._lines()) as lines:
                 async for line in lines:
@@ -111,8 +118,11 @@ class RequestHandler:
             raise self._api_error(error) from error
         call_format = self._prepared.call_format
         self._choices = [
-            ResponseChoice(None if call_format is None else call_format.parser())
-            for _ in range(self._request.num_choices)
+            ResponseChoice(
+                None if call_format is None else call_format.parser(), prompt_tokens=prompt
+            )
+            for prompt in self._prepared.prompts
+            for _ in range(self._request.num_choices_each)
         ]
 
     async def _lines(self) -> AsyncGenerator[str]:
@@ -121,10 +131,11 @@ class RequestHandler:
         async with aclosing(self._events()) as events:
             async for index, event in events:
                 choice = self._choices[index]
+                event = self._without_text(event)
                 parts = _parse(choice, event)
                 piece = _EMPTY_PIECE if isinstance(event, Generation) else event
                 lines: list[str] = []
-                if parts or piece is not _EMPTY_PIECE:
+                if any(parts) or piece is not _EMPTY_PIECE:
                     lines += self._shaper.piece(index, piece, parts, choice)
                 self._add(choice, event, parts)  # before a client reads them, perhaps slowly
                 if isinstance(event, Generation):
@@ -133,6 +144,16 @@ class RequestHandler:
                     yield line
         for line in self._shaper.finish(self._choices):
             yield line
+
+    def _without_text(self, event: JobEvent) -> JobEvent:
+        """Return an event without its text if only the prompt's log-probabilities are wanted."""
+        if not self._request.score_only:
+            return event
+        if isinstance(event, TextPiece):
+            return _EMPTY_PIECE
+        stats = dataclasses.replace(event.stats, num_new_tokens=0)
+        reason = FinishReason.LENGTH
+        return dataclasses.replace(event, text="", tokens=[], finish_reason=reason, stats=stats)
 
     def _events(self) -> AsyncGenerator[tuple[int, JobEvent]]:
         """Run each choice as a job.
@@ -143,22 +164,30 @@ class RequestHandler:
         options = dict(self._prepared.options)
         if options.get("coupling") == Coupling.GUMBEL:
             options.setdefault("seed", secrets.randbits(32))
-        num_choices = self._request.num_choices_each
-        prompts = [prompt for prompt in self._prepared.prompts for _ in range(num_choices)]
-        starts = (
-            partial(self._start, i % num_choices, prompt, options)
-            for i, prompt in enumerate(prompts)
-        )
+        starts = (partial(self._start, i, options) for i in range(len(self._choices)))
         return merge_events([self._jobs.run(start, self._metrics.add_stats) for start in starts])
 
-    def _start(self, choice_index: int, prompt: list[int], options: dict[str, Any]) -> Stream:
+    def _start(
+        self, index: int, options: dict[str, Any], is_cancelled: Callable[[], bool]
+    ) -> Stream:
+        """Start the stream of a choice; runs in a thread of its own, which scores prompts first."""
+        choice, rules = self._choices[index], self._request.rules
+        if (num_logprobs := self._request.prompt_logprobs) is not None:
+            prompt = choice.prompt_tokens
+            choice.prompt_logprobs = self._pipeline.score(prompt, num_logprobs, is_cancelled)
+        choice_index = index % self._request.num_choices_each
         choice_options: dict[str, Any] = {}
         if options.get("coupling") == Coupling.GUMBEL:
             choice_options["choice"] = choice_index
         elif (seed := options.get("seed")) is not None:
             choice_options["seed"] = (seed + choice_index) % 2**64
-        visible = self._prepared.visible_tokens
-        return self._pipeline.stream(prompt, shown=visible, **options | choice_options)
+        return self._pipeline.stream(
+            choice.prompt_tokens,
+            shown=self._prepared.visible_tokens,
+            stop_tokens=rules.stop_tokens,
+            include_stop=rules.include_stop,
+            **options | choice_options,
+        )
 
     def _add(self, choice: ResponseChoice, event: JobEvent, parts: list[AnswerPart]) -> None:
         if isinstance(event, Generation):
@@ -170,6 +199,7 @@ class RequestHandler:
             choice.first_time = time.perf_counter()
             self._metrics.first_text.observe(choice.first_time - self._arrival)
         choice.add(parts, event.logprobs)
+        choice.num_tokens += len(event.tokens)
 
     def _api_error(self, error: Exception) -> ApiError:
         if isinstance(error, TimeoutError):

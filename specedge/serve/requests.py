@@ -10,6 +10,7 @@ from typing import Any
 from specedge.errors import MissingExtraError, OptionError, PromptError
 from specedge.request import GRAMMARS, build_request
 from specedge.runtime.requests.pipeline import Pipeline
+from specedge.runtime.text.messages import TemplateOptions
 
 from .errors import UNSUPPORTED, ApiError, prompt_error
 from .fields import (
@@ -17,17 +18,43 @@ from .fields import (
     MAX_CHOICES,
     MAX_TOP_LOGPROBS,
     NEUTRAL,
+    UNSUPPORTED_FIELDS,
     FieldReader,
+    IgnoredFields,
+    OutputRules,
     excerpt,
     field_of,
+    parse_limit,
     parse_options,
 )
 from .messages import Message, has_tool_calls, parse_messages
-from .response_format import parse_chat_format, parse_responses_format
+from .response_format import ResponseFormat, parse_chat_format, parse_responses_format
 from .tools.call_format import CallFormat, call_format_of
 from .tools.declarations import ToolSet, parse_chat_tools, parse_responses_tools
 
 DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
+_CHAT_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
+_COMPLETION_LIMITS = ("max_tokens", "n_predict")
+_RESPONSE_LIMITS = ("max_output_tokens",)
+# Variables that render sets itself.
+_RESERVED = ("messages", "tools", "documents", "add_generation_prompt")
+
+
+@dataclass(frozen=True)
+class ParserSettings:
+    """Settings of request parsing.
+
+    Attributes:
+        context_length: The maximum number of tokens of a text.
+        defaults: Options that apply where a body leaves them out.
+        strict: True to refuse unknown fields.
+        template_variables: Variables of the chat template that apply to all requests.
+    """
+
+    context_length: int
+    defaults: Mapping[str, Any] = field(default_factory=lambda: DEFAULTS)
+    strict: bool = False
+    template_variables: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -38,25 +65,46 @@ class ParsedRequest:
         prompts: Text, token ids or messages each.
         options: Options of the pipeline's request.
         prompt_field: The field that holds the prompts.
+        rules: Rules of the text's end and of its visible tokens.
+        template: Options of the chat template.
         num_choices_each: Number of choices of each prompt (`n`).
         stream: True if the response is a stream of events.
         include_usage: True if the stream ends with the usage.
+        continuous_usage: True if each chunk of the stream has the usage so far.
         trace: True if a stream reports the outcome of each token.
+        return_token_ids: True if the response has the token ids of prompts and texts.
+        echo: True if the text of a completion begins with its prompt.
+        score_only: True if no text is wanted, only log-probabilities of the prompt.
+        prompt_logprobs: Number of likeliest tokens at each position of the prompt, None for no
+            log-probabilities of the prompt.
+        add_special_tokens: True if the tokenizer adds its special tokens to a completion's prompt.
+        truncate: Maximum number of tokens of a prompt, whose beginning is cut; None for no limit.
         echoed: Fields that the response repeats.
         format_field: The field that sets a JSON schema as response format, if one does.
         tools: Functions that the model may call.
+        ignored: Names of unknown fields.
     """
 
     prompts: list[Any]
     options: dict[str, Any]
     prompt_field: str
+    rules: OutputRules = field(default_factory=OutputRules)
+    template: TemplateOptions = field(default_factory=TemplateOptions)
     num_choices_each: int = 1
     stream: bool = False
     include_usage: bool = False
+    continuous_usage: bool = False
     trace: bool = False
+    return_token_ids: bool = False
+    echo: bool = False
+    score_only: bool = False
+    prompt_logprobs: int | None = None
+    add_special_tokens: bool = True
+    truncate: int | None = None
     echoed: dict[str, Any] = field(default_factory=dict)
     format_field: str | None = None
     tools: ToolSet | None = None
+    ignored: tuple[str, ...] = ()
 
     @property
     def num_choices(self) -> int:
@@ -67,6 +115,11 @@ class ParsedRequest:
     def has_grammar(self) -> bool:
         """Return True if the request may need a compiled grammar."""
         return self.tools is not None or any(name in self.options for name in GRAMMARS)
+
+    @property
+    def is_chat(self) -> bool:
+        """Return True if the prompts are messages."""
+        return self.prompt_field != "prompt"
 
 
 @dataclass(frozen=True)
@@ -79,77 +132,101 @@ class PreparedRequest:
     visible_tokens: frozenset[int] = frozenset()
 
 
-def parse_chat(
-    body: object, context_length: int, defaults: Mapping[str, Any] = DEFAULTS
-) -> ParsedRequest:
+def parse_chat(body: object, settings: ParserSettings) -> ParsedRequest:
     """Parse the body of a /v1/chat/completions request.
 
-    Args:
-        body: The parsed JSON.
-        context_length: The maximum number of tokens of a text.
-        defaults: Options that apply where the body leaves them out.
-
     Raises:
-        ApiError: A field is unknown or its value invalid.
+        ApiError: A field's value is invalid, or a field unknown in strict mode.
     """
-    fields = FieldReader(body)
-    messages = parse_messages(fields.take("messages"), "messages")
+    fields = _reader(body, settings)
+    messages = parse_messages(fields.take("messages"), "messages", fields.ignored)
     tools = parse_chat_tools(fields)
-    limits = {name: fields.take_int(name, 1) for name in ("max_completion_tokens", "max_tokens")}
-    name = next((name for name, limit in limits.items() if limit is not None), "max_tokens")
+    limit, limit_name = parse_limit(fields, _CHAT_LIMITS)
     response_format = parse_chat_format(fields)
-    limit = limits[name] or context_length
-    options = parse_options(fields, limit, name, defaults, response_format.schema)
+    options, rules = parse_options(
+        fields,
+        settings.context_length if limit is None else limit,
+        limit_name,
+        settings.defaults,
+        response_format.schema,
+    )
     has_logprobs = fields.take_flag("logprobs")
     top = fields.take_int("top_logprobs", 0, MAX_TOP_LOGPROBS)
-    if top is not None and not has_logprobs:
+    if top and not has_logprobs:
         raise ApiError("top_logprobs needs logprobs", "top_logprobs", "invalid_value")
     if has_logprobs:
         options["logprobs"] = top or 0
-    return _finish(
-        fields,
-        "chat",
-        ParsedRequest(
-            [messages],
-            options,
-            "messages",
-            format_field=response_format.schema_field,
-            tools=tools,
-        ),
+    request = ParsedRequest(
+        [messages],
+        options,
+        "messages",
+        rules,
+        _parse_template(fields, settings),
+        prompt_logprobs=_parse_prompt_logprobs(fields),
+        truncate=_parse_truncation(fields, settings),
+        format_field=response_format.schema_field,
+        tools=tools,
     )
+    return _finish(fields, "chat", request)
 
 
-def parse_completion(
-    body: object, context_length: int, defaults: Mapping[str, Any] = DEFAULTS
-) -> ParsedRequest:
+def parse_completion(body: object, settings: ParserSettings) -> ParsedRequest:
     """Parse the body of a /v1/completions request, with the arguments of `parse_chat`."""
-    fields = FieldReader(body)
+    fields = _reader(body, settings)
     prompts = _parse_prompts(fields.take("prompt"))
-    limit = fields.take_int("max_tokens", 1) or min(DEFAULT_COMPLETION, context_length)
-    options = parse_options(fields, limit, "max_tokens", defaults)
+    echo = fields.take_flag("echo")
+    has_limit = any(name in fields.names for name in _COMPLETION_LIMITS)
+    limit, limit_name = parse_limit(fields, _COMPLETION_LIMITS)
+    if not has_limit:
+        limit = min(DEFAULT_COMPLETION, settings.context_length)
+    score_only = limit == 0 and echo
+    response_format: ResponseFormat = parse_chat_format(fields)
+    options, rules = parse_options(
+        fields,
+        settings.context_length if limit is None else max(limit, int(score_only)),
+        limit_name,
+        settings.defaults,
+        response_format.schema,
+    )
+    prompt_logprobs = _parse_prompt_logprobs(fields)
     if (top := fields.take_int("logprobs", 0, MAX_TOP_LOGPROBS)) is not None:
         options["logprobs"] = top
-    return _finish(fields, "completions", ParsedRequest(prompts, options, "prompt"))
+        prompt_logprobs = top if echo else prompt_logprobs
+    request = ParsedRequest(
+        prompts,
+        options,
+        "prompt",
+        rules,
+        echo=echo,
+        score_only=score_only,
+        prompt_logprobs=prompt_logprobs,
+        add_special_tokens=fields.take_flag("add_special_tokens", True),
+        truncate=_parse_truncation(fields, settings),
+        format_field=response_format.schema_field,
+    )
+    return _finish(fields, "completions", request)
 
 
-def parse_response(
-    body: object, context_length: int, defaults: Mapping[str, Any] = DEFAULTS
-) -> ParsedRequest:
+def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
     """Parse the body of a /v1/responses request, with the arguments of `parse_chat`."""
-    fields = FieldReader(body)
+    fields = _reader(body, settings)
     tools_value, tool_choice = fields.peek("tools"), fields.peek("tool_choice")
     input_items = fields.take("input")
     if isinstance(input_items, str):
         input_items = [{"role": "user", "content": input_items}]
-    messages = parse_messages(input_items, "input")
+    messages = parse_messages(input_items, "input", fields.ignored)
     instructions = fields.take_typed("instructions", str, "text")
     if instructions is not None:
         messages = [{"role": "system", "content": instructions}, *messages]
-    limit = fields.take_int("max_output_tokens", 1)
+    limit, limit_name = parse_limit(fields, _RESPONSE_LIMITS)
     tools = parse_responses_tools(fields)
     response_format = parse_responses_format(fields)
-    options = parse_options(
-        fields, limit or context_length, "max_output_tokens", defaults, response_format.schema
+    options, rules = parse_options(
+        fields,
+        settings.context_length if limit is None else limit,
+        limit_name,
+        settings.defaults,
+        response_format.schema,
     )
     echoed = {"instructions": instructions, "max_output_tokens": limit}
     echoed["metadata"] = fields.take_typed("metadata", dict, "an object") or {}
@@ -157,36 +234,43 @@ def parse_response(
     if tools is not None:
         echoed |= {"tools": tools_value, "tool_choice": tool_choice or "auto"}
         echoed |= {"parallel_tool_calls": tools.parallel}
-    return _finish(
-        fields,
-        "responses",
-        ParsedRequest(
-            [messages],
-            options,
-            "input",
-            echoed=echoed,
-            format_field=response_format.schema_field,
-            tools=tools,
-        ),
+    request = ParsedRequest(
+        [messages],
+        options,
+        "input",
+        rules,
+        _parse_template(fields, settings),
+        echoed=echoed,
+        format_field=response_format.schema_field,
+        tools=tools,
     )
+    return _finish(fields, "responses", request)
+
+
+def _reader(body: object, settings: ParserSettings) -> FieldReader:
+    return FieldReader(body, ignored=None if settings.strict else IgnoredFields())
 
 
 def _finish(fields: FieldReader, endpoint: str, request: ParsedRequest) -> ParsedRequest:
-    """Take the fields that all endpoints have, and refuse the rest."""
+    """Take the fields that all endpoints have, then ignore or refuse the rest."""
     fields.take_typed("model", str, "a name")
     num_choices, trace = 1, False
     if endpoint != "responses":
         num_choices = fields.take_int("n", 1, MAX_CHOICES) or 1
         trace = fields.take_flag("trace")
-    stream, include_usage = fields.take_flag("stream"), False
+    stream = fields.take_flag("stream")
+    usage, continuous_usage = False, False
     stream_options = fields.take_object("stream_options")
     if stream_options is not None:
-        if not stream:
+        if not stream and fields.is_strict:
             raise ApiError("stream_options needs stream", "stream_options", "invalid_value")
-        include_usage = stream_options.take_flag("include_usage")
-        stream_options.take_flag("include_obfuscation")
+        usage = stream_options.take_flag("include_usage")
+        continuous_usage = stream_options.take_flag("continuous_usage_stats")
+        stream_options.skip("include_obfuscation")
         stream_options.finish()
-    fields.skip_neutral(NEUTRAL[endpoint])
+    return_token_ids = fields.take_flag("return_token_ids")
+    fields.refuse_unsupported(UNSUPPORTED_FIELDS[endpoint])
+    fields.skip(*NEUTRAL[endpoint])
     fields.finish()
     if request.tools is not None:
         _check_no_grammar(request)
@@ -194,9 +278,69 @@ def _finish(fields: FieldReader, endpoint: str, request: ParsedRequest) -> Parse
         request,
         num_choices_each=num_choices,
         stream=stream,
-        include_usage=include_usage,
+        include_usage=usage,
+        continuous_usage=usage and continuous_usage,
         trace=trace,
+        return_token_ids=return_token_ids,
+        ignored=() if fields.ignored is None else tuple(fields.ignored.names),
     )
+
+
+def _parse_template(fields: FieldReader, settings: ParserSettings) -> TemplateOptions:
+    """Return the template's options; thinking can be set by the fields of several APIs."""
+    variables = dict(settings.template_variables)
+    effort = fields.take_typed("reasoning_effort", str, "a name")
+    if (reasoning := fields.take("reasoning")) is not None:
+        reasoning_fields = fields.child(reasoning, fields.path_of("reasoning"))
+        effort = reasoning_fields.take_typed("effort", str, "a name") or effort
+        reasoning_fields.skip("summary", "generate_summary")
+        reasoning_fields.finish()
+    if effort is not None:
+        variables["reasoning_effort"] = effort
+        variables |= thinking_variables(effort != "none")
+    if (enabled := _parse_thinking_switch(fields)) is not None:
+        variables |= thinking_variables(enabled)
+    given = fields.take_typed("chat_template_kwargs", dict, "an object") or {}
+    if name := next((name for name in _RESERVED if name in given), None):
+        message = f"chat_template_kwargs cannot set {name}, which has a field of its own"
+        raise ApiError(message, f"chat_template_kwargs.{name}", "invalid_value")
+    add_generation_prompt = fields.take_flag("add_generation_prompt", True)
+    documents = fields.take_list("documents", "a list of objects") or None
+    if documents and not all(isinstance(document, dict) for document in documents):
+        raise ApiError("documents must be a list of objects", "documents", "invalid_type")
+    return TemplateOptions(
+        variables | given,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=fields.take_flag("continue_final_message"),
+        documents=documents,
+    )
+
+
+def _parse_thinking_switch(fields: FieldReader) -> bool | None:
+    """Return the switch of thinking of Qwen's, Ollama's or Anthropic's API, if one is given."""
+    thinking = fields.take("enable_thinking", "think", "thinking")
+    if isinstance(thinking, dict):
+        return thinking.get("type") != "disabled"
+    if isinstance(thinking, str):
+        return thinking != "none"
+    return None if thinking is None else bool(thinking)
+
+
+def thinking_variables(is_enabled: bool) -> dict[str, bool]:
+    """Return the variables by which templates of today's models switch thinking."""
+    return {"enable_thinking": is_enabled, "thinking": is_enabled}
+
+
+def _parse_prompt_logprobs(fields: FieldReader) -> int | None:
+    return fields.take_int("prompt_logprobs", 0, MAX_TOP_LOGPROBS)
+
+
+def _parse_truncation(fields: FieldReader, settings: ParserSettings) -> int | None:
+    """Return the maximum length of the prompt; -1 is the longest that leaves room for a token."""
+    limit = fields.take_int("truncate_prompt_tokens", -1)
+    if limit == 0:
+        raise fields.error("truncate_prompt_tokens", "truncate_prompt_tokens must not be 0")
+    return settings.context_length - 1 if limit == -1 else limit
 
 
 def _check_no_grammar(request: ParsedRequest) -> None:
@@ -217,27 +361,42 @@ def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
     Raises:
         ApiError: The pipeline does not take the prompts or the options.
     """
-    is_chat = request.prompt_field != "prompt"
-    if is_chat and pipeline.bundle.chat_template is None:
+    if request.is_chat and pipeline.bundle.chat_template is None:
         raise ApiError(
             f"{pipeline.bundle.target.source.id} has no chat template; use /v1/completions",
             request.prompt_field,
             "no_chat_template",
         )
-    chats: list[list[Message]] = request.prompts if is_chat else []
+    visible = _special_tokens(pipeline) if request.rules.show_special else frozenset[int]()
+    options = _with_text_biases(pipeline, request)
+    chats: list[list[Message]] = request.prompts if request.is_chat else []
     if request.tools is None and not any(map(has_tool_calls, chats)):
-        tokens = _tokenize(pipeline, request, request.prompts, request.options)
-        return PreparedRequest(tokens, request.options)
+        tokens = _tokenize(pipeline, request, request.prompts, options)
+        return PreparedRequest(tokens, options, None, visible)
     call_format = call_format_of(
         pipeline.bundle, pipeline.tokenizer, request.tools, request.prompt_field
     )
     grammar = {} if call_format.grammar is None else {"grammar": call_format.grammar}
-    options = request.options | grammar
+    options |= grammar
     prompts = [call_format.convert_messages(chat) for chat in chats]
     tokens = _tokenize(pipeline, request, prompts, options, call_format.template_tools)
-    return PreparedRequest(
-        tokens, options, call_format if request.tools else None, call_format.visible_tokens
-    )
+    visible |= call_format.visible_tokens
+    return PreparedRequest(tokens, options, call_format if request.tools else None, visible)
+
+
+def _special_tokens(pipeline: Pipeline) -> frozenset[int]:
+    added = pipeline.tokenizer.get_added_tokens_decoder()
+    return frozenset(token for token, added_token in added.items() if added_token.special)
+
+
+def _with_text_biases(pipeline: Pipeline, request: ParsedRequest) -> dict[str, Any]:
+    """Return the options with biases by text converted to those of the text's tokens."""
+    options = dict(request.options)
+    for text, bias in request.rules.text_biases:
+        tokens = pipeline.tokenizer.encode(text, add_special_tokens=False).ids
+        by_token = dict.fromkeys(tokens, bias)
+        options["logit_bias"] = by_token | dict(options.get("logit_bias", {}))
+    return options
 
 
 def _tokenize(
@@ -250,13 +409,25 @@ def _tokenize(
     """Return the token ids of each prompt, and check the options with the pipeline."""
     try:
         pipeline.sampling(build_request(**options))
-        return [pipeline.prompts.tokens_of(prompt, tools=tools) for prompt in prompts]
+        return [_tokens_of(pipeline, request, prompt, tools) for prompt in prompts]
     except OptionError as error:
         raise option_error(error, request) from error
     except PromptError as error:
         raise prompt_error(error, request.prompt_field) from error
     except MissingExtraError as error:
         raise ApiError(str(error), code=UNSUPPORTED) from error
+
+
+def _tokens_of(
+    pipeline: Pipeline, request: ParsedRequest, prompt: Any, tools: list[dict[str, Any]] | None
+) -> list[int]:
+    prompts, truncate = pipeline.prompts, request.truncate
+    if isinstance(prompt, str):
+        return prompts.completion_tokens(prompt, request.add_special_tokens, truncate)
+    if not request.is_chat:
+        return prompts.tokens(prompt if truncate is None else prompt[-truncate:])
+    tokens = prompts.chat_tokens(prompt, tools=tools, options=request.template)
+    return prompts.tokens(tokens if truncate is None else tokens[-truncate:])
 
 
 def option_error(error: OptionError, request: ParsedRequest) -> ApiError:

@@ -36,7 +36,7 @@ def parse_chat_format(fields: FieldReader) -> ResponseFormat:
     name = "response_format"
     value = fields.peek(name)
     inner = fields.take_object(name)
-    if inner is None:
+    if inner is None or not value:
         return ResponseFormat(name)
     if _take_type(inner) != "json_schema":
         return _schemaless_format(inner, name, value)
@@ -53,7 +53,7 @@ def parse_responses_format(fields: FieldReader) -> ResponseFormat:
         return ResponseFormat(name)
     value = text.peek("format")
     inner = text.take_object("format")
-    text.skip_neutral({"verbosity": ()})
+    text.skip("verbosity")
     text.finish()
     if inner is None:
         return ResponseFormat(name)
@@ -71,9 +71,11 @@ def _take_type(fields: FieldReader) -> str:
 
 
 def _schemaless_format(fields: FieldReader, name: str, value: dict[str, Any]) -> ResponseFormat:
-    """Return the format for any text, or for any JSON object."""
+    """Return the format for any text, or for JSON: any object, or of llama.cpp's `schema`."""
+    schema: dict[str, Any] | None = None
+    if value["type"] == "json_object":
+        schema = fields.take_typed("schema", dict, "an object") or {"type": "object"}
     fields.finish()
-    schema = {"type": "object"} if value["type"] == "json_object" else None
     return ResponseFormat(name, schema, value)
 
 

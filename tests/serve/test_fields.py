@@ -1,4 +1,4 @@
-"""Fields of requests: types, limits, defaults and neutral values."""
+"""Fields of requests: types, limits, defaults, spellings and unknown ones."""
 
 import json
 
@@ -10,7 +10,8 @@ from specedge.request import GenerationRequest
 from specedge.serve import requests
 from specedge.serve.choices import sse_event
 from specedge.serve.errors import ApiError
-from specedge.serve.fields import ANY, NEUTRAL, FieldReader
+from specedge.serve.fields import NEUTRAL, UNSUPPORTED_FIELDS
+from specedge.serve.requests import ParserSettings
 
 PARSERS = {
     "chat": (requests.parse_chat, {"messages": [{"role": "user", "content": "a"}]}),
@@ -19,27 +20,21 @@ PARSERS = {
 }
 
 
-def field_names(endpoint, monkeypatch):
-    """Return the fields that an endpoint takes from a body."""
-    readers = []
-
-    class RecordingReader(FieldReader):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            readers.append(self)
-
-    monkeypatch.setattr(requests, "FieldReader", RecordingReader)
+def parsed(endpoint, length=500, strict=False, **fields):
+    """Return a request of the endpoint's shortest body and these fields."""
     parse, body = PARSERS[endpoint]
-    parse(body | {"stream": True}, 10)
-    return readers[0]._names
+    return parse(body | fields, ParserSettings(length, strict=strict))
+
+
+def options(endpoint="completions", length=500, **fields):
+    return parsed(endpoint, length, **fields).options
 
 
 @pytest.mark.parametrize("endpoint", PARSERS)
-def test_null_is_absent_and_a_prompt_suffices(endpoint, monkeypatch):
-    parse, body = PARSERS[endpoint]
-    bare = parse(body, 500)
-    nothing = dict.fromkeys(field_names(endpoint, monkeypatch)) | body
-    assert parse(nothing, 500) == bare
+def test_null_is_absent_and_a_prompt_suffices(endpoint):
+    bare = parsed(endpoint)
+    names = ["model", "temperature", "stop", "stream", "stream_options", "tools", "n", "logprobs"]
+    assert parsed(endpoint, **dict.fromkeys([*names, *NEUTRAL[endpoint]])) == bare
     assert (bare.num_choices_each, bare.stream, bare.num_choices) == (1, False, 1)
     limit = 16 if endpoint == "completions" else 500
     assert bare.options == {"temperature": 1.0, "max_new_tokens": limit}
@@ -47,39 +42,34 @@ def test_null_is_absent_and_a_prompt_suffices(endpoint, monkeypatch):
 
 @pytest.mark.parametrize("endpoint", PARSERS)
 def test_unsupported_value_is_refused_by_its_field(endpoint):
-    parse, body = PARSERS[endpoint]
-    for name, values in NEUTRAL[endpoint].items():
-        if values is ANY:
-            assert parse(body | {name: {"a": 1}}, 10)
-            continue
+    for name in NEUTRAL[endpoint]:
+        assert parsed(endpoint, **{name: {"a": 1}}) == parsed(endpoint)
+    for name, values in UNSUPPORTED_FIELDS[endpoint].items():
         for value in values:
-            assert parse(body | {name: value}, 10) == parse(body, 10)
-        with pytest.raises(ApiError, match=rf"^{name} is not supported yet") as caught:
-            parse(body | {name: {"a": [1]}}, 10)
+            assert parsed(endpoint, **{name: value}) == parsed(endpoint)
+        with pytest.raises(ApiError, match=rf"^{name} is not supported") as caught:
+            parsed(endpoint, **{name: {"a": [1]}})
         assert (caught.value.param, caught.value.status) == (name, 400)
 
 
 @pytest.mark.parametrize("endpoint", PARSERS)
 def test_speculative_sets_drafter_and_draft_tokens(endpoint):
-    parse, body = PARSERS[endpoint]
-
-    def options(**speculative):
-        found = parse(body | {"speculative": speculative}, 10).options
+    def drafting(**speculative):
+        found = options(endpoint, speculative=speculative)
         return found.get("drafter"), found.get("num_draft_tokens")
 
-    assert options(drafter="chain", num_draft_tokens=3) == ("chain", 3)
-    assert options(off=True) == (None, 0)
-    assert options(off=False, drafter=None) == (None, None)
-    assert options(num_draft_tokens="auto") == (None, "auto")
+    assert drafting(drafter="chain", num_draft_tokens=3) == ("chain", 3)
+    assert drafting(off=True) == (None, 0)
+    assert drafting(off=False, drafter=None) == (None, None)
+    assert drafting(num_draft_tokens="auto") == (None, "auto")
     for wrong in ({"off": True, "drafter": "model"}, {"drafter": 3}, {"num_draft_tokens": True}):
         with pytest.raises(ApiError, match=r"^speculative") as caught:
-            options(**wrong)
+            drafting(**wrong)
         assert caught.value.param.startswith("speculative.")
 
 
 def test_options_are_passed_to_the_pipeline():
-    parse, body = PARSERS["completions"]
-    options = {
+    fields = {
         "temperature": 0.5,
         "top_p": 0.5,
         "presence_penalty": 1,
@@ -96,23 +86,174 @@ def test_options_are_passed_to_the_pipeline():
         "coupling": "gumbel",
         "json_schema": {"type": "object"},
     }
-    found = parse(body | options, 10).options
-    assert found == options | {"max_new_tokens": 10}
+    found = options(max_tokens=10, **fields)
+    assert found == fields | {"max_new_tokens": 10}
     assert GenerationRequest(**found).seed == 2
 
 
-def test_output_item_can_be_sent_back_and_unknown_part_field_is_refused():
-    def text(**more):
-        part = {"type": "output_text", "text": "b", "annotations": [], "logprobs": [], **more}
-        sent = {"role": "assistant", "content": [part], "type": "message", "id": "msg-1"}
-        user = {"role": "user", "content": "a"}
-        asked = requests.parse_response({"input": [user, sent | {"status": "incomplete"}]}, 10)
-        return asked.prompts[0][1]["content"]
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"repeat_penalty": 1.2}, {"repetition_penalty": 1.2}),
+        ({"min_tokens": 3}, {"min_new_tokens": 3}),
+        ({"max_tokens": -1}, {"max_new_tokens": 500}),
+        ({"max_tokens": 24.0}, {"max_new_tokens": 24}),
+        ({"n_predict": 7}, {"max_new_tokens": 7}),
+        ({"n_predict": -1}, {"max_new_tokens": 500}),
+        ({"seed": -1}, {}),
+        ({"seed": 3.0}, {"seed": 3}),
+        ({"top_k": -1}, {"top_k": 0}),
+        ({"top_p": 0}, {"top_p": 1.0, "temperature": 0}),
+        ({"min_p": -1}, {"min_p": 0.0}),
+        ({"stop": ""}, {"stop": []}),
+        ({"stop": ["a", ""]}, {"stop": ["a"]}),
+        ({"logit_bias": {}}, {}),
+        ({"logit_bias": [[5, 1.5], [6, False]]}, {"logit_bias": {5: 1.5, 6: -100.0}}),
+        ({"guided_json": {"type": "object"}}, {"json_schema": {"type": "object"}}),
+        ({"guided_regex": "a+"}, {"regex": "a+"}),
+        ({"guided_choice": ["a", 'b"']}, {"grammar": 'start: "a" | "b\\""'}),
+        ({"guided_grammar": 'start: "a"'}, {"grammar": 'start: "a"'}),
+        ({"structured_outputs": {"json": {"type": "object"}}}, {"json_schema": {"type": "object"}}),
+        ({"structured_outputs": {"choice": ["a"]}}, {"grammar": 'start: "a"'}),
+        ({"structured_outputs": {"json_object": True}}, {"json_schema": {"type": "object"}}),
+        (
+            {"response_format": {"type": "json_object", "schema": {"type": "object", "a": 1}}},
+            {"json_schema": {"type": "object", "a": 1}},
+        ),
+        ({"regex": ""}, {}),
+    ],
+)
+def test_spellings_of_other_servers_have_their_meaning(fields, expected):
+    bare = {"temperature": 1.0, "max_new_tokens": 16}
+    assert options(**fields) == bare | expected
 
-    assert text() == "b"
-    with pytest.raises(ApiError, match=r"^input\[1\].*there is no field \"bold\"") as caught:
-        text(bold=True)
-    assert caught.value.param == "input[1].content[0].bold"
+
+def test_gbnf_grammar_is_converted_to_lark():
+    pytest.importorskip("llguidance", reason="needs the grammar extra")
+    grammar = options(grammar='root ::= "a" | "b"')["grammar"]
+    assert "start" in grammar
+    with pytest.raises(ApiError, match="no valid GBNF") as caught:
+        options(grammar="root ::= (")
+    assert caught.value.param == "grammar"
+
+
+def test_rules_of_the_output():
+    rules = parsed(
+        "chat",
+        stop_token_ids=[5, 6],
+        include_stop_str_in_output=True,
+        skip_special_tokens=False,
+        logit_bias={"Hello": 2, "7": 1},
+    ).rules
+    assert (rules.stop_tokens, rules.include_stop, rules.show_special) == ((5, 6), True, True)
+    assert rules.text_biases == (("Hello", 2.0),)
+    with pytest.raises(ApiError, match="stop_token_ids must be a list of token ids"):
+        parsed("chat", stop_token_ids=["a"])
+
+
+UNKNOWN = [
+    ("chat", {"chat_id": "a", "min_tokenz": 1}, ("chat_id", "min_tokenz")),
+    ("chat", {"messages": [{"role": "user", "content": "a", "id": 7, "opts": {}}] * 2},
+     ("messages[].opts",)),
+    ("chat", {"messages": [{"role": "user", "content": [
+        {"type": "text", "text": "x", "cache_control": {}}]}]},
+     ("messages[].content[].cache_control",)),
+    ("chat", {"tools": [{"type": "function", "function": {"name": "f", "colour": 1}, "x": 1}]},
+     ("tools[].x", "tools[].function.colour")),
+    ("chat", {"stream": True, "stream_options": {"usage": True}}, ("stream_options.usage",)),
+    ("completions", {"speculative": {"of": True}}, ("speculative.of",)),
+    ("responses", {"input": [{"role": "user", "content": "a"}, {"type": "web_search_call"}]},
+     ("input[].web_search_call",)),
+    ("chat", {"a\r\nSet-Cookie: b": 1, "é" * 200: 1}, None),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("endpoint", "fields", "names"), UNKNOWN)
+def test_unknown_field_is_ignored_by_name_and_refused_in_strict_mode(endpoint, fields, names):
+    ignored = parsed(endpoint, **fields).ignored
+    if names is None:
+        assert all(name.isascii() and name.isprintable() and len(name) <= 80 for name in ignored)
+        assert len(ignored) == 2
+    else:
+        assert ignored == names
+    with pytest.raises(ApiError) as caught:
+        parsed(endpoint, strict=True, **fields)
+    assert caught.value.status == 400
+
+
+def test_names_of_ignored_fields_are_few():
+    assert len(parsed("chat", **{f"field{i}": i for i in range(500)}).ignored) == 32
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": None}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": []}]},
+        {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": []}]},
+        {"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant", "content": ""}]},
+    ],
+)
+def test_content_may_be_empty(fields):
+    messages = parsed("chat", **fields).prompts[0]
+    assert [message["content"] for message in messages] == ["a", ""]
+    assert "tool_calls" not in messages[1]
+
+
+def test_reasoning_of_history_is_kept():
+    for fields in ({"reasoning_content": "2+2"}, {"reasoning": "2+2"}, {"content": [
+        {"type": "thinking", "thinking": "2+2"}, {"type": "text", "text": "4"}]}):  # fmt: skip
+        message = {"role": "assistant", "content": "4"} | fields
+        (found,) = parsed("chat", messages=[message]).prompts[0]
+        assert found == {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
+    items = [
+        {"role": "user", "content": "a"},
+        {"type": "reasoning", "id": "r", "summary": [], "encrypted_content": "x",
+         "content": [{"type": "reasoning_text", "text": "2+2"}]},
+        {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+        {"type": "function_call_output", "call_id": "c",
+         "output": [{"type": "input_text", "text": "4"}]},
+    ]  # fmt: skip
+    request = parsed("responses", input=items)
+    assert request.prompts[0][1]["reasoning_content"] == "2+2"
+    assert request.prompts[0][2]["content"] == "4"
+    assert request.ignored == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "variables"),
+    [
+        ({"chat_template_kwargs": {"enable_thinking": False}}, {"enable_thinking": False}),
+        (
+            {"reasoning_effort": "low"},
+            {"reasoning_effort": "low", "enable_thinking": True, "thinking": True},
+        ),
+        (
+            {"reasoning_effort": "none"},
+            {"reasoning_effort": "none", "enable_thinking": False, "thinking": False},
+        ),
+        ({"think": False}, {"enable_thinking": False, "thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False, "thinking": False}),
+    ],
+)
+def test_thinking_is_set_by_the_fields_of_several_apis(fields, variables):
+    assert parsed("chat", **fields).template.variables == variables
+
+
+def test_reasoning_of_the_responses_api_sets_the_effort():
+    reasoning = {"effort": "medium", "summary": "auto"}
+    assert (
+        parsed("responses", reasoning=reasoning).template.variables["reasoning_effort"] == "medium"
+    )
+    assert parsed("responses", reasoning={"summary": "auto"}).ignored == ()
+
+
+def test_output_item_can_be_sent_back():
+    part = {"type": "output_text", "text": "b", "annotations": [], "logprobs": []}
+    item = {"role": "assistant", "content": [part], "type": "message", "id": "msg-1"}
+    items = [{"role": "user", "content": "a"}, item | {"status": "incomplete"}]
+    request = parsed("responses", strict=True, input=items)
+    assert request.prompts[0][1]["content"] == "b"
 
 
 def test_event_is_one_line_for_any_client():
@@ -122,7 +263,7 @@ def test_event_is_one_line_for_any_client():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         ({"temperature": "hot"}, "temperature must be a number"),
         ({"top_k": 1.5}, "top_k must be a whole number"),
@@ -132,6 +273,7 @@ def test_event_is_one_line_for_any_client():
         ({"stream": 1}, "stream must be true or false, got 1"),
         ({"min_new_tokens": 20}, "min_new_tokens 20 is above max_tokens 5"),
         ({"logit_bias": [1]}, "logit_bias must map token ids to numbers"),
+        ({"logit_bias": {"a": 101}}, "logit_bias must have numbers from -100 to 100"),
         ({"prompt": {"a": 1}}, "prompt must be text, token ids, or a list of either"),
         ({"prompt": []}, "prompt must be text, token ids, or a list of either"),
         ({"prompt": [1, True]}, "prompt must be text, token ids, or a list of either"),
@@ -140,19 +282,23 @@ def test_event_is_one_line_for_any_client():
         ({"stop": ["a"] * 1025}, "stop must have at most 1024 entries, got 1025"),
         ({"bad_words": [[1]] * 1025}, "bad_words must have at most 1024 entries"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias must have at most 1024"),
-        ({"stream_options": {"usage": True}, "stream": True}, 'there is no field "usage"'),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens must not be 0"),
+        ({"max_tokens": 0}, "max_tokens must be"),
     ],
 )
-def test_invalid_value_is_reported_with_its_field(change, said):
+def test_invalid_value_is_reported_with_its_field(change, message):
     with pytest.raises(ApiError) as caught:
-        requests.parse_completion({"prompt": "a", "max_tokens": 5} | change, 10)
-    assert said in caught.value.message
+        parsed("completions", **{"max_tokens": 5} | change)
+    assert message in caught.value.message
     assert caught.value.param.partition(".")[0] in change
 
 
-def test_earlier_call_without_arguments_has_an_empty_object():
-    for given in ({"arguments": ""}, {"arguments": "{}"}, {}):
+def test_arguments_of_earlier_calls_are_objects_or_any_text():
+    for given, expected in [
+        ({"arguments": ""}, {}), ({"arguments": "{}"}, {}), ({}, {}), ({"arguments": None}, {}),
+        ({"arguments": '{"a": 1}'}, {"a": 1}), ({"arguments": '{"city'}, '{"city'),
+        ({"arguments": "[1]"}, "[1]"),
+    ]:  # fmt: skip
         call = {"id": "a", "type": "function", "function": {"name": "clock"} | given}
-        messages = [{"role": "assistant", "tool_calls": [call]}]
-        asked = requests.parse_chat({"messages": messages}, 10)
-        assert asked.prompts[0][0]["tool_calls"][0]["function"]["arguments"] == {}
+        request = parsed("chat", messages=[{"role": "assistant", "tool_calls": [call]}])
+        assert request.prompts[0][0]["tool_calls"][0]["function"]["arguments"] == expected

@@ -9,6 +9,7 @@ pytest.importorskip("uvicorn", reason="needs the serve extra")
 from specedge.serve import requests
 from specedge.serve.errors import ApiError
 from specedge.serve.messages import parse_messages
+from specedge.serve.requests import ParserSettings
 
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 CHAT = [
@@ -64,7 +65,7 @@ def test_bad_words_have_a_length_together():
 def error_of(body):
     """Return the error that a body gets, empty where it is valid."""
     try:
-        requests.parse_completion(body, 512)
+        requests.parse_completion(body, ParserSettings(512))
     except ApiError as error:
         return error.message
     return ""

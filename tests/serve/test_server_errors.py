@@ -32,7 +32,7 @@ def fails(error):
 
 @pytest.mark.parametrize("error", [ValueError("temperature secret"), TypeError("top_p secret")])
 def test_a_fault_before_a_text_begins_is_a_500_and_logged(port, pair, monkeypatch, caplog, error):
-    monkeypatch.setattr(pair.prompts, "tokens_of", fails(error))
+    monkeypatch.setattr(pair.prompts, "completion_tokens", fails(error))
     status, _, said = ask(port, "POST", "/v1/completions", SHORT)
     assert (status, error_of(said)["type"], error_of(said)["param"]) == (500, "server_error", None)
     assert b"secret" not in said
@@ -41,7 +41,9 @@ def test_a_fault_before_a_text_begins_is_a_500_and_logged(port, pair, monkeypatc
 
 
 def test_a_bundle_that_fails_is_a_500_that_says_so(port, pair, monkeypatch, caplog):
-    monkeypatch.setattr(pair.prompts, "tokens_of", fails(BundleError("the tokenizer fails")))
+    monkeypatch.setattr(
+        pair.prompts, "completion_tokens", fails(BundleError("the tokenizer fails"))
+    )
     status, _, said = ask(port, "POST", "/v1/completions", SHORT)
     assert (status, error_of(said)["type"]) == (500, "server_error")
     assert "BundleError: the tokenizer fails" in caplog.text
@@ -72,7 +74,7 @@ def test_a_fault_while_a_body_is_read_is_logged_once(port, monkeypatch, caplog):
     [
         ("/v1/completions", {"bad_words": [""]}, "bad_words"),
         ("/v1/completions", {"bad_words": [[99999]]}, "bad_words"),
-        ("/v1/completions", {"logit_bias": {"x": 1}}, "logit_bias"),
+        ("/v1/completions", {"logit_bias": {"x": 101}}, "logit_bias"),
         ("/v1/completions", {"logit_bias": {"99999": 1}}, "logit_bias"),
         ("/v1/completions", {"min_new_tokens": 99}, "min_new_tokens"),
         ("/v1/completions", {"regex": "a", "grammar": 'start: "a"'}, "grammar"),

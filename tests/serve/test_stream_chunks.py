@@ -12,6 +12,7 @@ from specedge.serve import requests
 from specedge.serve.chat_shapes import MIN_LOGPROB, CompletionShaper, LogprobFormatter
 from specedge.serve.choices import ResponseChoice
 from specedge.serve.job_queue import TextPiece
+from specedge.serve.requests import ParserSettings
 
 
 class CountingFormatter(LogprobFormatter):
@@ -32,7 +33,9 @@ def test_text_offsets_continue_by_choice_without_decoding_earlier_tokens():
         [ResponseChoice(), ResponseChoice()],
         ([], []),
     )
-    shaper = CompletionShaper("pair", requests.parse_completion(body, 10), formatter)
+    shaper = CompletionShaper(
+        "pair", requests.parse_completion(body, ParserSettings(10)), formatter
+    )
     for index, ids in [(0, [3, 1]), (1, [2]), (0, []), (0, [4]), (1, [5, 5]), (0, [1])]:
         piece = TextPiece([], [TokenLogprobs(token, -1.0, []) for token in ids])
         (line,) = shaper.piece(index, piece, [], choices[index])

@@ -88,14 +88,14 @@ def _parse_tools(
         message = f"tools must be at most {MAX_FUNCTIONS} functions, got {len(tools)}"
         raise ApiError(message, "tools", "invalid_value")
     functions = [
-        _parse_function(FieldReader(tool, f"tools[{i}]"), function_fields)
+        _parse_function(fields.child(tool, f"tools[{i}]"), function_fields)
         for i, tool in enumerate(tools)
     ]
     names = [function.name for function in functions]
     if duplicate := next((name for name in names if names.count(name) > 1), None):
         message = f"tools has two functions {excerpt(duplicate)}"
         raise ApiError(message, "tools", "invalid_value")
-    choice_name, required_name = _parse_choice(choice, function_fields, names)
+    choice_name, required_name = _parse_choice(fields, choice, function_fields, names)
     if not functions or choice_name == "none":
         return None
     return ToolSet(tuple(functions), choice_name, required_name, parallel is not False)
@@ -135,7 +135,10 @@ def _parse_parameters(fields: FieldReader) -> dict[str, Any]:
 
 
 def _parse_choice(
-    value: Any, function_fields: Callable[[FieldReader], FieldReader], names: list[str]
+    fields: FieldReader,
+    value: Any,
+    function_fields: Callable[[FieldReader], FieldReader],
+    names: list[str],
 ) -> tuple[str, str | None]:
     """Return "auto", "required" or "none", and the function that must be called, if any."""
     field_name = "tool_choice"
@@ -149,11 +152,11 @@ def _parse_choice(
             message = f"tool_choice must be one of {choices}, or name a function, got "
             raise ApiError(message + excerpt(value), field_name, UNSUPPORTED)
         return str(value), None
-    tool = FieldReader(value, field_name)
+    tool = fields.child(value, field_name)
     _check_type(tool)
-    fields = function_fields(tool)
-    name = fields.take_typed("name", str, "a name")
-    fields.finish()
+    function = function_fields(tool)
+    name = function.take_typed("name", str, "a name")
+    function.finish()
     if name not in names:
         message = f"tool_choice names {excerpt(name)}, which is no function of tools"
         raise ApiError(message, field_name, "invalid_value")

@@ -15,6 +15,7 @@ from specedge import BundleError, PromptError
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.text.chat import render
+from specedge.runtime.text.messages import TemplateOptions
 from templates import CHATML, GEMMA, LLAMA_2, QUESTION, SPECIAL, SYSTEM, TOOLS, ZEPHYR
 
 HELLO = [{"role": "user", "content": "Hi"}]
@@ -44,7 +45,7 @@ def test_a_template_gives_the_targets_own_prompt(template, messages, text):
 
 def test_special_tokens_that_a_tokenizer_lacks_are_empty():
     bundle = dataclasses.replace(with_template("[{{ bos_token }}]"), special_tokens={})
-    assert render(bundle, HELLO) == "[]"
+    assert render(bundle, HELLO, check_visible=False) == "[]"
 
 
 @pytest.mark.parametrize(
@@ -84,9 +85,8 @@ def test_what_cannot_be_rendered_is_one_clear_line(template, messages, error, sa
 
 def test_a_template_cannot_change_the_callers_messages():
     given = [HELLO[0] | {"extra": {"a": 1}}]
-    text = render(
-        with_template("{% set messages = messages + [1] %}{{ messages[0].extra }}"), given
-    )
+    template = "{% set messages = messages + [1] %}{{ messages[0].extra }}"
+    text = render(with_template(template), given, check_visible=False)
     assert (text, given) == ("{'a': 1}", [HELLO[0] | {"extra": {"a": 1}}])
 
 
@@ -174,3 +174,85 @@ def test_the_command_says_that_a_bundle_has_no_template():
     assert result.stderr == (
         "specedge: python-9m has no chat template; give the prompt without --chat\n"
     )
+
+
+STRINGS = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>{% endfor %}"
+PARTS = (
+    "{% for m in messages %}<{{ m.role }}>{% for part in m['content'] %}"
+    "{% if part['type'] == 'text' %}{{ part['text'] }}{% endif %}{% endfor %}</>{% endfor %}"
+)
+SYSTEM_PARTS = (
+    "{% if messages[0].role == 'system' %}{% if messages[0] is string %}{{ messages[0] }}"
+    "{% else %}[{{ messages[0]['content'][0]['text'] }}]{% endif %}"
+    "{% set messages = messages[1:] %}{% endif %}"
+    "{% for m in messages %}{% if m['content'] is string %}<{{ m.role }}>{{ m['content'] }}"
+    "{% else %}{% for part in m['content'] %}{{ part['text'] }}{% endfor %}{% endif %}{% endfor %}"
+)
+ASSISTANTLESS = "{% for m in messages if m.role != 'assistant' %}{{ m.content }}{% endfor %}"
+TURNS_OF_THREE = [
+    {"role": "system", "content": "Be kind."},
+    {"role": "user", "content": "Hi"},
+    {"role": "assistant", "content": "Hello"},
+]
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        (STRINGS, "<system>Be kind.</><user>Hi</><assistant>Hello</>"),
+        (PARTS, "<system>Be kind.</><user>Hi</><assistant>Hello</>"),
+        (SYSTEM_PARTS, "[Be kind.]<user>Hi<assistant>Hello"),
+    ],
+)
+def test_contents_have_the_form_that_the_template_takes(template, text):
+    assert render(with_template(template), TURNS_OF_THREE) == text
+
+
+def test_message_that_a_template_leaves_out_is_an_error():
+    with pytest.raises(PromptError, match=r"leaves out messages\[2\], of the role 'assistant'"):
+        render(with_template(ASSISTANTLESS), TURNS_OF_THREE)
+    assert render(with_template(ASSISTANTLESS), TURNS_OF_THREE[:2]) == "Be kind.Hi"
+
+
+CALLS_BY_ITEMS = "{% for k, v in call.arguments | items %}{{ k }}={{ v }};{% endfor %}"
+CALLS_BY_SUM = "{{ 'json ' + call.arguments }}"
+CALLS_BY_FILTER = "{{ call.arguments | tojson }}"
+
+
+@pytest.mark.parametrize(
+    ("shown", "arguments", "text"),
+    [
+        (CALLS_BY_FILTER, {"a": "ü"}, '{"a": "ü"}'),
+        (CALLS_BY_FILTER, '{"a": "c', '{"a": "c'),
+        (CALLS_BY_ITEMS, {"a": "ü"}, "a=ü;"),
+        (CALLS_BY_ITEMS, '{"a": "c', 'arguments={"a": "c;'),
+        (CALLS_BY_SUM, {"a": "ü"}, 'json {"a": "ü"}'),
+        (CALLS_BY_SUM, '{"a": "c', 'json {"a": "c'),
+    ],
+)
+def test_arguments_of_calls_have_the_form_that_the_template_takes(shown, arguments, text):
+    template = (
+        "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+        f"{{% set call = c.function %}}{{{{ call.name }}}} {shown}{{% endfor %}}{{% endfor %}}"
+    )
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+    assert render(with_template(template), messages) == f"f {text}"
+
+
+@pytest.mark.parametrize("key", ["reasoning_content", "thinking", "reasoning"])
+def test_reasoning_of_history_has_the_name_that_the_template_knows(key):
+    template = f"{{% for m in messages %}}{{{{ m.{key} }}}}|{{{{ m.content }}}}{{% endfor %}}"
+    message = {"role": "assistant", "content": "4", "reasoning_content": "2+2"}
+    assert render(with_template(template), [message]) == "2+2|4"
+
+
+def test_template_options_reach_the_template():
+    template = (
+        "{% for m in messages %}{{ m.content }}.{% endfor %}{{ enable_thinking }}"
+        "{% if add_generation_prompt %}>{% endif %}{{ documents }}"
+    )
+    options = TemplateOptions({"enable_thinking": False}, documents=[{"title": "a"}])
+    assert render(with_template(template), HELLO, options=options) == "Hi.False>[{'title': 'a'}]"
+    options = TemplateOptions(continue_final_message=True)
+    assert render(with_template(template), HELLO, options=options) == "Hi"
