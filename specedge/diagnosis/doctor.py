@@ -272,10 +272,10 @@ class Machine:
 def _causes(name: str, index: int, machine: Machine, result: ProbeResult) -> Iterator[Problem]:
     """Possible causes of a failure, the most basic first."""
     facts = result.facts
-    if facts.get("wrong"):
-        yield Problem(f"its results are wrong: {facts['wrong']}", FAULT)
     if name != "cpu":
         yield from _gpu_causes(name, index, machine)
+    if facts.get("wrong"):
+        yield Problem(f"its results are wrong: {facts['wrong']}", FAULT)
     if result.ended:
         yield Problem(f"trying it {result.ended}", FAULT)
     for library, reason in facts.get("missing", {}).items():
