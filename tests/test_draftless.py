@@ -167,9 +167,9 @@ def test_list_shows_that_there_is_none():
 def test_the_audit_passes_without_a_draft_model(bundle):
     pytest.importorskip("scipy", reason="the audit needs SciPy")
     from auditing import Ticks
-    from specedge.verification import auditing
+    from specedge.verification import audit
 
-    report = auditing.audit(bundle, auditing.Machinery(), [], Ticks(400).budget).as_dict()
+    report = audit.audit(bundle, audit.ExecutionSettings(), [], Ticks(400).budget).as_dict()
     assert not [f for f in report["findings"] if f["status"] == "FAILED"]
     assert "draft none" in report["about"]["pair"]
     found = {finding["check"]: finding["facts"] for finding in report["findings"]}
@@ -180,9 +180,9 @@ def test_a_stand_in_differs_from_the_target_and_overlaps_it(loaded):
     from specedge.benchmarks.acceptance import acceptances
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.sampling_options import Sampling
-    from specedge.verification.subject import StandIn
+    from specedge.verification.subject import SubstituteDraft
 
-    stand_in = StandIn(loaded.target.twin())
+    stand_in = SubstituteDraft(loaded.target.twin())
     embedded = Bundle.read(store.embedded_folder())
     pair = Pipeline(embedded, loaded.tokenizer, loaded.target, stand_in)
     tokens = loaded.prompts.tokens(PROMPT)
@@ -196,7 +196,7 @@ def embedded(bundle, tmp_path_factory):
     """Graphs of a plain round, for hosts."""
     pytest.importorskip("onnx_ir", reason="needs the export extra")
     from specedge.exporter import embed
-    from specedge.verification.golden import transcripts
+    from specedge.verification.transcripts import transcripts
 
     folder = tmp_path_factory.mktemp("hosts") / "bundle"
     return embed(bundle.folder, folder, golden=transcripts)

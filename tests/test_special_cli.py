@@ -15,7 +15,7 @@ pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 from specedge.errors import PromptError
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.text import special
-from specedge.verification import auditing
+from specedge.verification import audit
 
 bench = importlib.import_module("specedge.cli.bench")  # the name in the package is a command
 TEXT = f"import os\n{END}import json"
@@ -71,7 +71,7 @@ def test_bench_and_verify_read_prompts_the_same_way(pipeline, lengths):
     for on, wanted in zip((False, True), lengths, strict=True):
         (prompt,) = bench._prompts(pipeline, [("mine", TEXT)], on)
         assert (len(prompt.tokens), prompt.text) == (wanted, TEXT)
-        first, *_ = auditing._prompts(pipeline.bundle, [TEXT], on)
+        first, *_ = audit._prompts(pipeline.bundle, [TEXT], on)
         assert len(first.tokens) == wanted
 
 

@@ -21,11 +21,11 @@ from manifests import make_bundle
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.bundle.integrity import file_entry
 from specedge.cli.verify import verify
-from specedge.verification import auditing, graphs, loop
+from specedge.verification import audit, decoding_checks, graph_checks
 from specedge.verification.defects import DEFECTS
-from specedge.verification.report import FAILED, PASSED, SHORT, Finding
+from specedge.verification.report import FAILED, PASSED, SHORT, CheckResult
 
-CHECKS = ["files", "caches", "self-draft", "greedy", "graphs", "joint", "sampled"]
+CHECKS = ["files", "caches", "self-draft", "greedy", "coupled", "graphs", "joint", "sampled"]
 SHORT_RUN = ("verify", "--minutes", "0.0001")
 
 
@@ -51,12 +51,12 @@ def relist(folder, **changes):
 def test_the_embedded_pair_passes_every_check():
     ticks = Ticks(20000)
 
-    def told(check):
+    def on_progress(check):
         ticks.step = {"greedy": 4.0, "sampled": 100.0}.get(check, 1.0)
 
     bundle = Bundle.read(store.embedded_folder())
-    report = auditing.audit(
-        bundle, auditing.Machinery(), ["your own\nprompt"], ticks.budget, told
+    report = audit.audit(
+        bundle, audit.ExecutionSettings(), ["your own\nprompt"], ticks.budget, on_progress
     ).as_dict()
     assert [finding["check"] for finding in report["findings"]] == CHECKS
     assert statuses(report) == dict.fromkeys(CHECKS, PASSED)
@@ -82,8 +82,8 @@ def test_too_little_time_is_incomplete_which_fails_only_if_strict(options, code)
     result = run(*SHORT_RUN, *options)
     assert result.returncode == code
     (first, *_) = result.stdout.splitlines()
-    assert first.startswith("specedge verify: INCOMPLETE (nothing is wrong so far; too little time")
-    assert first.endswith("give more --minutes)")
+    assert first.startswith("specedge verify: INCOMPLETE (no check failed; too little time")
+    assert first.endswith("increase --minutes)")
     assert result.stderr.startswith("first verdict after ")
     assert result.stderr.count("\n") == 1
     assert "\x1b" not in result.stdout
@@ -91,17 +91,17 @@ def test_too_little_time_is_incomplete_which_fails_only_if_strict(options, code)
 
 def test_the_first_verdict_comes_before_statistical_tests_and_says_what_is_wrong(copy, monkeypatch):
     told, verdicts = [], []
-    monkeypatch.setattr(loop, "greedy", lambda *_: Finding("greedy", FAILED, "off"))
-    monkeypatch.setitem(auditing.CERTAIN, "greedy", loop.greedy)
-    report = auditing.audit(
+    monkeypatch.setattr(decoding_checks, "greedy", lambda *_: CheckResult("greedy", FAILED, "off"))
+    monkeypatch.setitem(audit.CERTAIN, "greedy", decoding_checks.greedy)
+    report = audit.audit(
         Bundle.read(copy),
-        auditing.Machinery(),
+        audit.ExecutionSettings(),
         [],
         Ticks(1).budget,
         told.append,
         on_first_verdict=lambda report: verdicts.append((report.result, [*told])),
     )
-    assert verdicts == [("FAILED", CHECKS[:4])]
+    assert verdicts == [("FAILED", CHECKS[:5])]
     assert report.result == "FAILED"
 
 
@@ -119,7 +119,7 @@ def test_a_model_whose_logits_are_not_numbers_fails_with_a_report(copy):
 def test_the_budget_is_the_time_of_so_many_passes(copy):
     def audited(step):
         ticks = Ticks(1, step)
-        auditing.audit(Bundle.read(copy), auditing.Machinery(), [], ticks.budget, passes=3)
+        audit.audit(Bundle.read(copy), audit.ExecutionSettings(), [], ticks.budget, passes=3)
         return ticks.budget.end
 
     assert audited(0.01) == 1
@@ -162,7 +162,7 @@ def test_a_graph_of_another_model_fails_though_its_hash_is_listed(copy):
 
 def test_the_loop_is_audited_with_the_first_passes_of_requests(pipeline):
     bundle = pipeline.bundle
-    subject = auditing.make_subject(bundle, auditing.Machinery(), auditing.built_in_prompts(bundle))
+    subject = audit.make_subject(bundle, audit.ExecutionSettings(), audit.built_in_prompts(bundle))
     assert subject.max_first_length == pipeline.max_first_length > 64
     unread = min(len(subject.greedy_prompts[-1].tokens), 64)
     assert max(subject.greedy_ks) + unread <= subject.max_first_length
@@ -177,7 +177,7 @@ def test_graphs_are_compared_over_the_longest_pass_and_two_of_the_longest_shape(
     model = SimpleNamespace(
         cache=SimpleNamespace(capacity=capacity), context_length=context, vocab_size=9
     )
-    assert len(graphs._tokens(model)) == count
+    assert len(graph_checks._tokens(model)) == count
 
 
 @pytest.mark.slow
@@ -185,9 +185,9 @@ def test_a_fixed_shape_of_another_model_fails(copy):
     """Found though nothing of ours runs it: step has the shape of catchup."""
     shutil.copy(copy / "target/catchup.onnx", copy / "target/step.onnx")
     relist(copy)
-    machinery = auditing.Machinery()
+    settings = audit.ExecutionSettings()
     bundle = Bundle.read(copy)
-    found = auditing.graphs_of(bundle, machinery, Ticks(10**6).budget)
+    found = audit.graphs_of(bundle, settings, Ticks(10**6).budget)
     assert found.status == FAILED
 
 
@@ -262,12 +262,12 @@ def test_a_terminal_sees_which_check_runs_and_ctrl_c_ends_it_in_one_line():
     ("caught", "alarm", "code"), [(5, False, 0), (4, False, 2), (5, True, 1), (0, False, 2)]
 )
 def test_the_self_tests_exit_code_says_how_it_went(monkeypatch, caught, alarm, code):
-    failed, passed = Finding("joint", FAILED, "off"), Finding("joint", PASSED, "fine")
-    result = auditing.SelfTest(
+    failed, passed = CheckResult("joint", FAILED, "off"), CheckResult("joint", PASSED, "fine")
+    result = audit.SelfTest(
         [failed if alarm else passed],
         [(defect, [failed if i < caught else passed]) for i, defect in enumerate(DEFECTS)],
     )
-    monkeypatch.setattr(auditing, "self_test", lambda *_: result)
+    monkeypatch.setattr(audit, "self_test", lambda *_: result)
     shown = CliRunner().invoke(verify, ["--self-test", "--bundle", str(store.embedded_folder())])
     assert shown.exit_code == code
     assert f"caught {caught} of 5" in shown.output
@@ -276,9 +276,9 @@ def test_the_self_tests_exit_code_says_how_it_went(monkeypatch, caught, alarm, c
 
 
 def test_a_control_that_had_no_time_is_not_called_quiet(monkeypatch):
-    short = Finding("joint", SHORT, "too few texts")
-    result = auditing.SelfTest([short], [(defect, [short]) for defect in DEFECTS])
-    monkeypatch.setattr(auditing, "self_test", lambda *_: result)
+    short = CheckResult("joint", SHORT, "too few texts")
+    result = audit.SelfTest([short], [(defect, [short]) for defect in DEFECTS])
+    monkeypatch.setattr(audit, "self_test", lambda *_: result)
     shown = CliRunner().invoke(verify, ["--self-test", "--bundle", str(store.embedded_folder())])
     assert shown.exit_code == 2
     assert "as it is: too little time for joint" in shown.output

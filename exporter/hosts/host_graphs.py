@@ -62,7 +62,7 @@ def embed(
         layout: "fused" graphs are whole rounds, "split" graphs are for any K; "auto" is fused,
             unless each draft step would copy large caches or packed weights.
         golden: Returns golden transcripts of a bundle at these numbers of draft tokens, such as
-            `specedge.verification.golden.transcripts`; None for no transcripts.
+            `specedge.verification.transcripts.transcripts`; None for no transcripts.
 
     A bundle without a draft model gets a fused round that decodes plainly.
 

@@ -87,7 +87,8 @@ def _lost(
 ) -> list[int]:
     """Return the T whose rows do not have the bits of the longest pass, ascending."""
     held = [_held(model, lengths, seconds, step=step) for step in _steps(facts)]
-    return sorted({*lengths} - set.intersection(*held))
+    invariant: set[int] = set.intersection(*held)
+    return sorted({*lengths} - invariant)
 
 
 def _steps(facts: ModelEntry) -> tuple[int, ...]:

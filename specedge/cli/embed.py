@@ -57,7 +57,7 @@ def add_graphs(
 ) -> list[str]:
     """The paths of what was added to a bundle for hosts; a note on stderr if they get no text."""
     from specedge.exporter import embed as run
-    from specedge.verification.golden import transcripts
+    from specedge.verification.transcripts import transcripts
 
     made = run(
         bundle, output, num_draft_tokens=ks, layout=layout, golden=transcripts if golden else None

@@ -18,9 +18,9 @@ from specedge.cli.terminal import lines
 from specedge.errors import BundleError
 
 if TYPE_CHECKING:
-    from specedge.verification.auditing import Machinery, SelfTest
+    from specedge.verification.audit import ExecutionSettings, SelfTest
     from specedge.verification.budget import Budget
-    from specedge.verification.report import Report
+    from specedge.verification.report import AuditReport
 
 
 @click.command()
@@ -66,41 +66,41 @@ def verify(
     if self_test and prompts:
         raise click.UsageError("--self-test takes no --prompts: it is about the checks")
     given = [] if prompts is None else alone(prompts, form)
-    machinery_for = partial(
-        _machinery, device=device, threads=threads, ops=ops, draft_device=draft_device
+    settings_for = partial(
+        _execution_settings, device=device, threads=threads, ops=ops, draft_device=draft_device
     )
     folder = store.find_bundle(bundle)
     if self_test:
         found = Bundle.read(folder)
-        _test_self(found, machinery_for(found), minutes or 5.0, as_json)
+        _test_self(found, settings_for(found), minutes or 5.0, as_json)
         return
-    report = _audit(folder, machinery_for, minutes, given, special_tokens)
+    report = _audit(folder, settings_for, minutes, given, special_tokens)
     click.echo(json.dumps(report.as_dict(), indent=1) if as_json else lines(report.text()))
     if report.result == "FAILED" or (strict and report.result != "PASSED"):
         raise click.exceptions.Exit(1)
 
 
-def _machinery(
+def _execution_settings(
     bundle: Bundle, device: str, threads: int | None, ops: str, draft_device: str | None
-) -> Machinery:
+) -> ExecutionSettings:
     """How a bundle's graphs are run, with one thread pool for all, as `options.load` has it."""
     from specedge.runtime.requests.loading import devices_of
-    from specedge.verification.auditing import Machinery
+    from specedge.verification.audit import ExecutionSettings
 
     on = devices_of(bundle, device, threads, True, ops, draft_device)
-    return Machinery(on["target"], ops, on["draft"])
+    return ExecutionSettings(on["target"], ops, on["draft"])
 
 
 def _audit(
     folder: Path,
-    machinery_for: Callable[[Bundle], Machinery],
+    settings_for: Callable[[Bundle], ExecutionSettings],
     minutes: float | None,
     prompts: Sequence[Any],
     special_tokens: bool,
-) -> Report:
-    from specedge.verification.auditing import PASSES, audit, unreadable
+) -> AuditReport:
+    from specedge.verification.audit import PASSES, audit, unreadable
 
-    with _timed(minutes or 2.0) as (budget, told):
+    with _timed(minutes or 2.0) as (budget, on_progress):
         try:
             bundle = Bundle.read(folder)
         except BundleError as error:
@@ -110,10 +110,10 @@ def _audit(
         with hidden_panics():
             return audit(
                 bundle,
-                machinery_for(bundle),
+                settings_for(bundle),
                 prompts,
                 budget,
-                told,
+                on_progress,
                 special_tokens,
                 passes=0 if minutes else PASSES,
                 on_first_verdict=lambda report: click.echo(
@@ -122,27 +122,27 @@ def _audit(
             )
 
 
-def _first_verdict(report: Report, budget: Budget) -> str:
-    """Say what the first checks found, while the statistical ones are still to come."""
+def _first_verdict(report: AuditReport, budget: Budget) -> str:
+    """Describe the results of the deterministic checks, before the statistical ones run."""
     checks = ", ".join(finding.check for finding in report.findings)
-    result = {"PASSED": "nothing is wrong", "INCOMPLETE": "nothing is wrong so far"}
+    result = {"PASSED": "no check failed", "INCOMPLETE": "no check failed so far"}
     return (
         f"first verdict after {report.seconds:.0f} s: {result.get(report.result, report.result)}"
-        f" ({checks}); statistical tests go on for {max(budget.left, 0) / 60:.1f} minutes"
+        f" ({checks}); statistical tests continue for {max(budget.left, 0) / 60:.1f} minutes"
     )
 
 
-def _test_self(bundle: Bundle, machinery: Machinery, minutes: float, as_json: bool) -> None:
-    from specedge.verification.auditing import built_in_prompts, make_subject, self_test
+def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_json: bool) -> None:
+    from specedge.verification.audit import built_in_prompts, make_subject, self_test
 
-    with _timed(minutes) as (budget, told):
-        subject = make_subject(bundle, machinery, built_in_prompts(bundle))
-        result = self_test(subject, budget, told)
+    with _timed(minutes) as (budget, on_progress):
+        subject = make_subject(bundle, settings, built_in_prompts(bundle))
+        result = self_test(subject, budget, on_progress)
     facts = _facts(result)
     click.echo(json.dumps(facts, indent=1) if as_json else "\n".join(_lines(result)))
     if result.false_alarms:
         click.echo(
-            "specedge: the loop as it is failed too; run 'specedge verify' without --self-test",
+            "specedge: the correct decoder failed too; run 'specedge verify' without --self-test",
             err=True,
         )
         raise click.exceptions.Exit(1)

@@ -1,1 +1,1 @@
-"""An audit of a bundle on the user's own machine: what `specedge verify` runs. Needs SciPy."""
+"""Audit of a bundle on the machine at hand: the checks of `specedge verify`. Needs SciPy."""

@@ -1,4 +1,4 @@
-"""The time that an audit may take, and how its checks share it."""
+"""Time limit of an audit, and its division among checks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Clock:
-    """Seconds since it was made; `watch` is told of them whenever a check asks for the time."""
+    """Seconds since creation; `watch` is called with them whenever a check reads the time."""
 
     def __init__(
         self,
@@ -35,24 +35,24 @@ class Budget:
 
     @property
     def end(self) -> float:
-        """Seconds of the clock at which it ends."""
+        """End in seconds of the clock."""
         return self._end
 
     def extend(self, seconds: float) -> None:
-        """Move the end to so many seconds of the clock, unless it is later already."""
+        """Move the end to a later time of the clock."""
         self._end = max(self._end, seconds)
 
     @property
     def left(self) -> float:
-        """Seconds until its end, below 0 behind it."""
+        """Seconds until the end; negative after it."""
         return self._end - self.clock.used
 
     @property
     def over(self) -> bool:
-        """Whether the time is up."""
+        """True if the time is up."""
         return self.left <= 0
 
     def share(self, fraction: float) -> Budget:
-        """A part of what is left, from now on."""
+        """Return a budget of a fraction of the remaining time."""
         used = self.clock.used
         return Budget(used + fraction * max(0.0, self._end - used), self.clock)

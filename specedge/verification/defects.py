@@ -1,5 +1,4 @@
-"""Five planted defects, each one that a decoder of someone's really had: what the audit must
-catch."""
+"""Planted defects: five bugs found in real decoders, each of which the audit must catch."""
 
 from __future__ import annotations
 
@@ -17,21 +16,21 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
-from .cached import Cached
-from .subject import Parts
+from .noise import CachedModel
+from .subject import DecoderParts
 
 
 @dataclass(frozen=True)
 class Defect:
-    """Parts of a decoder of which one is wrong."""
+    """Decoder parts with one bug."""
 
     name: str
     what: str
-    parts: Parts
+    parts: DecoderParts
 
 
 def _with_tests(change: Callable[[Floats], Floats]) -> type[SpeculativeDecoder]:
-    """A decoder that judges by other uniforms."""
+    """Return a decoder whose accept rule tests other uniforms."""
 
     class Decoder(SpeculativeDecoder):
         @staticmethod
@@ -55,7 +54,7 @@ class _NoResidual(SpeculativeDecoder):
 
 
 class _StaleDrafter:
-    """Hands on the distribution of the draft token before."""
+    """Drafter that returns the distribution of the previous draft token."""
 
     name = "stale"
 
@@ -75,9 +74,9 @@ class _StaleDrafter:
 
 
 class _OneRowTooMany:
-    """Rolls back one row too little."""
+    """Model whose rollback keeps one row of a rejected token."""
 
-    def __init__(self, model: Cached) -> None:
+    def __init__(self, model: CachedModel) -> None:
         self._model = model
 
     def __getattr__(self, name: str) -> Any:
@@ -91,26 +90,26 @@ DEFECTS = (
     Defect(
         "accept rule",
         "a draft token is accepted if u d(x) / 2 < t(x), not u d(x) < t(x)",
-        Parts(decoder=_with_tests(lambda tests: 0.5 * tests)),
+        DecoderParts(decoder=_with_tests(lambda tests: 0.5 * tests)),
     ),
     Defect(
         "residual",
         "after a rejection the token is drawn from t, not from max(0, t - d)",
-        Parts(decoder=_NoResidual),
+        DecoderParts(decoder=_NoResidual),
     ),
     Defect(
         "stale draft distribution",
         "a draft token is judged by the distribution of the one before it",
-        Parts(drafter=_StaleDrafter),
+        DecoderParts(drafter=_StaleDrafter),
     ),
     Defect(
         "cache row off by one",
         "a rollback of the target's cache keeps one row of a rejected token",
-        Parts(target=_OneRowTooMany),
+        DecoderParts(target=_OneRowTooMany),
     ),
     Defect(
         "shared uniform",
         "all draft tokens of a round are judged by one random number",
-        Parts(decoder=_with_tests(lambda tests: np.full_like(tests, tests[:1]))),
+        DecoderParts(decoder=_with_tests(lambda tests: np.full_like(tests, tests[:1]))),
     ),
 )

@@ -1,10 +1,9 @@
-"""How far logits may move before a decision of a round could turn.
+"""Decision margins: the change of logits that could turn a decision of a round.
 
-Where another machine, or another version of ONNX Runtime, gives other last bits, each logit moves
-by up to some e. At the temperature T that moves a probability p, of one token or of several, by at
-most 2 e p (1 - p) / T where e is small: the derivative of the softmax if their logits rise by e and
-all others fall by e. Margins are that e, in the units of the logits. K draft tokens, V vocabulary
-entries.
+Another machine or version of ONNX Runtime may change each logit by up to some e. At temperature T
+this changes a probability p, of one token or several, by at most 2 e p (1 - p) / T for small e: the
+derivative of the softmax if their logits rise by e and all others fall by e. Margins are that e, in
+units of the logits. K draft tokens, V vocabulary entries.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ from specedge.sampling_options import Sampling
 
 
 @dataclass(frozen=True)
-class Shares:
-    """The tokens that a row leaves to draw from, and the margin of what the filters cut.
+class FilteredRow:
+    """Distribution after the filters, and the margin of what they removed.
 
-    probs [V] are probabilities in double precision, 0 of tokens that were cut.
+    `probs` [V] are probabilities in double precision, 0 for removed tokens.
     """
 
     probs: Floats
@@ -34,7 +33,7 @@ class Shares:
 
 
 def greedy_margin(row: Row, sampling: Sampling, history: History) -> float:
-    """Half of what the likeliest token is ahead of the next."""
+    """Return half the lead of the most probable token."""
     scores = process_logits(row.array(), sampling, history, row.ids)
     if len(scores) < 2:
         return math.inf
@@ -42,8 +41,8 @@ def greedy_margin(row: Row, sampling: Sampling, history: History) -> float:
     return (float(first) - float(second)) / 2
 
 
-def shares(row: Row, sampling: Sampling, history: History, vocab_size: int) -> Shares:
-    """A row above temperature 0, through top-k, top-p and min-p."""
+def filter_row(row: Row, sampling: Sampling, history: History, vocab_size: int) -> FilteredRow:
+    """Apply top-k, top-p and min-p to a row above temperature 0."""
     scores = process_logits(row.array(), sampling, history, row.ids).astype(np.float64)
     order = np.argsort(-scores, kind="stable")
     falling, temperature, cuts = scores[order], sampling.temperature, [math.inf]
@@ -63,43 +62,50 @@ def shares(row: Row, sampling: Sampling, history: History, vocab_size: int) -> S
         num_kept = min(num_kept, int(np.count_nonzero(distances >= 0)))
     probs, kept = np.zeros(vocab_size), order[:num_kept]
     probs[kept if row.ids is None else row.ids[kept]] = weights[:num_kept]
-    return Shares(probs / probs.sum(), min(cuts))
+    return FilteredRow(probs / probs.sum(), min(cuts))
 
 
 def _gap(falling: Floats, num_kept: int) -> float:
-    """Half of what the last that is kept is ahead of the first that is not."""
+    """Return half the lead of the last kept token over the first removed one."""
     if num_kept >= len(falling):
         return math.inf
     return (float(falling[num_kept - 1]) - float(falling[num_kept])) / 2
 
 
 def draw_margin(probs: Floats, uniform: float, temperature: float) -> float:
-    """By the distance of the random number from where the sums step from one token to the next."""
+    """Return the margin of a draw: the distance of its uniform from the cumulative sums."""
     return _distance(probs[probs > 0].cumsum()[:-1], uniform) * temperature
 
 
 def _distance(sums: Floats, place: float) -> float:
-    """How far logits may move, at temperature 1, before one of these sums gets to a place."""
+    """Return the change of logits, at temperature 1, that moves a cumulative sum to `place`."""
     slack = 2 * sums * (1 - sums)
     inside = slack > 0  # all of the probabilities is 1 wherever logits move
     return float((np.abs(sums - place)[inside] / slack[inside]).min(initial=math.inf))
 
 
 @dataclass(frozen=True)
-class Judged:
-    """A draft that was judged above temperature 0: its tokens [K], the distributions of the draft
-    [K] and the target [K + 1], and the random numbers of the tests [K or more] and the last draw.
+class JudgedDraft:
+    """Draft that was tested above temperature 0.
+
+    Attributes:
+        tokens: Draft tokens, [K].
+        drafted: Distributions of the draft, [K].
+        targets: Distributions of the target, [K + 1].
+        tests: Uniforms of the tests, [K or more].
+        last: Uniform of the last draw.
+        temperature: Sampling temperature.
     """
 
     tokens: list[int]
-    drafted: list[Shares]
-    targets: list[Shares]
+    drafted: list[FilteredRow]
+    targets: list[FilteredRow]
     tests: Floats
     last: float
     temperature: float
 
     def margin(self, verdict: Verdict) -> float:
-        """The smallest of the tests, the filters of the target's rows, and the last draw."""
+        """Return the smallest margin of the tests, the target's filters and the last draw."""
         at, found = verdict.num_accepted, list[float]()
         for i, token in enumerate(self.tokens[: at + 1]):
             prob = float(self.targets[i].probs[token])

@@ -1,21 +1,39 @@
-"""How far a row's logits depend on how many rows share its pass: on a CPU not at all."""
+"""Noise of logits: their dependence on the pass length. On a CPU there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
+
+from specedge.runtime.decoding.protocols import LanguageModel
 
 from .budget import Budget
-from .cached import Array, Cached
+
+Array = NDArray[Any]
+
+
+class CachedModel(LanguageModel, Protocol):
+    """Language model whose cache can be read."""
+
+    def cache_rows(self, start: int, end: int) -> Sequence[Array]:
+        """Copy a range of rows from every buffer."""
+        ...
+
+    def twin(self) -> CachedModel:
+        """Return the same model with its own cache."""
+        ...
 
 
 @dataclass(frozen=True)
-class Difference:
-    """Passes of one length against one over all rows; `largest` is of the logits, in their unit.
+class RowDifference:
+    """Differences of passes of one length from one pass over all rows.
 
-    `relative` is that of logits and cache rows, each as a share of its largest value.
+    `largest` is of the logits, in their unit; `relative` is of logits and cache rows, each
+    relative to its largest value.
     """
 
     num_passes: int
@@ -24,17 +42,16 @@ class Difference:
 
 
 def row_differences(
-    model: Cached, tokens: Sequence[int], lengths: Sequence[int], budget: Budget
-) -> dict[int, Difference]:
-    """Compare passes of each length T with one pass over all the tokens, while there is time.
+    model: CachedModel, tokens: Sequence[int], lengths: Sequence[int], budget: Budget
+) -> dict[int, RowDifference]:
+    """Compare passes of each length T with one pass over all tokens, until the time is up.
 
-    A pass begins after the rows that the one over all tokens left, and all are compared: logits
-    and cache rows.
+    Each pass follows the rows that the long pass left; its logits and cache rows are compared.
     """
     model.truncate(0)
     wide = model.forward(tokens).array().copy()
     wide_rows = model.cache_rows(0, len(tokens))
-    found: dict[int, Difference] = {}
+    found: dict[int, RowDifference] = {}
     for i, length in enumerate(lengths):
         share = budget.share(1 / (len(lengths) - i))
         model.truncate(0)
@@ -53,20 +70,20 @@ def row_differences(
             relative = max(relative, largest / size(wide), *shares)
             num_passes += 1
         if num_passes:
-            found[length] = Difference(num_passes, largest, relative)
+            found[length] = RowDifference(num_passes, largest, relative)
         if budget.over:
             break
     return found
 
 
 def distance(one: Array, other: Array) -> float:
-    """The largest difference, infinite where either is no number."""
+    """Return the largest difference; infinite if a value is not finite."""
     with np.errstate(invalid="ignore"):
         found = float(np.abs(one - other).max(initial=0.0))
     return found if np.isfinite(found) else np.inf
 
 
 def size(values: Array) -> float:
-    """The largest value, to divide by."""
+    """Return the largest absolute value as a divisor; 1 if it is 0 or infinite."""
     largest = float(np.abs(values).max(initial=0.0))
     return largest if 0 < largest < np.inf else 1.0

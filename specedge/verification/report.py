@@ -1,4 +1,4 @@
-"""What an audit found, for people and as plain values."""
+"""Report of an audit, as text and as plain values."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ PASSED, FAILED, SHORT, SKIPPED = "passed", "FAILED", "too little time", "not run
 
 
 @dataclass(frozen=True)
-class Finding:
-    """One check: its status, what it found in a line, more lines, and the figures by name."""
+class CheckResult:
+    """Result of one check: status, one-line summary, further lines, and figures by name."""
 
     check: str
     status: str
@@ -29,24 +29,24 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Report:
-    """A whole audit. `about` says what was checked and on which machine, by name."""
+class AuditReport:
+    """Report of an audit; `about` names the bundle, the machine and the versions."""
 
     about: dict[str, str]
-    findings: tuple[Finding, ...]
+    findings: tuple[CheckResult, ...]
     sureness: tuple[str, ...]
     seconds: float
 
     @property
     def result(self) -> str:
-        """PASSED only if every check was run and passed."""
+        """PASSED if every check ran and passed."""
         statuses = {finding.status for finding in self.findings}
         if FAILED in statuses:
             return "FAILED"
         return "PASSED" if statuses == {PASSED} else "INCOMPLETE"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Return plain values for JSON."""
         return {
             "result": self.result,
             "about": self.about,
@@ -59,7 +59,7 @@ class Report:
         }
 
     def text(self) -> str:
-        """The report to read and to show."""
+        """Return the report as text."""
         lines = [f"specedge verify: {self.result}{_why(self)}", ""]
         lines += [f"{name:10} {text}" for name, text in self.about.items()]
         lines.append(f"{'time':10} {self.seconds:.0f} s")
@@ -67,19 +67,19 @@ class Report:
             lines += ["", f"{finding.check:10} {finding.status}: {finding.summary}"]
             lines += [f"           {line}" for line in finding.details]
         if self.sureness:
-            lines += ["", "How sure"]
+            lines += ["", "Confidence"]
             lines += [f"- {line}" for line in self.sureness]
         return "\n".join(lines)
 
 
 def _plain(value: Any) -> Any:
-    """Without infinities, which JSON has not: they become text."""
+    """Replace infinities, which JSON lacks, by text."""
     if isinstance(value, dict):
         return {name: _plain(part) for name, part in value.items()}
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _why(report: Report) -> str:
+def _why(report: AuditReport) -> str:
     found = [f.check for f in report.findings if f.status == FAILED]
     if found:
         return f" ({', '.join(found)})"
@@ -87,11 +87,11 @@ def _why(report: Report) -> str:
     if not short:
         return ""
     names = ", ".join(short)
-    return f" (nothing is wrong so far; too little time for {names}: give more --minutes)"
+    return f" (no check failed; too little time for {names}: increase --minutes)"
 
 
 def machine() -> dict[str, str]:
-    """This machine and the versions of what takes part, by name."""
+    """Return this machine and the versions of the packages involved."""
     packages = ("onnxruntime", "onnxruntime-gpu", "numpy", "tokenizers", "scipy")
     versions = [f"specedge {__version__}", f"Python {platform.python_version()}"]
     for package in packages:
@@ -106,7 +106,7 @@ def machine() -> dict[str, str]:
 
 
 def _processor() -> str:
-    """The processor's name as its system gives it."""
+    """Return the name of the processor."""
     name = ""
     try:
         if sys.platform == "darwin":

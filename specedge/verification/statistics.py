@@ -1,9 +1,8 @@
-"""Whether samples follow a distribution, how far from it they can be, and what a test would have
-caught.
+"""Statistical tests of samples against a distribution, with error bounds and statistical power.
 
 Pure functions. A distribution is over cells; `alpha` is the probability of a false alarm.
-Deviations are total variations: half the sum of the differences, the most by which any event's
-probability is off.
+Deviations are total variations: half the sum of the differences, the largest error of any event's
+probability.
 """
 
 from __future__ import annotations
@@ -19,18 +18,19 @@ from scipy import special
 
 POWER = 0.99  # with which the deviation that is stated would have been caught
 CONFIDENCE = 0.99  # of the bound on the deviation
-LEAST_EXPECTED = 20.0  # samples in a cell, below which cells are pooled
+LEAST_EXPECTED = 20.0  # samples in a cell, below which cells are pool_cells
 
 Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Fit:
+class ChiSquareTest:
     """Pearson's chi-square test of samples against a distribution over cells.
 
-    `deviation` is the total variation between the samples and the distribution, of which chance
-    makes most; `bound` is what the total variation between the distributions is at most, with
-    `CONFIDENCE`; `would_catch` is the smallest one that this test catches with probability `POWER`.
+    Attributes:
+        deviation: Total variation between samples and distribution, mostly due to chance.
+        bound: Upper bound of the total variation of the distributions, with `CONFIDENCE`.
+        would_catch: Smallest total variation that the test detects with probability `POWER`.
     """
 
     num_samples: int
@@ -43,8 +43,8 @@ class Fit:
 
 
 @dataclass(frozen=True)
-class Frequency:
-    """How often events happened, against their probabilities; in shares of the trials."""
+class FrequencyTest:
+    """Test of the number of events against their probabilities, as shares of the trials."""
 
     num_trials: int
     measured: float
@@ -53,11 +53,11 @@ class Frequency:
     would_catch: float
 
 
-def fit(
+def chi_square_test(
     counts: Sequence[float] | Array, distribution: Sequence[float] | Array, alpha: float
-) -> Fit:
-    """Test counts [n] against the probabilities [n] of their cells; small cells are pooled."""
-    groups = pooled(np.asarray(distribution, float) * np.sum(counts))
+) -> ChiSquareTest:
+    """Test counts [n] against probabilities [n] of cells; small cells are pooled."""
+    groups = pool_cells(np.asarray(distribution, float) * np.sum(counts))
     observed = np.array([np.sum(np.asarray(counts)[group]) for group in groups], float)
     probs = np.array([np.sum(np.asarray(distribution)[group]) for group in groups], float)
     probs /= probs.sum()
@@ -65,19 +65,19 @@ def fit(
     expected = num_samples * probs
     chi_square = float(((observed - expected) ** 2 / expected).sum()) if num_cells > 1 else 0.0
     deviation = 0.5 * float(np.abs(observed / max(1, num_samples) - probs).sum())
-    return Fit(
+    return ChiSquareTest(
         num_samples,
         num_cells,
         chi_square,
         float(special.chdtrc(num_cells - 1, chi_square)) if num_cells > 1 else 1.0,
         deviation,
-        min(1.0, deviation + sampling_error(num_samples, num_cells)),
-        smallest_caught(num_samples, num_cells, alpha),
+        min(1.0, deviation + deviation_bound(num_samples, num_cells)),
+        detectable_deviation(num_samples, num_cells, alpha),
     )
 
 
-def pooled(expected: Array) -> list[list[int]]:
-    """Cells in groups that expect `LEAST_EXPECTED` samples each: the small ones go together."""
+def pool_cells(expected: Array) -> list[list[int]]:
+    """Group cells so that each group expects `LEAST_EXPECTED` samples, smallest first."""
     groups: list[list[int]] = []
     group: list[int] = []
     total = 0.0
@@ -94,12 +94,11 @@ def pooled(expected: Array) -> list[list[int]]:
     return groups
 
 
-def smallest_caught(num_samples: int, num_cells: int, alpha: float) -> float:
-    """The total variation over the cells that is caught with probability `POWER`, whatever its
-    shape.
+def detectable_deviation(num_samples: int, num_cells: int, alpha: float) -> float:
+    """Return the total variation that is detected with probability `POWER`, whatever its shape.
 
-    A distribution that is e away is at least 4 e^2 away in chi-square (Cauchy and Schwarz), so that
-    the statistic is noncentral by at least 4 e^2 n.
+    A distribution that is e away is at least 4 e^2 away in chi-square (Cauchy-Schwarz), so the
+    statistic is noncentral by at least 4 e^2 n.
     """
     if num_cells < 2 or not num_samples:
         return 1.0
@@ -108,9 +107,11 @@ def smallest_caught(num_samples: int, num_cells: int, alpha: float) -> float:
     return min(1.0, math.sqrt(float(noncentrality) / (4 * num_samples)))
 
 
-def sampling_error(num_samples: int, num_cells: int) -> float:
-    """What the total variation between samples and their distribution exceeds with probability
-    1 - `CONFIDENCE` at most: Bretagnolle-Huber-Carol, P(|| ||_1 >= e) <= 2^k exp(-n e^2 / 2).
+def deviation_bound(num_samples: int, num_cells: int) -> float:
+    """Return the bound of the total variation between samples and their distribution.
+
+    It holds with probability `CONFIDENCE`. Bretagnolle-Huber-Carol:
+    P(|| ||_1 >= e) <= 2^k exp(-n e^2 / 2).
     """
     if not num_samples:
         return 1.0
@@ -118,8 +119,8 @@ def sampling_error(num_samples: int, num_cells: int) -> float:
     return 0.5 * math.sqrt(2 * exponent / num_samples)
 
 
-def frequency(happened: Sequence[bool], probs: Sequence[float], alpha: float) -> Frequency:
-    """Test how often events happened, each of a probability that its own past decides."""
+def frequency_test(happened: Sequence[bool], probs: Sequence[float], alpha: float) -> FrequencyTest:
+    """Test the number of events, each of whose probabilities depends on its past alone."""
     num_trials = len(probs)
     chances = np.clip(np.asarray(probs, np.float64), 0, 1)  # sums of float32 may pass 1
     expected = float(chances.sum())
@@ -130,7 +131,7 @@ def frequency(happened: Sequence[bool], probs: Sequence[float], alpha: float) ->
     reach = float(caught[0] if len(caught) else num_trials)
     reach += float(special.ndtri(POWER)) * math.sqrt(variance)
     trials = max(1, num_trials)
-    return Frequency(
+    return FrequencyTest(
         num_trials,
         float(np.sum(happened)) / trials,
         expected / trials,
@@ -140,8 +141,9 @@ def frequency(happened: Sequence[bool], probs: Sequence[float], alpha: float) ->
 
 
 def _tail(off: float, variance: float) -> float:
-    """The probability, at most, that a sum of independent events, or of a martingale's steps within
-    1, is `off` or more from what is expected: Bennett's inequality, on both sides.
+    """Return an upper bound of the probability that a sum of events is `off` or more.
+
+    The events are independent, or steps of a martingale within 1: Bennett's inequality, two-sided.
     """
     if off <= 1e-3:
         return 1.0
@@ -151,12 +153,12 @@ def _tail(off: float, variance: float) -> float:
     return min(1.0, 2 * math.exp(-variance * ((1 + u) * math.log1p(u) - u)))
 
 
-def place(distribution: Array, key: Array, token: int, uniform: float) -> float:
-    """A token's place in [0, 1) when all are laid out by falling key, each as wide as its
-    probability: the randomised probability integral transform.
+def uniform_place(distribution: Array, key: Array, token: int, uniform: float) -> float:
+    """Return a token's place in [0, 1): the randomized probability integral transform.
 
-    If the token follows `distribution` [V], the place is uniform whatever the keys [V], and
-    independent of the places of the tokens before it.
+    Tokens are laid out by falling key, each as wide as its probability. If the token follows
+    `distribution` [V], its place is uniform for any keys [V], and independent of the places of the
+    tokens before it.
     """
     mine = key[token]
     ahead = key > mine

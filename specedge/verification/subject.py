@@ -1,4 +1,4 @@
-"""What is audited: a pair's models and the parts that its decoder is put together from."""
+"""Subject of an audit: a pair of models, prompts, and the parts of its decoder."""
 
 from __future__ import annotations
 
@@ -22,17 +22,16 @@ from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS, Sampling
 
 from .budget import Budget, Clock
-from .cached import Array, Cached
-from .noise import row_differences
-from .remembering import Remembering
+from .memoization import MemoizedModel
+from .noise import Array, CachedModel, row_differences
 
 ROWS = 64  # tokens of the texts that are run and drawn
 EVERY = 8  # all K up to this one are tried, and the largest that may be planned
 
 
 @dataclass(frozen=True)
-class Parts:
-    """What a decoder is put together from; a planted defect has another one."""
+class DecoderParts:
+    """Parts of a decoder; a planted defect replaces one."""
 
     decoder: type[SpeculativeDecoder] = SpeculativeDecoder
     target: Callable[[Any], Any] = lambda model: model
@@ -41,7 +40,7 @@ class Parts:
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to continue, and what the report calls them."""
+    """Tokens to continue, with the name that the report shows."""
 
     name: str
     tokens: tuple[int, ...]
@@ -49,50 +48,58 @@ class Prompt:
 
 @dataclass
 class Subject:
-    """A pair, the prompts for it, and how much its logits depend on how many rows share a pass.
+    """Pair of models, prompts, and the noise of its logits.
 
-    `sizes` are the manifest's entries by role, of which vocabulary and context matter.
-    `tolerance` is the largest difference between two right graphs, relative to the largest value,
-    `max_first_length` what a decoder's first pass may read (see `SpeculativeDecoder`).
+    Attributes:
+        target: The target.
+        draft: The draft model, or a SubstituteDraft.
+        sizes: Manifest entries by role, for vocabulary and context.
+        num_draft_tokens: K of the bundle.
+        tolerance: Largest difference of two correct graphs, relative to the largest value.
+        prompts: Prompts of the checks.
+        max_first_length: Longest first pass; see `SpeculativeDecoder`.
+        parts: Parts of the decoder.
+        noise: Largest dependence of logits on the pass length, by role.
+        seconds_per_pass: Seconds of a step of the target with a draw.
+        memory: Memoized models by role.
     """
 
-    target: Cached
-    draft: Cached  # a StandIn where the bundle has no draft model
+    target: CachedModel
+    draft: CachedModel  # a SubstituteDraft where the bundle has no draft model
     sizes: Mapping[str, ModelEntry]
     num_draft_tokens: int
     tolerance: float
     prompts: list[Prompt]
     max_first_length: int = 1
-    parts: Parts = field(default_factory=Parts)
+    parts: DecoderParts = field(default_factory=DecoderParts)
     noise: dict[str, float] = field(default_factory=dict)
     seconds_per_pass: float = 0.0
-    memory: dict[str, Remembering] = field(default_factory=dict)
+    memory: dict[str, MemoizedModel] = field(default_factory=dict)
 
     @property
     def roles(self) -> list[str]:
-        """The models that the bundle has."""
-        return ["target"] if isinstance(self.draft, StandIn) else ["target", "draft"]
+        """Roles of the bundle's models."""
+        return ["target"] if isinstance(self.draft, SubstituteDraft) else ["target", "draft"]
 
     @property
     def ks(self) -> range:
-        """The K that drawn texts go through: all that the bundle is for, and 2, without which no
-        draft token follows another."""
+        """K of sampled texts: all of the bundle, and 2, so that a draft token follows another."""
         return range(1, max(2, self.num_draft_tokens) + 1)
 
     @property
     def greedy_ks(self) -> list[int]:
-        """The K that greedy texts go through: also those that rounds may be planned with."""
+        """K of greedy texts, including all that rounds may be planned with."""
         most = max(EVERY, self.num_draft_tokens)
         return sorted({*range(1, most + 1), MAX_EXPORTED_DRAFT_TOKENS})
 
     @property
     def greedy_prompts(self) -> list[Prompt]:
-        """Those that greedy texts continue, and last a longer one, of which caches hold a part."""
+        """Prompts of greedy texts; the last is long, so that caches hold a part of it."""
         most = max(1, min(2 * ROWS, self.sizes["target"].context_length // 2))
         return [*self.prompts, Prompt("all prompts in a row", tuple(self.text("target", most)))]
 
     def time_passes(self, clock: Clock) -> None:
-        """Measure the seconds of a step of the target with a draw from its row: the median of 5."""
+        """Measure the seconds of a step of the target with a draw: the median of 5."""
         text, took = self.text("target"), []
         self.target.truncate(0)
         for i in range(5):
@@ -104,7 +111,7 @@ class Subject:
         self.seconds_per_pass = median(took)
 
     def measure(self, budget: Budget) -> None:
-        """Find the noise of the models, once."""
+        """Measure the noise of the models, once."""
         if self.noise:
             return
         for role, part in (("draft", 0.5), ("target", 1.0)):
@@ -116,18 +123,18 @@ class Subject:
             found = row_differences(getattr(self, role), tokens, lengths, share)
             self.noise[role] = max((d.largest for d in found.values()), default=0.0)
 
-    def remembered(self, role: str) -> Remembering:
-        """A model that keeps its rows, for all settings and parts."""
-        model = self.memory.setdefault(role, Remembering(getattr(self, role)))
+    def memoized(self, role: str) -> MemoizedModel:
+        """Return a memoized model, shared by all settings and parts."""
+        model = self.memory.setdefault(role, MemoizedModel(getattr(self, role)))
         model.refresh()
         return model
 
     def text(self, role: str, most: int = ROWS) -> list[int]:
-        """Up to so many tokens for a model to read: prompts, one after the other."""
+        """Return up to `most` tokens that a model can read: the prompts in sequence."""
         sizes = self.sizes[role]
         endless = itertools.cycle(token for prompt in self.prompts for token in prompt.tokens)
         count = min(most, sizes.context_length)
-        return [known(token, sizes) for token in itertools.islice(endless, count)]
+        return [input_token(token, sizes) for token in itertools.islice(endless, count)]
 
     def decoder(
         self,
@@ -137,7 +144,7 @@ class Subject:
         draft_sizes: ModelEntry | None = None,
         drafter: Drafter | None = None,
     ) -> SpeculativeDecoder:
-        """The decoder that a pipeline makes, of these parts; with its draft model by default."""
+        """Return a decoder of these parts, as a pipeline makes it; drafts by the draft model."""
         sizes = draft_sizes or self.sizes["draft"]
         drafter = drafter or DraftModel(
             draft or self.draft, context_length=sizes.context_length, vocab_size=sizes.vocab_size
@@ -150,9 +157,9 @@ class Subject:
         )
 
     def scores_after(self, role: str, prompt: Sequence[int], new: Sequence[int]) -> Logits:
-        """A model's rows for each new token, in one pass: no drafter, no rollback. [n rows]"""
-        model: Cached = getattr(self, role)
-        fed = [known(token, self.sizes[role]) for token in (*prompt, *new[:-1])]
+        """Return a model's logits for each new token, from one pass without rollback. [n rows]"""
+        model: CachedModel = getattr(self, role)
+        fed = [input_token(token, self.sizes[role]) for token in (*prompt, *new[:-1])]
         model.truncate(0)
         model.prefill(fed[: len(prompt) - 1])
         return model.forward(fed[len(prompt) - 1 :])
@@ -160,19 +167,19 @@ class Subject:
     def distributions(
         self, role: str, sampling: Sampling, prompt: Sequence[int], new: Sequence[int]
     ) -> Iterator[Array]:
-        """The distribution of each new token given the text before it. [V] each"""
+        """Yield the distribution of each new token given the text before it. [V] each"""
         scores, size = self.scores_after(role, prompt, new), self.sizes["target"].vocab_size
         for i in range(len(new)):
             row, history = scores[i], History(prompt, new[:i])
             yield probabilities(row.array(), sampling, history, row.ids).row(size)
 
     def short_prompt(self, index: int, num_new: int) -> list[int]:
-        """The end of a prompt, so that with new tokens it fits both contexts."""
+        """Return the end of a prompt that leaves room for new tokens in both contexts."""
         tokens = self.prompts[index % len(self.prompts)].tokens
         return list(tokens[-max(1, self._context - num_new) :])
 
     def longest(self, num_new: int) -> int:
-        """How many new tokens leave half of both contexts to a prompt; at most `num_new`."""
+        """Return the number of new tokens, at most `num_new`, that leave half of both contexts."""
         return max(1, min(num_new, self._context // 2))
 
     @property
@@ -180,14 +187,14 @@ class Subject:
         return min(sizes.context_length for sizes in self.sizes.values())
 
 
-class StandIn:
-    """Draft model for the audit of a bundle without one: the target with other logits.
+class SubstituteDraft:
+    """Draft model for a bundle without one: the target with perturbed logits.
 
     Its distributions overlap the target's by about half, so that the accept rule and the residual
     distribution are both tested.
     """
 
-    def __init__(self, target: Cached) -> None:
+    def __init__(self, target: CachedModel) -> None:
         self._target = target
         self._offsets = np.zeros(0, np.float32)
 
@@ -214,23 +221,24 @@ class StandIn:
     def cache_rows(self, start: int, end: int) -> Sequence[Array]:
         return self._target.cache_rows(start, end)
 
-    def twin(self) -> StandIn:
-        return StandIn(self._target.twin())
+    def twin(self) -> SubstituteDraft:
+        return SubstituteDraft(self._target.twin())
 
 
-def known(token: int, sizes: ModelEntry) -> int:
-    """What a model is fed for a token."""
+def input_token(token: int, sizes: ModelEntry) -> int:
+    """Return the token that a model is fed: a placeholder if its vocabulary lacks it."""
     return token if token < sizes.vocab_size else PLACEHOLDER
 
 
-def cut(rounds: Sequence[Round], num_new: int) -> list[int]:
-    """The first `num_new` tokens that rounds committed."""
+def first_tokens(rounds: Sequence[Round], num_new: int) -> list[int]:
+    """Return the first `num_new` tokens that rounds committed."""
     return [token for round_ in rounds for token in round_.tokens][:num_new]
 
 
-def tested(rounds: Sequence[Round]) -> Iterator[tuple[int, int, bool]]:
-    """Of each tested draft token, one whose predecessors in its round are accepted: its place in
-    the text and in its round, and whether it was accepted.
+def tested_tokens(rounds: Sequence[Round]) -> Iterator[tuple[int, int, bool]]:
+    """Yield each tested draft token: position in the text and in its round, and acceptance.
+
+    A token is tested if all tokens before it in its round were accepted.
     """
     start = 0
     for round_ in rounds:

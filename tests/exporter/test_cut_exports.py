@@ -17,7 +17,7 @@ from specedge.errors import ExportError
 from specedge.exporter import Progress, export
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
-from specedge.verification import auditing
+from specedge.verification import audit
 from specedge.verification.report import PASSED
 
 CONTEXT, COUNT = 96, 200
@@ -192,7 +192,7 @@ def test_the_audit_passes(made):
         ticks.step = {"sampled": 40.0}.get(check, 1.0)
 
     prompts = ["def parse(self):", "import json\n", "    return ["]
-    report = auditing.audit(made.bundle, auditing.Machinery(), prompts, ticks.budget, told)
+    report = audit.audit(made.bundle, audit.ExecutionSettings(), prompts, ticks.budget, told)
     found = {one.check: one.status for one in report.findings}
     assert found == dict.fromkeys(found, PASSED)
     assert len(found) == 7

@@ -275,10 +275,10 @@ def test_threads_are_refused_where_no_model_is_on_the_cpu(cuda, pairs):
 
 def test_the_audit_takes_the_draft_elsewhere(cuda, pairs):
     pytest.importorskip("scipy", reason="the audit needs SciPy")
-    from specedge.verification.auditing import Machinery
+    from specedge.verification.audit import ExecutionSettings
 
     bundle = Bundle.read(pairs("fp32-fp16"))
-    machinery = Machinery(Device("cuda"), draft_device=Device("cpu"))
+    machinery = ExecutionSettings(Device("cuda"), draft_device=Device("cpu"))
     found = {role: machinery.op_set(bundle, model) for role, model in bundle.models.items()}
     assert found == {"target": "gqa-fp16", "draft": "gqa"}
     assert machinery.devices == "cuda and cpu"

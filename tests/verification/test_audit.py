@@ -11,31 +11,37 @@ from auditing import CONTEXT, VOCAB_SIZE, CachedTable, Ticks, make_subject
 from specedge.runtime.decoding.verification import verify
 from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
-from specedge.verification import auditing, joint, loop, sampled
+from specedge.verification import audit, decoding_checks, joint_distribution, sampled_text
 from specedge.verification.defects import DEFECTS, Defect
-from specedge.verification.remembering import Remembering
-from specedge.verification.report import FAILED, PASSED, SHORT, Finding, Report
-from specedge.verification.subject import Parts
+from specedge.verification.memoization import MemoizedModel
+from specedge.verification.report import FAILED, PASSED, SHORT, AuditReport, CheckResult
+from specedge.verification.subject import DecoderParts
 
 SETTINGS = (Sampling(1.0), Sampling(0.7, top_k=4))
 ALPHA = 1e-8
+DETERMINISTIC = (
+    decoding_checks.caches,
+    decoding_checks.self_draft,
+    decoding_checks.greedy,
+    decoding_checks.coupled,
+)
 BY_NAME = {defect.name: defect for defect in DEFECTS}
 MOVED = {"accept rule", "residual", "stale draft distribution", "shared uniform"}
 
 
 def run_sampled(parts=None, texts=60):
     subject = make_subject(parts)
-    return sampled.sampled(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
+    return sampled_text.sampled(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
 def run_joint(parts=None, texts=1500):
     subject = make_subject(parts)
-    return joint.joint(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
+    return joint_distribution.joint(subject, Ticks(2 * texts).budget, SETTINGS, ALPHA)
 
 
 def test_all_checks_of_the_loop_pass_an_honest_pair():
     subject = make_subject()
-    for check in (loop.caches, loop.self_draft, loop.greedy):
+    for check in DETERMINISTIC:
         assert check(subject, Ticks(10**6).budget).status == PASSED, check
     assert run_sampled().status == PASSED
     assert run_joint().status == PASSED
@@ -44,14 +50,14 @@ def test_all_checks_of_the_loop_pass_an_honest_pair():
 def test_texts_of_several_settings_are_independent():
     """With the same seeds for all settings, all together would pass for more than it is."""
     seeds = []
-    one = sampled._draw
+    one = sampled_text._draw
 
     def noted(subject, sampling, prompt, seed, k, length):
         seeds.append(seed)
         return one(subject, sampling, prompt, seed, k, length)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sampled, "_draw", noted)
+        patch.setattr(sampled_text, "_draw", noted)
         run_sampled(texts=20)
     assert len(seeds) == len(set(seeds)) >= 20
 
@@ -70,7 +76,7 @@ def test_joint_counts_show_a_wrong_distribution(name):
     assert run_joint(BY_NAME[name].parts, texts=5000).status == FAILED
 
 
-@pytest.mark.parametrize("check", [loop.caches, loop.greedy])
+@pytest.mark.parametrize("check", [decoding_checks.caches, decoding_checks.greedy])
 def test_a_cache_row_off_by_one_shows_without_chance(check):
     subject = make_subject(BY_NAME["cache row off by one"].parts)
     found = check(subject, Ticks(10**6).budget)
@@ -98,8 +104,8 @@ def test_a_draft_that_falls_behind_itself_shows_in_the_self_draft():
         def truncate(self, length):
             self.drafter.truncate(length)
 
-    parts = Parts(drafter=Behind)
-    found = loop.self_draft(make_subject(parts), Ticks(10**6).budget)
+    parts = DecoderParts(drafter=Behind)
+    found = decoding_checks.self_draft(make_subject(parts), Ticks(10**6).budget)
     assert found.status == FAILED
     assert "rejected" in found.summary
     assert run_joint(parts).status == PASSED
@@ -126,12 +132,21 @@ class Flipped:
 
 @pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (0.006, PASSED)])
 def test_greedy_text_may_differ_at_near_ties_alone_and_they_are_listed(noise, status):
-    subject = make_subject(Parts(target=lambda model: Flipped(model, 0.01)), num_prompts=20)
+    subject = make_subject(DecoderParts(target=lambda model: Flipped(model, 0.01)), num_prompts=20)
     subject.noise["target"] = noise
-    found = loop.greedy(subject, Ticks(10**6).budget)
+    found = decoding_checks.greedy(subject, Ticks(10**6).budget)
     assert found.status == status
     assert bool(found.facts["near_ties"]) == (noise > 0)
     assert bool(found.facts["differences"]) == (noise == 0)
+
+
+@pytest.mark.parametrize(("noise", "status"), [(0.0, FAILED), (1.0, PASSED)])
+def test_coupled_text_depends_on_the_seed_alone_where_logits_have_no_noise(noise, status):
+    subject = make_subject(DecoderParts(target=lambda model: Flipped(model, 1.0)), num_prompts=6)
+    subject.noise["target"] = noise
+    result = decoding_checks.coupled(subject, Ticks(10**6).budget)
+    assert result.status == status
+    assert result.facts["differences"]
 
 
 class WrongBeyond:
@@ -155,27 +170,27 @@ def test_greedy_text_goes_through_every_pass_that_a_request_may_run(
     longest, max_first_length, status
 ):
     """The longest are of 16 draft tokens, as rounds are planned, and of the end of a prompt."""
-    parts = Parts(target=lambda model: WrongBeyond(model, longest))
+    parts = DecoderParts(target=lambda model: WrongBeyond(model, longest))
     subject = make_subject(parts, max_first_length=max_first_length)
-    assert loop.greedy(subject, Ticks(10**6).budget).status == status
+    assert decoding_checks.greedy(subject, Ticks(10**6).budget).status == status
 
 
 def test_greedy_text_begins_at_no_further_k_once_its_time_is_over():
     """A long prompt would be read again for each."""
-    found = loop.greedy(make_subject(), Ticks(20).budget)
+    found = decoding_checks.greedy(make_subject(), Ticks(20).budget)
     assert found.status == SHORT
     assert found.facts["num_tokens_by_k"]["16"] == 0
 
 
 def test_tokens_that_the_distribution_does_not_allow_fail():
-    class Stubborn(Parts().decoder):
+    class Stubborn(DecoderParts().decoder):
         @staticmethod
         def accept_rule(draft, scores, sampling, history, tests, last):
             verdict = verify(draft, scores, sampling, history, tests, last)
             wrong = int(scores[verdict.num_accepted].array().argmin())
             return dataclasses.replace(verdict, next_token=wrong) if last > 0.99 else verdict
 
-    found = run_sampled(Parts(decoder=Stubborn))
+    found = run_sampled(DecoderParts(decoder=Stubborn))
     assert found.status == FAILED
     assert any("does not allow" in line for line in (found.summary, *found.details))
 
@@ -184,10 +199,10 @@ def self_tested(seconds, **options):
     """Texts of `sampled` take far longer than the others, so they tick louder."""
     ticks = Ticks(seconds)
 
-    def told(check):
+    def on_progress(check):
         ticks.step = seconds / 1000 if check.endswith("sampled") else 1.0
 
-    return auditing.self_test(make_subject(), ticks.budget, told, **options)
+    return audit.self_test(make_subject(), ticks.budget, on_progress, **options)
 
 
 def test_the_self_test_catches_five_of_five_and_raises_no_false_alarm():
@@ -201,7 +216,7 @@ def test_the_self_test_catches_five_of_five_and_raises_no_false_alarm():
 
 @pytest.mark.slow
 def test_a_defect_that_is_none_is_missed():
-    none = Defect("none", "nothing is wrong", Parts())
+    none = Defect("none", "nothing is wrong", DecoderParts())
     result = self_tested(1500, defects=[none])
     assert result.caught == [(none, [])]
     assert result.num_caught == 0
@@ -209,10 +224,7 @@ def test_a_defect_that_is_none_is_missed():
 
 def test_too_little_time_is_not_a_pass():
     subject = make_subject()
-    statuses = [
-        check(subject, Ticks(3).budget).status
-        for check in (loop.caches, loop.self_draft, loop.greedy)
-    ]
+    statuses = [check(subject, Ticks(3).budget).status for check in DETERMINISTIC]
     assert SHORT in statuses
     assert FAILED not in statuses
     assert run_sampled(texts=2).status == SHORT
@@ -221,7 +233,7 @@ def test_too_little_time_is_not_a_pass():
 
 def test_a_model_that_remembers_gives_the_rows_of_the_model():
     table = make_subject().target
-    model, other = Remembering(table), CachedTable(table.distribution, VOCAB_SIZE, CONTEXT)
+    model, other = MemoizedModel(table), CachedTable(table.distribution, VOCAB_SIZE, CONTEXT)
     random = np.random.default_rng(0)
     for _ in range(60):
         text = [0, *random.integers(3, size=4)]
@@ -239,20 +251,20 @@ def test_a_model_that_remembers_gives_the_rows_of_the_model():
     ("seconds_left", "seconds"), [(40, 10), (100, 25), (240, 30), (600, 30), (6000, 300)]
 )
 def test_greedy_texts_leave_the_first_verdict_within_a_minute(seconds_left, seconds):
-    share = auditing._share("greedy", seconds_left)
+    share = audit._share("greedy", seconds_left)
     assert share * seconds_left == pytest.approx(seconds)
 
 
 def test_json_has_no_infinities():
-    finding = Finding("greedy", SHORT, "so", (), {"target": {"margin": float("inf"), "n": 1.5}})
-    facts = Report({}, (finding,), (), 1.0).as_dict()["findings"][0]["facts"]
+    finding = CheckResult("greedy", SHORT, "so", (), {"target": {"margin": float("inf"), "n": 1.5}})
+    facts = AuditReport({}, (finding,), (), 1.0).as_dict()["findings"][0]["facts"]
     assert facts == {"target": {"margin": "inf", "n": 1.5}}
 
 
 def test_a_report_passes_only_if_every_check_did():
     def report(*statuses):
-        findings = tuple(Finding(f"check {i}", s, "so") for i, s in enumerate(statuses))
-        return Report({"bundle": "here"}, findings, ("sure",), 1.0)
+        findings = tuple(CheckResult(f"check {i}", s, "so") for i, s in enumerate(statuses))
+        return AuditReport({"bundle": "here"}, findings, ("sure",), 1.0)
 
     assert report(PASSED, PASSED).result == "PASSED"
     assert report(PASSED, SHORT).result == "INCOMPLETE"

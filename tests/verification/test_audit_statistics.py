@@ -8,7 +8,12 @@ import pytest
 special = pytest.importorskip("scipy.special", reason="the audit needs SciPy")
 
 from specedge.verification import statistics  # noqa: E402
-from specedge.verification.statistics import fit, frequency, place, pooled  # noqa: E402
+from specedge.verification.statistics import (  # noqa: E402
+    chi_square_test,
+    frequency_test,
+    pool_cells,
+    uniform_place,
+)
 
 ALPHA = 1e-4
 NUM_SAMPLES = 4000
@@ -34,7 +39,7 @@ def off_by(distribution, total_variation, shape):
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS.values(), ids=DISTRIBUTIONS)
 def test_counts_in_proportion_fit(distribution):
-    found = fit(NUM_SAMPLES * distribution, distribution, ALPHA)
+    found = chi_square_test(NUM_SAMPLES * distribution, distribution, ALPHA)
     assert found.chi_square == pytest.approx(0)
     assert found.p_value == pytest.approx(1)
     assert found.deviation == pytest.approx(0)
@@ -48,10 +53,10 @@ def test_a_distribution_off_by_the_stated_deviation_is_at_least_as_far_as_the_po
     """The noncentrality of any distribution so far away; so its mean statistic is above the
     critical one.
     """
-    stated = fit(NUM_SAMPLES * distribution, distribution, ALPHA).would_catch
+    stated = chi_square_test(NUM_SAMPLES * distribution, distribution, ALPHA).would_catch
     wrong = off_by(distribution, stated, shape)
     assert 0.5 * np.abs(wrong - distribution).sum() == pytest.approx(stated)
-    found = fit(NUM_SAMPLES * wrong, distribution, ALPHA)
+    found = chi_square_test(NUM_SAMPLES * wrong, distribution, ALPHA)
     critical = special.chdtri(15, ALPHA)
     needed = 4 * stated**2 * NUM_SAMPLES
     assert special.chndtr(critical, 15, needed) == pytest.approx(1 - statistics.POWER)
@@ -64,11 +69,13 @@ def test_a_distribution_off_by_the_stated_deviation_is_at_least_as_far_as_the_po
 )
 def test_the_power_is_what_samples_show(distribution):
     random = np.random.default_rng(0)
-    stated = fit(NUM_SAMPLES * distribution, distribution, ALPHA).would_catch
+    stated = chi_square_test(NUM_SAMPLES * distribution, distribution, ALPHA).would_catch
 
     def caught(deviation):
         draws = random.multinomial(NUM_SAMPLES, off_by(distribution, deviation, "everywhere"), 1000)
-        return np.mean([fit(counts, distribution, ALPHA).p_value < ALPHA for counts in draws])
+        return np.mean(
+            [chi_square_test(counts, distribution, ALPHA).p_value < ALPHA for counts in draws]
+        )
 
     assert caught(stated) >= 0.98
     assert caught(stated / 2) <= 0.5
@@ -79,7 +86,9 @@ def test_an_honest_distribution_is_failed_as_rarely_as_stated():
     random = np.random.default_rng(1)
     distribution = DISTRIBUTIONS["peaked"]
     draws = random.multinomial(NUM_SAMPLES, distribution, 4000)
-    share = np.mean([fit(counts, distribution, 0.01).p_value < 0.01 for counts in draws])
+    share = np.mean(
+        [chi_square_test(counts, distribution, 0.01).p_value < 0.01 for counts in draws]
+    )
     assert 0.005 < share < 0.017
 
 
@@ -90,30 +99,33 @@ def test_the_bound_holds_as_often_as_its_confidence_says():
         off_by(DISTRIBUTIONS["falling"], 0.05, "everywhere"),
     )
     draws = random.multinomial(1000, wrong, 2000)
-    assert np.mean([fit(counts, distribution, ALPHA).bound >= 0.05 for counts in draws]) >= 0.99
-    assert fit(1e6 * wrong, distribution, ALPHA).bound < 0.06
+    assert (
+        np.mean([chi_square_test(counts, distribution, ALPHA).bound >= 0.05 for counts in draws])
+        >= 0.99
+    )
+    assert chi_square_test(1e6 * wrong, distribution, ALPHA).bound < 0.06
 
 
 def test_pooled_cells_each_expect_enough_and_none_is_left_out():
     expected = np.array([300.0, 1, 2, 40, 0, 19, 7, 25])
-    groups = pooled(expected)
+    groups = pool_cells(expected)
     assert sorted(cell for group in groups for cell in group) == list(range(8))
     assert all(expected[group].sum() >= statistics.LEAST_EXPECTED for group in groups)
     assert [0] in groups
-    assert pooled(np.array([1.0, 2.0])) == [[0, 1]]
+    assert pool_cells(np.array([1.0, 2.0])) == [[0, 1]]
 
 
 def test_a_test_without_samples_or_with_one_cell_catches_nothing():
-    assert fit([0, 0], [0.5, 0.5], ALPHA).would_catch == 1
-    assert fit([5, 5], [0.5, 0.5], ALPHA).would_catch == 1  # both are pooled
-    assert frequency([], [], ALPHA).would_catch == 1
+    assert chi_square_test([0, 0], [0.5, 0.5], ALPHA).would_catch == 1
+    assert chi_square_test([5, 5], [0.5, 0.5], ALPHA).would_catch == 1  # both are pool_cells
+    assert frequency_test([], [], ALPHA).would_catch == 1
 
 
 def test_places_tile_the_unit_interval_by_falling_key():
     distribution = np.array([0.125, 0.5, 0.125, 0.25])
     for key in (distribution, np.array([3.0, 1.0, 3.0, 2.0]), np.zeros(4)):
         spans = sorted(
-            (place(distribution, key, x, 0.0), place(distribution, key, x, 1.0), x)
+            (uniform_place(distribution, key, x, 0.0), uniform_place(distribution, key, x, 1.0), x)
             for x in range(4)
         )
         assert [start for start, _, _ in spans] == pytest.approx(
@@ -126,15 +138,15 @@ def test_places_tile_the_unit_interval_by_falling_key():
 
 def test_a_place_stays_below_1():
     distribution = np.array([0.9, 0.1], np.float32)
-    assert place(distribution, distribution, 1, 1 - 2**-53) < 1
+    assert uniform_place(distribution, distribution, 1, 1 - 2**-53) < 1
 
 
 def test_a_frequency_is_judged_by_the_deviation_of_its_own_events():
     probs = [0.5] * 100 + [0.9] * 100  # variance 25 + 9
-    found = frequency([True] * 140 + [False] * 60, probs, ALPHA)
+    found = frequency_test([True] * 140 + [False] * 60, probs, ALPHA)
     assert found.expected == pytest.approx(0.7)
     assert found.p_value == pytest.approx(1)
-    far = frequency([True] * 170 + [False] * 30, probs, ALPHA)
+    far = frequency_test([True] * 170 + [False] * 30, probs, ALPHA)
     u = 30 / 34
     assert far.p_value == pytest.approx(2 * np.exp(-34 * ((1 + u) * np.log1p(u) - u)))
     off = (far.would_catch * 200 - special.ndtri(0.99) * 34**0.5) / 34
@@ -143,13 +155,13 @@ def test_a_frequency_is_judged_by_the_deviation_of_its_own_events():
 
 def test_an_event_that_was_nearly_certain_may_fail_once():
     """Its chance is 1%; a normal distribution would call it 1e-22."""
-    assert frequency([True] * 999 + [False], [1 - 1e-5] * 1000, ALPHA).p_value > 0.01
+    assert frequency_test([True] * 999 + [False], [1 - 1e-5] * 1000, ALPHA).p_value > 0.01
 
 
 def test_float32_sums_above_1_are_certain():
-    assert frequency([True] * 10, [1.00000003] * 10, ALPHA).p_value == 1
+    assert frequency_test([True] * 10, [1.00000003] * 10, ALPHA).p_value == 1
 
 
 def test_what_was_certain_and_did_not_happen_is_no_chance():
-    assert frequency([True] * 9 + [False], [1.0] * 10, ALPHA).p_value == 0
-    assert frequency([True] * 10, [1.0] * 10, ALPHA).p_value == 1
+    assert frequency_test([True] * 9 + [False], [1.0] * 10, ALPHA).p_value == 0
+    assert frequency_test([True] * 10, [1.0] * 10, ALPHA).p_value == 1

@@ -8,7 +8,7 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
-from specedge.verification.margins import Judged, draw_margin, greedy_margin, shares
+from specedge.verification.margins import JudgedDraft, draw_margin, filter_row, greedy_margin
 
 V = 12
 TEXT = History([1, 2])
@@ -40,7 +40,7 @@ def test_half_the_lead_is_the_margin_of_the_likeliest():
 @pytest.mark.parametrize("sampling", FILTERS, ids=str)
 def test_shares_are_the_distribution_that_the_runtime_draws_from(sampling):
     for logits in rows(0, 20):
-        found = shares(Row(logits), sampling, TEXT, V)
+        found = filter_row(Row(logits), sampling, TEXT, V)
         wanted = probabilities(logits, sampling, TEXT).row(V)
         np.testing.assert_allclose(found.probs, wanted, atol=1e-6)
         assert found.cut > 0
@@ -51,7 +51,7 @@ def test_logits_that_move_by_less_than_a_draws_margin_draw_the_same(sampling):
     turned = 0
     for seed, logits in enumerate(rows(1, 60)):
         u = float(np.random.default_rng(seed).random())
-        found = shares(Row(logits), sampling, TEXT, V)
+        found = filter_row(Row(logits), sampling, TEXT, V)
         margin = min(found.cut, draw_margin(found.probs, u, sampling.temperature))
         token = probabilities(logits, sampling, TEXT).pick(u)
         for other in range(20):
@@ -74,10 +74,10 @@ def test_logits_that_move_by_less_than_a_verdicts_margin_are_judged_the_same(sam
         verdict = verify(draft, Logits(ours), sampling, TEXT, tests, last)
         texts = [TEXT.then(draft.tokens[:i]) for i in range(3)]
         targets = [
-            shares(Row(row), sampling, text, V) for row, text in zip(ours, texts, strict=True)
+            filter_row(Row(row), sampling, text, V) for row, text in zip(ours, texts, strict=True)
         ]
-        drafted = [shares(Row(row), sampling, TEXT, V) for row in theirs]
-        judged = Judged(draft.tokens, drafted, targets, tests, last, sampling.temperature)
+        drafted = [filter_row(Row(row), sampling, TEXT, V) for row in theirs]
+        judged = JudgedDraft(draft.tokens, drafted, targets, tests, last, sampling.temperature)
         margin = min(judged.margin(verdict), *(one.cut for one in drafted))
         for other in range(20):
             for by, is_near in ((0.8 * min(margin, 0.1), True), (6 * margin, False)):

@@ -17,7 +17,7 @@ from specedge.errors import ExportError
 from specedge.exporter import embed, export
 from specedge.runtime.backend.self_test import fitting
 from specedge.runtime.backend.sessions import Device
-from specedge.verification.golden import LEAST_MARGIN, transcripts
+from specedge.verification.transcripts import LEAST_MARGIN, transcripts
 
 PROMPT = [60, 61, 62, 63]
 

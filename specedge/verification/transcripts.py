@@ -1,7 +1,7 @@
-"""Golden transcripts: what every host of a bundle's round graphs has to write, token for token.
+"""Conformance vectors (golden transcripts) for hosts of a bundle's round graphs.
 
-Prompts and seeds are drawn until no decision is near: a host whose logits differ in their last
-bits, as those of another version of ONNX Runtime may, writes the same tokens. K draft tokens.
+Prompts and seeds are chosen so that no decision is near: a host whose logits differ in their last
+bits, as with another version of ONNX Runtime, writes the same tokens. K draft tokens.
 """
 
 from __future__ import annotations
@@ -30,7 +30,13 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.text.tokenizing import decode
 from specedge.sampling_options import Sampling
-from specedge.verification.margins import Judged, Shares, draw_margin, greedy_margin, shares
+from specedge.verification.margins import (
+    FilteredRow,
+    JudgedDraft,
+    draw_margin,
+    filter_row,
+    greedy_margin,
+)
 
 from ..benchmarks.prompts import SETS
 
@@ -52,9 +58,9 @@ _NAMES = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 @dataclass(frozen=True)
 class Transcript:
-    """A request and what is written. `num_accepted` and `margins` have an entry a round.
+    """Request and its tokens; `num_accepted` and `margins` have one entry a round.
 
-    A margin is how far all logits may move before any decision of the round could turn.
+    A margin is the change of all logits that could turn a decision of the round.
     """
 
     prompt: str
@@ -74,9 +80,10 @@ class Transcript:
 
 
 def transcripts(bundle: Bundle, ks: Sequence[int]) -> str:
-    """The text of golden.json: for each K every one of `SETTINGS`.
+    """Return the text of golden.json: every item of `SETTINGS` for each K.
 
-    Raises SpecEdgeError where the bundle cannot be loaded here.
+    Raises:
+        SpecEdgeError: The bundle cannot be loaded here.
     """
     pipeline = load(bundle.folder)
     made = [_best(pipeline, k, i) for k in ks for i in range(len(SETTINGS))]
@@ -88,9 +95,7 @@ def transcripts(bundle: Bundle, ks: Sequence[int]) -> str:
 
 
 def _best(pipeline: Pipeline, k: int, index: int) -> Transcript:
-    """The first transcript of some settings whose margins are wide, else the longest beginning
-    that has such.
-    """
+    """Return the first transcript with wide margins, else the longest prefix that has them."""
     sampling, longest = SETTINGS[index], (0, "", list[int](), 0)
     for prompt, tokens, seed in islice(_requests(pipeline, index), MAX_TRIES):
         length = min(LENGTH, pipeline.bundle.context_length - len(tokens))
@@ -104,7 +109,7 @@ def _best(pipeline: Pipeline, k: int, index: int) -> Transcript:
 
 
 def _requests(pipeline: Pipeline, index: int) -> Iterator[tuple[str, list[int], int]]:
-    """Prompts and seeds to try: at temperature 0 one prompt after the other, else one seed."""
+    """Yield prompts and seeds to try: prompts at temperature 0, seeds above it."""
     texts = [text for texts in SETS.values() for text in texts]
     texts = texts[index:] + texts[:index]
     if SETTINGS[index].greedy:
@@ -116,7 +121,7 @@ def _requests(pipeline: Pipeline, index: int) -> Iterator[tuple[str, list[int], 
 
 
 def _short(pipeline: Pipeline, text: str) -> tuple[str, list[int]]:
-    """A beginning of a text that leaves half the context, and its tokens."""
+    """Return a prefix of a text that leaves half the context, and its tokens."""
     while True:
         tokens = pipeline.prompts.tokens(text)
         if len(tokens) <= max(1, min(64, pipeline.bundle.context_length // 2)):
@@ -135,9 +140,7 @@ def _written(
     seed: int,
     length: int,
 ) -> Transcript:
-    """The runtime's own text for a request, and the margins of its rounds, up to the first that is
-    not wide.
-    """
+    """Return the transcript of a request, up to the first round whose margin is not wide."""
     bundle = pipeline.bundle
     listener = _Listener(pipeline.draft, k, seed, bundle.target.vocab_size)
     drafter: Drafter = _NoDrafts()
@@ -174,7 +177,7 @@ def _written(
 
 
 class _NoDrafts:
-    """Drafter of rounds without a draft model: it proposes nothing."""
+    """Drafter that proposes nothing."""
 
     name = PLAIN
 
@@ -184,12 +187,13 @@ class _NoDrafts:
         return Draft([])
 
     def truncate(self, length: int) -> None:
-        """Keep nothing."""
+        """Do nothing."""
 
 
 class _Listener:
-    """A draft model that remembers the rows it gave in a round, and an accept rule that records
-    the margin of the round. Without a `model` it only judges.
+    """Draft model that records its rows, and an accept rule that computes margins from them.
+
+    Without a `model` it only judges.
     """
 
     def __init__(self, model: LanguageModel | None, k: int, seed: int, vocab_size: int) -> None:
@@ -238,9 +242,9 @@ class _Listener:
             for one, draw in zip(drafted, draws, strict=True)
         ]
         targets = [self._shares(scores[i], text, sampling) for i, text in enumerate(texts)]
-        judging = Judged(draft.tokens, drafted, targets, tests, last, temperature)
+        judging = JudgedDraft(draft.tokens, drafted, targets, tests, last, temperature)
         self.margins.append(min([*found, judging.margin(verdict)]))
         return verdict
 
-    def _shares(self, row: Row, text: History, sampling: Sampling) -> Shares:
-        return shares(row, sampling, text, self._vocab_size)
+    def _shares(self, row: Row, text: History, sampling: Sampling) -> FilteredRow:
+        return filter_row(row, sampling, text, self._vocab_size)

@@ -1,8 +1,7 @@
-"""The bundle's files and graphs: hashes, and what of the parity report can be measured again.
+"""Checks of a bundle's files and graphs: hashes, and the reproducible part of the parity report.
 
-PyTorch and the checkpoint are not here, so how far a graph is from them stays recorded. What is
-measured: whether rows depend on how many share a pass, whether both op sets agree, and whether the
-graphs of fixed shapes agree with the one for any length.
+Without PyTorch and the checkpoint, the error against PyTorch stays as recorded at export. Measured
+here: pass-length invariance, agreement of the op sets, and of fixed-shape graphs with the decoder.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from specedge.errors import BundleError, DeviceError
 from specedge.runtime.backend.onnx_model import OrtModel
 
 from .budget import Budget
-from .cached import Array
-from .noise import Difference, distance, row_differences, size
-from .report import FAILED, PASSED, SHORT, Finding
+from .noise import Array, RowDifference, distance, row_differences, size
+from .report import FAILED, PASSED, SHORT, CheckResult
 
 Open = Callable[[ModelEntry, str, str], OrtModel]
 Outputs = tuple[Array | None, list[Array]]  # logits, and the rows of each cache buffer
@@ -36,8 +34,8 @@ _ERRORS = (
 )
 
 
-def files(bundle: Bundle, budget: Budget) -> Finding:
-    """Hash every file, however long it takes."""
+def files(bundle: Bundle, budget: Budget) -> CheckResult:
+    """Hash every file, without a time limit."""
     total = sum(file.size for file in bundle.files.values())
     problems: list[str] = []
 
@@ -53,16 +51,14 @@ def files(bundle: Bundle, budget: Budget) -> Finding:
     facts = {"num_files": len(bundle.files), "bytes": total, "num_bad": len(problems)}
     if problems:
         summary = f"{len(problems)} of {what}, are not as listed"
-        return Finding("files", FAILED, summary, tuple(problems), facts)
-    return Finding("files", PASSED, f"{what}: every SHA-256 is as listed", (), facts)
+        return CheckResult("files", FAILED, summary, tuple(problems), facts)
+    return CheckResult("files", PASSED, f"{what}: every SHA-256 is as listed", (), facts)
 
 
 def graphs(
     bundle: Bundle, op_set: Callable[[ModelEntry], str], open_: Open, budget: Budget
-) -> Finding:
-    """Compare the graphs with each other, first those of the op set that is run; one is loaded at a
-    time.
-    """
+) -> CheckResult:
+    """Compare the graphs of the bundle, first those of the op set that runs, loaded in turn."""
     found = _Comparison(open_, budget)
     wanted = {}
     for role, model in bundle.models.items():
@@ -81,20 +77,20 @@ def graphs(
         found.facts["not_compared"] = found.missing
     lines = tuple(found.problems + found.lines)
     if found.problems:
-        return Finding("graphs", FAILED, found.problems[0], lines[1:], found.facts)
+        return CheckResult("graphs", FAILED, found.problems[0], lines[1:], found.facts)
     if found.short:
-        return Finding("graphs", SHORT, "not one pass of each length", lines, found.facts)
+        return CheckResult("graphs", SHORT, "not one pass of each length", lines, found.facts)
     summary = "they agree with each other" + (
         ", and rows keep their bits as recorded"
         if found.as_recorded
         else ", but rows depend on the pass more than recorded: near-ties may be decided otherwise"
     )
-    return Finding("graphs", PASSED, summary, lines, found.facts)
+    return CheckResult("graphs", PASSED, summary, lines, found.facts)
 
 
 @dataclass
 class _Comparison:
-    """What the check of one bundle's graphs gathers."""
+    """Accumulated results of the graph check of one bundle."""
 
     open_: Open
     budget: Budget
@@ -106,7 +102,7 @@ class _Comparison:
     as_recorded: bool = True
 
     def rows(self, role: str, model: ModelEntry, ops: str, graph: OrtModel) -> None:
-        """Row independence now against recorded."""
+        """Compare pass-length invariance on this machine with the recorded one."""
         tokens, parity = _tokens(model), model.parity[ops]
         recorded = [t for t in parity.invariant_lengths if t <= len(tokens)]
         verify = next((g.length for g in model.graphs if g.name == "verify" and g.length), 1)
@@ -140,7 +136,7 @@ class _Comparison:
     def other_ops(
         self, role: str, model: ModelEntry, ops: tuple[str, str], wanted: dict[str, Outputs]
     ) -> None:
-        """The op set that is not run, against the one that is."""
+        """Compare an op set that does not run with the one that does."""
         own, other = ops
         if self.budget.over:
             self.missing.append(f"{role}'s {other} graphs")
@@ -162,7 +158,7 @@ class _Comparison:
         self.fixed(role, model, other, others)
 
     def fixed(self, role: str, model: ModelEntry, ops: str, wanted: dict[str, Outputs]) -> None:
-        """The graphs of fixed shapes against the one for any length."""
+        """Compare the fixed-shape graphs with the decoder for any pass length."""
         found: dict[str, float] = {}
         for entry in _fixed_shapes(model, ops):
             if self.budget.over:
@@ -185,21 +181,21 @@ class _Comparison:
 
 
 def allowed(model: ModelEntry, *ops: str) -> float:
-    """How far two graphs that are each as good as float32 can be are apart at most, relative to
-    the largest value."""
+    """Return the allowed difference of two graphs, relative to the largest value.
+
+    Each of them may be off by its own error bound.
+    """
     return sum(model.bound(name) for name in (ops * 2)[:2])
 
 
 def _tokens(model: ModelEntry) -> list[int]:
-    """A text of any tokens; the graphs are to agree on all. As many as the longest pass has, and
-    as two of the longest fixed shape.
-    """
+    """Return arbitrary tokens, as many as the longest pass or two of the longest fixed shape."""
     longest = max(2 * PREFILL_LENGTH, chunk_length(model.cache.capacity))
     count = min(longest, model.context_length)
     return [int(t) for t in np.random.default_rng(0).integers(model.vocab_size, size=count)]
 
 
-def _differing(found: dict[int, Difference]) -> str:
+def _differing(found: dict[int, RowDifference]) -> str:
     others = {t: d for t, d in found.items() if d.relative != 0}
     if not others:
         return ""
@@ -212,7 +208,7 @@ def _fixed_shapes(model: ModelEntry, ops: str) -> list[GraphEntry]:
 
 
 def _run(graph: OrtModel, model: ModelEntry, ops: str) -> dict[str, Outputs]:
-    """What `decoder` makes of all tokens, and of the passes of each fixed shape, by its name."""
+    """Return the outputs of `decoder` for all tokens, and for the passes of each fixed shape."""
     tokens = _tokens(model)
     graph.truncate(0)
     outputs: dict[str, Outputs] = {
@@ -224,7 +220,7 @@ def _run(graph: OrtModel, model: ModelEntry, ops: str) -> dict[str, Outputs]:
 
 
 def _passes(graph: OrtModel, model: ModelEntry, entry: GraphEntry, tokens: list[int]) -> Outputs:
-    """Two passes of a fixed length, one after the other."""
+    """Run two consecutive passes of a fixed length."""
     assert entry.length is not None
     count = max(1, min(2, len(tokens) // entry.length)) * entry.length
     fed = (tokens * entry.length)[:count]
@@ -240,7 +236,7 @@ def _passes(graph: OrtModel, model: ModelEntry, entry: GraphEntry, tokens: list[
 
 
 def _relative(found: Outputs, wanted: Outputs) -> float:
-    """The largest difference, each output's relative to its own largest value."""
+    """Return the largest difference relative to the largest value of its output."""
     pairs = [*zip(found[1], wanted[1], strict=True)]
     if found[0] is not None and wanted[0] is not None:
         pairs.append((found[0], wanted[0]))

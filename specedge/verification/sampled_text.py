@@ -1,9 +1,8 @@
-"""Whether drawn text follows the target's distribution: text of the real loop, judged by the target
-alone.
+"""Test of sampled text against the target's distribution, with real caches.
 
 Each token of a text has an exact distribution given the tokens before it, which one pass of the
 target over the finished text gives. A token's place in that distribution, made continuous with a
-random number, is uniform and independent of the places before it, if and only if the token follows
+random number, is uniform and independent of the places before it if and only if the token follows
 the distribution.
 """
 
@@ -19,9 +18,16 @@ import numpy as np
 from specedge.sampling_options import Sampling
 
 from .budget import Budget
-from .report import FAILED, PASSED, SHORT, Finding
-from .statistics import Array, Fit, Frequency, fit, frequency, place
-from .subject import ROWS, Subject, cut, tested
+from .report import FAILED, PASSED, SHORT, CheckResult
+from .statistics import (
+    Array,
+    ChiSquareTest,
+    FrequencyTest,
+    chi_square_test,
+    frequency_test,
+    uniform_place,
+)
+from .subject import ROWS, Subject, first_tokens, tested_tokens
 
 SETTINGS = (
     Sampling(1.0),
@@ -40,29 +46,25 @@ LEAST_TEXT = 8
 
 
 @dataclass
-class Judged:
-    """Tested draft tokens: whether each was accepted, and the probability with which it was to be:
-    beta, the sum of min(t, d).
-    """
+class AcceptanceSample:
+    """Tested draft tokens: acceptance of each, and its exact probability beta, sum min(t, d)."""
 
     accepted: list[bool] = field(default_factory=list)
     betas: list[float] = field(default_factory=list)
 
-    def add(self, other: Judged) -> None:
-        """More of the same."""
+    def add(self, other: AcceptanceSample) -> None:
+        """Append another sample."""
         for name, values in vars(self).items():
             setattr(self, name, values + getattr(other, name))
 
-    def frequency(self, alpha: float) -> Frequency:
+    def frequency_test(self, alpha: float) -> FrequencyTest:
         """Test how often they were accepted."""
-        return frequency(self.accepted, self.betas, alpha)
+        return frequency_test(self.accepted, self.betas, alpha)
 
 
 @dataclass
-class Sample(Judged):
-    """Texts of one setting: places by falling probability and by falling d / t, where the draft
-    leans to.
-    """
+class TextSample(AcceptanceSample):
+    """Texts of one setting: places by falling probability and by falling d / t."""
 
     by_rank: list[float] = field(default_factory=list)
     by_lean: list[float] = field(default_factory=list)
@@ -71,17 +73,17 @@ class Sample(Judged):
 
 
 @dataclass(frozen=True)
-class Verdicts:
-    """The tests of one sample."""
+class TextTests:
+    """Tests of one sample."""
 
-    by_rank: Fit
-    by_lean: Fit
-    neighbours: Fit
-    acceptance: Frequency
+    by_rank: ChiSquareTest
+    by_lean: ChiSquareTest
+    neighbours: ChiSquareTest
+    acceptance: FrequencyTest
 
 
 def name_of(sampling: Sampling) -> str:
-    """A setting in words: what differs from drawing plainly."""
+    """Return a name of sampling options: those that differ from the defaults."""
     plain = Sampling(sampling.temperature)
     fields = [f"temperature {sampling.temperature:g}"]
     penalties = (
@@ -98,11 +100,17 @@ def name_of(sampling: Sampling) -> str:
 
 def sampled(
     subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha: float
-) -> Finding:
-    """Draw texts at every setting in turn while there is time, then test them. K goes through all
-    that the bundle is for. `alpha` is the probability of a false alarm of one test."""
+) -> CheckResult:
+    """Draw texts at every setting in turn until the time is up, then test them.
+
+    Args:
+        subject: The pair; K goes through all values of the bundle.
+        budget: Time limit.
+        settings: Sampling options.
+        alpha: Probability of a false alarm of one test.
+    """
     length = _text_length(subject, budget, len(settings))
-    samples = {name_of(sampling): Sample() for sampling in settings}
+    samples = {name_of(sampling): TextSample() for sampling in settings}
     for i in itertools.count():
         for j, sampling in enumerate(settings):
             if budget.over:
@@ -114,64 +122,64 @@ def sampled(
             samples[name_of(sampling)].add(_draw(subject, sampling, prompt, seed, k, length))
         if budget.over:
             break
-    together = Sample()
+    together = TextSample()
     for sample in samples.values():
         together.add(sample)
     return _finding(subject, samples | {"all together": together}, alpha)
 
 
 def _text_length(subject: Subject, budget: Budget, num_settings: int) -> int:
-    """Tokens a text, so that there is time for several of each setting."""
+    """Return the tokens of a text that leave time for several texts of each setting."""
     in_time = budget.left / max(1e-9, 4 * num_settings * subject.seconds_per_pass)
     return subject.longest(max(LEAST_TEXT, min(ROWS, int(in_time))))
 
 
 def _draw(
     subject: Subject, sampling: Sampling, prompt: list[int], seed: int, k: int, length: int
-) -> Sample:
-    """One text from the decoder, and its places in the distributions."""
+) -> TextSample:
+    """Decode one text; return its places in the distributions."""
     rounds = list(subject.decoder(k).rounds(prompt, sampling, seed, length))
-    text = cut(rounds, length)
+    text = first_tokens(rounds, length)
     targets = subject.distributions("target", sampling, prompt, text)
     drafts = subject.distributions("draft", sampling, prompt, text)
-    spread = np.random.default_rng(seed)
-    sample, betas = Sample(), []
+    random = np.random.default_rng(seed)
+    sample, betas = TextSample(), []
     for token, target, draft in zip(text, targets, drafts, strict=True):
         lean = _lean(target, draft)
-        sample.by_rank.append(place(target, target, token, spread.random()))
-        sample.by_lean.append(place(target, lean, token, spread.random()))
+        sample.by_rank.append(uniform_place(target, target, token, random.random()))
+        sample.by_lean.append(uniform_place(target, lean, token, random.random()))
         sample.num_impossible += not target[token] > 0
         betas.append(float(np.minimum(target, draft).sum(dtype=np.float64)))
     sample.pairs = list(zip(sample.by_lean[::2], sample.by_lean[1::2], strict=False))
-    for at, _, accepted in tested(rounds):
+    for at, _, accepted in tested_tokens(rounds):
         sample.accepted.append(accepted)
         sample.betas.append(betas[at])
     return sample
 
 
 def _lean(target: Array, draft: Array) -> Array:
-    """How much likelier a token is to the draft than to the target. [V], [V] -> [V]"""
+    """Return d / t, the bias to the draft's distribution. [V], [V] -> [V]"""
     lean = np.zeros(len(target), np.float64)
     np.divide(draft, target, out=lean, where=target > 0)
     return lean
 
 
-def _verdicts(sample: Sample, alpha: float) -> Verdicts:
+def _verdicts(sample: TextSample, alpha: float) -> TextTests:
     square = [int(4 * a) * 4 + int(4 * b) for a, b in sample.pairs]
-    return Verdicts(
+    return TextTests(
         _uniform([int(NUM_CELLS * x) for x in sample.by_rank], alpha),
         _uniform([int(NUM_CELLS * x) for x in sample.by_lean], alpha),
         _uniform(square, alpha),
-        sample.frequency(alpha),
+        sample.frequency_test(alpha),
     )
 
 
-def _uniform(cells: list[int], alpha: float) -> Fit:
+def _uniform(cells: list[int], alpha: float) -> ChiSquareTest:
     counts = np.bincount(np.array(cells, int), minlength=NUM_CELLS)
-    return fit(counts, np.full(NUM_CELLS, 1 / NUM_CELLS), alpha)
+    return chi_square_test(counts, np.full(NUM_CELLS, 1 / NUM_CELLS), alpha)
 
 
-def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Finding:
+def _finding(subject: Subject, samples: dict[str, TextSample], alpha: float) -> CheckResult:
     problems, facts = [], {}
     lines = [
         f"{'':{NAME}} tokens  p of: rank  lean to draft  neighbours  accepted  "
@@ -183,7 +191,7 @@ def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Find
         count = len(sample.by_rank)
         facts[name] = {"num_tokens": count, "num_impossible": sample.num_impossible} | tests
         lines.append(_line(name, sample, verdicts))
-        problems += refuted(name, vars(verdicts), alpha)
+        problems += failed_tests(name, vars(verdicts), alpha)
         # With noise the edge of a filter may be elsewhere in the pass that judges.
         if sample.num_impossible and not subject.noise.get("target"):
             problems.append(
@@ -194,19 +202,21 @@ def _finding(subject: Subject, samples: dict[str, Sample], alpha: float) -> Find
     least = min(len(sample.by_rank) for sample in samples.values())
     if problems:
         summary = f"{count} drawn tokens do not follow the target's distribution: {problems[0]}"
-        return Finding("sampled", FAILED, summary, tuple(problems[1:] + lines), facts)
+        return CheckResult("sampled", FAILED, summary, tuple(problems[1:] + lines), facts)
     if least < LEAST_TOKENS:
         summary = f"only {least} tokens of a setting, {LEAST_TOKENS} are needed"
-        return Finding("sampled", SHORT, summary, tuple(lines), facts)
+        return CheckResult("sampled", SHORT, summary, tuple(lines), facts)
     summary = (
         f"{count} drawn tokens follow the target's distribution; a total variation of {catch:.3f} "
         "of their places would have been caught"
     )
-    return Finding("sampled", PASSED, summary, tuple(lines), facts)
+    return CheckResult("sampled", PASSED, summary, tuple(lines), facts)
 
 
-def refuted(name: str, tests: Mapping[str, Fit | Frequency], alpha: float) -> list[str]:
-    """A line for each test that fails a setting."""
+def failed_tests(
+    name: str, tests: Mapping[str, ChiSquareTest | FrequencyTest], alpha: float
+) -> list[str]:
+    """Return a line for each failed test of a setting."""
     return [
         f"{name}: {_MEANINGS[test]}, p = {found.p_value:.1e}"
         for test, found in tests.items()
@@ -226,7 +236,7 @@ _MEANINGS = {
 }
 
 
-def _line(name: str, sample: Sample, verdicts: Verdicts) -> str:
+def _line(name: str, sample: TextSample, verdicts: TextTests) -> str:
     rank, lean, neighbours, acceptance = (test.p_value for test in vars(verdicts).values())
     accepted = verdicts.acceptance
     return (

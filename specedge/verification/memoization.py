@@ -1,4 +1,4 @@
-"""A model whose rows are kept, so that thousands of short texts cost few passes."""
+"""Memoized language model: thousands of short texts cost few passes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MOST_BYTES = 256 * 2**20
 Text = tuple[int, ...]
 
 
-class Remembering:
-    """A model that keeps its rows by the text before them; `inner` runs only what is new.
+class MemoizedModel:
+    """Model that stores its rows by the text before them; `inner` runs new texts only.
 
     A row after `horizon` tokens or more decides a token that will be cut off: it is all zeros.
     """
@@ -60,11 +60,11 @@ class Remembering:
         del self._tokens[length:]
 
     def refresh(self) -> None:
-        """Let the inner model read all anew; what is remembered stays."""
+        """Empty the inner model's cache; stored rows stay."""
         self._inner.truncate(0)
 
     def _computed(self, keys: list[Text]) -> list[Floats]:
-        """The rows after texts that grow by a token each, in one pass."""
+        """Compute the rows after texts that grow by one token each, in one pass."""
         text, start = keys[-1], len(keys[0]) - 1
         kept = self._inner.reuse(text[:start])
         self._inner.prefill(text[kept:start])

@@ -1,9 +1,8 @@
-"""Whether the first tokens after one prompt follow the target's joint distribution, over many
-seeds.
+"""Test of the first tokens after a prompt against the target's joint distribution, over many seeds.
 
-The loop, the accept rule and the draws are the real ones; the models' rows are remembered by the
-text before them, so that thousands of texts cost few passes. The caches play no part here: texts of
-the real caches are what `sampled` draws.
+The decoder, the accept rule and the draws are real; the models' rows are memoized by the text
+before them, so that thousands of texts cost few passes. The real caches are tested by
+`sampled_text`.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
 
 from .budget import Budget
-from .report import FAILED, PASSED, SHORT, Finding
-from .sampled import NAME, Judged, name_of, refuted
-from .statistics import Array, Fit, Frequency, fit
-from .subject import Subject, cut, known, tested
+from .report import FAILED, PASSED, SHORT, CheckResult
+from .sampled_text import NAME, AcceptanceSample, failed_tests, name_of
+from .statistics import Array, ChiSquareTest, FrequencyTest, chi_square_test
+from .subject import Subject, first_tokens, input_token, tested_tokens
 
 LENGTH = 2
 LEAST_TEXTS = 400
@@ -37,23 +36,34 @@ NextToken = dict[tuple[int, ...], float]
 
 
 @dataclass(frozen=True)
-class Tested:
-    """The tests of one setting: the strings of the first tokens, and how often draft tokens
-    were accepted, the first of a round and those after one that was accepted.
+class SettingTests:
+    """Tests of one setting.
+
+    Attributes:
+        strings: Counts of the first tokens' strings.
+        first: Acceptance of the first draft token of a round.
+        later: Acceptance of draft tokens after an accepted one.
     """
 
-    strings: Fit
-    first: Frequency
-    later: Frequency
+    strings: ChiSquareTest
+    first: FrequencyTest
+    later: FrequencyTest
 
 
-def joint(subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha: float) -> Finding:
-    """Compare the counts of the first tokens' strings with the target's exact distribution, by
-    setting. `alpha` is the probability of a false alarm of one test.
+def joint(
+    subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha: float
+) -> CheckResult:
+    """Compare counts of the first tokens' strings with the target's exact distribution, by setting.
+
+    Args:
+        subject: The pair.
+        budget: Time limit.
+        settings: Sampling options.
+        alpha: Probability of a false alarm of one test.
     """
-    found: dict[str, Tested] = {}
+    found: dict[str, SettingTests] = {}
     prompts: dict[str, str] = {}
-    first, later = Judged(), Judged()
+    first, later = AcceptanceSample(), AcceptanceSample()
     for i, sampling in enumerate(settings):
         setting = _Setting(subject, sampling)
         # Seeds of its own for each setting: with the same ones their texts would be alike.
@@ -64,26 +74,26 @@ def joint(subject: Subject, budget: Budget, settings: Sequence[Sampling], alpha:
             prompts[name_of(sampling)] = setting.prompt
             first.add(setting.first)
             later.add(setting.later)
-    together = {"first": first.frequency(alpha), "later": later.frequency(alpha)}
+    together = {"first": first.frequency_test(alpha), "later": later.frequency_test(alpha)}
     return _finding(found, prompts, together, len(settings), alpha)
 
 
 class _Setting:
-    """One way to draw, with both models' remembered rows."""
+    """Sampling options with both memoized models."""
 
     def __init__(self, subject: Subject, sampling: Sampling) -> None:
         self._subject = subject
         self._sampling = sampling
         self._length = subject.longest(LENGTH)
-        self._target = subject.remembered("target")
-        self._draft = subject.remembered("draft")
+        self._target = subject.memoized("target")
+        self._draft = subject.memoized("draft")
         self._betas: dict[tuple[int, ...], float] = {}
         self.prompt = ""
-        self.first = Judged()
-        self.later = Judged()
+        self.first = AcceptanceSample()
+        self.later = AcceptanceSample()
 
-    def test(self, budget: Budget, seeds: Iterable[int], alpha: float) -> Tested | None:
-        """Draw while there is time; None if it is up before that begins."""
+    def test(self, budget: Budget, seeds: Iterable[int], alpha: float) -> SettingTests | None:
+        """Draw texts until the time is up; None if it is up before the first."""
         subject = self._subject
         chosen = self._choose(budget)
         self.prompt = subject.prompts[chosen].name
@@ -95,8 +105,8 @@ class _Setting:
         counts = dict.fromkeys(distribution, 0)
         for seed, decoder in zip(seeds, itertools.cycle(decoders), strict=False):
             rounds = list(decoder.rounds(prompt, self._sampling, seed, self._length))
-            string = tuple(cut(rounds, self._length))
-            for at, i, accepted in tested(rounds):
+            string = tuple(first_tokens(rounds, self._length))
+            for at, i, accepted in tested_tokens(rounds):
                 judged = self.later if i else self.first
                 judged.accepted.append(accepted)
                 judged.betas.append(self._beta(prompt, string[:at]))
@@ -105,10 +115,10 @@ class _Setting:
             counts[string] += 1
             if budget.over:
                 break
-        return Tested(
-            fit(list(counts.values()), list(distribution.values()), alpha),
-            self.first.frequency(alpha),
-            self.later.frequency(alpha),
+        return SettingTests(
+            chi_square_test(list(counts.values()), list(distribution.values()), alpha),
+            self.first.frequency_test(alpha),
+            self.later.frequency_test(alpha),
         )
 
     def _begin(self, index: int) -> list[int]:
@@ -117,8 +127,9 @@ class _Setting:
         return prompt
 
     def _choose(self, budget: Budget) -> int:
-        """The prompt whose next token's distributions differ most in the likelier tokens, which
-        have cells of their own: there a wrong rule shows most.
+        """Return the prompt whose next-token distributions differ most in the likely tokens.
+
+        These have cells of their own, so a wrong rule shows most.
         """
         best = (-1.0, 0)
         for i in range(min(CANDIDATES, len(self._subject.prompts))):
@@ -131,12 +142,12 @@ class _Setting:
         return -best[1]
 
     def _rows(self, prompt: Sequence[int], string: tuple[int, ...]) -> list[Array]:
-        """The target's and the draft's distributions of the token after a text. [V] each"""
+        """Return the target's and the draft's distributions of the token after a text. [V] each"""
         return [self._row(role, prompt, string) for role in ("target", "draft")]
 
     def _row(self, role: str, prompt: Sequence[int], string: tuple[int, ...]) -> Array:
         model = self._target if role == "target" else self._draft
-        fed = [known(token, self._subject.sizes[role]) for token in (*prompt, *string)]
+        fed = [input_token(token, self._subject.sizes[role]) for token in (*prompt, *string)]
         model.truncate(0)
         model.prefill(fed[:-1])
         row, history = model.forward(fed[-1:])[-1], History(prompt, string)
@@ -144,8 +155,10 @@ class _Setting:
         return distribution.row(self._subject.sizes["target"].vocab_size)
 
     def _distribution(self, prompt: Sequence[int], budget: Budget) -> NextToken:
-        """Probabilities of strings: a key stands for all that begin with it and with no longer key.
-        The likeliest are told apart first."""
+        """Return probabilities of strings, the most probable ones expanded first.
+
+        A key stands for all strings that begin with it and with no longer key.
+        """
         distribution: NextToken = {(): 1.0}
         queue: list[tuple[float, tuple[int, ...]]] = [(-1.0, ())]
         while queue and not budget.over:
@@ -168,12 +181,12 @@ class _Setting:
 
 
 def _finding(
-    found: dict[str, Tested],
+    found: dict[str, SettingTests],
     prompts: dict[str, str],
-    together: dict[str, Frequency],
+    together: dict[str, FrequencyTest],
     num_settings: int,
     alpha: float,
-) -> Finding:
+) -> CheckResult:
     facts: dict[str, Any] = {"all together": {test: vars(one) for test, one in together.items()}}
     for name, tests in found.items():
         facts[name] = {"prompt": prompts[name]}
@@ -187,23 +200,23 @@ def _finding(
     lines.append(f"{'all together':{NAME}} {first.p_value:43.2g} {later.p_value:15.2g}")
     problems: list[str] = []
     for name, tests in found.items():
-        problems += refuted(name, vars(tests), alpha)
-    problems += refuted("all together", together, alpha)
+        problems += failed_tests(name, vars(tests), alpha)
+    problems += failed_tests("all together", together, alpha)
     if problems:
         summary = f"first tokens do not follow the target's joint distribution: {problems[0]}"
-        return Finding("joint", FAILED, summary, tuple(problems[1:] + lines), facts)
+        return CheckResult("joint", FAILED, summary, tuple(problems[1:] + lines), facts)
     texts = [tests.strings.num_samples for tests in found.values()]
     least = min(texts) if len(found) == num_settings else 0
     if least < LEAST_TEXTS:
         summary = f"only {least} texts of a setting, {LEAST_TEXTS} are needed"
-        return Finding("joint", SHORT, summary, tuple(lines), facts)
+        return CheckResult("joint", SHORT, summary, tuple(lines), facts)
     summary = (
         f"the first {LENGTH} tokens of {sum(texts)} texts follow the target's joint distribution"
     )
-    return Finding("joint", PASSED, summary, tuple(lines), facts)
+    return CheckResult("joint", PASSED, summary, tuple(lines), facts)
 
 
-def _line(name: str, tests: Tested, prompt: str) -> str:
+def _line(name: str, tests: SettingTests, prompt: str) -> str:
     strings = tests.strings
     return (
         f"{name:{NAME}} {strings.num_samples:6} {strings.num_cells:5} {strings.p_value:14.2g} "

@@ -1,4 +1,4 @@
-"""Checks that leave nothing to chance: caches after rollbacks, a self-draft, greedy text."""
+"""Deterministic checks: caches after rollbacks, self-draft, greedy text, coupled text."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import numpy as np
 
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.protocols import Round
+from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.sampling_options import MAX_DRAFT_TOKENS, Sampling
 
 from .budget import Budget
-from .cached import Cached
-from .noise import distance, size
-from .report import FAILED, PASSED, SHORT, Finding
-from .subject import ROWS, Subject
+from .noise import CachedModel, distance, size
+from .report import FAILED, PASSED, SHORT, CheckResult
+from .subject import ROWS, Subject, first_tokens
 
+COUPLED_TOKENS = 24  # of each text of the coupled check
 LEAST_TOKENS = 32  # of a greedy or self-drafted text, below which a check says nothing
 NUM_RUNS = 4
 
 
-def caches(subject: Subject, budget: Budget) -> Finding:
-    """Rows after rollbacks over other tokens, against those of a straight run."""
+def caches(subject: Subject, budget: Budget) -> CheckResult:
+    """Compare logits and cache rows after rollbacks with those of one pass over the text."""
     problems, lines, facts = [], [], {}
     short = False
     models = {"target": subject.parts.target(subject.target), "draft": subject.draft}
@@ -51,16 +52,18 @@ def caches(subject: Subject, budget: Budget) -> Finding:
             what = "the same bits" if worst == 0 else f"within {worst:.1e} of the largest value"
             lines.append(f"{role}: {runs} texts of {len(text)} tokens, {what}")
     if problems:
-        return Finding("caches", FAILED, problems[0], tuple(problems[1:] + lines), facts)
+        return CheckResult("caches", FAILED, problems[0], tuple(problems[1:] + lines), facts)
     if short:
-        return Finding("caches", SHORT, "not one text of each model", tuple(lines), facts)
+        return CheckResult("caches", SHORT, "not one text of each model", tuple(lines), facts)
     summary = "after rollbacks logits and cache rows are those of a straight run"
-    return Finding("caches", PASSED, summary, tuple(lines), facts)
+    return CheckResult("caches", PASSED, summary, tuple(lines), facts)
 
 
-def _after_rollbacks(model: Cached, text: list[int], most: int, seed: int) -> float:
-    """The largest relative difference after rounds as a decoder has them: some tokens of the
-    text, then others that are rolled back."""
+def _after_rollbacks(model: CachedModel, text: list[int], most: int, seed: int) -> float:
+    """Return the largest relative difference after rounds as a decoder runs them.
+
+    Each round feeds some tokens of the text and others that are rolled back.
+    """
     random = np.random.default_rng(seed)
     model.truncate(0)
     straight = model.forward(text).array().copy()
@@ -79,8 +82,8 @@ def _after_rollbacks(model: Cached, text: list[int], most: int, seed: int) -> fl
     return max(worst, *(distance(a, b) / size(b) for a, b in zip(rows, straight_rows, strict=True)))
 
 
-def self_draft(subject: Subject, budget: Budget) -> Finding:
-    """The target as its own draft: every round must take all that was drafted."""
+def self_draft(subject: Subject, budget: Budget) -> CheckResult:
+    """Use the target as its own draft model: all draft tokens must be accepted."""
     twin = subject.target.twin()
     k = subject.num_draft_tokens
     decoder = subject.decoder(k, draft=twin, draft_sizes=subject.sizes["target"])
@@ -110,16 +113,16 @@ def self_draft(subject: Subject, budget: Budget) -> Finding:
     # Where logits depend on how many rows share a pass, a near-tie may fall otherwise.
     if rejected > (tested // 50 if subject.noise.get("target") else 0):
         summary = f"the target rejected {rejected} of {tested} tokens that it drafted itself"
-        return Finding("self-draft", FAILED, summary, tuple(lines), facts)
+        return CheckResult("self-draft", FAILED, summary, tuple(lines), facts)
     if short:
-        return Finding("self-draft", SHORT, "too few tokens", tuple(lines), facts)
+        return CheckResult("self-draft", SHORT, "too few tokens", tuple(lines), facts)
     summary = f"the target accepts all that it drafts itself, K + 1 = {k + 1} tokens a round"
-    return Finding("self-draft", PASSED, summary, tuple(lines), facts)
+    return CheckResult("self-draft", PASSED, summary, tuple(lines), facts)
 
 
 @dataclass
 class _Greedy:
-    """What the comparison of greedy texts gathers."""
+    """Accumulated results of the comparison of greedy texts."""
 
     num_texts: int = 0
     by_k: dict[int, int] = field(default_factory=dict)
@@ -129,11 +132,11 @@ class _Greedy:
     num_positions: int = 0
 
 
-def greedy(subject: Subject, budget: Budget) -> Finding:
-    """Speculative text at temperature 0 against the target alone, one row a pass, no loop of ours.
+def greedy(subject: Subject, budget: Budget) -> CheckResult:
+    """Compare speculative text at temperature 0 with the target alone, token by token.
 
-    A difference is allowed at a near-tie only: where the two largest logits are no further apart
-    than twice the noise of this device.
+    Texts may differ at near-ties only: where the two largest logits are no further apart than
+    twice the device's noise.
     """
     ks = subject.greedy_ks
     # Without a draft model texts are drafted as requests are.
@@ -162,7 +165,7 @@ def greedy(subject: Subject, budget: Budget) -> Finding:
     return _greedy_finding(subject, found)
 
 
-def _greedy_finding(subject: Subject, found: _Greedy) -> Finding:
+def _greedy_finding(subject: Subject, found: _Greedy) -> CheckResult:
     facts: dict[str, Any] = {
         "num_prompts": found.num_texts,
         "num_tokens_by_k": {str(k): count for k, count in found.by_k.items()},
@@ -181,18 +184,18 @@ def _greedy_finding(subject: Subject, found: _Greedy) -> Finding:
     ]
     if found.problems:
         summary = f"{len(found.problems)} texts differ from the target's own"
-        return Finding("greedy", FAILED, summary, tuple(found.problems[:10] + lines), facts)
+        return CheckResult("greedy", FAILED, summary, tuple(found.problems[:10] + lines), facts)
     if min(found.by_k.values()) < LEAST_TOKENS:
-        return Finding("greedy", SHORT, "too few tokens for some K", tuple(lines), facts)
+        return CheckResult("greedy", SHORT, "too few tokens for some K", tuple(lines), facts)
     summary = (
         f"{sum(found.by_k.values())} tokens over {found.num_texts} prompts and "
         f"{len(found.by_k)} K are the target's own"
     )
-    return Finding("greedy", PASSED, summary, tuple(lines), facts)
+    return CheckResult("greedy", PASSED, summary, tuple(lines), facts)
 
 
 def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budget) -> list[int]:
-    """The likeliest token, again and again: plain decoding as a reader would write it."""
+    """Decode greedily with the target alone, one token a pass."""
     model = subject.target
     model.truncate(0)
     model.prefill(prompt[:-1])
@@ -207,7 +210,7 @@ def _target_alone(subject: Subject, prompt: list[int], count: int, budget: Budge
 def _near_ties(
     subject: Subject, found: _Greedy, name: str, prompt: list[int], plain: list[int]
 ) -> set[int]:
-    """Where a text's two largest logits are within the noise."""
+    """Return the positions where the two largest logits are within the noise."""
     logits = subject.scores_after("target", prompt, plain).array()
     top = np.partition(logits, -2, axis=1)[:, -2:]
     margins = np.abs(top[:, 1] - top[:, 0])
@@ -222,9 +225,7 @@ def _near_ties(
 def _compare(
     found: _Greedy, what: str, text: Iterable[int], plain: list[int], ties: set[int]
 ) -> int:
-    """How many tokens of one prompt at one K are plain decoding's; after a near-tie texts may go
-    apart.
-    """
+    """Count the tokens that equal plain decoding's, up to the first difference."""
     at = 0
     for token in text:
         if token != plain[at]:
@@ -238,10 +239,47 @@ def _compare(
 def _tokens(
     decoder: SpeculativeDecoder, prompt: list[int], count: int, budget: Budget
 ) -> Iterator[int]:
-    """Up to so many tokens of a greedy text, while there is time."""
+    """Yield up to `count` tokens of a greedy text, until the time is up."""
     left = count
     for round_ in decoder.rounds(prompt, Sampling(), 0, count):
         yield from round_.tokens[:left]
         left -= len(round_.tokens)
         if left <= 0 or budget.over:
             return
+
+
+def coupled(subject: Subject, budget: Budget) -> CheckResult:
+    """Compare text sampled with `coupling="gumbel"` at each K with plain decoding of the same seed.
+
+    The texts are equal bit for bit where passes are pass-length-invariant; elsewhere a near-tie of
+    the perturbed logits may be decided otherwise, and differences are reported, not failed.
+    """
+    decoders = {k: subject.decoder(k) for k in (0, *subject.ks)}
+    num_texts = num_tokens = 0
+    differences: list[str] = []
+    for seed, prompt in enumerate(subject.prompts):
+        if budget.over:
+            break
+        count = subject.longest(COUPLED_TOKENS)
+        tokens = subject.short_prompt(seed, count)
+        plain: list[int] = []
+        for k, decoder in decoders.items():
+            sampling = Sampling(1.0, noise=GumbelNoise(seed, 0))
+            text = first_tokens(list(decoder.rounds(tokens, sampling, seed, count)), count)
+            if k == 0:
+                plain = text
+            elif text != plain:
+                differences.append(f"{prompt.name}, seed {seed}: K = {k} gives another text")
+            num_tokens += len(text)
+        num_texts += 1
+    facts = {"num_texts": num_texts, "num_tokens": num_tokens, "differences": differences}
+    lines = tuple(differences[:10])
+    if differences and not subject.noise.get("target"):
+        summary = f"{len(differences)} texts of a seed depend on K"
+        return CheckResult("coupled", FAILED, summary, lines, facts)
+    if not num_texts:
+        return CheckResult("coupled", SHORT, "not one text", lines, facts)
+    summary = f"{num_texts} texts sampled with coupling=gumbel are the same for {len(decoders)} K"
+    if differences:
+        summary = f"{len(differences)} texts differ by K, on a device with noise in its logits"
+    return CheckResult("coupled", PASSED, summary, lines, facts)

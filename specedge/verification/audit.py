@@ -1,0 +1,388 @@
+"""Audit of a bundle: its checks in order, the time of each, and the self-test of the checks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from specedge.bundle import MANIFEST, Bundle
+from specedge.bundle.integrity import sha256
+from specedge.bundle.manifest import ModelEntry, chunk_length
+from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
+from specedge.runtime.backend.model_session import choose_ops
+from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.self_test import fitting, settle
+from specedge.runtime.backend.sessions import Device
+from specedge.runtime.decoding.invariance import longest_held
+from specedge.runtime.text.prompts import Prompts, UserPrompt
+from specedge.runtime.text.tokenizing import encode, load_tokenizer
+
+from . import decoding_checks, graph_checks, joint_distribution, sampled_text
+from .budget import Budget
+from .defects import DEFECTS, Defect
+from .noise import CachedModel
+from .report import FAILED, SKIPPED, AuditReport, CheckResult, machine
+from .statistics import CONFIDENCE, POWER
+from .subject import Prompt, Subject, SubstituteDraft
+
+# Prompts of several kinds: some have sure next tokens and others do not, for any model.
+BUILT_IN = (
+    "def read_config(path):",
+    "The three laws of robotics are",
+    "import ",
+    "Once upon a time there was a",
+    "class Parser:\n    def __init__(self",
+    "Question: What is the capital of France?\nAnswer:",
+    "1, 1, 2, 3, 5, 8, 13,",
+    "In the beginning",
+    'raise ValueError("',
+    "Der schnelle braune Fuchs springt",
+    '{"name": "specedge", "version":',
+    "for i in range(10):\n    if i % 2:\n        ",
+    "Dear Sir or Madam,\n\n",
+    "#include <stdio.h>\n\nint main(",
+    "今日は天気が",
+    "SELECT name, count(*) FROM",
+)
+FALSE_ALARM = 1e-6  # of the whole audit
+PASSES = 20000  # steps of the target in whose time every check reaches its least size
+# Each takes its share of the time that is left, so what one leaves the next have.
+SHARES = {
+    "measuring": 0.02,
+    "caches": 0.02,
+    "self-draft": 0.02,
+    "greedy": 0.05,
+    "coupled": 0.05,
+    "graphs": 0.2,
+    "joint": 0.3,
+}
+GREEDY_SHARE, GREEDY_SECONDS = 0.25, 30.0  # it may take more where little time is left
+NUM_TESTS = (sampled_text.TESTS + joint_distribution.TESTS) * (len(sampled_text.SETTINGS) + 1) - 1
+CONTROL = 0.1  # of a self-test's time
+LOOKS = (0.1, 0.3, 1.0)  # shares of a defect's time, of what is left of it
+ALPHA = FALSE_ALARM / NUM_TESTS
+
+OnProgress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class ExecutionSettings:
+    """Devices and op set that the graphs run on; `draft_device` if it is another."""
+
+    device: Device = field(default_factory=Device)
+    ops: str = "auto"
+    draft_device: Device | None = None  # where it is another
+
+    def op_set(self, bundle: Bundle, model: ModelEntry) -> str:
+        """Return the op set that a model runs."""
+        return choose_ops(model, self.ops, self.device_of(bundle, model))
+
+    def open(self, bundle: Bundle, model: ModelEntry, ops: str, graph: str = "decoder") -> OrtModel:
+        """Open one graph of a model."""
+        device = fitting([model], self.device_of(bundle, model))
+        return OrtModel(bundle, model, device, ops, graph)
+
+    def device_of(self, bundle: Bundle, model: ModelEntry) -> Device:
+        """Return the device of a model."""
+        return (self.draft_device or self.device) if model is bundle.draft else self.device
+
+    @property
+    def devices(self) -> str:
+        """Names of the devices that models run on."""
+        names = (one.name for one in (self.device, self.draft_device) if one)
+        return " and ".join(dict.fromkeys(names))
+
+
+def audit(
+    bundle: Bundle,
+    settings: ExecutionSettings,
+    prompts: Sequence[UserPrompt],
+    budget: Budget,
+    on_progress: OnProgress = lambda check: None,
+    special_tokens: bool = False,
+    passes: float = 0,
+    on_first_verdict: Callable[[AuditReport], None] = lambda report: None,
+) -> AuditReport:
+    """Run every check. Once files or graphs have failed, the later checks are not run.
+
+    Deterministic and fast checks come first: a damaged file, a cache out of step or a greedy text
+    that is not the target's shows before the statistical tests begin. Each of those is evaluated
+    once, when its samples have been drawn, so the order changes no false-alarm bound.
+
+    Args:
+        bundle: The bundle.
+        settings: Devices and op set to run.
+        prompts: The user's prompts, text or messages, beside the built-in ones.
+        budget: Time limit.
+        on_progress: Called with the name of each check before it runs.
+        special_tokens: See `GenerationRequest`.
+        passes: Extend the budget to the time of this many steps of the target.
+        on_first_verdict: Called with a report of the first checks.
+
+    Raises:
+        PromptError: A prompt cannot be continued.
+    """
+    findings: list[CheckResult] = []
+    about = _about(bundle, settings)
+
+    def step(name: str, run: Callable[[], CheckResult]) -> bool:
+        on_progress(name)
+        findings.append(_guarded(name, run))
+        return findings[-1].status != FAILED
+
+    def report() -> AuditReport:
+        return AuditReport(about, _with_skipped(findings), _sureness(bundle), budget.clock.used)
+
+    if not step("files", lambda: graph_checks.files(bundle, budget)):
+        return report()
+    texts = _prompts(bundle, prompts, special_tokens)
+    try:
+        subject = make_subject(bundle, settings, texts)
+        subject.time_passes(budget.clock)
+        budget.extend(passes * subject.seconds_per_pass)
+        subject.measure(budget.share(SHARES["measuring"]))
+    except (DeviceError, MissingExtraError):
+        raise
+    except SpecEdgeError as error:  # a graph that is not as the manifest says, or gives NaN
+        findings.append(CheckResult("graphs", FAILED, str(error)))
+        return report()
+    findings += _checks(CERTAIN, subject, budget, on_progress)
+    on_first_verdict(AuditReport(about, tuple(findings), (), budget.clock.used))
+    measured = {name: getattr(subject, name) for name in ("noise", "seconds_per_pass")}
+    del subject  # graphs are compared one at a time
+    share = budget.share(SHARES["graphs"])
+    if step("graphs", lambda: graphs_of(bundle, settings, share)):
+        subject = dataclasses.replace(make_subject(bundle, settings, texts), **measured)
+        findings += _checks(DRAWN, subject, budget, on_progress)
+    return report()
+
+
+def graphs_of(bundle: Bundle, settings: ExecutionSettings, budget: Budget) -> CheckResult:
+    """Run the graph check; it fails if a graph cannot be loaded or run."""
+    open_ = partial(settings.open, bundle)
+    op_set = partial(settings.op_set, bundle)
+    return _guarded("graphs", lambda: graph_checks.graphs(bundle, op_set, open_, budget))
+
+
+def unreadable(folder: Path, error: SpecEdgeError, budget: Budget) -> AuditReport:
+    """Return the report of a bundle that cannot be read."""
+    findings = _with_skipped([CheckResult("files", FAILED, str(error))])
+    return AuditReport({"bundle": str(folder), **machine()}, findings, (), budget.clock.used)
+
+
+def _with_skipped(findings: list[CheckResult]) -> tuple[CheckResult, ...]:
+    names = {finding.check for finding in findings}
+    left = [name for name in ("files", *CERTAIN, "graphs", *DRAWN) if name not in names]
+    return (*findings, *(CheckResult(name, SKIPPED, "an earlier check failed") for name in left))
+
+
+@dataclass(frozen=True)
+class SelfTest:
+    """Results of the checks on the correct decoder, `control`, and with each planted defect."""
+
+    control: list[CheckResult]
+    found: list[tuple[Defect, list[CheckResult]]]
+
+    @property
+    def caught(self) -> list[tuple[Defect, list[str]]]:
+        """Each defect with the names of the checks that failed."""
+        return [
+            (defect, [f.check for f in findings if f.status == FAILED])
+            for defect, findings in self.found
+        ]
+
+    @property
+    def num_caught(self) -> int:
+        """Number of defects that at least one check failed on."""
+        return sum(bool(checks) for _, checks in self.caught)
+
+    @property
+    def false_alarms(self) -> list[CheckResult]:
+        """Checks that failed on the correct decoder."""
+        return [finding for finding in self.control if finding.status == FAILED]
+
+
+def self_test(
+    subject: Subject,
+    budget: Budget,
+    on_progress: OnProgress = lambda check: None,
+    defects: Sequence[Defect] = DEFECTS,
+) -> SelfTest:
+    """Run the decoding checks as they are, then with each defect planted until one check fails.
+
+    Each defect gets little time first, then more; unused time passes to the next defects.
+    """
+    subject.time_passes(budget.clock)
+    control = _loop_checks(subject, budget.share(CONTROL), on_progress, "as it is: ")
+    found: list[tuple[Defect, list[CheckResult]]] = []
+    for i, defect in enumerate(defects):
+        planted = dataclasses.replace(subject, parts=defect.parts)
+        share = budget.share(1 / (len(defects) - i))
+        for look in LOOKS:
+            time = share.share(look)
+            findings = _loop_checks(
+                planted, time, on_progress, f"{defect.name}: ", until_caught=True
+            )
+            if findings[-1].status == FAILED:
+                break
+        found.append((defect, findings))
+    return SelfTest(control, found)
+
+
+Check = Callable[[Subject, Budget], CheckResult]
+CERTAIN: dict[str, Check] = {  # no chance is in them
+    "caches": decoding_checks.caches,
+    "self-draft": decoding_checks.self_draft,
+    "greedy": decoding_checks.greedy,
+    "coupled": decoding_checks.coupled,
+}
+DRAWN: dict[str, Check] = {
+    "joint": lambda subject, budget: joint_distribution.joint(
+        subject, budget, sampled_text.SETTINGS, ALPHA
+    ),
+    "sampled": lambda subject, budget: sampled_text.sampled(
+        subject, budget, sampled_text.SETTINGS, ALPHA
+    ),
+}
+
+
+def make_subject(bundle: Bundle, settings: ExecutionSettings, prompts: list[Prompt]) -> Subject:
+    """Load the models, self-test the target as `load` does, and add the prompts."""
+    target, draft = _open(bundle, settings)
+    tolerance = max(
+        graph_checks.allowed(model, settings.op_set(bundle, model))
+        for model in bundle.models.values()
+    )
+    longest = chunk_length(bundle.target.cache.capacity)
+    first = longest_held(target.invariant_lengths, longest)
+    sizes = {"target": bundle.target, "draft": bundle.draft or bundle.target}
+    return Subject(target, draft, sizes, bundle.num_draft_tokens, tolerance, prompts, first)
+
+
+def _open(bundle: Bundle, settings: ExecutionSettings) -> tuple[OrtModel, CachedModel]:
+    """Load the target, self-test it, and load the draft model or a substitute."""
+    models = {role: settings.open(bundle, m, settings.ops) for role, m in bundle.models.items()}
+    target = models["target"]
+    device = settings.device_of(bundle, bundle.target)
+    settle(target, bundle.target, device, bundle.num_draft_tokens + 1)
+    return target, models.get("draft") or SubstituteDraft(target.twin())
+
+
+def built_in_prompts(bundle: Bundle) -> list[Prompt]:
+    """Return the built-in prompts, cut to half the context."""
+    return _prompts(bundle, ())
+
+
+def _loop_checks(
+    subject: Subject,
+    budget: Budget,
+    on_progress: OnProgress,
+    what: str = "",
+    until_caught: bool = False,
+) -> list[CheckResult]:
+    """Run the decoding checks, all or up to the first that fails."""
+    subject.measure(budget.share(SHARES["measuring"]))
+    return _checks(CERTAIN | DRAWN, subject, budget, on_progress, what, until_caught)
+
+
+def _checks(
+    checks: Mapping[str, Check],
+    subject: Subject,
+    budget: Budget,
+    on_progress: OnProgress,
+    what: str = "",
+    until_caught: bool = False,
+) -> list[CheckResult]:
+    findings: list[CheckResult] = []
+    for name, check in checks.items():
+        on_progress(what + name)
+        share = budget.share(_share(name, budget.left))
+        findings.append(_guarded(name, partial(check, subject, share)))
+        if until_caught and findings[-1].status == FAILED:
+            break
+    return findings
+
+
+def _share(check: str, seconds_left: float) -> float:
+    """Return the share of the remaining time that a check may take."""
+    share = SHARES.get(check, 1.0)
+    if check == "greedy":
+        share = max(share, min(GREEDY_SHARE, GREEDY_SECONDS / max(seconds_left, 1e-9)))
+    return share
+
+
+def _guarded(name: str, run: Callable[[], CheckResult]) -> CheckResult:
+    """Run a check; it fails if the bundle makes it raise."""
+    try:
+        return run()
+    except (DeviceError, MissingExtraError):
+        raise
+    except SpecEdgeError as error:
+        return CheckResult(name, FAILED, str(error))
+
+
+def _prompts(
+    bundle: Bundle, prompts: Sequence[UserPrompt], special_tokens: bool = False
+) -> list[Prompt]:
+    """Tokenize the user's prompts, then the built-in ones, cut to half the context."""
+    encoder = load_tokenizer(bundle)
+    encoded, made = Prompts(bundle, encoder), []
+    for i, prompt in enumerate(prompts, 1):
+        try:
+            tokens = encoded.tokens_of(prompt, special_tokens)
+        except PromptError as error:
+            raise PromptError(f"prompt {i}: {error}") from error
+        made.append(Prompt(f"your prompt {i}", tuple(tokens)))
+    most = max(1, bundle.context_length // 2)
+    for text in BUILT_IN:
+        if tokens := encode(encoder, text)[:most]:
+            made.append(Prompt(repr(text if len(text) < 40 else text[:37] + "..."), tuple(tokens)))
+    return made
+
+
+def _about(bundle: Bundle, settings: ExecutionSettings) -> dict[str, str]:
+    parity = bundle.target.parity
+    ops = {role: settings.op_set(bundle, model) for role, model in bundle.models.items()}
+    used = ", ".join(f"{package} {v}" for package, v in parity[ops["target"]].versions.items())
+    ids = {
+        role: f"{model.source.id}"
+        + (f" at {model.source.revision}" if model.source.revision else "")
+        for role, model in bundle.models.items()
+    }
+    own = f" (draft {ops['draft']})" if "draft" in ops else ""
+    return {
+        "bundle": str(bundle.folder),
+        "pair": f"target {ids['target']}, draft {ids.get('draft', 'none')}, "
+        f"K = {bundle.num_draft_tokens}",
+        "identity": f"SHA-256 of {MANIFEST} {sha256(bundle.path(MANIFEST))}",
+        "exported": f"by specedge {bundle.specedge_version} with {used}",
+        **machine(),
+        "run": f"on {settings.devices}, op set {ops['target']}{own}, "
+        f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    }
+
+
+def _sureness(bundle: Bundle) -> tuple[str, ...]:
+    stand_in = (
+        "the bundle has no draft model: greedy texts use suffix decoding, as requests do, and "
+        "sampled texts the target itself with perturbed logits"
+    )
+    return (
+        *([] if bundle.draft else [stand_in]),
+        "files, graphs, caches, self-draft, greedy and coupled are deterministic, and cover "
+        "only the texts that were tried",
+        f"sampled and joint are {NUM_TESTS} tests; each fails a correct bundle with probability "
+        f"about {ALPHA:.1e}, all together {FALSE_ALARM:.0e} (chi-square is an approximation)",
+        f"'would catch' is the smallest total variation over the cells that the test detects with "
+        f"probability {POWER:.0%}, whatever its shape; smaller ones may go undetected",
+        f"'at most off' is an upper bound of the total variation over the cells, with "
+        f"{CONFIDENCE:.0%} confidence for each setting",
+        "'would catch' of sampled is that of the places by rank; --json has that of each test",
+        "the distributions are those of the target's graph on this machine; its error against "
+        "PyTorch was measured at export only",
+        "the random numbers are the same in every audit; the number used depends on the time",
+    )
