@@ -1,4 +1,4 @@
-"""What tests on a GPU found, for the file that is sent back: `--gpu-report FILE`."""
+"""Pytest plugin that writes outcomes of GPU tests to a report file (`--gpu-report FILE`)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 
 from gpu_report import Report
 
-# "gpu" would be every test's of this folder, as a folder's name is a keyword, too.
+# Not "gpu": the folder's name is a keyword of every test in it.
 ON_A_GPU = "is marked gpu"
 
 
 class Reporting:
-    """A pytest plugin that notes how each test on a GPU ended, and what it measured, before the
-    next begins: a driver may end the process.
+    """Plugin that writes each GPU test's outcome and properties before the next test begins.
+
+    A driver may end the process.
     """
 
     def __init__(self, path: Path) -> None:
@@ -31,13 +32,13 @@ class Reporting:
             why = str(report.longrepr[2])
         else:
             why = "" if report.passed else str(report.longreprtext)
-        found = {
+        entry = {
             "outcome": report.outcome,
             "seconds": round(report.duration, 3),
             "measured": dict(report.user_properties),
             "why": why,
         }
-        self._report.put("tests", {report.nodeid: found})
+        self._report.put("tests", {report.nodeid: entry})
         self._names.add(report.nodeid)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
