@@ -18,7 +18,7 @@ from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import greedy_token, probabilities
 from specedge.sampling_options import Sampling
 
-from ..theory.overlap import acceptance_probability
+from ..theory.formulas import acceptance_probability
 
 ROWS = 16  # of logits at a time: a row may have 150,000 columns
 

@@ -236,7 +236,7 @@ def _by_theory(
         and c is not None
     ):
         found["theorem_3_8"] = theory_speedup(alpha, k, c)
-        found["run_level"] = run_speedup(tokens_per_round / (k + 1), k, c, 1.0)
+        found["run_level"] = run_speedup(tokens_per_round, k, c)
         found["with_costs"] = theory_speedup(alpha, k, c, v, o) * plain_round
     return found | {f"{name}_error": _error(value, overall) for name, value in found.items()}
 

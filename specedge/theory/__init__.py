@@ -1,1 +1,1 @@
-"""What papers say of the speed, as functions."""
+"""Formulas of speculative decoding from the papers, and their extension to measured costs."""

@@ -1,13 +1,12 @@
-"""What speculative decoding should gain: the papers' formulas, and ours for real machines.
+"""Expected tokens, cost and speed-up of speculative decoding.
 
-alpha is the mean acceptance rate, the chance that a tested draft token is accepted; K the number of
-draft tokens a round, which yields 1 to K + 1 tokens. Costs are in passes of the target over one
-token: c is that of a draft pass, v of a verify pass over K + 1 rows, o what the host adds to a
-round.
+alpha is the mean acceptance rate, the probability that a tested draft token is accepted; K the
+number of draft tokens of a round, which yields 1 to K + 1 tokens. Costs are in target passes over
+one token: c of a draft pass, v of a verify pass over K + 1 rows, o of the host's work in a round.
 
-Formulas with alpha rest on acceptances that are independent and alike; exactness does not.
-Sources: Leviathan et al. 2023 (arXiv 2211.17192) where nothing else is said, and Chen et al. 2023
-(arXiv 2302.01318). docs/theory.md has the formulas, and the misprints that are not copied.
+Formulas with alpha assume independent, identically distributed acceptances; exactness does not.
+Sources: Leviathan et al. 2023 (arXiv 2211.17192) unless noted, and Chen et al. 2023
+(arXiv 2302.01318). docs/theory.md lists the formulas and the misprints of the sources.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from specedge.option_specs import check_integer
 from specedge.sampling_options import MAX_DRAFT_TOKENS
@@ -25,50 +24,31 @@ from specedge.sampling_options import MAX_DRAFT_TOKENS
 Costs = float | Sequence[float] | NDArray[np.float64]  # one number, or one for each K from 0
 
 
+def acceptance_probability(target_probs: ArrayLike, draft_probs: ArrayLike) -> float:
+    """Return the probability that a token drawn from the draft is accepted, beta = sum min(t, d).
+
+    Lemma 3.3 and theorem 3.5. [V], [V]
+    """
+    return float(np.minimum(target_probs, draft_probs).sum(dtype=np.float64))
+
+
 def expected_tokens(alpha: float, num_draft_tokens: int) -> float:
-    """Tokens a round yields on average, E = (1 - alpha^(K+1)) / (1 - alpha). Equation 1."""
+    """Return the mean tokens of a round, E = (1 - alpha^(K+1)) / (1 - alpha). Equation 1."""
     _check_rate("alpha", alpha)
     check_integer("num_draft_tokens", num_draft_tokens, 0)
     return float(sum(alpha**i for i in range(num_draft_tokens + 1)))
 
 
 def expected_tokens_limit(alpha: float) -> float:
-    """What no K exceeds: 1 / (1 - alpha), infinite if everything is accepted."""
+    """Return the supremum of E over K: 1 / (1 - alpha), infinite if everything is accepted."""
     _check_rate("alpha", alpha)
     return 1 / (1 - alpha) if alpha < 1 else math.inf
 
 
-def expected_tokens_without_bonus(alpha: float, num_draft_tokens: int) -> float:
-    """Tokens a round yields where a full acceptance gives no token of the target's beside it.
-
-    Serving engines dropped it to keep both caches of one length. K tokens at most.
-    """
-    check_integer("num_draft_tokens", num_draft_tokens, 1)
-    return expected_tokens(alpha, num_draft_tokens - 1)
-
-
-def expected_tokens_by_position(acceptances: Sequence[float]) -> float:
-    """Tokens a round yields if its i-th draft token, once tested, is accepted with the i-th chance.
-
-    1 + sum over i of the chance that the first i are accepted: no assumption that positions are
-    alike or independent. `Stats.acceptance_by_position` measures the chances.
-    """
-    for acceptance in acceptances:
-        _check_rate("acceptance", acceptance)
-    return 1 + float(np.cumprod(np.asarray(acceptances, np.float64)).sum())
-
-
-def tokens_distribution(alpha: float, num_draft_tokens: int) -> list[float]:
-    """The chance that a round yields 1, 2, ... K + 1 tokens: geometric, cut off at K + 1."""
-    _check_rate("alpha", alpha)
-    k = check_integer("num_draft_tokens", num_draft_tokens, 0)
-    return [alpha**i * (1 - alpha) for i in range(k)] + [float(alpha**k)]
-
-
 def alpha_from_tokens(tokens_per_round: float, num_draft_tokens: int) -> float:
-    """The alpha whose rounds yield so many tokens on average: the inverse of `expected_tokens`.
+    """Return the alpha with this mean of tokens a round: the inverse of `expected_tokens`.
 
-    A run's r, which is tokens a round over K + 1, is inverted as r (K + 1).
+    Chen et al.'s r is tokens a round over K + 1, so it is inverted as r (K + 1).
     """
     k = check_integer("num_draft_tokens", num_draft_tokens, 1)
     if not 1 <= tokens_per_round <= k + 1:
@@ -86,12 +66,13 @@ def alpha_from_tokens(tokens_per_round: float, num_draft_tokens: int) -> float:
 
 @dataclass(frozen=True)
 class AcceptanceRates:
-    """Four numbers that are all called acceptance rate. Only the first two are the same.
+    """Four quantities that are called acceptance rate; only the first two are equal.
 
-    alpha: the chance that a tested draft token is accepted, sum min(t, d) on average
-    accepted_over_tested: its estimate from a run; tokens after a rejection are not tested
-    accepted_over_drafted: of all draft tokens, as vLLM reports it
-    tokens_over_rows: tokens a round over K + 1, Chen et al.'s r, vLLM's system efficiency
+    Attributes:
+        alpha: Probability that a tested draft token is accepted, sum min(t, d) on average.
+        accepted_over_tested: Its estimate from a run; tokens after a rejection are not tested.
+        accepted_over_drafted: Of all draft tokens, as vLLM reports it.
+        tokens_over_rows: Tokens a round over K + 1, Chen et al.'s r, vLLM's system efficiency.
     """
 
     alpha: float
@@ -101,7 +82,7 @@ class AcceptanceRates:
 
 
 def acceptance_rates(alpha: float, num_draft_tokens: int) -> AcceptanceRates:
-    """What each of the four is where acceptances are independent with chance alpha."""
+    """Return the four acceptance rates for independent acceptances with probability alpha."""
     k = check_integer("num_draft_tokens", num_draft_tokens, 1)
     tokens = expected_tokens(alpha, k)
     accepted, rejected = tokens - 1, 1 - alpha**k
@@ -116,10 +97,10 @@ def acceptance_rates(alpha: float, num_draft_tokens: int) -> AcceptanceRates:
 def round_cost(
     num_draft_tokens: int, draft_cost: float, verify_cost: Costs = 1.0, host_cost: float = 0.0
 ) -> float:
-    """What a round costs, K c + v + o: so many tokens it must yield to break even.
+    """Return the cost of a round, K c + v + o: the tokens that it must yield to break even.
 
-    K = 0 is the target alone, the unit of all costs. `verify_cost` may be one number, or a sequence
-    whose item K is v for that K; item 0 is then the unit too, and it ends at the largest K.
+    K = 0 is the target alone, the unit of all costs. `verify_cost` is one number, or a sequence
+    whose item K is v for that K; item 0 is then 1, and the last item is that of the largest K.
     """
     k = check_integer("num_draft_tokens", num_draft_tokens, 0)
     _check_cost("draft_cost", draft_cost)
@@ -135,32 +116,24 @@ def speedup(
     verify_cost: Costs = 1.0,
     host_cost: float = 0.0,
 ) -> float:
-    """How many times faster than the target alone: E / (K c + v + o).
+    """Return the speed-up over the target alone, E / (K c + v + o).
 
-    With the defaults it is theorem 3.8, for which verifying K + 1 tokens costs one pass and the
+    The defaults give theorem 3.8, which assumes that verifying K + 1 tokens costs one pass and the
     host nothing. Neither holds on a CPU or a small GPU.
     """
     cost = round_cost(num_draft_tokens, draft_cost, verify_cost, host_cost)
     return expected_tokens(alpha, num_draft_tokens) / cost
 
 
-def time_per_token(
-    alpha: float,
-    num_draft_tokens: int,
-    target_time: float,
-    draft_cost: float,
-    verify_cost: Costs = 1.0,
-    host_cost: float = 0.0,
-) -> float:
-    """Time of a new token, in the unit of `target_time`, which the target takes for one alone."""
-    _check_cost("target_time", target_time, above=True)
-    return target_time / speedup(alpha, num_draft_tokens, draft_cost, verify_cost, host_cost)
+def run_speedup(tokens_per_round: float, num_draft_tokens: int, draft_cost: float) -> float:
+    """Return the speed-up of a run from its tokens a round: Mody 2023, "Speculative Sampling"."""
+    return tokens_per_round / round_cost(num_draft_tokens, draft_cost)
 
 
 def break_even_alpha(
     num_draft_tokens: int, draft_cost: float, verify_cost: Costs = 1.0, host_cost: float = 0.0
 ) -> float | None:
-    """The alpha from which K draft tokens pay; None if even accepting all of them does not.
+    """Return the smallest alpha for which K draft tokens pay; None if none does.
 
     With the defaults and K = 1 it is c: corollary 3.9.
     """
@@ -176,10 +149,10 @@ def best_k(
     host_cost: float = 0.0,
     max_draft_tokens: int = MAX_DRAFT_TOKENS,
 ) -> int:
-    """The number of draft tokens with the largest speed-up, the smallest on ties. Section 3.5.
+    """Return the K with the largest speed-up, the smallest on ties. Section 3.5.
 
-    0, the target alone, if none pays; no K exceeds `max_draft_tokens` or the costs that are known.
-    As drafting gets free the best K has no limit but these.
+    It is 0, the target alone, if none pays, and at most `max_draft_tokens` and the last K of
+    `verify_cost`: with free drafts no K is the best.
     """
     last = check_integer("max_draft_tokens", max_draft_tokens, 0)
     if isinstance(verify_cost, Sequence | np.ndarray):
@@ -191,62 +164,19 @@ def best_k(
 
 
 def operations_factor(alpha: float, num_draft_tokens: int, draft_operations: float = 0.0) -> float:
-    """Arithmetic operations a token, over those of the target alone: section 3.4.
+    """Return arithmetic operations a token relative to the target alone. Section 3.4.
 
-    `draft_operations` are those of a draft pass over those of a target pass over one token.
+    `draft_operations` are those of a draft pass relative to a target pass over one token.
     """
     _check_cost("draft_operations", draft_operations)
     tokens = expected_tokens(alpha, num_draft_tokens)
     return (num_draft_tokens * (draft_operations + 1) + 1) / tokens
 
 
-def run_time(
-    num_tokens: float,
-    tokens_over_rows: float,
-    num_draft_tokens: int,
-    draft_time: float,
-    target_time: float,
-) -> float:
-    """What a run of so many tokens takes, in the unit of the times of one pass of each model.
-
-    N / (r (K + 1)) rounds of K draft passes and a target pass: Mody 2023, "Speculative Sampling".
-    """
-    _check_cost("target_time", target_time, above=True)
-    cost = round_cost(num_draft_tokens, draft_time / target_time)
-    return num_tokens * target_time * cost / _tokens(tokens_over_rows, num_draft_tokens)
-
-
-def run_speedup(
-    tokens_over_rows: float, num_draft_tokens: int, draft_time: float, target_time: float
-) -> float:
-    """A run's speed-up from its r, tokens a round over K + 1: r (K + 1) t / (K d + t)."""
-    seconds = run_time(1, tokens_over_rows, num_draft_tokens, draft_time, target_time)
-    return target_time / seconds
-
-
-def implied_round_time(
-    tokens_over_rows: float, num_draft_tokens: int, time_per_token: float
-) -> float:
-    """What a round really took, by a run's time a token.
-
-    What it has beyond K draft passes and a target pass is the host, and verifying K rows more.
-    """
-    return _tokens(tokens_over_rows, num_draft_tokens) * time_per_token
-
-
-def _tokens(tokens_over_rows: float, num_draft_tokens: int) -> float:
-    rows = check_integer("num_draft_tokens", num_draft_tokens, 0) + 1
-    if not 1 <= tokens_over_rows * rows <= rows:
-        raise ValueError(
-            f"tokens_over_rows must be between 1 / {rows} and 1, got {tokens_over_rows}"
-        )
-    return tokens_over_rows * rows
-
-
 def _verify_cost(verify_cost: Costs, k: int) -> float:
     if not isinstance(verify_cost, Sequence | np.ndarray):
-        return _check_cost("verify_cost", verify_cost, above=True)
-    costs = [_check_cost("verify_cost", cost, above=True) for cost in verify_cost]
+        return _check_cost("verify_cost", verify_cost, is_positive=True)
+    costs = [_check_cost("verify_cost", cost, is_positive=True) for cost in verify_cost]
     if not costs:
         raise ValueError("verify_cost is empty; give one number, or one for each K from 0")
     if costs[0] != 1:
@@ -261,9 +191,9 @@ def _check_rate(name: str, rate: float) -> None:
         raise ValueError(f"{name} must be between 0 and 1, got {rate}")
 
 
-def _check_cost(name: str, cost: float, above: bool = False) -> float:
-    if not (math.isfinite(cost) and (cost > 0 or (cost == 0 and not above))):
+def _check_cost(name: str, cost: float, is_positive: bool = False) -> float:
+    if not (math.isfinite(cost) and (cost > 0 or (cost == 0 and not is_positive))):
         raise ValueError(
-            f"{name} must be {'above' if above else 'at least'} 0 and finite, got {cost}"
+            f"{name} must be {'above' if is_positive else 'at least'} 0 and finite, got {cost}"
         )
     return float(cost)

@@ -8,19 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specedge.theory.formulas import (
+    acceptance_probability,
     acceptance_rates,
     alpha_from_tokens,
     best_k,
     break_even_alpha,
     expected_tokens,
-    expected_tokens_by_position,
     expected_tokens_limit,
-    expected_tokens_without_bonus,
     operations_factor,
     round_cost,
     speedup,
-    time_per_token,
-    tokens_distribution,
 )
 
 RATES = st.floats(0, 1)
@@ -38,33 +35,9 @@ def test_without_a_limit_on_k_the_tokens_of_a_round_have_one_below_alpha_1():
     assert expected_tokens_limit(1) == math.inf
 
 
-@given(RATES, LENGTHS)
-def test_the_distribution_of_a_rounds_tokens_has_their_mean(alpha, k):
-    distribution = tokens_distribution(alpha, k)
-    assert len(distribution) == k + 1
-    assert min(distribution) >= 0
-    assert sum(distribution) == pytest.approx(1)
-    assert sum(n * p for n, p in enumerate(distribution, 1)) == pytest.approx(
-        expected_tokens(alpha, k)
-    )
-
-
-@given(RATES, LENGTHS)
-def test_equal_acceptances_by_position_are_the_case_of_one_alpha(alpha, k):
-    assert expected_tokens_by_position([alpha] * k) == pytest.approx(expected_tokens(alpha, k))
-
-
-def test_acceptances_that_are_not_alike_yield_more_than_their_mean_says():
-    # Half the rounds accept everything, half nothing: later positions are tested in good rounds.
-    assert expected_tokens_by_position([0.5, 1, 1, 1]) == 3
-    assert expected_tokens(0.5, 4) == 1.9375
-    assert expected_tokens_by_position([]) == 1
-
-
-def test_dropping_the_bonus_costs_the_chance_of_full_acceptance():
-    kept, dropped = expected_tokens(0.8, 4), expected_tokens_without_bonus(0.8, 4)
-    assert dropped == expected_tokens(0.8, 3)
-    assert kept - dropped == pytest.approx(0.8**4)
+def test_a_draft_token_is_accepted_with_the_overlap_of_the_distributions():
+    assert acceptance_probability((0.1, 0.6, 0.3), (0.5, 0.3, 0.2)) == pytest.approx(0.6)
+    assert acceptance_probability((0.7, 0.2, 0.1, 0), np.full(4, 0.25)) == pytest.approx(0.55)
 
 
 @given(RATES, LENGTHS)
@@ -90,7 +63,6 @@ def test_four_numbers_are_called_acceptance_rate():
     assert rates.accepted_over_tested == pytest.approx(0.8, abs=1e-12)
     assert rates.accepted_over_drafted == pytest.approx(0.5904)
     assert rates.tokens_over_rows == pytest.approx(0.67232)
-    assert tokens_distribution(0.8, 4) == pytest.approx([0.2, 0.16, 0.128, 0.1024, 0.4096])
 
 
 @given(RATES, LENGTHS)
@@ -102,13 +74,11 @@ def test_verifying_and_the_host_cost_too():
     assert speedup(0.8, 4, 0.1, 1.5, 0.1) == pytest.approx(3.3616 / 2.0)
     assert speedup(0.8, 4, 0.1) == pytest.approx(3.3616 / 1.4)
     assert round_cost(4, 0.1, 1.5, 0.1) == pytest.approx(2)
-    assert time_per_token(0.8, 4, 10, 0.1, 1.5, 0.1) == pytest.approx(10 * 2 / 3.3616)
 
 
 def test_without_drafting_it_is_the_target_alone_whatever_the_costs():
     assert round_cost(0, 0.5, 1.7, 0.3) == 1
     assert speedup(0.9, 0, 0.5, 1.7, 0.3) == 1
-    assert time_per_token(0.9, 0, 12.5, 0.5, 1.7, 0.3) == 12.5
 
 
 def test_verifying_may_have_a_cost_for_each_k():
@@ -193,8 +163,6 @@ def test_rejecting_everything_costs_a_row_for_each_draft_token(k):
         (lambda: expected_tokens(0.5, -1), "num_draft_tokens must be at least 0, got -1"),
         (lambda: expected_tokens(0.5, 1.5), "num_draft_tokens must be a whole number"),
         (lambda: expected_tokens_limit(-0.1), "alpha"),
-        (lambda: expected_tokens_without_bonus(0.5, 0), "num_draft_tokens must be at least 1"),
-        (lambda: expected_tokens_by_position([0.5, 2]), "acceptance must be between 0 and 1"),
         (lambda: acceptance_rates(0.5, 0), "num_draft_tokens must be at least 1"),
         (lambda: break_even_alpha(0, 0.1), "num_draft_tokens must be at least 1"),
         (lambda: speedup(0.5, 4, -0.1), "draft_cost must be at least 0 and finite, got -0.1"),
@@ -203,7 +171,6 @@ def test_rejecting_everything_costs_a_row_for_each_draft_token(k):
         (lambda: speedup(0.5, 1, 0.1, [1, math.nan]), "verify_cost must be above 0"),
         (lambda: speedup(0.5, 1, 0.1, []), "verify_cost is empty"),
         (lambda: speedup(0.5, 4, 0.1, 1, -1), "host_cost must be at least 0"),
-        (lambda: time_per_token(0.5, 4, -1, 0.1), "target_time must be above 0"),
         (lambda: operations_factor(0.5, 4, -1), "draft_operations must be at least 0"),
         (lambda: best_k(0.5, 0.1, max_draft_tokens=-1), "max_draft_tokens must be at least 0"),
     ],

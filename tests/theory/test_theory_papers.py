@@ -9,13 +9,10 @@ from specedge.theory.formulas import (
     break_even_alpha,
     expected_tokens,
     expected_tokens_limit,
-    implied_round_time,
     operations_factor,
     round_cost,
     run_speedup,
-    run_time,
     speedup,
-    time_per_token,
 )
 
 
@@ -69,16 +66,6 @@ def test_predictions_for_t5_are_those_of_leviathans_table_4(row):
     assert papers.ACCEPTANCE[row.task, row.draft][row.temperature] == row.alpha
 
 
-def test_costs_of_t5_drafts_are_not_all_below_5_percent_as_the_text_says():
-    assert {row.draft_cost for row in papers.T5} == {0.02, 0.04, 0.11}
-
-
-def test_sharper_text_is_easier_to_draft_with_one_exception():
-    assert sum(map(len, papers.ACCEPTANCE.values())) == 32
-    worse = [name for name, (cold, warm) in papers.ACCEPTANCE.items() if cold < warm]
-    assert worse == [("GPT-like", "6M")]
-
-
 def test_even_a_free_bigram_table_gains_a_quarter():
     alpha, _ = papers.ACCEPTANCE["EnDe", "bigram"]
     assert speedup(alpha, 3, 0) == pytest.approx(1.248)
@@ -104,10 +91,8 @@ def test_greedy_lenience_at_eight_draft_tokens(alpha, factor):
 
 @pytest.mark.parametrize("run", papers.RUNS)
 def test_the_posts_formula_of_a_run_gives_their_figures(run):
-    found = run_speedup(run.tokens_over_rows, 4, run.draft_ms, run.target_ms)
+    found = run_speedup(5 * run.tokens_over_rows, 4, run.draft_ms / run.target_ms)
     assert found == pytest.approx(run.speedup, abs=5.1e-7)
-    seconds = run_time(256, run.tokens_over_rows, 4, run.draft_ms, run.target_ms)
-    assert 256 * run.target_ms / seconds == pytest.approx(found)
 
 
 @pytest.mark.parametrize("run", papers.RUNS)
@@ -118,35 +103,12 @@ def test_alpha_follows_from_the_tokens_of_a_run(run):
 
 
 def test_as_drafting_gets_free_a_run_gains_its_tokens_a_round():
-    assert run_speedup(0.8125, 4, 0, 73.3) == pytest.approx(0.8125 * 5)
-
-
-def test_a_target_timed_in_the_same_run_predicts_less_than_one_timed_elsewhere():
-    target_ms = 16.8244e3 / 256
-    assert target_ms == pytest.approx(65.72, abs=0.005)
-    assert run_speedup(0.8125, 4, 11.9, target_ms) == pytest.approx(2.356, abs=5e-4)
-
-
-def test_a_speedup_is_of_equal_numbers_of_tokens():
-    # 64 rounds of 4.0625 tokens are 260, of which 256 were asked for.
-    assert 64 * 0.8125 * 5 == 260
-    plain, speculative = 16.8244, 7.9031
-    assert plain / speculative == pytest.approx(2.1288, abs=5e-5)
-    assert plain / 256 / (speculative / 260) == pytest.approx(2.16, abs=5e-3)
-
-
-@pytest.mark.parametrize("row", papers.CHINCHILLA)
-def test_chinchillas_speedups_are_the_ratio_of_its_times_with_one_misprint(row):
-    found = row.plain_ms / row.speculative_ms
-    assert found == pytest.approx(row.computed, abs=5.1e-7)
-    assert (abs(found - row.printed) < 0.005) == (row.task != "XSum, nucleus")
+    assert run_speedup(0.8125 * 5, 4, 0) == 0.8125 * 5
 
 
 def test_chinchillas_rounds_took_a_little_longer_than_free_verification():
     cost = papers.CHINCHILLA_DRAFT_MS / 14.1
     assert round_cost(4, cost) * 14.1 == pytest.approx(21.3)
-    assert implied_round_time(0.8, 4, 5.73) == pytest.approx(22.92)
-    assert implied_round_time(0.62, 4, 7.52) == pytest.approx(23.31, abs=5e-3)
     assert round_cost(0, cost) * 14.1 == papers.CHINCHILLA_ROUND_MS[0]
     assert round_cost(7, cost) * 14.1 == pytest.approx(26.7)
     assert papers.CHINCHILLA_ROUND_MS[7] > 26.7
@@ -166,11 +128,3 @@ def test_a_cpu_that_pays_for_each_row_is_predicted_to_lose():
     assert break_even_alpha(4, 124 / 774, costs) is None
     assert best_k(0.99, 124 / 774, costs) == 0
     assert speedup(0.9, 4, 124 / 774) > 2  # what free verification would have promised
-
-
-def test_the_limit_of_accepting_everything_is_one_more_than_the_drafts():
-    assert expected_tokens(1, 7) == 8
-
-
-def test_the_time_of_a_token_is_the_inverse_of_the_speedup():
-    assert time_per_token(0.8, 5, 14.1, 1.8 / 14.1) == pytest.approx(14.1 / 2.2519, abs=1e-4)

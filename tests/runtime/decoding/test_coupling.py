@@ -21,7 +21,7 @@ from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
-from specedge.theory.overlap import acceptance_probability
+from specedge.theory.formulas import acceptance_probability
 
 MASK = 2**64 - 1
 FILTERS = {
