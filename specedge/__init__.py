@@ -3,8 +3,8 @@
     import specedge
     print(specedge.load().generate("def read_config(path):").text)
 
-Importing this module loads neither NumPy nor ONNX Runtime: names are fetched when first used. It
-changes nothing in the process: no signal handler, no environment variable, no logging.
+Importing this package imports neither NumPy nor ONNX Runtime: names are resolved on first use. It
+does not change the process: no signal handlers, environment variables or logging.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from .sampling_options import Sampling
     from .version import __version__
 
-_HOMES = {
+_MODULES = {
     "Bundle": "specedge.bundle",
     "Sampling": "specedge.sampling_options",
     "Distribution": "specedge.runtime.sampling.distribution",
@@ -79,7 +79,7 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module("specedge.errors")
     if name not in __all__:
         raise AttributeError(f"module 'specedge' has no attribute '{name}'")
-    return getattr(importlib.import_module(_HOMES.get(name, "specedge.errors")), name)
+    return getattr(importlib.import_module(_MODULES.get(name, "specedge.errors")), name)
 
 
 def __dir__() -> list[str]:

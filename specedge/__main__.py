@@ -4,7 +4,7 @@ from specedge import interrupts
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C is handled before anything is imported that takes a while."""
+    """Handle Ctrl-C before the slow imports, then run the command line."""
     interrupts.exit_on_interrupt()
     from specedge.cli import main as run
 

@@ -1,4 +1,4 @@
-"""The bundles on this machine: what `specedge list` shows and `specedge remove` removes."""
+"""Bundles on this machine, as shown by `specedge list` and removed by `specedge remove`."""
 
 from __future__ import annotations
 
@@ -18,10 +18,15 @@ EMBEDDED = "embedded"
 
 @dataclass(frozen=True)
 class LibraryEntry:
-    """A folder that is listed: its bundle, or the error of one that cannot be read.
+    """Listed folder with its bundle, or the error of a bundle that cannot be read.
 
-    `size` is in bytes, of all that lies in the folder. `is_default` says that it is the one used
-    when none is named.
+    Attributes:
+        name: Name of the bundle.
+        folder: Folder of the bundle.
+        size: Bytes of all files in the folder.
+        is_default: True for the bundle used when none is named.
+        bundle: The bundle; None if it cannot be read.
+        error: Reason if it cannot be read.
     """
 
     name: str
@@ -33,7 +38,7 @@ class LibraryEntry:
 
 
 def entries() -> list[LibraryEntry]:
-    """The user's bundles by name, then the embedded pair."""
+    """Return the user's bundles by name, then the embedded pair."""
     try:
         default: Path | None = store.find_bundle()
     except BundleError:
@@ -43,38 +48,44 @@ def entries() -> list[LibraryEntry]:
 
 
 def remove_stale_folders() -> list[Path]:
-    """Remove what killed exports left among the user's bundles; see `leftovers`."""
+    """Remove staging folders of interrupted exports among the user's bundles."""
     return staging.remove_stale_folders(store.bundles_folder())
 
 
 def find_removable(name: str) -> Path:
-    """The folder of a listed bundle's name, or the bundle's folder itself, if it may be removed.
+    """Return the folder of a bundle that may be removed.
 
-    Raises BundleError for the embedded pair, a link, and a folder that is no bundle or holds more.
+    Args:
+        name: Name of a listed bundle, or a bundle's folder.
+
+    Raises:
+        BundleError: For the embedded pair, a link, and a folder that is not a bundle or has other
+            files.
     """
     ours = dict(_folders())
     folder = ours.get(name) or _absolute(name)
     if (name == EMBEDDED and name not in ours) or _same(folder, store.embedded_folder()):
-        raise BundleError("the embedded pair is a part of specedge and cannot be removed")
+        raise BundleError("the embedded pair is part of specedge and cannot be removed")
     if folder.is_symlink():
-        raise BundleError(
-            f"{folder} is a link; remove the link, or name {os.path.realpath(folder)}"
-        )
+        raise BundleError(f"{folder} is a link; remove the link, or use {os.path.realpath(folder)}")
     if not name or not folder.is_dir():
-        raise BundleError(f"no bundle '{name}': neither listed by 'specedge list' nor a folder")
+        raise BundleError(
+            f"no bundle '{name}': it is neither listed by 'specedge list' nor a folder"
+        )
     if not (folder / MANIFEST).is_file():
-        raise BundleError(f"{folder} is no bundle: it has no {MANIFEST}; remove it yourself")
+        raise BundleError(f"{folder} is not a bundle: it has no {MANIFEST}; delete it yourself")
     if folder not in ours.values() and (reason := _more_than_a_bundle(folder)):
-        raise BundleError(f"{folder} {reason}; remove it yourself")
+        raise BundleError(f"{folder} {reason}; delete it yourself")
     if Path.cwd().is_relative_to(folder.resolve()):
-        raise BundleError(f"you are in {folder}; go elsewhere to remove it")
+        raise BundleError(f"{folder} is the current folder; change to another one first")
     return folder
 
 
 def remove(folder: Path) -> None:
-    """Remove a bundle's folder, whole or not at all, and the note that makes it the default.
+    """Remove a bundle's folder completely or not at all, and its role as the default.
 
-    It is renamed into a hidden folder first, so that what a killed removal leaves is no bundle.
+    The folder is first renamed into a hidden staging folder, so that an interrupted removal leaves
+    no incomplete bundle.
     """
     try:
         with staging.locked_folder(staging.staging_folder(folder)):
@@ -83,13 +94,15 @@ def remove(folder: Path) -> None:
             if was_default:
                 store.clear_default()
     except TimeoutError as error:
-        raise BundleError(f"an export to {folder} is running; wait for it to end") from error
+        raise BundleError(
+            f"an export to {folder} is running; wait until it has finished"
+        ) from error
     except OSError as error:
         raise BundleError(f"{folder} cannot be removed: {error.strerror}") from error
 
 
 def _folders() -> Iterator[tuple[str, Path]]:
-    """What lies among the user's bundles and is not hidden, by name."""
+    """Yield names and paths of the folders among the user's bundles."""
     with contextlib.suppress(OSError):
         for folder in sorted(store.bundles_folder().iterdir()):
             if folder.is_dir() and not folder.name.startswith("."):
@@ -106,7 +119,7 @@ def _entry(name: str, folder: Path, default: Path | None) -> LibraryEntry:
 
 
 def _absolute(name: str) -> Path:
-    """A path with its last part as it is, so that a link shows; `..` goes where the system goes."""
+    """Return an absolute path without resolving a link in its last part."""
     return Path(os.path.realpath(name) if ".." in Path(name).parts else os.path.abspath(name))
 
 
@@ -119,29 +132,29 @@ def _size(folder: Path) -> int:
     return size
 
 
-def _same(one: Path | None, other: Path) -> bool:
+def _same(path: Path | None, other: Path) -> bool:
     try:
-        return one is not None and os.path.samefile(one, other)
+        return path is not None and os.path.samefile(path, other)
     except (OSError, ValueError):
         return False
 
 
 def _more_than_a_bundle(folder: Path) -> str:
-    """Why a folder outside our own is not a bundle and nothing else; empty if it is one.
+    """Return why a folder is not exactly a bundle; empty if it is.
 
-    The bundle may be of another format: only its list of files counts.
+    Only the manifest's list of files is read, so the bundle may have another format.
     """
     try:
         manifest = parse((folder / MANIFEST).read_text("utf-8"))
     except (OSError, UnicodeDecodeError, JsonError):
         return f"has a {MANIFEST} that cannot be read"
     if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-        return f"has a {MANIFEST} that is not specedge's"
+        return f"has a {MANIFEST} that was not written by specedge"
     files = {MANIFEST, *manifest["files"]}
     folders = {str(parent) for name in files for parent in PurePosixPath(name).parents}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder).as_posix()
         is_folder = path.is_dir() and not path.is_symlink()
         if name not in (folders if is_folder else files):
-            return f"holds {name}, which is not the bundle's"
+            return f"contains {name}, which is not part of the bundle"
     return ""

@@ -1,4 +1,4 @@
-"""Number of CPUs that this process may use, as opposed to the CPUs of the machine."""
+"""Number of CPUs available to this process, which may be fewer than the machine has."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pathlib import Path
 def cpu_count() -> int:
     """Return the number of logical CPUs that this process may use, at least 1.
 
-    Honors the CPU affinity (cpusets included) and the CPU quota of the process's control groups,
-    which is rounded up to whole CPUs.
+    Respects the CPU affinity (including cpusets) and the CPU quota of the process's control groups,
+    rounded up to whole CPUs.
     """
     if hasattr(os, "process_cpu_count"):  # Python 3.13
         allowed = os.process_cpu_count() or 1
@@ -25,20 +25,20 @@ def cpu_count() -> int:
 
 
 def default_threads() -> int:
-    """Return ONNX Runtime's `intra_op_num_threads` for a session that no number was set for.
+    """Return ONNX Runtime's default for `intra_op_num_threads`.
 
-    0, ONNX Runtime's default of a thread per physical core, unless the process is confined to
-    fewer CPUs: ONNX Runtime heeds neither affinity nor quota.
+    This is 0 (one thread per physical core) unless the process is limited to fewer CPUs, since ONNX
+    Runtime respects neither affinity nor quota.
     """
     allowed = cpu_count()
     return allowed if allowed < (os.cpu_count() or 1) else 0
 
 
 def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
-    """Yield the CPU quotas, in CPUs, of the process's control groups and their parents.
+    """Yield the CPU quotas of the process's control groups and their parents.
 
-    Reads `cpu.max` of cgroup v2 and `cpu.cfs_quota_us` of v1 below `root`. A group that is not
-    visible, as in a container that sees only its own, counts by its visible parents.
+    Reads `cpu.max` of cgroup v2 and `cpu.cfs_quota_us` of v1 below `root`. For a group that is not
+    visible, such as in a container, only its visible parents count.
     """
     with suppress(OSError, UnicodeDecodeError):
         for line in (root / "proc/self/cgroup").read_text("utf-8").splitlines():
@@ -56,13 +56,13 @@ def cpu_quotas(root: Path = Path("/")) -> Iterator[float]:
 
 
 def _quota_v2(group: Path) -> float:
-    """Return a quota; ValueError if the group has none."""
+    """Return a quota in CPUs; raise ValueError if the group has none."""
     quota, period = (group / "cpu.max").read_text("utf-8").split()
     return _positive(int(quota) / int(period))
 
 
 def _quota_v1(group: Path) -> float:
-    """Return a quota; ValueError if the group has none, which v1 writes as -1."""
+    """Return a quota in CPUs; raise ValueError if the group has none (-1)."""
     quota, period = (
         int((group / f"cpu.cfs_{name}_us").read_text("utf-8")) for name in ("quota", "period")
     )

@@ -1,29 +1,29 @@
-"""What goes wrong for a caller. Each message says what was wanted, what was found, what to do."""
+"""Exceptions. Messages state what was expected, what was found and how to fix it."""
 
 from __future__ import annotations
 
 
 class SpecEdgeError(Exception):
-    """Base of every error that specedge raises on purpose."""
+    """Base class of all errors that specedge raises on purpose."""
 
 
 class MissingExtraError(SpecEdgeError):
-    """A package is not installed; the message names the pip command that installs it."""
+    """Missing package; the message has the pip command that installs it."""
 
 
 class BundleError(SpecEdgeError):
-    """A bundle cannot be read: missing, damaged, of another format, or contradicting itself."""
+    """Bundle that is missing, damaged, inconsistent or of an unsupported format."""
 
 
 class DeviceError(SpecEdgeError):
-    """A device, provider or number of threads that cannot be had."""
+    """Device, provider or number of threads that is not available."""
 
 
 class OptionError(SpecEdgeError, ValueError):
-    """An option whose value is invalid, in itself or for this bundle or text.
+    """Invalid value of an option, in general or for a particular bundle or prompt.
 
     Attributes:
-        option: The option's name; None where several options together leave no token.
+        option: Name of the option; None if several options together exclude every token.
     """
 
     def __init__(self, message: str, option: str | None = None) -> None:
@@ -32,32 +32,32 @@ class OptionError(SpecEdgeError, ValueError):
 
 
 class DrafterError(SpecEdgeError):
-    """A drafter that cannot draft: n-gram tables that do not fit, or one that breaks its rules."""
+    """Drafter that cannot be used or that violates the drafter protocol."""
 
 
 class ReplayError(SpecEdgeError):
-    """Recorded rounds that do not fit the request that is to repeat them."""
+    """Recorded rounds that do not match the request that replays them."""
 
 
 class PromptError(SpecEdgeError):
-    """A prompt that no model can continue, such as an empty one."""
+    """Prompt that cannot be continued, such as an empty one."""
 
 
 class ContextLengthError(PromptError):
-    """A prompt that leaves no room in the context."""
+    """Prompt that leaves no room in the context."""
 
 
 class ExportError(SpecEdgeError):
-    """A pair of models cannot be exported."""
+    """Models that cannot be exported."""
 
 
 class CheckpointError(ExportError):
-    """A checkpoint cannot be found, reached or read."""
+    """Checkpoint that cannot be found, downloaded or read."""
 
 
 class PairError(ExportError):
-    """The draft does not fit the target."""
+    """Draft model that does not match the target."""
 
 
 class ParityError(ExportError):
-    """The exported graph does not compute what the PyTorch model computes."""
+    """Exported graph whose outputs differ from the PyTorch model's."""

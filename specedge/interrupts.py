@@ -1,4 +1,4 @@
-"""Ctrl-C while the command starts: exit 130 with one line, where Python would show a traceback."""
+"""Ctrl-C during startup: exit status 130 with one line instead of a traceback."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from types import FrameType
 
 
 def exit_on_interrupt() -> None:
-    """Let Ctrl-C end the process at once; SIGINT that is ignored, as under nohup, stays so."""
+    """Exit at once on SIGINT, unless SIGINT is ignored, as under nohup."""
     try:
         if signal.getsignal(signal.SIGINT) not in (signal.SIG_IGN, None):
             signal.signal(signal.SIGINT, _end)
-    except ValueError:  # not the main thread, to which Python gives signals
+    except ValueError:  # only the main thread can set handlers
         return
 
 

@@ -1,7 +1,7 @@
-"""How an option of a request is declared, once: what it takes, its default, and what it does.
+"""Declarations of request options: type, limits, default and help, in one place.
 
-The declarations are fields of dataclasses. From them come the checks and their errors, the command
-line's options, the keys of JSONL and the table in docs/commands.md. Standard library only.
+Options are fields of dataclasses. Validation, error messages, command-line options, JSONL keys and
+the table in docs/commands.md are derived from them. Standard library only.
 """
 
 from __future__ import annotations
@@ -19,21 +19,26 @@ from .errors import OptionError
 
 
 class NameEnum(StrEnum):
-    """A name out of a fixed set; it is the text that it prints as."""
+    """Enumeration of names whose members are their text."""
 
     __repr__ = str.__repr__
 
 
 @dataclass(frozen=True)
 class OptionSpec:
-    """What an option takes beside its name and its default, which are its field's.
+    """Type, limits and help of an option.
 
-    `kind` is "number", "whole", "flag", or "other" for values with checks of their own, which
-    `values` describes. A number is at least `least`, or above `above`, and at most `most`.
+    Attributes:
+        help: Help text of the command line.
+        type: "number", "integer", "flag", or "custom" for an option that its class validates.
+        values: Description of a custom option's values.
+        least: Smallest number, inclusive.
+        above: Smallest number, exclusive.
+        most: Largest number, inclusive.
     """
 
     help: str
-    kind: str = "other"
+    type: str = "custom"
     values: str = ""
     least: float | None = None
     above: float | None = None
@@ -41,31 +46,31 @@ class OptionSpec:
 
     @property
     def limits(self) -> str:
-        """What a number must be."""
+        """Description of the limits of a number."""
         if self.least is not None and self.most is not None:
             return f"between {self.least} and {self.most}"
         low = f"at least {self.least}" if self.above is None else f"above {self.above}"
         if self.most is not None:
             return f"{low} and at most {self.most}"
-        return f"{low} and finite" if self.kind == "number" else low
+        return f"{low} and finite" if self.type == "number" else low
 
-    def checked(self, name: str, value: Any, option: str | None = None) -> Any:
-        """Return the value if it is valid.
+    def validate(self, name: str, value: Any, option: str | None = None) -> Any:
+        """Return a value if it is valid.
 
         Args:
-            name: What an error calls the value.
+            name: Name of the value in error messages.
             value: The value.
-            option: The name of the option that an error has; by default `name`.
+            option: The error's `option`; by default `name`.
 
         Raises:
             OptionError: If the value is invalid.
         """
-        if self.kind == "whole":
+        if self.type == "integer":
             most = None if self.most is None else int(self.most)
             return check_integer(name, value, int(self.least or 0), most, option)
-        if self.kind == "flag" and value not in (True, False):
+        if self.type == "flag" and value not in (True, False):
             raise OptionError(f"{name} must be true or false, got {shorten(value)}", option or name)
-        if self.kind == "number":
+        if self.type == "number":
             self._check_number(name, value, option or name)
         return value
 
@@ -87,22 +92,22 @@ def number_option(
     above: float | None = None,
     most: float | None = None,
 ) -> Any:
-    """A field for a number."""
+    """Return a dataclass field for a number."""
     return _declare(default, OptionSpec(help, "number", least=least, above=above, most=most))
 
 
 def integer_option(default: int | None, help: str, least: int = 0, most: int | None = None) -> Any:
-    """A field for a whole number; None where there need be none."""
-    return _declare(default, OptionSpec(help, "whole", least=least, most=most))
+    """Return a dataclass field for an integer, or None if that is its default."""
+    return _declare(default, OptionSpec(help, "integer", least=least, most=most))
 
 
 def flag_option(help: str) -> Any:
-    """A field that is off unless it is asked for."""
+    """Return a dataclass field for a flag that is off by default."""
     return _declare(False, OptionSpec(help, "flag"))
 
 
 def custom_option(default: Any, help: str, values: str) -> Any:
-    """A field whose class checks it."""
+    """Return a dataclass field whose class validates it."""
     return _declare(default, OptionSpec(help, values=values))
 
 
@@ -110,36 +115,36 @@ def _declare(default: Any, declared: OptionSpec) -> Any:
     return field(default=default, metadata={"declared": declared})
 
 
-def option_specs(kind: Any) -> dict[str, tuple[Field[Any], OptionSpec]]:
-    """The options that a dataclass declares, by name."""
+def option_specs(options: Any) -> dict[str, tuple[Field[Any], OptionSpec]]:
+    """Return the fields and declarations of a dataclass's options by name."""
     return {
-        one.name: (one, one.metadata["declared"])
-        for one in fields(kind)
-        if "declared" in one.metadata
+        option.name: (option, option.metadata["declared"])
+        for option in fields(options)
+        if "declared" in option.metadata
     }
 
 
-def format_default(one: Field[Any]) -> str:
-    """An option's default as a user reads it, nothing where none is needed."""
-    default = one.default
+def format_default(option: Field[Any]) -> str:
+    """Return an option's default for display; empty if it has none."""
+    default = option.default
     return "" if default is None or default is False or default == () else f"{default}"
 
 
 def validate_options(options: Any) -> None:
-    """Check a frozen dataclass's declared fields in place; None becomes the default."""
+    """Validate a frozen dataclass's options in place; None becomes the default."""
     for name, (its_field, declared) in option_specs(options).items():
         value = getattr(options, name)
         if value is None:
             value = its_field.default
         if value is not None:
-            value = declared.checked(name, value)
+            value = declared.validate(name, value)
         object.__setattr__(options, name, value)
 
 
-def suggest(name: str, known: Iterable[str]) -> str:
-    """A hint for a name that is not known: "; did you mean '...'?", or nothing."""
-    near = difflib.get_close_matches(name, known, 1)
-    return f"; did you mean '{near[0]}'?" if near else ""
+def suggest(name: str, names: Iterable[str]) -> str:
+    """Return "; did you mean '...'?" for an unknown name, or an empty string."""
+    matches = difflib.get_close_matches(name, names, 1)
+    return f"; did you mean '{matches[0]}'?" if matches else ""
 
 
 def check_integer(
@@ -147,23 +152,30 @@ def check_integer(
 ) -> int:
     """Return `value` as an integer within limits.
 
+    Args:
+        name: Name of the value in error messages.
+        value: The value.
+        least: Smallest integer, inclusive.
+        most: Largest integer, inclusive; None is unlimited.
+        option: The error's `option`; by default `name`.
+
     Raises:
-        OptionError: If it is anything else; its option is `option`, by default `name`.
+        OptionError: If the value is not an integer or out of range.
     """
     limits = f"at least {least}" if most is None else f"between {least} and {most}"
     try:
-        found = operator.index(value)  # type: ignore[arg-type]
+        integer = operator.index(value)  # type: ignore[arg-type]
     except TypeError as error:
         raise OptionError(
-            f"{name} must be a whole number {limits}, got {shorten(value)}", option or name
+            f"{name} must be an integer {limits}, got {shorten(value)}", option or name
         ) from error
-    if found < least or (most is not None and found > most):
-        raise OptionError(f"{name} must be {limits}, got {found}", option or name)
-    return found
+    if integer < least or (most is not None and integer > most):
+        raise OptionError(f"{name} must be {limits}, got {integer}", option or name)
+    return integer
 
 
 def check_number(name: str, value: object, option: str | None = None) -> None:
-    """Raise OptionError for what is no real number."""
+    """Raise OptionError if a value is not a real number."""
     try:
         if not isinstance(value, Real):
             raise TypeError
@@ -175,5 +187,5 @@ def check_number(name: str, value: object, option: str | None = None) -> None:
 
 
 def shorten(value: object) -> str:
-    """A value as an error shows it, however long it is."""
+    """Return a value's representation, truncated for an error message."""
     return repr(value[:20]) if isinstance(value, str) else repr(value)[:20]

@@ -1,7 +1,6 @@
-"""A pair on a Ray cluster: batches of `ray.data`, and an application of Ray Serve.
+"""Speculative decoding on Ray: an actor class for `ray.data` and an application for Ray Serve.
 
-Ray itself is imported by its absolute name, which finds it though this module is called so, too,
-and only where it is needed.
+Ray is imported only when needed; `import ray` in this file is the package, not this module.
 """
 
 from __future__ import annotations
@@ -24,24 +23,28 @@ if TYPE_CHECKING:
 
 
 class Generate:
-    """Continues the prompts of batches; an actor holds one set of weights.
+    """Actor class for `ray.data.Dataset.map_batches` that generates text for prompts.
 
         prompts.map_batches(specedge.ray.Generate, fn_constructor_kwargs={"bundle": "/shared/pair"},
                             batch_size=4, concurrency=2, num_cpus=4)
 
-    `bundle` is a folder that each node has at that place, by default the pair that comes with
-    specedge. `device`, `draft_device`, `ops` and `threads`, by default the actor's CPUs, are those
-    of `specedge.load`. What remains are options of all prompts, as of `Pipeline.generate`.
+    A batch has a column `prompt` (text or lists of token ids) or `messages`, and optionally columns
+    named like the options of `Pipeline.generate`; null selects the default. It is returned with
+    three more columns: `result` (a line of JSON as written by `specedge generate --prompts`),
+    `generated_text` and `error`, one of which is null. A row with invalid values gets an error;
+    other rows are not affected.
 
-    A batch has a column `prompt` (text, or lists of token ids) or `messages`, and may have columns
-    of options by their names, where null is not given, nor within an object. A prompt is drawn with
-    its own `seed`, else with `seed` + its `index`, a column that must be there then. Columns stay
-    as they are, and three come new: `result`, a line of JSON as `specedge generate --prompts`
-    writes it, `generated_text`, and `error`, one of which is null. A row whose values cannot be
-    has that as its error, and the others go on.
+    A row is sampled with its own `seed`, or with `seed` plus its `index`, a column that is required
+    then. The number of draft tokens is the bundle's unless specified: an adaptive number would make
+    texts depend on the speed of each machine. `remember` is refused for the same reason.
 
-    `num_draft_tokens` is the bundle's own K unless it is given: to choose it by the clock would let
-    a text depend on the machine that it was drawn on. `remember` is refused for the same reason.
+    Args:
+        bundle: Folder of a bundle, at the same path on each node; None is the embedded pair.
+        device: Device of the target, as in `specedge.load`.
+        draft_device: Device of the draft model; None is the target's.
+        threads: CPU threads; None is the number of CPUs assigned to the actor.
+        ops: Op set, as in `specedge.load`.
+        **request: Options of all prompts, as in `Pipeline.generate`.
     """
 
     def __init__(
@@ -55,53 +58,55 @@ class Generate:
         **request: Any,
     ) -> None:
         self._request = dataclasses.asdict(build_request(**request))
-        self.pipeline = loaded(bundle, device, draft_device, threads, ops)
-        fixed({**self._request}, self.pipeline.bundle.num_draft_tokens)  # refuses what cannot be
-        self._told = self.pipeline.bundle.digest(), ops
+        self.pipeline = load_pipeline(bundle, device, draft_device, threads, ops)
+        fix_draft_length({**self._request}, self.pipeline.bundle.num_draft_tokens)  # validates
+        self._fingerprint = self.pipeline.bundle.digest(), ops
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        found = [self._answered(facts) for facts in self._rows(batch)]
+        """Return the batch with the columns `result`, `generated_text` and `error`."""
+        results = [self._generate(row) for row in self._rows(batch)]
         return batch | {
-            "result": [json.dumps(one, ensure_ascii=False) for one in found],
-            "generated_text": [one.get("text") for one in found],
-            "error": [one.get("error") for one in found],
+            "result": [json.dumps(result, ensure_ascii=False) for result in results],
+            "generated_text": [result.get("text") for result in results],
+            "error": [result.get("error") for result in results],
         }
 
     def _rows(self, batch: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-        """What each row gives."""
+        """Yield the values of each row, without nulls."""
         if not batch.keys() & {"prompt", "messages"}:
             raise ValueError(f"a batch needs a column prompt or messages, got {', '.join(batch)}")
         if self._request["seed"] is not None and not batch.keys() & {"index", "seed"}:
-            raise ValueError("a seed needs a column index: prompt i is drawn with seed + i")
-        names = [
-            *(option_specs(GenerationRequest).keys() | {"id", "index", "prompt", "messages"})
-            & {*batch}
-        ]
+            raise ValueError("a seed needs a column index: prompt i is sampled with seed + i")
+        columns = option_specs(GenerationRequest).keys() | {"id", "index", "prompt", "messages"}
+        names = [*(columns & {*batch})]
         for row in zip(*(batch[name] for name in names), strict=True):
-            facts = {name: _whole(_plain(value)) for name, value in zip(names, row, strict=True)}
-            yield {name: value for name, value in facts.items() if value is not None}
+            values = {
+                name: _restore_integer(_to_python(value))
+                for name, value in zip(names, row, strict=True)
+            }
+            yield {name: value for name, value in values.items() if value is not None}
 
-    def _answered(self, facts: dict[str, Any]) -> dict[str, Any]:
+    def _generate(self, row: dict[str, Any]) -> dict[str, Any]:
         try:
-            item = self._item(facts)
+            item = self._item(row)
         except (ValueError, SpecEdgeError) as error:
-            index, id_ = facts.get("index"), facts.get("id")
+            index, id_ = row.get("index"), row.get("id")
             index = index if type(index) is int else 0
             id_ = id_ if type(id_) in (str, int) else None
             return failed(Item(index, id_, None, None, {}), str(error))
         return answered(self.pipeline, item)
 
-    def _item(self, facts: dict[str, Any]) -> Item:
-        index, seed = check_integer("index", facts.get("index", 0), 0), self._request["seed"]
-        if seed is not None and not facts.keys() & {"index", "seed"}:
-            raise ValueError("a seed needs an index: prompt i is drawn with seed + i")
-        own = {} if seed is None else {"seed": seed_of(seed, index)}
-        item = item_of(index, facts, self._request | own)
-        fixed(item.request, self.pipeline.bundle.num_draft_tokens)
-        return dataclasses.replace(item, asked=asked_of(item, *self._told))
+    def _item(self, row: dict[str, Any]) -> Item:
+        index, seed = check_integer("index", row.get("index", 0), 0), self._request["seed"]
+        if seed is not None and not row.keys() & {"index", "seed"}:
+            raise ValueError("a seed needs an index: prompt i is sampled with seed + i")
+        seeds = {} if seed is None else {"seed": seed_of(seed, index)}
+        item = item_of(index, row, self._request | seeds)
+        fix_draft_length(item.request, self.pipeline.bundle.num_draft_tokens)
+        return dataclasses.replace(item, asked=asked_of(item, *self._fingerprint))
 
 
-def loaded(
+def load_pipeline(
     bundle: str | os.PathLike[str] | None,
     device: str,
     draft_device: str | None,
@@ -110,13 +115,11 @@ def loaded(
     slots: int = 1,
     max_length: int | None = None,
 ) -> Pipeline:
-    """A pair in an actor, with a thread for each CPU, where a model is on them, and a pool that its
-    sessions share.
-    """
+    """Load a bundle in an actor, with a thread for each CPU that Ray assigned to it."""
     from specedge.bundle import store
     from specedge.runtime.requests.loading import load
 
-    num_cpus = _num_cpus() if {"cpu", AUTO} & {device, draft_device or device} else None
+    num_cpus = _assigned_cpus() if {"cpu", AUTO} & {device, draft_device or device} else None
     return load(
         bundle or store.embedded_folder(),
         device,
@@ -129,17 +132,28 @@ def loaded(
     )
 
 
-def fixed(request: dict[str, Any], num_draft_tokens: int) -> bool:
-    """Let nothing of a request depend on clocks, or on what ran before; whether K was left open."""
+def fix_draft_length(request: dict[str, Any], num_draft_tokens: int) -> bool:
+    """Make a request independent of the machine and of earlier requests.
+
+    Args:
+        request: Options of a `GenerationRequest`, changed in place.
+        num_draft_tokens: Number of draft tokens that replaces "auto".
+
+    Returns:
+        True if the request left the number of draft tokens open.
+
+    Raises:
+        SpecEdgeError: If the request drafts from earlier outputs.
+    """
     if request.get("remember"):
         raise SpecEdgeError(
-            "remember lets a text's drafts depend on the texts before it, which other actors may "
-            "have; leave it out"
+            "remember makes drafts depend on earlier outputs, which other actors may have "
+            "generated; omit it"
         )
-    left_open = request["num_draft_tokens"] in (AUTO, None) and request.get("replay") is None
-    if left_open:
+    is_open = request["num_draft_tokens"] in (AUTO, None) and request.get("replay") is None
+    if is_open:
         request["num_draft_tokens"] = num_draft_tokens
-    return left_open
+    return is_open
 
 
 def deployment(
@@ -156,56 +170,68 @@ def deployment(
     max_replicas: int | None = None,
     **options: Any,
 ) -> Any:
-    """An application for `ray.serve.run`: the server of `specedge serve` in each replica.
+    """Return a Ray Serve application with the server of `specedge serve` in each replica.
 
-    `bundle` is a folder on each node, by default the pair that comes with specedge. A replica is
-    as `specedge serve` with these `slots` and `max_length`; `settings` are
-    `specedge.serve.app.ServerSettings`. There are `num_replicas`, or from so many to
-    `max_replicas` by the queue: as many as have a request a slot. `options` are those of
-    `ray.serve.deployment`; `ray_actor_options` reserve a CPU for each of `threads`, and a GPU where
-    the device is one.
+    Args:
+        bundle: Folder of a bundle, at the same path on each node; None is the embedded pair.
+        slots: Concurrent requests of a replica.
+        max_length: Limit of a text in tokens, prompt included; None is the context length.
+        device: Device of the target, as in `specedge.load`.
+        draft_device: Device of the draft model; None is the target's.
+        threads: CPU threads, which Ray reserves; None is 1.
+        ops: Op set, as in `specedge.load`.
+        settings: ServerSettings of the server.
+        num_replicas: Number of replicas, or the smallest number if `max_replicas` is specified.
+        max_replicas: Largest number of replicas, scaled by requests per slot.
+        **options: Options of `ray.serve.deployment`.
+
+    Raises:
+        MissingExtraError: If Ray or the server's packages are not installed.
     """
-    serve = imported("ray.serve")
+    serve = import_ray("ray.serve")
     try:
         from specedge.serve.app import ServerSettings, make_app
     except ModuleNotFoundError as error:
         raise MissingExtraError(
             f"{error.name} is not installed: pip install 'specedge[serve]'"
         ) from error
-    how = settings or ServerSettings()
+    server = settings or ServerSettings()
 
     def build() -> Any:
-        pipeline = loaded(bundle, device, draft_device, threads, ops, slots, max_length)
-        return make_app(pipeline, how)
+        pipeline = load_pipeline(bundle, device, draft_device, threads, ops, slots, max_length)
+        return make_app(pipeline, server)
 
-    number: dict[str, Any] = {"num_replicas": num_replicas}
+    scaling: dict[str, Any] = {"num_replicas": num_replicas}
     if max_replicas is not None:
-        number = {
+        scaling = {
             "autoscaling_config": {
                 "min_replicas": num_replicas,
                 "max_replicas": max_replicas,
                 "target_ongoing_requests": slots,
             }
         }
-    # The server itself says when its queue is full, in words that clients of OpenAI's API know.
-    usual = number | {
+    # The server reports a full queue itself, with the status and body of OpenAI's API.
+    defaults = scaling | {
         "name": "specedge",
-        "max_ongoing_requests": slots + how.max_waiting + 1,
-        "ray_actor_options": reserved(threads or 1, device, draft_device),
+        "max_ongoing_requests": slots + server.max_waiting + 1,
+        "ray_actor_options": actor_resources(threads or 1, device, draft_device),
     }
-    return serve.deployment(**usual | options)(serve.ingress(build)()).bind()
+    return serve.deployment(**defaults | options)(serve.ingress(build)()).bind()
 
 
-def reserved(threads: int, *devices: str | None) -> dict[str, Any]:
-    """What Ray sets aside for an actor."""
+def actor_resources(threads: int, *devices: str | None) -> dict[str, Any]:
+    """Return the resources that Ray reserves for an actor."""
     return {"num_cpus": threads, "num_gpus": 0 if {*devices} <= {"cpu", None} else 1}
 
 
-def imported(name: str) -> Any:
-    """Ray, or a module of it. Raises MissingExtraError."""
+def import_ray(name: str) -> Any:
+    """Import Ray or one of its modules, with usage statistics off unless enabled by the user.
+
+    Raises:
+        MissingExtraError: If it is not installed.
+    """
     import importlib
 
-    # Ray reports its use to its makers unless told otherwise before a cluster is started.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
         return importlib.import_module(name)
@@ -215,33 +241,31 @@ def imported(name: str) -> Any:
         ) from error
 
 
-def _num_cpus() -> int | None:
-    """The CPUs that Ray has set aside for this actor, as far as there are so many; None outside of
-    one.
-    """
+def _assigned_cpus() -> int | None:
+    """Return the CPUs assigned to this actor, at most those available; None outside of an actor."""
     ray = sys.modules.get("ray")
     if ray is None or not ray.is_initialized():
         return None
-    claimed = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
+    assigned = int(ray.get_runtime_context().get_assigned_resources().get("CPU", 0))
     from specedge.cpu_count import cpu_count
 
-    return min(claimed, cpu_count()) or None
+    return min(assigned, cpu_count()) or None
 
 
-def _whole(value: Any) -> Any:
-    """A whole number as such: with a null beside it, a column of them is of floats."""
+def _restore_integer(value: Any) -> Any:
+    """Return an integer for a float without fraction: columns with nulls become floats."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
-def _plain(value: Any) -> Any:
-    """A value of a batch, arrays and what they hold as lists, not a number as None.
+def _to_python(value: Any) -> Any:
+    """Return arrays as lists and NaN as None.
 
-    Objects of a column have all the keys that any of them has, with null for those that they lack.
+    Structs of a column have the keys of all its rows, with null for those that a row lacks.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, Mapping):
-        found = {key: _plain(one) for key, one in value.items()}
-        return {key: one for key, one in found.items() if one is not None}
+        entries = {key: _to_python(entry) for key, entry in value.items()}
+        return {key: entry for key, entry in entries.items() if entry is not None}
     if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
+        return [_to_python(entry) for entry in value]
     return None if isinstance(value, float) and value != value else value

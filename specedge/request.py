@@ -1,4 +1,4 @@
-"""What a caller may ask for beside the prompt. Standard library only, as `options`."""
+"""Options of a generation request. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .sampling_options import LENIENT_COUPLING, MAX_DRAFT_TOKENS, Sampling, Samp
 from .strict_json import JsonError, parse
 
 MAX_MATCH = 64
-NGRAM = "ngram:"  # and a file's name
+NGRAM = "ngram:"  # followed by a file name
 MAX_REPLAYED_ROUNDS = 2**20
 GRAMMARS = ("json_schema", "regex", "grammar")  # at most one of these
 MAX_GRAMMAR_LENGTH = 2**18  # characters
 
 
 class DrafterName(NameEnum):
-    """What drafts, or who chooses it; NGRAM and a file's name is one more."""
+    """Built-in drafters; `NGRAM` followed by a file name is another."""
 
     AUTO = "auto"
     MODEL = "model"
@@ -50,81 +50,75 @@ class Coupling(NameEnum):
 AUTO = DrafterName.AUTO
 COPYING = (AUTO, DrafterName.LOOKUP, DrafterName.CHAIN)
 REMEMBERING = (AUTO, DrafterName.SUFFIX, DrafterName.CHAIN)
-PLAIN = "plain"  # what rounds that draft nothing have in a drafter's place
+PLAIN = "plain"  # drafter of rounds of plain decoding
 
-PlannedRounds = tuple[str, int, int]  # a drafter, K, and how many rounds in a row
+PlannedRounds = tuple[str, int, int]  # drafter, K, number of rounds
 
 
 @dataclass(frozen=True)
 class GenerationRequest(SamplingRules):
-    """What a caller asks for beside the prompt, as `Pipeline.generate` explains it.
+    """Options of a generation request, documented at `Pipeline.generate`.
 
-    `num_draft_tokens` is "auto" (as None is) or fixed; 0 is plain decoding. `replay` repeats the
-    drafter and K of each round of an earlier run, `Generation.plan`. `special_tokens` lets a prompt
-    or a message that spells a special token have it; else that is text as any other.
+    `num_draft_tokens` is "auto" (also None) or fixed; 0 is plain decoding. `replay` repeats the
+    drafter and K of each round of an earlier run (`Generation.plan`). `special_tokens` encodes
+    special tokens in prompts and messages as such; otherwise they are plain text.
 
-    Above temperature 0 `coupling` "gumbel" makes the text depend on the seed alone, not on what
-    drafts; `choice` tells several texts of one seed apart.
+    Above temperature 0, `coupling` "gumbel" makes the text depend on the seed only, not on the
+    drafter; `choice` selects one of several texts of a seed.
 
-    `json_schema`, an object or its JSON text, `regex` or `grammar`, in Lark's syntax, is what the
-    text must follow, as llguidance reads it; a text that is cut follows it as far as it goes.
+    `json_schema` (an object or its JSON text), `regex` or `grammar` (Lark syntax) constrain the
+    text, as interpreted by llguidance; a truncated text is a prefix of a valid one.
 
-    None is an option's default. An invalid value is an OptionError with the option's name.
+    None selects an option's default. An invalid value raises OptionError with the option's name.
     """
 
-    max_new_tokens: int = integer_option(128, "Generate at most this many tokens.", 1)
-    seed: int | None = integer_option(
-        None, "Repeat an earlier run; else a fresh one is drawn.", -(2**64), 2**64
-    )
+    max_new_tokens: int = integer_option(128, "Maximum number of new tokens.", 1)
+    seed: int | None = integer_option(None, "Random seed.  [default: random]", -(2**64), 2**64)
     coupling: str = custom_option(
         Coupling.RESIDUAL.value,
-        "Accept draft tokens by this rule; with gumbel the text depends on the seed alone.",
+        "Acceptance rule; with gumbel the text depends on the seed only.",
         " or ".join(Coupling),
     )
-    choice: int = integer_option(
-        0, "With coupling gumbel, write this one of the texts of a seed.", 0, 2**32
-    )
+    choice: int = integer_option(0, "Index of the text of a seed, for coupling gumbel.", 0, 2**32)
     num_draft_tokens: int | str | None = custom_option(
         AUTO,
-        "Draft this many tokens a round, or as many as pay; 0 is plain decoding.",
+        "Draft tokens per round; 0 is plain decoding.",
         f"auto, or 0 to {MAX_DRAFT_TOKENS}",
     )
-    stop: str | Sequence[str] = custom_option((), "End before this text.", "texts")
-    ignore_eos: bool = flag_option("Do not stop at end tokens.")
+    stop: str | Sequence[str] = custom_option((), "Stop before this text.", "texts")
+    ignore_eos: bool = flag_option("Continue after end-of-text tokens.")
     logprobs: int | None = integer_option(
-        None, "Give the tokens' log-probabilities, and those of the N likeliest."
+        None, "Return log-probabilities of the tokens and of the N likeliest."
     )
     drafter: Any = custom_option(
         AUTO,
-        f"Draft with {', '.join(DrafterName)} or {NGRAM}FILE.",
+        f"Drafter: {', '.join(DrafterName)}, or {NGRAM}FILE.",
         "a name; in the API also an object",
     )
     lookup_min: int | None = integer_option(
-        None, "Copy after matches of at least this many tokens; else 2.", 1, MAX_MATCH
+        None, "Shortest match of prompt lookup in tokens.  [default: 2]", 1, MAX_MATCH
     )
     lookup_max: int | None = integer_option(
-        None, "Tell matches apart up to this many tokens; else 5.", 1, MAX_MATCH
+        None, "Longest match of prompt lookup in tokens.  [default: 5]", 1, MAX_MATCH
     )
     remember: bool = flag_option(
-        "Draft from earlier outputs that were remembered, and remember this one."
+        "Draft from remembered outputs of earlier requests, and remember this one."
     )
-    exact: bool = flag_option(
-        "At temperature 0, decide near-ties as plain decoding does on this device."
-    )
+    exact: bool = flag_option("Resolve near-ties at temperature 0 exactly as plain decoding does.")
     replay: Sequence[Sequence[Any]] | None = custom_option(
         None, "Repeat the drafter and K of each round of an earlier run.", "Generation.plan"
     )
     special_tokens: bool = flag_option(
-        "Let text that spells a special token control the model; else it is text."
+        "Encode special tokens in prompts as such, not as plain text."
     )
 
     json_schema: str | Mapping[str, Any] | None = custom_option(
-        None, "Write JSON of this schema only.", "a schema, or its JSON text"
+        None, "Constrain the output to JSON of this schema.", "a schema, or its JSON text"
     )
     regex: str | None = custom_option(
-        None, "Write only what this regular expression matches.", "text"
+        None, "Constrain the output to this regular expression.", "text"
     )
-    grammar: str | None = custom_option(None, "Write only what this Lark grammar allows.", "text")
+    grammar: str | None = custom_option(None, "Constrain the output to this Lark grammar.", "text")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -138,7 +132,7 @@ class GenerationRequest(SamplingRules):
             )
         if isinstance(k := self.num_draft_tokens, str) and k != AUTO:
             raise OptionError(
-                f"num_draft_tokens must be 'auto' or a whole number between 0 and "
+                f"num_draft_tokens must be 'auto' or an integer between 0 and "
                 f"{MAX_DRAFT_TOKENS}, got {shorten(k)}",
                 "num_draft_tokens",
             )
@@ -147,26 +141,27 @@ class GenerationRequest(SamplingRules):
         if self.replay is not None:
             if self.num_draft_tokens != AUTO:
                 raise OptionError(
-                    "a replay has its own num_draft_tokens; leave that out", "num_draft_tokens"
+                    "a replay has its own num_draft_tokens; omit the option", "num_draft_tokens"
                 )
             self._set("replay", _planned(self.replay))
         self._set("stop", _stop_strings(self.stop))
         if self.exact and self.temperature != 0:
             raise OptionError(
-                "exact is for temperature 0, where a last bit can turn a choice; a drawn text "
-                "follows the target's distribution as it is",
+                "exact applies to temperature 0 only, where rounding can change the largest logit",
                 "exact",
             )
         _check_drafter(self.drafter)
         for name in ("lookup_min", "lookup_max"):
             if getattr(self, name) and self.drafter not in COPYING:
-                raise OptionError(f"{name} is for the drafters lookup and chain", name)
+                raise OptionError(f"{name} applies to the drafters lookup and chain only", name)
             if getattr(self, name) and self.remember:
                 raise OptionError(
-                    f"{name} is for lookup, which remembers nothing; leave one out", name
+                    f"{name} applies to lookup, which does not use remember; omit one of them", name
                 )
         if self.remember and self.drafter not in REMEMBERING:
-            raise OptionError("remember is for the drafters suffix, chain and auto", "remember")
+            raise OptionError(
+                "remember applies to the drafters suffix, chain and auto only", "remember"
+            )
         if self.lookup_min and self.lookup_max and self.lookup_min > self.lookup_max:
             raise OptionError(
                 f"lookup_min must be at most lookup_max, got {self.lookup_min} and "
@@ -184,65 +179,67 @@ class GenerationRequest(SamplingRules):
             raise OptionError(LENIENT_COUPLING, "coupling")
         if self.choice and self.coupling != Coupling.GUMBEL:
             raise OptionError(
-                "choice is for coupling 'gumbel'; without it take another seed", "choice"
+                "choice applies to coupling 'gumbel' only; otherwise use another seed", "choice"
             )
 
     def _check_grammar(self) -> None:
         self._set("json_schema", _schema(self.json_schema))
-        given = [name for name in GRAMMARS if getattr(self, name) is not None]
-        if len(given) > 1:
+        names = [name for name in GRAMMARS if getattr(self, name) is not None]
+        if len(names) > 1:
             raise OptionError(
-                f"{given[1]} and {given[0]} cannot both be given; leave one out", given[1]
+                f"{names[1]} and {names[0]} cannot be combined; omit one of them", names[1]
             )
-        for name in given:
+        for name in names:
             text = getattr(self, name)
             if not isinstance(text, str) or not text:
-                raise OptionError(
-                    f"{name} must be text that is not empty, got {shorten(text)}", name
-                )
+                raise OptionError(f"{name} must be non-empty text, got {shorten(text)}", name)
             if len(text) > MAX_GRAMMAR_LENGTH:
                 raise OptionError(f"{name} must have at most {MAX_GRAMMAR_LENGTH} characters", name)
             if self.ignore_eos:
                 raise OptionError(
-                    f"{name} needs the end tokens, with which a text that follows it ends; leave "
-                    "ignore_eos out",
+                    f"{name} needs end tokens to finish a text; omit ignore_eos",
                     name,
                 )
 
     @property
     def grammar_given(self) -> tuple[str, str] | None:
-        """What the text must follow, if anything: the option's name, and its text."""
-        given = ((name, getattr(self, name)) for name in GRAMMARS)
-        return next(((name, text) for name, text in given if text is not None), None)
+        """Name and text of the option that constrains the text, or None."""
+        options = ((name, getattr(self, name)) for name in GRAMMARS)
+        return next(((name, text) for name, text in options if text is not None), None)
 
     @property
     def fixed_k(self) -> int | None:
-        """K, or None where rounds are planned or replayed."""
+        """Number of draft tokens, or None if rounds are planned or replayed."""
         k = self.num_draft_tokens
         return k if isinstance(k, int) else None
 
     def sampling(
         self, bad_words: Iterable[Sequence[int]] = (), end_tokens: Iterable[int] = ()
     ) -> Sampling:
-        """How the next token is drawn, given this request's bad words as token ids."""
+        """Return the sampling options, with bad words and end tokens as token ids."""
         rules: dict[str, Any] = {
             field.name: getattr(self, field.name) for field in fields(SamplingRules)
         }
-        given = {"bad_words": tuple(bad_words), "end_tokens": tuple(end_tokens)}
-        return Sampling(**rules | given)
+        token_options = {"bad_words": tuple(bad_words), "end_tokens": tuple(end_tokens)}
+        return Sampling(**rules | token_options)
 
 
 def build_request(**options: Any) -> GenerationRequest:
-    """A request; TypeError for an option that there is not."""
-    known = option_specs(GenerationRequest)
+    """Return a request.
+
+    Raises:
+        TypeError: If an option is unknown.
+        OptionError: If a value is invalid.
+    """
+    specs = option_specs(GenerationRequest)
     for name in options:
-        if name not in known:
-            raise TypeError(f"there is no option '{name}'{suggest(name, known)}")
+        if name not in specs:
+            raise TypeError(f"unknown option '{name}'{suggest(name, specs)}")
     return GenerationRequest(**options)
 
 
 class RequestOptions(TypedDict, total=False):
-    """The names and types of `Request`'s fields beside `max_new_tokens` and `temperature`."""
+    """Types of the request options except `max_new_tokens` and `temperature`."""
 
     top_k: int
     top_p: float
@@ -275,19 +272,19 @@ class RequestOptions(TypedDict, total=False):
 
 
 def _schema(schema: object) -> str | None:
-    """Return a schema as JSON text; OptionError for what is no JSON object."""
+    """Return a JSON schema as text; raise OptionError unless it is a JSON object."""
     if schema is None:
         return None
     try:
         text = schema if isinstance(schema, str) else json.dumps(schema, allow_nan=False)
-        facts = parse(text)
+        value = parse(text)
     except JsonError as error:
         raise OptionError(f"json_schema is {error}", "json_schema") from error
     except (TypeError, ValueError, RecursionError) as error:
         raise OptionError(
-            f"json_schema cannot be written as JSON: {error}", "json_schema"
+            f"json_schema cannot be converted to JSON: {error}", "json_schema"
         ) from error
-    if not isinstance(facts, dict):
+    if not isinstance(value, dict):
         raise OptionError(f"json_schema must be an object, got {shorten(text)}", "json_schema")
     return text
 
@@ -295,18 +292,19 @@ def _schema(schema: object) -> str | None:
 def _planned(rounds: object) -> tuple[PlannedRounds, ...]:
     if not isinstance(rounds, list | tuple) or not rounds:
         raise OptionError(
-            "replay must be a list of rounds: a drafter, its K, and how many in a row", "replay"
+            "replay must be a list of [drafter, K, number of rounds] in a row", "replay"
         )
-    found = tuple(map(_planned_rounds, rounds))
-    if sum(times for _, _, times in found) > MAX_REPLAYED_ROUNDS:
+    planned = tuple(map(_planned_rounds, rounds))
+    if sum(times for _, _, times in planned) > MAX_REPLAYED_ROUNDS:
         raise OptionError(f"replay must have at most {MAX_REPLAYED_ROUNDS} rounds", "replay")
-    return found
+    return planned
 
 
 def _planned_rounds(rounds: object) -> PlannedRounds:
     if not isinstance(rounds, list | tuple) or len(rounds) != 3 or not isinstance(rounds[0], str):
         raise OptionError(
-            f"rounds of a replay are [drafter, K, how many], got {str(rounds)[:40]}", "replay"
+            f"an entry of replay must be [drafter, K, number of rounds], got {str(rounds)[:40]}",
+            "replay",
         )
     k = check_integer("K of a replay", rounds[1], 0, MAX_DRAFT_TOKENS, "replay")
     times = check_integer(
@@ -320,7 +318,7 @@ def _check_drafter(drafter: object) -> None:
         ours = all(callable(getattr(drafter, name, None)) for name in ("propose", "truncate"))
         if not (ours and isinstance(getattr(drafter, "name", None), str)):
             raise OptionError(
-                f"drafter must be a name or an object with name, propose and truncate, "
+                f"drafter must be a name, or an object with name, propose and truncate, "
                 f"got {str(drafter)[:40]}",
                 "drafter",
             )

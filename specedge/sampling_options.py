@@ -1,6 +1,4 @@
-"""What shapes the distribution of the next token. Standard library only, so that every room can
-name it.
-"""
+"""Options that determine the distribution of the next token. Standard library only."""
 
 from __future__ import annotations
 
@@ -21,31 +19,29 @@ from .option_specs import (
 )
 
 MAX_DRAFT_TOKENS = 64
-MAX_EXPORTED_DRAFT_TOKENS = 16  # a row of the verify pass each
+MAX_EXPORTED_DRAFT_TOKENS = 16
 
 LogitBiases = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True)
 class SamplingFilters:
-    """The options that checkpoints and bundles recommend, in the order they are applied.
+    """Sampling options that checkpoints and bundles recommend, in order of application.
 
-    `temperature` 0 is greedy: the largest logit, the lowest id on ties. `top_k` 0, `top_p` 1 and
-    `min_p` 0 are off. `min_p` drops tokens less likely than `min_p` times the likeliest one.
+    Temperature 0 is greedy decoding: the largest logit, the lowest id on ties. `top_k` 0, `top_p` 1
+    and `min_p` 0 are off. `min_p` removes tokens less likely than `min_p` times the likeliest.
     """
 
-    temperature: float = number_option(
-        0.0, "Divide the logits by this; 0 takes the likeliest token.", least=0
-    )
-    top_k: int = integer_option(0, "Draw from the k likeliest tokens only; 0 is off.")
+    temperature: float = number_option(0.0, "Sampling temperature; 0 is greedy decoding.", least=0)
+    top_k: int = integer_option(0, "Sample from the k likeliest tokens; 0 is off.")
     top_p: float = number_option(
         1.0,
-        "Draw from the fewest likeliest tokens whose probability reaches p; 1 is off.",
+        "Sample from the smallest set of tokens with total probability p; 1 is off.",
         above=0,
         most=1,
     )
     min_p: float = number_option(
-        0.0, "Drop tokens less likely than this share of the likeliest; 0 is off.", least=0, most=1
+        0.0, "Minimum probability relative to the likeliest token; 0 is off.", least=0, most=1
     )
 
     def __post_init__(self) -> None:
@@ -53,56 +49,55 @@ class SamplingFilters:
 
     @property
     def greedy(self) -> bool:
-        """Whether the next token is the largest logit, with no randomness."""
+        """True if the next token is the one with the largest logit."""
         return self.temperature == 0
 
 
 @dataclass(frozen=True)
 class SamplingRules(SamplingFilters):
-    """Everything that shapes the distribution of the next token.
+    """All options that determine the distribution of the next token.
 
-    `typical_p` (1 is off) keeps the tokens whose surprise is nearest to the expected one, until
-    their probability reaches it.
+    `typical_p` (1 is off) keeps the tokens whose surprise is closest to the entropy, until their
+    probability reaches it.
 
-    Before the filters, logits are edited. `repetition_penalty` divides positive and multiplies
-    negative logits of tokens that are in the prompt or the output; `presence_penalty` is taken
-    from those of tokens in the output, `frequency_penalty` once for each time they are there.
-    `logit_bias` is added by token id. `bad_words`, sequences of token ids (and texts, in a
-    request), are never completed. No end token comes before `min_new_tokens` tokens.
+    Logits are modified before filtering. `repetition_penalty` divides positive and multiplies
+    negative logits of tokens in the prompt or the output; `presence_penalty` is subtracted from the
+    logits of tokens in the output, `frequency_penalty` once per occurrence. `logit_bias` is added
+    by token id. `bad_words`, sequences of token ids (or texts, in a request), are never completed.
+    No end token is generated before `min_new_tokens` tokens.
 
-    `lenience` b below 1 accepts a draft token if b u d(x) < t(x): more tokens a round, of another
-    distribution than the target's. At temperature 0 it changes nothing.
+    With `lenience` b below 1 a draft token is accepted if b u d(x) < t(x): more tokens per round,
+    from a distribution that is not the target's. It has no effect at temperature 0.
     """
 
     typical_p: float = number_option(
         1.0,
-        "Draw from the tokens of the most expected surprise whose probability reaches this; "
-        "1 is off.",
+        "Locally typical sampling with this total probability; 1 is off.",
         above=0,
         most=1,
     )
     repetition_penalty: float = number_option(
-        1.0, "Make tokens of the prompt and the output less likely, by division.", above=0
+        1.0, "Penalty for tokens in the prompt or output; 1 is off.", above=0
     )
     presence_penalty: float = number_option(
-        0.0, "Take this from the logits of tokens that are in the output.", least=-2, most=2
+        0.0, "Penalty for tokens that occur in the output.", least=-2, most=2
     )
     frequency_penalty: float = number_option(
         0.0,
-        "Take this from a token's logit for each time it is in the output.",
+        "Penalty for each occurrence of a token in the output.",
         least=-2,
         most=2,
     )
     logit_bias: Mapping[int, float] | LogitBiases = custom_option(
-        (), "Add a number to a token's logit.", "numbers from -100 to 100 by token id"
+        (), "Bias added to a token's logit.", "numbers from -100 to 100 by token id"
     )
     bad_words: str | Sequence[str | Sequence[int]] = custom_option(
-        (), "Never write this text, nor after a space.", "texts, or lists of token ids"
+        (), "Never generate this text.", "texts, or lists of token ids"
     )
-    min_new_tokens: int = integer_option(0, "Let no end token come before so many tokens.")
+    min_new_tokens: int = integer_option(0, "Minimum number of new tokens.")
     lenience: float = number_option(
         1.0,
-        "Below 1, accept more draft tokens, and give up the target's distribution: lossy.",
+        "Accept more draft tokens (below 1); lossy: changes the distribution.",
         above=0,
         most=1,
     )
@@ -114,7 +109,7 @@ class SamplingRules(SamplingFilters):
 
     @property
     def lossy(self) -> str | None:
-        """What makes drafting change the distribution of the text, None if nothing does."""
+        """The option that changes the distribution when drafting, or None."""
         return f"lenience {self.lenience:g}" if self.lenience < 1 and not self.greedy else None
 
     def _set(self, name: str, value: object) -> None:
@@ -122,32 +117,32 @@ class SamplingRules(SamplingFilters):
 
 
 class TokenConstraint(Protocol):
-    """Rules of which tokens may follow a text, such as a grammar."""
+    """Constraint on the next token, such as a grammar."""
 
     def banned(self, history: Any) -> Any:
-        """Whether each token cannot follow a `History`; an array. -> [V]"""
+        """Return a mask of the tokens that cannot follow a `History` [V]."""
 
     def forced(self, history: Any) -> int | None:
-        """The one token that can follow a `History`; None where several can, or it has ended."""
+        """Return the only token that can follow a `History`, or None."""
 
 
 class SharedNoise(Protocol):
-    """Noise by which every model chooses tokens, in place of drawing them."""
+    """Noise shared by draft and target, by which both choose tokens."""
 
     def choose(self, distribution: Any, position: int) -> int:
-        """Return the token that a `Distribution` chooses at a position of the text."""
+        """Return the token of a `Distribution` chosen at a position of the text."""
 
     def forget(self, length: int) -> None:
-        """Drop what is kept of the positions before `length`."""
+        """Drop the noise of positions before `length`."""
 
 
 @dataclass(frozen=True)
 class Sampling(SamplingRules):
-    """How the next token is drawn: `Rules`, with bad words as token ids alone.
+    """Sampling options with bad words as token ids.
 
-    `end_tokens` are what `min_new_tokens` holds back. As in transformers, a bad word that is one
-    end token does not count. `constraint` bans tokens by the text before them, of one request.
-    `noise`, of one request, couples draft and target above temperature 0.
+    `min_new_tokens` suppresses the `end_tokens`. As in transformers, a bad word that consists of
+    one end token is ignored. `constraint` and `noise` belong to one request; `noise` couples draft
+    and target above temperature 0.
     """
 
     end_tokens: tuple[int, ...] = ()
@@ -167,36 +162,36 @@ class Sampling(SamplingRules):
 
     @property
     def chooses(self) -> bool:
-        """Return True if a token is a function of its row and position, with nothing drawn."""
+        """True if the token is a function of its row and position, without random numbers."""
         return self.greedy or self.noise is not None
 
     @property
     def edits(self) -> bool:
-        """Whether logits are edited before they are filtered."""
+        """True if logits are modified before filtering."""
         options = self.counts or self.logit_bias or self.bad_words or self.min_new_tokens
         return bool(options or self.constraint)
 
     @property
     def counts(self) -> bool:
-        """Whether the distribution depends on which tokens are in the text, and how often."""
+        """True if the distribution depends on the tokens of the text and their counts."""
         penalties = (self.repetition_penalty, self.presence_penalty, self.frequency_penalty)
         return penalties != (1, 0, 0)
 
     @cached_property
     def bans(self) -> dict[int | None, list[tuple[int, ...]]]:
-        """Bad words by their last token but one, None for those of one token."""
-        found: dict[int | None, list[tuple[int, ...]]] = {}
+        """Bad words by their last token but one; None for single tokens."""
+        words: dict[int | None, list[tuple[int, ...]]] = {}
         ends = {(token,) for token in self.end_tokens}
         for word in self.bad_words:
             assert isinstance(word, tuple)
             if word not in ends:
-                found.setdefault(word[-2] if len(word) > 1 else None, []).append(word)
-        return found
+                words.setdefault(word[-2] if len(word) > 1 else None, []).append(word)
+        return words
 
 
 LENIENT_COUPLING = (
-    "coupling 'gumbel' accepts the target's own tokens alone, which lenience is to change; leave "
-    "one out"
+    "coupling 'gumbel' and lenience exclude each other: the coupled rule accepts only the target's "
+    "own tokens; omit one of them"
 )
 _BIAS = OptionSpec("", "number", least=-100, most=100)
 
@@ -204,40 +199,40 @@ _BIAS = OptionSpec("", "number", least=-100, most=100)
 def _biases(bias: Any) -> LogitBiases:
     try:
         pairs = bias.items() if isinstance(bias, Mapping) else [tuple(pair) for pair in bias]
-        found = [(_biased_token(token), value) for token, value in pairs]
+        biases = [(_biased_token(token), value) for token, value in pairs]
     except OptionError:
         raise
     except (TypeError, ValueError) as error:
         raise OptionError(
             f"logit_bias must map token ids to numbers, got {shorten(bias)}", "logit_bias"
         ) from error
-    if len(dict(found)) < len(found):
-        raise OptionError("logit_bias names a token twice", "logit_bias")
-    for token, value in found:
-        _BIAS.checked(f"logit_bias of token {token}", value, "logit_bias")
-    return tuple(sorted((token, float(value)) for token, value in found))
+    if len(dict(biases)) < len(biases):
+        raise OptionError("logit_bias has a token twice", "logit_bias")
+    for token, value in biases:
+        _BIAS.validate(f"logit_bias of token {token}", value, "logit_bias")
+    return tuple(sorted((token, float(value)) for token, value in biases))
 
 
 def _biased_token(token: object) -> int:
-    """A token id, also as the text that JSON makes of a key."""
+    """Return a token id, which may be a JSON key."""
     if isinstance(token, str) and token.isascii() and token.isdigit():
         token = int(token)
     return check_integer("a token of logit_bias", token, 0, option="logit_bias")
 
 
 def _bad_words(words: object) -> tuple[str | tuple[int, ...], ...]:
-    given = (words,) if isinstance(words, str) else words
-    if not isinstance(given, list | tuple):
+    texts = (words,) if isinstance(words, str) else words
+    if not isinstance(texts, list | tuple):
         raise OptionError(
-            f"bad_words must be texts or sequences of token ids, got {shorten(words)}", "bad_words"
+            f"bad_words must be texts or lists of token ids, got {shorten(words)}", "bad_words"
         )
-    return tuple(dict.fromkeys(_bad_word(word) for word in given))
+    return tuple(dict.fromkeys(_bad_word(word) for word in texts))
 
 
 def _bad_word(word: object) -> str | tuple[int, ...]:
     if not isinstance(word, str | list | tuple):
         raise OptionError(
-            f"a bad word must be text or a sequence of token ids, got {shorten(word)}", "bad_words"
+            f"a bad word must be text or a list of token ids, got {shorten(word)}", "bad_words"
         )
     if not word:
         raise OptionError("a bad word must not be empty", "bad_words")

@@ -1,7 +1,7 @@
-"""The hidden folder beside a bundle's place in which the bundle comes and goes.
+"""Staging folder beside a bundle's folder, in which the bundle is written or removed.
 
-Everything unfinished lies in it, with a lock that its export or removal holds: what has the folder
-but not the lock is left over and may go.
+An export or removal holds a lock in it. A staging folder whose lock is free was interrupted and may
+be removed.
 """
 
 from __future__ import annotations
@@ -15,20 +15,22 @@ from pathlib import Path
 import filelock
 
 SUFFIX = ".specedge-export"
-REPLACED = "old"  # a bundle that is being replaced; it comes back if its replacement never does
+REPLACED = "old"  # bundle that is being replaced, restored if that fails
 _LOCK = "lock"
 
 
-def staging_folder(place: Path) -> Path:
-    """Where the unfinished business of a bundle's place lies."""
-    return place.with_name(f".{place.name}{SUFFIX}")
+def staging_folder(folder: Path) -> Path:
+    """Return the path of the staging folder of a bundle's folder."""
+    return folder.with_name(f".{folder.name}{SUFFIX}")
 
 
 @contextlib.contextmanager
 def locked_folder(work: Path) -> Iterator[None]:
-    """Make such a folder, empty, hold its lock, and remove it in the end.
+    """Create an empty staging folder, hold its lock, and remove it at the end.
 
-    Raises TimeoutError where another process holds the lock, else OSError.
+    Raises:
+        TimeoutError: If another process holds the lock.
+        OSError: If the folder cannot be created.
     """
     lock = _acquired(work)
     try:
@@ -36,7 +38,7 @@ def locked_folder(work: Path) -> Iterator[None]:
         yield
     finally:
         clear_folder(work)
-        # Windows removes no open file; elsewhere the name must go before the lock is free.
+        # Windows cannot remove an open file; elsewhere remove it before releasing the lock.
         if os.name != "nt":
             (work / _LOCK).unlink(missing_ok=True)
         lock.release()
@@ -47,7 +49,7 @@ def locked_folder(work: Path) -> Iterator[None]:
 
 
 def _acquired(work: Path) -> filelock.BaseFileLock:
-    """The lock in a folder made for it; again if another process removes the folder meanwhile."""
+    """Return the lock; retry if another process removes the folder meanwhile."""
     for _ in range(9):
         with contextlib.suppress(FileExistsError, FileNotFoundError):
             return _acquired_once(work)
@@ -62,7 +64,7 @@ def _acquired_once(work: Path) -> filelock.BaseFileLock:
 
 
 def remove_stale_folders(parent: Path) -> list[Path]:
-    """Remove what killed exports and removals left in a folder; what still runs is left alone."""
+    """Remove interrupted staging folders below a folder and return their paths."""
     removed = []
     for work in sorted(parent.glob(f".*{SUFFIX}")):
         if work.is_symlink():
@@ -73,10 +75,10 @@ def remove_stale_folders(parent: Path) -> list[Path]:
 
 
 def clear_folder(work: Path) -> None:
-    """Remove everything but the lock; first put back a bundle whose replacement never came."""
-    place = work.with_name(work.name[1:].removesuffix(SUFFIX))
-    if (work / REPLACED).exists() and not place.exists():
-        os.rename(work / REPLACED, place)
+    """Remove all files but the lock, after restoring a bundle that was not replaced."""
+    folder = work.with_name(work.name[1:].removesuffix(SUFFIX))
+    if (work / REPLACED).exists() and not folder.exists():
+        os.rename(work / REPLACED, folder)
     for path in work.iterdir():
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Strict JSON in and out of dataclasses: every key present, none unknown, all types right."""
+"""Strict JSON parsing into dataclasses: every key required, none unknown, exact types."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import typing
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-MAX_INTEGER = 2**53  # a reader that keeps its numbers as doubles loses what is beyond
+MAX_INTEGER = 2**53  # larger integers are not exact as doubles
 
 
 class JsonError(ValueError):
-    """The text is not JSON, or not of the shape asked for; the message names the key.
+    """Invalid JSON, or JSON of another structure than expected; the message names the key.
 
-    A message quotes what others wrote, so it is cut and kept to one printable line.
+    A message quotes input, so it is truncated and restricted to one printable line.
     """
 
     def __init__(self, message: str) -> None:
@@ -25,7 +25,7 @@ class JsonError(ValueError):
 
 
 def parse(text: str) -> Any:
-    """JSON text to plain values; repeated keys and NaN are errors."""
+    """Parse JSON text; repeated keys and NaN are errors."""
     try:
         return json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
     except JsonError:
@@ -34,13 +34,13 @@ def parse(text: str) -> Any:
         raise JsonError(f"not valid JSON: {error}") from error
 
 
-def build(kind: type[T], value: Any, key: str = "") -> T:
-    """Plain JSON values to an object of type `kind`; `key` says where in the file we are."""
-    return typing.cast(T, _build(kind, value, key))
+def build(type_: type[T], value: Any, key: str = "") -> T:
+    """Build an object of type `type_` from JSON values; `key` is the path in the file."""
+    return typing.cast(T, _build(type_, value, key))
 
 
 def to_plain(value: Any) -> Any:
-    """Return a dataclass as values that json can write, the inverse of `build`."""
+    """Return a dataclass as values for `json.dumps`, the inverse of `build`."""
     if dataclasses.is_dataclass(value):
         return {key: to_plain(getattr(value, f.name)) for key, f in _keys(type(value)).items()}
     if isinstance(value, tuple):
@@ -51,9 +51,12 @@ def to_plain(value: Any) -> Any:
 
 
 def dump(value: Any, indent: int = 0, before: int = 0) -> str:
-    """JSON text for people, too: what fits on a line of 120 characters is on one.
+    """Return readable JSON text: values that fit 120 characters are on one line.
 
-    It begins `indent` levels deep, after `before` characters of its line.
+    Args:
+        value: JSON value.
+        indent: Nesting level.
+        before: Characters before the value on its line.
     """
     line = json.dumps(value, ensure_ascii=False)
     if indent + before + len(line) < 120 or not isinstance(value, list | dict) or not value:
@@ -68,31 +71,31 @@ def dump(value: Any, indent: int = 0, before: int = 0) -> str:
     return f"{begin}\n{' ' * (indent + 1)}{between.join(items)}\n{' ' * indent}{end}"
 
 
-def _build(kind: Any, value: Any, key: str) -> Any:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+def _build(type_: Any, value: Any, key: str) -> Any:
+    origin, arguments = typing.get_origin(type_), typing.get_args(type_)
     if origin is types.UnionType:
         if value is None and types.NoneType in arguments:
             return None
-        kinds = [a for a in arguments if a is not types.NoneType]
-        return _build(type(value) if type(value) in kinds else kinds[0], value, key)
+        types_ = [a for a in arguments if a is not types.NoneType]
+        return _build(type(value) if type(value) in types_ else types_[0], value, key)
     if origin is tuple:
         items = _expect(list, value, key)
         return tuple(_build(arguments[0], item, f"{key}[{i}]") for i, item in enumerate(items))
     if origin is dict:
         entries = _expect(dict, value, key)
         return {name: _build(arguments[1], e, f"{key}.{name}") for name, e in entries.items()}
-    if dataclasses.is_dataclass(kind):
-        return _build_dataclass(typing.cast(type, kind), _expect(dict, value, key), key)
-    if kind is float and type(value) is int and abs(value) < 1e300:
+    if dataclasses.is_dataclass(type_):
+        return _build_dataclass(typing.cast(type, type_), _expect(dict, value, key), key)
+    if type_ is float and type(value) is int and abs(value) < 1e300:
         return float(value)
-    if kind is float and type(value) is float and not math.isfinite(value):
+    if type_ is float and type(value) is float and not math.isfinite(value):
         raise JsonError(f"key '{key}' must be a finite number")
-    return _check_range(_expect(kind, value, key), key)
+    return _check_range(_expect(type_, value, key), key)
 
 
-def _build_dataclass(kind: type, value: dict[str, Any], key: str) -> Any:
-    hints = typing.get_type_hints(kind)
-    fields = _keys(kind)
+def _build_dataclass(type_: type, value: dict[str, Any], key: str) -> Any:
+    hints = typing.get_type_hints(type_)
+    fields = _keys(type_)
     prefix = f"{key}." if key else ""
     if missing := sorted(fields.keys() - value.keys()):
         raise JsonError(f"key '{prefix}{missing[0]}' is missing")
@@ -103,43 +106,43 @@ def _build_dataclass(kind: type, value: dict[str, Any], key: str) -> Any:
         for name, field in sorted(fields.items())
     }
     try:
-        return kind(**built)
+        return type_(**built)
     except JsonError:
         raise
     except ValueError as error:
         raise JsonError(f"key '{key}': {error}" if key else str(error)) from error
 
 
-def _keys(kind: type) -> dict[str, dataclasses.Field[Any]]:
+def _keys(type_: type) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of a dataclass by JSON key: the metadata's `key`, else the name."""
-    fields = dataclasses.fields(kind)
+    fields = dataclasses.fields(type_)
     return {field.metadata.get("key", field.name): field for field in fields if field.init}
 
 
-def _expect(kind: type, value: Any, key: str) -> Any:
-    if type(value) is not kind:
-        what = f"key '{key}'" if key else "the whole"
-        raise JsonError(f"{what} must be {_NAMES[kind]}, got {_shown(value)}")
+def _expect(type_: type, value: Any, key: str) -> Any:
+    if type(value) is not type_:
+        name = f"key '{key}'" if key else "the document"
+        raise JsonError(f"{name} must be {_NAMES[type_]}, got {_shown(value)}")
     return value
 
 
 def _check_range(value: Any, key: str) -> Any:
     if type(value) is int and abs(value) > MAX_INTEGER:
-        raise JsonError(f"key '{key}' must be at most 2^53 either way")
+        raise JsonError(f"key '{key}' must be between -2^53 and 2^53")
     if type(value) is str:
         _check_unicode(f"the text of key '{key}'", value)
     return value
 
 
-def _check_unicode(what: str, text: str) -> None:
+def _check_unicode(name: str, text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise JsonError(f"{what} has half of a surrogate pair, which is no character") from error
+        raise JsonError(f"{name} has an unpaired surrogate, which is not a character") from error
 
 
 def _shown(value: Any) -> str:
-    """A value for a message; one that is nested can be too deep to show."""
+    """Return a value for a message; a container is named by its type only."""
     if isinstance(value, list | dict):
         return _NAMES[type(value)]
     text = json.dumps(value)
@@ -161,14 +164,14 @@ def _printable(character: str) -> str:
 
 
 def _constant(name: str) -> NoReturn:
-    raise JsonError(f"{name} is not a number that JSON knows")
+    raise JsonError(f"{name} is not a JSON number")
 
 
 _NAMES = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "text",
+    str: "a string",
     bool: "true or false",
-    list: "a list",
+    list: "an array",
     dict: "an object",
 }

@@ -1,4 +1,4 @@
-"""Telemetry of ONNX Runtime, which its official packages collect."""
+"""Telemetry of ONNX Runtime, which its official packages enable by default."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ VARIABLE = "ORT_DISABLE_TELEMETRY"
 
 @contextmanager
 def disabled_telemetry() -> Iterator[None]:
-    """Let ONNX Runtime be imported without telemetry, unless the app has set the variable.
+    """Disable telemetry while ONNX Runtime is imported, unless the user has set the variable.
 
-    Its module reads the variable once, when it is imported; `disable_telemetry_events` comes too
-    late to keep it from writing files and starting a thread.
+    The module reads the variable once, on import; `disable_telemetry_events` is too late to prevent
+    files and a thread.
     """
     if VARIABLE in os.environ or "onnxruntime" in sys.modules:
         yield

@@ -1,3 +1,3 @@
-"""The version, where building can read it without importing anything else."""
+"""Version, readable by the build without importing the package."""
 
 __version__ = "0.1.0"

@@ -66,7 +66,7 @@ def test_a_batch_says_what_it_lacks():
         seeded({"prompt": ["a"]})
     with pytest.raises(ValueError, match="needs a column prompt or messages, got text"):
         seeded({"text": ["a"]})
-    with pytest.raises(TypeError, match="no option 'temprature'"):
+    with pytest.raises(TypeError, match="unknown option 'temprature'"):
         Generate(temprature=1)
 
 
@@ -95,11 +95,11 @@ BAD = [
     ("logit_bias", {(1, 2): 3}, "a token of logit_bias must be"),
     ("logit_bias", {"x": 1}, "a token of logit_bias must be"),
     ("json_schema", "{", "json_schema is not valid JSON"),
-    ("remember", True, "remember lets"),
+    ("remember", True, "remember makes"),
     ("replay", [["oracle", 1, 1]], "the replay has rounds of 'oracle'"),
     ("id", 1.5, "id must be text or a whole number"),
     ("id", b"a", "id must be text or a whole number"),
-    ("index", "first", "index must be a whole number"),
+    ("index", "first", "index must be an integer"),
     ("index", -1, "index must be at least 0"),
     ("prompt", None, "either 'prompt' or 'messages'"),
     ("prompt", 3.5, "prompt must be text or a list of token ids"),
@@ -127,7 +127,7 @@ def test_a_row_without_index_or_seed_is_an_error_beside_a_seed():
     batch = {"prompt": ["a"] * 3, "index": objects(4, None, None), "seed": objects(None, 9, None)}
     found = Generate(seed=1, temperature=1.0, max_new_tokens=1)(batch)
     assert found["error"][:2] == [None, None]
-    assert found["error"][2] == "a seed needs an index: prompt i is drawn with seed + i"
+    assert found["error"][2] == "a seed needs an index: prompt i is sampled with seed + i"
     assert [json.loads(one)["seed"] for one in found["result"][:2]] == [5, 9]
 
 

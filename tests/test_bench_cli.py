@@ -15,11 +15,12 @@ import pytest
 from click.testing import CliRunner
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
+pytest.importorskip("matplotlib", reason="needs the plot extra")
 
 from benchmark_runs import LOSING, PROMPTS, figures, measured, runs
 from specedge.benchmarks.summary import losing
-from specedge.cli import bench_output, bench_page, cli, svg
-from specedge.cli.bench_output import Report
+from specedge.cli import bench_output, bench_page, cli
+from specedge.cli.bench_output import BenchmarkReport
 
 FACTS = {"target": "big <b>", "draft": "small", "processor": "a processor", "threads": 2}
 FACTS |= {"ops": "gqa", "temperature": 0.0}
@@ -28,7 +29,7 @@ VOID = {"meta", "br", "link", "img", "hr", "input"}
 
 def report(found):
     some = figures(found)
-    return Report(FACTS, some, losing(some), PROMPTS, found.runs)
+    return BenchmarkReport(FACTS, some, losing(some), PROMPTS, found.runs)
 
 
 GAINING = measured(runs(draft=0.1, verify=1.2, accepted=80))
@@ -61,9 +62,9 @@ def check(page):
     checker.feed(page)
     checker.close()
     assert checker.open == []
-    assert checker.loads == []
+    assert all(value.startswith("#") for value in checker.loads)
     assert not {"script", "link", "img", "iframe"} & checker.tags
-    assert not re.search(r"https?:|url\(|@import", page)
+    assert not re.search(r"url\((?!#)|@import", page)
     drawn = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
     for one in drawn:
         ElementTree.fromstring(one)
@@ -73,7 +74,7 @@ def check(page):
 def test_the_page_is_well_formed_and_stands_alone():
     page = bench_page.page(report(GAINING))
     assert len(check(page)) == 3
-    for part in ("draft tokens a round, K", "position in the draft", "model, predicted", "rest"):
+    for part in ("draft tokens per round, K", "position in the draft", "model, predicted", "rest"):
         assert part in page
 
 
@@ -81,8 +82,6 @@ def test_the_pages_texts_are_escaped():
     page = bench_page.page(report(GAINING))
     assert "&lt;script&gt;alert(&#39;&amp;&#39;)" in page
     assert "big &lt;b&gt;" in page
-    drawn = svg.lines("a<b", "x&y", "", [svg.Line("<i>", [svg.Point(1, 1.0)], "#000")])
-    assert ElementTree.fromstring(drawn)[0].text == "a<b"
 
 
 def test_a_setting_that_loses_is_marked_everywhere():
@@ -94,7 +93,7 @@ def test_a_setting_that_loses_is_marked_everywhere():
     check(page)
     assert "model loses" in page
     assert "speculation LOSES" in page
-    assert "The target alone is the fastest" in page
+    assert "Plain decoding is the fastest" in page
     assert json.loads(bench_output.json_text(lost))["settings"][1]["loses"] is True
     assert "LOSES" not in bench_output.table_text(report(GAINING))
 
@@ -103,7 +102,7 @@ def test_no_line_of_the_table_is_wider_than_a_terminal_and_nothing_is_cut():
     plain, model = figures(GAINING)
     wide = {"low": 10.25, "high": 12.75, "draft_seconds": 0.6, "verify_seconds": 0.1}
     auto = replace(model, drafter="lookup", num_draft_tokens="auto", loses=True, **wide)
-    text = bench_output.table_text(Report(FACTS, [plain, model, auto], [], PROMPTS, []))
+    text = bench_output.table_text(BenchmarkReport(FACTS, [plain, model, auto], [], PROMPTS, []))
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text
     assert "1.38" in text
@@ -146,7 +145,7 @@ def test_a_small_benchmark_of_the_embedded_pair(tmp_path):
     assert found["costs_of_held_out"] == "this run"
     again = run(*options, "--csv", table)
     assert again.exit_code != 0
-    assert "exists; name another file" in again.output
+    assert "exists; specify another file" in again.output
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs POSIX pipes and links")
@@ -172,20 +171,20 @@ def test_a_link_is_followed_and_a_pipe_stays_one(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["-k", "0"], "is no K"),
-        (["-k", "4-2"], "is no K"),
-        (["-k", "65"], "is no K"),
-        (["-k", "1,,2"], "is no K"),
-        (["-k", "x"], "is no K"),
+        (["-k", "0"], "must be a number or a range"),
+        (["-k", "4-2"], "must be a number or a range"),
+        (["-k", "65"], "must be a number or a range"),
+        (["-k", "1,,2"], "must be a number or a range"),
+        (["-k", "x"], "must be a number or a range"),
         (["--drafter", "oracle"], "drafter must be"),
         (["--drafter", "ngram:nowhere"], "nowhere"),
         (["--set", "poems"], "poems"),
         (["--format", "text"], "--format needs --prompts"),
         (["--prompts", "nowhere.txt"], "nowhere.txt"),
         (["--temperature", "nan"], "temperature"),
-        (["--html", "."], "name a file for --html"),
-        (["--csv", "no/where.csv"], "lies in no folder"),
-        (["--csv", "one", "--html", "one"], "name two"),
+        (["--html", "."], "specify a file for --html"),
+        (["--csv", "no/where.csv"], "does not exist"),
+        (["--csv", "one", "--html", "one"], "specify two"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_1(arguments, message, monkeypatch, capsys):

@@ -74,8 +74,8 @@ def test_a_whole_head_has_no_map(folder):
     [
         ((0, 7, 7), "ascend"),
         ((8, 7), "ascend"),
-        ((-1, 7), "from 0"),
-        ((0, 50), "below 50"),
+        ((-1, 7), "not all between 0 and 49"),
+        ((0, 50), "not all between 0 and 49"),
         ((), "id_map has 0 bytes, 1 columns need 4"),
         (range(51), "draft.padded_vocab_size 51 is above draft.vocab_size 50"),
     ],
@@ -109,9 +109,9 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (("target", "surprise"), 1, "key 'target.surprise' is unknown"),
         (("target", "cache", "layers"), [], "key 'target.cache'"),
         (("target", "cache", "layers"), [{"heads": 1}], r"'target.cache.layers\[0\].key_size'"),
-        (("target", "vocab_size"), "50", "key 'target.vocab_size' must be a whole number"),
-        (("target", "vocab_size"), 50.0, "key 'target.vocab_size' must be a whole number"),
-        (("target", "vocab_size"), True, "key 'target.vocab_size' must be a whole number"),
+        (("target", "vocab_size"), "50", "key 'target.vocab_size' must be an integer"),
+        (("target", "vocab_size"), 50.0, "key 'target.vocab_size' must be an integer"),
+        (("target", "vocab_size"), True, "key 'target.vocab_size' must be an integer"),
         (("target", "vocab_size"), 49, "draft.vocab_size 50 is above target.vocab_size 49"),
         (("target", "weights"), "target/other.bin", "which is not among the files"),
         (("target", "context_length"), 38, r"target.cache.capacity 40 is below 43"),
@@ -119,32 +119,44 @@ OUTPUT = ("target", "signatures", "chosen_logits", "outputs", 0)
         (("num_draft_tokens",), 0, "num_draft_tokens must be between 1 and 64"),
         (("default_sampling", "temperature"), -1, "temperature must be at least 0"),
         (("files", "tokenizer.json", "sha256"), "00", "64 lowercase"),
-        (("target", "context_length"), 0, "context_length is at least 1"),
-        (("target", "graphs", 0, "ops"), "tensorrt", "ops is one of onnx, gqa"),
-        (("target", "graphs"), [], "has a decoder"),
-        (("target", "graphs", 0, "length"), 5, "decoder, scored, unrolled, sampled take any"),
+        (("target", "context_length"), 0, "context_length must be at least 1"),
+        (("target", "graphs", 0, "ops"), "tensorrt", "ops must be one of onnx, gqa"),
+        (("target", "graphs"), [], "must have a decoder"),
+        (
+            ("target", "graphs", 0, "length"),
+            5,
+            "decoder, scored, unrolled, sampled must have no length",
+        ),
         (("target", "graphs", 1, "signature"), "gone", "verify has no 'gone' among signatures"),
-        (("target", "graphs", 1, "name"), "Verify", "name is up to 40 of"),
-        (("target", "graphs", 1, "name"), "prefill", "prefill's signature is not that of cache"),
-        (("target", "graphs", 0, "signature"), "caches_alone", "decoder's signature is not"),
-        ((*OUTPUT, "dtype"), "float16", "decoder's signature is not that of cache and logits"),
-        ((*OUTPUT, "shape"), ["B", "X", 64], "a dimension is at least 1 or B, T, R, N, K, got 'X'"),
-        ((*OUTPUT, "shape"), ["B", 0, 64], "a dimension is at least 1 or B, T, R, N, K, got 0"),
-        ((*OUTPUT, "shape"), ["B", "T", 6.5], "must be a whole number, got 6.5"),
-        ((*OUTPUT, "role"), "cache", "the cache's tensors name a buffer, and no others"),
-        ((*OUTPUT, "role"), "Logits", "a role is up to 40 of"),
-        ((*OUTPUT, "name"), "present.0.key", "no name appears twice"),
+        (("target", "graphs", 1, "name"), "Verify", "name must be up to 40 of"),
+        (("target", "graphs", 1, "name"), "prefill", "prefill's signature does not match"),
+        (("target", "graphs", 0, "signature"), "caches_alone", "decoder's signature does not"),
+        ((*OUTPUT, "dtype"), "float16", "decoder's signature does not match its cache and logits"),
+        (
+            (*OUTPUT, "shape"),
+            ["B", "X", 64],
+            "a dimension must be at least 1 or one of B, T, R, N, K, got 'X'",
+        ),
+        (
+            (*OUTPUT, "shape"),
+            ["B", 0, 64],
+            "a dimension must be at least 1 or one of B, T, R, N, K, got 0",
+        ),
+        ((*OUTPUT, "shape"), ["B", "T", 6.5], "must be an integer, got 6.5"),
+        ((*OUTPUT, "role"), "cache", "tensors of the cache must have a buffer, and no others"),
+        ((*OUTPUT, "role"), "Logits", "a role must be up to 40 of"),
+        ((*OUTPUT, "name"), "present.0.key", "names must be unique"),
         ((*OUTPUT, "name"), "a\nb", "1 to 100 printable characters"),
         (("id_map",), "ids.bin", "id_map 'ids.bin' is not among the files"),
         (("id_map",), "tokenizer.json", "id_map has 20 bytes, 64 columns need 256"),
         (("target", "vocab_size"), 65, "target.vocab_size 65 is above its 64 columns"),
-        (("draft", "vocab_size"), 0, "vocab_size and padded_vocab_size are at least 1"),
+        (("draft", "vocab_size"), 0, "vocab_size and padded_vocab_size must be at least 1"),
         (("draft", "weights_dtype"), "float8", "got 'float8'"),
         (("num_draft_tokens",), 3, "verify must have length 4"),
-        (("target", "parity", "onnx", "logits_error"), -1.0, "logits_error is at least 0"),
-        (("target", "parity", "onnx", "error_ratio"), 9.0, "error_ratio is at most 8"),
-        (("target", "parity", "onnx", "num_positions"), -1, "num_positions is at least 0"),
-        (("draft", "num_parameters"), -1, "num_parameters and num_experts are at least 0"),
+        (("target", "parity", "onnx", "logits_error"), -1.0, "logits_error must be at least 0"),
+        (("target", "parity", "onnx", "error_ratio"), 9.0, "error_ratio must be at most 8"),
+        (("target", "parity", "onnx", "num_positions"), -1, "num_positions must be at least 0"),
+        (("draft", "num_parameters"), -1, "num_parameters and num_experts must be at least 0"),
         (("draft", "parity", "onnx", "logits_std"), 10**400, "key 'draft.parity.onnx.logits_std'"),
         (("tokenizer",), "gone.json", "'gone.json' is not among the files"),
     ],
@@ -154,7 +166,7 @@ def test_a_wrong_value_is_named_by_its_key(folder, keys, value, message):
     with pytest.raises(BundleError, match=message) as caught:
         Bundle.read(folder)
     assert MANIFEST in str(caught.value)
-    assert "export the pair again" in str(caught.value)
+    assert "export or copy the bundle again" in str(caught.value)
 
 
 @pytest.mark.parametrize("role", ["hidden", "logits"])
@@ -171,13 +183,13 @@ def test_duplicate_role_among_the_outputs_of_a_graph_is_refused(folder, role):
 
 
 @pytest.mark.parametrize(
-    ("found", "cure"), [(5, "export the pair again"), (10, "use the specedge that wrote it")]
+    ("found", "cure"), [(5, "export the bundle again"), (10, "upgrade specedge")]
 )
 def test_another_format_is_refused_with_its_own_cure(folder, found, cure):
     edit(folder, "format", value=found)
     with pytest.raises(BundleError) as caught:
         Bundle.read(folder)
-    said = f"format is {found}, this specedge reads 6, 7, 8 and 9; {cure}"
+    said = f"format is {found}, this version of specedge reads 6, 7, 8 and 9; {cure}"
     assert str(caught.value) == f"{folder / MANIFEST}: {said}"
 
 
@@ -232,7 +244,7 @@ def test_bytes_that_are_not_text_are_an_error(folder):
 
 
 def test_a_missing_folder_or_manifest_says_so(tmp_path):
-    with pytest.raises(BundleError, match="no such folder"):
+    with pytest.raises(BundleError, match="folder does not exist"):
         Bundle.read(tmp_path / "nowhere")
     with pytest.raises(BundleError, match=r"has no bundle\.json"):
         Bundle.read(tmp_path)
@@ -256,7 +268,7 @@ def test_a_link_out_of_the_folder_is_refused(folder, tmp_path_factory):
         (folder / "tokenizer.json").symlink_to(outside)
     except OSError:
         pytest.skip("no symbolic links here")
-    with pytest.raises(BundleError, match="link out of the bundle"):
+    with pytest.raises(BundleError, match="link that leaves the bundle"):
         Bundle.read(folder)
 
 

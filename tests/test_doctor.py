@@ -246,7 +246,7 @@ def test_a_report_replaces_no_file_unasked(tmp_path):
     path.write_text("mine")
     result = run("doctor", "--device", "cpu", "--report", path)
     assert result.returncode == 1
-    assert "exists; name another file, or give --overwrite" in result.stderr
+    assert "exists; specify another file, or use --overwrite" in result.stderr
     assert path.read_text() == "mine"
     assert run("doctor", "--device", "cpu", "--report", path, "--overwrite").returncode == 0
     assert json.loads(path.read_text("utf-8"))
@@ -268,7 +268,7 @@ def test_a_report_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
     [
         (["--device", "tpu"], "'tpu' is not one of"),
         (["--overwrite"], "--overwrite needs --report"),
-        (["--report", "nowhere/report.json"], "lies in no folder"),
+        (["--report", "nowhere/report.json"], "does not exist"),
     ],
 )
 def test_bad_options_are_one_clear_line(arguments, message):

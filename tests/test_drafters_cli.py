@@ -138,9 +138,12 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
         ({"drafter": 5}, "an object with name, propose and truncate"),
         ({"drafter": Draft}, "an object with name, propose and truncate"),
         ({"drafter": "lookup", "lookup_min": 0}, "lookup_min must be between 1 and 64"),
-        ({"drafter": "lookup", "lookup_max": 2.5}, "lookup_max must be a whole number"),
+        ({"drafter": "lookup", "lookup_max": 2.5}, "lookup_max must be an integer"),
         ({"drafter": "chain", "lookup_min": 4, "lookup_max": 3}, "at most lookup_max, got 4 and 3"),
-        ({"drafter": "model", "lookup_min": 2}, "lookup_min is for the drafters lookup and chain"),
+        (
+            {"drafter": "model", "lookup_min": 2},
+            "lookup_min applies to the drafters lookup and chain only",
+        ),
         ({"drafter": "block", "lookup_max": 2}, "lookup_max is for"),
     ],
 )

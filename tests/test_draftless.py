@@ -54,7 +54,7 @@ def test_formats_without_an_optional_draft_refuse_null(tmp_path, number):
         del manifest["hosts"]
     (tmp_path / MANIFEST).write_text(json.dumps(manifest), "utf-8")
     with pytest.raises(
-        BundleError, match=f"draft is null, which formats before {FIRST_FORMAT_WITHOUT_DRAFT}"
+        BundleError, match=f"draft is null, which needs format {FIRST_FORMAT_WITHOUT_DRAFT}"
     ):
         Bundle.read(tmp_path)
 
@@ -62,7 +62,7 @@ def test_formats_without_an_optional_draft_refuse_null(tmp_path, number):
 def test_an_id_map_without_a_draft_is_refused(tmp_path):
     make_bundle(tmp_path)
     edit(tmp_path, draft=None, id_map="tokenizer.json")
-    with pytest.raises(BundleError, match="id_map is of the draft's head"):
+    with pytest.raises(BundleError, match="id_map needs a draft"):
         Bundle.read(tmp_path)
 
 

@@ -35,7 +35,7 @@ def test_every_kind_of_grammar_reaches_the_text_by_flag_and_by_line(pipeline, tm
     ("arguments", "message"),
     [
         (["--regex", "(a"], "regex is refused by llguidance"),
-        (["--regex", "a", "--ignore-eos"], "leave ignore_eos out"),
+        (["--regex", "a", "--ignore-eos"], "omit ignore_eos"),
         (["--json-schema", "nowhere.json"], "nowhere.json: No such file"),
         (["--json-schema", __file__], "json_schema is not valid JSON"),
         (["--grammar", __file__], "grammar is refused by llguidance"),

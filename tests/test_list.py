@@ -22,7 +22,7 @@ def test_the_users_bundles_and_the_embedded_pair_are_listed_with_the_default():
     result = run("list")
     assert result.returncode == 0
     lines = result.stdout.splitlines()
-    assert lines[0].split() == ["NAME", "TARGET", "DRAFT", "SIZE", "OPS", "LICENCE"]
+    assert lines[0].split() == ["NAME", "TARGET", "DRAFT", "SIZE", "OPS", "LICENSE"]
     row = ["*", "pair", "some/target", "some/draft", "0.0", "MB", "onnx", "apache-2.0"]
     assert lines[1].split() == row
     assert lines[2].split()[:3] == ["embedded", "python-9m", "python-1m"]
@@ -83,7 +83,7 @@ def test_list_clears_what_killed_exports_left_and_says_so():
     with filelock.FileLock(running / "lock"):
         result = run("list")
         assert running.exists()
-    assert result.stderr == f"removed what an unfinished export left: {work}\n"
+    assert result.stderr == f"removed an unfinished export: {work}\n"
     assert not work.exists()
 
 
@@ -101,7 +101,7 @@ def test_a_default_outside_the_list_is_told(tmp_path):
     store.set_default(tmp_path / "gone")
     result = run("list")
     assert result.returncode == 0
-    assert "is gone" in result.stderr
+    assert "no longer exists" in result.stderr
     result = run("list", SPECEDGE_BUNDLE=str(tmp_path / "nothing"))
     assert result.returncode == 0
     assert f"no bundle at {tmp_path / 'nothing'}" in result.stderr

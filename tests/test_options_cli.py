@@ -95,7 +95,7 @@ def test_what_is_not_lossy_is_not_marked(pipeline):
         (["--typical-p", "2"], "--typical-p"),
         (["--coupling", "maximal"], "--coupling"),
         (["--coupling", "gumbel", "--lenience", "0.5"], "lenience"),
-        (["--choice", "1"], "choice is for coupling 'gumbel'"),
+        (["--choice", "1"], "choice applies to coupling 'gumbel'"),
         (["--repetition-penalty", "inf"], "repetition_penalty"),
         (["--min-new-tokens", "200"], "min_new_tokens 200 is above max_new_tokens 128"),
         (["--logprobs", "3"], "--logprobs needs"),

@@ -13,7 +13,7 @@ DEFAULTS = dataclasses.asdict(GenerationRequest())
 
 def read(path, text, form=None, chat=False, system=None, **request):
     path.write_bytes(text.encode("utf-8"))
-    return prompts.read(str(path), form, chat, system, DEFAULTS | request)
+    return prompts.read_prompts(str(path), form, chat, system, DEFAULTS | request)
 
 
 def test_a_text_file_has_a_prompt_a_line_and_blank_lines_do_not_count(text):
@@ -70,19 +70,19 @@ GOOD = '{"prompt": "z", "id": 1}'
         ('{"prompt": "\\ud800"}', "not valid Unicode"),
         ('{"prompt": "a", "id": null}', "id must be"),
         ('{"prompt": "a", "id": true}', "id must be"),
-        ('{"prompt": "a", "id": 1}', "id 1 is that of line 1"),
+        ('{"prompt": "a", "id": 1}', "id 1 is also that of line 1"),
         ('{"prompt": "a", "seed": true}', "seed must not be true"),
-        ('{"prompt": "a", "exact": true, "temperature": 1}', "exact is for temperature 0"),
+        ('{"prompt": "a", "exact": true, "temperature": 1}', "exact applies to temperature 0"),
         ('{"prompt": "a", "temperature": -1}', "temperature must be at least 0"),
         ('{"prompt": "a", "temperature": NaN}', "NaN"),
-        ('{"prompt": "a", "max_new_tokens": 1.5}', "max_new_tokens must be a whole number"),
+        ('{"prompt": "a", "max_new_tokens": 1.5}', "max_new_tokens must be an integer"),
         ('{"prompt": "a", "stop": [""]}', "stop string"),
         ('{"prompt": "a", "ignore_eos": "no"}', "ignore_eos must be"),
         ('{"prompt": "a", "drafter": "oracle"}', "drafter must be auto, model, lookup"),
-        ('{"prompt": "a", "drafter": ["model"]}', "drafter must be a name or an object"),
+        ('{"prompt": "a", "drafter": ["model"]}', "drafter must be a name, or an object"),
         (
             '{"prompt": "a", "drafter": "model", "lookup_min": 3}',
-            "lookup_min is for the drafters lookup and chain",
+            "lookup_min applies to the drafters lookup and chain only",
         ),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"role": "user"}]}', r"messages\[0\] must have 'content'"),
@@ -96,7 +96,7 @@ def test_a_bad_line_is_named_by_its_number(jsonl, line, said):
 
 def test_messages_and_a_system_message_do_not_mix(jsonl):
     line = '{"messages": [{"role": "user", "content": "Hi"}]}'
-    with pytest.raises(click.UsageError, match="no --system"):
+    with pytest.raises(click.UsageError, match="--system does not apply"):
         read(jsonl, line, chat=True, system="Be brief.")
 
 

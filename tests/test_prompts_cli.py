@@ -130,14 +130,14 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(tmp_path, text):
     for arguments, said in (
         (["--prompts", tmp_path / "gone", *out], "No such file"),
         (["--prompts", tmp_path / "latin", *out], "not UTF-8"),
-        (["--prompts", tmp_path / "blank", *out], "holds no prompt"),
+        (["--prompts", tmp_path / "blank", *out], "has no prompts"),
         (["--prompts", text, *out, "--bundle", "nowhere"], "no bundle at nowhere"),
         (["--prompts", text, *out, "--temperature", "nan"], "temperature"),
         (["--prompts", text, "--output", tmp_path], "is a folder"),
-        (["--prompts", text, "--output", tmp_path / "no/out"], "lies in no folder"),
-        (["--prompts", text, "--output", text, "--overwrite"], "is itself an input"),
-        (["--prompts", text, "--json", *out], "one PROMPT"),
-        (["--prompts", text, "a", *out], "either a PROMPT or --prompts"),
+        (["--prompts", text, "--output", tmp_path / "no/out"], "does not exist"),
+        (["--prompts", text, "--output", text, "--overwrite"], "is also an input"),
+        (["--prompts", text, "--json", *out], "single PROMPT"),
+        (["--prompts", text, "a", *out], "either PROMPT or --prompts"),
         (["a", "--overwrite"], "need --prompts"),
     ):
         result = run(*arguments)

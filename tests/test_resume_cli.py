@@ -60,8 +60,8 @@ def test_lines_after_a_resume_do_not_tell_that_their_prompts_began_alike(text, t
     [
         ({"index": 0, "seed": 6}, "prompt 0 has another seed"),
         ({"index": 1, "id": "c", "seed": 6}, "prompt 1 has another id"),
-        ({"index": 3}, "it is no result of one of these prompts"),
-        ([], "it is no result of one of these prompts"),
+        ({"index": 3}, "it is not a result of these prompts"),
+        ([], "it is not a result of these prompts"),
     ],
 )
 def test_resume_refuses_the_output_of_another_run(finished, line, said):
@@ -92,7 +92,7 @@ def test_resume_refuses_lines_of_other_options_and_prompts(finished, prompts, mo
     result = run("generate", "--prompts", file, "--output", output, "--resume", *OPTIONS, *more)
     assert result.returncode == 1
     assert "results.jsonl, line 1: prompt 0 " in result.stderr
-    assert "it is of another run" in result.stderr
+    assert "it belongs to another run" in result.stderr
     assert output.read_bytes() == before
 
 
@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_whole_lines_and_is_named(tmp_path):
     output = tmp_path / "results.jsonl"
     code = f"""if True:
         import resource, signal
-        from specedge.cli.results import NEW, opened
+        from specedge.cli.batch import NEW, opened
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
         try:

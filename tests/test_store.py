@@ -64,5 +64,5 @@ def test_a_note_that_cannot_be_written_leaves_nothing(tmp_path, monkeypatch):
 
 def test_a_default_bundle_that_is_gone_is_an_error(tmp_path):
     store.set_default(tmp_path / "gone")
-    with pytest.raises(BundleError, match="is gone"):
+    with pytest.raises(BundleError, match="no longer exists"):
         store.find_bundle()

@@ -12,7 +12,7 @@ from installed import COMMAND, run
 from manifests import make_bundle
 from specedge.bundle import MANIFEST, store
 from specedge.cli import options
-from specedge.cli.terminal import counted, lines, one_line
+from specedge.cli.terminal import pluralize, sanitize, sanitize_line
 from specedge.errors import BundleError
 
 EVIL = "\x1b[2J\u202egnp.exe\u2066\x9b31m\x07"
@@ -23,12 +23,12 @@ def harmless(text):
 
 
 def test_one_line_shows_what_steers_and_leaves_the_rest():
-    assert one_line("é 漢字 «x»") == "é 漢字 «x»"
-    assert one_line("a\x1b[2J\u202eb\nc") == "a\\x1b[2J\\u202eb\\nc"
-    long = one_line("x" * 10**6 + "; the cure")
+    assert sanitize_line("é 漢字 «x»") == "é 漢字 «x»"
+    assert sanitize_line("a\x1b[2J\u202eb\nc") == "a\\x1b[2J\\u202eb\\nc"
+    long = sanitize_line("x" * 10**6 + "; the cure")
     assert len(long) < 2100
     assert long.endswith("; the cure")
-    assert lines("a\x07\nb") == "a\\x07\nb"
+    assert sanitize("a\x07\nb") == "a\\x07\nb"
 
 
 @pytest.mark.parametrize(
@@ -88,7 +88,7 @@ def test_input_without_an_end_is_refused_at_a_limit_that_is_named(name, monkeypa
     }[name]
     with zeros.open(encoding="utf-8") as stdin:
         monkeypatch.setattr(sys, "stdin", stdin)
-        with pytest.raises(click.UsageError, match=f"has more than {limit} MiB, the limit"):
+        with pytest.raises(click.UsageError, match=f"exceeds the limit of {limit} MiB"):
             read(given)
 
 
@@ -99,7 +99,7 @@ def test_generate_from_dev_zero_ends():
             [*COMMAND, "generate", "-"], stdin=zero, capture_output=True, text=True, timeout=60
         )
     assert result.returncode == 1
-    assert "standard input has more than 64 MiB, the limit" in result.stderr
+    assert "standard input exceeds the limit of 64 MiB" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -122,7 +122,7 @@ def test_an_empty_or_half_given_value_is_refused(arguments, said):
 
 def test_one_token_is_in_the_singular():
     assert run("generate", "x", "-n", 1).stderr.startswith("1 token in ")
-    assert (counted(0, "token"), counted(1, "token"), counted(2, "token")) == (
+    assert (pluralize(0, "token"), pluralize(1, "token"), pluralize(2, "token")) == (
         "0 tokens", "1 token", "2 tokens",
     )  # fmt: skip
 
@@ -154,7 +154,7 @@ def test_a_default_note_that_names_no_folder_is_one_line(tmp_path, monkeypatch, 
         pytest.skip("no XDG folders here")
     (tmp_path / "specedge").mkdir()
     (tmp_path / "specedge/default").write_text(note, "utf-8")
-    with pytest.raises(BundleError, match="delete it to use the embedded pair") as caught:
+    with pytest.raises(BundleError, match="delete the file to use the embedded pair") as caught:
         store.find_bundle()
     assert len(str(caught.value)) < 500
     shutil.rmtree(tmp_path / "specedge")

@@ -1,6 +1,8 @@
-"""`specedge theory` as a user runs it."""
+"""Command `specedge theory`."""
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -18,7 +20,7 @@ def stdout(*arguments):
 
 
 def rows(text, title):
-    """The cells of a printed table, by its rows."""
+    """Return the cells of a printed table by row."""
     lines = text.split(title)[1].splitlines()
     end = lines.index("") if "" in lines[1:] else len(lines)
     return [line.split() for line in lines[3:end]]
@@ -26,7 +28,7 @@ def rows(text, title):
 
 def test_the_papers_tables_are_printed():
     text = stdout()
-    tokens = rows(text, "Tokens a round")
+    tokens = rows(text, "Tokens per round")
     for row, (alpha, expected) in zip(tokens, papers.EXPECTED_TOKENS.items(), strict=True):
         assert row == [
             f"{alpha:g}",
@@ -34,14 +36,14 @@ def test_the_papers_tables_are_printed():
             "<",
             f"{expected[-1]:.2f}",
         ]
-    best = rows(text, "Best K")
+    best = rows(text, "Optimal K")
     costs = [i for i, cost in enumerate(papers.COSTS) if cost != 1.8 / 14.1]
     for row, alpha in zip(best, papers.ALPHAS, strict=True):
         found = list(zip(row[1::2], map(float, row[2::2]), strict=True))
         for (k, factor), i in zip(found, costs, strict=True):
             assert k == f"{papers.BEST_K[alpha][i]}:"
             assert factor == pytest.approx(papers.BEST_SPEEDUP[alpha][i], abs=6e-4)
-    assert [tuple(map(float, row)) for row in rows(text, "Speed and")] == [
+    assert [tuple(map(float, row)) for row in rows(text, "Speed-up and operations")] == [
         (row.alpha, row.k, row.printed[1], row.printed[0]) for row in papers.OPERATIONS
     ]
 
@@ -61,7 +63,7 @@ def test_json_has_the_tables_too():
     )
 
 
-def test_ones_own_costs_give_the_best_k_and_its_speedup():
+def test_costs_give_the_optimal_k_and_its_speedup():
     text = stdout(*COSTS)
     assert text.startswith("best K               6\nspeed-up             2.47\n")
     table = rows(text, "By K")
@@ -69,7 +71,7 @@ def test_ones_own_costs_give_the_best_k_and_its_speedup():
     assert table[1 + 4] == ["4", "3.362", "1.400", "2.401", "0.287", "0.590", "0.672"]
 
 
-def test_verifying_may_have_a_cost_for_each_k():
+def test_verify_cost_may_depend_on_k():
     arguments = [*COSTS, "--verify-cost", "1,1.05,1.1,1.3,1.5,1.6", "--host-cost", 0.02]
     found = json.loads(stdout(*arguments, "--json"))
     assert found["best_k"] == 2
@@ -82,27 +84,51 @@ def test_verifying_may_have_a_cost_for_each_k():
     assert at_4["tokens_over_rows"] == pytest.approx(0.67232)
 
 
-def test_a_draft_that_cannot_pay_is_told_plainly():
+def test_a_draft_that_is_too_expensive_is_reported():
     text = stdout("--alpha", 0.2, "--draft-cost", 0.3)
     assert text.startswith("best K               0\n")
-    assert "no K pays" in text
+    assert "no speed-up" in text
     text = stdout("--alpha", 0.2, "--draft-cost", 2)
     assert rows(text, "By K")[2][4] == "never"
 
 
-def test_the_numbers_are_given_up_to_what_the_runtime_drafts():
+def test_numbers_go_up_to_the_largest_k_of_the_runtime():
     found = json.loads(stdout("--alpha", 1, "--draft-cost", 0, "--json"))
     assert found["best_k"] == 64
     assert found["tokens_per_round_limit"] is None
     assert len(found["by_num_draft_tokens"]) == 65
 
 
+def test_figures_are_written_and_not_replaced_without_overwrite(tmp_path):
+    pytest.importorskip("matplotlib", reason="needs the plot extra")
+    (tmp_path / "best-k.svg").write_text("mine", "utf-8")
+    result = run("theory", "--figures", tmp_path)
+    assert (result.returncode, result.stdout) == (1, "")
+    assert "best-k.svg exists; name another folder, or use --overwrite" in result.stderr
+    assert os.listdir(tmp_path) == ["best-k.svg"]
+    assert run("theory", "--figures", tmp_path, "--overwrite").returncode == 0
+    figures = {path.name: path.read_text("utf-8") for path in tmp_path.iterdir()}
+    assert [*sorted(figures)] == [
+        "best-k.svg", "operations.svg", "tokens.svg", "verify-cost.svg",
+    ]  # fmt: skip
+    assert all(text.startswith("<?xml") for text in figures.values())
+
+
+def test_figures_without_matplotlib_name_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    result = run("theory", "--figures", tmp_path / "new")
+    assert result.returncode == 1
+    assert result.stdout == stdout()
+    assert 'pip install "specedge[plot]"' in result.stderr
+    assert not (tmp_path / "new").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--alpha", 0.8], "needs both --alpha and --draft-cost"),
-        (["--draft-cost", 0.1], "needs both --alpha and --draft-cost"),
-        (["--host-cost", 0], "needs both --alpha and --draft-cost"),
+        (["--alpha", 0.8], "--alpha and --draft-cost must be"),
+        (["--draft-cost", 0.1], "--alpha and --draft-cost must be"),
+        (["--host-cost", 0], "--alpha and --draft-cost must be"),
         (["--alpha", 1.5, "--draft-cost", 0.1], "--alpha"),
         (["--alpha", "nan", "--draft-cost", 0.1], "alpha must be between 0 and 1"),
         ([*COSTS, "--verify-cost", "1,x"], "--verify-cost"),
@@ -113,9 +139,9 @@ def test_the_numbers_are_given_up_to_what_the_runtime_drafts():
         (["--alpha", 0.8, *PENNILESS, "--json"], "out of range"),
         (["--format", "png"], "need --figures"),
         (["--overwrite"], "need --figures"),
-        (["--figures", ""], "is no folder"),
-        (["--figures", __file__], "is no folder"),
-        (["--figures", "no/such/place"], "lies in no folder"),
+        (["--figures", ""], "is not a folder"),
+        (["--figures", __file__], "is not a folder"),
+        (["--figures", "no/such/place"], "does not exist"),
     ],
 )
 def test_bad_input_is_one_clear_line(arguments, message):

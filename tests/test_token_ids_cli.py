@@ -1,4 +1,4 @@
-"""Prompts as token ids in JSONL, a chat that is compared, and progress without a terminal."""
+"""Prompts as token ids in JSONL, chats in `compare`, and progress without a terminal."""
 
 import importlib
 import json
@@ -9,7 +9,7 @@ import pytest
 
 from installed import run
 from specedge.cli import prompts
-from specedge.cli.progress import Lines
+from specedge.cli.terminal import ProgressLines
 from specedge.request import GenerationRequest
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
@@ -30,13 +30,13 @@ def test_token_ids_in_jsonl_are_a_prompt(pipeline, jsonl):
 def test_what_is_neither_text_nor_token_ids_is_refused(jsonl, prompt):
     jsonl.write_text(json.dumps({"prompt": prompt}), "utf-8")
     with pytest.raises(click.UsageError, match="line 1: prompt must be text or a list of token"):
-        prompts.read(str(jsonl), None, False, None, vars(GenerationRequest()))
+        prompts.read_prompts(str(jsonl), None, False, None, vars(GenerationRequest()))
 
 
 def test_token_ids_are_no_message_of_a_chat(jsonl):
     jsonl.write_text('{"prompt": [1]}', "utf-8")
-    with pytest.raises(click.UsageError, match="no message of a chat"):
-        prompts.read(str(jsonl), None, True, None, vars(GenerationRequest()))
+    with pytest.raises(click.UsageError, match="cannot be a chat message"):
+        prompts.read_prompts(str(jsonl), None, True, None, vars(GenerationRequest()))
 
 
 def test_an_id_that_the_model_lacks_is_an_error_of_its_line(jsonl):
@@ -60,29 +60,11 @@ def test_compare_takes_a_chat():
     assert "--system needs --chat" in run("compare", "x", "--system", "y").stderr
 
 
-def test_progress_is_told_now_and_then_where_there_is_no_bar(capsys):
+def test_progress_is_reported_at_intervals_without_a_terminal(capsys):
     now = [0.0]
-    lines = Lines(off=False, every=10, clock=lambda: now[0])
+    lines = ProgressLines(enabled=True, interval=10, clock=lambda: now[0])
     for now[0] in range(0, 25, 3):
-        lines.tell("measuring", now[0] / 25)
+        lines.report("measuring", now[0] / 25)
     assert capsys.readouterr().err == "measuring: 48%\nmeasuring: 96%\n"
-    Lines(off=True, every=0).tell("measuring", 0.5)
+    ProgressLines(enabled=False, interval=0).report("measuring", 0.5)
     assert capsys.readouterr().err == ""
-
-
-def test_bench_and_verify_tell_their_progress(monkeypatch, capsys):
-    from specedge.benchmarks import measure as runtime
-    from specedge.cli import progress
-
-    monkeypatch.setattr(progress.Lines, "__init__", _impatient)
-    monkeypatch.setattr(runtime, "measure", lambda p, t, s, r, show, **_: show(0.25))
-    bench._measure(None, [], [], 1, {})
-    assert capsys.readouterr().err == "measuring: 25%\n"
-    with verify._timed(1.0) as (budget, told):
-        told("rows")
-        budget.clock._watch(30.0)
-    assert capsys.readouterr().err == "rows: 50%\n"
-
-
-def _impatient(self, off):
-    self._off, self._every, self._clock, self._told = off, 0, lambda: 1, 0

@@ -52,7 +52,7 @@ def test_without_a_terminal_the_marks_are_brackets(pipeline):
 def test_plain_decoding_has_no_marks(pipeline):
     result = run("--trace", "-k", "0", FORCE_COLOR="1")
     assert result.stdout == pipeline.generate(PROMPT, 40).text + "\n"
-    assert "nothing is drafted" in result.stderr
+    assert "plain decoding, no token is marked" in result.stderr
 
 
 def test_json_has_the_spans_if_they_are_asked_for(pipeline):
@@ -89,4 +89,4 @@ def test_when_there_are_colours(monkeypatch, variables, terminal, expected):
         monkeypatch.setenv(name, value)
     if terminal:
         monkeypatch.setattr(sys, "stdout", Terminal())
-    assert trace.coloured() is expected
+    assert trace.has_colors() is expected

@@ -209,7 +209,7 @@ def test_auto_is_the_cpu_where_the_bundle_has_no_graphs_for_gpus():
         (["--minutes", "0"], "--minutes"),
         (["--prompts", "nothing.txt"], "nothing.txt"),
         (["--format", "text"], "--format needs --prompts"),
-        (["--self-test", "--prompts", "README.md"], "takes no --prompts"),
+        (["--self-test", "--prompts", "README.md"], "excludes --prompts"),
     ],
 )
 def test_bad_input_is_one_clear_message(arguments, message):
@@ -224,7 +224,7 @@ def test_an_empty_file_of_prompts_and_one_too_long_are_named(tmp_path):
     empty, long = tmp_path / "empty.txt", tmp_path / "long.jsonl"
     empty.write_text("\n")
     long.write_text('{"prompt": "a"}\n' + json.dumps({"prompt": "word " * 5000}) + "\n")
-    assert "holds no prompt" in run("verify", "--prompts", empty).stderr
+    assert "has no prompts" in run("verify", "--prompts", empty).stderr
     result = run("verify", "--prompts", long)
     assert result.returncode == 1
     assert "prompt 2: the prompt has" in result.stderr

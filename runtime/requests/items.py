@@ -65,7 +65,7 @@ def _own_options(facts: dict[str, Any]) -> dict[str, Any]:
     for name, (_, declared) in option_specs(GenerationRequest).items():
         if (value := facts.get(name)) is None:
             continue
-        if isinstance(value, bool) and declared.kind != "flag":
+        if isinstance(value, bool) and declared.type != "flag":
             raise ValueError(f"{name} must not be {json.dumps(value)}")
         found[name] = value
     return found

@@ -1,7 +1,7 @@
-"""The bundle: a folder with `bundle.json`, ONNX graphs, one weights file a model, a tokenizer.
+"""Bundle: a folder with `bundle.json`, ONNX graphs, weights, and a tokenizer.
 
-Standard library only. Reading is strict: what comes out has every key, of the right type, no file
-outside the folder, every file of the stated size, and models that agree with each other.
+Standard library only. Reading is strict: every key is present and of the right type, every file is
+inside the folder and has the stated size, and the models are consistent with each other.
 """
 
 from __future__ import annotations
@@ -26,24 +26,35 @@ from .op_sets import attention_ops
 from .reports import check_single_line
 
 FORMAT = 9
-FIRST_FORMAT_WITH_HOSTS = 8  # the first format that has `hosts`
-FIRST_FORMAT_WITHOUT_DRAFT = 9  # the first format whose `draft` may be null
-FORMATS = (6, 7, 8, FORMAT)  # that are read: 6 has the op sets without a type alone
+FIRST_FORMAT_WITH_HOSTS = 8  # key `hosts`
+FIRST_FORMAT_WITHOUT_DRAFT = 9  # `draft` may be null
+FORMATS = (6, 7, 8, FORMAT)  # readable; 6 has only op sets without a type
 MANIFEST = "bundle.json"
 MAX_MANIFEST_SIZE = 16 * 2**20
 LICENSE_FILE = re.compile(r"(licen[cs]e|notice|use_policy)", re.IGNORECASE)
-ID_SIZE = 4  # bytes of an id in the id map
-MAX_EAGER_HASH_SIZE = 8 * 2**20  # files up to this size are hashed at every load
+ID_SIZE = 4  # bytes per id of an id map
+MAX_EAGER_HASH_SIZE = 8 * 2**20  # bytes; larger files are not hashed at every load
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """A target, a draft model or None, and what both need, as `bundle.json` states it.
+    """Target and optional draft model with their common files, as stated by `bundle.json`.
 
-    `folder` is where it lies. A bundle without a draft model drafts from the text itself.
-    `chat_template` is Jinja; `special_tokens` are its variables, such as `bos_token`. `id_map` is
-    the file that says which tokens the columns of the draft's head are, if it was cut to some.
-    `hosts` is what apps without specedge run, None where there is nothing for them.
+    Attributes:
+        format: Version of the bundle format.
+        specedge_version: Version of specedge that wrote the bundle.
+        num_draft_tokens: Draft tokens per round of the fixed-shape graphs, K.
+        end_tokens: Token ids that end a text.
+        tokenizer: File of the tokenizer.
+        chat_template: Jinja template, or None.
+        special_tokens: Variables of the chat template, such as `bos_token`.
+        default_sampling: Sampling options that the model's authors recommend.
+        target: The target.
+        draft: The draft model; None drafts by suffix decoding.
+        id_map: File with the token ids of the draft's pruned LM head; None if it is not pruned.
+        hosts: Graphs for applications without specedge; None if there are none.
+        files: Sizes and hashes of all files.
+        folder: Folder of the bundle.
     """
 
     format: int
@@ -71,21 +82,21 @@ class Bundle:
         self._check_columns()
         for file in self.hosts.files if self.hosts else ():
             if file not in self.files:
-                raise ValueError(f"hosts names '{file}', which is not among the files")
+                raise ValueError(f"hosts lists '{file}', which is not among the files")
         if self.tokenizer not in self.files:
             raise ValueError(f"tokenizer '{self.tokenizer}' is not among the files")
         self._check_draft()
         if bad := [t for t in self.end_tokens if not 0 <= t < self.target.vocab_size]:
-            raise ValueError(f"end_tokens has {bad[0]}, which is not in the vocabulary")
+            raise ValueError(f"end_tokens has {bad[0]}, which is outside the vocabulary")
 
     def _check_draft(self) -> None:
         if self.draft is None:
             if self.format < FIRST_FORMAT_WITHOUT_DRAFT:
                 raise ValueError(
-                    f"draft is null, which formats before {FIRST_FORMAT_WITHOUT_DRAFT} do not have"
+                    f"draft is null, which needs format {FIRST_FORMAT_WITHOUT_DRAFT} or later"
                 )
             if self.id_map is not None:
-                raise ValueError("id_map is of the draft's head, and draft is null")
+                raise ValueError("id_map needs a draft, and draft is null")
         elif self.draft.vocab_size > self.target.vocab_size:
             raise ValueError(
                 f"draft.vocab_size {self.draft.vocab_size} is above target.vocab_size "
@@ -103,14 +114,14 @@ class Bundle:
     def _check_map(self, name: str, columns: int, size: int) -> None:
         if name not in self.files:
             raise ValueError(f"id_map '{name}' is not among the files")
-        if (found := self.files[name].size) != ID_SIZE * columns:
+        if (size_in_bytes := self.files[name].size) != ID_SIZE * columns:
             raise ValueError(
-                f"id_map has {found} bytes, {columns} columns need {ID_SIZE * columns}"
+                f"id_map has {size_in_bytes} bytes, {columns} columns need {ID_SIZE * columns}"
             )
         if columns > size:
             raise ValueError(
-                f"draft.padded_vocab_size {columns} is above draft.vocab_size {size}: a cut head "
-                "has no more columns than tokens"
+                f"draft.padded_vocab_size {columns} is above draft.vocab_size {size}: a pruned "
+                "LM head cannot have more columns than tokens"
             )
 
     def _check_model(self, key: str, model: ModelEntry) -> None:
@@ -136,29 +147,26 @@ class Bundle:
 
     @property
     def context_length(self) -> int:
-        """How many tokens a text may have: what the target takes. The draft may take fewer."""
+        """Largest number of tokens of a text, by the target; the draft's may be smaller."""
         return self.target.context_length
 
     @property
     def models(self) -> dict[str, ModelEntry]:
-        """The models by their role: the target, and the draft if there is one."""
+        """Models by role: the target, and the draft if there is one."""
         return {"target": self.target} | ({"draft": self.draft} if self.draft else {})
 
     @property
     def draft_model(self) -> ModelEntry:
-        """The draft model of a bundle that has one."""
+        """Draft model of a bundle that has one."""
         assert self.draft is not None
         return self.draft
 
     def path(self, file: str) -> Path:
-        """Where a listed file lies."""
+        """Return the path of a listed file."""
         return self.folder / file
 
     def license_files(self, role: str) -> list[str]:
-        """The listed files that are a model's licence, its notice or its terms of use.
-
-        They lie beside its weights.
-        """
+        """Return the listed license, notice and terms-of-use files of a model."""
         folder = self.models[role].weights.rpartition("/")[0]
         return [
             name
@@ -168,12 +176,16 @@ class Bundle:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether the draft reads the target's weights file, as the target's own layers do."""
+        """True if the draft reads the target's weights file (early-exit self-draft)."""
         return self.draft is not None and self.draft.weights == self.target.weights
 
     @classmethod
     def read(cls, folder: Path) -> Bundle:
-        """Read and check everything but the hashes of `large_files`."""
+        """Read a bundle and check everything but the hashes of `large_files`.
+
+        Raises:
+            BundleError: If it is missing, damaged, inconsistent or of an unsupported format.
+        """
         folder = Path(folder)
         try:
             bundle = cls.from_json(_manifest_text(folder)).at(folder)
@@ -190,9 +202,10 @@ class Bundle:
         return bundle
 
     def ids_of(self, model: ModelEntry) -> tuple[int, ...] | None:
-        """The tokens that the columns of a model's logits are, ascending, where its head was cut.
+        """Return the token ids of the columns of a model's pruned LM head, ascending.
 
-        Otherwise None: column j is token j.
+        Returns:
+            None if the head is not pruned: column j is token j.
         """
         if self.id_map is None or model is not self.draft:
             return None
@@ -202,16 +215,16 @@ class Bundle:
         except OSError as error:
             raise BundleError(f"{path}: {error.strerror}; {REEXPORT_HINT}") from error
         if any(a >= b for a, b in itertools.pairwise(ids)):
-            raise BundleError(f"{path}: its ids do not ascend; {REEXPORT_HINT}")
+            raise BundleError(f"{path}: its ids are not ascending; {REEXPORT_HINT}")
         if ids[0] < 0 or ids[-1] >= model.vocab_size:
             raise BundleError(
-                f"{path}: its ids are not all from 0 and below {model.vocab_size}; {REEXPORT_HINT}"
+                f"{path}: its ids are not all between 0 and {model.vocab_size - 1}; {REEXPORT_HINT}"
             )
         return ids
 
     @classmethod
     def from_json(cls, text: str) -> Bundle:
-        """The manifest alone, without looking at any file."""
+        """Parse a manifest without reading other files."""
         value = parse(text)
         if isinstance(value, dict) and value.get("format") not in FORMATS:
             raise FormatError(_other_format(value.get("format")))
@@ -222,35 +235,35 @@ class Bundle:
         return build(cls, value)
 
     def to_json(self) -> str:
-        """The manifest's text."""
+        """Return the text of the manifest."""
         value = to_plain(self)
         if self.format < FIRST_FORMAT_WITH_HOSTS:
             del value["hosts"]
         return dump(value) + "\n"
 
     def digest(self) -> str:
-        """What it is: the SHA-256 of its manifest, which has those of all other files."""
+        """Return the SHA-256 of the manifest, which contains the hashes of all other files."""
         return sha256(self.path(MANIFEST))
 
     def at(self, folder: Path) -> Bundle:
-        """The same bundle in a folder."""
+        """Return the same bundle in another folder."""
         bundle = replace(self)
         object.__setattr__(bundle, "folder", folder)
         return bundle
 
     def large_files(self) -> list[str]:
-        """The files whose hashes `read` left unchecked."""
+        """Return the files whose hashes `read` does not check."""
         return [name for name, file in self.files.items() if file.size > MAX_EAGER_HASH_SIZE]
 
     def check_hash(self, name: str, progress: Callable[[int], None] | None = None) -> None:
-        """Hash one file and compare; `progress` is told how many bytes each step read."""
+        """Verify the hash of a file; `progress` receives the size of each chunk."""
         try:
-            found = sha256(self.path(name), progress)
+            digest = sha256(self.path(name), progress)
         except OSError as error:
             raise BundleError(f"{self.path(name)}: {error.strerror}; {REEXPORT_HINT}") from error
-        if found != self.files[name].sha256:
+        if digest != self.files[name].sha256:
             raise BundleError(
-                f"{self.path(name)}: its SHA-256 is not the one listed; {REEXPORT_HINT}"
+                f"{self.path(name)}: its SHA-256 differs from the manifest's; {REEXPORT_HINT}"
             )
 
     def _check_size(self, name: str, file: FileEntry) -> None:
@@ -266,17 +279,17 @@ class Bundle:
 
 
 def oldest_format(draft: ModelEntry | None) -> int:
-    """Return the oldest format that has what a new bundle needs, so that older readers take it."""
+    """Return the oldest format that a new bundle can be written in."""
     return FIRST_FORMAT_WITHOUT_DRAFT if draft is None else FIRST_FORMAT_WITH_HOSTS
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:
-    """An id map's file: 32-bit integers, little endian."""
+    """Return the bytes of an id map: little-endian 32-bit integers."""
     return struct.pack(f"<{len(ids)}i", *ids)
 
 
 def unpack_ids(data: bytes) -> tuple[int, ...]:
-    """The ids of such a file."""
+    """Return the token ids of an id map's bytes."""
     return struct.unpack(f"<{len(data) // ID_SIZE}i", data)
 
 
@@ -286,7 +299,7 @@ def _manifest_text(folder: Path) -> str:
         size = contained_file_size(folder, path)
         if size > MAX_MANIFEST_SIZE:
             raise BundleError(
-                f"{path}: has {size} bytes, at most {MAX_MANIFEST_SIZE} are read; {REEXPORT_HINT}"
+                f"{path}: has {size} bytes; the limit is {MAX_MANIFEST_SIZE}; {REEXPORT_HINT}"
             )
         with path.open(encoding="utf-8") as file:
             return file.read()
@@ -297,24 +310,28 @@ def _manifest_text(folder: Path) -> str:
 
 
 class FormatError(JsonError):
-    """A manifest of another format; the message says what to do."""
+    """Manifest of an unsupported format."""
 
 
-def _other_format(found: object) -> str:
-    """Why a manifest of another format is not read."""
-    if type(found) is not int:
+def _other_format(version: object) -> str:
+    """Return the error message for an unsupported format."""
+    if type(version) is not int:
         return f"format must be {FORMAT}; {REEXPORT_HINT}"
-    cure = "export the pair again" if 0 < found < FORMAT else "use the specedge that wrote it"
-    shown = found if abs(found) <= MAX_INTEGER else "a huge number"
-    *some, last = map(str, FORMATS)
-    return f"format is {shown}, this specedge reads {', '.join(some)} and {last}; {cure}"
+    remedy = "export the bundle again" if 0 < version < FORMAT else "upgrade specedge"
+    shown = version if abs(version) <= MAX_INTEGER else "a huge number"
+    *earlier, last = map(str, FORMATS)
+    formats = f"{', '.join(earlier)} and {last}"
+    return f"format is {shown}, this version of specedge reads {formats}; {remedy}"
 
 
 def _unreadable(folder: Path, error: Exception) -> str:
     if os.path.isfile(folder):
-        return f"{folder} is a file; name the folder of a bundle made by 'specedge export'"
+        return f"{folder} is a file; specify the folder of a bundle written by 'specedge export'"
     if not os.path.exists(folder):
-        return f"no bundle at {folder}: there is no such folder; name one made by 'specedge export'"
+        return (
+            f"no bundle at {folder}: the folder does not exist; specify one written by "
+            "'specedge export'"
+        )
     if isinstance(error, FileNotFoundError):
-        return f"{folder} has no {MANIFEST}; name a folder made by 'specedge export'"
+        return f"{folder} has no {MANIFEST}; specify a folder written by 'specedge export'"
     return f"{folder / MANIFEST}: {getattr(error, 'strerror', None) or error}; {REEXPORT_HINT}"

@@ -1,5 +1,7 @@
-"""What graphs for GPUs take and give, by their decoder's signature: there the host fetches no more
-than it needs, and a draft may take one call. K draft tokens, C columns that are tokens.
+"""Signatures of graphs for GPUs, derived from the decoder's signature.
+
+They let the host copy little data from the device, and draft in one call. K is the number of draft
+tokens, C the number of columns that are tokens.
 """
 
 from __future__ import annotations
@@ -9,25 +11,23 @@ from dataclasses import replace
 
 from .signature import SAMPLING_SETTINGS, Signature, TensorSpec
 
-SCORED = "scored"  # a decoder that gives the best logits of each row, too
+SCORED = "scored"  # decoder with an output of top logits
 UNROLLED = "unrolled"  # K greedy draft steps
-SAMPLED = "sampled"  # K draft steps under a request's settings, which draw
+SAMPLED = "sampled"  # K draft steps that sample with a request's settings
 ONE_CALL = (UNROLLED, SAMPLED)
-NUM_SUMMARY_FIELDS = 5  # numbers of a drawn row before its likeliest tokens
+NUM_SUMMARY_FIELDS = 5  # of `drawn`, before the largest weights
 
 
 def num_best(num_columns: int) -> int:
-    """How many logits of a row a scored graph gives apart from the row, and how many weights of a
-    distribution one that draws.
-    """
+    """Return the number of top logits per row, or of top weights per distribution."""
     return min(64, num_columns)
 
 
 def with_best(signature: Signature, num_columns: int) -> Signature:
-    """Of a scored graph.
+    """Return the signature of a scored graph.
 
-    Of each row the best logits, the largest first, their columns, and a number that is 0 where all
-    of the row are finite.
+    The additional output has, for each row, the top logits in descending order, their columns, and
+    a number that is 0 if all logits of the row are finite.
     """
     shape = ("B", "R", 2 * num_best(num_columns) + 1)
     best = TensorSpec("best", "best", None, "float32", shape)
@@ -35,24 +35,24 @@ def with_best(signature: Signature, num_columns: int) -> Signature:
 
 
 def one_call(name: str, signature: Signature, num_columns: int, num_draft_tokens: int) -> Signature:
-    """Of a graph that drafts in one call, by its name."""
+    """Return the signature of a graph that drafts in one call."""
     if name == UNROLLED:
         return unrolled(signature, num_draft_tokens)
     return sampled(signature, num_columns, num_draft_tokens)
 
 
 def unrolled(signature: Signature, num_draft_tokens: int) -> Signature:
-    """The tokens, and what each step makes of the buffers."""
+    """Return the signature of an unrolled graph of K greedy draft steps."""
     tokens = TensorSpec("drafted", "drafted", None, "int64", ("B", num_draft_tokens))
     return Signature((*_taken(signature),), (tokens, *_made(signature, num_draft_tokens)))
 
 
 def sampled(signature: Signature, num_columns: int, num_draft_tokens: int) -> Signature:
-    """The same under settings, with what a host needs of the distributions of the tokens.
+    """Return the signature of a graph of K draft steps that sample.
 
-    `drawn` has of each token its column, a number that is 0 if all logits are finite, how many
-    weights are not 0, its own weight and the sum of all; then the largest weights, the largest
-    first, and their columns. All weights are apart, for hosts that need more of them than that.
+    `drawn` has, for each token: its column; a number that is 0 if all logits are finite; the number
+    of nonzero weights; its weight; the sum of weights; then the largest weights in descending order
+    and their columns. All weights are separate outputs, for hosts that need more of them.
     """
     types = {"top_k": "int64", "top_p": "float64"}
     settings = [TensorSpec(s, s, None, types.get(s, "float32"), (1,)) for s in SAMPLING_SETTINGS]
@@ -70,7 +70,7 @@ def sampled(signature: Signature, num_columns: int, num_draft_tokens: int) -> Si
 
 
 def step_output(step: int, name: str) -> str:
-    """What a graph of several steps calls an output of a decoder that one of them makes."""
+    """Return the name of a decoder's output at a step of a multi-step graph."""
     return f"step.{step}.{name}"
 
 

@@ -1,10 +1,9 @@
-"""What an ONNX graph reaches for beyond itself, found before ONNX Runtime opens the file.
+"""Security scan of ONNX files before ONNX Runtime opens them.
 
-Opening a session reads whatever files the graph names, and folds constants, for ever if a Loop has
-no end. So both are looked for first, in the bytes themselves: ONNX is a package of the export
-extra, which the runtime does without, and the wire format of protobuf takes few lines. Reading is
-strict: what two readers could understand in two ways, or not at all, is refused. As in protobuf, a
-message in several pieces is all of them together; each piece is looked at.
+Opening a session reads any file that the graph names and folds constants, indefinitely if a Loop
+does not end. This module checks both in the file's bytes: the onnx package belongs to the export
+extra, and the protobuf wire format takes few lines. Parsing is strict: ambiguous input is refused.
+As in protobuf, a message in several pieces is their concatenation; each piece is checked.
 
 Standard library only. Field numbers are those of onnx.proto.
 """
@@ -21,7 +20,7 @@ from ..errors import BundleError
 from .bundle import Bundle
 from .manifest import REEXPORT_HINT
 
-FOLDED_OPS = ("Cast", "Reshape", "Transpose")  # of a weight a session computes them once
+FOLDED_OPS = ("Cast", "Reshape", "Transpose")  # computed once per session for a weight
 CONTROL_FLOW = (b"If", b"Loop", b"Scan", b"SequenceMap")
 
 T = TypeVar("T")
@@ -40,15 +39,15 @@ _ENTRY = {"key": 1, "value": 2}
 
 
 class GraphFormatError(ValueError):
-    """Bytes that are no graph that this reader takes; the message says what is wrong."""
+    """File that is not an ONNX graph, or that has refused contents."""
 
 
 @dataclass(frozen=True)
 class WeightUse:
-    """A tensor of a weights file: its bytes there, and its forms with the operators that read them.
+    """Tensor of a weights file: its size in bytes and its forms with the operators that read them.
 
-    A session computes forms once: that of ("Cast", "Transpose") is the tensor cast and transposed,
-    that of () the tensor itself.
+    A session computes a form once: ("Cast", "Transpose") is the tensor cast and transposed, () the
+    tensor itself.
     """
 
     size: int
@@ -56,26 +55,27 @@ class WeightUse:
 
 
 def check_graph(bundle: Bundle, file: str) -> None:
-    """Refuse a graph that holds other graphs, or names files that the bundle does not list."""
+    """Refuse a graph that contains subgraphs or names files that the bundle does not list."""
     path = bundle.path(file)
-    if path.suffix != ".onnx":  # ONNX Runtime reads some other names as another format
-        raise BundleError(f"{path}: a graph's name ends in .onnx; {REEXPORT_HINT}")
+    if path.suffix != ".onnx":  # ONNX Runtime selects the format by the extension
+        raise BundleError(f"{path}: the name of a graph must end in .onnx; {REEXPORT_HINT}")
     names = _read(path, external_files)
     folder = file.rpartition("/")[0]
     for name in sorted(names):
         if (f"{folder}/{name}" if folder else name) not in bundle.files:
             raise BundleError(
-                f"{path}: it names the file {_shown(name)}, not listed; {REEXPORT_HINT}"
+                f"{path}: it refers to {_shown(name)}, which the manifest does not list; "
+                f"{REEXPORT_HINT}"
             )
 
 
 def weights_of(bundle: Bundle, file: str) -> list[WeightUse]:
-    """What a graph of a bundle reads of its weights file."""
+    """Return the tensors of the weights file that a graph of a bundle reads."""
     return _read(bundle.path(file), parse_weights)
 
 
 def _read(path: Path, reader: Callable[[bytes], T]) -> T:
-    """What a reader finds in a graph's file; BundleError if it finds no graph."""
+    """Apply a parser to a file; raise BundleError if it is not an ONNX graph."""
     try:
         return reader(path.read_bytes())
     except OSError as error:
@@ -85,17 +85,17 @@ def _read(path: Path, reader: Callable[[bytes], T]) -> T:
 
 
 def parse_weights(content: bytes) -> list[WeightUse]:
-    """What a graph reads of its weights file; WireError where it is no graph."""
+    """Return the tensors of the weights file that a graph reads."""
     readers: defaultdict[str, list[tuple[str, str]]] = defaultdict(list)
     sizes: dict[str, int] = {}
     for _, graph in _parts(memoryview(content), {"graph": _MODEL["graph"]}):
-        for kind, part in _parts(graph, _GRAPH):
-            if kind == "node":
+        for field_name, part in _parts(graph, _GRAPH):
+            if field_name == "node":
                 fields = [(field, _text(value)) for field, value in _parts(part, _WIRED)]
                 first = dict(reversed(fields))
                 for name in {value for field, value in fields if field == "input"}:
                     readers[name].append((first.get("op_type", ""), first.get("output", "")))
-            elif kind == "initializer":
+            elif field_name == "initializer":
                 size = dict(_entries(part)).get(b"length", b"")
                 name = next((_text(value) for _, value in _parts(part, _NAMED)), "")
                 if size.isdigit() and len(size) < 19:
@@ -110,16 +110,16 @@ def _text(value: memoryview) -> str:
 def _forms(
     name: str, readers: dict[str, list[tuple[str, str]]], steps: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], list[str]]]:
-    """Of a tensor and what is computed of it alone: the steps to it, and what reads it."""
-    found = readers.get(name, [])
-    yield steps, [op_type for op_type, _ in found if op_type not in FOLDED_OPS]
-    for op_type, output in found:
+    """Yield the forms of a tensor with the operators that read each."""
+    nodes = readers.get(name, [])
+    yield steps, [op_type for op_type, _ in nodes if op_type not in FOLDED_OPS]
+    for op_type, output in nodes:
         if op_type in FOLDED_OPS and op_type not in steps:
             yield from _forms(output, readers, (*steps, op_type))
 
 
 def external_files(content: bytes) -> set[str]:
-    """The names of the files that a graph's tensors lie in; WireError if it holds other graphs."""
+    """Return the external files of a graph; raise GraphFormatError for subgraphs."""
     names: set[str] = set()
     for tensor in _tensors(memoryview(content)):
         for key, value in _entries(tensor):
@@ -129,25 +129,25 @@ def external_files(content: bytes) -> set[str]:
 
 
 def _entries(tensor: memoryview) -> Iterator[tuple[bytes, bytes]]:
-    """What a tensor says of the file that it lies in."""
+    """Yield the external-data entries of a tensor."""
     for _, entry in _parts(tensor, _TENSOR):
         pairs = dict.fromkeys(_ENTRY, b"")
         for name, text in _parts(entry, _ENTRY):
             if pairs[name]:
-                raise GraphFormatError("an entry of external data has two of a kind")
+                raise GraphFormatError("an external-data entry has a repeated field")
             pairs[name] = bytes(text)
         yield pairs["key"], pairs["value"]
 
 
 def _tensors(model: memoryview) -> Iterator[memoryview]:
-    """Every tensor of a model, wherever it may be."""
+    """Yield every tensor of a model."""
     for name, part in _parts(model, _MODEL):
         if name == "training":
-            raise GraphFormatError("it holds a graph for training")
-        for kind, inner in _parts(part, _GRAPH if name == "graph" else _FUNCTION):
-            if kind == "node":
+            raise GraphFormatError("it contains a training graph")
+        for field_name, inner in _parts(part, _GRAPH if name == "graph" else _FUNCTION):
+            if field_name == "node":
                 yield from _node_tensors(inner)
-            elif kind == "sparse":
+            elif field_name == "sparse":
                 yield from (values for _, values in _parts(inner, _SPARSE))
             else:
                 yield inner
@@ -158,45 +158,47 @@ def _node_tensors(node: memoryview) -> Iterator[memoryview]:
         if name == "op_type":
             if bytes(part) in CONTROL_FLOW:
                 raise GraphFormatError(
-                    f"it has a node {bytes(part).decode()}, which may run for ever"
+                    f"it has a node {bytes(part).decode()}, which may not terminate"
                 )
             continue
-        for kind, inner in _parts(part, _ATTRIBUTE):
-            if kind in ("graph", "graphs"):
-                raise GraphFormatError("it has a node with a graph inside, which may run for ever")
-            if kind in ("sparse", "sparses"):
+        for field_name, inner in _parts(part, _ATTRIBUTE):
+            if field_name in ("graph", "graphs"):
+                raise GraphFormatError("it has a node with a subgraph, which may not terminate")
+            if field_name in ("sparse", "sparses"):
                 yield from (values for _, values in _parts(inner, _SPARSE))
             else:
                 yield inner
 
 
-def _parts(message: memoryview, wanted: dict[str, int]) -> Iterator[tuple[str, memoryview]]:
-    """The wanted fields of a message, all of which hold bytes, in their order."""
-    names = {number: name for name, number in wanted.items()}
+def _parts(message: memoryview, fields: dict[str, int]) -> Iterator[tuple[str, memoryview]]:
+    """Yield the requested length-delimited fields of a message in order."""
+    names = {number: name for name, number in fields.items()}
     at, end = 0, len(message)
     while at < end:
         tag, at = _varint(message, at)
-        number, kind = tag >> 3, tag & 7
+        number, wire_type = tag >> 3, tag & 7
         if not 0 < number < 2**29:
-            raise GraphFormatError("it is no ONNX graph")
-        if number in names and kind != _BYTES:
-            raise GraphFormatError("it is no ONNX graph")
-        if kind == _VARINT:
+            raise GraphFormatError("it is not an ONNX graph")
+        if number in names and wire_type != _BYTES:
+            raise GraphFormatError("it is not an ONNX graph")
+        if wire_type == _VARINT:
             _, at = _varint(message, at)
             continue
-        if kind == _BYTES:
+        if wire_type == _BYTES:
             size, at = _varint(message, at)
         else:
-            size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(kind, end + 1)  # groups are refused
+            size = {_EIGHT_BYTES: 8, _FOUR_BYTES: 4}.get(
+                wire_type, end + 1
+            )  # groups are not supported
         if at + size > end:
-            raise GraphFormatError("it is no ONNX graph, or cut short")
+            raise GraphFormatError("it is not an ONNX graph, or it is truncated")
         if number in names:
             yield names[number], message[at : at + size]
         at += size
 
 
 def _varint(message: memoryview, at: int) -> tuple[int, int]:
-    """A number of 7 bits a byte, the low ones first, and where the next thing is."""
+    """Return a base-128 varint and the position after it."""
     value = 0
     for shift in range(0, 70, 7):
         if at >= len(message):
@@ -206,7 +208,7 @@ def _varint(message: memoryview, at: int) -> tuple[int, int]:
         value |= (byte & 127) << shift
         if byte < 128:
             return value, at
-    raise GraphFormatError("it is no ONNX graph, or cut short")
+    raise GraphFormatError("it is not an ONNX graph, or it is truncated")
 
 
 def _shown(name: str) -> str:

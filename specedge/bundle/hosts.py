@@ -1,6 +1,4 @@
-"""The part of a bundle's manifest that is for apps without specedge; it refuses what contradicts
-itself.
-"""
+"""Manifest section for applications without specedge, with consistency checks."""
 
 from __future__ import annotations
 
@@ -18,7 +16,10 @@ GRAPHS = ("round", "draft", "accept", *sorted(TEXT_GRAPHS))
 
 @dataclass(frozen=True)
 class HostGraph:
-    """One ONNX file for host apps: of a round, which part and its K (null: any), or of text."""
+    """ONNX file for host applications: a round or a part of one, or a tokenizer graph.
+
+    `num_draft_tokens` is the K of a round graph, None for other graphs.
+    """
 
     name: str
     num_draft_tokens: int | None
@@ -27,22 +28,27 @@ class HostGraph:
 
     def __post_init__(self) -> None:
         if self.name not in GRAPHS:
-            raise ValueError(f"name is one of {', '.join(GRAPHS)}, got '{self.name}'")
+            raise ValueError(f"name must be one of {', '.join(GRAPHS)}, got '{self.name}'")
         if (self.num_draft_tokens is None) is (self.name == "round"):
-            raise ValueError("round has one num_draft_tokens, and other graphs have none")
+            raise ValueError("round must have num_draft_tokens, and other graphs must not")
         if self.num_draft_tokens is not None:
             check_integer("num_draft_tokens", self.num_draft_tokens, 1, MAX_DRAFT_TOKENS)
         if "/" in self.file:
-            raise ValueError(f"file lies in the folder itself, got '{self.file}'")
+            raise ValueError(f"file must be a plain file name, got '{self.file}'")
 
 
 @dataclass(frozen=True)
 class HostFiles:
-    """What apps without specedge run.
+    """Files for applications without specedge.
 
-    `ops` is the op set of the target's part. `golden` is the file of golden transcripts.
-    `ids_only` says why there are no graphs that turn text into tokens and back, None if they are
-    there. Each session takes `session_options`.
+    Attributes:
+        ops: Op set of the target's part.
+        graphs: Round and tokenizer graphs.
+        golden: File of golden transcripts, or None.
+        ids_only: Reason for missing tokenizer graphs; None if they exist.
+        session_options: Configuration entries for each session.
+        onnxruntime: Version of ONNX Runtime at export.
+        oldest_onnxruntime: Oldest version that runs the graphs.
     """
 
     ops: str
@@ -55,20 +61,20 @@ class HostFiles:
 
     def __post_init__(self) -> None:
         if self.ops not in OP_SETS:
-            raise ValueError(f"ops is one of {', '.join(OP_SETS)}, got '{self.ops}'")
+            raise ValueError(f"ops must be one of {', '.join(OP_SETS)}, got '{self.ops}'")
         for name in ("ids_only", "onnxruntime", "oldest_onnxruntime"):
             check_single_line(name, getattr(self, name))
         names = {graph.name for graph in self.graphs}
         if len({(graph.name, graph.num_draft_tokens) for graph in self.graphs}) < len(self.graphs):
-            raise ValueError("graphs has nothing twice")
+            raise ValueError("graphs must not repeat a graph")
         if names - TEXT_GRAPHS not in ({"round"}, {"draft", "accept"}):
-            raise ValueError("graphs has rounds, or draft and accept")
+            raise ValueError("graphs must have either round or both draft and accept")
         text_graphs = TEXT_GRAPHS if self.ids_only is None else set()
         if names & TEXT_GRAPHS != text_graphs:
-            raise ValueError("ids_only is null where graphs has encode and decode, and only there")
+            raise ValueError("ids_only must be null if and only if graphs has encode and decode")
 
     @property
     def files(self) -> list[str]:
-        """All that lies in the folder for hosts."""
+        """All files in the hosts folder."""
         golden = [] if self.golden is None else [self.golden]
         return [graph.file for graph in self.graphs] + golden

@@ -1,4 +1,4 @@
-"""The files of a bundle's folder: their paths, sizes and hashes. Standard library only."""
+"""Paths, sizes and hashes of a bundle's files. Standard library only."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .manifest import REEXPORT_HINT, FileEntry
 
 
 def file_entry(path: Path) -> FileEntry:
-    """A file's entry for the manifest."""
+    """Return a file's entry for the manifest."""
     return FileEntry(path.stat().st_size, sha256(path))
 
 
 def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
-    """A file's SHA-256 in hexadecimal, read in pieces."""
+    """Return a file's SHA-256 in hexadecimal; `progress` receives the size of each chunk."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while piece := file.read(4 * 2**20):
@@ -30,17 +30,17 @@ def sha256(path: Path, progress: Callable[[int], None] | None = None) -> str:
 
 
 def check_relative_path(name: str) -> None:
-    """Refuse a path that could leave the folder on any system."""
+    """Raise ValueError for a path that could leave the folder on any system."""
     part = r"[A-Za-z0-9_][A-Za-z0-9_.-]*"
     if not re.fullmatch(f"{part}(/{part})*", name) or len(name) > 200:
         raise ValueError(f"files has '{name}', which is not a plain path inside the bundle")
 
 
 def contained_file_size(folder: Path, path: Path) -> int:
-    """A file's size; nothing outside the folder counts, and nothing that reading could wait for."""
+    """Return the size of a regular file; refuse links that leave the folder."""
     if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
-        raise BundleError(f"{path}: is a link out of the bundle; {REEXPORT_HINT}")
-    facts = path.stat()
-    if not stat.S_ISREG(facts.st_mode):
-        raise BundleError(f"{path}: is no file; {REEXPORT_HINT}")
-    return facts.st_size
+        raise BundleError(f"{path}: is a link that leaves the bundle; {REEXPORT_HINT}")
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise BundleError(f"{path}: is not a regular file; {REEXPORT_HINT}")
+    return status.st_size

@@ -1,6 +1,6 @@
-"""The parts of a bundle's manifest; each refuses what contradicts itself.
+"""Parts of a bundle's manifest, with consistency checks.
 
-The whole, and the format's number, are in `bundle.py`.
+The manifest as a whole and the format version are in `bundle.py`.
 """
 
 from __future__ import annotations
@@ -25,27 +25,30 @@ from .precision import DTYPES, PRECISIONS, QUANTIZED_DTYPES, Precision, precisio
 from .reports import ParityReport, QuantizationReport, check_single_line
 from .signature import Signature, TensorSpec
 
-REEXPORT_HINT = "export the pair again, or copy the bundle again"
+REEXPORT_HINT = "export or copy the bundle again"
 PREFILL_LENGTH = 64  # tokens of the prefill graph
 ANY_LENGTH = ("decoder", SCORED, *ONE_CALL)
-GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # known by name
+GRAPHS = (*ANY_LENGTH, "step", "catchup", "verify", "prefill")  # defined by the format
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What a file must be."""
+    """Size and SHA-256 of a file."""
 
     size: int
     sha256: str
 
     def __post_init__(self) -> None:
         if self.size < 0 or not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise ValueError("a file has a size of at least 0 and 64 lowercase hexadecimal digits")
+            raise ValueError(
+                "a file must have a size of at least 0 and a SHA-256 of 64 lowercase "
+                "hexadecimal digits"
+            )
 
 
 @dataclass(frozen=True)
 class CheckpointSource:
-    """Where a checkpoint came from: a hub id or a folder's name, with its commit and licence."""
+    """Hub id or folder name of a checkpoint, with its commit and license."""
 
     id: str
     revision: str | None
@@ -58,7 +61,7 @@ class CheckpointSource:
 
 @dataclass(frozen=True)
 class CacheLayer:
-    """One layer's buffers: keys [B, heads, S, key_size], values [B, heads, S, value_size]."""
+    """Buffers of a layer: keys [B, heads, S, key_size], values [B, heads, S, value_size]."""
 
     heads: int
     key_size: int
@@ -66,12 +69,12 @@ class CacheLayer:
 
     def __post_init__(self) -> None:
         if min(self.heads, self.key_size, self.value_size) < 1:
-            raise ValueError("heads, key_size and value_size are at least 1")
+            raise ValueError("heads, key_size and value_size must be at least 1")
 
 
 @dataclass(frozen=True)
 class CacheLayout:
-    """The KV cache: S = `capacity` rows, one entry a layer."""
+    """Layout of a key-value cache with S = `capacity` rows and one entry per layer."""
 
     dtype: str
     capacity: int
@@ -80,7 +83,7 @@ class CacheLayout:
     def __post_init__(self) -> None:
         _check_dtype(self.dtype)
         if self.capacity < 1 or not self.layers:
-            raise ValueError("a cache has at least one row and one layer")
+            raise ValueError("a cache must have at least one row and one layer")
 
     @property
     def size(self) -> int:
@@ -91,7 +94,7 @@ class CacheLayout:
 
 @dataclass(frozen=True)
 class GraphEntry:
-    """One ONNX file: `length` new tokens a pass (null: any), and which signature it has."""
+    """ONNX file of a graph: pass length (None: any), op set and name of its signature."""
 
     name: str
     ops: str
@@ -102,28 +105,39 @@ class GraphEntry:
 
     def __post_init__(self) -> None:
         if self.ops not in OP_SETS:
-            raise ValueError(f"ops is one of {', '.join(OP_SETS)}, got '{self.ops}'")
+            raise ValueError(f"ops must be one of {', '.join(OP_SETS)}, got '{self.ops}'")
         if not re.fullmatch(r"[a-z][a-z0-9_-]{0,39}", self.name):
-            raise ValueError(f"name is up to 40 of a-z, 0-9, - and _, got '{self.name}'")
+            raise ValueError(f"name must be up to 40 of a-z, 0-9, - and _, got '{self.name}'")
         if self.batch < 1 or (self.length is not None and self.length < 1):
-            raise ValueError("batch and length are at least 1")
+            raise ValueError("batch and length must be at least 1")
         if self.name in GRAPHS and (self.length is None) is not (self.name in ANY_LENGTH):
             raise ValueError(
-                f"{', '.join(ANY_LENGTH)} take any length, and step, catchup, verify, prefill one"
+                f"{', '.join(ANY_LENGTH)} must have no length, and step, catchup, verify, "
+                "prefill must have one"
             )
 
 
 @dataclass(frozen=True)
 class ModelEntry:
-    """One exported model. It reads `vocab_size` tokens: of the target's tokenizer, as many as the
-    model has an embedding for. Logits have `padded_vocab_size` columns, of which the first
-    `vocab_size` are these tokens, or fewer, for which the bundle has an id map.
+    """Exported model.
 
-    `num_experts` are those of a layer, 0 where no layer chooses among any. `graphs` come in op
-    sets, each with a report in `parity`; `signatures` are what they take and give. `dtype` and the
-    cache's are those of the op sets whose names have none. Each op set of integers, or that
-    computes in 16 bits, has a report in `quantisation`, too; parity's errors are then those of the
-    float graphs that were rounded.
+    Attributes:
+        source: Origin of the checkpoint.
+        architecture: Name of the architecture.
+        num_parameters: Number of parameters.
+        num_experts: Experts per layer; 0 for a dense model.
+        vocab_size: Token ids of the target's tokenizer that the model has embeddings for.
+        padded_vocab_size: Columns of the logits, of which the first `vocab_size` are tokens; fewer
+            columns than tokens need the bundle's id map.
+        context_length: Largest number of tokens of a text.
+        dtype: Compute type of the op sets whose names have none.
+        weights_dtype: Type of the stored weights.
+        cache: Key-value cache of the op sets whose names have no type.
+        weights: Weights file.
+        signatures: Inputs and outputs of graphs by signature name.
+        graphs: Graphs of all op sets.
+        parity: Verification against PyTorch by op set; of a quantized op set, of its float graphs.
+        quantization: Quantization report of each op set with integer weights or 16-bit types.
     """
 
     source: CheckpointSource
@@ -146,65 +160,66 @@ class ModelEntry:
         check_single_line("architecture", self.architecture)
         _check_dtype(self.dtype)
         if self.weights_dtype not in (*DTYPES, *QUANTIZED_DTYPES):
-            known = ", ".join((*DTYPES, *QUANTIZED_DTYPES))
-            raise ValueError(f"weights_dtype is one of {known}, got '{self.weights_dtype}'")
+            dtypes = ", ".join((*DTYPES, *QUANTIZED_DTYPES))
+            raise ValueError(f"weights_dtype must be one of {dtypes}, got '{self.weights_dtype}'")
         if min(self.vocab_size, self.padded_vocab_size) < 1:
-            raise ValueError("vocab_size and padded_vocab_size are at least 1")
+            raise ValueError("vocab_size and padded_vocab_size must be at least 1")
         if not 1 <= self.context_length <= self.cache.capacity:
-            raise ValueError("context_length is at least 1 and at most the cache's capacity")
+            raise ValueError("context_length must be at least 1 and at most the cache's capacity")
         names = [(graph.name, graph.ops) for graph in self.graphs]
         if len(set(names)) != len(names):
-            raise ValueError("graphs has no name twice for one op set")
+            raise ValueError("graphs must not repeat a name within an op set")
         ops = {ops for name, ops in names if name == "decoder"}
         if not ops or ops != {ops for _, ops in names} or ops != self.parity.keys():
-            raise ValueError("each op set in graphs has a decoder and an entry in parity")
+            raise ValueError("each op set in graphs must have a decoder and an entry in parity")
         if ops.isdisjoint(OPS):
-            raise ValueError("one op set in graphs has a name without a type")
+            raise ValueError("one op set in graphs must have a name without a type")
         if self.quantization.keys() != {
-            one for one in ops if is_reduced_precision(one, self.weights_dtype)
+            name for name in ops if is_reduced_precision(name, self.weights_dtype)
         }:
             raise ValueError(
-                "quantisation has a report where weights are integers or an op set has a type of "
-                "16 bits, and only there"
+                "quantisation must have a report for each op set with integer weights or a 16-bit "
+                "type, and for no other"
             )
         if min(self.num_parameters, self.num_experts) < 0:
-            raise ValueError("num_parameters and num_experts are at least 0")
+            raise ValueError("num_parameters and num_experts must be at least 0")
         for graph in self.graphs:
             self._check_signature(graph)
         if precision := PRECISIONS.get(self.dtype):
             for report in self.parity.values():
                 if report.tolerance is None and report.error_ratio > precision.multiple:
                     raise ValueError(
-                        f"error_ratio is at most {precision.multiple:g} without a tolerance"
+                        f"error_ratio must be at most {precision.multiple:g} without a tolerance"
                     )
 
     def _check_signature(self, graph: GraphEntry) -> None:
-        found = self.signatures.get(graph.signature)
-        if found is None:
+        signature = self.signatures.get(graph.signature)
+        if signature is None:
             raise ValueError(f"{graph.name} has no '{graph.signature}' among signatures")
         cache = self.cache_layout(graph.ops)
-        wanted = signatures(cache, self.padded_vocab_size)[signature_name(graph.name)]
+        expected = signatures(cache, self.padded_vocab_size)[signature_name(graph.name)]
         if graph.name == SCORED:
-            wanted = with_best(wanted, self.num_columns)
+            expected = with_best(expected, self.num_columns)
         if graph.name in ONE_CALL:
-            wanted = one_call(graph.name, wanted, self.num_columns, found.num_drafted)
-        if graph.name in GRAPHS and not found.has(wanted):
-            raise ValueError(f"{graph.name}'s signature is not that of cache and logits")
+            expected = one_call(graph.name, expected, self.num_columns, signature.num_drafted)
+        if graph.name in GRAPHS and not signature.has(expected):
+            raise ValueError(f"{graph.name}'s signature does not match its cache and logits")
 
     @property
     def num_columns(self) -> int:
-        """How many columns of the logits are tokens."""
+        """Number of columns of the logits that are tokens."""
         return min(self.vocab_size, self.padded_vocab_size)
 
     def cache_layout(self, ops: str) -> CacheLayout:
-        """The cache that an op set's graphs take."""
+        """Return the cache of an op set's graphs."""
         return (
             self.cache if ops == attention_ops(ops) else replace(self.cache, dtype=cache_dtype(ops))
         )
 
     def supports_gpu(self, ops: str) -> bool:
-        """Whether GPUs have kernels for an op set: no products of bytes, and GroupQueryAttention in
-        16 bits alone.
+        """Return True if GPUs have kernels for an op set.
+
+        They have none for products of bytes, and GroupQueryAttention only in 16 bits.
         """
         if cache_dtype(ops) != compute_dtype(ops) or (
             self.weights_dtype in QUANTIZED_DTYPES and not has_compute_type(ops)
@@ -214,14 +229,15 @@ class ModelEntry:
         return not is_wide and not is_qdq(ops)
 
     def supports_engines(self, ops: str) -> bool:
-        """Whether engines can be compiled of an op set: integers take a form of their own."""
+        """Return True if TensorRT engines can be compiled from an op set."""
         if is_qdq(ops):
             return True
         return self.supports_gpu(ops) and self.weights_dtype not in QUANTIZED_DTYPES
 
     def op_set(self, ops: str) -> str | None:
-        """The op set of a name, if the model has it; of float weights the one without a type
-        computes in float32.
+        """Return the model's op set for a name, or None.
+
+        For float weights, the op set without a type is the one that computes in float32.
         """
         plain = attention_ops(ops)
         same = cache_dtype(ops) == cache_dtype(plain) and not is_reduced_precision(
@@ -231,61 +247,71 @@ class ModelEntry:
 
     @property
     def cpu_ops(self) -> str:
-        """The better op set on the CPU: `gqa` reads no more of the cache than is filled. It is left
-        out where `onnx` gives the same bits for more pass lengths.
+        """Faster op set on the CPU.
+
+        `gqa` reads only the filled part of the cache. It is not used if `onnx` is batch-invariant
+        for more pass lengths.
         """
-        held = {name: {*found.invariant_lengths} for name, found in self.parity.items()}
-        return "gqa" if "gqa" in held and held["gqa"] >= held.get("onnx", set()) else "onnx"
+        lengths = {name: {*report.invariant_lengths} for name, report in self.parity.items()}
+        return (
+            "gqa" if "gqa" in lengths and lengths["gqa"] >= lengths.get("onnx", set()) else "onnx"
+        )
 
     def describe_parity(self, ops: str) -> str:
-        """What the export found of an op set's graphs, in one line."""
-        found = self.parity[ops].summary(self.precision)
+        """Return the verification results of an op set as one line."""
+        summary = self.parity[ops].summary(self.precision)
         if ops in self.quantization:
             cost = self.quantization[ops].summary()
-            return f"{self.weights_dtype}{describe_dtypes(ops)}: {cost}; before that it {found}"
-        return found
+            name = f"{self.weights_dtype}{describe_dtypes(ops)}"
+            return f"{name}: {cost}; before quantization: {summary}"
+        return summary
 
     def bound(self, ops: str) -> float:
-        """How far from exact a right graph of an op set may be, relative to the largest value."""
+        """Return the largest error of an op set, relative to the largest value."""
         if ops in self.quantization:
-            return 2 * self.quantization[ops].error  # of texts that were not tried
+            return 2 * self.quantization[ops].error  # margin for other texts
         return self.parity[ops].bound(self.precision)
 
     @property
     def precision(self) -> Precision:
-        """What the model computes in; BundleError where this specedge does not know it."""
+        """Numeric types; raises BundleError if this version does not support them."""
         return precision_of(self.source.id, self.dtype, self.cache.dtype)
 
     def has(self, name: str, ops: str) -> bool:
-        """Whether there is a graph of a name in an op set."""
+        """Return True if an op set has a graph of that name."""
         return any((graph.name, graph.ops) == (name, ops) for graph in self.graphs)
 
     def graph(self, name: str, ops: str) -> GraphEntry:
-        """The graph of a name in an op set: `decoder` takes any length, others have one."""
+        """Return a graph of an op set; raise BundleError if there is none."""
         for graph in self.graphs:
             if (graph.name, graph.ops) == (name, ops):
                 return graph
-        have = ", ".join(f"{g.name} ({g.ops})" for g in self.graphs)
-        raise BundleError(f"no graph '{name}' for the op set '{ops}', only {have}; {REEXPORT_HINT}")
+        names = ", ".join(f"{g.name} ({g.ops})" for g in self.graphs)
+        raise BundleError(
+            f"no graph '{name}' for the op set '{ops}'; there are {names}; {REEXPORT_HINT}"
+        )
 
 
 def chunk_length(capacity: int) -> int:
-    """How many tokens of a prompt a pass of the decoder reads, over a cache of so many rows.
+    """Return the pass length of prefill for a cache of `capacity` rows.
 
-    Wider passes read weights less often: 256 take 13 to 25% less than 64. But attention holds
-    scores of every token for every row of the cache.
+    Longer passes read the weights less often: 256 takes 13 to 25% less time than 64. Attention
+    scores need memory for every token and row of the cache, which limits the length.
     """
     return max(PREFILL_LENGTH, min(256, 2**21 // capacity))
 
 
 def signature_name(graph: str) -> str:
-    """Which of `signatures` a graph has that this format knows by name."""
+    """Return the name of the signature of a graph that the format defines."""
     kinds = dict.fromkeys(ANY_LENGTH, "chosen_logits") | {"prefill": "caches_alone"}
     return kinds.get(graph, "with_logits")
 
 
 def signatures(cache: CacheLayout, num_columns: int) -> dict[str, Signature]:
-    """What graphs take and give: logits of the rows that are asked for, of all rows, or of none."""
+    """Return the signatures that the format defines, by name.
+
+    They differ in the logits: of the rows from `logits_from`, of all rows, or of none.
+    """
     inputs = [
         TensorSpec("input_ids", "tokens", None, "int64", ("B", "T")),
         TensorSpec("past_length", "past_length", None, "int64", ("B",)),
@@ -310,4 +336,4 @@ def signatures(cache: CacheLayout, num_columns: int) -> dict[str, Signature]:
 
 def _check_dtype(name: str) -> None:
     if name not in DTYPES:
-        raise ValueError(f"a dtype is float32, float16 or bfloat16, got '{name}'")
+        raise ValueError(f"a dtype must be float32, float16 or bfloat16, got '{name}'")

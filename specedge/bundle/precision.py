@@ -1,6 +1,4 @@
-"""What a model of each precision is stored in, computes in and may be off by: one table for the
-exporter, the runtime and the audit.
-"""
+"""Storage and compute types with their error bounds, shared by exporter, runtime and audit."""
 
 from __future__ import annotations
 
@@ -8,26 +6,31 @@ from dataclasses import dataclass
 
 from ..errors import BundleError
 
-DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # what the format knows, and its bytes
+DTYPES = {"float32": 4, "float16": 2, "bfloat16": 2}  # bytes per element
 
-HALF_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # what matrices can be stored in
-BLOCK_BITS = {"int8-block": 8, "int4": 4}  # bits of weights that have a scale for every 32 of them
-QUANTIZED_DTYPES = ("int8", *BLOCK_BITS)  # what weights can be rounded to, their inputs to int8
-PRECISION_CHOICES = ("fp32", *HALF_DTYPES, *QUANTIZED_DTYPES)  # of an export
+HALF_DTYPES = {"fp16": "float16", "bf16": "bfloat16"}  # storage types of matrices
+BLOCK_BITS = {"int8-block": 8, "int4": 4}  # bits of block-wise types (block 32)
+QUANTIZED_DTYPES = ("int8", *BLOCK_BITS)  # of weights; activations are int8
+PRECISION_CHOICES = ("fp32", *HALF_DTYPES, *QUANTIZED_DTYPES)
 GPTQ, NEAREST = "gptq", "nearest"
-ROUNDINGS = (GPTQ, NEAREST)  # how weights are rounded to these
-# What weights need. Before 1.30 bytes cannot be multiplied rightly on every processor; before 1.31
-# QMoE's rows do not keep their bits, and those of 4 bits it cannot multiply as bytes.
+ROUNDINGS = (GPTQ, NEAREST)
+# Oldest version by type of weights. Before 1.30 int8 products are not exact on every processor;
+# before 1.31 QMoE is not batch-invariant and has no 4-bit weights with int8 activations.
 OLDEST_ONNXRUNTIME = {"float": "1.28", "integers": "1.30", "experts": "1.31"}
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Types of a model that computes in `compute`.
+    """Types of a model and the error bounds of its graphs.
 
-    Weights are stored in the first of `weights` that is the checkpoint's own and loses no bit.
-    A graph's error may be `multiple` times that of PyTorch in the same precision, and `floor` of
-    the largest value: sums in another order differ by some ulps.
+    Attributes:
+        compute: Compute type.
+        weights: Storage types; weights are stored in the first that is the checkpoint's type and
+            loses no bits.
+        cache: Type of the caches.
+        multiple: Largest error as a multiple of PyTorch's in the same precision.
+        floor: Error allowed in addition, relative to the largest value: sums in another order
+            differ by some ulps.
     """
 
     compute: str
@@ -47,13 +50,14 @@ FLOAT32 = Precision(
 PRECISIONS = {FLOAT32.compute: FLOAT32}
 
 
-def precision_of(what: str, compute: str, cache: str) -> Precision:
-    """The row of a model; BundleError for one that this specedge neither exports nor runs."""
-    found = PRECISIONS.get(compute)
-    if found is None or found.cache != cache:
-        known = ", ".join(f"{p.compute} with caches in {p.cache}" for p in PRECISIONS.values())
+def precision_of(name: str, compute: str, cache: str) -> Precision:
+    """Return the precision of a model; raise BundleError if it is not supported."""
+    precision = PRECISIONS.get(compute)
+    if precision is None or precision.cache != cache:
+        supported = ", ".join(f"{p.compute} with caches in {p.cache}" for p in PRECISIONS.values())
         raise BundleError(
-            f"{what} computes in {compute} with caches in {cache}, this specedge runs {known}; use "
-            "a specedge that runs it, or export the pair again"
+            f"{name} computes in {compute} with caches in {cache}; this version of specedge "
+            "supports "
+            f"{supported}; upgrade specedge, or export the bundle again"
         )
-    return found
+    return precision

@@ -1,4 +1,4 @@
-"""What an export measured of an op set, as the manifest has it."""
+"""Verification and quantization reports of an op set, recorded at export."""
 
 from __future__ import annotations
 
@@ -11,17 +11,26 @@ from .precision import Precision
 
 @dataclass(frozen=True)
 class ParityReport:
-    """What the export measured against the PyTorch model.
+    """Numerical verification of a graph against the PyTorch model.
 
-    `structure_error` compares both in float64, where only a graph that is another model differs; it
-    is relative to the row of logits, or of one head's keys or values. The others are of float32,
-    against the same float64 and relative to the largest value of the output: the graph's and
-    float32's own, which is PyTorch's and that of three runs with other kernels' roundings.
-    `error_ratio` is the largest of the graph's errors as a multiple of that in the same row,
-    `tolerance` what `--tolerance` allowed instead. `num_left_out` counts tokens left out because
-    rounding could have chosen other experts. `row_independent_lengths` are the pass lengths T whose
-    rows had the same bits as one pass over all of them. `versions` are those of the packages that
-    took part.
+    Errors are relative to the largest value of the output, except for `structure_error`. The
+    reference is PyTorch in float64.
+
+    Attributes:
+        structure_error: Error of the graph in float64, relative to the row of logits or of one
+            head's keys or values; only a graph of another model has a large one.
+        logits_error: Error of the graph's logits in float32.
+        cache_error: Error of the graph's caches in float32.
+        float32_logits_error: Error of float32 itself: PyTorch's, and that of three runs with other
+            rounding.
+        float32_cache_error: The same for the caches.
+        error_ratio: Largest error of a row as a multiple of float32's in that row.
+        tolerance: Error that `--tolerance` allowed instead, or None.
+        logits_std: Standard deviation of the logits.
+        num_positions: Number of compared positions.
+        num_left_out: Positions excluded because rounding could select other experts.
+        invariant_lengths: Pass lengths T for which logits are batch-invariant.
+        versions: Versions of the packages involved.
     """
 
     structure_error: float
@@ -40,49 +49,52 @@ class ParityReport:
     def __post_init__(self) -> None:
         numbers = {n: v for n, v in vars(self).items() if isinstance(v, int | float)}
         if low := [name for name, value in numbers.items() if not 0 <= value < math.inf]:
-            raise ValueError(f"{low[0]} is at least 0 and finite")
+            raise ValueError(f"{low[0]} must be at least 0 and finite")
         if min(self.invariant_lengths, default=1) < 1:
-            raise ValueError("row_independent_lengths are at least 1")
+            raise ValueError("row_independent_lengths must be at least 1")
         for text in (*self.versions, *self.versions.values()):
             check_single_line("versions", text)
 
     def summary(self, precision: Precision) -> str:
-        """Both questions and their answers in one line."""
+        """Return both checks as one line."""
         allowed = f"limit {precision.multiple:g}"
         if self.tolerance is not None:
             allowed = f"--tolerance {self.tolerance:g}"
         return (
-            f"matches the model to {self.structure_error:.0e} in float64; in float32 logits are "
-            f"off by {self.logits_error:.1e} "
-            f"(float32 itself by up to {self.float32_logits_error:.1e}), "
-            f"caches by {self.cache_error:.1e} ({self.float32_cache_error:.1e}), the worst row by "
-            f"{self.error_ratio:.1f} times float32's own ({allowed}); "
-            f"{self.num_positions} positions"
+            f"float64 error {self.structure_error:.0e}; float32 error: logits "
+            f"{self.logits_error:.1e} "
+            f"(PyTorch {self.float32_logits_error:.1e}), caches {self.cache_error:.1e} "
+            f"({self.float32_cache_error:.1e}), worst row {self.error_ratio:.1f} times PyTorch's "
+            f"({allowed}); {self.num_positions} positions"
         )
 
     def bound(self, precision: Precision) -> float:
-        """How far from exact a right graph may be, relative to the largest value."""
+        """Return the largest error of a correct graph, relative to the largest value."""
         if self.tolerance is not None:
             return self.tolerance
-        own = max(self.float32_logits_error, self.float32_cache_error)
-        return precision.multiple * own + precision.floor
+        error = max(self.float32_logits_error, self.float32_cache_error)
+        return precision.multiple * error + precision.floor
 
 
 @dataclass(frozen=True)
 class QuantizationReport:
-    """What rounding an op set's weights and inputs cost, measured on a text.
+    """Effect of quantization on an op set, measured on a text.
 
-    `num_tokens` is 0 where the exporting machine could not run the graphs, and numbers say nothing.
-    `perplexity` is the model's, `original_perplexity` that of the float graph it was made of, both
-    0 of a self-draft, which is no language model;
-    `agreement` is how often their likeliest tokens are the same, `divergence` the mean
-    Kullback-Leibler divergence in nats, `error` the largest difference of a value of logits or
-    cache, in the largest value. Of the groups of matrices that read one input `num_smoothed` had
-    channels' sizes moved, `num_cut` have several scales a row, `num_in_blocks` one for every block
-    of numbers, `num_left` are not rounded; `exceptions` say of each that is not as the precision
-    has it what was done and why.
-    `product_error` is the worst product's, root of the mean square over the product's own;
-    `plain_product_error` what it would be with neither.
+    Attributes:
+        text: Name of the evaluation text.
+        num_tokens: Tokens of the text; 0 if the exporting machine could not run the graphs.
+        perplexity: Perplexity of the quantized graphs; 0 for a self-draft.
+        original_perplexity: Perplexity of the float graphs; 0 for a self-draft.
+        agreement: Top-1 agreement.
+        divergence: Mean Kullback-Leibler divergence in nats.
+        error: Largest difference of a logit or cache value, relative to the largest value.
+        num_smoothed: Groups of matrices with a common input that are smoothed (SmoothQuant).
+        num_cut: Groups with several scales per row.
+        num_left: Groups that are not quantized.
+        num_in_blocks: Groups that are quantized block-wise.
+        product_error: Relative RMS error of the worst matrix product.
+        plain_product_error: The same with neither smoothing nor several scales.
+        exceptions: One line for each group that deviates from the requested precision.
     """
 
     text: str
@@ -105,29 +117,31 @@ class QuantizationReport:
             check_single_line("text and exceptions", line)
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
-                raise ValueError(f"{name} is at least 0 and finite")
+                raise ValueError(f"{name} must be at least 0 and finite")
 
     def summary(self) -> str:
-        """All of it in one line."""
+        """Return the report as one line."""
         if not self.num_tokens:
-            return "checked, but not run, as ONNX Runtime cannot on the exporting machine"
+            return "not measured: ONNX Runtime cannot run these graphs on the exporting machine"
         where = f"on {self.num_tokens} tokens of {self.text}"
-        loss = f"perplexity {self.perplexity:.4g} {where}, in float {self.original_perplexity:.4g}"
-        found = (
-            f"{loss if self.perplexity else where}; the likeliest token is the same in "
-            f"{self.agreement:.1%}, KL {self.divergence:.2g}, values are off by {self.error:.1%}"
+        loss = f"perplexity {self.perplexity:.4g} {where} (float {self.original_perplexity:.4g})"
+        line = (
+            f"{loss if self.perplexity else where}; top-1 agreement {self.agreement:.1%}, "
+            f"KL divergence {self.divergence:.2g}, largest error {self.error:.1%}"
         )
         if not self.plain_product_error:
-            return found
+            return line
         return (
-            f"{found}; the worst product is off by "
-            f"{self.product_error:.1%} (rounded plainly {self.plain_product_error:.1%}; "
-            f"{self.num_smoothed} smoothed, {self.num_cut} cut, {self.num_in_blocks} in blocks, "
-            f"{self.num_left} not rounded)"
+            f"{line}; error of the worst product {self.product_error:.1%} "
+            f"({self.plain_product_error:.1%} without smoothing and splitting; groups: "
+            f"{self.num_smoothed} smoothed, {self.num_cut} split, {self.num_in_blocks} block-wise, "
+            f"{self.num_left} not quantized)"
         )
 
 
 def check_single_line(name: str, text: str | None) -> None:
-    """Refuse text that could write over a terminal or pass for two lines."""
+    """Raise ValueError for text with control characters or more than 500 characters."""
     if text is not None and (len(text) > 500 or re.search(r"[\x00-\x1f\x7f-\x9f]", text)):
-        raise ValueError(f"{name} is one line of at most 500 characters, none of them for control")
+        raise ValueError(
+            f"{name} must be one line of at most 500 characters without control characters"
+        )

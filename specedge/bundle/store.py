@@ -1,4 +1,4 @@
-"""Where bundles live on this machine, and which one is used when none is named."""
+"""Locations of bundles and caches on this machine, and the default bundle."""
 
 from __future__ import annotations
 
@@ -16,129 +16,142 @@ from ..errors import BundleError
 from .bundle import Bundle
 
 VARIABLE = "SPECEDGE_BUNDLE"
-LONGEST_PATH = 4096  # characters
-PROBE_SIZE = 2**16  # bytes, as large as what is written anywhere here
+MAX_PATH_LENGTH = 4096  # characters
+PROBE_SIZE = 2**16  # bytes, the size of the largest file written
 
 
 def data_folder() -> Path:
-    """The user's folder for exported bundles."""
+    """Return the user's data folder of specedge."""
     return platformdirs.user_data_path("specedge", appauthor=False)
 
 
 def bundles_folder() -> Path:
-    """Where exports without `--output` go."""
+    """Return the folder of exports without `--output`."""
     return data_folder() / "bundles"
 
 
 def embedded_folder() -> Path:
-    """The pair that comes with specedge."""
+    """Return the folder of the pair that is part of specedge."""
     return Path(__file__).parents[1] / "models" / "embedded"
 
 
 def costs_folder() -> Path:
-    """Where measured costs are remembered."""
+    """Return the folder of measured costs."""
     return data_folder() / "costs"
 
 
 def default_destination(draft: str | None, target: str) -> Path:
-    """Return where an export without `--output` goes: one folder for each pair of names."""
+    """Return the folder of an export without `--output`: one per pair of names."""
     return bundles_folder() / "--".join(map(_slug, [target] if draft is None else [target, draft]))
 
 
 def set_default(folder: Path) -> None:
-    """Make a bundle the one that is used when none is named."""
-    replace_file(_note(), str(folder.absolute()))
+    """Make a bundle the one used when none is named."""
+    replace_file(_default_file(), str(folder.absolute()))
 
 
 def last_exported() -> Path | None:
-    """The bundle exported last without `--output`, whether or not it is still there."""
+    """Return the last bundle exported without `--output`, which may no longer exist."""
     try:
-        with _note().open(encoding="utf-8") as file:
-            text = file.read(LONGEST_PATH + 1)
+        with _default_file().open(encoding="utf-8") as file:
+            text = file.read(MAX_PATH_LENGTH + 1)
     except (OSError, ValueError):
         return None
-    is_path = os.path.isabs(text) and "\0" not in text and len(text) <= LONGEST_PATH
+    is_path = os.path.isabs(text) and "\0" not in text and len(text) <= MAX_PATH_LENGTH
     return Path(text) if is_path else None
 
 
 def clear_default() -> None:
-    """Let the embedded pair be the one that is used when none is named."""
-    _note().unlink(missing_ok=True)
+    """Make the embedded pair the one used when none is named."""
+    _default_file().unlink(missing_ok=True)
 
 
 def find_bundle(bundle: str | os.PathLike[str] | None = None) -> Path:
-    """The folder named, else SPECEDGE_BUNDLE's, else the last exported, else the embedded."""
+    """Return the folder of a bundle.
+
+    That is the folder named, else the value of SPECEDGE_BUNDLE, else the last export, else the
+    embedded pair.
+
+    Raises:
+        BundleError: If the name is empty or the last export no longer exists.
+    """
     if bundle is not None:
         if not os.fspath(bundle):
-            raise BundleError("the bundle has no name; give a folder made by 'specedge export'")
+            raise BundleError(
+                "the name of the bundle is empty; specify a folder written by 'specedge export'"
+            )
         return Path(bundle)
     if named := os.environ.get(VARIABLE):
         return Path(named)
     default = last_exported()
     if default is None:
-        if _note().is_file():
+        if _default_file().is_file():
             raise BundleError(
-                f"{_note()} names no folder; export a pair again, or delete it to use the "
-                "embedded pair"
+                f"{_default_file()} does not contain a path; export a bundle again, or delete "
+                "the file to use "
+                "the embedded pair"
             )
         return embedded_folder()
     if not default.exists():
         raise BundleError(
-            f"the default bundle {default} is gone; export the pair again, name another bundle, "
-            f"or delete {_note()} to use the embedded pair"
+            f"the default bundle {default} no longer exists; export it again, specify another "
+            f"bundle, or delete {_default_file()} to use the embedded pair"
         )
     return default
 
 
 def verify_large_files(bundle: Bundle, progress: Callable[[int], None] | None = None) -> None:
-    """Hash large files not seen before here, recognised by path, size, time and inode."""
-    known = _known_files()
+    """Verify the hashes of large files that were not verified before on this machine.
+
+    Files are identified by path, size, modification time and inode.
+    """
+    verified = _verified_files()
     for name in bundle.large_files():
         path = bundle.path(name).absolute()
         before = _identity(path, bundle.files[name].sha256)
-        if known.get(str(path)) != before:
+        if verified.get(str(path)) != before:
             bundle.check_hash(name, progress)
             record_verified(path, before)
 
 
 def record_export(bundle: Bundle) -> None:
-    """Note that a bundle's large files have the hashes that it lists."""
+    """Record that a bundle's large files have the listed hashes."""
     for name in bundle.large_files():
         path = bundle.path(name).absolute()
         record_verified(path, _identity(path, bundle.files[name].sha256))
 
 
 def record_verified(path: Path, identity: list[int | str]) -> None:
-    """Note that a file's hash was right; where that cannot be written it is checked again."""
-    known = {p: i for p, i in _known_files().items() if os.path.exists(p)}
-    known[str(path)] = identity
+    """Record that a file's hash was verified; errors are ignored."""
+    verified = {p: i for p, i in _verified_files().items() if os.path.exists(p)}
+    verified[str(path)] = identity
     with contextlib.suppress(OSError):
-        replace_file(_checked_list(), json.dumps(known))
+        replace_file(_verified_list(), json.dumps(verified))
 
 
-def _note() -> Path:
+def _default_file() -> Path:
     return data_folder() / "default"
 
 
-def _checked_list() -> Path:
+def _verified_list() -> Path:
     return platformdirs.user_cache_path("specedge", appauthor=False) / "checked.json"
 
 
-def _known_files() -> dict[str, list[int | str]]:
+def _verified_files() -> dict[str, list[int | str]]:
     try:
-        known = json.loads(_checked_list().read_text("utf-8"))
+        verified = json.loads(_verified_list().read_text("utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return verified if isinstance(verified, dict) else {}
 
 
 def _identity(path: Path, sha256: str) -> list[int | str]:
-    facts = path.stat()
-    return [facts.st_size, facts.st_mtime_ns, facts.st_ino, sha256]
+    status = path.stat()
+    return [status.st_size, status.st_mtime_ns, status.st_ino, sha256]
 
 
 def replace_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all; OSError where that cannot be."""
+    """Write a text file atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_beside(path) as temporary:
         temporary.write_text(text, "utf-8")
@@ -146,11 +159,11 @@ def replace_file(path: Path, text: str) -> None:
 
 
 def create_file(path: Path, text: str) -> None:
-    """Write a new file, whole or not at all.
+    """Write a new text file atomically.
 
     Raises:
-        FileExistsError: The file exists.
-        OSError: It cannot be written.
+        FileExistsError: If the file exists.
+        OSError: If it cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_beside(path) as temporary:
@@ -159,14 +172,14 @@ def create_file(path: Path, text: str) -> None:
             os.link(temporary, path)
         except FileExistsError:
             raise
-        except OSError:  # a file system without hard links
+        except OSError:  # no hard links on this file system
             if path.exists():
                 raise FileExistsError(path) from None
             os.replace(temporary, path)
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError where `replace_text` could not write some text now; nothing is left of it."""
+    """Raise OSError if `replace_file` cannot write to a path; leaves no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with temporary_beside(path) as temporary:
         temporary.write_bytes(bytes(PROBE_SIZE))
@@ -174,7 +187,7 @@ def check_writable(path: Path) -> None:
 
 @contextlib.contextmanager
 def temporary_beside(path: Path) -> Iterator[Path]:
-    """A place beside a file's, to write it first; nothing stays there. Errors name the file."""
+    """Yield a temporary path in a file's folder; errors name the file."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with errors_naming(path):
         try:
@@ -186,7 +199,7 @@ def temporary_beside(path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def errors_naming(path: Path | str) -> Iterator[None]:
-    """Name the file in an OSError that does not, such as that of a full disk."""
+    """Add a file's name to an OSError without one, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -196,7 +209,7 @@ def errors_naming(path: Path | str) -> Iterator[None]:
 
 
 def _slug(name: str) -> str:
-    """A model's id or path as a folder's name; two folders never share one."""
+    """Return a folder name for a hub id or path, unique for each existing folder."""
     path = Path(os.path.expanduser(name))
     if os.path.isdir(path):
         where = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()

@@ -1,6 +1,7 @@
-"""The command line: text to stdout, all else to stderr.
+"""Command line: results on stdout, everything else on stderr.
 
-Exit 1 on errors, 130 on Ctrl-C, 143 on SIGTERM. Under --json an error is JSON on stdout, too.
+The exit status is 1 for errors, 130 for Ctrl-C and 143 for SIGTERM. With --json an error is also
+written to stdout as JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from specedge.cli.inspect import inspect
 from specedge.cli.library import list_, remove
 from specedge.cli.ngram import ngram
 from specedge.cli.serve import serve
-from specedge.cli.terminal import lines, one_line
+from specedge.cli.terminal import sanitize, sanitize_line
 from specedge.cli.theory import theory
 from specedge.cli.tune import tune
 from specedge.cli.verify import verify
@@ -39,7 +40,7 @@ from specedge.version import __version__
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="specedge")
 def cli() -> None:
-    """Export a draft and a target model to ONNX and generate with lossless speculative decoding."""
+    """Export language models to ONNX and generate text with lossless speculative decoding."""
 
 
 for command in (
@@ -53,10 +54,10 @@ def main() -> None:
     """Run the command line and exit."""
     os.environ.setdefault(telemetry.VARIABLE, "1")  # of child processes, too
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # closed by whoever started us
+        if getattr(sys, name) is None:  # closed by the parent process
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a pipe on Windows is not UTF-8 by itself
+        if isinstance(stream, io.TextIOWrapper):  # pipes on Windows have another encoding
             stream.reconfigure(encoding="utf-8", errors="replace")
     sys.exit(_run())
 
@@ -69,27 +70,27 @@ def _run() -> int:
             sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except BaseException as error:
-        if signals.last is not None:  # whatever a library made of it
+        if signals.last is not None:  # a library may have replaced the exception
             return _interrupted(signals.last)
         return _failed(error)
 
 
 def _interrupted(number: int) -> int:
     click.echo(f"specedge: {'interrupted' if number == signal.SIGINT else 'terminated'}", err=True)
-    # An interrupt that passed through source given to `exec`, as libraries do, has CPython end
-    # `python -m` by the signal though it was caught; executing any source forgets that.
+    # After an interrupt inside `exec`, which libraries use, CPython ends `python -m` by the signal
+    # although it was caught; another `exec` resets that state.
     exec("")
     return 128 + number
 
 
 def _failed(error: BaseException) -> int:
-    """Say what went wrong, under --json on stdout, too; a mistake of ours stays a traceback."""
-    message = one_line(_message(error))
+    """Report an error and return the exit status; unexpected errors keep their traceback."""
+    message = sanitize_line(_message(error))
     if isinstance(error, click.ClickException):
         shown = io.StringIO()
         error.show(shown)
         text = shown.getvalue().replace(error.format_message(), message)
-        click.echo(lines(text), err=True, nl=False)
+        click.echo(sanitize(text), err=True, nl=False)
     elif isinstance(error, click.Abort | KeyboardInterrupt):
         return _interrupted(signal.SIGINT)
     elif isinstance(error, SpecEdgeError | MemoryError | OSError):
@@ -102,8 +103,8 @@ def _failed(error: BaseException) -> int:
             click.echo(json.dumps({"error": message}, ensure_ascii=False))
         sys.stdout.flush()
     except OSError:
-        # Whether the reader of our output went away, as `head` does, or the disk under it is full:
-        # what is left in the buffer must not fail again at exit.
+        # The reader has closed the pipe, as `head` does, or the disk is full: flushing the buffer
+        # must not fail again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 1
 
@@ -112,25 +113,25 @@ def _message(error: BaseException) -> str:
     if isinstance(error, click.ClickException):
         return error.format_message()
     if isinstance(error, OSError) and error.filename is None and error.strerror:
-        return f"standard output: {error.strerror}"  # errors of files have names
+        return f"standard output: {error.strerror}"  # an error of a file has its name
     return str(error) or ("not enough memory" if isinstance(error, MemoryError) else "failed")
 
 
 def asked_for_json(arguments: list[str]) -> bool:
-    """Whether --json is among the options, though they may not be valid."""
+    """Return True if --json is among the arguments, which may be invalid."""
     ends = arguments.index("--") if "--" in arguments else len(arguments)
     return "--json" in arguments[:ends]
 
 
 class Signals:
-    """SIGINT and SIGTERM as KeyboardInterrupt while a command runs; which one came last."""
+    """Conversion of SIGINT and SIGTERM to KeyboardInterrupt; `last` is the last signal."""
 
     def __init__(self) -> None:
         self.last: int | None = None
 
     @contextmanager
     def raised(self) -> Iterator[None]:
-        """Raise them; afterwards Ctrl-C ends the process at once."""
+        """Convert signals in this context; afterwards Ctrl-C ends the process at once."""
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):

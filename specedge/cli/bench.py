@@ -1,4 +1,4 @@
-"""`specedge bench`."""
+"""Command `specedge bench`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import options, progress
-from specedge.cli.terminal import lines
+from specedge.cli import options, terminal
+from specedge.cli.terminal import sanitize
 from specedge.request import AUTO, DrafterName, GenerationRequest
 from specedge.sampling_options import MAX_DRAFT_TOKENS
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _SETS = ("code", "prose", "extraction")
 _DRAFTERS = (DrafterName.MODEL, DrafterName.SUFFIX, DrafterName.CHAIN, AUTO)
-_MOST = 8  # K, if none is asked for
+_MOST = 8  # default of the largest K
 
 
 def _lengths(
     context: click.Context, option: click.Parameter, value: str | None
 ) -> list[int] | None:
-    """Numbers and ranges with commas between them, such as 1-4,8."""
+    """Parse numbers and ranges separated by commas, such as 1-4,8."""
     return None if value is None else [k for part in value.split(",") for k in _range(part)]
 
 
@@ -37,7 +37,7 @@ def _range(part: str) -> Iterator[int]:
     high = high if dash else low
     if not 1 <= low <= high <= MAX_DRAFT_TOKENS:
         raise click.BadParameter(
-            f"'{part}' is no K and no range of K from 1 to {MAX_DRAFT_TOKENS}, such as 4 or 1-8"
+            f"'{part}' must be a number or a range from 1 to {MAX_DRAFT_TOKENS}, such as 4 or 1-8"
         )
     yield from range(low, high + 1)
 
@@ -51,17 +51,16 @@ def _range(part: str) -> Iterator[int]:
     "sets",
     type=click.Choice(_SETS),
     multiple=True,
-    help="Use these built-in prompts; may be given repeatedly. [default: all, or none with"
-    " --prompts]",
+    help="Built-in prompts; may be repeated.  [default: all, or none with --prompts]",
 )
-@click.option("--prompts", metavar="FILE", help="Use the prompts of a file; `-` is stdin.")
-@options.form
+@click.option("--prompts", metavar="FILE", help="File of prompts; `-` is stdin.")
+@options.prompt_format
 @click.option(
     "--drafter",
     "drafters",
     metavar="NAME",
     multiple=True,
-    help=f"Measure this drafter; may be given repeatedly. [default: {', '.join(_DRAFTERS)}]",
+    help=f"Drafter; may be repeated.  [default: {', '.join(_DRAFTERS)}]",
 )
 @click.option(
     "-k",
@@ -69,28 +68,28 @@ def _range(part: str) -> Iterator[int]:
     "lengths",
     callback=_lengths,
     metavar="LIST",
-    help=f"Measure these K, such as 1-4,8. [default: 1-{_MOST}, or as far as a pass is exact]",
+    help=f"Draft tokens per round, such as 1-4,8.  [default: 1-{_MOST}]",
 )
 @click.option(
     "-n", "--max-new-tokens", type=click.IntRange(1), default=64, show_default=True,
-    help="Generate this many tokens for each prompt, fewer where the text falls into a loop.",
+    help="Maximum number of new tokens; repetitive text is cut.",
 )  # fmt: skip
-@options.sampling
+@options.sampling_options
 @click.option(
     "--seed", type=click.IntRange(0, 2**63), default=0, show_default=True,
-    help="Draw the prompts' texts with this seed, the next, and so on.",
+    help="Seed of the first prompt; each prompt has the next.",
 )  # fmt: skip
 @click.option(
     "--repeats", type=click.IntRange(1), default=3, show_default=True,
-    help="Time each setting this often on each prompt.",
+    help="Timed runs of each setting and prompt.",
 )  # fmt: skip
-@options.option("special_tokens")
+@options.request_option("special_tokens")
 @options.threads
 @options.ops
 @options.as_json
-@click.option("--csv", metavar="FILE", help="Write the figures there, a line for each setting.")
-@click.option("--html", metavar="FILE", help="Write a page with plots there.")
-@click.option("--overwrite", is_flag=True, help="Replace files that exist.")
+@click.option("--csv", metavar="FILE", help="Write a CSV file with a line for each setting.")
+@click.option("--html", metavar="FILE", help="Write an HTML page with plots.")
+@click.option("--overwrite", is_flag=True, help="Replace existing files.")
 def bench(
     bundle: str | None,
     device: str,
@@ -111,9 +110,12 @@ def bench(
     overwrite: bool,
     **distribution: Any,
 ) -> None:
-    """Measure drafters and K against plain decoding, and the predictions against both."""
+    """Benchmark drafters and numbers of draft tokens against plain decoding.
+
+    Each setting also has the speed-up that the formulas of 'specedge theory' predict.
+    """
     from specedge.benchmarks.measure import settings
-    from specedge.cli import bench_output, bench_page
+    from specedge.cli import bench_output, bench_page, plots
     from specedge.runtime.drafters.registry import NEEDS_MODEL
 
     request = distribution | {"max_new_tokens": max_new_tokens, "seed": seed}
@@ -122,21 +124,23 @@ def bench(
             GenerationRequest(**request, drafter=name)
     outputs = [("--csv", csv, bench_output.csv_text), ("--html", html, bench_page.page)]
     named = {flag: path for flag, path, _ in outputs if path is not None}
+    if html is not None:
+        plots.require_matplotlib()
     _check_outputs(named, prompts, overwrite)
-    given = _read(sets, prompts, form)
-    pipeline = options.load(bundle, device, threads, ops, draft_device)
+    prompt_inputs = _read(sets, prompts, form)
+    pipeline = options.load_pipeline(bundle, device, threads, ops, draft_device)
     without_model = pipeline.bundle.draft is None
     names = drafters or [n for n in _DRAFTERS if not (without_model and n in NEEDS_MODEL)]
     for name in names:
         pipeline.drafters.check(name)
-    tokens = _prompts(pipeline, given, request["special_tokens"])
+    tokens = _prompts(pipeline, prompt_inputs, request["special_tokens"])
     ks = lengths or range(1, min(_MOST, pipeline.max_planned_tokens) + 1)
     measured = _measure(pipeline, tokens, settings(names, ks), repeats, request)
     devices = " and ".join(dict.fromkeys((device, draft_device or device)))
-    facts = _facts(pipeline, devices, threads, repeats, request)
-    report = _report(pipeline, tokens, measured, request, facts)
+    conditions = _conditions(pipeline, devices, threads, repeats, request)
+    report = _report(pipeline, tokens, measured, request, conditions)
     click.echo(
-        bench_output.json_text(report) if as_json else lines(bench_output.table_text(report))
+        bench_output.json_text(report) if as_json else sanitize(bench_output.table_text(report))
     )
     for flag, path, write in outputs:
         if path is not None:
@@ -149,63 +153,65 @@ def _check_outputs(outputs: dict[str, str], prompts: str | None, overwrite: bool
         options.check_output(path, [prompts] if prompts else [], overwrite, flag)
         other = seen.setdefault(os.path.realpath(path), flag)
         if other != flag:
-            raise click.UsageError(f"{other} and {flag} name one file; name two")
+            raise click.UsageError(f"{other} and {flag} are the same file; specify two")
 
 
 def _read(
     sets: Sequence[str], prompts: str | None, form: str | None
 ) -> list[tuple[str, UserPrompt]]:
-    """Each prompt, a text or a chat, with its set's name; a bad file is a click.UsageError."""
+    """Return each prompt with the name of its set; raise click.UsageError for a bad file."""
     from specedge.benchmarks.prompts import SETS
-    from specedge.cli.prompts import alone
+    from specedge.cli.prompts import read_prompt_texts
 
     if form and prompts is None:
         raise click.UsageError("--format needs --prompts")
     names = sets or (() if prompts is not None else _SETS)
-    found: list[tuple[str, UserPrompt]] = [
+    named_prompts: list[tuple[str, UserPrompt]] = [
         (name, text) for name in dict.fromkeys(names) for text in SETS[name]
     ]
     if prompts is not None:
         name = "standard input" if prompts == "-" else Path(prompts).name
-        found += [(name, prompt) for prompt in alone(prompts, form)]
-    return found
+        named_prompts += [(name, prompt) for prompt in read_prompt_texts(prompts, form)]
+    return named_prompts
 
 
 def _prompts(
-    pipeline: Pipeline, given: Sequence[tuple[str, UserPrompt]], special_tokens: bool = False
+    pipeline: Pipeline,
+    named_prompts: Sequence[tuple[str, UserPrompt]],
+    special_tokens: bool = False,
 ) -> list[Prompt]:
-    """As tokens; PromptError before anything runs."""
+    """Return prompts as tokens; raise PromptError before any of them runs."""
     from specedge.benchmarks.measure import Prompt
 
-    found = []
-    for name, prompt in given:
+    tokenized = []
+    for name, prompt in named_prompts:
         tokens = pipeline.prompts.tokens_of(prompt, special_tokens)
-        found.append(Prompt(name, _text(pipeline, prompt), tokens))
-    return found
+        tokenized.append(Prompt(name, _text(pipeline, prompt), tokens))
+    return tokenized
 
 
 def _text(pipeline: Pipeline, prompt: UserPrompt) -> str:
-    """A prompt as people read it."""
+    """Return a prompt as text."""
     if isinstance(prompt, str):
         return prompt
-    messages = [one for one in prompt if not isinstance(one, int)]
+    messages = [part for part in prompt if not isinstance(part, int)]
     if messages:
         return "\n".join(str(message["content"]) for message in messages)
-    tokens = [one for one in prompt if isinstance(one, int)]
+    tokens = [part for part in prompt if isinstance(part, int)]
     return str(pipeline.tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def _measure(
     pipeline: Pipeline,
     prompts: Sequence[Prompt],
-    some: Sequence[Setting],
+    settings: Sequence[Setting],
     repeats: int,
     request: dict[str, Any],
 ) -> Measured:
     from specedge.benchmarks.measure import measure
 
-    with options.usage_errors(), progress.told("measuring") as tell:
-        return measure(pipeline, prompts, some, repeats, tell, **request)
+    with options.usage_errors(), terminal.progress_reports("measuring") as report:
+        return measure(pipeline, prompts, settings, repeats, report, **request)
 
 
 def _report(
@@ -213,12 +219,12 @@ def _report(
     prompts: list[Prompt],
     measured: Measured,
     request: dict[str, Any],
-    facts: dict[str, Any],
+    conditions: dict[str, Any],
 ) -> Any:
     from specedge.benchmarks.acceptance import acceptances
     from specedge.benchmarks.measure import PLAIN_SETTING
     from specedge.benchmarks.summary import losing, summarise
-    from specedge.cli.bench_output import Report
+    from specedge.cli.bench_output import BenchmarkReport
     from specedge.runtime.text.bad_words import sampling_of
 
     distribution = GenerationRequest(**request, ignore_eos=True)
@@ -229,17 +235,17 @@ def _report(
         alphas[i] = acceptances(pipeline, prompt.tokens, text.tokens[: text.kept], sampling)
     table = pipeline.costs.table if pipeline.costs.table.origin == "tune" else None
     figures = summarise(measured, prompts, alphas, table, sampling.greedy)
-    return Report(facts, figures, losing(figures), prompts, measured.runs)
+    return BenchmarkReport(conditions, figures, losing(figures), prompts, measured.runs)
 
 
-def _facts(
+def _conditions(
     pipeline: Pipeline,
     device: str,
     threads: int | None,
     repeats: int,
     request: dict[str, Any],
 ) -> dict[str, Any]:
-    """What was measured, and on what."""
+    """Return the conditions of the benchmark."""
     from specedge.cpu_count import cpu_count
     from specedge.runtime.backend.ort import onnxruntime
     from specedge.runtime.planning.cost_files import processor

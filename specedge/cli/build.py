@@ -1,4 +1,4 @@
-"""`specedge build`."""
+"""Command `specedge build`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from specedge.cli import options
-from specedge.cli.terminal import one_line
+from specedge.cli.terminal import sanitize_line
 
 
 @click.command()
@@ -17,28 +17,28 @@ from specedge.cli.terminal import one_line
     "--device",
     required=True,
     metavar="TEXT",
-    help="Build for this device: rtx or tensorrt, of several GPUs with a number, as in rtx:1.",
+    help="Device: rtx or tensorrt, with an optional GPU number, such as rtx:1.",
 )
 @click.option(
     "--gpu",
     metavar="TEXT",
-    help="Build for this kind of GPU, such as sm89; rtx alone. [default: the one that is here]",
+    help="GPU architecture, such as sm89; rtx only.  [default: that of this machine's GPU]",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Put the engines into a copy of the bundle, made there, for machines with such a GPU.",
+    help="Copy the bundle to this folder and add the engines, for other machines.",
 )
 @options.ops
 def build(bundle: str | None, device: str, gpu: str | None, output: Path | None, ops: str) -> None:
-    """Build a pair's engines ahead of time for devices that need them."""
+    """Build TensorRT engines of a bundle ahead of time."""
     from specedge.runtime.requests import building
 
     start = time.perf_counter()
-    tell = lambda graph: click.echo(one_line(f"building {graph}"), err=True)  # noqa: E731
-    for one in building.build(bundle, device, gpu, output, ops, tell):
-        took = "is there" if one.seconds is None else f"took {one.seconds:.1f} s"
-        click.echo(one_line(f"{one.graph} {took}"), err=True)
-        click.echo(one_line(str(one.path)))
+    report = lambda graph: click.echo(sanitize_line(f"building {graph}"), err=True)  # noqa: E731
+    for engine in building.build(bundle, device, gpu, output, ops, report):
+        status = "exists" if engine.seconds is None else f"took {engine.seconds:.1f} s"
+        click.echo(sanitize_line(f"{engine.graph} {status}"), err=True)
+        click.echo(sanitize_line(str(engine.path)))
     click.echo(f"all in {time.perf_counter() - start:.1f} s", err=True)

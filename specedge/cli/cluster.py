@@ -1,71 +1,245 @@
-"""Prompts over a Ray cluster: what `specedge generate --prompts FILE --ray` does."""
+"""Batch generation on a Ray cluster: `specedge generate --prompts FILE --ray`."""
 
 from __future__ import annotations
 
+import logging
+import os
+import pickle
+import signal
+import socket
+import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager, redirect_stdout
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import click
 
-from specedge.cli.ray_process import Heard, connected, quiet
-from specedge.cli.terminal import counted, one_line
-from specedge.errors import SpecEdgeError
+from specedge.bundle import Bundle, store
+from specedge.cli.terminal import pluralize, sanitize_line
+from specedge.errors import BundleError, SpecEdgeError
+from specedge.ray import Generate, actor_resources, fix_draft_length, import_ray
+from specedge.runtime.requests.items import Item, answered, check_drafters, failed
 
-if TYPE_CHECKING:
-    from specedge.runtime.requests.items import Item
+ANY_CLUSTER = "any"  # `--ray` without an address
+HEAD_PORT = 6379  # Ray's default
+CONNECT_TIMEOUT = 10.0  # seconds; Ray itself retries for minutes
+MAX_ATTEMPTS = 5  # passes that may lose a prompt's worker before the prompt gets an error
 
-AT_A_TIME = 2000  # prompts: after a loss at most so many lines wait for one before them
-MOST_PASSES = 5  # that lose a prompt: then it must be what its workers die of
+Attempt = Callable[[list[Item]], Iterator[tuple[int, dict[str, Any]]]]
 
-SHORT = 200  # characters of a note
 
-Pass = Callable[[list["Item"]], Iterator[tuple[int, dict[str, Any]]]]
+class ItemGenerator(Generate):
+    """Ray Data actor that generates for pickled items with the driver's bundle."""
+
+    def __init__(self, digest: str, bundle: str | None, **models: Any) -> None:
+        folder = store.embedded_folder() if bundle is None else Path(bundle)
+        if Bundle.read(folder).digest() != digest:
+            raise BundleError(f"{folder} differs from this machine's bundle; copy the bundle again")
+        super().__init__(bundle, **models)
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        items = [pickle.loads(item) for item in batch["item"]]
+        return {
+            "index": [item.index for item in items],
+            "result": [pickle.dumps(answered(self.pipeline, item)) for item in items],
+        }
 
 
 @contextmanager
-def answers(
+def generate_results(
     address: str, num_actors: int | None, models: dict[str, Any], items: list[Item]
 ) -> Iterator[Iterator[dict[str, Any]]]:
-    """The results of prompts in their order, each as it comes; raises before any runs."""
-    from specedge.cli import actors
-    from specedge.ray import fixed
+    """Connect to a cluster and yield the results of prompts, in their order.
 
-    actors.check_device(models["device"], models["draft_device"])
-    bundle = actors.Shared(models["bundle"])
-    if sum(fixed(item.request, k := bundle.num_draft_tokens) for item in items):
-        said = f"K is {k} for every prompt, as one machine has it with -k {k}"
-        click.echo(f"note: {said}: auto would let lines depend on machines", err=True)
-    with connected(address), quiet() as heard:
-        pool = actors.Pool(bundle, models, num_actors, items, heard)
-        yield in_order(items, pool.run, heard)
+    Args:
+        address: HOST:PORT of the cluster's head, or `ANY_CLUSTER`.
+        num_actors: Number of actors; None starts as many as fit.
+        models: The options of `load`: bundle, device, draft_device, threads, ops.
+        items: Prompts.
+
+    Raises:
+        SpecEdgeError: If there is no such cluster or it has no room for an actor.
+    """
+    check_devices(models["device"], models["draft_device"])
+    folder = store.find_bundle(models["bundle"])
+    bundle = Bundle.read(folder)
+    _check_items(bundle, items)
+    models = models | {
+        "bundle": None if folder == store.embedded_folder() else str(folder.resolve())
+    }
+    with _connected(address) as ray:
+        threads = models["threads"] or _default_threads(ray, models["device"])
+        resources = actor_resources(threads, models["device"], models["draft_device"])
+        capacity = sum(_capacity(node, resources) for node in _nodes(ray))
+        if not capacity:
+            raise SpecEdgeError(
+                f"no node of the cluster has {pluralize(resources['num_cpus'], 'CPU')} and "
+                f"{pluralize(resources['num_gpus'], 'GPU')} for an actor; reduce --threads, or add "
+                "nodes"
+            )
+        yield in_order(
+            items,
+            partial(
+                _attempt,
+                ray,
+                digest=bundle.digest(),
+                models=models,
+                concurrency=min(capacity, num_actors or capacity),
+                resources=resources,
+            ),
+        )
 
 
-def in_order(items: list[Item], run: Pass, heard: Heard) -> Iterator[dict[str, Any]]:
-    """Run prompts, lost ones again, and give each result when those before it are out."""
-    for start in range(0, len(items), AT_A_TIME):
-        yield from _part(items[start : start + AT_A_TIME], run, heard)
+def check_devices(*devices: str | None) -> None:
+    """Raise SpecEdgeError for a device that may differ between actors."""
+    for device in devices:
+        if device is not None and (device == "auto" or ":" in device):
+            raise SpecEdgeError(
+                f"--ray needs the same kind of device for every actor, got {device}; use cpu or "
+                "cuda without a number, as Ray assigns a GPU to each actor"
+            )
 
 
-def _part(items: list[Item], run: Pass, heard: Heard) -> Iterator[dict[str, Any]]:
-    from specedge.runtime.requests.items import failed
+def in_order(items: list[Item], attempt: Attempt) -> Iterator[dict[str, Any]]:
+    """Yield results in the order of their prompts, and retry prompts whose worker was lost.
 
-    left = {item.index: item for item in items}
-    due, held = deque(left), dict[int, dict[str, Any]]()
-    for _ in range(MOST_PASSES):
-        for index, result in run(list(left.values())):
-            held[index] = result
-            left.pop(index, None)
-            while due and due[0] in held:
-                yield held.pop(due.popleft())
-        if not left:
+    Ray's own retries would wait for the lost actor to restart, which never happens where the
+    cluster has no room left for it.
+    """
+    missing = {item.index: item for item in items}
+    due, ready = deque(missing), dict[int, dict[str, Any]]()
+    for _ in range(MAX_ATTEMPTS):
+        for index, result in attempt(list(missing.values())):
+            ready[index] = result
+            missing.pop(index, None)
+            while due and due[0] in ready:
+                yield ready.pop(due.popleft())
+        if not missing:
             return
-        again = f"{counted(len(left), 'line')} lost with a worker or a node, and done again"
-        click.echo(one_line(f"note: {again}: {heard.last}", SHORT), err=True)
-    # One prompt may well be what its workers die of; where each of many is lost, it is they.
-    if len(left) == len(items) > 1:
-        raise SpecEdgeError(f"no worker lived to do a line: {heard.last}")
-    for index, item in left.items():
-        held[index] = failed(item, f"its worker was lost {MOST_PASSES} times: {heard.last}")
-    yield from (held[index] for index in due)
+        click.echo(f"note: retrying {pluralize(len(missing), 'prompt')} of lost workers", err=True)
+    if len(missing) == len(items) > 1:
+        raise SpecEdgeError("every worker was lost before it completed a prompt; see Ray's logs")
+    for index, item in missing.items():
+        ready[index] = failed(item, f"its worker was lost {MAX_ATTEMPTS} times; see Ray's logs")
+    yield from (ready[index] for index in due)
+
+
+def _check_items(bundle: Bundle, items: list[Item]) -> None:
+    """Fix K of each prompt; raise before any of them runs."""
+    from specedge.runtime.drafters.registry import Drafters
+    from specedge.runtime.text.chat import load_template
+
+    k = bundle.num_draft_tokens
+    if sum(fix_draft_length(item.request, k) for item in items):
+        click.echo(
+            f"note: K is fixed to {k} (-k {k}), as auto depends on the speed of each machine",
+            err=True,
+        )
+    if any(item.messages for item in items):
+        load_template(bundle)
+    check_drafters(Drafters(bundle), ((item.place, item.request["drafter"]) for item in items))
+
+
+def _attempt(
+    ray: Any,
+    items: list[Item],
+    *,
+    digest: str,
+    models: dict[str, Any],
+    concurrency: int,
+    resources: dict[str, Any],
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield results with their index; those of lost workers are missing."""
+    data = import_ray("ray.data")
+    context = data.DataContext.get_current()
+    context.enable_progress_bars = False
+    context.execution_options.preserve_order = True
+    context.max_errored_blocks = -1
+    context.max_consecutive_actor_init_deaths = 2
+    rows = [{"item": pickle.dumps(item)} for item in items]
+    results = data.from_items(rows, override_num_blocks=len(rows)).map_batches(
+        ItemGenerator,
+        fn_constructor_args=(digest,),
+        fn_constructor_kwargs=models,
+        batch_size=1,
+        concurrency=min(concurrency, len(rows)),
+        max_restarts=0,
+        max_task_retries=0,
+        **resources,
+    )
+    try:
+        for batch in results.iter_batches(batch_size=None, prefetch_batches=0):
+            for index, result in zip(batch["index"], batch["result"], strict=True):
+                yield int(index), pickle.loads(result)
+    except ray.exceptions.RayError as error:
+        if "creation task" in str(error):
+            reason = sanitize_line(str(error).strip().splitlines()[-1].strip())
+            raise SpecEdgeError(f"an actor could not start: {reason}") from error
+
+
+def _nodes(ray: Any) -> list[dict[str, Any]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _default_threads(ray: Any, device: str) -> int:
+    """Return all CPUs of the smallest node, so that an actor fits each; 1 on a GPU."""
+    if device != "cpu":
+        return 1
+    counts = [int(node.get("CPU", 0)) for node in _nodes(ray)]
+    return max(1, min([count for count in counts if count], default=1))
+
+
+def _capacity(node: dict[str, Any], resources: dict[str, Any]) -> int:
+    """Return the number of actors that a node has room for."""
+    needs = {"CPU": resources["num_cpus"], "GPU": resources["num_gpus"]}
+    return min(int(node.get(name, 0) // number) for name, number in needs.items() if number)
+
+
+@contextmanager
+def _connected(address: str) -> Iterator[Any]:
+    """Connect to a cluster, silence Ray's own output and keep this process's signal handlers."""
+    ray = import_ray("ray")
+    head = os.environ.get("RAY_ADDRESS") if address == ANY_CLUSTER else address
+    _check_reachable(head)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    with open(os.devnull, "w") as null, redirect_stdout(null), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            ray.init(head, log_to_driver=False, logging_level=logging.CRITICAL)
+        except (OSError, RuntimeError, ValueError) as error:  # none, or of another version
+            raise SpecEdgeError(
+                f"cannot connect to a Ray cluster at {head or 'this machine'}: {error}"
+            ) from error
+        finally:
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        import_ray("ray.data")  # configures its loggers
+        for name in ("ray", "ray.data"):
+            logging.getLogger(name).setLevel(logging.CRITICAL + 1)
+        try:
+            yield ray
+        finally:
+            ray.shutdown()
+
+
+def _check_reachable(address: str | None) -> None:
+    if address in (None, "auto", "local"):
+        return
+    assert address is not None
+    if "://" in address:
+        raise SpecEdgeError(
+            f"expected HOST:PORT of the cluster's head, got {address}; run the command on a machine"
+            " of the cluster, for example with 'ray job submit'"
+        )
+    host, _, port = address.rpartition(":") if ":" in address else (address, "", str(HEAD_PORT))
+    try:
+        socket.create_connection((host, int(port)), CONNECT_TIMEOUT).close()
+    except (OSError, OverflowError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise SpecEdgeError(
+            f"no Ray cluster at {address}: {reason}; start one with 'ray start --head', or omit "
+            "the address"
+        ) from error

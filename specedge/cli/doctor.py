@@ -1,4 +1,4 @@
-"""`specedge doctor`."""
+"""Command `specedge doctor`."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import options, progress
-from specedge.cli.terminal import one_line
+from specedge.cli import options
+from specedge.cli.terminal import progress_reports, sanitize_line
 
 if TYPE_CHECKING:
     from specedge.diagnosis.doctor import DeviceDiagnosis, Diagnosis, Problem
@@ -32,10 +32,10 @@ def doctor(device: str | None, report: str | None, overwrite: bool, as_json: boo
         options.check_output(report, [], overwrite, "--report")
     from specedge.diagnosis.doctor import diagnose
 
-    with progress.told("looking") as tell:
-        diagnosis = diagnose([device] if device else DEVICES, lambda step: tell(next_=step))
+    with progress_reports("diagnosing") as show:
+        diagnosis = diagnose([device] if device else DEVICES, lambda step: show(next_=step))
     text = json.dumps(diagnosis.as_dict(), ensure_ascii=False, indent=1)
-    click.echo(text if as_json else "\n".join(map(one_line, _lines(diagnosis))))
+    click.echo(text if as_json else "\n".join(map(sanitize_line, _lines(diagnosis))))
     if report is not None:
         options.write_output(report, text + "\n", overwrite, "--report")
     if not any(device.works for device in diagnosis.devices):

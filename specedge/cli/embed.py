@@ -1,4 +1,4 @@
-"""`specedge embed`."""
+"""Command `specedge embed`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from specedge.cli import options
-from specedge.cli.terminal import one_line
+from specedge.cli.terminal import sanitize_line
 
 
 @click.command()
@@ -18,34 +18,37 @@ from specedge.cli.terminal import one_line
     "ks",
     type=click.IntRange(1),
     multiple=True,
-    help="Draft this many tokens a round in one graph; may be given repeatedly. [default: the"
-    " bundle's own number]",
+    help="Draft tokens per round of a graph; may be repeated.  [default: the bundle's]",
 )
 @click.option(
     "--layout",
     type=click.Choice(["auto", "fused", "split"]),
     default="auto",
     show_default=True,
-    help="Make a round one graph, or a draft step and the accept rule apart.",
+    help="One graph per round (fused), or separate draft and accept graphs (split).",
 )
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
     metavar="FOLDER",
-    help="Copy the bundle there first, in place of a bundle that is there.",
+    help="Copy the bundle to this folder first, replacing a bundle there.",
 )
 @click.option(
     "--golden/--no-golden",
     default=True,
     show_default=True,
-    help="Write golden transcripts, which hosts replay: it takes a while and the pair's memory.",
+    help="Write golden transcripts (conformance vectors for hosts).",
 )
 def embed(
     bundle: str | None, ks: tuple[int, ...], layout: str, output: Path | None, golden: bool
 ) -> None:
-    """Give a bundle graphs of a round, in place of those it has, for apps without specedge."""
+    """Add graphs for applications without specedge to a bundle.
+
+    They contain a complete round of speculative decoding and the tokenizer. Existing ones are
+    replaced.
+    """
     for path in add_graphs(bundle, output, ks, layout, golden):
-        click.echo(one_line(path))
+        click.echo(sanitize_line(path))
 
 
 def add_graphs(
@@ -55,14 +58,19 @@ def add_graphs(
     layout: str = "auto",
     golden: bool = True,
 ) -> list[str]:
-    """The paths of what was added to a bundle for hosts; a note on stderr if they get no text."""
+    """Add graphs for hosts to a bundle and return their paths."""
     from specedge.exporter import embed as run
     from specedge.verification.transcripts import transcripts
 
-    made = run(
+    updated = run(
         bundle, output, num_draft_tokens=ks, layout=layout, golden=transcripts if golden else None
     )
-    assert made.hosts
-    if made.hosts.ids_only:
-        click.echo(one_line(f"hosts take token ids alone: {made.hosts.ids_only}"), err=True)
-    return [str(made.path(file)) for file in made.hosts.files]
+    assert updated.hosts
+    if updated.hosts.ids_only:
+        click.echo(
+            sanitize_line(
+                f"hosts need token ids, without tokenizer graphs: {updated.hosts.ids_only}"
+            ),
+            err=True,
+        )
+    return [str(updated.path(file)) for file in updated.hosts.files]

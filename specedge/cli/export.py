@@ -1,4 +1,4 @@
-"""`specedge export`."""
+"""Command `specedge export`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from specedge.bundle.precision import GPTQ, PRECISION_CHOICES, ROUNDINGS
 from specedge.cli import options
 from specedge.cli.embed import add_graphs
 from specedge.cli.inspect import license
-from specedge.cli.terminal import lines, one_line
+from specedge.cli.terminal import sanitize, sanitize_line
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 
 
@@ -24,12 +24,12 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
     "--draft",
     default="none",
     show_default=True,
-    help="The draft: a folder, a GGUF file, a hub id, self:N for the target's first N layers, or"
-    " none: draft by suffix decoding.",
+    help="Draft model: a folder, a GGUF file, a hub id, self:N (the target's first N layers) or"
+    " none (suffix decoding).",
 )
-@click.option("--target", required=True, help="The target: a folder, a GGUF file or a hub id.")
+@click.option("--target", required=True, help="Target: a folder, a GGUF file or a hub id.")
 @click.option(
-    "--output", type=click.Path(), help="The bundle's folder; without it, the default bundle."
+    "--output", type=click.Path(), help="Folder of the bundle.  [default: a new default bundle]"
 )
 @click.option(
     "--num-draft-tokens",
@@ -37,73 +37,77 @@ from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
     type=click.IntRange(1, MAX_EXPORTED_DRAFT_TOKENS),
     default=4,
     show_default=True,
-    help="Draft tokens a round that the fixed shapes are for.",
+    help="Draft tokens per round of the fixed-shape graphs.",
 )
-@click.option("--max-length", type=click.IntRange(2), help="Limit the context to this many tokens.")
+@click.option("--max-length", type=click.IntRange(2), help="Limit of the context length.")
 @click.option(
     "--ops",
     type=click.Choice(("auto", *OPS)),
     default="auto",
     show_default=True,
-    help="Operators of the graphs: onnx, gqa, or both where the models can have both.",
+    help="Attention operators: standard ONNX, GroupQueryAttention, or both if possible.",
 )
 @click.option(
     "--tolerance",
-    type=options.Number(0, 1, min_open=True),
-    help="Allow float32 errors up to this share of the largest value, whatever PyTorch's are.",
+    type=options.FiniteRange(0, 1, min_open=True),
+    help="Accepted float32 error relative to the largest value.  [default: by PyTorch's error]",
 )
 @click.option(
     "--precision",
     type=click.Choice(PRECISION_CHOICES),
     default="fp32",
     show_default=True,
-    help="Round the target's weights and their inputs, or keep them as they are.",
+    help="Precision of the target's weights.",
 )
 @click.option(
     "--draft-precision",
     type=click.Choice(PRECISION_CHOICES),
-    help="The same for the draft. [default: the fastest that is accepted as often, or nearly]",
+    help="Precision of the draft's weights.  [default: fastest without a lower acceptance rate]",
 )
 @click.option(
     "--compute",
     type=click.Choice(tuple(COMPUTE_TYPES)),
-    help="Add graphs that compute in this type, for devices that do; qdq: integers for TensorRT.",
+    help="Add graphs with this compute type, for GPUs; qdq is int8 for TensorRT.",
 )
 @click.option(
     "--cache",
     type=click.Choice(tuple(CACHE_TYPES)),
-    help="Add graphs whose caches have this type, of half the size, over the same weights.",
+    help="Add graphs with caches of this type, of half the size.",
 )
 @click.option(
     "--draft-vocab",
     type=click.IntRange(1),
     metavar="N",
-    help="Cut the draft's head to a text's N most frequent tokens, for cheaper drafts.",
+    help="Prune the draft's LM head to the N most frequent tokens.",
 )
 @click.option(
     "--rounding",
     type=click.Choice(ROUNDINGS),
     default=GPTQ,
     show_default=True,
-    help="Round int8 and int4 weights by GPTQ with the calibration text, or to the nearest.",
+    help="Rounding of int8 and int4 weights: GPTQ or nearest.",
 )
 @click.option(
     "--bits",
-    type=options.Number(4, 8),
-    help="Bits that int4's weights in layers may have on average. [default: 4]",
+    type=options.FiniteRange(4, 8),
+    help="Average bits of int4 weights in layers.  [default: 4]",
 )
 @click.option(
     "--calibrate",
     metavar="FILE",
-    help="The text to choose by how to round, and which tokens to keep. [default: a built-in one]",
+    help="Calibration text.  [default: built-in]",
 )
-@click.option("--draft-revision", help="Branch, tag or commit of the draft on the hub.")
+@click.option("--draft-revision", help="Branch, tag or commit of the draft model on the hub.")
 @click.option("--target-revision", help="Branch, tag or commit of the target on the hub.")
-@click.option("--adapter", help="A LoRA adapter to merge into the target: a folder or a hub id.")
-@click.option("--draft-adapter", help="A LoRA adapter to merge into the draft.")
-@click.option("--hosts", is_flag=True, help="Add graphs for apps without specedge, as embed does.")
+@click.option("--adapter", help="LoRA adapter to merge into the target: a folder or a hub id.")
+@click.option("--draft-adapter", help="LoRA adapter to merge into the draft model.")
+@click.option(
+    "--hosts",
+    is_flag=True,
+    help="Add graphs for applications without specedge, like 'specedge embed'.",
+)
 def export(draft: str, target: str, output: str | None, hosts: bool, **request: Any) -> None:
-    """Export a target, and a draft model if there is one, to one bundle of ONNX graphs."""
+    """Export a target and an optional draft model to a bundle of ONNX graphs."""
     from specedge.exporter import export as run
 
     _limit_threads()
@@ -111,10 +115,10 @@ def export(draft: str, target: str, output: str | None, hosts: bool, **request: 
     with _bars() as progress:
         bundle = run(draft, target, output, **request, progress=progress)
     for note in progress.notes:
-        click.echo(one_line(f"note: {note}"), err=True)
+        click.echo(sanitize_line(f"note: {note}"), err=True)
     for role, model in bundle.models.items():
-        click.echo(lines(_summary(bundle, role, model)), err=True)
-        click.echo(one_line(f"{role}: licence {license(bundle, role, model)}"), err=True)
+        click.echo(sanitize(_summary(bundle, role, model)), err=True)
+        click.echo(sanitize_line(f"{role}: license {license(bundle, role, model)}"), err=True)
     click.echo(_times(progress.seconds), err=True)
     if hosts:
         add_graphs(bundle.folder)
@@ -122,7 +126,7 @@ def export(draft: str, target: str, output: str | None, hosts: bool, **request: 
 
 
 def _limit_threads() -> None:
-    """Let torch use no more threads than this process has CPUs: torch heeds no CPU quota."""
+    """Limit torch to the CPUs of this process: it does not respect CPU quotas."""
     import torch
 
     from specedge.cpu_count import cpu_count
@@ -131,22 +135,24 @@ def _limit_threads() -> None:
 
 
 def _times(seconds: dict[str, float]) -> str:
-    steps = ", ".join(f"{step[0].lower()}{step[1:]} {took:.1f} s" for step, took in seconds.items())
+    steps = ", ".join(
+        f"{step[0].lower()}{step[1:]} {duration:.1f} s" for step, duration in seconds.items()
+    )
     return f"{sum(seconds.values()):.1f} s: {steps}"
 
 
 def _summary(bundle: Bundle, role: str, model: ModelEntry) -> str:
     size = f"{bundle.files[model.weights].size / 1e6:.1f} MB"
     if role == "draft" and bundle.shares_weights:
-        size = f"in the target's {size}"
-    found = (f"{role} ({ops}): {model.describe_parity(ops)}" for ops in model.parity)
-    what = f"{model.architecture}, {model.num_parameters / 1e6:.1f} M parameters"
-    return "\n".join((f"{role}: {what}, {size} as {model.weights_dtype}", *found))
+        size = f"part of the target's {size}"
+    parity = (f"{role} ({ops}): {model.describe_parity(ops)}" for ops in model.parity)
+    description = f"{model.architecture}, {model.num_parameters / 1e6:.1f} M parameters"
+    return "\n".join((f"{role}: {description}, {size} as {model.weights_dtype}", *parity))
 
 
 @contextlib.contextmanager
 def _bars() -> Iterator[Any]:
-    """Progress that draws a bar for each step on stderr."""
+    """Yield a `Progress` that draws a bar for each step on stderr."""
     from rich.console import Console
     from rich.progress import Progress as Bars
 

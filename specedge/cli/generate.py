@@ -1,4 +1,4 @@
-"""`specedge generate`."""
+"""Command `specedge generate`."""
 
 from __future__ import annotations
 
@@ -6,49 +6,57 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from specedge.cli import near_ties, options, ray_process, replaying, trace
-from specedge.cli.terminal import counted, lines, one_line
+from specedge.cli import options, trace
+from specedge.cli.terminal import pluralize, sanitize, sanitize_line
+from specedge.cli.trace import near_tie_lines
 from specedge.errors import SpecEdgeError
-from specedge.request import AUTO, DrafterName
+from specedge.request import AUTO, DrafterName, GenerationRequest
+from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.requests.stream import Generation, Stream
 
+_ANY_CLUSTER = "any"  # the address when --ray has none
+_MAX_REPLAY_LENGTH = 64 * 2**20  # characters
+
 
 @click.command()
 @click.argument("prompt", required=False)
 @options.bundle
-@options.request
-@options.option("logprobs")
-@options.option("remember")
-@click.option("--chat", is_flag=True, help="PROMPT is a question; ask it by the chat template.")
-@click.option("--system", metavar="TEXT", help="With --chat, a system message before it.")
-@click.option("--trace", "traced", is_flag=True, help="Mark what became of each token.")
-@click.option("--explain", is_flag=True, help="Say on stderr why each round drafted what it did.")
-@click.option("--replay", metavar="FILE", help="Repeat the rounds of a run that printed --json.")
-@click.option("--prompts", metavar="FILE", help="Continue each prompt of a file; `-` is stdin.")
-@options.form
-@click.option("--output", metavar="FILE", help="With --prompts, write there. [default: stdout]")
-@click.option("--overwrite", is_flag=True, help="With --prompts, replace the output file.")
-@click.option("--resume", is_flag=True, help="With --output, keep what it has and do the rest.")
+@options.request_options
+@options.request_option("logprobs")
+@options.request_option("remember")
+@click.option("--chat", is_flag=True, help="Apply the chat template to PROMPT.")
+@click.option("--system", metavar="TEXT", help="System message, with --chat.")
+@click.option("--trace", "traced", is_flag=True, help="Mark accepted, recovered and bonus tokens.")
+@click.option("--explain", is_flag=True, help="Print the reasons for the plan of each round.")
+@click.option("--replay", metavar="FILE", help="Repeat the rounds of a run with --json.")
+@click.option("--prompts", metavar="FILE", help="File of prompts; `-` is stdin.")
+@options.prompt_format
+@click.option("--output", metavar="FILE", help="Output file, with --prompts.  [default: stdout]")
+@click.option("--overwrite", is_flag=True, help="Replace the output file, with --prompts.")
+@click.option(
+    "--resume", is_flag=True, help="Keep completed lines of --output and generate the rest."
+)
 @click.option(
     "--ray",
     "address",
     is_flag=False,
-    flag_value=ray_process.ANY,
+    flag_value=_ANY_CLUSTER,
     metavar="[ADDRESS]",
-    help="With --prompts, run on this Ray cluster, or on the one that is found.",
+    help="Run on a Ray cluster, with --prompts.",
 )
 @click.option(
     "--ray-actors",
     "num_actors",
     type=click.IntRange(1),
-    help="With --ray, load the pair so often. [default: as often as it fits]",
+    help="Number of Ray actors.  [default: as many as fit]",
 )
 @options.device
 @options.draft_device
@@ -77,13 +85,14 @@ def generate(
     as_json: bool,
     **request: Any,
 ) -> None:
-    """Continue PROMPT with the target's own tokens; `-` reads it from standard input.
+    """Generate a continuation of PROMPT; `-` reads it from standard input.
 
-    Decoding is greedy unless --temperature is given: the sampling that the model's authors
-    recommend, which 'specedge inspect' shows, applies to 'specedge serve' alone.
+    The output has the target's own tokens, or follows its distribution. Decoding is greedy unless
+    --temperature is set: the sampling options recommended by the model's authors, shown by
+    'specedge inspect', apply to 'specedge serve' only.
     """
     if (prompt is None) == (prompts is None):
-        raise click.UsageError("give either a PROMPT or --prompts FILE")
+        raise click.UsageError("specify either PROMPT or --prompts FILE")
     if system is not None and not chat:
         raise click.UsageError("--system needs --chat")
     if prompts is None and (form is not None or output is not None or overwrite or resume):
@@ -101,7 +110,7 @@ def generate(
     }
     if prompts is not None:
         if traced or as_json or explain or replay is not None:
-            raise click.UsageError("--trace, --json, --explain and --replay are for one PROMPT")
+            raise click.UsageError("--trace, --json, --explain and --replay need a single PROMPT")
         output = "-" if output is None else output
         ray = None if address is None else (address, num_actors)
         _many(prompts, form, chat, system, output, overwrite, resume, ray, models, request)
@@ -109,7 +118,7 @@ def generate(
         if request["logprobs"] is not None and not as_json:
             raise click.UsageError("--logprobs needs --json or --prompts")
         if replay is not None:
-            request |= replaying.options(replay, request["num_draft_tokens"])
+            request |= _replay_options(replay, request["num_draft_tokens"])
         _one(prompt, chat, system, traced, explain, as_json, models, request)
 
 
@@ -129,30 +138,30 @@ def _many(
 
     from specedge.bundle import Bundle, store
     from specedge.cli import batch, cluster
-    from specedge.cli.prompts import read
-    from specedge.cli.results import NEW, OVERWRITE, RESUME, remaining
+    from specedge.cli.batch import NEW, OVERWRITE, RESUME, remaining
+    from specedge.cli.prompts import read_prompts
     from specedge.runtime.requests.items import asked_of
 
     if resume and (overwrite or output == "-"):
-        raise click.UsageError("--resume needs --output, and goes on where --overwrite begins anew")
+        raise click.UsageError("--resume needs --output and excludes --overwrite")
     way = RESUME if resume else OVERWRITE if overwrite else NEW
     if output != "-":
         options.check_output(output, [prompts], overwrite=way != NEW)
-    told = Bundle.read(store.find_bundle(models["bundle"])).digest(), models["ops"]
+    fingerprint = Bundle.read(store.find_bundle(models["bundle"])).digest(), models["ops"]
     items = [
-        replace(item, asked=asked_of(item, *told))
-        for item in read(prompts, form, chat, system, request)
+        replace(item, asked=asked_of(item, *fingerprint))
+        for item in read_prompts(prompts, form, chat, system, request)
     ]
     if way == RESUME:
         items = remaining(items, output, seeded=request["seed"] is not None)
-    stdout = sys.stdout  # Ray prints there, too, unless it is kept from it
+    stdout = sys.stdout  # redirected while Ray is connected
     running: AbstractContextManager[Iterator[dict[str, Any]]]
     if ray is None:
-        running = nullcontext(batch.answers(options.load(**models), items))
+        running = nullcontext(batch.generate_results(options.load_pipeline(**models), items))
     else:
-        running = cluster.answers(*ray, models, items)
+        running = cluster.generate_results(*ray, models, items)
     with running as results:
-        well = batch.run(results, len(items), output, way, stdout)
+        well = batch.write_results(results, len(items), output, way, stdout)
     if not well:
         raise click.exceptions.Exit(1)
 
@@ -167,7 +176,7 @@ def _one(
     models: dict[str, Any],
     request: dict[str, Any],
 ) -> None:
-    pipeline = options.load(**models)
+    pipeline = options.load_pipeline(**models)
     text = options.read_prompt(prompt, chat)
     with options.usage_errors():
         if chat:
@@ -178,35 +187,35 @@ def _one(
         _print(stream, traced, as_json)
     finally:
         _note_costs(pipeline, stream, explain)
-        click.echo(one_line(_summary(stream.generation, request)), err=True)
+        click.echo(sanitize_line(_summary(stream.generation, request)), err=True)
 
 
 def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
-    """Say why stored costs were not used, and, if asked, why rounds were as they were."""
+    """Report why stored costs were not used and, if requested, the reasons of the plan."""
     from specedge.runtime.planning.explain import explain as explained
 
     if pipeline.costs.note:
-        click.echo(one_line(f"note: {pipeline.costs.note}"), err=True)
+        click.echo(sanitize_line(f"note: {pipeline.costs.note}"), err=True)
     for line in explained(stream.plan, stream.generation.rounds) if explain else ():
-        click.echo(lines(line), err=True)
+        click.echo(sanitize(line), err=True)
 
 
 def _print(stream: Stream, traced: bool, as_json: bool) -> None:
-    """Print pieces as they come; also on Ctrl-C, what there is ends with a new line."""
-    colours = trace.coloured()
+    """Print text as it is generated; on Ctrl-C, end the output with a newline."""
+    colors = trace.has_colors()
     if traced and not as_json:
         started = stream.generation
-        legend = trace.legend(started.num_draft_tokens, colours)
+        legend = trace.legend(started.num_draft_tokens, colors)
         click.echo(legend + (f"; lossy ({started.lossy})" if started.lossy else ""), err=True)
     failed = False
     try:
         for piece in stream.traced():
             if traced and not as_json:
-                click.echo(trace.marked(piece, colours), nl=False, color=colours)
+                click.echo(trace.mark(piece, colors), nl=False, color=colors)
             elif not as_json:
                 click.echo("".join(span.text for span in piece), nl=False)
     except SpecEdgeError:
-        failed = True  # under --json the error is the one object on stdout
+        failed = True  # with --json the error is the only object on stdout
         raise
     finally:
         if not (failed and as_json):
@@ -220,7 +229,7 @@ def _as_json(generation: Generation, traced: bool) -> str:
     fields = {name: value for name, value in vars(generation).items() if name not in hidden}
     fields["stats"] = as_dict(generation.stats)
     if generation.logprobs is not None:
-        fields["logprobs"] = [vars(one) for one in generation.logprobs]
+        fields["logprobs"] = [vars(entry) for entry in generation.logprobs]
     fields["near_ties"] = [vars(tie) for tie in generation.near_ties]
     if traced:
         fields["spans"] = [vars(span) for span in generation.spans]
@@ -231,17 +240,45 @@ def _summary(generation: Generation, request: dict[str, Any]) -> str:
     stats = generation.stats
     seconds = stats.decode_seconds + stats.prefill_seconds
     parts = [
-        f"{counted(stats.num_new_tokens, 'token')} in {seconds:.2f} s ({generation.finish_reason})",
+        f"{pluralize(stats.num_new_tokens, 'token')} in {seconds:.2f} s "
+        f"({generation.finish_reason})",
         f"K = {generation.num_draft_tokens}",
     ]
     if generation.drafter not in (DrafterName.MODEL, AUTO):
         parts.append(f"drafter {generation.drafter}")
     if stats.tokens_per_round is not None:
-        parts.append(f"{stats.tokens_per_round:.2f} tokens a round")
+        parts.append(f"{stats.tokens_per_round:.2f} tokens per round")
     if stats.accepted_over_tested is not None:
-        parts.append(f"{stats.accepted_over_tested:.0%} of tested draft tokens accepted")
+        parts.append(f"acceptance rate {stats.accepted_over_tested:.0%}")
     if generation.lossy:
         parts.append(f"lossy ({generation.lossy})")
     if request["temperature"]:
         parts.append(f"seed {generation.seed}")
-    return "; ".join([", ".join(parts), *near_ties.lines(generation, request["exact"])])
+    return "; ".join([", ".join(parts), *near_tie_lines(generation, request["exact"])])
+
+
+def _replay_options(name: str, num_draft_tokens: int | str) -> dict[str, Any]:
+    """Return the options that repeat the rounds of a file written with --json."""
+    if num_draft_tokens != AUTO:
+        raise click.UsageError("--replay excludes --num-draft-tokens")
+    try:
+        document = parse(_read_replay(name))
+        if not isinstance(document, dict) or "plan" not in document:
+            raise JsonError("has no 'plan'; specify the output of 'specedge generate --json'")
+        GenerationRequest(replay=document["plan"])
+    except ValueError as error:
+        raise click.UsageError(f"{name}: {error}") from error
+    return {"replay": document["plan"]}
+
+
+def _read_replay(name: str) -> str:
+    try:
+        with Path(name).open(encoding="utf-8-sig") as file:
+            text = file.read(_MAX_REPLAY_LENGTH + 1)
+    except UnicodeDecodeError as error:
+        raise JsonError(f"is not UTF-8 text ({error.reason})") from error
+    except (OSError, ValueError) as error:  # a NUL in a path is a ValueError
+        raise JsonError(str(getattr(error, "strerror", None) or error)) from error
+    if len(text) > _MAX_REPLAY_LENGTH:
+        raise JsonError(f"exceeds the limit of {_MAX_REPLAY_LENGTH} characters")
+    return text

@@ -1,4 +1,4 @@
-"""`specedge inspect`."""
+"""Command `specedge inspect`."""
 
 from __future__ import annotations
 
@@ -11,48 +11,48 @@ from specedge.bundle.manifest import ModelEntry
 from specedge.bundle.op_sets import OPS, cache_dtype, compute_dtype, has_compute_type
 from specedge.bundle.reports import ParityReport
 from specedge.cli import options
-from specedge.cli.progress import bar
-from specedge.cli.terminal import one_line
+from specedge.cli.terminal import progress_bar, sanitize_line
 from specedge.sampling_options import SamplingFilters
 
 
 @click.command()
 @options.bundle
-@click.option("--check", is_flag=True, help="Hash every file, the weights too.")
-@click.option("--memory", is_flag=True, help="Show what loading and running it takes instead.")
+@click.option("--check", is_flag=True, help="Verify the hashes of all files.")
+@click.option("--memory", is_flag=True, help="Show the estimated memory instead.")
 @options.device
 @options.ops
 @options.as_json
 def inspect(
     bundle: str | None, check: bool, memory: bool, device: str, ops: str, as_json: bool
 ) -> None:
-    """Show what a bundle holds, and where it came from."""
+    """Show the contents and the origin of a bundle."""
     from specedge.bundle import store
 
-    found = Bundle.read(store.find_bundle(bundle))
+    manifest = Bundle.read(store.find_bundle(bundle))
     if check:
-        _check(found)
+        _check(manifest)
     if memory:
-        _memory(found, device, ops, as_json)
+        _memory(manifest, device, ops, as_json)
         return
     click.echo(
-        found.to_json() if as_json else "\n".join(map(one_line, _lines(found))), nl=not as_json
+        manifest.to_json() if as_json else "\n".join(map(sanitize_line, _lines(manifest))),
+        nl=not as_json,
     )
 
 
 def _memory(bundle: Bundle, device: str, ops: str, as_json: bool) -> None:
-    """The predicted peak, its parts, and what is free."""
+    """Print the estimated peak memory, its parts, and the available memory."""
     from specedge.runtime.backend.memory import left_bytes, shown
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.loading import memory_of
 
-    Device(device)  # refuses one that there is none of
+    Device(device)  # raises DeviceError
     need, left = memory_of(bundle, ops), left_bytes()
     if as_json:
         click.echo(json.dumps({"peak": need.peak, "parts": need.parts, "free": left}))
         return
     free = "unknown" if left is None else shown(left)
-    lines = {f"peak with {bundle.context_length} tokens": shown(need.peak), "free now": free}
+    lines = {f"peak for {bundle.context_length} tokens": shown(need.peak), "available": free}
     lines |= {f"  {name}": shown(size) for name, size in need.parts.items()}
     for name, text in lines.items():
         click.echo(f"{name:28}{text:>10}")
@@ -64,11 +64,11 @@ def _check(bundle: Bundle) -> None:
     from specedge.bundle import store
 
     total = sum(file.size for file in bundle.files.values())
-    with bar("checking", total, DownloadColumn()) as (update, _):
+    with progress_bar("checking", total, DownloadColumn()) as (update, _):
         for name in bundle.files:
             bundle.check_hash(name, lambda size: update(advance=size))
     store.record_export(bundle)
-    click.echo(f"all {len(bundle.files)} files are as listed", err=True)
+    click.echo(f"verified all {len(bundle.files)} files", err=True)
 
 
 def _lines(bundle: Bundle) -> list[str]:
@@ -85,12 +85,12 @@ def _lines(bundle: Bundle) -> list[str]:
     for role, model in bundle.models.items():
         lines += ["", *_model_lines(bundle, role, model)]
     if bundle.draft is None:
-        lines += ["", f"{'draft':16} none: drafts by suffix decoding"]
+        lines += ["", f"{'draft':16} none: suffix decoding"]
     return lines
 
 
 def license(bundle: Bundle, role: str, model: ModelEntry) -> str:
-    """What a checkpoint stated, and the files with its terms."""
+    """Return the license stated by a checkpoint, and its license files."""
     return ", ".join((model.source.license or "not stated", *bundle.license_files(role)))
 
 
@@ -103,7 +103,7 @@ def _sampling(sampling: SamplingFilters) -> str:
 
 def _columns(bundle: Bundle, role: str, model: ModelEntry) -> str:
     if role == "draft" and bundle.id_map is not None:
-        return f"a head of {model.padded_vocab_size} of them"
+        return f"LM head pruned to {model.padded_vocab_size}"
     return f"{model.padded_vocab_size} columns"
 
 
@@ -113,7 +113,7 @@ def _model_lines(bundle: Bundle, role: str, model: ModelEntry) -> list[str]:
     shared = " (the target's)" if role == "draft" and bundle.shares_weights else ""
     return [
         f"{role:16} {source.id}" + (f" at {source.revision}" if source.revision else ""),
-        f"  licence        {license(bundle, role, model)}",
+        f"  license        {license(bundle, role, model)}",
         f"  architecture   {model.architecture}, {model.num_parameters / 1e6:.1f} M parameters,"
         f" {len(layers)} layers, {layers[0].heads} KV heads of {layers[0].key_size}",
         f"  context        {model.context_length} tokens",
@@ -135,8 +135,8 @@ def _graph_lines(model: ModelEntry, ops: str, parity: ParityReport) -> list[str]
         f"  {ops:14} {', '.join(graph.name for graph in model.graphs if graph.ops == ops)}",
         *(_own_type(model, ops) if ops not in OPS else ()),
         f"    parity       {model.describe_parity(ops)}; "
-        f"logits' standard deviation {parity.logits_std:.1f}",
-        f"    same bits    for passes of {lengths} tokens",
+        f"standard deviation of logits {parity.logits_std:.1f}",
+        f"    invariant    for pass lengths {lengths}",
     ]
 
 

@@ -1,4 +1,4 @@
-"""`specedge ngram build`."""
+"""Command `specedge ngram build`."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from specedge.errors import PromptError
 
 @click.group()
 def ngram() -> None:
-    """Work with n-gram tables, which draft without a model."""
+    """Create n-gram tables, which draft without a model."""
 
 
 @ngram.command()
 @click.argument("texts", metavar="TEXT...", nargs=-1, required=True)
-@click.option("--output", metavar="FILE", required=True, help="Write the tables there.")
+@click.option("--output", metavar="FILE", required=True, help="Output file.")
 @click.option("--overwrite", is_flag=True, help="Replace the output file.")
 @click.option(
     "--order",
     type=click.IntRange(1, 3),
     default=3,
     show_default=True,
-    help="Count single tokens (1), pairs too (2), or triples too (3).",
+    help="Order of the n-grams: 1 (unigrams) to 3 (trigrams).",
 )
-@options.option("special_tokens")
+@options.request_option("special_tokens")
 @options.bundle
 def build(
     texts: tuple[str, ...],
@@ -39,7 +39,7 @@ def build(
     special_tokens: bool,
     bundle: str | None,
 ) -> None:
-    """Count the n-grams of TEXT files in a bundle's tokens; `-` is standard input."""
+    """Count the n-grams of TEXT files in the tokens of a bundle; `-` is standard input."""
     options.check_output(output, texts, overwrite)
     read = {name: options.read_text(name) for name in texts}
     from specedge.bundle import Bundle, store
@@ -47,9 +47,9 @@ def build(
     from specedge.runtime.text.special import SpecialTokens
     from specedge.runtime.text.tokenizing import encode, load_tokenizer
 
-    found = Bundle.read(store.find_bundle(bundle))
+    manifest = Bundle.read(store.find_bundle(bundle))
     with hidden_panics():
-        tokenizer = load_tokenizer(found)
+        tokenizer = load_tokenizer(manifest)
     as_text = SpecialTokens(tokenizer).encode_text
     to_tokens = partial(encode, tokenizer) if special_tokens else as_text
 
@@ -60,11 +60,11 @@ def build(
             raise PromptError(f"{name}: {error}") from error
 
     with options.usage_errors():
-        tables = ngrams.count(map(tokens_of, read), found.target.vocab_size, order)
-    ngram_files.write(tables, found, Path(output))
+        tables = ngrams.count(map(tokens_of, read), manifest.target.vocab_size, order)
+    ngram_files.write(tables, manifest, Path(output))
     sizes = (tables.unigrams, tables.pair_counts, tables.triple_counts)
     click.echo(
-        f"{int(tables.unigrams.sum(dtype=int)):,} tokens: {(sizes[0] > 0).sum():,} different, "
+        f"{int(tables.unigrams.sum(dtype=int)):,} tokens: {(sizes[0] > 0).sum():,} distinct, "
         f"{len(sizes[1]):,} pairs, {len(sizes[2]):,} triples; "
         f"{os.path.getsize(output) / 1e6:.1f} MB in {output}",
         err=True,

@@ -1,4 +1,4 @@
-"""Options that several commands share."""
+"""Options, input and output that several commands share."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import click
 
 from specedge.bundle.op_sets import OP_SETS
 from specedge.cli.panics import hidden_panics
-from specedge.cli.terminal import one_line
+from specedge.cli.terminal import sanitize_line
 from specedge.option_specs import format_default, option_specs
 from specedge.request import AUTO, Coupling, GenerationRequest
 from specedge.sampling_options import MAX_DRAFT_TOKENS, SamplingRules
@@ -24,45 +24,45 @@ if TYPE_CHECKING:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MAX_PROMPT = 64 * 2**20  # bytes of standard input as one prompt
-MAX_TEXT = 2**30  # bytes of a file of prompts, or of a text to count
+MAX_PROMPT = 64 * 2**20  # bytes of a prompt
+MAX_TEXT = 2**30  # bytes of a file
 
 bundle = click.option(
     "--bundle",
     metavar="FOLDER",
-    help="Use this bundle. [default: $SPECEDGE_BUNDLE, else the pair exported last without"
-    " --output, else the embedded pair]",
+    help="Folder of the bundle.  [default: $SPECEDGE_BUNDLE, else the last export without --output,"
+    " else the embedded pair]",
 )
 device = click.option(
     "--device", default="cpu", show_default=True,
-    help="Run the models there: cpu, cuda, tensorrt or rtx, of several GPUs with a number, as in"
-    " cuda:1, or auto.",
+    help="Device: cpu, cuda, tensorrt, rtx (with an optional GPU number, such as cuda:1) or auto.",
 )  # fmt: skip
 draft_device = click.option(
-    "--draft-device", metavar="TEXT", help="Run the draft there. [default: beside the target]"
+    "--draft-device", metavar="TEXT", help="Device of the draft model.  [default: the target's]"
 )
 threads = click.option(
     "--threads",
     type=click.IntRange(1),
-    help="Use this many CPU threads. [default: one per core this process may use]",
+    help="Number of CPU threads.  [default: all available cores]",
 )
 ops = click.option(
     "--ops",
     type=click.Choice(("auto", *OP_SETS)),
     default="auto",
     show_default=True,
-    help="Run the graphs of this op set.",
+    metavar="OPS",
+    help="Op set of the graphs, as listed by 'specedge inspect'.",
 )
-form = click.option(
+prompt_format = click.option(
     "--format",
     "form",
     type=click.Choice(["text", "jsonl"]),
-    help="What --prompts holds: a prompt a line, or JSON. [default: jsonl for .jsonl, else text]",
+    help="Format of --prompts.  [default: jsonl for .jsonl files, else text]",
 )
-as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON with the API's names.")
+as_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 
 
-def load(
+def load_pipeline(
     bundle: str | None,
     device: str = "cpu",
     threads: int | None = None,
@@ -71,7 +71,7 @@ def load(
     slots: int = 1,
     max_length: int | None = None,
 ) -> Pipeline:
-    """A bundle, with one thread pool for all sessions: no other code here has any."""
+    """Load a bundle with one thread pool for all sessions of the process."""
     from specedge.runtime.requests import loading
 
     with hidden_panics():
@@ -86,12 +86,12 @@ def load(
             max_length=max_length,
         )
     if pipeline.note:
-        click.echo(one_line(f"note: {pipeline.note}"), err=True)
+        click.echo(sanitize_line(f"note: {pipeline.note}"), err=True)
     return pipeline
 
 
-class Number(click.FloatRange):
-    """As click's, which takes nan for a number within any range."""
+class FiniteRange(click.FloatRange):
+    """Range of numbers that refuses NaN, which click.FloatRange accepts."""
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
@@ -105,26 +105,28 @@ class Number(click.FloatRange):
 def _biases(
     context: click.Context, parameter: click.Parameter, values: tuple[str, ...]
 ) -> dict[int, float]:
-    found: dict[int, float] = {}
+    biases: dict[int, float] = {}
     for value in values:
         token, _, bias = value.partition("=")
         try:
             number = int(token)
-            if number in found:
-                raise click.BadParameter(f"token {number} is given twice")
-            found[number] = float(bias)
+            if number in biases:
+                raise click.BadParameter(f"token {number} is repeated")
+            biases[number] = float(bias)
         except ValueError as error:
-            raise click.BadParameter(f"{value!r} is not ID=BIAS, such as 42=-1.5") from error
-    return found
+            raise click.BadParameter(
+                f"{value!r} must have the form ID=BIAS, such as 42=-1.5"
+            ) from error
+    return biases
 
 
 def _file(context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
-    """The text of the file that an option names."""
+    """Return the text of the file that an option names."""
     return None if value is None else read_text(value)
 
 
 class NumDraftTokens(click.ParamType):  # type: ignore[type-arg]
-    """A number of draft tokens, or "auto"."""
+    """Parameter type: a number of draft tokens, or "auto"."""
 
     name = "number|auto"
 
@@ -136,11 +138,11 @@ class NumDraftTokens(click.ParamType):  # type: ignore[type-arg]
         return int(click.IntRange(0, MAX_DRAFT_TOKENS).convert(value, param, ctx))
 
 
-# What click cannot know of an option from its declaration.
+# Settings of click that OptionSpec does not have.
 _ON_THE_COMMAND_LINE: dict[str, dict[str, Any]] = {
     "logit_bias": {"multiple": True, "metavar": "ID=BIAS", "callback": _biases},
     "bad_words": {"multiple": True, "metavar": "TEXT"},
-    "num_draft_tokens": {"type": NumDraftTokens()},
+    "num_draft_tokens": {"type": NumDraftTokens(), "metavar": "K|auto"},
     "seed": {"type": int},
     "coupling": {"type": click.Choice([name.value for name in Coupling])},
     "stop": {"multiple": True},
@@ -164,43 +166,45 @@ _REQUEST = [
 ]
 
 
-def option(name: str) -> Callable[[F], F]:
-    """The command line's form of an option of a request."""
+def request_option(name: str) -> Callable[[F], F]:
+    """Return the click option of an option of a request."""
     field, declared = option_specs(GenerationRequest)[name]
-    own: dict[str, Any] = {"help": declared.help}
-    if declared.kind == "number":
+    settings: dict[str, Any] = {"help": declared.help}
+    if declared.type == "number":
         low = declared.least if declared.above is None else declared.above
-        own["type"] = Number(low, declared.most, min_open=declared.above is not None)
-    elif declared.kind == "whole":
+        settings["type"] = FiniteRange(low, declared.most, min_open=declared.above is not None)
+    elif declared.type == "integer":
         most = None if declared.most is None else int(declared.most)
-        own["type"] = click.IntRange(int(declared.least or 0), most)
-    elif declared.kind == "flag":
-        own["is_flag"] = True
+        settings["type"] = click.IntRange(int(declared.least or 0), most)
+    elif declared.type == "flag":
+        settings["is_flag"] = True
     if format_default(field):
-        own |= {"default": field.default, "show_default": True}
-    own |= _ON_THE_COMMAND_LINE.get(name, {})
-    if own.get("multiple"):
-        own["help"] = own["help"].removesuffix(".") + "; may be given repeatedly."
+        is_name = isinstance(field.default, str)
+        default = str(field.default) if is_name else field.default
+        settings |= {"default": default, "show_default": True}
+    settings |= _ON_THE_COMMAND_LINE.get(name, {})
+    if settings.get("multiple"):
+        settings["help"] = settings["help"].removesuffix(".") + "; may be repeated."
     flags = _FLAGS.get(name, (f"--{name.replace('_', '-')}",))
-    return click.option(*flags, name, **own)
+    return click.option(*flags, name, **settings)
 
 
-def request(function: F) -> F:
-    """Add the options of a generation request, passed on as keyword arguments of the API."""
+def request_options(function: F) -> F:
+    """Add all options of a generation request as keyword arguments."""
     for name in reversed(_REQUEST):
-        function = option(name)(function)
+        function = request_option(name)(function)
     return function
 
 
-def sampling(function: F) -> F:
-    """Add the options that shape the target's distribution, as `request` does."""
+def sampling_options(function: F) -> F:
+    """Add the options that determine the target's distribution as keyword arguments."""
     for name in reversed(_SAMPLING):
-        function = option(name)(function)
+        function = request_option(name)(function)
     return function
 
 
 def read_prompt(prompt: str, chat: bool = False) -> str:
-    """The prompt itself, or standard input for `-`; of a question without the shell's line end."""
+    """Return the prompt, or standard input for `-`; of a chat without its final newline."""
     if prompt != "-":
         return prompt
     text = _standard_input(MAX_PROMPT)
@@ -208,7 +212,7 @@ def read_prompt(prompt: str, chat: bool = False) -> str:
 
 
 def read_text(name: str) -> str:
-    """A file's text, or standard input's for `-`."""
+    """Return the text of a file, or of standard input for `-`."""
     if name == "-":
         return _standard_input(MAX_TEXT)
     try:
@@ -220,19 +224,19 @@ def read_text(name: str) -> str:
 
 def _standard_input(most: int) -> str:
     if sys.stdin is None:
-        raise click.UsageError("standard input is closed; give the prompt itself")
+        raise click.UsageError("standard input is closed; specify the prompt as an argument")
     return _text(sys.stdin.buffer, "standard input", most)
 
 
 def _text(file: IO[bytes], name: str, most: int) -> str:
-    """All of a file, read in pieces; one that has too many bytes, or no end, is refused."""
-    found = bytearray()
+    """Read a file in chunks; refuse one that is too large or endless."""
+    content = bytearray()
     while piece := file.read(2**20):
-        found += piece
-        if len(found) > most:
-            raise click.UsageError(f"{name} has more than {most // 2**20} MiB, the limit")
+        content += piece
+        if len(content) > most:
+            raise click.UsageError(f"{name} exceeds the limit of {most // 2**20} MiB")
     try:
-        return found.decode("utf-8-sig")
+        return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise click.UsageError(f"{name} is not UTF-8 text: {error}") from error
 
@@ -240,42 +244,42 @@ def _text(file: IO[bytes], name: str, most: int) -> str:
 def check_output(
     output: str, inputs: Sequence[str], overwrite: bool, flag: str = "--output"
 ) -> None:
-    """Refuse, before any work, an output file that cannot be or must not be written."""
+    """Raise click.UsageError for an output file that cannot or must not be written."""
     if not output:
-        raise click.UsageError(f"{flag} has no name; name a file")
+        raise click.UsageError(f"{flag} needs a file name")
     if os.path.isdir(output):
-        raise click.UsageError(f"{output} is a folder; name a file for {flag}")
+        raise click.UsageError(f"{output} is a folder; specify a file for {flag}")
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
-        raise click.UsageError(f"{output} lies in no folder; make that first")
+        raise click.UsageError(f"the folder of {output} does not exist; create it first")
     for name in inputs:
         if os.path.exists(output) and os.path.exists(name) and os.path.samefile(output, name):
-            raise click.UsageError(f"{output} is itself an input; name another for {flag}")
+            raise click.UsageError(f"{output} is also an input; specify another file for {flag}")
     if os.path.isfile(output) and not overwrite:
-        raise click.UsageError(f"{output} exists; name another file, or give --overwrite")
+        raise click.UsageError(f"{output} exists; specify another file, or use --overwrite")
 
 
 def write_output(path: str, text: str, overwrite: bool, flag: str) -> None:
-    """Write a text file whole or not at all, unless it is there by now, and say so."""
+    """Write a text file atomically and report its path on stderr."""
     from specedge.bundle.store import errors_naming, replace_file
 
-    check_output(path, [], overwrite, flag)  # the work took a while
-    if os.path.exists(path) and not os.path.isfile(path):  # a pipe or a device stays one
+    check_output(path, [], overwrite, flag)  # again, after the work
+    if os.path.exists(path) and not os.path.isfile(path):  # do not replace a pipe or a device
         with errors_naming(path):
             Path(path).write_text(text, "utf-8")
     else:
         replace_file(Path(os.path.realpath(path)), text)
-    click.echo(one_line(f"wrote {path}"), err=True)
+    click.echo(sanitize_line(f"wrote {path}"), err=True)
 
 
 def messages(question: str, system: str | None) -> list[dict[str, str]]:
-    """A chat of one question, perhaps with a system message before it."""
+    """Return a chat with one question and an optional system message."""
     asked = [{"role": "user", "content": question}]
     return asked if system is None else [{"role": "system", "content": system}, *asked]
 
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Report a bad value that the API refused as a usage error."""
+    """Convert a ValueError of the API to a usage error."""
     try:
         yield
     except ValueError as error:

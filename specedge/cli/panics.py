@@ -1,4 +1,4 @@
-"""Reports of Rust panics, kept from stderr: the command line has one line for each."""
+"""Suppression of Rust panic messages, for which the command line prints one line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from specedge.errors import BundleError
 
 @contextmanager
 def hidden_panics() -> Iterator[None]:
-    """Hide panics of tokenizers that are loaded in this context."""
+    """Suppress panic messages of tokenizers loaded in this context."""
     from specedge.runtime.text import tokenizing
 
     before, tokenizing.around_trial = tokenizing.around_trial, _hidden
@@ -25,11 +25,11 @@ def hidden_panics() -> Iterator[None]:
 
 @contextmanager
 def _hidden() -> Iterator[None]:
-    """Keep back what is written to stderr, and write it after all unless there was a panic."""
+    """Capture stderr, and write it at the end unless there was a panic."""
     with tempfile.TemporaryFile() as kept:
         try:
             stderr = os.dup(2)
-        except OSError:  # closed by whoever started us
+        except OSError:  # closed by the parent process
             yield
             return
         if sys.stderr is not None:

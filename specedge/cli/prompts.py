@@ -1,4 +1,4 @@
-"""Files of prompts for `specedge generate --prompts`: read and checked whole, before any runs."""
+"""Prompt files of `specedge generate --prompts`, validated before any prompt runs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.cli import options
-from specedge.cli.terminal import one_line
+from specedge.cli.terminal import sanitize_line
 from specedge.errors import PromptError
 from specedge.option_specs import option_specs, suggest
 from specedge.request import GenerationRequest
@@ -21,13 +21,20 @@ if TYPE_CHECKING:
     from specedge.runtime.text.prompts import UserPrompt
 
 
-def read(
+def read_prompts(
     name: str, form: str | None, chat: bool, system: str | None, request: dict[str, Any]
 ) -> list[Item]:
-    """The prompts of a file, or of standard input for `-`; a bad line is a click.UsageError.
+    """Read the prompts of a file, or of standard input for `-`.
 
-    `form` is "text", a prompt a line, or "jsonl". `request` holds for lines that say no other.
-    The prompt of index i is drawn with seed + i, unless its line has a seed.
+    Args:
+        name: File name.
+        form: "text" (one prompt per line) or "jsonl"; None is determined by the file name.
+        chat: Apply the chat template to prompts.
+        system: System message before each prompt.
+        request: Options of lines that do not specify them. Prompt i is sampled with seed + i.
+
+    Raises:
+        click.UsageError: If a line is invalid.
     """
     with options.usage_errors():
         GenerationRequest(**request)
@@ -35,7 +42,7 @@ def read(
     name = "standard input" if name == "-" else name
     lines = [(i, line) for i, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise click.UsageError(f"{name} holds no prompt")
+        raise click.UsageError(f"{name} has no prompts")
     if form is None:
         form = _form(name, lines[0][1])
     seed = secrets.randbits(32) if request["seed"] is None else request["seed"]
@@ -43,9 +50,9 @@ def read(
     for index, (number, line) in enumerate(lines):
         defaults = request | {"seed": seed_of(seed, index)}
         try:
-            facts = _facts(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
-            item = _item(index, facts, defaults, chat, system)
-            place = f"{name}, line {number}: " if "drafter" in facts else ""
+            fields = _parse_line(line) if form == "jsonl" else {"prompt": line.removesuffix("\r")}
+            item = _item(index, fields, defaults, chat, system)
+            place = f"{name}, line {number}: " if "drafter" in fields else ""
             items.append(dataclasses.replace(item, place=place))
         except (ValueError, PromptError) as error:
             raise click.UsageError(f"{name}, line {number}: {error}") from error
@@ -53,14 +60,14 @@ def read(
     return items
 
 
-def alone(name: str, form: str | None) -> list[UserPrompt]:
-    """The prompts of a file where other options on its lines do not matter."""
-    items = read(name, form, False, None, dataclasses.asdict(GenerationRequest()))
+def read_prompt_texts(name: str, form: str | None) -> list[UserPrompt]:
+    """Return the prompts of a file without the other options of its lines."""
+    items = read_prompts(name, form, False, None, dataclasses.asdict(GenerationRequest()))
     return [item.messages or item.prompt or "" for item in items]
 
 
 def _form(name: str, first: str) -> str:
-    """By the file's name; text that looks like JSONL is not guessed at."""
+    """Return the format by file name; refuse text that looks like JSONL."""
     if name.lower().endswith((".jsonl", ".ndjson")):
         return "jsonl"
     try:
@@ -68,32 +75,34 @@ def _form(name: str, first: str) -> str:
     except JsonError:
         return "text"
     if isinstance(value, dict) and value.keys() & {"prompt", "messages"}:
-        raise click.UsageError(f"{name} looks like JSONL; give --format jsonl or --format text")
+        raise click.UsageError(f"{name} looks like JSONL; specify --format jsonl or --format text")
     return "text"
 
 
-def _facts(line: str) -> dict[str, Any]:
-    facts = parse(line)
-    if not isinstance(facts, dict):
+def _parse_line(line: str) -> dict[str, Any]:
+    fields = parse(line)
+    if not isinstance(fields, dict):
         raise ValueError("a line must be a JSON object")
-    known = ["id", "prompt", "messages", *option_specs(GenerationRequest)]
-    if unknown := [key for key in facts if key not in known]:
-        shown = one_line(unknown[0], 100)
-        hint = suggest(shown, known) or f"; known are {', '.join(known)}"
+    names = ["id", "prompt", "messages", *option_specs(GenerationRequest)]
+    if unknown := [key for key in fields if key not in names]:
+        shown = sanitize_line(unknown[0], 100)
+        hint = suggest(shown, names) or f"; valid keys are {', '.join(names)}"
         raise ValueError(f"key '{shown}' is unknown{hint}")
-    return facts
+    return fields
 
 
 def _item(
-    index: int, facts: dict[str, Any], defaults: dict[str, Any], chat: bool, system: str | None
+    index: int, fields: dict[str, Any], defaults: dict[str, Any], chat: bool, system: str | None
 ) -> Item:
-    if system is not None and "messages" in facts:
-        raise ValueError("a line with messages takes no --system; put it into the messages")
-    item = item_of(index, facts, defaults)
+    if system is not None and "messages" in fields:
+        raise ValueError(
+            "--system does not apply to a line with messages; add a system message to the line"
+        )
+    item = item_of(index, fields, defaults)
     if not chat or item.messages is not None:
         return item
     if not isinstance(item.prompt, str):
-        raise ValueError("a prompt of token ids is no message of a chat; do without --chat")
+        raise ValueError("a prompt of token ids cannot be a chat message; omit --chat")
     return dataclasses.replace(item, prompt=None, messages=options.messages(item.prompt, system))
 
 
@@ -104,6 +113,7 @@ def _check_ids(name: str, items: list[Item], numbers: list[int]) -> None:
             continue
         if item.id in seen:
             raise click.UsageError(
-                f"{name}, line {number}: id {json.dumps(item.id)} is that of line {seen[item.id]}"
+                f"{name}, line {number}: id {json.dumps(item.id)} is also that of line "
+                f"{seen[item.id]}"
             )
         seen[item.id] = number

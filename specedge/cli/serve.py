@@ -1,4 +1,4 @@
-"""`specedge serve`."""
+"""Command `specedge serve`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import click
 
 from specedge.bundle import store
 from specedge.cli import options
-from specedge.cli.terminal import counted, one_line
+from specedge.cli.terminal import pluralize, sanitize_line
 from specedge.errors import MissingExtraError
 
 if TYPE_CHECKING:
@@ -23,20 +23,20 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--bundle",
     metavar="FOLDER",
-    help="Serve this bundle. [default: $SPECEDGE_BUNDLE, else the embedded pair]",
+    help="Folder of the bundle.  [default: $SPECEDGE_BUNDLE, else the embedded pair]",
 )
-@click.option("--host", default="127.0.0.1", show_default=True, help="Listen on this address.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
     default=8000,
     show_default=True,
-    help="Listen on this port; 0 takes a free one.",
+    help="Port to listen on; 0 selects a free port.",
 )
 @click.option(
     "--model-name",
     metavar="NAME",
-    help="Model name reported by the API. [default: the target's id]",
+    help="Model name reported by the API.  [default: the target's id]",
 )
 @click.option(
     "--slots",
@@ -48,7 +48,7 @@ KEY = "SPECEDGE_API_KEY"
 @click.option(
     "--max-length",
     type=click.IntRange(2),
-    help="Maximum number of tokens of a text, prompt included. [default: the context length]",
+    help="Maximum number of tokens of a text, prompt included.  [default: the context length]",
 )
 @click.option(
     "--queue",
@@ -59,7 +59,7 @@ KEY = "SPECEDGE_API_KEY"
 )
 @click.option(
     "--timeout",
-    type=options.Number(0, min_open=True),
+    type=options.FiniteRange(0, min_open=True),
     default=600,
     show_default=True,
     help="Seconds until a request is cancelled, including its wait for a slot.",
@@ -82,15 +82,14 @@ KEY = "SPECEDGE_API_KEY"
     "--cors",
     metavar="ORIGIN",
     multiple=True,
-    help="Allow requests from web pages of this origin. Repeatable.",
+    help="Allow requests from web pages of this origin; may be repeated.",
 )
 @click.option(
     "--allow-host",
     metavar="NAME",
     multiple=True,
-    help="Allow requests for this host name, and from its web pages. Repeatable. Required without "
-    "an API key on an address that other machines reach. [default: any with a key, else "
-    "localhost]",
+    help="Allow requests for this host name, and from its web pages; may be repeated. Required"
+    " without an API key on a non-loopback address.  [default: any with a key, else localhost]",
 )
 @click.option(
     "--generation-config",
@@ -123,7 +122,7 @@ def serve(
     threads: int | None,
     ops: str,
 ) -> None:
-    """Serve a pair through OpenAI's API. $SPECEDGE_API_KEY sets an API key."""
+    """Serve a bundle with an OpenAI-compatible API; $SPECEDGE_API_KEY sets an API key."""
     try:
         from specedge.serve import app, middleware, server
     except ModuleNotFoundError as error:
@@ -144,7 +143,9 @@ def serve(
             bundle = os.environ.get(store.VARIABLE) or None
         last_exported = store.last_exported() if bundle is None else None
         folder = os.fspath(store.embedded_folder()) if bundle is None else bundle
-        pipeline = options.load(folder, device, threads, ops, draft_device, slots, max_length)
+        pipeline = options.load_pipeline(
+            folder, device, threads, ops, draft_device, slots, max_length
+        )
         settings = app.ServerSettings(
             model=model_name,
             max_waiting=queue,
@@ -158,7 +159,7 @@ def serve(
         url = server.base_url(listening)
 
         def ready() -> None:
-            click.echo(one_line(_started(url, model_name, pipeline, ops)), err=True)
+            click.echo(sanitize_line(_started(url, model_name, pipeline, ops)), err=True)
             defaults = app.model_defaults(pipeline.bundle.default_sampling)
             if defaults and generation_config == "auto":
                 told = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
@@ -169,7 +170,7 @@ def serve(
                 )
             if last_exported is not None:
                 note = f"note: to serve the pair exported last, give --bundle {last_exported}"
-                click.echo(one_line(note), err=True)
+                click.echo(sanitize_line(note), err=True)
 
         server.serve(app.make_app(pipeline, settings), listening, grace, ready)
     click.echo("specedge: stopped", err=True)
@@ -185,6 +186,6 @@ def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
     origin = "the embedded pair" if folder == store.embedded_folder() else f"bundle {folder}"
     return (
         f"specedge: {url} serves {name or pipeline.bundle.target.source.id} ({origin}) in "
-        f"{counted(slots, 'slot')} of {length} tokens and {shown(need.slot)} each; "
+        f"{pluralize(slots, 'slot')} of {length} tokens and {shown(need.slot)} each; "
         f"memory up to {shown(need.peak)}"
     )

@@ -1,4 +1,4 @@
-"""`specedge theory`."""
+"""Command `specedge theory`."""
 
 from __future__ import annotations
 
@@ -19,49 +19,45 @@ _ALPHAS = (0.5, 0.6, 0.7, 0.8, 0.9)
 _LENGTHS = (1, 2, 3, 4, 5, 7, 10)
 _DRAFT_COSTS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)
 _TABLE_1 = ((0.6, 2), (0.7, 3), (0.8, 2), (0.8, 5), (0.9, 2), (0.9, 10))  # of Leviathan et al.
-_SHORTEST = 8  # the table of one's own costs goes to this K at least
+_SHORTEST = 8  # smallest K at the end of the table
 
 
 def _costs(context: click.Context, option: click.Parameter, value: str | None) -> Costs | None:
-    """One cost, or several for K = 0, 1, 2, ... with commas between them."""
+    """Parse one cost, or several for K = 0, 1, 2, ... separated by commas."""
     if value is None:
         return None
     try:
         costs = [float(text) for text in value.split(",")]
     except ValueError as error:
         raise click.BadParameter(
-            f"'{value}' must be a number, or numbers with commas between them"
+            f"'{value}' must be a number, or numbers separated by commas"
         ) from error
     return costs if len(costs) > 1 else costs[0]
 
 
 @click.command()
-@click.option(
-    "--alpha", type=click.FloatRange(0, 1), help="Predict for this acceptance rate, not in general."
-)
-@click.option(
-    "--draft-cost", type=click.FloatRange(0), metavar="C", help="What a draft pass costs."
-)
+@click.option("--alpha", type=click.FloatRange(0, 1), help="Acceptance rate.")
+@click.option("--draft-cost", type=click.FloatRange(0), metavar="C", help="Cost of a draft pass.")
 @click.option(
     "--verify-cost",
     callback=_costs,
     metavar="V[,V...]",
-    help="What verifying K + 1 tokens costs: one number, or one for each K from 0.  [default: 1]",
+    help="Cost of a verify pass: one number, or one for each K from 0.  [default: 1]",
 )
 @click.option(
     "--host-cost",
     type=click.FloatRange(0),
     metavar="O",
-    help="What the host adds to a round.  [default: 0]",
+    help="Cost of the host's work per round.  [default: 0]",
 )
-@click.option("--figures", metavar="FOLDER", help="Draw the papers' figures there too.")
+@click.option("--figures", metavar="FOLDER", help="Write the figures of the papers to this folder.")
 @click.option(
     "--format",
     "form",
     type=click.Choice(["svg", "png"]),
-    help="What --figures draws.  [default: svg]",
+    help="Format of --figures.  [default: svg]",
 )
-@click.option("--overwrite", is_flag=True, help="With --figures, replace figures that exist.")
+@click.option("--overwrite", is_flag=True, help="Replace existing figures.")
 @options.as_json
 def theory(
     alpha: float | None,
@@ -73,39 +69,40 @@ def theory(
     overwrite: bool,
     as_json: bool,
 ) -> None:
-    """Print what speculative decoding should gain; costs are in passes of the target over a token.
+    """Print the speed-up that theory predicts for speculative decoding.
 
-    With --alpha and --draft-cost it is about these: `specedge compare` measures both.
+    Costs are relative to a pass of the target over one token. Use --alpha and --draft-cost for your
+    own models: 'specedge compare' measures both.
     """
-    from specedge.cli import drawing
+    from specedge.cli import plots
 
     if figures is None and (form or overwrite):
         raise click.UsageError("--format and --overwrite need --figures")
     if figures is not None:
-        drawing.check_folder(figures, form or "svg", overwrite)
+        plots.check_folder(figures, form or "svg", overwrite)
     if alpha is not None and draft_cost is not None:
         with options.usage_errors():
-            facts = _prediction(
+            result = _prediction(
                 alpha, draft_cost, 1.0 if verify_cost is None else verify_cost, host_cost or 0.0
             )
     elif (alpha, draft_cost, verify_cost, host_cost) != (None,) * 4:
-        raise click.UsageError("a prediction needs both --alpha and --draft-cost")
+        raise click.UsageError("--alpha and --draft-cost must be specified together")
     else:
-        facts = _tables()
+        result = _tables()
     if as_json:
-        with options.usage_errors():  # numbers beyond a float's range are no JSON
-            click.echo(json.dumps(facts, indent=1, allow_nan=False))
+        with options.usage_errors():  # infinity is not JSON
+            click.echo(json.dumps(result, indent=1, allow_nan=False))
     elif alpha is None:
-        _print_tables(facts)
+        _print_tables(result)
     else:
-        _print_prediction(facts)
+        _print_prediction(result)
     if figures is not None:
-        for path in drawing.draw(figures, form or "svg", overwrite):
-            click.echo(f"drew {path}", err=True)
+        for path in plots.write_theory(figures, form or "svg", overwrite):
+            click.echo(f"wrote {path}", err=True)
 
 
 def _tables() -> dict[str, Any]:
-    """The papers' tables, by what is in them; costs are those of a draft pass."""
+    """Return the tables of the papers."""
     from specedge.theory import formulas
 
     best = {(a, c): formulas.best_k(a, c) for a in _ALPHAS for c in _DRAFT_COSTS}
@@ -137,7 +134,7 @@ def _tables() -> dict[str, Any]:
 def _prediction(
     alpha: float, draft_cost: float, verify_cost: Costs, host_cost: float
 ) -> dict[str, Any]:
-    """What these costs give, at each K."""
+    """Return the prediction for each K."""
     from specedge.sampling_options import MAX_DRAFT_TOKENS
     from specedge.theory.formulas import best_k, expected_tokens_limit
 
@@ -172,27 +169,27 @@ def _at(alpha: float, k: int, *costs: Any) -> dict[str, Any]:
     }
 
 
-def _print_tables(facts: dict[str, Any]) -> None:
+def _print_tables(tables: dict[str, Any]) -> None:
     _print_table(
-        "Tokens a round, by acceptance rate and K",
+        "Tokens per round, by acceptance rate and K",
         (
             {"alpha": f"{row['alpha']:g}"}
             | {f"K = {k}": f"{tokens:.3f}" for k, tokens in row["by_num_draft_tokens"].items()}
             | {"any K": f"< {row['limit']:.2f}"}
-            for row in facts["expected_tokens"]
+            for row in tables["expected_tokens"]
         ),
     )
     click.echo()
     rows: dict[float, dict[str, str]] = {}
-    for one in facts["best_k"]:
-        row = rows.setdefault(one["alpha"], {"alpha": f"{one['alpha']:g}"})
-        row[f"c = {one['draft_cost']:g}"] = f"{one['best_k']}: {one['speedup']:.3f}"
+    for entry in tables["best_k"]:
+        row = rows.setdefault(entry["alpha"], {"alpha": f"{entry['alpha']:g}"})
+        row[f"c = {entry['draft_cost']:g}"] = f"{entry['best_k']}: {entry['speedup']:.3f}"
     _print_table(
-        "Best K: its speed-up, by acceptance rate and draft cost c; verifying free", rows.values()
+        "Optimal K: speed-up, by acceptance rate and draft cost c; free verification", rows.values()
     )
     click.echo()
     _print_table(
-        "Speed and arithmetic operations over the target's alone; drafting free",
+        "Speed-up and operations relative to the target alone; free drafts",
         (
             {
                 "alpha": f"{row['alpha']:g}",
@@ -200,21 +197,21 @@ def _print_tables(facts: dict[str, Any]) -> None:
                 "speed-up": f"{row['speedup']:.2f}",
                 "operations": f"{row['operations_factor']:.2f}",
             }
-            for row in facts["operations"]
+            for row in tables["operations"]
         ),
     )
 
 
-def _print_prediction(facts: dict[str, Any]) -> None:
-    rows = facts["by_num_draft_tokens"]
-    best = rows[facts["best_k"]]
-    click.echo(f"best K               {facts['best_k']}")
+def _print_prediction(result: dict[str, Any]) -> None:
+    rows = result["by_num_draft_tokens"]
+    best = rows[result["best_k"]]
+    click.echo(f"best K               {result['best_k']}")
     click.echo(f"speed-up             {best['speedup']:.2f}")
-    if not facts["best_k"]:
-        click.echo("no K pays: the target alone is as fast, or faster")
+    if not result["best_k"]:
+        click.echo("no speed-up: the target alone is at least as fast")
     click.echo()
     _print_table(
-        "By K; costs in passes of the target over one token",
+        "By K; costs relative to a pass of the target over one token",
         ({"": "*" if row is best else ""} | _cells(row) for row in rows),
     )
 
@@ -226,17 +223,17 @@ def _cells(row: dict[str, Any]) -> dict[str, str]:
     k, pays = row["num_draft_tokens"], row["break_even_alpha"]
     return {
         "K": str(k),
-        "tokens a round": shown(row["tokens_per_round"]),
-        "cost of a round": shown(row["round_cost"]),
+        "tokens / round": shown(row["tokens_per_round"]),
+        "round cost": shown(row["round_cost"]),
         "speed-up": shown(row["speedup"]),
-        "pays from alpha": "never" if k and pays is None else shown(pays),
+        "break-even alpha": "never" if k and pays is None else shown(pays),
         "accepted / drafted": shown(row["accepted_over_drafted"]),
         "tokens / rows": shown(row["tokens_over_rows"]),
     }
 
 
 def _print_table(title: str, rows: Iterable[dict[str, str]]) -> None:
-    """Rows of cells by the heads of their columns."""
+    """Print rows of cells by column."""
     from rich import box
     from rich.console import Console
     from rich.table import Table

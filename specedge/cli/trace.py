@@ -1,4 +1,4 @@
-"""How `specedge generate --trace` shows what became of each token."""
+"""Annotations of generated text: outcomes of draft tokens and near-ties."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from typing import TYPE_CHECKING
 
 import click
 
+from specedge.cli.terminal import pluralize
+
 if TYPE_CHECKING:
+    from specedge.runtime.requests.stream import Generation
     from specedge.runtime.text.spans import Span
 
-_COLOURS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
+_SHOWN = 9
+_MIN_REPORTED = 0.1  # seconds
+_COLORS = {"accepted": "green", "recovered": "red", "bonus": "cyan"}
 _BRACKETS = {"accepted": ("«", "»"), "recovered": ("⟨", "⟩"), "bonus": ("⟦", "⟧")}
 _MEANINGS = {
-    "accepted": "drafted and accepted",
-    "recovered": "recovered after a rejection",
-    "bonus": "bonus after full acceptance",
+    "accepted": "accepted draft token",
+    "recovered": "recovered token after a rejection",
+    "bonus": "bonus token after full acceptance",
 }
 
 
-def coloured() -> bool:
-    """Whether stdout gets colours: by NO_COLOR, else by FORCE_COLOR, else if it is a terminal."""
+def has_colors() -> bool:
+    """Return True if stdout has colors, by NO_COLOR, FORCE_COLOR, or if it is a terminal."""
     if os.environ.get("NO_COLOR"):
         return False
     if os.environ.get("FORCE_COLOR"):
@@ -30,32 +35,56 @@ def coloured() -> bool:
     return sys.stdout.isatty() and os.environ.get("TERM") != "dumb"
 
 
-def legend(num_draft_tokens: int | str, colours: bool) -> str:
-    """One line that explains the marks."""
+def legend(num_draft_tokens: int | str, colors: bool) -> str:
+    """Return one line that explains the marks."""
     if not num_draft_tokens:
-        return "trace: nothing is drafted, so no token is marked"
+        return "trace: plain decoding, no token is marked"
     marks = (
-        f"{click.style(_COLOURS[fate], _COLOURS[fate])}: {meaning}"
-        if colours
-        else _bracketed(meaning, fate)
-        for fate, meaning in _MEANINGS.items()
+        f"{click.style(_COLORS[outcome], _COLORS[outcome])}: {meaning}"
+        if colors
+        else _bracketed(meaning, outcome)
+        for outcome, meaning in _MEANINGS.items()
     )
     return "trace: " + ", ".join(marks)
 
 
-def marked(piece: list[Span], colours: bool) -> str:
-    """A piece of text with its marks: colours, else brackets around neighbours of one fate."""
-    if colours:
+def mark(piece: list[Span], colors: bool) -> str:
+    """Return text with its outcomes as colors, or as brackets around equal neighbors."""
+    if colors:
         return "".join(_styled(span) for span in piece)
     groups = groupby(piece, key=lambda span: span.fate)
-    return "".join(_bracketed("".join(s.text for s in spans), fate) for fate, spans in groups)
+    return "".join(_bracketed("".join(s.text for s in spans), outcome) for outcome, spans in groups)
 
 
 def _styled(span: Span) -> str:
-    colour = _COLOURS.get(span.fate)
-    return click.style(span.text, colour) if colour else span.text
+    color = _COLORS.get(span.fate)
+    return click.style(span.text, color) if color else span.text
 
 
-def _bracketed(text: str, fate: str) -> str:
-    left, right = _BRACKETS.get(fate, ("", ""))
+def _bracketed(text: str, outcome: str) -> str:
+    left, right = _BRACKETS.get(outcome, ("", ""))
     return f"{left}{text}{right}"
+
+
+def near_tie_lines(generation: Generation, exact: bool) -> list[str]:
+    """Return notes on near-ties and on the cost of resolving them."""
+    ties, stats = generation.near_ties, generation.stats
+    notes = []
+    if stats.noise_seconds >= _MIN_REPORTED:
+        notes.append(
+            f"measuring this device's noise for K = {generation.num_draft_tokens} took"
+            f" {stats.noise_seconds:.2f} s, once per process"
+        )
+    if not ties:
+        return notes
+    places = ", ".join(str(tie.position) for tie in ties[:_SHOWN])
+    more = ", ..." if len(ties) > _SHOWN else ""
+    line = (
+        f"{pluralize(len(ties), 'near-tie')} within the device's noise of {generation.noise:.0e}"
+        f" (position{'' if len(ties) == 1 else 's'} {places}{more})"
+    )
+    if not exact:
+        return [*notes, f"{line}: plain decoding may differ; --exact resolves them"]
+    passes, seconds = stats.num_exact_passes, stats.exact_seconds
+    outcome = f"resolved exactly by {passes} more passes in {seconds:.2f} s"
+    return [*notes, f"{line}, {outcome}"]

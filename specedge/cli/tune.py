@@ -1,4 +1,4 @@
-"""`specedge tune`."""
+"""Command `specedge tune`."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from specedge.cli import options
-from specedge.cli.progress import bar
-from specedge.cli.terminal import counted
+from specedge.cli.terminal import pluralize, progress_bar
 from specedge.request import DrafterName
 
 if TYPE_CHECKING:
@@ -34,7 +33,7 @@ def tune(
     ops: str,
     as_json: bool,
 ) -> None:
-    """Measure what a bundle costs here, and remember it for `--num-draft-tokens auto`."""
+    """Measure the costs of a bundle on this machine, for '--num-draft-tokens auto'."""
     from rich.progress import TaskProgressColumn
 
     from specedge.benchmarks import threads as counts
@@ -42,21 +41,21 @@ def tune(
 
     on_cpu = {device, draft_device or device} == {"cpu"}
     fewer = counts.fastest(bundle, ops) if threads is None and on_cpu else None
-    pipeline = options.load(bundle, device, threads or fewer, ops, draft_device)
-    pipeline.costs.check_writable()  # before measuring, which takes a while
-    with bar("measuring", 1.0, TaskProgressColumn()) as (update, _):
+    pipeline = options.load_pipeline(bundle, device, threads or fewer, ops, draft_device)
+    pipeline.costs.check_writable()  # fail before measuring
+    with progress_bar("measuring", 1.0, TaskProgressColumn()) as (update, _):
         tuned = tuning.measure(pipeline, lambda share: update(completed=share))
     table = tuned.costs
     path = pipeline.costs.remember(table)
     if fewer:
         path = pipeline.costs.remember_as_default(replace(table, threads=fewer))
         many = "threads are" if fewer > 1 else "thread is"
-        click.echo(f"{fewer} {many} the fastest, and the default from now on", err=True)
+        click.echo(f"{fewer} {many} fastest, and now the default", err=True)
     if tuned.busy:
         click.echo(
-            "note: other programs kept the processor busy; tune again when it is calm", err=True
+            "note: the processor was busy with other programs; repeat on an idle machine", err=True
         )
-    click.echo(f"remembered in {path}", err=True)
+    click.echo(f"wrote {path}", err=True)
     if as_json:
         from specedge.strict_json import to_plain
 
@@ -75,44 +74,39 @@ def _mode(table: CostTable, name: str, mode: ModeCosts) -> list[str]:
     from specedge.runtime.planning.planner import predictions
 
     heads = "".join(f"{length:>9}" for length in table.lengths)
-    lines = [f"{name + ': milliseconds, by tokens in the cache':60}{heads}"]
+    lines = [f"{name + ': milliseconds by cached tokens':60}{heads}"]
 
     def row(name: str, costs: Iterable[float]) -> str:
         return f"  {name:58}" + "".join(f"{1e3 * cost:9.3f}" for cost in costs)
 
     for i, tokens in enumerate(table.rows):
         lines.append(
-            row(f"target, {counted(tokens, 'token')}", (costs[i] for costs in mode.target))
+            row(f"target, {pluralize(tokens, 'token')}", (costs[i] for costs in mode.target))
         )
-    host = (
-        f" the host adds {1e3 * mode.host:.3f} ms to a round and {1e3 * mode.token:.3f} to each of"
-        " its tokens"
-    )
+    host = f" host: {1e3 * mode.host:.3f} ms per round and {1e3 * mode.token:.3f} ms per token"
     alpha = mode.acceptance.get(DrafterName.MODEL)
     if alpha is None:  # a bundle without a draft model
-        copied = ", ".join(f"{rate:.0%} of {name}" for name, rate in mode.acceptance.items())
+        copied = ", ".join(f"{name} {rate:.0%}" for name, rate in mode.acceptance.items())
         return [
             *lines,
-            f"  draft tokens that would have been accepted on built-in texts: {copied};{host}",
+            f"  acceptance rate on built-in texts: {copied};{host}",
         ]
     for i, tokens in enumerate(table.rows[1:]):
         es = "es" if tokens > 2 else ""
-        what = f"draft, a round's {tokens - 1} pass{es}"
-        lines.append(row(what, (costs[i] for costs in mode.draft)))
-    lines.append(row("draft, a token of the prompt", mode.reading))
-    found = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
-    best = max(range(len(found)), key=lambda k: found[k])
-    shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(found)} | {best})
+        name = f"draft, {tokens - 1} pass{es}"
+        lines.append(row(name, (costs[i] for costs in mode.draft)))
+    lines.append(row("draft, per prompt token", mode.reading))
+    speedups = predictions(table.at(table.lengths[0], mode is table.greedy), alpha)
+    best = max(range(len(speedups)), key=lambda k: speedups[k])
+    shown = sorted({k for k in (1, 2, 3, 4, 6, 8, 12, 16) if k < len(speedups)} | {best})
     copied = "".join(
-        f", {rate:.0%} of those of {name} would have been"
-        for name, rate in mode.acceptance.items()
-        if name != "model"
+        f", {name} {rate:.0%}" for name, rate in mode.acceptance.items() if name != "model"
     )
     return [
         *lines,
-        f"  {alpha:.0%} of tested draft tokens accepted on built-in texts{copied};{host}",
+        f"  acceptance rate on built-in texts: draft model {alpha:.0%}{copied};{host}",
         "  predicted speed-up of the draft model: "
-        + ", ".join(f"K = {k}: {found[k]:.2f}" for k in shown if k),
-        f"  its best is K = {best}, {found[best]:.2f} times as fast as the target alone"
+        + ", ".join(f"K = {k}: {speedups[k]:.2f}" for k in shown if k),
+        f"  optimal: K = {best}, {speedups[best]:.2f} times as fast as the target alone"
         + ("" if best else ": plain decoding"),
     ]

@@ -1,4 +1,4 @@
-"""`specedge verify`."""
+"""Command `specedge verify`."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from specedge.bundle import MANIFEST, Bundle
-from specedge.cli import options, progress
+from specedge.cli import options, terminal
 from specedge.cli.panics import hidden_panics
-from specedge.cli.terminal import lines
+from specedge.cli.terminal import sanitize
 from specedge.errors import BundleError
 
 if TYPE_CHECKING:
@@ -29,16 +29,17 @@ if TYPE_CHECKING:
 @options.draft_device
 @click.option(
     "--minutes",
-    type=options.Number(0, 24 * 60, min_open=True),
-    help="Take about so long: more time finds smaller deviations. [default: by the time of a pass,"
-    " from 2; with --self-test at most 5]",
+    type=options.FiniteRange(0, 24 * 60, min_open=True),
+    help="Approximate duration; longer runs detect smaller deviations.  [default: at least 2, "
+    "by the"
+    " time of a pass; at most 5 with --self-test]",
 )
-@click.option("--strict", is_flag=True, help="Exit 1 also if the time was too short for a check.")
-@click.option("--prompts", metavar="FILE", help="Try these prompts too; `-` is stdin.")
-@options.form
-@options.option("special_tokens")
+@click.option("--strict", is_flag=True, help="Also exit 1 if a check is incomplete.")
+@click.option("--prompts", metavar="FILE", help="File of additional prompts; `-` is stdin.")
+@options.prompt_format
+@options.request_option("special_tokens")
 @click.option(
-    "--self-test", is_flag=True, help="Plant five defects in turn; exit 2 if one is missed."
+    "--self-test", is_flag=True, help="Inject five defects; exit 2 if one is not detected."
 )
 @options.threads
 @options.ops
@@ -57,25 +58,29 @@ def verify(
     ops: str,
     as_json: bool,
 ) -> None:
-    """Audit a bundle on this machine: exit 1 if a check fails."""
+    """Audit a bundle on this machine.
+
+    Checks its files, graphs, and that speculative decoding is lossless. The exit status is 1 if a
+    check fails.
+    """
     from specedge.bundle import store
-    from specedge.cli.prompts import alone
+    from specedge.cli.prompts import read_prompt_texts
 
     if form and not prompts:
         raise click.UsageError("--format needs --prompts")
     if self_test and prompts:
-        raise click.UsageError("--self-test takes no --prompts: it is about the checks")
-    given = [] if prompts is None else alone(prompts, form)
+        raise click.UsageError("--self-test excludes --prompts")
+    additional = [] if prompts is None else read_prompt_texts(prompts, form)
     settings_for = partial(
         _execution_settings, device=device, threads=threads, ops=ops, draft_device=draft_device
     )
     folder = store.find_bundle(bundle)
     if self_test:
-        found = Bundle.read(folder)
-        _test_self(found, settings_for(found), minutes or 5.0, as_json)
+        manifest = Bundle.read(folder)
+        _test_self(manifest, settings_for(manifest), minutes or 5.0, as_json)
         return
-    report = _audit(folder, settings_for, minutes, given, special_tokens)
-    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else lines(report.text()))
+    report = _audit(folder, settings_for, minutes, additional, special_tokens)
+    click.echo(json.dumps(report.as_dict(), indent=1) if as_json else sanitize(report.text()))
     if report.result == "FAILED" or (strict and report.result != "PASSED"):
         raise click.exceptions.Exit(1)
 
@@ -83,7 +88,7 @@ def verify(
 def _execution_settings(
     bundle: Bundle, device: str, threads: int | None, ops: str, draft_device: str | None
 ) -> ExecutionSettings:
-    """How a bundle's graphs are run, with one thread pool for all, as `options.load` has it."""
+    """Return devices and op sets that share one thread pool."""
     from specedge.runtime.requests.loading import devices_of
     from specedge.verification.audit import ExecutionSettings
 
@@ -123,7 +128,7 @@ def _audit(
 
 
 def _first_verdict(report: AuditReport, budget: Budget) -> str:
-    """Describe the results of the deterministic checks, before the statistical ones run."""
+    """Return the result of the first checks, before the statistical tests."""
     checks = ", ".join(finding.check for finding in report.findings)
     result = {"PASSED": "no check failed", "INCOMPLETE": "no check failed so far"}
     return (
@@ -138,11 +143,12 @@ def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_j
     with _timed(minutes) as (budget, on_progress):
         subject = make_subject(bundle, settings, built_in_prompts(bundle))
         result = self_test(subject, budget, on_progress)
-    facts = _facts(result)
-    click.echo(json.dumps(facts, indent=1) if as_json else "\n".join(_lines(result)))
+    document = _as_dict(result)
+    click.echo(json.dumps(document, indent=1) if as_json else "\n".join(_lines(result)))
     if result.false_alarms:
         click.echo(
-            "specedge: the correct decoder failed too; run 'specedge verify' without --self-test",
+            "specedge: checks failed without an injected defect; run 'specedge verify' without "
+            "--self-test",
             err=True,
         )
         raise click.exceptions.Exit(1)
@@ -151,24 +157,24 @@ def _test_self(bundle: Bundle, settings: ExecutionSettings, minutes: float, as_j
 
 
 def _lines(result: SelfTest) -> Iterator[str]:
-    yield f"as it is: {_alarms(result)}"
+    yield f"no defect: {_alarms(result)}"
     for defect, checks in result.caught:
-        how = f"caught by {', '.join(checks)}" if checks else "MISSED"
-        yield f"{defect.name}: {how} ({defect.what})"
-    yield f"caught {result.num_caught} of {len(result.found)}"
+        outcome = f"detected by {', '.join(checks)}" if checks else "MISSED"
+        yield f"{defect.name}: {outcome} ({defect.what})"
+    yield f"detected {result.num_caught} of {len(result.found)}"
 
 
 def _alarms(result: SelfTest) -> str:
     from specedge.verification.report import SHORT
 
-    found = [f"{finding.check}: {finding.summary}" for finding in result.false_alarms]
-    if found:
-        return f"FALSE ALARM: {'; '.join(found)}"
+    alarms = [f"{finding.check}: {finding.summary}" for finding in result.false_alarms]
+    if alarms:
+        return f"FALSE ALARM: {'; '.join(alarms)}"
     short = [finding.check for finding in result.control if finding.status == SHORT]
-    return f"too little time for {', '.join(short)}; give --minutes" if short else "no alarm"
+    return f"incomplete: {', '.join(short)}; increase --minutes" if short else "no alarm"
 
 
-def _facts(result: SelfTest) -> dict[str, Any]:
+def _as_dict(result: SelfTest) -> dict[str, Any]:
     return {
         "caught": result.num_caught,
         "planted": len(result.found),
@@ -186,10 +192,10 @@ def _facts(result: SelfTest) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _timed(minutes: float) -> Iterator[tuple[Budget, Callable[[str], None]]]:
-    """A budget of time, and what to tell which check runs."""
+    """Yield a time budget and a function that reports the current check."""
     from specedge.verification.budget import Budget, Clock
 
-    with progress.told("loading") as tell:
-        clock = Clock(watch=lambda used: tell(used / budget.end))
+    with terminal.progress_reports("loading") as report:
+        clock = Clock(watch=lambda used: report(used / budget.end))
         budget = Budget(60 * minutes, clock)
-        yield budget, lambda check: tell(next_=check)
+        yield budget, lambda check: report(next_=check)

@@ -107,7 +107,7 @@ def test_a_killed_export_leaves_nothing_at_its_destination(options, tmp_path):
     wait_for(tmp_path / ".bundle.specedge-export/new/target/weights.bin")
     exporting.kill()
     assert exporting.wait() == -signal.SIGKILL
-    with pytest.raises(BundleError, match="no such folder"):
+    with pytest.raises(BundleError, match="folder does not exist"):
         Bundle.read(tmp_path / "bundle")
     assert [p.name for p in remove_stale_folders(tmp_path)] == [".bundle.specedge-export"]
     assert list(tmp_path.iterdir()) == []

@@ -22,7 +22,7 @@ def test_export_prints_the_bundles_path_to_stdout_and_all_else_to_stderr(pairs, 
     result = run_process(*pair, "-k", 2, "--ops", "gqa")
     assert result.returncode == 0, result.stderr
     assert result.stdout == f"{output}\n"
-    assert "float32 itself by up to" in result.stderr
+    assert "float32 error: logits" in result.stderr
     assert re.search(r"^\d+\.\d s: loading the target .* hashing \d", result.stderr, re.MULTILINE)
     assert "Warning" not in result.stderr
     assert Bundle.read(output).num_draft_tokens == 2

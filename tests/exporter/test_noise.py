@@ -184,7 +184,7 @@ def test_generate_says_which_near_ties_there_were_and_what_exact_cost(command):
     )
     assert "--exact decides" in line
     assert re.search(
-        r"as plain decoding does by \d+ more passes in",
+        r"resolved exactly by \d+ more passes in",
         command("generate", *options, "--exact").stderr,
     )
     found = json.loads(command("generate", *options, "--json").stdout)

@@ -39,7 +39,7 @@ def test_the_memory_of_slots_is_stated(pipeline):
     [
         ({"slots": 0}, "slots must be at least 1, got 0"),
         ({"slots": True, "max_length": 10**6}, "max_length must be between 2 and"),
-        ({"slots": "2"}, "slots must be a whole number"),
+        ({"slots": "2"}, "slots must be an integer"),
     ],
 )
 def test_a_number_of_slots_or_a_length_that_cannot_be_is_refused(options, message):

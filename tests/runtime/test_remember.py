@@ -87,11 +87,13 @@ def test_a_request_that_waited_drafts_from_the_one_it_waited_for(pipeline):
 
 @pytest.mark.parametrize("name", ["model", "lookup", "block", "random", "ngram:x"])
 def test_drafters_that_cannot_use_it_refuse_to_remember(name):
-    with pytest.raises(ValueError, match="remember is for the drafters suffix, chain and auto"):
+    with pytest.raises(
+        ValueError, match="remember applies to the drafters suffix, chain and auto only"
+    ):
         GenerationRequest(drafter=name, remember=True)
 
 
 @pytest.mark.parametrize("name", ["lookup_min", "lookup_max"])
 def test_the_lengths_of_matches_are_not_for_what_remembers(name):
-    with pytest.raises(ValueError, match=f"{name} is for lookup, which remembers nothing"):
+    with pytest.raises(ValueError, match=f"{name} applies to lookup, which does not use remember"):
         GenerationRequest(drafter="chain", remember=True, **{name: 3})

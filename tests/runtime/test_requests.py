@@ -112,13 +112,13 @@ def test_two_pipelines_run_in_two_threads(pipeline):
         ({"temperature": "1"}, "temperature must be a number"),
         ({"temperature": 10**400}, "temperature must be a number"),
         ({"top_p": "x"}, "top_p must be a number"),
-        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number"),
-        ({"num_draft_tokens": 2.0}, "num_draft_tokens must be a whole number"),
-        ({"top_k": 2.0}, "top_k must be a whole number"),
-        ({"seed": 1.5}, "seed must be a whole number"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be an integer"),
+        ({"num_draft_tokens": 2.0}, "num_draft_tokens must be an integer"),
+        ({"top_k": 2.0}, "top_k must be an integer"),
+        ({"seed": 1.5}, "seed must be an integer"),
         ({"ignore_eos": "no"}, "ignore_eos must be true or false"),
         ({"exact": "no"}, "exact must be true or false"),
-        ({"exact": True, "temperature": 0.5}, "exact is for temperature 0"),
+        ({"exact": True, "temperature": 0.5}, "exact applies to temperature 0"),
     ],
 )
 def test_a_bad_option_is_refused_before_anything_runs(pipeline, options, message):
@@ -152,7 +152,9 @@ def test_a_graph_that_is_not_what_the_manifest_says_is_refused(pipeline):
         wrong = dataclasses.replace(
             model, cache=cache, padded_vocab_size=columns, signatures=signatures(cache, columns)
         )
-        with pytest.raises(BundleError, match=r"bundle.json wants .*export the pair again"):
+        with pytest.raises(
+            BundleError, match=r"bundle.json wants .*export or copy the bundle again"
+        ):
             _opened(pipeline.bundle, wrong)
 
 

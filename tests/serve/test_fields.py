@@ -266,7 +266,7 @@ def test_event_is_one_line_for_any_client():
     ("change", "message"),
     [
         ({"temperature": "hot"}, "temperature must be a number"),
-        ({"top_k": 1.5}, "top_k must be a whole number"),
+        ({"top_k": 1.5}, "top_k must be an integer"),
         ({"ignore_eos": "yes"}, "ignore_eos must be true or false"),
         ({"coupling": "maximal"}, "coupling must be residual or gumbel"),
         ({"coupling": ["gumbel"]}, "coupling must be residual or gumbel"),

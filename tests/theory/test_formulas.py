@@ -161,7 +161,7 @@ def test_rejecting_everything_costs_a_row_for_each_draft_token(k):
         (lambda: expected_tokens(1.1, 4), "alpha must be between 0 and 1, got 1.1"),
         (lambda: expected_tokens(math.nan, 4), "alpha must be between 0 and 1, got nan"),
         (lambda: expected_tokens(0.5, -1), "num_draft_tokens must be at least 0, got -1"),
-        (lambda: expected_tokens(0.5, 1.5), "num_draft_tokens must be a whole number"),
+        (lambda: expected_tokens(0.5, 1.5), "num_draft_tokens must be an integer"),
         (lambda: expected_tokens_limit(-0.1), "alpha"),
         (lambda: acceptance_rates(0.5, 0), "num_draft_tokens must be at least 1"),
         (lambda: break_even_alpha(0, 0.1), "num_draft_tokens must be at least 1"),

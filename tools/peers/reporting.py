@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from statistics import fmean, median
+from typing import Any
 
 from environments import PEERS
 from measuring import AUTO, LENGTHS, Figures, Run, Variant
-from specedge.cli import svg
+from specedge.cli import plots
 
 BASELINE = "llamacpp Q8_0"
 TEXTS = ("prose", "chat", "code")
@@ -181,5 +182,9 @@ def chart(model: Figures) -> str:
                 bars.append((label, (0.0, milliseconds) if k else (milliseconds, 0.0)))
     bars.sort(key=lambda bar: sum(bar[1]))
     title = f"{model.name}: milliseconds a token on two threads"
-    drawn = svg.bars(title, "ms a token", ("plain", "with drafts"), bars, label_width=250)
-    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
+
+    def draw(axes: Any) -> None:
+        axes.set_title(title)
+        plots.stacked_bars(axes, "ms a token", ("plain", "with drafts"), bars)
+
+    return plots.draw(draw, "svg").decode("utf-8")

@@ -188,11 +188,11 @@ def test_hosts_that_lack_a_file_or_a_half_of_a_round_are_refused(folder):
     bundle = embed(folder, layout="split")
     manifest = json.loads(bundle.to_json())
     for change, message in (
-        (lambda hosts: hosts["graphs"].pop(0), "rounds, or draft and accept"),
-        (lambda hosts: hosts["graphs"].append(hosts["graphs"][0]), "nothing twice"),
+        (lambda hosts: hosts["graphs"].pop(0), "either round or both draft and accept"),
+        (lambda hosts: hosts["graphs"].append(hosts["graphs"][0]), "not repeat a graph"),
         (lambda hosts: hosts.update(golden="other.json"), "'other.json', which is not among"),
-        (lambda hosts: hosts.update(ids_only="nothing"), "ids_only is null where"),
-        (lambda hosts: hosts["graphs"][0].update(file="target/decoder.onnx"), "folder itself"),
+        (lambda hosts: hosts.update(ids_only="nothing"), "ids_only must be null if"),
+        (lambda hosts: hosts["graphs"][0].update(file="target/decoder.onnx"), "plain file name"),
     ):
         changed = copy.deepcopy(manifest)
         change(changed["hosts"])

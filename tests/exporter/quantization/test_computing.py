@@ -162,13 +162,13 @@ def test_an_op_set_that_a_bundle_lacks_is_refused_by_its_name(made):
 def test_a_manifest_with_a_report_less_or_another_cache_is_refused(made):
     value = json.loads(made.bundle.to_json())
     del value["target"]["quantisation"][made.sets[0]]
-    with pytest.raises(ValueError, match="quantisation has a report where"):
+    with pytest.raises(ValueError, match="quantisation must have a report"):
         Bundle.from_json(json.dumps(value))
     value = json.loads(made.bundle.to_json())
     for graph in value["target"]["graphs"]:
         if graph["ops"] in made.sets and made.compute != "fp32":
             graph["signature"] = "chosen_logits"
-            with pytest.raises(ValueError, match="signature is not that of cache and logits"):
+            with pytest.raises(ValueError, match="signature does not match its cache and logits"):
                 Bundle.from_json(json.dumps(value))
             return
 

@@ -258,7 +258,9 @@ def test_a_text_of_a_few_words_is_refused_by_its_name(made, tmp_path):
 def test_the_manifest_says_what_was_rounded_and_refuses_what_contradicts_that(made):
     value = json.loads(made.bundle.to_json())
     value["target"]["weights_dtype"] = "float32"
-    with pytest.raises(ValueError, match="quantisation has a report where weights are integers"):
+    with pytest.raises(
+        ValueError, match="quantisation must have a report for each op set with integer weights"
+    ):
         Bundle.from_json(json.dumps(value))
 
 

@@ -219,12 +219,12 @@ def test_a_replay_that_is_no_list_of_rounds_is_refused(replay):
 
 
 def test_a_replay_and_a_fixed_k_contradict_each_other():
-    with pytest.raises(ValueError, match="leave that out"):
+    with pytest.raises(ValueError, match="omit the option"):
         GenerationRequest(replay=[["model", 1, 1]], num_draft_tokens=2)
     assert GenerationRequest(replay=[["model", 1, 1]], num_draft_tokens="auto").replay == (
         ("model", 1, 1),
     )
-    with pytest.raises(ValueError, match="'auto' or a whole number"):
+    with pytest.raises(ValueError, match="'auto' or an integer"):
         GenerationRequest(num_draft_tokens="many")
 
 

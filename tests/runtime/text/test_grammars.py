@@ -113,11 +113,11 @@ def test_an_impossible_grammar_is_refused_before_anything_runs(pipeline, options
         ({"regex": ""}, "regex must be text that is not empty"),
         ({"regex": 3}, "regex must be text"),
         ({"regex": "a" * (MAX_GRAMMAR_LENGTH + 1)}, "regex must have at most"),
-        ({"regex": "a", "ignore_eos": True}, "leave ignore_eos out"),
+        ({"regex": "a", "ignore_eos": True}, "omit ignore_eos"),
         ({"json_schema": "[1"}, "json_schema is not valid JSON"),
         ({"json_schema": "[" * 10**5}, "json_schema is not valid JSON"),
         ({"json_schema": [1]}, "json_schema must be an object"),
-        ({"json_schema": {"a": {1, 2}}}, "json_schema cannot be written as JSON"),
+        ({"json_schema": {"a": {1, 2}}}, "json_schema cannot be converted to JSON"),
     ],
 )
 def test_a_grammar_that_is_none_is_one_clear_error(options, reason):

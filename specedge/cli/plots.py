@@ -1,0 +1,256 @@
+"""Plots of `specedge theory` and `specedge bench`, drawn with matplotlib (the `plot` extra)."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from specedge.bundle.store import temporary_beside
+from specedge.errors import MissingExtraError, SpecEdgeError
+from specedge.theory import formulas
+
+if TYPE_CHECKING:
+    from specedge.benchmarks.summary import Figures
+
+# The palette of Okabe and Ito, distinguishable with color vision deficiencies.
+_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00")
+_LINES = ("-", "--", "-.", (0, (1, 1)), (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)))
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_TIME_PARTS = ("draft", "verify", "sampling", "rest")
+
+
+def check_folder(folder: str, form: str, overwrite: bool) -> None:
+    """Raise click.UsageError for a folder that figures cannot be written to."""
+    path = Path(os.path.abspath(folder))
+    if not folder or (path.exists() and not path.is_dir()):
+        raise click.UsageError(f"'{folder}' is not a folder; name one for --figures")
+    if not path.parent.is_dir():
+        raise click.UsageError(f"the parent folder of {folder} does not exist; create it first")
+    for name in _THEORY:
+        file = Path(folder, f"{name}.{form}")
+        if os.path.lexists(file) and not overwrite:
+            raise click.UsageError(f"{file} exists; name another folder, or use --overwrite")
+
+
+def write_theory(folder: str, form: str, overwrite: bool) -> list[Path]:
+    """Write the figures of the papers to a folder and return their paths.
+
+    Args:
+        folder: Folder, which is created if its parent exists.
+        form: "svg" or "png".
+        overwrite: Replace existing figures.
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    contents = {Path(folder, f"{name}.{form}"): draw(_THEORY[name], form) for name in _THEORY}
+    check_folder(folder, form, overwrite)  # drawing takes seconds
+    Path(folder).mkdir(exist_ok=True)
+    for path, content in contents.items():
+        with temporary_beside(path) as temporary:
+            temporary.write_bytes(content)
+            os.replace(temporary, path)
+    return list(contents)
+
+
+def benchmark_plots(rows: Sequence[Figures]) -> Iterator[tuple[str, str]]:
+    """Yield the titles of a prompt set's plots, and the plots as SVG elements."""
+    yield "Speed-up by draft tokens per round", _element(lambda axes: _speedup(axes, rows))
+    yield "Acceptance rate by position", _element(lambda axes: _acceptance(axes, rows))
+    yield "Time per round", _element(lambda axes: _round_time(axes, rows))
+
+
+def stacked_bars(
+    axes: Any, unit: str, parts: Sequence[str], rows: Sequence[tuple[str, Sequence[float]]]
+) -> None:
+    """Draw labeled horizontal bars with their totals, the first at the top."""
+    labels = [label for label, _ in rows]
+    left = [0.0] * len(rows)
+    for i, part in enumerate(parts):
+        sizes = [row[i] for _, row in rows]
+        axes.barh(range(len(rows)), sizes, left=left, label=part, color=_COLORS[i])
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    axes.set_yticks(range(len(rows)), labels)
+    axes.invert_yaxis()
+    axes.set_xlabel(unit)
+    for row, total in enumerate(left):
+        axes.text(total, row, f" {total:.2f}", va="center")
+    axes.figure.set_figheight(max(2.5, 1 + 0.25 * len(rows)))
+
+
+def require_matplotlib() -> None:
+    """Raise MissingExtraError if matplotlib is not installed."""
+    with _matplotlib():
+        pass
+
+
+def draw(plot: Callable[[Any], None], form: str) -> bytes:
+    """Return a plot as a file's bytes, reproducible for one version of matplotlib.
+
+    Args:
+        plot: Draws on the axes that it receives.
+        form: "svg" or "png".
+
+    Raises:
+        MissingExtraError: If matplotlib is not installed.
+    """
+    with _matplotlib() as matplotlib:
+        figure = matplotlib.figure.Figure(figsize=(8, 4.4), dpi=150, layout="constrained")
+        axes = figure.subplots()
+        axes.grid(color="0.9")
+        axes.set_axisbelow(True)
+        plot(axes)
+        figure.legend(loc="outside right upper", frameon=False)
+        hidden = {"svg": {"Date": None, "Creator": None}, "png": {"Software": None}}
+        file = io.BytesIO()
+        figure.savefig(file, format=form, metadata=hidden[form])
+    return file.getvalue()
+
+
+@contextmanager
+def _matplotlib() -> Iterator[Any]:
+    """Import matplotlib, with default settings whatever the user's are."""
+    try:
+        importlib.import_module("matplotlib.figure")
+        matplotlib = importlib.import_module("matplotlib")
+    except ImportError as error:
+        raise MissingExtraError(
+            'plots need matplotlib, which is not installed: pip install "specedge[plot]"'
+        ) from error
+    except ValueError as error:  # MPLBACKEND is invalid
+        raise SpecEdgeError(f"matplotlib cannot be imported: {error}") from error
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams["svg.hashsalt"] = "specedge"
+        matplotlib.rcParams["svg.fonttype"] = "none"
+        matplotlib.rcParams["axes.spines.top"] = matplotlib.rcParams["axes.spines.right"] = False
+        yield matplotlib
+
+
+def _element(plot: Callable[[Any], None]) -> str:
+    """Return a plot as an SVG element for HTML, without the XML prolog."""
+    text = draw(plot, "svg").decode("utf-8")
+    return text[text.index("<svg") :]
+
+
+def _style(index: int, marked: bool = False) -> dict[str, Any]:
+    index %= len(_COLORS)
+    style = {"color": _COLORS[index], "linestyle": _LINES[index], "markersize": 4}
+    return style | ({"marker": _MARKERS[index]} if marked else {})
+
+
+def _drafters(rows: Sequence[Figures]) -> Iterator[tuple[int, str, list[Figures]]]:
+    """Yield index, name and figures of each drafter but plain decoding."""
+    names = [name for name in dict.fromkeys(row.drafter for row in rows) if name != "plain"]
+    for i, name in enumerate(names):
+        yield i, name, [row for row in rows if row.drafter == name]
+
+
+def _speedup(axes: Any, rows: Sequence[Figures]) -> None:
+    from specedge.cli.bench_output import prediction
+
+    axes.axhline(1.0, label="the target alone", color="0.35", linestyle=":")
+    for i, name, figures in _drafters(rows):
+        color = _COLORS[i % len(_COLORS)]
+        fixed = sorted(
+            (row for row in figures if not isinstance(row.num_draft_tokens, str)),
+            key=lambda row: row.num_draft_tokens,
+        )
+        for row in figures:
+            if isinstance(row.num_draft_tokens, str):
+                label = f"{name} ({row.speedup:.2f})"
+                axes.axhline(row.speedup, label=label, color=color, linestyle="--")
+        if fixed:
+            ks = [row.num_draft_tokens for row in fixed]
+            speedups = [row.speedup for row in fixed]
+            quartiles = (
+                [max(0.0, row.speedup - row.low) for row in fixed],
+                [max(0.0, row.high - row.speedup) for row in fixed],
+            )
+            axes.errorbar(
+                ks, speedups, quartiles, label=name, color=color, marker=_MARKERS[i % 6], capsize=2
+            )
+            predictions = [prediction(row)[0] for row in fixed]
+            axes.plot(ks, predictions, label=f"{name}, predicted", color=color, linestyle="--")
+    axes.set(xlabel="draft tokens per round, K", ylabel="speed-up", ylim=(0, None))
+
+
+def _acceptance(axes: Any, rows: Sequence[Figures]) -> None:
+    if rows[0].alpha is not None:
+        label = f"model, all positions ({rows[0].alpha:.2f})"
+        axes.axhline(rows[0].alpha, label=label, color="0.35", linestyle=":")
+    for i, name, figures in _drafters(rows):
+        longest = max(figures, key=lambda row: len(row.acceptance_by_position))
+        rates = [rate for rate in longest.acceptance_by_position if rate is not None]
+        axes.plot(range(1, len(rates) + 1), rates, label=name, **_style(i, marked=True))
+    axes.set(xlabel="position in the draft", ylabel="acceptance rate", ylim=(0, 1))
+
+
+def _round_time(axes: Any, rows: Sequence[Figures]) -> None:
+    bars = []
+    for row in rows:
+        scale = 1e3 * row.tokens_per_round
+        times = [scale * getattr(row, f"{part}_seconds") for part in _TIME_PARTS]
+        k = f", K = {row.num_draft_tokens}" if row.drafter not in ("plain", "auto") else ""
+        bars.append((f"{row.drafter[:12]}{k}", times))
+    stacked_bars(axes, "ms", _TIME_PARTS, bars)
+
+
+def _expected_tokens(axes: Any) -> None:
+    alphas = [i / 100 for i in range(101)]
+    limits = [formulas.expected_tokens_limit(alpha) for alpha in alphas[:91]]
+    axes.plot(alphas[:91], limits, label="any K (limit)", **_style(0))
+    for i, k in enumerate((10, 7, 5, 3, 1), 1):
+        tokens = [formulas.expected_tokens(alpha, k) for alpha in alphas]
+        axes.plot(alphas, tokens, label=f"K = {k}", **_style(i))
+    axes.set_title("Tokens per round (Leviathan et al. 2023, figure 2)", size=11)
+    axes.set(xlabel="acceptance rate α", ylabel="expected tokens per round")
+
+
+def _best_k(axes: Any) -> None:
+    alphas = [i / 200 for i in range(191)]
+    for i, cost in enumerate((0.01, 0.02, 0.05, 0.1, 0.2, 0.5)):
+        ks = [formulas.best_k(alpha, cost) for alpha in alphas]
+        axes.plot(alphas, ks, label=f"c = {cost:g}", drawstyle="steps-pre", **_style(i))
+    axes.set_title("Optimal number of draft tokens (Leviathan et al. 2023, figure 3)", size=11)
+    axes.set(xlabel="acceptance rate α", ylabel="optimal K")
+
+
+def _operations(axes: Any) -> None:
+    for i, alpha in enumerate((0.9, 0.8, 0.7, 0.6, 0.5)):
+        factors = [formulas.operations_factor(alpha, k) for k in range(11)]
+        speedups = [formulas.speedup(alpha, k, 0) for k in range(11)]
+        axes.plot(factors, speedups, label=f"α = {alpha:g}", **_style(i, marked=True))
+    axes.set_title(
+        "Speed-up and operations, K = 0 to 10, free drafts (Leviathan et al. 2023)", size=11
+    )
+    axes.set(xlabel="arithmetic operations relative to the target alone", ylabel="speed-up")
+
+
+def _verify_cost(axes: Any) -> None:
+    alpha, draft_cost, ks = 0.8, 0.05, range(17)
+    for i, slope in enumerate((0.0, 0.05, 0.1, 0.25, 0.8)):
+        costs = [1 + slope * k for k in ks]
+        speedups = [formulas.speedup(alpha, k, draft_cost, costs) for k in ks]
+        label = f"v = 1 + {slope:g} K" if slope else "v = 1"
+        best = formulas.best_k(alpha, draft_cost, costs)
+        axes.plot(ks, speedups, label=f"{label}: optimal K = {best}", **_style(i, marked=True))
+    axes.set_title(
+        f"Speed-up by cost of a verify pass (α = {alpha:g}, c = {draft_cost:g})", size=11
+    )
+    axes.set(xlabel="draft tokens per round, K", ylabel="speed-up")
+
+
+_THEORY = {
+    "tokens": _expected_tokens,
+    "best-k": _best_k,
+    "operations": _operations,
+    "verify-cost": _verify_cost,
+}
