@@ -232,7 +232,7 @@ def _write(
     ends = tuple(t for t in pair.end_tokens(target) if 0 <= t < models[0].vocab_size)
     own_draft = models[1] if draft is not None else None
     bundle = Bundle(
-        format=oldest_format(own_draft),
+        format=oldest_format(models[0], own_draft),
         specedge_version=__version__,
         num_draft_tokens=request.num_draft_tokens,
         end_tokens=ends,
@@ -253,8 +253,9 @@ def _pieces(
     model: ModelEntry, source: texts.Source, target: Checkpoint, work: Path, progress: Progress
 ) -> texts.Texts:
     """A calibration text's tokens, as many as are good for a model."""
-    sizes = model.vocab_size, model.context_length, model.num_parameters
-    return texts.cut(source, work / pair.TOKENIZER_FILE, *sizes, pair.chat_writer(target, progress))
+    sizes = model.vocab_size, model.context_length
+    template, ends = pair.chat_writer(target, progress), pair.end_tokens(target)
+    return texts.cut(source, work / pair.TOKENIZER_FILE, *sizes, template, ends)
 
 
 def _head(

@@ -1,4 +1,7 @@
-"""Strict JSON parsing into dataclasses: every key required, none unknown, exact types."""
+"""Strict JSON parsing into dataclasses: every key required, none unknown, exact types.
+
+Fields with the metadata `OPTIONAL` may be missing, and are not written if they have the default.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import typing
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
+OPTIONAL = {"optional": True}
 MAX_INTEGER = 2**53  # larger integers are not exact as doubles
 
 
@@ -42,7 +46,8 @@ def build(type_: type[T], value: Any, key: str = "") -> T:
 def to_plain(value: Any) -> Any:
     """Return a dataclass as values for `json.dumps`, the inverse of `build`."""
     if dataclasses.is_dataclass(value):
-        return {key: to_plain(getattr(value, f.name)) for key, f in _keys(type(value)).items()}
+        items = ((key, f, getattr(value, f.name)) for key, f in _keys(type(value)).items())
+        return {key: to_plain(item) for key, f, item in items if not _is_default(f, item)}
     if isinstance(value, tuple):
         return [to_plain(item) for item in value]
     if isinstance(value, dict):
@@ -97,13 +102,15 @@ def _build_dataclass(type_: type, value: dict[str, Any], key: str) -> Any:
     hints = typing.get_type_hints(type_)
     fields = _keys(type_)
     prefix = f"{key}." if key else ""
-    if missing := sorted(fields.keys() - value.keys()):
+    optional = {key for key, field in fields.items() if field.metadata.get("optional")}
+    if missing := sorted(fields.keys() - optional - value.keys()):
         raise JsonError(f"key '{prefix}{missing[0]}' is missing")
     if unknown := sorted(value.keys() - fields.keys()):
         raise JsonError(f"key '{prefix}{unknown[0]}' is unknown")
     built = {
         field.name: _build(hints[field.name], value[name], prefix + name)
         for name, field in sorted(fields.items())
+        if name in value
     }
     try:
         return type_(**built)
@@ -117,6 +124,15 @@ def _keys(type_: type) -> dict[str, dataclasses.Field[Any]]:
     """Return the fields of a dataclass by JSON key: the metadata's `key`, else the name."""
     fields = dataclasses.fields(type_)
     return {field.metadata.get("key", field.name): field for field in fields if field.init}
+
+
+def _is_default(field: dataclasses.Field[Any], value: Any) -> bool:
+    """Return True if an optional field has its default."""
+    if not field.metadata.get("optional"):
+        return False
+    factory = field.default_factory
+    default = field.default if factory is dataclasses.MISSING else factory()
+    return bool(value == default)
 
 
 def _expect(type_: type, value: Any, key: str) -> Any:

@@ -49,6 +49,9 @@ def tables(document: Path = DOCUMENT) -> dict[str, dict[str, str]]:
     return found
 
 
+OPTIONAL = ", optional"
+
+
 class WrongError(ValueError):
     """The folder is no bundle by the document."""
 
@@ -79,9 +82,11 @@ def check(kind: str, value: object, known: dict[str, dict[str, str]], key: str =
     elif " or " in kind:
         wanted(type(value) in [PLAIN[one] for one in kind.split(" or ")], key)
     else:
-        wanted(type(value) is dict and value.keys() == known[kind].keys(), f"keys of {key}")
+        types = known[kind]
+        optional = {name for name, words in types.items() if words.endswith(OPTIONAL)}
+        wanted(type(value) is dict and value.keys() | optional == types.keys(), f"keys of {key}")
         for name, item in value.items():
-            check(known[kind][name], item, known, f"{key}.{name}")
+            check(types[name].removesuffix(OPTIONAL), item, known, f"{key}.{name}")
 
 
 def parse(text: str) -> dict:

@@ -37,9 +37,13 @@ def assert_described(words, hint, tables, path):
     elif dataclasses.is_dataclass(hint):
         hints = typing.get_type_hints(hint)
         fields = {f.metadata.get("key", f.name): f for f in dataclasses.fields(hint) if f.init}
-        assert list(tables[words]) == list(fields), path
+        rows = tables[words]
+        assert list(rows) == list(fields), path
+        optional = {key for key, field in fields.items() if field.metadata.get("optional")}
+        assert {key for key in rows if rows[key].endswith(reader.OPTIONAL)} == optional, path
         for key, field in fields.items():
-            assert_described(tables[words][key], hints[field.name], tables, f"{path}.{key}")
+            described = rows[key].removesuffix(reader.OPTIONAL)
+            assert_described(described, hints[field.name], tables, f"{path}.{key}")
     else:
         assert reader.PLAIN.get(words, float if words == "number" else None) is hint, path
 

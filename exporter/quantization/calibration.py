@@ -14,11 +14,12 @@ import torch
 from ..graph.graphs import GraphFile
 from ..tracing.geometry import Geometry
 from ..verification.runner import FillNoise, PassAction, Runner
-from ..verification.subgraph import Values
+from ..verification.subgraph import SubgraphSession, Values, open_session, unpacked_options
 from .experts import NOTHING, Apart, mixtures, opened
 from .matrices import groups
 
 NUM_ROWS = 48  # of the texts, that errors are measured with
+ANSWER_TOKENS = 48  # of a prompt's answer
 _DECODER = GraphFile("decoder", None, prefix="calibration-")
 
 
@@ -47,6 +48,46 @@ class Seen:
             np.mean([part.square for part in parts], axis=0),
             np.concatenate([part.rows for part in parts]),
         )
+
+
+def answers(
+    decoder: Path, geometry: Geometry, prompts: Sequence[np.ndarray], end_tokens: Container[int]
+) -> list[np.ndarray]:
+    """Return prompts with what a float graph answers by greedy decoding. [T] each
+
+    The whole graph is one session over its mapped weights, without copies of them.
+    """
+    shapes = dict(zip(geometry.cache_names(), geometry.cache_shapes(), strict=True))
+    options = unpacked_options()
+    options.enable_cpu_mem_arena = False
+    # Folding would copy each transposed matrix; fusion with its product needs no copy.
+    folding = ["ConstantFolding"]
+    stage = SubgraphSession(shapes, "float32", lambda *_: open_session(decoder, options, folding))
+    try:
+        return [_answer(stage, geometry, prompt, end_tokens) for prompt in prompts]
+    finally:
+        stage.close()
+
+
+def _answer(
+    stage: SubgraphSession, geometry: Geometry, prompt: np.ndarray, end_tokens: Container[int]
+) -> np.ndarray:
+    tokens, new, length = [*prompt], prompt, 0
+    stage.fill_noise(0, geometry.capacity)
+    for _ in range(min(ANSWER_TOKENS, geometry.context_length - len(prompt))):
+        inputs = {
+            "input_ids": new[None].astype(np.int64),
+            "past_length": np.array([length], np.int64),
+            "logits_from": np.array([len(new) - 1], np.int64),
+        }
+        logits = stage.run("decoder", False, inputs)["logits"][0, -1]
+        length += len(new)
+        token = int(logits.argmax())
+        tokens.append(token)
+        if token in end_tokens:
+            break
+        new = np.array([token])
+    return np.array(tokens, np.int64)
 
 
 Visit = Callable[[tuple[int, ...], Seen], None]

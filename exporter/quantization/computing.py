@@ -12,7 +12,7 @@ import onnx_ir as ir
 from specedge.bundle.manifest import ModelEntry
 
 from ..progress import Progress
-from .report import report
+from .report import reports
 from .texts import Texts
 from .written import Written
 
@@ -33,11 +33,12 @@ def add_kinds(
     parts[-1] = replace(parts[-1], head=None if head is None else np.array(head))
     made = []
     for part in parts:
-        dtype, reports = part.model.weights_dtype, {}
-        for ops in part.rounded(dtype, kinds):
-            with progress.step(f"Writing the {part.role}"):
+        dtype = part.model.weights_dtype
+        op_sets = part.rounded(dtype, kinds)
+        with progress.step(f"Writing the {part.role}"):
+            for ops in op_sets:
                 part.write(ir.load(part.decoder(ops)), folder, ops)
-            with progress.step(f"Comparing the {part.role} ({ops})"):
-                reports[ops] = report(part, folder, ops, texts, {}, progress)
-        made.append(part.with_reports(reports, dtype))
+        with progress.step(f"Comparing the {part.role}"):
+            measured = reports(part, folder, {ops: {} for ops in op_sets}, texts, progress)
+        made.append(part.with_reports(measured, dtype))
     return made

@@ -16,6 +16,7 @@ from .rounding import BLOCK, LARGEST, Blocks, Integers
 
 DAMPING = 0.01  # of the Hessian's mean diagonal, added to it
 _ROWS = 64  # rows whose errors are passed on to those behind them together
+_SOLVED = 512  # rows of a triangular matrix that is inverted at once
 _TINY = 1e-30
 _Round = Callable[[int, torch.Tensor], torch.Tensor]
 
@@ -23,18 +24,33 @@ _Round = Callable[[int, torch.Tensor], torch.Tensor]
 def factor(hessian: torch.Tensor, powers: np.ndarray | None = None) -> torch.Tensor:
     """Return upper triangular U with U^T U = H^-1, of a damped Hessian. [K, K] -> [K, K]
 
-    H reversed is L L^T, and U is the inverse of L reversed: one factorization instead of three.
-    Channel k of x was divided by 2 ** powers[k].
+    H reversed is L L^T, and U is the inverse of L reversed: one factorization instead of three, in
+    float32 unless that fails. Channel k of x was divided by 2 ** powers[k].
     """
-    exact = hessian.to(torch.float64, copy=True)
-    if powers is not None:
-        factors = torch.from_numpy(np.exp2(powers))
-        exact /= torch.outer(factors, factors)
-    exact.diagonal().add_(max(float(exact.diagonal().mean()) * DAMPING, _TINY))
-    lower = torch.linalg.cholesky(exact.flip(0, 1))
-    eye = torch.eye(len(exact), dtype=torch.float64)
-    inverse = torch.linalg.solve_triangular(lower, eye, upper=False)
-    return inverse.flip(0, 1).float()
+    for dtype in (torch.float32, torch.float64):
+        damped = hessian.to(dtype, copy=True)
+        if powers is not None:
+            factors = torch.from_numpy(np.exp2(powers)).to(dtype)
+            damped /= torch.outer(factors, factors)
+        damped.diagonal().add_(max(float(damped.diagonal().mean()) * DAMPING, _TINY))
+        lower, failed = torch.linalg.cholesky_ex(damped.flip(0, 1))
+        if not failed:
+            break
+    return _inverse(lower).flip(0, 1).float()
+
+
+def _inverse(lower: torch.Tensor) -> torch.Tensor:
+    """Return the inverse of a lower triangular matrix, by products of its quarters. [K, K]"""
+    size = len(lower)
+    if size <= _SOLVED:
+        eye = torch.eye(size, dtype=lower.dtype)
+        return torch.linalg.solve_triangular(lower, eye, upper=False)
+    half = size // 2
+    first, last = _inverse(lower[:half, :half]), _inverse(lower[half:, half:])
+    inverse = torch.zeros_like(lower)
+    inverse[:half, :half], inverse[half:, half:] = first, last
+    torch.mm(last @ lower[half:, :half], -first, out=inverse[half:, :half])
+    return inverse
 
 
 def columns(

@@ -8,13 +8,15 @@ import torch
 
 from specedge.bundle.precision import GPTQ
 
+from .calibration import ANSWER_TOKENS
 from .experts import opened
 from .matrices import groups
 from .texts import Texts
 from .written import Written
 
 _SIZE = 1024  # of matrices whose product is timed
-_PASSES = 6  # over the report's text: float, two op sets beside float, and two formats
+_PASSES = 4  # over the report's text: float, an op set, and two formats of llama.cpp
+_BYTES_A_SECOND = 8e9  # of weights that an answer's token reads
 _GPTQ_SPEED = 0.4  # of a product's operations a second, that GPTQ's small steps reach
 
 
@@ -22,17 +24,19 @@ def seconds(model: Written, texts: Texts, rounding: str) -> float:
     """Predict the time for calibration, rounding and report, from a product that is timed now."""
     graph = opened(model.decoder(model.ops[0])).graph
     calibrated, compared = (sum(map(len, part)) for part in (texts.calibration, texts.report))
-    passes = hessians = rounded = 0.0
+    passes = hessians = rounded = weights = 0.0
     for group in groups(graph):
         shapes = [matrix.stored.numbers().shape for matrix in group.matrices]
         size, width = float(shapes[0][-2]), float(sum(shape[-1] for shape in shapes))
+        weights += size * width
         passes += 2 * size * width * (calibrated + _PASSES * compared)
         hessians += 2 * size * size * calibrated
         rounded += 2 * size * size * (width + size)
-    work = passes
-    if rounding == GPTQ:
-        work += hessians + rounded / _GPTQ_SPEED
-    return work / _operations_a_second()
+    speed = _operations_a_second()
+    if rounding != GPTQ:
+        return passes / speed
+    answers = 4 * weights * ANSWER_TOKENS * len(texts.prompts) / _BYTES_A_SECOND
+    return (passes + hessians + rounded / _GPTQ_SPEED) / speed + answers
 
 
 def _operations_a_second() -> float:

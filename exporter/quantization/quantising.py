@@ -15,11 +15,13 @@ import torch
 from specedge.bundle.manifest import FileEntry, ModelEntry
 from specedge.bundle.op_sets import attention_ops, has_compute_type, is_qdq
 from specedge.bundle.precision import BLOCK_BITS, GPTQ, NEAREST
+from specedge.bundle.reports import QuantizationReport
 from specedge.errors import ParityError
 
 from ..graph import rewrites
 from ..graph.weights import FILE, drop_unused
 from ..progress import Progress
+from ..verification.runner import Runner
 from . import (
     basis,
     calibration,
@@ -36,7 +38,7 @@ from .choosing import Choice
 from .dequantising import Dequantiser
 from .experts import NOTHING, Apart, apart, mixtures, opened
 from .matrices import Group, embeddings, groups, others
-from .report import distances, report
+from .report import reports
 from .rewriting import Rewriter, width_of
 from .rounding import BLOCK, Blocks, Integers
 from .storing import Store
@@ -45,6 +47,7 @@ from .widening import Widener
 from .written import Written
 
 ROTATED = ("int8", "int4")  # the precisions whose rounding a rotation makes better
+COPIED = 300_000_000  # parameters of models that may be copied to float32 as a whole
 NAMED = 3  # matrices of a group in a line of the report
 Choices = dict[tuple[int, ...], Choice]
 Channels = dict[tuple[int, ...], np.ndarray]  # of the groups that can be smoothed in every graph
@@ -97,6 +100,13 @@ def quantise(
             known = apart(graphs, parts[0].model.num_experts)
     if precision == "int8-block":
         rounding = NEAREST
+    if rounding == GPTQ and texts.prompts and _can_answer(parts[0]):
+        with progress.step(f"Answering prompts with the {first}"):
+            own = calibration.answers(
+                parts[0].decoder(parts[0].ops[-1]), parts[0].geometry, texts.prompts,
+                texts.end_tokens,
+            )  # fmt: skip
+        texts = replace(texts, calibration=[*texts.calibration, *own])
     minutes = max(1, round(prediction.seconds(parts[0], texts, rounding) / 60))
     with progress.step(f"Calibrating the {first} (about {minutes} min up to its report)"):
         graphs = (_opened(part, ops, known).graph for part in parts for ops in part.ops)
@@ -109,18 +119,30 @@ def quantise(
             for ops in part.rounded(precision, kinds):
                 _rewrite(part, ops, precision, choices, known, store, folder)
     made = []
+    bits_per_weight = 8 * store.file.size / parts[0].model.num_parameters
     for part in parts:
-        reports = {}
-        for ops in part.rounded(precision, kinds):
-            with progress.step(f"Comparing the {part.role} in {precision} ({ops})"):
-                all_ = choices | _others(part, ops, known)
-                reports[ops] = report(part, folder, ops, texts, all_, progress)
-        made.append(part.with_reports(reports, precision))
-    with progress.step(f"Comparing the {first} with llama.cpp's formats"):
-        _compare_formats(parts[0], made[0], precision, texts, work, progress)
+        with progress.step(f"Comparing the {part.role} in {precision}"):
+            formats = _formats(part, work) if part is parts[0] else {}
+            op_sets = {
+                ops: choices | _others(part, ops, known) for ops in part.rounded(precision, kinds)
+            }
+            measured = reports(part, folder, op_sets, texts, progress, formats)
+        described = {
+            ops: (replace(quality, bits_per_weight=bits_per_weight), invariant)
+            for ops, (quality, invariant) in measured.items()
+        }
+        for quality, _ in described.values():
+            _warn(part.role, precision, quality, progress)
+        made.append(part.with_reports(described, precision))
     shutil.rmtree(work)
     shutil.rmtree(before)
     return made, store.file
+
+
+def _can_answer(model: Written) -> bool:
+    """Return True if the whole float graph runs without a float32 copy of a large model."""
+    is_float32 = model.original is not None or model.model.weights_dtype == "float32"
+    return is_float32 or model.model.num_parameters <= COPIED
 
 
 def _in_basis(parts: list[Written], work: Path, known: Apart) -> tuple[list[Written], str | None]:
@@ -139,41 +161,32 @@ def _in_basis(parts: list[Written], work: Path, known: Apart) -> tuple[list[Writ
     return changed, None
 
 
-def _compare_formats(
-    model: Written, made: ModelEntry, precision: str, texts: Texts, work: Path, progress: Progress
-) -> None:
-    """Note how far the same weights are from float in llama.cpp's formats, on the same texts."""
-    own = made.quantization[model.ops[0]]
-    if model.role != "target" or model.model.num_experts or not own.num_tokens:
-        return
-    original = replace(model, folder=model.original or model.folder)
-    ops, said = model.ops[0], []
-    for name in llama_cpp.FORMATS:
-        folder = work / name
+def _formats(model: Written, work: Path) -> dict[str, Runner]:
+    """Round a target's weights as formats of llama.cpp do; return the graphs by format."""
+    if model.role != "target" or model.model.num_experts:
+        return {}
+    original, ops = replace(model, folder=model.original or model.folder), model.ops[-1]
+    folders = {name: work / name for name in llama_cpp.FORMATS}
+    for folder in folders.values():
         folder.mkdir()
-        if name == "Q8_0":
-            found = groups(_opened(original, ops).graph)
-            choices = {group.key: llama_cpp.q8_0(group) for group in found}
-            with Store(folder) as store:
-                _rewrite(original, ops, "int8-block", choices, NOTHING, store, folder)
-            rounded = original.runner(folder, ops)
-        else:
-            llama_cpp.write_q4_k(original, ops, folder)
-            rounded = replace(original, folder=folder).decoder_runner(ops)
-        near, _ = distances(original.decoder_runner(ops), rounded, texts.report, {})
-        shutil.rmtree(folder)
-        divergence = near.divergence / near.num_tokens
-        said.append(
-            f"as {name} KL {divergence:.2g}, {near.num_same / near.num_tokens:.1%}, perplexity "
-            f"{np.exp(near.loss / near.num_scored):.4g}"
+    choices = {group.key: llama_cpp.q8_0(group) for group in groups(_opened(original, ops).graph)}
+    with Store(folders["Q8_0"]) as store:
+        _rewrite(original, ops, "int8-block", choices, NOTHING, store, folders["Q8_0"])
+    llama_cpp.write_q4_k(original, ops, folders["Q4_K"])
+    return {
+        "Q8_0": original.runner(folders["Q8_0"], ops),
+        "Q4_K": replace(original, folder=folders["Q4_K"]).decoder_runner(ops),
+    }
+
+
+def _warn(role: str, precision: str, quality: QuantizationReport, progress: Progress) -> None:
+    """Note a precision that is less accurate than the format of llama.cpp of its size."""
+    name = llama_cpp.CLASSES[precision]
+    if name in quality.formats and quality.divergence > quality.formats[name].divergence:
+        progress.note(
+            f"warning: {role} in {precision} has KL {quality.divergence:.2g}, the same weights as "
+            f"{name} {quality.formats[name].divergence:.2g}"
         )
-        if name == llama_cpp.CLASSES[precision] and own.divergence > divergence:
-            said[-1] += f" (warning: {precision} is farther off than that)"
-    progress.note(
-        f"{model.role}: {precision} has KL {own.divergence:.2g}, the same likeliest token in "
-        f"{own.agreement:.1%}, perplexity {own.perplexity:.4g}, in float "
-        f"{own.original_perplexity:.4g}; the same weights {'; '.join(said)}"
-    )
 
 
 @dataclass(frozen=True)

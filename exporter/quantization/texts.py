@@ -16,10 +16,10 @@ from ..libraries import translate_errors
 FOLDER = Path(__file__).with_name("text")
 NAME = "specedge's own texts"
 KINDS = ("prose", "code", "chat")
+ANSWERED = 4  # prompts that the model itself answers, for calibration
 CALIBRATED, COMPARED = 256, 512  # tokens that are run together, after nothing
-SMALL = 300_000_000  # parameters of models that are compared on all texts;
-PIECES = {"calibration": 18, "evaluation": 3}  # for larger ones, so many pieces
-MOST_PIECES = 36
+TOKENS = {"calibration": 18 * CALIBRATED, "evaluation": 3 * COMPARED}
+MOST_PIECES = 36  # in a small context
 LEAST = 32  # tokens
 Turns = list[dict[str, str]]
 Template = Callable[[Turns], str]
@@ -27,11 +27,16 @@ Template = Callable[[Turns], str]
 
 @dataclass(frozen=True)
 class Texts:
-    """Tokens of pieces for calibration and for the report, [T] each, and the text's name."""
+    """Tokens of pieces for calibration and for the report, [T] each, and the text's name.
+
+    The model's answers to `prompts`, up to one of `end_tokens`, are for calibration, too.
+    """
 
     name: str
     calibration: list[np.ndarray]
     report: list[np.ndarray]
+    prompts: Sequence[np.ndarray] = ()
+    end_tokens: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -68,8 +73,8 @@ def cut(
     tokenizer: Path,
     num_tokens: int,
     context: int,
-    num_parameters: int,
     template: Template | None = None,
+    end_tokens: Sequence[int] = (),
 ) -> Texts:
     """Return pieces for a model of `context` tokens whose first `num_tokens` ids are real.
 
@@ -77,26 +82,30 @@ def cut(
     model's `template` where it has one. Of a user's file every other piece is for the report.
     """
     encoder = Encoder(Tokenizer.from_file(str(tokenizer)), num_tokens, template)
-    is_small = num_parameters <= SMALL
-    numbers = {use: MOST_PIECES if is_small else count for use, count in PIECES.items()}
     if source.calibration == source.evaluation:
         (text,) = source.calibration
         size = min(CALIBRATED, context, max(LEAST, len(encoder.tokens(text)) // 2))
-        pieces = encoder.pieces(text, size)[: 2 * numbers["calibration"]]
+        pieces = encoder.pieces(text, size)[: 2 * _number("calibration", size)]
         if sum(map(len, pieces)) < 2 * min(LEAST, size) or len(pieces) < 2:
             raise ExportError(
                 f"{source.name} has {len(encoder.tokens(text))} tokens; a quantization needs at "
-                f"least {2 * LEAST}, better {2 * numbers['calibration'] * CALIBRATED}"
+                f"least {2 * LEAST}, better {2 * TOKENS['calibration']}"
             )
         return Texts(source.name, pieces[::2], pieces[1::2])
     calibration, report = (
-        _in_turn([encoder.pieces(text, min(size, context)) for text in texts], numbers[use])
+        _in_turn([encoder.pieces(text, size) for text in texts], _number(use, size))
         for use, texts, size in (
-            ("calibration", source.calibration, CALIBRATED),
-            ("evaluation", source.evaluation, COMPARED),
+            ("calibration", source.calibration, min(CALIBRATED, context)),
+            ("evaluation", source.evaluation, min(COMPARED, context)),
         )
     )
-    return Texts(source.name, calibration, report)
+    prompts = encoder.prompts(source.calibration[-1], context // 2)
+    return Texts(source.name, calibration, report, prompts, end_tokens)
+
+
+def _number(use: str, size: int) -> int:
+    """Return how many pieces of a size there are for a use."""
+    return min(MOST_PIECES, TOKENS[use] // size)
 
 
 def _in_turn(documents: Sequence[list[np.ndarray]], number: int) -> list[np.ndarray]:
@@ -116,10 +125,35 @@ class Encoder:
     def tokens(self, text: str) -> np.ndarray:
         """Return a text's tokens, without those that the tokenizer adds. [T]"""
         if self.template is not None and text.startswith("User: "):
-            with translate_errors(ExportError, "the chat template fails on the calibration text: "):
-                text = "".join(map(self.template, chats(text)))
+            text = "".join(map(self._rendered, chats(text)))
+        return self.encode(text)
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the tokens of a text as it is. [T]"""
         ids = self.tokenizer.encode(text, add_special_tokens=False).ids
         return np.array([token for token in ids if token < self.num_tokens], np.int64)
+
+    def prompts(self, text: str, size: int) -> list[np.ndarray]:
+        """Return the first questions of a text's conversations, as the model is asked them.
+
+        At most `ANSWERED` of at most `size` tokens; none without a template. [T] each
+        """
+        if self.template is None or not text.startswith("User: "):
+            return []
+        questions = (self._rendered(turns[:1]) for turns in chats(text))
+        prompts = (self._after_prefix(self.encode(question)) for question in questions)
+        return [prompt for prompt in prompts if len(prompt) <= size][:ANSWERED]
+
+    def _after_prefix(self, tokens: np.ndarray) -> np.ndarray:
+        """Put the prefix before tokens that a template has not given it. [T]"""
+        prefix = self.prefix()
+        has_prefix = np.array_equal(tokens[: len(prefix)], prefix)
+        return tokens if has_prefix else np.concatenate((prefix, tokens))
+
+    def _rendered(self, turns: Turns) -> str:
+        assert self.template is not None
+        with translate_errors(ExportError, "the chat template fails on the calibration text: "):
+            return self.template(turns)
 
     def prefix(self) -> np.ndarray:
         """Return what the tokenizer puts before a text. [n]"""

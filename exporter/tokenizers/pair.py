@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from . import compatibility
 
 TOKENIZER_FILE = "tokenizer.json"
 DEFAULT_CONTEXT = 4096
+DATE = datetime.datetime(2025, 1, 1, tzinfo=datetime.UTC)  # in chat templates
 SAMPLES = (
     "def read_config(path):\n    return path",
     "The quick brown fox, 1234567890 times!",
@@ -188,16 +190,26 @@ def chat_writer(
 ) -> Callable[[list[dict[str, str]]], str] | None:
     """Return a function that renders a conversation with the chat template, if there is one.
 
-    A template that takes no plain text, as of a model of images, is noted and not used.
+    A conversation that ends with the user's turn is rendered up to where the model answers. The
+    date that a template asks for is always the same: weights must not depend on the day. A template
+    that takes no plain text, as of a model of images, is noted and not used.
     """
     if _chat_template(checkpoint) is None:
         return None
 
     def render(turns: list[dict[str, str]]) -> str:
-        return str(checkpoint.tokenizer.apply_chat_template(turns, tokenize=False))
+        text = checkpoint.tokenizer.apply_chat_template(
+            turns,
+            tokenize=False,
+            add_generation_prompt=turns[-1]["role"] == "user",
+            strftime_now=DATE.strftime,
+        )
+        return str(text)
 
     try:
-        render([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+        question = {"role": "user", "content": "a"}
+        render([question])
+        render([question, {"role": "assistant", "content": "b"}])
     except Exception as error:  # a template can fail in any way that code can
         progress.note(f"calibration without the chat template, which fails: {first_line(error)}")
         return None

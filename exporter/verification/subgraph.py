@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnxruntime as ort
@@ -105,11 +106,16 @@ def unpacked_options() -> ort.SessionOptions:
     return options
 
 
-def open_session(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
-    """Open a session on the CPU, with or without a global thread pool, with right int8 products."""
+def open_session(
+    model: Path | bytes, options: ort.SessionOptions, disabled: Sequence[str] = ()
+) -> ort.InferenceSession:
+    """Open a session on the CPU, with or without a global thread pool, with right int8 products.
+
+    Optimizations named in `disabled` do not run.
+    """
     if not _products_are_right():
         options.add_session_config_entry(int8_products.UNSIGNED_OPTION, "1")
-    return _opened(model, options)
+    return _opened(model, options, disabled)
 
 
 @functools.cache
@@ -118,16 +124,20 @@ def _products_are_right() -> bool:
     return int8_products.are_exact(lambda x: session.run(None, {"x": x})[0])
 
 
-def _opened(model: Path | bytes, options: ort.SessionOptions) -> ort.InferenceSession:
+def _opened(
+    model: Path | bytes, options: ort.SessionOptions, disabled: Sequence[str] = ()
+) -> ort.InferenceSession:
     options.log_severity_level = 4
     options.intra_op_num_threads = default_threads()
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    providers = ["CPUExecutionProvider"]
+    arguments: dict[str, Any] = {"providers": ["CPUExecutionProvider"], "enable_fallback": False}
+    if disabled:
+        arguments["disabled_optimizers"] = list(disabled)
     try:
-        return ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
+        return ort.InferenceSession(model, options, **arguments)
     except Exception as error:
         if "per_session_threads" not in str(error):
             raise
     # Beside a shared pool no session has one of its own.
     options.use_per_session_threads = False
-    return ort.InferenceSession(model, options, providers=providers, enable_fallback=False)
+    return ort.InferenceSession(model, options, **arguments)

@@ -27,7 +27,7 @@ from .reports import check_single_line
 
 FORMAT = 9
 FIRST_FORMAT_WITH_HOSTS = 8  # key `hosts`
-FIRST_FORMAT_WITHOUT_DRAFT = 9  # `draft` may be null
+FIRST_FORMAT_WITHOUT_DRAFT = 9  # `draft` may be null; bits per weight in reports
 FORMATS = (6, 7, 8, FORMAT)  # readable; 6 has only op sets without a type
 MANIFEST = "bundle.json"
 MAX_MANIFEST_SIZE = 16 * 2**20
@@ -278,9 +278,11 @@ class Bundle:
             )
 
 
-def oldest_format(draft: ModelEntry | None) -> int:
+def oldest_format(target: ModelEntry, draft: ModelEntry | None) -> int:
     """Return the oldest format that a new bundle can be written in."""
-    return FIRST_FORMAT_WITHOUT_DRAFT if draft is None else FIRST_FORMAT_WITH_HOSTS
+    models = [target] if draft is None else [target, draft]
+    has_bits = any(one.bits_per_weight for m in models for one in m.quantization.values())
+    return FIRST_FORMAT_WITHOUT_DRAFT if draft is None or has_bits else FIRST_FORMAT_WITH_HOSTS
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

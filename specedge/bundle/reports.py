@@ -6,6 +6,7 @@ import math
 import re
 from dataclasses import dataclass, field
 
+from ..strict_json import OPTIONAL
 from .precision import Precision
 
 
@@ -77,6 +78,21 @@ class ParityReport:
 
 
 @dataclass(frozen=True)
+class FormatQuality:
+    """Quality of the same weights in a quantization format of llama.cpp, on the same text.
+
+    Attributes:
+        divergence: Mean Kullback-Leibler divergence in nats.
+        agreement: Top-1 agreement.
+        perplexity: Perplexity of the quantized weights.
+    """
+
+    divergence: float
+    agreement: float
+    perplexity: float
+
+
+@dataclass(frozen=True)
 class QuantizationReport:
     """Effect of quantization on an op set, measured on a text.
 
@@ -95,6 +111,9 @@ class QuantizationReport:
         product_error: Relative RMS error of the worst matrix product.
         plain_product_error: The same with neither smoothing nor several scales.
         exceptions: One line for each group that deviates from the requested precision.
+        bits_per_weight: Size of the weights file in bits over the model's parameters, with scales,
+            embedding and LM head; 0 if unknown.
+        formats: The same weights in formats of llama.cpp, by name, where they were measured.
     """
 
     text: str
@@ -111,6 +130,8 @@ class QuantizationReport:
     product_error: float
     plain_product_error: float
     exceptions: tuple[str, ...]
+    bits_per_weight: float = field(default=0.0, metadata=OPTIONAL)
+    formats: dict[str, FormatQuality] = field(default_factory=dict, metadata=OPTIONAL)
 
     def __post_init__(self) -> None:
         for line in (self.text, *self.exceptions):
@@ -129,6 +150,13 @@ class QuantizationReport:
             f"{loss if self.perplexity else where}; top-1 agreement {self.agreement:.1%}, "
             f"KL divergence {self.divergence:.2g}, largest error {self.error:.1%}"
         )
+        if self.bits_per_weight:
+            line += f"; {self.bits_per_weight:.2f} bits per weight"
+        for name, quality in self.formats.items():
+            line += (
+                f"; as {name} KL {quality.divergence:.2g}, top-1 agreement "
+                f"{quality.agreement:.1%}, perplexity {quality.perplexity:.4g}"
+            )
         if not self.plain_product_error:
             return line
         return (

@@ -116,7 +116,7 @@ def test_layers_are_in_blocks_and_in_eight_bits_the_head_is_too(made):
             assert all("hadamard" in node.input[1] for node in floats)
         for report in model.quantization.values():
             assert report.num_in_blocks == 4 * SIZES["layers"] + is_int8
-            assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.1)
+            assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.15)
 
 
 def test_a_tied_head_in_blocks_is_stored_once(made):

@@ -82,8 +82,10 @@ def test_each_op_set_has_another_beside_it_and_a_report_of_its_own(made):
         assert list(model.parity) == [*OPS, *made.sets]
         for ops in made.sets:
             report = model.quantization[ops]
-            assert report.num_tokens > 1000
-            assert report.perplexity == pytest.approx(report.original_perplexity, rel=0.05)
+            is_primary = ops == list(made.sets)[-1]
+            assert (report.num_tokens > 1000) is is_primary
+            bound = 0.05 if is_primary else 0.15
+            assert report.perplexity == pytest.approx(report.original_perplexity, rel=bound)
             assert report.divergence < 0.3
             assert 0 < report.error < 1
             assert compute_dtype(ops) in model.describe_parity(ops)

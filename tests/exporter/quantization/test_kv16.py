@@ -35,7 +35,7 @@ def test_each_op_set_has_one_with_smaller_caches_beside_it(made):
         for ops in SETS:
             assert 2 * model.cache_layout(ops).size == model.cache.size
             report = model.quantization[ops]
-            assert report.num_tokens > 1000
+            assert (report.num_tokens > 1000) is ops.startswith("gqa")
             assert 0 < report.error < 0.2
             assert "with caches in float16" in model.describe_parity(ops)
 

@@ -89,9 +89,14 @@ class Model:
 TEXTS = [np.arange(80) % 5, np.arange(100, 170) % 5]
 
 
+def distances(original, rounded):
+    measured = report.measure(original, {"": report.Candidate(rounded)}, TEXTS)[""]
+    return measured.near, measured.late
+
+
 def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
     original, found = Model(1000), Model(1000, late=2.0)
-    near, late = report.distances(original, found, TEXTS, {})
+    near, late = distances(original, found)
     assert near.divergence == 0 < late.divergence
     assert (near.num_tokens, late.num_tokens) == (79 + 69, 63)
     *_, repeat, window = found.actions
@@ -100,19 +105,17 @@ def test_a_window_at_the_contexts_end_is_told_apart_from_texts():
     said = report._of_late(near, late, 1000)
     assert said is not None
     assert said.startswith("near position 1000 KL is ")
-    assert (
-        report._of_late(near, report.distances(original, Model(1000), TEXTS, {})[1], 1000) is None
-    )
+    assert report._of_late(near, distances(original, Model(1000))[1], 1000) is None
 
 
 def test_texts_are_run_some_at_a_time_where_their_logits_are_large(monkeypatch):
-    whole = report.distances(Model(1000), Model(1000, late=2.0), TEXTS, {})
+    whole = distances(Model(1000), Model(1000, late=2.0))
     monkeypatch.setattr(report, "HELD", 80 * 5)
-    assert report.distances(Model(1000), Model(1000, late=2.0), TEXTS, {}) == whole
+    assert distances(Model(1000), Model(1000, late=2.0)) == whole
 
 
 def test_a_context_that_texts_fill_has_no_late_window():
-    near, late = report.distances(Model(140), found := Model(140, late=2.0), TEXTS, {})
+    near, late = distances(Model(140), found := Model(140, late=2.0))
     assert (near.num_tokens, late.num_tokens) == (148, 0)
     assert len(found.actions) == 6
     assert report._of_late(near, late, 140) is None

@@ -1,0 +1,44 @@
+"""Prompts that a model answers for calibration, and the predicted duration of an export."""
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from comparing import model_of, traced
+from specedge.exporter.quantization import calibration, prediction
+from specedge.exporter.quantization.texts import Texts
+from specedge.exporter.verification.runner import FillNoise, PassAction
+
+
+@pytest.fixture(scope="module")
+def runner(tmp_path_factory):
+    return traced(model_of("llama"), tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="module")
+def model(runner):
+    return Mock(ops=["onnx"], decoder=lambda ops: Path(runner.path("decoder")))
+
+
+def test_answers_are_the_models_own_greedy_text(runner):
+    prompts = [np.array([3, 1, 4, 1, 5]), np.array([9, 2, 6])]
+    answers = calibration.answers(runner.path("decoder"), runner.geometry, prompts, ())
+    for prompt, tokens in zip(prompts, answers, strict=True):
+        assert len(tokens) == len(prompt) + calibration.ANSWER_TOKENS
+        logits = runner.run([FillNoise(0, runner.geometry.capacity), PassAction("decoder", tokens, 0)])[1]
+        assert np.array_equal(logits[len(prompt) - 1 : -1].argmax(1), tokens[len(prompt) :])
+    (first,) = calibration.answers(
+        runner.path("decoder"), runner.geometry, prompts[:1], answers[0][-3:]
+    )
+    assert len(first) <= len(answers[0])
+    assert first[-1] in answers[0][-3:]
+
+
+def test_time_grows_with_texts_and_with_gptq(model, monkeypatch):
+    monkeypatch.setattr(prediction, "_operations_a_second", lambda: 1e9)
+    short, long = (Texts("", [np.zeros(n)], [np.zeros(n)]) for n in (10, 1000))
+    nearest, gptq = (prediction.seconds(model, short, way) for way in ("nearest", "gptq"))
+    assert 0 < nearest < gptq
+    assert prediction.seconds(model, long, "nearest") == pytest.approx(100 * nearest)
