@@ -17,7 +17,8 @@ from .written import Written
 _SIZE = 1024  # of matrices whose product is timed
 _PASSES = 4  # over the report's text: float, an op set, and two formats of llama.cpp
 _BYTES_A_SECOND = 8e9  # of weights that an answer's token reads
-_GPTQ_SPEED = 0.4  # of a product's operations a second, that GPTQ's small steps reach
+_PASS_SPEED = 0.5  # of the timed product's operations a second, that passes reach,
+_GPTQ_SPEED = 0.4  # and GPTQ's small steps
 
 
 def seconds(model: Written, texts: Texts, rounding: str) -> float:
@@ -34,9 +35,10 @@ def seconds(model: Written, texts: Texts, rounding: str) -> float:
         rounded += 2 * size * size * (width + size)
     speed = _operations_a_second()
     if rounding != GPTQ:
-        return passes / speed
+        return passes / _PASS_SPEED / speed
     answers = 4 * weights * ANSWER_TOKENS * len(texts.prompts) / _BYTES_A_SECOND
-    return (passes + hessians + rounded / _GPTQ_SPEED) / speed + answers
+    work = passes / _PASS_SPEED + hessians + rounded / _GPTQ_SPEED
+    return work / speed + answers
 
 
 def _operations_a_second() -> float:

@@ -27,7 +27,8 @@ def test_answers_are_the_models_own_greedy_text(runner):
     answers = calibration.answers(runner.path("decoder"), runner.geometry, prompts, ())
     for prompt, tokens in zip(prompts, answers, strict=True):
         assert len(tokens) == len(prompt) + calibration.ANSWER_TOKENS
-        logits = runner.run([FillNoise(0, runner.geometry.capacity), PassAction("decoder", tokens, 0)])[1]
+        noise = FillNoise(0, runner.geometry.capacity)
+        _, logits = runner.run([noise, PassAction("decoder", tokens, 0)])
         assert np.array_equal(logits[len(prompt) - 1 : -1].argmax(1), tokens[len(prompt) :])
     (first,) = calibration.answers(
         runner.path("decoder"), runner.geometry, prompts[:1], answers[0][-3:]
