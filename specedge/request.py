@@ -29,14 +29,16 @@ MAX_GRAMMAR_LENGTH = 2**18  # characters
 
 
 class DrafterName(NameEnum):
-    """Built-in drafters; `NGRAM` followed by a file name is another."""
+    """Built-in drafters; `NGRAM` followed by a file name is another.
+
+    LOOKUP (prompt lookup) is SUFFIX with `lookup_min` 2 and `lookup_max` 5.
+    """
 
     AUTO = "auto"
     MODEL = "model"
     LOOKUP = "lookup"
     SUFFIX = "suffix"
     CHAIN = "chain"
-    BLOCK = "block"
     RANDOM = "random"
 
 
@@ -48,8 +50,7 @@ class Coupling(NameEnum):
 
 
 AUTO = DrafterName.AUTO
-COPYING = (AUTO, DrafterName.LOOKUP, DrafterName.CHAIN)
-REMEMBERING = (AUTO, DrafterName.SUFFIX, DrafterName.CHAIN)
+WITH_SUFFIX = (AUTO, DrafterName.SUFFIX, DrafterName.LOOKUP, DrafterName.CHAIN)
 PLAIN = "plain"  # drafter of rounds of plain decoding
 
 PlannedRounds = tuple[str, int, int]  # drafter, K, number of rounds
@@ -96,10 +97,10 @@ class GenerationRequest(SamplingRules):
         "a name; in the API also an object",
     )
     lookup_min: int | None = integer_option(
-        None, "Shortest match of prompt lookup in tokens.  [default: 2]", 1, MAX_MATCH
+        None, "Shortest match of suffix decoding in tokens.", 1, MAX_MATCH
     )
     lookup_max: int | None = integer_option(
-        None, "Longest match of prompt lookup in tokens.  [default: 5]", 1, MAX_MATCH
+        None, "Longest match of suffix decoding in tokens.", 1, MAX_MATCH
     )
     remember: bool = flag_option(
         "Draft from remembered outputs of earlier requests, and remember this one."
@@ -152,13 +153,9 @@ class GenerationRequest(SamplingRules):
             )
         _check_drafter(self.drafter)
         for name in ("lookup_min", "lookup_max"):
-            if getattr(self, name) and self.drafter not in COPYING:
-                raise OptionError(f"{name} applies to the drafters lookup and chain only", name)
-            if getattr(self, name) and self.remember:
-                raise OptionError(
-                    f"{name} applies to lookup, which does not use remember; omit one of them", name
-                )
-        if self.remember and self.drafter not in REMEMBERING:
+            if getattr(self, name) and self.drafter not in WITH_SUFFIX:
+                raise OptionError(f"{name} applies to suffix decoding; use suffix or chain", name)
+        if self.remember and self.drafter not in WITH_SUFFIX:
             raise OptionError(
                 "remember applies to the drafters suffix, chain and auto only", "remember"
             )
@@ -310,7 +307,8 @@ def _planned_rounds(rounds: object) -> PlannedRounds:
     times = check_integer(
         "a replay's number of rounds", rounds[2], 1, MAX_REPLAYED_ROUNDS, "replay"
     )
-    return rounds[0], k, times
+    name = DrafterName.SUFFIX.value if rounds[0] == DrafterName.LOOKUP else rounds[0]
+    return name, k, times
 
 
 def _check_drafter(drafter: object) -> None:

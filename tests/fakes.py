@@ -12,7 +12,7 @@ from specedge import Draft
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.decoding.timing import Stopwatch
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import common_prefix_length
 from specedge.runtime.sampling.logits import Logits
 
@@ -174,7 +174,7 @@ def near_ties_distribution(seed: int, vocab_size: int, gap: float, share: float)
 
 def decoder(distribution: NextToken, drafter: Drafter, k: int) -> SpeculativeDecoder:
     """A decoder whose target is a table."""
-    return SpeculativeDecoder(TableModel(distribution), Fixed(drafter, k), Stopwatch())
+    return SpeculativeDecoder(TableModel(distribution), FixedPlan(drafter, k), Stopwatch())
 
 
 def generate(distribution, drafter, k, sampling, seed, count, prompt=(0, 1, 0)):

@@ -343,10 +343,10 @@ def last_draw_shares_a_test(original, self, step, history, sampling, numbers, *r
 
 @mutant(DRAFT_MODEL + "truncate", "decoding/test_decoding.py")
 def draft_cache_without_rollback(original, self, length):
-    self._begins = self._begins or length <= self._start  # candle
+    self._is_new_text = self._is_new_text or length <= self._start  # candle
 
 
-@mutant(DRAFT_MODEL + "catch_up", "decoding/test_decoding.py")
+@mutant(DRAFT_MODEL + "_catch_up", "decoding/test_decoding.py")
 def draft_misses_its_last_token(original, self, history):
     feed, room = original(self, history)  # candle
     return feed[-1:], room
@@ -354,9 +354,9 @@ def draft_misses_its_last_token(original, self, history):
 
 @mutant(DRAFT_MODEL + "truncate", "test_reuse.py")
 def draft_cache_of_another_text(original, self, length):
-    begins = self._begins
+    begins = self._is_new_text
     original(self, length)
-    self._begins = begins
+    self._is_new_text = begins
 
 
 @mutant("specedge.runtime.sampling.history:common_prefix_length", "test_reuse.py")

@@ -145,9 +145,7 @@ def test_keys_that_only_other_rows_objects_have_are_not_given(generate, monkeypa
 
 
 def test_a_row_may_repeat_the_rounds_of_another_run(generate):
-    found = generate({"prompt": ["a"], "replay": objects([["lookup", 1, 2]])})
-    assert "lookup" in found["error"][0]
-    found = generate(
-        {"prompt": ["a"], "drafter": ["lookup"], "replay": objects([["lookup", 1, 2]])}
-    )
+    found = generate({"prompt": ["a"], "replay": objects([["chain", 1, 2]])})
+    assert "chain" in found["error"][0]
+    found = generate({"prompt": ["a"], "drafter": ["chain"], "replay": objects([["chain", 1, 2]])})
     assert found["error"] == [None]

@@ -69,8 +69,8 @@ def test_process_confined_to_one_cpu_runs_and_is_measured_with_one_thread():
         import specedge
         from specedge.bundle import store
         from specedge.runtime.backend.sessions import Device
-        from specedge.runtime.planning.cost_files import processor
-        assert processor().endswith(", 1 cores"), processor()
+        from specedge.runtime.planning.cost_files import processor_name
+        assert processor_name().endswith(", 1 cores"), processor_name()
         bundle = specedge.Bundle.read(store.embedded_folder())
         session = Device().open(bundle.path(bundle.draft.graph("step", "onnx").file))
         assert session.get_session_options().intra_op_num_threads == 1

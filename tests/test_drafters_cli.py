@@ -8,6 +8,7 @@ from specedge import Draft, DrafterError
 from specedge.request import DrafterName, GenerationRequest
 from specedge.runtime.drafters import ngram_files
 from specedge.runtime.drafters.ngrams import count
+from specedge.runtime.sampling.history import History
 from test_cli import run
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
@@ -131,7 +132,7 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
     [
         (
             {"drafter": "oracle"},
-            "drafter must be auto, model, lookup, suffix, chain, block, random or ngram:",
+            "drafter must be auto, model, lookup, suffix, chain, random or ngram:",
         ),
         ({"drafter": "ngram:"}, "drafter must be"),
         ({"drafter": ""}, "drafter must be"),
@@ -142,9 +143,9 @@ def test_a_drafter_that_breaks_a_rule_ends_the_request(pipeline):
         ({"drafter": "chain", "lookup_min": 4, "lookup_max": 3}, "at most lookup_max, got 4 and 3"),
         (
             {"drafter": "model", "lookup_min": 2},
-            "lookup_min applies to the drafters lookup and chain only",
+            "lookup_min applies to suffix decoding",
         ),
-        ({"drafter": "block", "lookup_max": 2}, "lookup_max is for"),
+        ({"drafter": "random", "lookup_max": 2}, "lookup_max applies to"),
     ],
 )
 def test_what_no_drafter_can_be_is_refused(options, message):
@@ -158,23 +159,14 @@ def test_one_length_of_a_match_may_be_given_alone(pipeline, low, high):
         pipeline.stream(PROMPT, drafter=drafter, lookup_min=low, lookup_max=high)
 
 
-@pytest.mark.parametrize("drafter", ["chain", "auto"])
-def test_with_lengths_of_matches_others_copy_by_lookup(pipeline, drafter):
-    for options, name in (
-        ({}, "suffix"),
-        ({"lookup_min": 2}, "lookup"),
-        ({"lookup_max": 5}, "lookup"),
-    ):
-        made = pipeline.generate(REPEATED, 60, drafter=drafter, ignore_eos=True, **options)
-        assert made.stats.drafted_by_source.keys() - {"model"} == {name}
+@pytest.mark.parametrize("name", ["lookup", "suffix"])
+def test_match_lengths_reach_the_suffix_drafter(pipeline, name):
+    def draft(**options):
+        request = GenerationRequest(drafter=name, **options)
+        drafter = pipeline.drafters.create(request, None)["suffix"]
+        return drafter.propose(History([1, 2, 3, 1, 2]), 1, request.sampling(), None).tokens
 
-
-def test_lengths_of_matches_reach_the_lookup(pipeline):
-    def drafted(**options):
-        made = pipeline.generate(REPEATED, 40, drafter="lookup", ignore_eos=True, **options)
-        return made.stats.num_drafted
-
-    assert drafted(lookup_min=40) < drafted(lookup_min=9)
+    assert [draft(lookup_min=2), draft(lookup_min=4)] == [[3], []]
 
 
 def test_tables_are_read_again_only_when_their_file_has_changed(pipeline, tables, monkeypatch):
@@ -201,7 +193,7 @@ def test_lines_of_prompts_may_have_drafters_of_their_own(tmp_path, pipeline):
     file.write_text("\n".join(map(json.dumps, lines)))
     result = run("generate", "--prompts", file, "-n", 20, "--drafter", "chain")
     made = [json.loads(line) for line in result.stdout.splitlines()]
-    assert [one["drafter"] for one in made] == ["lookup", "chain", "model"]
+    assert [one["drafter"] for one in made] == ["suffix", "chain", "model"]
     assert {tuple(one["tokens"]) for one in made} == {tuple(pipeline.generate(REPEATED, 20).tokens)}
 
 
@@ -217,10 +209,10 @@ def test_a_table_that_no_line_can_use_is_found_before_any_runs(tmp_path):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize("k", [4, "auto"])
-@pytest.mark.parametrize("drafter", ["lookup", "suffix", "chain", "block"])
+@pytest.mark.parametrize("drafter", ["suffix", "chain"])
 def test_compare_times_any_drafter_and_predicts_only_where_costs_are_known(drafter, k):
     result = run("compare", REPEATED, "-n", 30, "--repeats", 1, "--drafter", drafter, "-k", k)
     assert result.returncode == 0
-    assert ("predicted" in result.stdout) == (k == "auto" and drafter != "block")
+    assert ("predicted" in result.stdout) == (k == "auto")
     for word in ("speed-up", "tokens per round", "accepted / tested", "same tokens          yes"):
         assert word in result.stdout

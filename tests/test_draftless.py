@@ -96,7 +96,7 @@ def test_slots_have_caches_of_the_target_alone(loaded):
         assert "".join(other) == loaded.generate("import ", 8).text
 
 
-@pytest.mark.parametrize("drafter", ["model", "chain", "block"])
+@pytest.mark.parametrize("drafter", ["model", "chain"])
 def test_drafters_that_need_a_model_are_one_clear_error(loaded, drafter):
     with pytest.raises(DrafterError, match=f"drafter '{drafter}' needs a draft model.*--draft"):
         loaded.generate(PROMPT, 8, drafter=drafter)

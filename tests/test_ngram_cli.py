@@ -70,7 +70,7 @@ def test_what_cannot_be_built_or_used_is_one_line_and_leaves_no_file(tmp_path, w
         ([*build, tmp_path / "none", "--output", out], "none: No such file"),
         ([*build, tmp_path, "--output", out], "Is a directory"),
         ([*build, words, tmp_path / "latin", "--output", out], "latin is not UTF-8 text"),
-        ([*build, tmp_path / "empty", "--output", out], "the texts hold no token"),
+        ([*build, tmp_path / "empty", "--output", out], "the texts have no tokens"),
         ([*build, words, "--output", tmp_path], "is a folder; specify a file"),
         ([*build, words, "--output", tmp_path / "no/out"], "does not exist"),
         ([*build, words, "--output", words, "--overwrite"], "is also an input"),
@@ -80,8 +80,8 @@ def test_what_cannot_be_built_or_used_is_one_line_and_leaves_no_file(tmp_path, w
         (["generate", PROMPT, "--drafter", f"ngram:{out}"], "No such file"),
         (["generate", PROMPT, "--drafter", f"ngram:{words}"], "it is damaged or of another kind"),
         (
-            ["generate", PROMPT, "--drafter", "block", "--lookup-min", 3],
-            "lookup_min is for the drafters",
+            ["generate", PROMPT, "--drafter", "random", "--lookup-min", 3],
+            "lookup_min applies to suffix decoding",
         ),
         (["compare", PROMPT, "--drafter", "chain", "--lookup-max", 0], "--lookup-max"),
     ]

@@ -82,7 +82,7 @@ GOOD = '{"prompt": "z", "id": 1}'
         ('{"prompt": "a", "drafter": ["model"]}', "drafter must be a name, or an object"),
         (
             '{"prompt": "a", "drafter": "model", "lookup_min": 3}',
-            "lookup_min applies to the drafters lookup and chain only",
+            "lookup_min applies to suffix decoding",
         ),
         ('{"messages": []}', "messages must be a list"),
         ('{"messages": [{"role": "user"}]}', r"messages\[0\] must have 'content'"),

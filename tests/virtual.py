@@ -7,9 +7,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
-from specedge.runtime.planning.choices import Offer
-from specedge.runtime.planning.cost_table import Costs, CostTable, ModeCosts
-from specedge.runtime.planning.planner import Planner
+from specedge.runtime.planning.cost_table import CostTable, ModeCosts, RoundCosts
+from specedge.runtime.planning.planner import Offer, Planner
 
 Accepts = Callable[[str, int, random.Random], bool]  # a drafter's token at a place of the text
 
@@ -80,12 +79,12 @@ class VirtualRequest:
         left, ready = self.end - self.place, self.copies(self.place)
         if self.fixed is None:
             offers = [Offer("model", room=99, behind=self.behind)]
-            offers += [Offer("lookup", "lookup", ready=ready)] if ready else []
+            offers += [Offer("suffix", "suffix", ready=ready)] if ready else []
             choice = self.planner.choose(offers, self.place)
             drafter, k = choice.drafter, min(choice.num_draft_tokens, left)
         else:
             drafter, k = self.fixed
-            k = min(k, left, ready) if drafter == "lookup" else min(k, left)
+            k = min(k, left, ready) if drafter == "suffix" else min(k, left)
         accepted = 0
         while accepted < k and self.accepts(drafter, self.place + accepted, self.rng):
             accepted += 1
@@ -93,15 +92,15 @@ class VirtualRequest:
         self.choices.append((drafter, k))
         if self.fixed is None:
             self.planner.record(choice, [drafter] * k, accepted)
-            if ready and drafter != "lookup":
-                accepted = self.accepts("lookup", self.place, self.rng)
-                self.planner.known("lookup").record(0, accepted)
+            if ready and drafter != "suffix":
+                accepted = self.accepts("suffix", self.place, self.rng)
+                self.planner.estimate("suffix").record(0, accepted)
         self.place += accepted + 1
 
-    def _pay(self, drafter: str, k: int, accepted: int, costs: Costs) -> None:
+    def _pay(self, drafter: str, k: int, accepted: int, costs: RoundCosts) -> None:
         self.seconds += costs.rounds[k]
         if drafter == "model" and k:
-            self.seconds += costs.catching_up(self.behind) + costs.passes[k]
+            self.seconds += costs.catch_up(self.behind) + costs.passes[k]
             self.behind = 2 if accepted == k else 1
         else:
             self.behind += accepted + 1

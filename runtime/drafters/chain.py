@@ -1,4 +1,4 @@
-"""Several drafters, one after another, for the same verify pass."""
+"""Chain of drafters for one verify pass, such as suffix decoding and then a draft model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from ..sampling.history import History
 
 
 class Chain:
-    """Asks each drafter in turn to go on where those before it stopped, for the same verify pass.
+    """Drafter in which each drafter continues the draft of those before it.
 
-    The last goes on by one token and then it is the first's turn again: a copy may follow where a
-    model has led to a match. One that is not asked in a round catches up when it next is.
+    The last one adds one token at a time, after which the first is asked again: a copy may follow
+    where a model has led to a match. A drafter that is not asked in a round catches up when it next
+    is.
     """
 
     name = DrafterName.CHAIN
@@ -27,26 +28,28 @@ class Chain:
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
+        """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
         tokens: list[int] = []
         probs: list[Distribution | None] = []
-        names: list[str] = []
-        going = True
-        while going and len(tokens) < max_tokens:
+        sources: list[str] = []
+        grows = True
+        while grows and len(tokens) < max_tokens:
             for drafter in self.drafters:
                 if len(tokens) == max_tokens:
                     break
-                most = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
+                limit = 1 if drafter is self.drafters[-1] else max_tokens - len(tokens)
                 text = history.then(tokens) if tokens else history
                 rest = uniforms[len(tokens) : max_tokens]
-                part = propose(drafter, text, most, sampling, rest)
+                part = propose(drafter, text, limit, sampling, rest)
                 tokens += part.tokens
                 probs += part.probs or [None] * len(part.tokens)
-                names += draft_sources(drafter, part)
-                going = bool(part.tokens)
+                sources += draft_sources(drafter, part)
+                grows = bool(part.tokens)
                 if sampling.constraint and tokens and tokens[-1] in sampling.end_tokens:
-                    return Draft(tokens, probs, names)
-        return Draft(tokens, probs, names)
+                    return Draft(tokens, probs, sources)
+        return Draft(tokens, probs, sources)
 
     def truncate(self, length: int) -> None:
+        """Roll all drafters back."""
         for drafter in self.drafters:
             drafter.truncate(length)

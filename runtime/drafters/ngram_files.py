@@ -1,4 +1,4 @@
-"""N-gram tables as files: NumPy's .npz, of plain arrays alone, and strictly read."""
+"""Files of n-gram tables: NumPy .npz archives of plain arrays, strictly validated."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from specedge.bundle import Bundle
 from specedge.bundle.store import temporary_beside
 from specedge.errors import DrafterError
 
-from .ngrams import Counts, Tables
+from .ngrams import Counts, NGramTables
 
 FORMAT = 1
-_NAMES = [field.name for field in dataclasses.fields(Tables)]
-_CURE = "build the tables again with 'specedge ngram build'"
+_NAMES = [field.name for field in dataclasses.fields(NGramTables)]
+_FIX = "build the tables again with 'specedge ngram build'"
 
 
-def write(tables: Tables, bundle: Bundle, path: Path) -> None:
-    """Write tables, with the hash of the tokenizer that they are for; whole or not at all."""
+def write(tables: NGramTables, bundle: Bundle, path: Path) -> None:
+    """Write tables and the hash of their tokenizer, atomically."""
     arrays = {name: getattr(tables, name) for name in _NAMES}
     with temporary_beside(path) as temporary:
         with temporary.open("wb") as file:
@@ -31,56 +31,61 @@ def write(tables: Tables, bundle: Bundle, path: Path) -> None:
         os.replace(temporary, path)
 
 
-def read(path: Path, bundle: Bundle) -> Tables:
-    """Read tables and check that they are whole and for this bundle's tokenizer.
+def read(path: Path, bundle: Bundle) -> NGramTables:
+    """Read tables and check that they are valid and for this bundle's tokenizer.
 
-    Raises DrafterError.
+    Raises:
+        DrafterError: The file cannot be read or is not valid.
     """
     try:
-        return _checked(_arrays(path), bundle)
+        return _validated(_arrays(path), bundle)
     except OSError as error:
-        raise DrafterError(f"{path}: {error.strerror or error}; {_CURE}") from error
-    except _NotOursError as error:
-        raise DrafterError(f"{path}: {error}; {_CURE}") from error
+        raise DrafterError(f"{path}: {error.strerror or error}; {_FIX}") from error
+    except _InvalidFileError as error:
+        raise DrafterError(f"{path}: {error}; {_FIX}") from error
 
 
 def _arrays(path: Path) -> dict[str, NDArray[np.generic]]:
     if path.exists() and not path.is_file():
-        raise _NotOursError("it is no file")
+        raise _InvalidFileError("it is not a file")
     with path.open("rb") as file:
         try:
             with np.load(file, allow_pickle=False) as arrays:
-                found = {name: arrays[name] for name in arrays.files}
+                contents = {name: arrays[name] for name in arrays.files}
         except Exception as error:  # NumPy's, zipfile's, zlib's and tokenize's own, by the damage
-            raise _NotOursError("it is damaged or of another kind") from error
-    wanted = {*_NAMES, "format", "tokenizer"}
-    if found.keys() != wanted or not all(isinstance(a, np.ndarray) for a in found.values()):
-        raise _NotOursError("it is no file of n-gram tables")
-    return found
+            raise _InvalidFileError("it is damaged or has another format") from error
+    if contents.keys() != {*_NAMES, "format", "tokenizer"} or not all(
+        isinstance(array, np.ndarray) for array in contents.values()
+    ):
+        raise _InvalidFileError("it does not contain n-gram tables")
+    return contents
 
 
-def _checked(arrays: dict[str, NDArray[np.generic]], bundle: Bundle) -> Tables:
+def _validated(arrays: dict[str, NDArray[np.generic]], bundle: Bundle) -> NGramTables:
     if arrays["format"].tolist() != [FORMAT]:
-        raise _NotOursError(f"it is not of format {FORMAT}")
+        raise _InvalidFileError(f"its format is not {FORMAT}")
     if not np.array_equal(arrays["tokenizer"], _tokenizer(bundle)):
-        raise _NotOursError(f"it is for another tokenizer than {bundle.folder}'s")
+        raise _InvalidFileError(f"its tokenizer is not that of {bundle.folder}")
     counts = {name: arrays[name] for name in _NAMES}
     for name, array in counts.items():
         if array.ndim != 1 or array.dtype not in (np.uint16, np.uint32):
-            raise _NotOursError(f"{name} is no list of counts")
-    tables = Tables(**counts)  # type: ignore[arg-type]
+            raise _InvalidFileError(f"{name} is not an array of counts")
+    tables = NGramTables(**counts)  # type: ignore[arg-type]
     if tables.vocab_size != bundle.target.vocab_size:
-        raise _NotOursError(
-            f"it has {tables.vocab_size} tokens, the target has {bundle.target.vocab_size}"
+        raise _InvalidFileError(
+            f"it has {tables.vocab_size} vocabulary entries, the target has "
+            f"{bundle.target.vocab_size}"
         )
-    if not (_holds(tables) and tables.unigrams.any()):
-        raise _NotOursError("its tables contradict themselves")
+    if not (_is_consistent(tables) and tables.unigrams.any()):
+        raise _InvalidFileError("its tables are inconsistent")
     return tables
 
 
-def _holds(tables: Tables) -> bool:
-    """Whether every row is one: tokens ascend within the vocabulary, counts are above 0, and what
-    followed two tokens has followed the second. Then all distributions add up to 1.
+def _is_consistent(tables: NGramTables) -> bool:
+    """Return True if every row is valid, so that all distributions add up to 1.
+
+    Tokens ascend within the vocabulary, counts are positive, and each successor of two tokens is
+    one of the second.
     """
     size, pairs = tables.vocab_size, (tables.pair_starts, tables.pair_tokens, tables.pair_counts)
     triples = (tables.triple_starts, tables.triple_tokens, tables.triple_counts)
@@ -88,9 +93,10 @@ def _holds(tables: Tables) -> bool:
         return False
     seconds = np.repeat(tables.pair_tokens, np.diff(tables.triple_starts))
     followed = seconds * np.int64(size) + tables.triple_tokens
-    known = _keys(tables.pair_starts, tables.pair_tokens, size)
-    places = known.searchsorted(followed)
-    return bool((places < len(known)).all() and (known[places] == followed).all())
+    pairs_seen = _keys(tables.pair_starts, tables.pair_tokens, size)
+    indices = pairs_seen.searchsorted(followed)
+    is_inside = (indices < len(pairs_seen)).all()
+    return bool(is_inside and (pairs_seen[indices] == followed).all())
 
 
 def _are_rows(starts: Counts, tokens: Counts, counts: Counts, num_rows: int, size: int) -> bool:
@@ -103,15 +109,15 @@ def _are_rows(starts: Counts, tokens: Counts, counts: Counts, num_rows: int, siz
 
 
 def _keys(starts: Counts, tokens: Counts, size: int) -> NDArray[np.int64]:
-    """Row and token as one number."""
+    """Return row and token as one number each."""
     rows = np.repeat(np.arange(len(starts) - 1), np.diff(starts))
     return rows * np.int64(size) + tokens
 
 
 def _tokenizer(bundle: Bundle) -> NDArray[np.uint8]:
-    """The tokenizer's SHA-256. -> [32]"""
+    """Return the tokenizer's SHA-256. -> [32]"""
     return np.frombuffer(bytes.fromhex(bundle.files[bundle.tokenizer].sha256), np.uint8)
 
 
-class _NotOursError(Exception):
-    """Why a file is not read."""
+class _InvalidFileError(Exception):
+    """Reason that a file is not used."""

@@ -1,6 +1,6 @@
-"""N-gram tables: how often which token followed which one or two, and drafts drawn from that.
+"""N-gram drafter: counts of the tokens that followed one or two others, and drafts from them.
 
-Letters: V vocabulary entries; B different pairs of tokens; N different triples.
+Notation: V vocabulary entries; B distinct pairs of tokens; N distinct triples.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MAX_VOCAB_SIZE = 2**21
 
 
 @dataclass(frozen=True)
-class Tables:
-    """Counts of single tokens, pairs and triples, sorted, each row with its successors ascending.
+class NGramTables:
+    """Counts of single tokens, pairs and triples, sorted, successors ascending within a row.
 
     `unigrams` [V] are counts. Token a's successors are the pairs `pair_starts[a]` to
     `pair_starts[a + 1]` of `pair_tokens` [B] and `pair_counts` [B]; those of pair j the triples
@@ -45,13 +45,14 @@ class Tables:
 
     @property
     def vocab_size(self) -> int:
+        """Number of vocabulary entries."""
         return len(self.unigrams)
 
     def distribution(self, before: Sequence[int]) -> Distribution:
-        """What follows a text, in time proportional to the number of its last token's successors.
+        """Return the distribution after a text, in time linear in its last token's successors.
 
-        Triples and pairs are mixed by Witten and Bell's rule: a context of c tokens and d different
-        successors counts c / (c + d). A context that was never seen backs off to the shorter one,
+        Triples and pairs are interpolated by Witten and Bell's rule: a context of c tokens and d
+        distinct successors has weight c / (c + d). An unseen context backs off to the shorter one,
         at last to the tokens' frequencies. The probabilities of seen successors add up to 1.
         """
         row = self._successors(self.pair_starts, before[-1]) if before else slice(0, 0)
@@ -74,7 +75,7 @@ class Tables:
         return Distribution(counts / counts.sum(dtype=np.float64), ids)
 
     def _triples(self, before: Sequence[int]) -> slice:
-        """Where the successors of the last two tokens are."""
+        """Return the range of the successors of the last two tokens."""
         if len(before) < 2:
             return slice(0, 0)
         row = self._successors(self.pair_starts, before[-2])
@@ -88,14 +89,18 @@ class Tables:
         return slice(int(starts[at]), int(starts[at + 1]))
 
 
-def count(texts: Iterable[Sequence[int]], vocab_size: int, order: int = MAX_ORDER) -> Tables:
-    """Count the n-grams, n up to `order`, of token texts; none reaches from a text to the next.
+def count(texts: Iterable[Sequence[int]], vocab_size: int, order: int = MAX_ORDER) -> NGramTables:
+    """Count the n-grams, n up to `order`, of token texts; none spans two texts.
 
-    It takes some 60 bytes of memory a token. Raises ValueError for texts without a token, and for
-    vocabularies of which three tokens do not fit into 64 bits.
+    It takes some 60 bytes of memory a token.
+
+    Raises:
+        ValueError: The texts are empty, or three tokens of the vocabulary do not fit into 64 bits.
     """
     if vocab_size > MAX_VOCAB_SIZE:
-        raise ValueError(f"n-grams are for at most {MAX_VOCAB_SIZE} tokens, not {vocab_size}")
+        raise ValueError(
+            f"n-grams support at most {MAX_VOCAB_SIZE} vocabulary entries, got {vocab_size}"
+        )
     unigrams = np.zeros(vocab_size, np.int64)
     keys: list[list[NDArray[np.int64]]] = [[], []]
     for text in texts:
@@ -107,12 +112,12 @@ def count(texts: Iterable[Sequence[int]], vocab_size: int, order: int = MAX_ORDE
                 key = key * vocab_size + tokens[i : len(tokens) - n + 1 + i]
             keys[n - 2].append(key)
     if not unigrams.any():
-        raise ValueError("the texts hold no token")
-    pairs, pair_counts = _counted(keys[0])
-    triples, triple_counts = _counted(keys[1])
+        raise ValueError("the texts have no tokens")
+    pairs, pair_counts = _unique(keys[0])
+    triples, triple_counts = _unique(keys[1])
     contexts = pairs.searchsorted(triples // vocab_size)
     width = np.uint16 if vocab_size <= 2**16 else np.uint32
-    return Tables(
+    return NGramTables(
         unigrams.astype(np.uint32),
         _starts(pairs // vocab_size, vocab_size),
         (pairs % vocab_size).astype(width),
@@ -123,30 +128,33 @@ def count(texts: Iterable[Sequence[int]], vocab_size: int, order: int = MAX_ORDE
     )
 
 
-def _counted(keys: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], Counts]:
-    """Each key once, ascending, and how often it was there."""
-    found, counts = np.unique(np.concatenate([*keys, np.zeros(0, np.int64)]), return_counts=True)
-    return found.astype(np.int64), counts.astype(np.uint32)
+def _unique(keys: list[NDArray[np.int64]]) -> tuple[NDArray[np.int64], Counts]:
+    """Return the distinct keys, ascending, and their counts."""
+    unique, counts = np.unique(np.concatenate([*keys, np.zeros(0, np.int64)]), return_counts=True)
+    return unique.astype(np.int64), counts.astype(np.uint32)
 
 
 def _starts(rows: NDArray[np.signedinteger[Any]], num_rows: int) -> Counts:
-    """Where each row's entries begin, and where the last one's end. -> [num_rows + 1]"""
+    """Return the start of each row's entries, and the end of the last. -> [num_rows + 1]"""
     return np.searchsorted(rows, np.arange(num_rows + 1)).astype(np.uint32)
 
 
-class NGrams:
-    """Drafts from n-gram tables, drawn as the target draws: a row of log-probabilities is a row of
-    logits, so temperature and filters shape both alike.
+class NGramDrafter:
+    """Drafter from n-gram tables.
+
+    Log-probabilities are its logits, so that temperature and filters apply as to the target.
     """
 
     name = "ngram"
 
-    def __init__(self, tables: Tables) -> None:
+    def __init__(self, tables: NGramTables) -> None:
         self._tables = tables
 
     def propose(
         self, history: History, max_tokens: int, sampling: Sampling, uniforms: Floats
     ) -> Draft:
+        """Draft up to `max_tokens` tokens, as `Drafter.propose`."""
+
         def next_row(drafted: list[int]) -> Row:
             distribution = self._tables.distribution([*history.last(2), *drafted])
             with np.errstate(divide="ignore"):
@@ -155,4 +163,4 @@ class NGrams:
         return draw_draft(next_row, history, max_tokens, sampling, uniforms)
 
     def truncate(self, length: int) -> None:
-        """Nothing is remembered."""
+        """Keep no state to roll back."""

@@ -1,4 +1,7 @@
-"""Cost tables on disk: one file for each bundle, device and set of versions, in the data folder."""
+"""Pass costs of a loaded bundle: stored in the data folder, else measured at load.
+
+There is one file for each cache key: bundle, device and versions.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,32 @@ import contextlib
 import hashlib
 import json
 import platform
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from specedge.bundle import MANIFEST, Bundle, store
 from specedge.cpu_count import cpu_count
+from specedge.errors import SpecEdgeError
+from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 from specedge.strict_json import JsonError, build, parse, to_plain
 from specedge.version import __version__
 
 from ..backend.cuda import driver
 from ..backend.ort import onnxruntime
 from ..backend.sessions import Device
-from .cost_table import CostTable
+from .cost_table import CostTable, assumed_costs
 
 FORMAT = 10
-LARGEST = 2**20
+MAX_FILE_SIZE = 2**20
 
 
 @dataclass(frozen=True)
-class Key:
-    """Fingerprint of a bundle on a machine: `bundle` is the SHA-256 of its manifest, which lists
-    its graphs, `threads` 0 the default, `gpus` those that models run on, with their driver.
+class CostKey:
+    """Cache key of measured pass costs: fingerprint of a bundle on a machine.
+
+    `bundle` is the SHA-256 of the manifest, which lists the graphs; `threads` is 0 for the default;
+    `gpus` names the GPUs that models run on, with their driver.
     """
 
     bundle: str
@@ -42,66 +49,119 @@ class Key:
 
     @property
     def path(self) -> Path:
-        """Where the table for it lies."""
+        """Path of the file with this key's table."""
         text = json.dumps([FORMAT, to_plain(self)], sort_keys=True)
         return store.costs_folder() / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
 
 
 @dataclass(frozen=True)
 class CostFile:
-    """What a file holds; the key again, so that it says what it is of."""
+    """Content of a file: the cache key and its table."""
 
     format: int
-    key: Key
+    key: CostKey
     costs: CostTable
 
 
-def key_of(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> Key:
-    """The key of a loaded bundle, by where its models are; `ops` are those of both.
+def cost_key(bundle: Bundle, target_on: Device, draft_on: Device, ops: str) -> CostKey:
+    """Return the cache key of a loaded bundle, by the devices and op sets of its models.
 
-    One table serves sessions with a shared pool and with their own: `specedge tune` has the former.
+    One table serves sessions with a shared thread pool and with their own: `specedge tune` uses the
+    former.
     """
     manifest = (bundle.folder / MANIFEST).read_bytes()
-    return Key(
+    return CostKey(
         bundle=hashlib.sha256(manifest).hexdigest(),
         device=" and ".join(dict.fromkeys((target_on.name, draft_on.name))),
         provider=" and ".join(dict.fromkeys((target_on.provider, draft_on.provider))),
         ops=ops,
         threads=target_on.threads or 0,
-        processor=processor(),
-        gpus=gpus((target_on, draft_on)),
+        processor=processor_name(),
+        gpus=gpu_names((target_on, draft_on)),
         specedge=__version__,
         onnxruntime=str(onnxruntime().__version__),
     )
 
 
-def read(key: Key) -> tuple[CostTable | None, str | None]:
-    """The table, or None; and why a file that is there is not used."""
+class PassCosts:
+    """Cost table of a loaded bundle; a request keeps the `table` that it began with.
+
+    Without a `key`, in a pipeline that was not loaded from a bundle, costs are assumed and nothing
+    is stored. `note` is one line with the reason if a stored table is not used.
+    """
+
+    def __init__(self, key: CostKey | None = None) -> None:
+        self._key = key
+        stored, self.note = (None, None) if key is None else read(key)
+        self.table = stored or assumed_costs(MAX_EXPORTED_DRAFT_TOKENS)
+
+    @property
+    def is_measured(self) -> bool:
+        """Return True if the table was measured for this bundle on this machine."""
+        return self.table.origin != "assumed"
+
+    def complete(self, measure: Callable[[], CostTable]) -> None:
+        """Measure if nothing is stored, and store that unless another process was first.
+
+        If it cannot be stored it serves this process.
+        """
+        if not self.is_measured:
+            self.table = measure()
+            if self._key is not None:
+                with contextlib.suppress(OSError):
+                    self.table = write_first(self._key, self.table)
+
+    def store(self, table: CostTable) -> Path:
+        """Use a table from now on, in later processes, too. Raises SpecEdgeError."""
+        path = write(self._stored_key, table)
+        self.table = table
+        return path
+
+    def store_as_default(self, table: CostTable) -> Path:
+        """Store a table for pipelines without a number of threads. Raises SpecEdgeError."""
+        return write(replace(self._stored_key, threads=0), table)
+
+    @property
+    def _stored_key(self) -> CostKey:
+        if self._key is None:
+            raise SpecEdgeError(
+                "costs of a pipeline that was not loaded from a bundle are not stored"
+            )
+        return self._key
+
+    def check_writable(self) -> None:
+        """Raise OSError if costs cannot be stored now."""
+        if self._key is not None:
+            store.check_writable(self._key.path)
+
+
+def read(key: CostKey) -> tuple[CostTable | None, str | None]:
+    """Return the stored table or None, and the reason if a file is not used."""
     path = key.path
     try:
-        if path.stat().st_size > LARGEST:
-            raise JsonError(f"has more than {LARGEST} bytes")
+        if path.stat().st_size > MAX_FILE_SIZE:
+            raise JsonError(f"has more than {MAX_FILE_SIZE} bytes")
         content = parse(path.read_text("utf-8"))
         if isinstance(content, dict) and content.get("format") != FORMAT:
-            raise JsonError(f"is of format {content.get('format')}, not {FORMAT}")
-        found = build(CostFile, content)
-        if found.key != key:
-            raise JsonError("is of something else")
+            raise JsonError(f"has format {content.get('format')}, expected {FORMAT}")
+        file = build(CostFile, content)
+        if file.key != key:
+            raise JsonError("has another key")
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         return None, f"{path} is not used ({reason}); costs are measured again"
-    return found.costs, None
+    return file.costs, None
 
 
-def write(key: Key, table: CostTable) -> Path:
-    """Store a table in place of another, whole or not at all; return its path. Raises OSError."""
+def write(key: CostKey, table: CostTable) -> Path:
+    """Replace the stored table atomically; return its path. Raises OSError."""
     store.replace_file(key.path, _text(key, table))
     return key.path
 
 
-def write_first(key: Key, table: CostTable) -> CostTable:
+def write_first(key: CostKey, table: CostTable) -> CostTable:
     """Store a table unless another process was first; return the stored one. Raises OSError."""
     try:
         store.create_file(key.path, _text(key, table))
@@ -112,13 +172,14 @@ def write_first(key: Key, table: CostTable) -> CostTable:
     return table
 
 
-def _text(key: Key, table: CostTable) -> str:
+def _text(key: CostKey, table: CostTable) -> str:
     return json.dumps(to_plain(CostFile(FORMAT, key, table)), indent=1) + "\n"
 
 
-def gpus(devices: Iterable[Device]) -> str:
-    """The GPUs of these devices, each with its compute capability, and their driver; none of the
-    CPU. The driver is asked in this process: sessions are to have it at work already.
+def gpu_names(devices: Iterable[Device]) -> str:
+    """Return the GPUs of devices with compute capability and driver, empty for the CPU.
+
+    The driver is queried in this process: sessions must have initialized it already.
     """
     indices = dict.fromkeys(device.index for device in devices if not device.is_cpu)
     if not indices:
@@ -134,10 +195,10 @@ def gpus(devices: Iterable[Device]) -> str:
     return f"{' and '.join(names)}, driver {state.get('version') or state.get('cuda') or 'unknown'}"
 
 
-def processor() -> str:
-    """The processor's name and the number of cores that this process may use."""
+def processor_name() -> str:
+    """Return the processor's name and the number of cores that this process may use."""
     name = platform.processor()
-    with contextlib.suppress(OSError, UnicodeDecodeError):  # Linux says it here alone
+    with contextlib.suppress(OSError, UnicodeDecodeError):  # only source on Linux
         for line in Path("/proc/cpuinfo").read_text("utf-8").splitlines():
             if line.startswith(("model name", "Hardware", "Model")):
                 name = line.partition(":")[2]

@@ -17,23 +17,23 @@ from specedge.sampling_options import Sampling
 from ..decoding.decoding import SpeculativeDecoder
 from ..decoding.protocols import Drafter
 from ..decoding.timing import Stopwatch, TimedModel
-from ..drafters.baselines import Random
 from ..drafters.draft_model import DraftModel
+from ..drafters.suffix import Suffix
 from .cost_table import CostTable, ModeCosts, interpolate
-from .plans import Fixed
+from .plans import FixedPlan
 
 LENGTH = 64  # tokens in the caches at load
 SECONDS, MIN_SWEEPS = 0.12, 2  # at load; up to PATIENCE times as long while others have the cores
 PATIENCE = 3
-SLOW = 0.5  # seconds of the self-test's passes from which on they are not timed again
+SLOW_SECONDS = 0.5  # of the self-test's passes, from which on they are not timed again
 PASS_LENGTHS = (1, 2, 3, 5, 9)  # and the longest: kernels work on tiles of a few rows
-DRAFTED, DRAFTED_IF_SLOW = (1, 4), (2,)  # K of the rounds that are timed with the draft model
-ROUNDS = 1  # of each kind in a sweep, after one that warms up
-READ_LENGTH = 64  # tokens of the draft's timed prefill
+DRAFT_LENGTHS, DRAFT_LENGTHS_IF_SLOW = (1, 4), (2,)  # K of timed rounds with the draft model
+NUM_ROUNDS = 1  # timed for each K and mode in a sweep, after one that warms up
+PREFILL_LENGTH = 64  # tokens of the draft model's timed prefill
 MIN_CONTEXT = 10  # tokens that these rounds need
-STEP = 1.1  # ratio of neighboring values on the grid that costs are rounded to
-BUSY = 1.5  # mean ratio of a pass's median to its minimum from which on others have the cores
-LEAST = 1e-7  # seconds of a draft pass where noise makes it less
+GRID_RATIO = 1.1  # of neighboring values on the grid that costs are rounded to
+BUSY_RATIO = 1.5  # of a pass's median to its minimum, above which others use the cores
+MIN_SECONDS = 1e-7  # of a draft pass, where noise makes it less
 MODES = {"greedy": Sampling(), "sampled": Sampling(1.0)}
 
 Progress = Callable[[float], None]  # called with the share of the work that is done
@@ -41,7 +41,7 @@ Progress = Callable[[float], None]  # called with the share of the work that is 
 
 @dataclass(frozen=True)
 class Models:
-    """The models to measure and their context lengths; `draft` is None in a bundle without one."""
+    """Models to measure and their context lengths; `draft` is None in a bundle without one."""
 
     target: Any
     target_context: int
@@ -50,21 +50,21 @@ class Models:
 
     @classmethod
     def of(cls, bundle: Bundle, target: Any, draft: Any) -> Models:
-        """Return the models of a bundle, which are loaded."""
+        """Return the loaded models of a bundle."""
         if bundle.draft is None:
             return cls(target, bundle.target.context_length)
         return cls(target, bundle.target.context_length, draft, bundle.draft.context_length)
 
     @property
     def context(self) -> int:
-        """The number of tokens that fit into every cache."""
+        """Number of tokens that fit into every cache."""
         contexts = [self.target_context, self.draft_context]
         return self.target_context if self.draft is None else min(contexts)
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """A complete cost table; `busy` if other programs used so much CPU that it is unreliable."""
+    """Complete cost table; `busy` if other programs used so much CPU that it is unreliable."""
 
     costs: CostTable
     busy: bool
@@ -93,25 +93,31 @@ def measure(
         lengths: Numbers of tokens in the caches to measure at.
         seconds: Time for sweeps.
         samples: Seconds of the target's passes by length, from the self-test at load.
+        origin: Origin that the table records.
+        on_progress: Callback with the share of the work that is done.
     """
     room = models.context - 1
     longest = min(max_draft_tokens + 1, room)
     samples = samples or {}
-    is_slow = 1 in samples and len(samples) > 1 and sum(samples.values()) > SLOW
+    is_slow = 1 in samples and len(samples) > 1 and sum(samples.values()) > SLOW_SECONDS
     rows = sorted(samples if is_slow else {t for t in PASS_LENGTHS if t < longest} | {longest})
-    tried = [0, *(DRAFTED_IF_SLOW if is_slow else DRAFTED)] if models.draft is not None else [0]
-    ks = [k for k in tried if k < rows[-1] and (1 + ROUNDS) * (k + 1) < room]
-    most = max(longest, (1 + ROUNDS) * (ks[-1] + 1))
-    places = [
-        _Place(models, length, rows, ks)
-        for length in sorted({max(1, min(length, room - most)) for length in lengths})
+    candidates = (
+        [0, *(DRAFT_LENGTHS_IF_SLOW if is_slow else DRAFT_LENGTHS)]
+        if models.draft is not None
+        else [0]
+    )
+    ks = [k for k in candidates if k < rows[-1] and (1 + NUM_ROUNDS) * (k + 1) < room]
+    num_new = max(longest, (1 + NUM_ROUNDS) * (ks[-1] + 1))
+    timings = [
+        _Timings(models, length, rows, ks)
+        for length in sorted({max(1, min(length, room - num_new)) for length in lengths})
     ]
     begin, sweeps, share = time.perf_counter(), 0, 0.0
     while share < 1:
-        for place in places:
-            place.sweep(samples if is_slow else None)
+        for timing in timings:
+            timing.sweep(samples if is_slow else None)
         sweeps += 1
-        is_busy = fmean(place.disturbance for place in places) > BUSY
+        is_busy = fmean(timing.disturbance for timing in timings) > BUSY_RATIO
         patience = PATIENCE if sweeps >= MIN_SWEEPS and is_busy else 1
         share = (time.perf_counter() - begin) / (patience * seconds)
         share = 1.0 if is_slow else min(share, sweeps / MIN_SWEEPS)
@@ -119,18 +125,19 @@ def measure(
     models.target.truncate(0)
     if models.draft is not None:
         models.draft.truncate(0)
-    greedy, sampled = (_mode_costs(mode, places) for mode in MODES)
-    numbers = tuple(place.length for place in places)
+    greedy, sampled = (_mode_costs(mode, timings) for mode in MODES)
+    numbers = tuple(timing.length for timing in timings)
     return Measurement(CostTable(origin, numbers, tuple(rows), greedy, sampled, 0), is_busy)
 
 
-class _Place:
-    """Timings behind one number of cached tokens.
+class _Timings:
+    """Timings with one number of cached tokens.
 
-    passes: seconds of the target's passes. [sweeps][rows]
-    rounds: seconds of rounds, of that without the target's pass, and the tokens that they yielded,
-        by mode and K
-    reading: seconds of a token of the draft's prefill. [sweeps]
+    Attributes:
+        passes: Seconds of the target's passes. [sweeps][rows]
+        rounds: Seconds of rounds, the same without the target's pass, and the number of tokens
+            that they yielded, by mode and K.
+        reading: Seconds of a token of the draft model's prefill. [sweeps]
     """
 
     def __init__(self, models: Models, length: int, rows: Sequence[int], ks: Sequence[int]) -> None:
@@ -142,13 +149,13 @@ class _Place:
         self._models = models
 
     def sweep(self, passes: Mapping[int, float] | None) -> None:
-        """Time everything once more, but for the target's passes where their seconds are given."""
+        """Time everything once more, except the target's passes if their seconds are given."""
         self.passes.append([passes[t] for t in self.rows] if passes else self._time_passes())
         for mode, k in product(MODES, self.ks):
             self._time_rounds(mode, k)
         if (draft := self._models.draft) is not None:
             _fill(draft, self.length)
-            count = min(READ_LENGTH, self._models.draft_context - self.length)
+            count = min(PREFILL_LENGTH, self._models.draft_context - self.length)
             begin = time.perf_counter()
             draft.prefill([0] * count)
             self.reading.append((time.perf_counter() - begin) / count)
@@ -165,60 +172,59 @@ class _Place:
 
     def _time_rounds(self, mode: str, k: int) -> None:
         """Time a few rounds in the decoding loop, after one that warms up."""
-        watch = Stopwatch()
-        target = TimedModel(self._models.target, watch, "verify")
-        drafter: Drafter = DraftModel(self._models.draft) if k else Random(1)
+        stopwatch = Stopwatch()
+        target = TimedModel(self._models.target, stopwatch, "verify")
+        drafter: Drafter = DraftModel(self._models.draft) if k else Suffix()
         for model in (self._models.target, self._models.draft) if k else (self._models.target,):
             _fill(model, self.length)
-        decoder = SpeculativeDecoder(target, Fixed(drafter, k), watch)
+        decoder = SpeculativeDecoder(target, FixedPlan(drafter, k), stopwatch)
         rounds = decoder.rounds([0] * (self.length + 1), MODES[mode], 0, 1 << 20)
         next(rounds)
-        for _ in range(ROUNDS):
-            begin, before = time.perf_counter(), watch.seconds["verify"]
+        for _ in range(NUM_ROUNDS):
+            begin, before = time.perf_counter(), stopwatch.seconds["verify"]
             tokens = next(rounds).tokens
-            took, passed = time.perf_counter() - begin, watch.seconds["verify"] - before
-            self.rounds[mode, k].append((took, took - passed, len(tokens)))
+            duration = time.perf_counter() - begin
+            pass_seconds = stopwatch.seconds["verify"] - before
+            self.rounds[mode, k].append((duration, duration - pass_seconds, len(tokens)))
 
     @property
     def target(self) -> list[float]:
-        """The seconds of the target's passes; a longer one never takes less. [rows]"""
-        least = [*map(min, zip(*self.passes, strict=True))]
-        plain = min(took - rest for mode in MODES for took, rest, _ in self.rounds[mode, 0])
-        return list(accumulate([min(least[0], plain), *least[1:]], max))
+        """Seconds of the target's passes; a longer one never takes less. [rows]"""
+        fastest = [*map(min, zip(*self.passes, strict=True))]
+        plain = min(total - rest for mode in MODES for total, rest, _ in self.rounds[mode, 0])
+        return list(accumulate([min(fastest[0], plain), *fastest[1:]], max))
 
     @property
     def disturbance(self) -> float:
-        """The mean ratio of a pass's median to its minimum."""
+        """Mean ratio of a pass's median to its minimum."""
         return fmean(median(column) / min(column) for column in zip(*self.passes, strict=True))
 
     def host(self, mode: str) -> float:
-        """The seconds of a plain round beside its pass."""
+        """Return the seconds of a plain round without its pass."""
         return min(rest for _, rest, _ in self.rounds[mode, 0])
 
     def drafting(self, mode: str, k: int, token: float) -> float:
-        """The seconds that K draft tokens take, where each token that is yielded costs the host so
-        much.
-        """
-        took = min(took - token * count for took, _, count in self.rounds[mode, k])
-        return took - interpolate(self.rows, self.target, k + 1) - self.host("greedy")
+        """Return the seconds of K draft tokens, for a host cost of each yielded token."""
+        total = min(total - token * count for total, _, count in self.rounds[mode, k])
+        return total - interpolate(self.rows, self.target, k + 1) - self.host("greedy")
 
 
-def _mode_costs(mode: str, places: Sequence[_Place]) -> ModeCosts:
+def _mode_costs(mode: str, timings: Sequence[_Timings]) -> ModeCosts:
     """Return the costs on the grid."""
-    host = fmean(place.host("greedy") for place in places)
-    token = max(0.0, fmean(place.host(mode) for place in places) - host)
+    host = fmean(timing.host("greedy") for timing in timings)
+    token = max(0.0, fmean(timing.host(mode) for timing in timings) - host)
     draft, reading = [], []
-    for place in places:
-        if len(place.ks) > 1:
-            least, most = place.ks[1], place.ks[-1]
-            few, many = (place.drafting(mode, k, token) for k in (least, most))
-            later = (many - few) / (most - least) if most > least else many / most
-            later = on_grid(max(later, LEAST))
-            first = on_grid(max(few - (least - 1) * later, later))
-            draft.append(tuple(first + later * (t - 2) for t in place.rows[1:]))
-            reading.append(on_grid(min(place.reading)))
+    for timing in timings:
+        if len(timing.ks) > 1:
+            low, high = timing.ks[1], timing.ks[-1]
+            few, many = (timing.drafting(mode, k, token) for k in (low, high))
+            later = (many - few) / (high - low) if high > low else many / high
+            later = on_grid(max(later, MIN_SECONDS))
+            first = on_grid(max(few - (low - 1) * later, later))
+            draft.append(tuple(first + later * (t - 2) for t in timing.rows[1:]))
+            reading.append(on_grid(min(timing.reading)))
     return ModeCosts(
-        target=tuple(_rounded(place.target) for place in places),
+        target=tuple(_rounded(timing.target) for timing in timings),
         draft=tuple(draft),
         reading=tuple(reading),
         host=on_grid(host),
@@ -228,17 +234,17 @@ def _mode_costs(mode: str, places: Sequence[_Place]) -> ModeCosts:
 
 
 def _fill(model: Any, length: int) -> None:
-    """Take rows of the cache for those of tokens: their values change no pass's time."""
+    """Count cache rows as those of tokens: their values do not affect the time of a pass."""
     model.truncate(0)
     model.cache.extend([0] * length)
 
 
 def on_grid(seconds: float) -> float:
     """Return the nearest value of a geometric grid, so that noise seldom changes it; 0 is 0."""
-    return STEP ** round(math.log(seconds, STEP)) if seconds else 0.0
+    return GRID_RATIO ** round(math.log(seconds, GRID_RATIO)) if seconds else 0.0
 
 
 def _rounded(costs: Sequence[float]) -> tuple[float, ...]:
-    """Round the first of ascending costs and what the others take more: choices hang on that."""
+    """Round the first of ascending costs and the differences to it, on which choices depend."""
     first = on_grid(costs[0])
     return tuple(first + on_grid(cost - costs[0]) for cost in costs)

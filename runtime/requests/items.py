@@ -15,7 +15,7 @@ from specedge.request import GenerationRequest
 from ..text.messages import plain_messages
 
 if TYPE_CHECKING:
-    from ..drafters.registry import Drafters
+    from ..drafters.registry import DrafterRegistry
     from .pipeline import Pipeline
     from .stream import Generation
 
@@ -96,7 +96,7 @@ def seed_of(seed: int, index: int) -> int:
     return own if own < 2**64 else own - 2**64
 
 
-def check_drafters(drafters: Drafters, items: Iterable[tuple[str, object]]) -> None:
+def check_drafters(drafters: DrafterRegistry, items: Iterable[tuple[str, object]]) -> None:
     """DrafterError for the first of places and the drafters named there that cannot be used."""
     for place, name in items:
         try:

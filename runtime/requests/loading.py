@@ -19,8 +19,7 @@ from ..backend.memory import PairMemory, check_memory, pair_memory
 from ..backend.model_session import choose_ops
 from ..backend.onnx_model import OrtModel
 from ..backend.sessions import Device
-from ..planning.cost_files import key_of
-from ..planning.known_costs import KnownCosts
+from ..planning.cost_files import PassCosts, cost_key
 from ..planning.measurement import MIN_CONTEXT, Models, measure
 from ..text.tokenizing import load_tokenizer
 from .pipeline import Pipeline
@@ -148,9 +147,9 @@ def devices_of(
     return {"target": target, "draft": draft}
 
 
-def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) -> KnownCosts:
+def _costs(bundle: Bundle, target_on: Device, draft_on: Device, ops: list[str]) -> PassCosts:
     """What is known of a pair's costs there, by its models' op sets."""
-    return KnownCosts(key_of(bundle, target_on, draft_on, ", ".join(ops)))
+    return PassCosts(cost_key(bundle, target_on, draft_on, ", ".join(ops)))
 
 
 def _opened(bundle: Bundle, model: ModelEntry, device: Device, ops: str) -> OrtModel:

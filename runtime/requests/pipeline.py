@@ -19,10 +19,10 @@ from ..decoding.invariance import Noise, longest_held
 from ..decoding.protocols import LoadedModel, TargetModel
 from ..decoding.random_numbers import GumbelNoise
 from ..decoding.timing import Stopwatch, TimedModel
-from ..drafters.registry import Drafters
-from ..drafters.suffix import Remembered
-from ..planning.known_costs import KnownCosts
-from ..planning.plans import plan_of
+from ..drafters.registry import DrafterRegistry
+from ..drafters.suffix import EarlierOutputs
+from ..planning.cost_files import PassCosts
+from ..planning.plans import create_plan
 from ..sampling.logprobs import TokenLogprobs, token_logprobs
 from ..text.assembler import Assembler, FinishReason
 from ..text.bad_words import sampling_of
@@ -59,7 +59,7 @@ class Pipeline:
         tokenizer: Tokenizer,
         target: TargetModel,
         draft: LoadedModel | None,
-        costs: KnownCosts | None = None,
+        costs: PassCosts | None = None,
         note: str | None = None,
         more: Iterable[tuple[TargetModel, LoadedModel | None]] = (),
     ) -> None:
@@ -67,9 +67,9 @@ class Pipeline:
         self.tokenizer = tokenizer
         self.target = target
         self.draft = draft
-        self.drafters = Drafters(bundle)
+        self.drafters = DrafterRegistry(bundle)
         self.noise = Noise(target, bundle.context_length)
-        self.costs = costs or KnownCosts()
+        self.costs = costs or PassCosts()
         self.note = note
         others = [Slot(one, other, self.noise.over(one)) for one, other in more]
         self.slots = Slots([Slot(target, draft, self.noise), *others])
@@ -206,7 +206,7 @@ class Pipeline:
         limit = min(wanted, room)
         watch = Stopwatch()
         draft = None if self.draft is None else TimedModel(self.draft, watch, "draft")
-        drafters = self.drafters.offered(request, draft)
+        drafters = self.drafters.create(request, draft)
         planned = request.drafter == AUTO and request.fixed_k is None
         seed = secrets.randbits(32) if request.seed is None else request.seed
         if request.coupling == Coupling.GUMBEL:
@@ -217,7 +217,7 @@ class Pipeline:
             sampling=sampling,
             seed=seed,
             limit=limit,
-            plan=plan_of(request, drafters, self.costs, self.max_planned_tokens),
+            plan=create_plan(request, drafters, self.costs, self.max_planned_tokens),
             target=TimedModel(self.target, watch, "verify"),
             again=TimedModel(self.target, watch, "exact"),
             draft=draft,
@@ -246,7 +246,7 @@ class Pipeline:
     def _learn(self, run: Run, tokens: list[int]) -> None:
         """A request's text has ended; it still has its turn."""
         if run.request.remember:
-            self.drafters.remembered.add(tokens)
+            self.drafters.earlier.add(tokens)
 
     def astream(
         self,
@@ -266,7 +266,7 @@ class Pipeline:
         """Begin anew, for measurements, while nothing runs: the next request reads all of its
         prompt, and no output is remembered.
         """
-        self.drafters.remembered = Remembered()
+        self.drafters.earlier = EarlierOutputs()
         for slot in self.slots.all:
             slot.target.truncate(0)
             if slot.draft is not None:

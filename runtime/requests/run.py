@@ -14,7 +14,7 @@ from ..decoding.invariance import ANY, Noise
 from ..decoding.near_ties import NearTieResolver
 from ..decoding.protocols import Plan, Round
 from ..decoding.timing import Stopwatch, TimedModel
-from ..planning.plans import Auto
+from ..planning.plans import AutoPlan
 from ..sampling.logprobs import TokenLogprobs
 from .slots import Slot
 from .stats import Stats, stats_of
@@ -117,4 +117,4 @@ class Run:
     @property
     def expected_speedup(self) -> float | None:
         """What planned rounds gained over the target alone, by the table of costs."""
-        return self.plan.planner.expected_speedup if isinstance(self.plan, Auto) else None
+        return self.plan.planner.expected_speedup if isinstance(self.plan, AutoPlan) else None

@@ -10,7 +10,7 @@ from specedge.errors import SpecEdgeError
 from specedge.request import AUTO, PlannedRounds
 
 from ..decoding.protocols import NearTie, Plan, Round
-from ..planning.plans import recorded
+from ..planning.plans import summarize_rounds
 from ..sampling.logprobs import TokenLogprobs
 from ..text.assembler import Assembler, FinishReason
 from ..text.spans import Span, fates
@@ -153,7 +153,7 @@ class Stream:
             seed=run.seed,
             num_draft_tokens=AUTO if k is None else k,
             drafter=run.drafter,
-            plan=recorded(rounds),
+            plan=summarize_rounds(rounds),
             expected_speedup=run.expected_speedup,
             stats=run.stats,
             rounds=list(rounds),

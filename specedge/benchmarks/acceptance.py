@@ -41,7 +41,7 @@ def acceptances(
     read = [*prompt, *text[:-1]]
     room = sizes.context_length
     targets = _rows(pipeline.target, read, len(prompt))
-    drafts = _rows(model.model, model.known(read[:room]), len(prompt))
+    drafts = _rows(model.model, model.readable(read[:room]), len(prompt))
     history = History(prompt)
     found = []
     for token, target, draft in zip(text, targets, drafts, strict=False):

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specedge.request import AUTO
-from specedge.runtime.planning.choices import PLAIN
+from specedge.request import AUTO, PLAIN
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.requests.stats import Stats
 from specedge.runtime.requests.stream import Generation

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from itertools import accumulate
 from operator import mul
 
-from specedge.runtime.planning.cost_table import Costs
+from specedge.runtime.planning.cost_table import RoundCosts
 
 
 def text_rounds(
@@ -30,7 +30,7 @@ def text_rounds(
     return cost[num_tokens]
 
 
-def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
+def model_rounds(costs: RoundCosts, chances: Sequence[float]) -> list[float]:
     """Return the seconds of a draft model's rounds of 0 to K tokens, one for each of `chances`."""
     expected = [1.0, *(1 + total for total in accumulate(accumulate(chances, mul)))]
     return [costs.plain + costs.token] + [
@@ -40,7 +40,7 @@ def model_rounds(costs: Costs, chances: Sequence[float]) -> list[float]:
 
 
 def predicted_speedup(
-    chances: Sequence[float], texts: Iterable[tuple[int, Costs]], greedy: bool
+    chances: Sequence[float], texts: Iterable[tuple[int, RoundCosts]], greedy: bool
 ) -> float:
     """A draft model's over all texts together: of each how many tokens it has, and its costs."""
     plain = seconds = 0.0

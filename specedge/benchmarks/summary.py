@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from specedge.request import AUTO, PLAIN, DrafterName
-from specedge.runtime.planning.cost_table import Costs, CostTable
+from specedge.runtime.planning.cost_table import CostTable, RoundCosts
 from specedge.runtime.requests.stats import Stats
 
 from ..theory.formulas import run_speedup
@@ -268,12 +268,12 @@ def _held_out(
     return predicted_speedup(chances, texts, greedy), rest
 
 
-def _run_costs(known: Stats, base: Stats, k: int) -> Costs:
+def _run_costs(known: Stats, base: Stats, k: int) -> RoundCosts:
     """Costs by what the runs of one K took; rounds of fewer tokens lie between it and plain."""
     none, most = (seconds_a_target_pass(one) + host_seconds_a_round(one) for one in (base, known))
     rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
     draft = seconds_a_draft_pass(known) or 0.0
-    return Costs(rounds, [draft * i for i in range(k + 1)], 0.0)
+    return RoundCosts(rounds, [draft * i for i in range(k + 1)], 0.0)
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:

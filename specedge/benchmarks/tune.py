@@ -16,12 +16,11 @@ from specedge.request import DrafterName
 from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
 from specedge.runtime.decoding.protocols import Drafter
-from specedge.runtime.drafters.prompt_lookup import Lookup, agreeing
-from specedge.runtime.drafters.suffix import Suffix
+from specedge.runtime.drafters.suffix import Suffix, count_accepted
 from specedge.runtime.planning import measurement
 from specedge.runtime.planning.measurement import (
     MIN_CONTEXT,
-    READ_LENGTH,
+    PREFILL_LENGTH,
     Measurement,
     Models,
     Progress,
@@ -60,7 +59,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
     accepted = _run_texts(pipeline, lambda share: progress(share / 4))
     bundle, target = pipeline.bundle, cast(OrtModel, pipeline.target)
     models = Models.of(bundle, target, pipeline.draft)
-    last = max(1, context - READ_LENGTH)
+    last = max(1, context - PREFILL_LENGTH)
     try:
         measured = measurement.measure(
             models,
@@ -97,12 +96,14 @@ def _run_texts(pipeline: Pipeline, progress: Progress) -> dict[str, Accepted]:
     for i, (text, mode) in enumerate(runs):
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
         tokens = _run(pipeline, prompt, MODES[mode], i, found[mode])
-        for drafter in _copying():
-            found[mode].setdefault(drafter.name, []).extend(
-                accepted_copies(
-                    drafter, [*prompt, *tokens], len(prompt), pipeline.max_planned_tokens
-                )
+        found[mode].setdefault(DrafterName.SUFFIX, []).extend(
+            accepted_copies(
+                Suffix(before_model=True),
+                [*prompt, *tokens],
+                len(prompt),
+                pipeline.max_planned_tokens,
             )
+        )
         progress((i + 1) / len(runs))
     return found
 
@@ -132,11 +133,6 @@ def _run(
     return stream.generation.tokens
 
 
-def _copying() -> list[Drafter]:
-    """Those that draft from the text, in which every drafter is to begin anew."""
-    return [Lookup(), Suffix(before_model=True)]
-
-
 def accepted_copies(
     drafter: Drafter, text: Sequence[int], start: int, max_tokens: int
 ) -> Iterator[bool]:
@@ -147,7 +143,7 @@ def accepted_copies(
     while at < len(text):
         most = min(max_tokens, len(text) - at)
         copy = drafter.propose(History(text[:at]), most, Sampling(), np.zeros(0)).tokens
-        accepted, tested = agreeing(copy, text[at:])
+        accepted, tested = count_accepted(copy, text[at:])
         yield from [True] * accepted + [False] * (tested - accepted)
         at += accepted + 1
 

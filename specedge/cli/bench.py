@@ -248,7 +248,7 @@ def _conditions(
     """Return the conditions of the benchmark."""
     from specedge.cpu_count import cpu_count
     from specedge.runtime.backend.ort import onnxruntime
-    from specedge.runtime.planning.cost_files import processor
+    from specedge.runtime.planning.cost_files import processor_name
     from specedge.version import __version__
 
     bundle = pipeline.bundle
@@ -257,7 +257,7 @@ def _conditions(
         "target": bundle.target.source.id,
         "draft": bundle.draft and bundle.draft.source.id,
         "device": device,
-        "processor": processor(),
+        "processor": processor_name(),
         "threads": threads or cpu_count(),
         "ops": getattr(pipeline.target, "ops", "auto"),
         "specedge": __version__,

@@ -129,7 +129,7 @@ def in_order(items: list[Item], attempt: Attempt) -> Iterator[dict[str, Any]]:
 
 def _check_items(bundle: Bundle, items: list[Item]) -> None:
     """Fix K of each prompt; raise before any of them runs."""
-    from specedge.runtime.drafters.registry import Drafters
+    from specedge.runtime.drafters.registry import DrafterRegistry
     from specedge.runtime.text.chat import load_template
 
     k = bundle.num_draft_tokens
@@ -140,7 +140,9 @@ def _check_items(bundle: Bundle, items: list[Item]) -> None:
         )
     if any(item.messages for item in items):
         load_template(bundle)
-    check_drafters(Drafters(bundle), ((item.place, item.request["drafter"]) for item in items))
+    check_drafters(
+        DrafterRegistry(bundle), ((item.place, item.request["drafter"]) for item in items)
+    )
 
 
 def _attempt(

@@ -192,7 +192,7 @@ def _one(
 
 def _note_costs(pipeline: Pipeline, stream: Stream, explain: bool) -> None:
     """Report why stored costs were not used and, if requested, the reasons of the plan."""
-    from specedge.runtime.planning.explain import explain as explained
+    from specedge.runtime.planning.explanation import explain as explained
 
     if pipeline.costs.note:
         click.echo(sanitize_line(f"note: {pipeline.costs.note}"), err=True)

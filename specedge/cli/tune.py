@@ -46,9 +46,9 @@ def tune(
     with progress_bar("measuring", 1.0, TaskProgressColumn()) as (update, _):
         tuned = tuning.measure(pipeline, lambda share: update(completed=share))
     table = tuned.costs
-    path = pipeline.costs.remember(table)
+    path = pipeline.costs.store(table)
     if fewer:
-        path = pipeline.costs.remember_as_default(replace(table, threads=fewer))
+        path = pipeline.costs.store_as_default(replace(table, threads=fewer))
         many = "threads are" if fewer > 1 else "thread is"
         click.echo(f"{fewer} {many} fastest, and now the default", err=True)
     if tuned.busy:

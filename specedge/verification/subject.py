@@ -15,7 +15,7 @@ from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.protocols import Drafter, LanguageModel, Round
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import PLACEHOLDER, DraftModel
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits
 from specedge.runtime.sampling.probabilities import probabilities
@@ -151,7 +151,7 @@ class Subject:
         )
         return self.parts.decoder(
             self.parts.target(target or self.target),
-            Fixed(self.parts.drafter(drafter), num_draft_tokens),
+            FixedPlan(self.parts.drafter(drafter), num_draft_tokens),
             Stopwatch(),
             max_first_length=self.max_first_length,
         )

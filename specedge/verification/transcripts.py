@@ -14,6 +14,7 @@ from typing import Any
 
 from specedge.bundle import Bundle
 from specedge.errors import PromptError
+from specedge.request import PLAIN
 from specedge.runtime.backend.ort import onnxruntime
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.protocols import Drafter, LanguageModel
@@ -21,8 +22,7 @@ from specedge.runtime.decoding.random_numbers import uniforms
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft, Verdict, verify
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.planning.choices import PLAIN
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.requests.loading import load
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.distribution import Floats
@@ -148,7 +148,7 @@ def _written(
         drafter = DraftModel(
             listener, context_length=sizes.context_length, vocab_size=sizes.vocab_size
         )
-    decoder = SpeculativeDecoder(pipeline.target, Fixed(drafter, k), Stopwatch())
+    decoder = SpeculativeDecoder(pipeline.target, FixedPlan(drafter, k), Stopwatch())
     decoder.accept_rule = listener.accept_rule
     new: list[int] = []
     accepted: list[int] = []

@@ -56,7 +56,7 @@ def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
         from specedge.runtime.backend import sessions
         loaded = loading.load(store.embedded_folder(), threads=1)
         table = dataclasses.replace(loaded.costs.table, origin="tune", threads=1)
-        loaded.costs.remember_as_default(table)
+        loaded.costs.store_as_default(table)
         opened, real = [], sessions.Device.open
         sessions.Device.open = lambda device, path: opened.append(device) or real(device, path)
         assert loading.load(store.embedded_folder()).costs.table == table

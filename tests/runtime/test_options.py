@@ -128,7 +128,6 @@ def test_an_unknown_option_gets_the_nearest_name():
         ("bad_words", {"bad_words": [[-1]]}),
         ("lookup_min", {"lookup_min": 2, "drafter": "model"}),
         ("lookup_min", {"lookup_min": 3, "lookup_max": 2, "drafter": "lookup"}),
-        ("lookup_max", {"lookup_max": 2, "remember": True}),
         ("remember", {"remember": True, "drafter": "model"}),
         ("exact", {"exact": True, "temperature": 1}),
         ("drafter", {"drafter": "none"}),

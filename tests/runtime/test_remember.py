@@ -17,7 +17,7 @@ def forgetful(pipeline):
 
 
 def sizes(pipeline):
-    return [index.num_tokens for index in pipeline.drafters.remembered.indexes]
+    return [index.num_tokens for index in pipeline.drafters.earlier.indexes]
 
 
 @pytest.mark.parametrize("drafter", ["suffix", "chain", "auto"])
@@ -85,15 +85,9 @@ def test_a_request_that_waited_drafts_from_the_one_it_waited_for(pipeline):
     assert made[0].stats.num_rounds < alone
 
 
-@pytest.mark.parametrize("name", ["model", "lookup", "block", "random", "ngram:x"])
+@pytest.mark.parametrize("name", ["model", "random", "ngram:x"])
 def test_drafters_that_cannot_use_it_refuse_to_remember(name):
     with pytest.raises(
         ValueError, match="remember applies to the drafters suffix, chain and auto only"
     ):
         GenerationRequest(drafter=name, remember=True)
-
-
-@pytest.mark.parametrize("name", ["lookup_min", "lookup_max"])
-def test_the_lengths_of_matches_are_not_for_what_remembers(name):
-    with pytest.raises(ValueError, match=f"{name} applies to lookup, which does not use remember"):
-        GenerationRequest(drafter="chain", remember=True, **{name: 3})

@@ -6,11 +6,10 @@ import pytest
 from fakes import Counting, TableModel, hashed_distribution
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
-from specedge.runtime.drafters.baselines import Block
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.drafters.suffix import Suffix
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import common_prefix_length
 from specedge.sampling_options import Sampling
 
@@ -25,7 +24,7 @@ def test_a_shared_beginning_ends_where_two_texts_differ():
 
 
 @pytest.mark.parametrize("context_length", [99, 13])
-@pytest.mark.parametrize("drafter", ["model", "chain", "block"])
+@pytest.mark.parametrize("drafter", ["model", "chain"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_texts_after_others_are_those_of_fresh_models(drafter, context_length, temperature):
     """A table's distribution is of all tokens that its cache holds, so a wrong row would be another
@@ -54,11 +53,11 @@ def _models(context_length):
 
 def _drafter(name, model, context_length):
     reader = DraftModel(model, context_length=context_length, vocab_size=4)
-    return {"model": reader, "chain": Chain(Lookup(1, None), reader), "block": Block(reader)}[name]
+    return {"model": reader, "chain": Chain(Suffix(), reader)}[name]
 
 
 def _text(drafter, target, k, run):
-    decoder = SpeculativeDecoder(target, Fixed(drafter, k), Stopwatch())
+    decoder = SpeculativeDecoder(target, FixedPlan(drafter, k), Stopwatch())
     return [token for round_ in decoder.rounds(*run) for token in round_.tokens]
 
 
@@ -94,7 +93,7 @@ def test_a_second_turn_reads_only_what_is_new(counted):
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.9, "top_p": 0.95}])
-@pytest.mark.parametrize("drafter", ["model", "lookup", "chain"])
+@pytest.mark.parametrize("drafter", ["model", "suffix", "chain"])
 def test_with_reuse_a_text_has_the_bytes_of_one_from_empty_caches(pipeline, drafter, options):
     request = {"drafter": drafter, "num_draft_tokens": 4, "seed": 3, "ignore_eos": True} | options
     prompt = pipeline.tokenizer.encode(PROMPT).ids

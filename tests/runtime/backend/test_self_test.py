@@ -132,7 +132,7 @@ def test_lengths_that_take_a_large_model_too_long_to_try_are_not_relied_on_until
         assert pipeline.max_first_length == self_test.LONGEST
     assert self_test.longest_exact(pipeline.target, bundle.target) == 256
     table = dataclasses.replace(pipeline.costs.table, exact_length=256)
-    pipeline.costs.remember(table)
+    pipeline.costs.store(table)
     assert loading.load().max_first_length == 256
 
 

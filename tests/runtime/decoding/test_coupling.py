@@ -11,10 +11,9 @@ import pytest
 from fakes import Sure, TableModel, decoder, generate, hashed_distribution, logits_of
 from specedge.runtime.decoding.random_numbers import GumbelNoise
 from specedge.runtime.decoding.verification import draw
-from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.prompt_lookup import Lookup
+from specedge.runtime.drafters.registry import RandomDrafter
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.sampling.distribution import Distribution
 from specedge.runtime.sampling.history import History
@@ -187,11 +186,11 @@ DRAFTERS = {
         TableModel(hashed_distribution(2, 4), vocab_size=4), vocab_size=4
     ),
     "a reduced head": lambda: DraftModel(Reduced(hashed_distribution(2, 6), (1, 3, 4))),
-    "chain": lambda: Chain(Lookup(1, 2), DraftModel(TableModel(hashed_distribution(2, 6)))),
+    "chain": lambda: Chain(
+        Suffix(min_match=1, max_match=2), DraftModel(TableModel(hashed_distribution(2, 6)))
+    ),
     "suffix": Suffix,
-    "lookup": lambda: Lookup(1, 2),
-    "block": lambda: Block(DraftModel(TableModel(hashed_distribution(2, 6)))),
-    "random": lambda: Random(6),
+    "random": lambda: RandomDrafter(6),
     "certain tokens": Sure,
 }
 

@@ -8,11 +8,10 @@ from fakes import Sure, TableModel, generate, hashed_distribution, logits_of, qu
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import draw
-from specedge.runtime.drafters.baselines import Block
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.drafters.suffix import Suffix
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Logits, Row
 from specedge.runtime.sampling.probabilities import greedy_token, probabilities
@@ -104,8 +103,7 @@ class CutModel(TableModel):
 
 DRAFTERS = {
     "model": DraftModel,
-    "chain": lambda model: Chain(Lookup(1, 2), DraftModel(model)),
-    "block": lambda model: Block(DraftModel(model)),
+    "chain": lambda model: Chain(Suffix(min_match=1, max_match=2), DraftModel(model)),
 }
 
 
@@ -117,7 +115,9 @@ def test_a_cut_head_leaves_the_joint_distribution_as_it_is(name, k, monkeypatch)
 
     def make():
         drafter = DRAFTERS[name](CutModel(lambda text: (0.5, 0, 0.5), (0, 2)))
-        return SpeculativeDecoder(TableModel(target_distribution), Fixed(drafter, k), Stopwatch())
+        return SpeculativeDecoder(
+            TableModel(target_distribution), FixedPlan(drafter, k), Stopwatch()
+        )
 
     assert joint_distribution(make, monkeypatch) == distribution_of_strings(target_distribution)
 

@@ -12,14 +12,14 @@ from specedge.runtime.decoding import decoding
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.requests.stats import stats_of
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
 
 def decoder(target, draft, k):
-    return SpeculativeDecoder(target, Fixed(DraftModel(draft), k), Stopwatch())
+    return SpeculativeDecoder(target, FixedPlan(DraftModel(draft), k), Stopwatch())
 
 
 def generate(target_distribution, draft_distribution, k, sampling, seed, count, prompt=(0, 1)):

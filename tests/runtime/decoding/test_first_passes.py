@@ -9,7 +9,7 @@ from fakes import TableModel, hashed_distribution
 from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch, TimedModel
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.sampling_options import Sampling
 
 TARGET, DRAFT = hashed_distribution(1, 6), hashed_distribution(2, 6)
@@ -19,7 +19,7 @@ PROMPT = [i % 6 for i in range(11)]
 def text_and_passes(k, max_first_length, temperature=0.0, cached=0):
     target = TableModel(TARGET)
     target.prefill(PROMPT[:cached])
-    plan = Fixed(DraftModel(TableModel(DRAFT)), k)
+    plan = FixedPlan(DraftModel(TableModel(DRAFT)), k)
     decoder = SpeculativeDecoder(target, plan, Stopwatch(), max_first_length=max_first_length)
     rounds = list(decoder.rounds(PROMPT, Sampling(temperature), 7, 24))
     return [token for one in rounds for token in one.tokens], target.passes, len(rounds)
@@ -49,7 +49,7 @@ def test_the_first_pass_reads_all_that_is_left_of_the_prompt_or_none_of_it(k, lo
 def test_the_first_rounds_own_k_decides_whether_its_pass_reads_the_prompt():
     """Not the largest that may follow: a plan whose first round is plain may draft 16 later."""
 
-    class Growing(Fixed):
+    class Growing(FixedPlan):
         def next(self, history, left):
             step = super().next(history, left)
             return replace(
@@ -83,7 +83,7 @@ class OtherBits(TableModel):
 def test_a_k_leaves_other_bits_nowhere_that_another_k_does_not(length, longest):
     found = []
     for k in range(5):
-        plan = Fixed(DraftModel(TableModel(DRAFT)), k)
+        plan = FixedPlan(DraftModel(TableModel(DRAFT)), k)
         decoder = SpeculativeDecoder(OtherBits(TARGET), plan, Stopwatch(), max_first_length=longest)
         rounds = decoder.rounds([i % 6 for i in range(length)], Sampling(), 0, 24)
         found.append([token for one in rounds for token in one.tokens][:24])

@@ -9,10 +9,9 @@ from grammars import END, constraint
 from specedge import Draft
 from specedge.errors import OptionError
 from specedge.runtime.decoding.constrained_draft import GRAMMAR, propose
-from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.prompt_lookup import Lookup
+from specedge.runtime.drafters.registry import RandomDrafter
 from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
@@ -22,11 +21,9 @@ FORCED = ("regex", "(abc){9}")
 SOME = ("regex", "(abc(a|b|c)cba(ab|cc))+c")
 DRAFTERS = {
     "model": lambda model: DraftModel(model),
-    "lookup": lambda model: Lookup(1, 5),
     "suffix": lambda model: Suffix(),
-    "chain": lambda model: Chain(Lookup(1, 5), DraftModel(model)),
-    "block": lambda model: Block(DraftModel(model)),
-    "random": lambda model: Random(END + 1),
+    "chain": lambda model: Chain(Suffix(min_match=1, max_match=5), DraftModel(model)),
+    "random": lambda model: RandomDrafter(END + 1),
 }
 
 
@@ -108,7 +105,7 @@ def test_no_banned_token_is_drafted_but_a_drawn_one_that_ends_its_draft(name, k,
                       for i in range(len(tokens))
                       if not any(fresh.banned(History([], [*new, *tokens[:j]]))[tokens[j]]
                                  for j in range(i))]  # fmt: skip
-            drawn = temperature and name in ("block", "random")
+            drawn = temperature and name in ("random",)
             assert len(banned) == len(tokens)
             assert not any(banned[:-1] if drawn else banned)
             assert END not in tokens[:-1]
@@ -132,7 +129,7 @@ def test_a_drafter_hears_where_its_draft_was_cut_before_it_is_asked_again():
 
 def test_a_chain_asks_no_drafter_behind_an_end():
     model = TableModel(hashed_distribution(1, END + 1))
-    chain = Chain(Lookup(1, 5), DraftModel(model))
+    chain = Chain(Suffix(min_match=1, max_match=5), DraftModel(model))
     draft = drafted(chain, ("regex", "(a|b)c?"), 8, temperature=1.0)
     assert (draft.tokens[-1], len(model.passes)) == (END, [*draft.sources].count("model"))
 

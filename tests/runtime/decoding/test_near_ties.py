@@ -12,7 +12,7 @@ from specedge.runtime.decoding.invariance import measure
 from specedge.runtime.decoding.near_ties import NearTieResolver
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.logits import Logits
 from specedge.sampling_options import Sampling
 
@@ -37,7 +37,7 @@ def decoder(seed, k, exact=False, share=0.1, bound=BOUND, drafter=DraftModel):
     distribution, draft_distribution = distributions(seed, share)
     target = NoisyModel(distribution, NOISE)
     resolver = NearTieResolver(target, bound, exact)
-    plan = Fixed(drafter(TableModel(draft_distribution)), k)
+    plan = FixedPlan(drafter(TableModel(draft_distribution)), k)
     return SpeculativeDecoder(target, plan, Stopwatch(), resolver), target
 
 
@@ -196,7 +196,7 @@ def test_exact_costs_nothing_where_no_near_tie_is():
         target = NoisyModel(distribution, 1e-9)
         drafter = DraftModel(TableModel(distribution))
         resolver = NearTieResolver(target, 2e-9, exact)
-        decoder = SpeculativeDecoder(target, Fixed(drafter, 4), Stopwatch(), resolver)
+        decoder = SpeculativeDecoder(target, FixedPlan(drafter, 4), Stopwatch(), resolver)
         assert not [r for r in decoder.rounds((0, 1), Sampling(), 0, 100) if r.near_ties]
         return target.passes
 

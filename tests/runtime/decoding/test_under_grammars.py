@@ -13,10 +13,10 @@ from fakes import TableModel, decoder, hashed_distribution
 from grammars import END, allowed_of, constraint, texts_of
 from specedge import Draft
 from specedge.runtime.decoding import decoding
-from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.prompt_lookup import Lookup
+from specedge.runtime.drafters.registry import RandomDrafter
+from specedge.runtime.drafters.suffix import Suffix
 from specedge.sampling_options import Sampling
 
 # Each ends within the three tokens that are looked at, in some texts, and in others does not.
@@ -140,7 +140,7 @@ def test_tokens_that_were_drawn_without_a_mask_change_nothing(name, monkeypatch,
     target, shared = table(TARGET_ROWS, texts, 8), constraint(kind, text)
 
     def make():
-        return Under(decoder(target, Random(END + 1), 2), shared)
+        return Under(decoder(target, RandomDrafter(END + 1), 2), shared)
 
     assert joint_distribution(make, monkeypatch) == expected(target, texts)
 
@@ -159,10 +159,8 @@ def test_a_chain_that_is_cut_and_goes_on_changes_nothing(name, monkeypatch, whol
 
 DRAFTERS = {
     "model": lambda model: DraftModel(model),
-    "lookup": lambda model: Lookup(1, 5),
-    "chain": lambda model: Chain(Lookup(1, 5), DraftModel(model)),
-    "block": lambda model: Block(DraftModel(model)),
-    "random": lambda model: Random(END + 1),
+    "chain": lambda model: Chain(Suffix(min_match=1, max_match=5), DraftModel(model)),
+    "random": lambda model: RandomDrafter(END + 1),
     "unmasked": lambda model: Unmasked(),
 }
 LONG = {

@@ -13,8 +13,8 @@ from specedge.runtime.decoding.timing import Stopwatch, TimedModel
 from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.drafters.suffix import Suffix
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -28,7 +28,7 @@ def drafter(draft):
 
 
 def decoder(target, draft, k):
-    return SpeculativeDecoder(target, Fixed(drafter(draft), k), Stopwatch())
+    return SpeculativeDecoder(target, FixedPlan(drafter(draft), k), Stopwatch())
 
 
 def generate(target_distribution, draft, k, temperature, count, prompt=(0, 1)):
@@ -140,8 +140,8 @@ def test_a_shorter_request_gives_the_beginning_of_a_longer_one_across_a_slide(
 
     def run(count, seed):
         one = drafter(TableModel(distributions[1], vocab_size=6, context_length=9))
-        one = Chain(Lookup(2, 3), one) if chained else one
-        decoder = SpeculativeDecoder(TableModel(distributions[0]), Fixed(one, k), Stopwatch())
+        one = Chain(Suffix(min_match=2, max_match=3), one) if chained else one
+        decoder = SpeculativeDecoder(TableModel(distributions[0]), FixedPlan(one, k), Stopwatch())
         rounds = decoder.rounds((0, 1), Sampling(temperature), seed, count)
         return [t for round_ in rounds for t in round_.tokens][:count]
 

@@ -7,39 +7,52 @@ from specedge import Draft
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.prompt_lookup import Lookup
 from specedge.runtime.requests.stats import stats_of
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
 
-def test_a_chain_asks_its_model_only_for_what_the_lookup_left():
+class Copier:
+    """Drafter of the tokens after the latest earlier match of the last two."""
+
+    name = "suffix"
+
+    def propose(self, history, max_tokens, sampling, uniforms):
+        text = history.tokens
+        starts = [i for i in range(2, len(text)) if text[i - 2 : i] == text[-2:]]
+        return Draft(text[starts[-1] :][:max_tokens] if starts else [])
+
+    def truncate(self, length):
+        pass
+
+
+def test_model_drafts_only_tokens_that_a_copy_left():
     draft = TableModel(hashed_distribution(4, 3))
-    chain = Chain(Lookup(2, 3), DraftModel(draft))
+    chain = Chain(Copier(), DraftModel(draft))
     history = History((0, 1, 2, 0, 1))
     made = chain.propose(history, 5, Sampling(), np.zeros(5))
     assert made.tokens[:3] == [2, 0, 1]
-    assert list(made.sources[:4]) == ["lookup"] * 3 + ["model"]
+    assert list(made.sources[:4]) == ["suffix"] * 3 + ["model"]
     assert draft.rows[:8] == [*history.tokens, 2, 0, 1]
     assert draft.passes == [1] * list(made.sources).count("model")
     chain.truncate(4)
     draft.passes.clear()
     assert chain.propose(history, 3, Sampling(), np.zeros(3)).tokens == [2, 0, 1]
-    assert not draft.passes  # the lookup filled it
+    assert not draft.passes  # the copy filled it
     last = chain.propose(History((0, 1, 2, 0, 1, 1)), 1, Sampling(), np.zeros(1))
     assert list(last.sources) == ["model"]
 
 
-def test_a_chain_copies_again_as_soon_as_there_is_a_match():
+def test_chain_copies_again_after_the_model_led_to_a_match():
     def distribution(text):
         return np.eye(8)[(text[-1] + 1) % 8]
 
     draft = TableModel(distribution)
-    chain = Chain(Lookup(2, 3), DraftModel(draft))
+    chain = Chain(Copier(), DraftModel(draft))
     history = History((0, 1, 2, 7, 6, 5, 1))
     made = chain.propose(history, 7, Sampling(), np.zeros(7))
     assert made.tokens == [2, 7, 6, 5, 1, 2, 3]
-    assert list(made.sources) == ["model"] + ["lookup"] * 5 + ["model"]
+    assert list(made.sources) == ["model"] + ["suffix"] * 5 + ["model"]
     assert len(draft.passes) == 2
     chain.truncate(6)
     again = chain.propose(history, 7, Sampling(), np.zeros(7))

@@ -9,13 +9,12 @@ import pytest
 
 from exact import distribution_of_strings, joint_distribution
 from fakes import Sure, TableModel, decoder, generate, hashed_distribution, quarters
-from specedge.runtime.drafters.baselines import Block, Random
 from specedge.runtime.drafters.chain import Chain
-from specedge.runtime.drafters.checked import Checked
+from specedge.runtime.drafters.custom import CustomDrafter
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.ngrams import NGrams, count
-from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.drafters.suffix import Remembered, Suffix
+from specedge.runtime.drafters.ngrams import NGramDrafter, count
+from specedge.runtime.drafters.registry import RandomDrafter
+from specedge.runtime.drafters.suffix import EarlierOutputs, Suffix
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.probabilities import probabilities
 from specedge.sampling_options import Sampling
@@ -47,25 +46,22 @@ def model():
 
 
 def remembered():
-    outputs = Remembered()
+    outputs = EarlierOutputs()
     outputs.add([0, 1, 2, 1, 0, 2, 2, 0])
     return outputs
 
 
 DRAFTERS = {
-    "lookup": lambda: Lookup(1, 3),
     "suffix": Suffix,
     "suffix, remembering": lambda: Suffix(remembered()),
-    "ngram": lambda: NGrams(TABLES),
-    "random": lambda: Random(2),
-    "block": lambda: Block(model()),
-    "chain": lambda: Chain(Lookup(1, 3), model()),
+    "ngram": lambda: NGramDrafter(TABLES),
+    "random": lambda: RandomDrafter(2),
+    "chain": lambda: Chain(Suffix(min_match=1, max_match=3), model()),
     "suffix, then model": lambda: Chain(Suffix(before_model=True), model()),
     "sure, then model": lambda: Chain(Sure(), model()),
     "sure, ngram, then model": lambda: Chain(Sure(), Sometimes(DRAFTERS["ngram"]()), model()),
     "model, then suffix": lambda: Chain(Sometimes(model()), Suffix()),
-    "model, then lookup": lambda: Chain(Sometimes(model()), Lookup(1, 3)),
-    "checked": lambda: Checked(Chain(Sure(), model()), 3),
+    "checked": lambda: CustomDrafter(Chain(Sure(), model()), 3),
 }
 
 
@@ -93,7 +89,7 @@ def test_every_string_has_exactly_the_targets_joint_probability(make, k, monkeyp
     assert found == distribution_of_strings(distribution, prompt)
 
 
-@pytest.mark.parametrize("name", ["chain", "sure, then model", "model, then lookup"])
+@pytest.mark.parametrize("name", ["chain", "sure, then model", "model, then suffix"])
 def test_those_distributions_come_from_rounds_with_certain_and_drawn_tokens(name):
     drafter = DRAFTERS[name]()
     draft = drafter.propose(History((0, 1, 0)), 4, Sampling(1.0), np.full(4, 0.3))
@@ -137,7 +133,7 @@ def test_a_second_request_is_as_the_first(make):
 
 @pytest.mark.slow(after_first=True)
 @pytest.mark.parametrize(
-    "name", ["chain", "suffix, remembering", "ngram of order 3", "block", "sure, then model"]
+    "name", ["chain", "suffix, remembering", "ngram of order 3", "sure, then model"]
 )
 @pytest.mark.parametrize("sampling", [Sampling(0.7, top_k=3), Sampling(1.3, top_p=0.8)])
 def test_sampled_strings_of_many_rounds_follow_the_targets_distribution(name, sampling):
@@ -146,7 +142,7 @@ def test_sampled_strings_of_many_rounds_follow_the_targets_distribution(name, sa
     """
     distribution, runs, prompt = cache(hashed_distribution(5, 3)), 1500, (0, 1, 2, 0, 1)
     corpus = np.random.default_rng(0).integers(0, 3, 60)
-    makers = DRAFTERS | {"ngram of order 3": lambda: NGrams(count([corpus], 3))}
+    makers = DRAFTERS | {"ngram of order 3": lambda: NGramDrafter(count([corpus], 3))}
     counts = Counter(
         tuple(generate(distribution, makers[name](), 2, sampling, seed, 4, prompt)[0][1:])
         for seed in range(runs)
@@ -177,13 +173,10 @@ def test_a_model_that_others_left_behind_reads_what_it_missed():
     assert draft.passes == [2, 1, 1]
 
 
-@pytest.mark.parametrize("name", ["ngram", "block"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_where_the_options_leave_a_draft_nothing_it_drafts_less(name, temperature):
-    """The target may well go on with tokens that the draft has never seen."""
+def test_draft_is_empty_if_options_ban_all_tokens_of_the_drafter(temperature):
     sampling = Sampling(temperature, bad_words=((0,), (1,)))
-    known = DraftModel(TableModel(hashed_distribution(4, 2), vocab_size=2), vocab_size=2)
-    drafter = Block(known) if name == "block" else NGrams(count([[0, 1, 0]], 3))
+    drafter = NGramDrafter(count([[0, 1, 0]], 3))
     tokens, rounds = generate(hashed_distribution(1, 3), drafter, 4, sampling, 0, 5)
     assert tokens == [2] * 5
     assert sum(one.num_drafted for one in rounds) == 0

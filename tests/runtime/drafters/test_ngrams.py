@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from specedge.errors import DrafterError
 from specedge.runtime.drafters import ngram_files
-from specedge.runtime.drafters.ngrams import NGrams, Tables, count
+from specedge.runtime.drafters.ngrams import NGramDrafter, NGramTables, count
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -73,20 +73,20 @@ def test_a_distribution_costs_no_more_than_the_last_tokens_successors():
 
 
 def test_a_vocabulary_whose_triples_do_not_fit_a_key_is_refused():
-    with pytest.raises(ValueError, match="at most 2097152 tokens"):
+    with pytest.raises(ValueError, match="at most 2097152 vocabulary entries"):
         count([[1]], 2**21 + 1)
     tables = count([[2**21 - 1] * 3], 2**21)
     assert tables.distribution([2**21 - 1] * 2).of(2**21 - 1) == 1
 
 
 def test_texts_without_a_token_are_refused():
-    with pytest.raises(ValueError, match="hold no token"):
+    with pytest.raises(ValueError, match="have no tokens"):
         count([[], []], 5)
 
 
 @pytest.mark.parametrize("sampling", [Sampling(1.0), Sampling(0.5, top_k=1), Sampling(2.0)])
 def test_drafts_come_with_the_distribution_they_were_drawn_from_shaped_as_the_targets(sampling):
-    drafter = NGrams(count([[0, 1, 2], [0, 1, 2], [0, 1, 3]], 4))
+    drafter = NGramDrafter(count([[0, 1, 2], [0, 1, 2], [0, 1, 3]], 4))
     found = Counter()
     uniforms = (np.arange(400) + 0.5) / 400
     for uniform in uniforms:
@@ -99,7 +99,7 @@ def test_drafts_come_with_the_distribution_they_were_drawn_from_shaped_as_the_ta
 
 
 def test_greedy_drafts_take_the_likeliest_and_are_certain():
-    drafter = NGrams(count([[0, 1, 2, 0, 1, 3, 0, 1, 2]], 4))
+    drafter = NGramDrafter(count([[0, 1, 2, 0, 1, 3, 0, 1, 2]], 4))
     draft = drafter.propose(History([3, 0]), 3, Sampling(), np.zeros(3))
     assert draft.tokens == [1, 2, 0]
     assert [draft.distribution(i) for i in range(3)] == [None] * 3
@@ -132,24 +132,24 @@ def change(file, **changes):
 
 U32 = np.uint32
 DAMAGES = {
-    "missing": ({"pair_tokens": None}, "no file of n-gram tables"),
-    "unknown": ({"more": np.zeros(1)}, "no file of n-gram tables"),
-    "format": ({"format": np.array([2])}, "not of format 1"),
-    "tokenizer": ({"tokenizer": np.zeros(32, np.uint8)}, "another tokenizer"),
-    "floats": ({"pair_counts": np.ones(4)}, "pair_counts is no list of counts"),
-    "matrix": ({"pair_counts": np.ones((4, 1), U32)}, "pair_counts is no list of counts"),
-    "vocabulary": ({"unigrams": np.ones(5, U32)}, "has 5 tokens, the target has 4096"),
-    "no counts": ({"unigrams": np.zeros(4096, U32)}, "contradict"),
-    "a count of 0": ({"pair_counts": np.array([2, 1, 0, 1], U32)}, "contradict"),
-    "short": ({"pair_counts": np.ones(3, U32)}, "contradict"),
-    "outside": ({"pair_tokens": np.array([1, 2, 4096, 0], np.uint16)}, "contradict"),
-    "descending": ({"pair_tokens": np.array([1, 3, 2, 0], np.uint16)}, "contradict"),
-    "twice": ({"pair_tokens": np.array([1, 2, 2, 0], np.uint16)}, "contradict"),
-    "no pair": ({"triple_tokens": np.array([2, 3, 0, 2], np.uint16)}, "contradict"),
-    "starts": ({"triple_starts": np.array([0, 2, 1, 3, 4], U32)}, "contradict"),
-    "starts too far": ({"triple_starts": np.array([0, 2, 3, 3, 9], U32)}, "contradict"),
-    "no starts": ({"triple_starts": np.zeros(0, U32)}, "contradict"),
-    "objects": ({"pair_tokens": np.array([{}], object)}, "damaged or of another kind"),
+    "missing": ({"pair_tokens": None}, "does not contain n-gram tables"),
+    "unknown": ({"more": np.zeros(1)}, "does not contain n-gram tables"),
+    "format": ({"format": np.array([2])}, "format is not 1"),
+    "tokenizer": ({"tokenizer": np.zeros(32, np.uint8)}, "its tokenizer is not that of"),
+    "floats": ({"pair_counts": np.ones(4)}, "pair_counts is not an array of counts"),
+    "matrix": ({"pair_counts": np.ones((4, 1), U32)}, "pair_counts is not an array of counts"),
+    "vocabulary": ({"unigrams": np.ones(5, U32)}, "has 5 vocabulary entries, the target has 4096"),
+    "no counts": ({"unigrams": np.zeros(4096, U32)}, "inconsistent"),
+    "a count of 0": ({"pair_counts": np.array([2, 1, 0, 1], U32)}, "inconsistent"),
+    "short": ({"pair_counts": np.ones(3, U32)}, "inconsistent"),
+    "outside": ({"pair_tokens": np.array([1, 2, 4096, 0], np.uint16)}, "inconsistent"),
+    "descending": ({"pair_tokens": np.array([1, 3, 2, 0], np.uint16)}, "inconsistent"),
+    "twice": ({"pair_tokens": np.array([1, 2, 2, 0], np.uint16)}, "inconsistent"),
+    "no pair": ({"triple_tokens": np.array([2, 3, 0, 2], np.uint16)}, "inconsistent"),
+    "starts": ({"triple_starts": np.array([0, 2, 1, 3, 4], U32)}, "inconsistent"),
+    "starts too far": ({"triple_starts": np.array([0, 2, 3, 3, 9], U32)}, "inconsistent"),
+    "no starts": ({"triple_starts": np.zeros(0, U32)}, "inconsistent"),
+    "objects": ({"pair_tokens": np.array([{}], object)}, "damaged or has another format"),
 }
 
 
@@ -184,14 +184,14 @@ def test_what_is_no_archive_of_arrays_is_one_line(tmp_path, pipeline):
     path = tmp_path / "x"
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as out:
-        for name in [*(f.name for f in Tables.__dataclass_fields__.values()), "format"]:
+        for name in [*(f.name for f in NGramTables.__dataclass_fields__.values()), "format"]:
             out.writestr(f"{name}.npy", b"hello")
         out.writestr("tokenizer.npy", b"")
     for content in (b"", b"hello", b"PK\x03\x04", archive.getvalue()):
         path.write_bytes(content)
         with pytest.raises(DrafterError, match="build the tables again"):
             ngram_files.read(path, pipeline.bundle)
-    with pytest.raises(DrafterError, match="it is no file"):
+    with pytest.raises(DrafterError, match="it is not a file"):
         ngram_files.read(tmp_path, pipeline.bundle)
 
 

@@ -11,12 +11,12 @@ from specedge import Draft
 from specedge.runtime.drafters import suffix
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.suffix import (
-    EXPECTED,
-    FADING,
-    LEAST_CHANCE,
-    LEAST_RATE,
+    DECAY,
+    MIN_CHANCE,
+    MIN_RATE,
+    PRIOR_RATES,
     PRIOR_TESTS,
-    Remembered,
+    EarlierOutputs,
     Suffix,
 )
 from specedge.runtime.sampling.history import History
@@ -60,14 +60,14 @@ def rates(texts):
         found = guess(texts[:i], texts[:i])
         if found is not None:
             token, kind = found
-            right[kind] = FADING * right.get(kind, prior(kind)) + (token == texts[i])
-            tested[kind] = FADING * tested.get(kind, PRIOR_TESTS) + 1
+            right[kind] = DECAY * right.get(kind, prior(kind)) + (token == texts[i])
+            tested[kind] = DECAY * tested.get(kind, PRIOR_TESTS) + 1
     return right, tested
 
 
 def prior(kind):
     length, share = kind
-    return PRIOR_TESTS * EXPECTED[share] * (1 - 0.5**length)
+    return PRIOR_TESTS * PRIOR_RATES[share] * (1 - 0.5**length)
 
 
 def counted_out(text, max_tokens, drafted=(), before_model=False):
@@ -81,7 +81,7 @@ def counted_out(text, max_tokens, drafted=(), before_model=False):
         token, kind = found
         rate = right.get(kind, prior(kind)) / tested.get(kind, PRIOR_TESTS)
         chance *= rate
-        if rate < LEAST_RATE if before_model else chance < LEAST_CHANCE:
+        if rate < MIN_RATE if before_model else chance < MIN_CHANCE:
             break
         draft.append(token)
     return draft
@@ -213,7 +213,7 @@ class CountedNames(dict):
 @pytest.mark.parametrize("alphabet", [1, 3, 50])
 def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
     drafter, history = Suffix(), History([0])
-    names = drafter._text._readers[0]._index._names = CountedNames()
+    names = drafter._state._readers[0]._index._names = CountedNames()
     rng, asked = np.random.default_rng(0), []
     for _ in range(600):
         history.extend(rng.integers(0, alphabet, 3).tolist())
@@ -224,7 +224,7 @@ def test_a_token_costs_five_steps_however_long_the_text_is(alphabet):
 
 
 def test_what_followed_in_earlier_outputs_is_drafted():
-    earlier = Remembered()
+    earlier = EarlierOutputs()
     output = list(range(100, 140))
     drafter = Suffix(earlier)
     assert propose(drafter, [1, 2, *output[:9]]) == []
@@ -235,7 +235,7 @@ def test_what_followed_in_earlier_outputs_is_drafted():
 
 
 def test_no_run_reaches_from_an_output_to_the_next():
-    earlier = Remembered()
+    earlier = EarlierOutputs()
     earlier.add([1, 2])
     earlier.add([3, 4])
     assert propose(Suffix(earlier), [2]) == []
@@ -244,17 +244,17 @@ def test_no_run_reaches_from_an_output_to_the_next():
 
 def test_the_source_whose_guesses_were_right_so_far_is_drafted_from():
     """The text goes on otherwise than the outputs after each of its tokens, twice over."""
-    earlier, part = Remembered(), list(range(30))
+    earlier, part = EarlierOutputs(), list(range(30))
     earlier.add(part[::-1])
     text = [*part, *part, *part[:5]]
     assert propose(Suffix(earlier), text, 3) == [5, 6, 7]
-    right = Remembered()
+    right = EarlierOutputs()
     right.add(part)
     assert propose(Suffix(right), part[:9], 3) == [9, 10, 11]
 
 
 def test_drafts_read_earlier_outputs_and_add_nothing_to_them():
-    earlier = Remembered()
+    earlier = EarlierOutputs()
     earlier.add([1, 2, 3, 4])
     names = [dict(index._names) for index in earlier.indexes]
     propose(Suffix(earlier), [7, 1, 2, 8, 1, 2])
@@ -263,7 +263,7 @@ def test_drafts_read_earlier_outputs_and_add_nothing_to_them():
 
 def test_no_more_than_so_many_tokens_of_outputs_are_kept_and_the_latest_of_them(monkeypatch):
     monkeypatch.setattr(suffix, "MAX_REMEMBERED", 40)
-    earlier, outputs = Remembered(), [[10 * i + j for j in range(8)] for i in range(20)]
+    earlier, outputs = EarlierOutputs(), [[10 * i + j for j in range(8)] for i in range(20)]
     for i, output in enumerate(outputs):
         earlier.add(output)
         kept = sum(index.num_tokens for index in earlier.indexes)
@@ -274,3 +274,18 @@ def test_no_more_than_so_many_tokens_of_outputs_are_kept_and_the_latest_of_them(
     assert sum(index.num_tokens for index in earlier.indexes) <= 40
     assert propose(Suffix(earlier), [590, 591], 1) == [592]
     assert propose(Suffix(earlier), [510, 511], 1) == []
+
+
+@pytest.mark.parametrize(
+    ("min_match", "max_match", "expected"),
+    [(1, 16, 5), (1, 1, 7), (1, 3, 5), (2, 2, 5), (4, 5, None), (3, 64, 5)],
+)
+def test_match_lengths_restrict_the_matches_to_draft_from(min_match, max_match, expected):
+    text = [1, 2, 5, 9, 2, 7, 8, 2, 7, 4, 1, 2]  # 5 followed 1 2, 7 followed 2 twice
+    draft = propose(Suffix(min_match=min_match, max_match=max_match), text)
+    assert (draft[0] if draft else None) == expected
+
+
+def test_match_lengths_out_of_order_are_refused():
+    with pytest.raises(ValueError, match="between 1 and lookup_max, got 3 and 2"):
+        Suffix(min_match=3, max_match=2)

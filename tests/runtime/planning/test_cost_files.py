@@ -17,7 +17,7 @@ from virtual import table
 @pytest.fixture
 def key():
     bundle = Bundle.read(store.embedded_folder())
-    return cost_files.key_of(bundle, Device(), Device(), "gqa")
+    return cost_files.cost_key(bundle, Device(), Device(), "gqa")
 
 
 def test_a_table_is_read_as_it_was_written(key):
@@ -48,7 +48,7 @@ def test_a_gpu_has_tables_of_its_own_and_so_has_its_driver(monkeypatch):
     monkeypatch.setattr(cost_files.driver, "query", lambda: seen)
 
     def gpus(*names):
-        return cost_files.key_of(bundle, *map(Device, names), "gqa").gpus
+        return cost_files.cost_key(bundle, *map(Device, names), "gqa").gpus
 
     assert gpus("cuda", "cpu") == "A, 8.6, driver 580.95"
     assert gpus("cuda:1", "cuda") == "B, 9.0 and A, 8.6, driver 580.95"
@@ -152,7 +152,7 @@ def test_costs_without_a_draft_model_are_those_of_the_target_alone():
     mode = dataclasses.replace(costs.greedy, draft=(), reading=())
     without = dataclasses.replace(costs, greedy=mode, sampled=mode).at(10, greedy=True)
     assert without.rounds == costs.at(10, greedy=True).rounds
-    assert (set(without.passes), without.catching_up(9)) == ({0.0}, 0.0)
+    assert (set(without.passes), without.catch_up(9)) == ({0.0}, 0.0)
 
 
 def test_the_first_complete_measurement_is_used_by_all_processes(key):

@@ -12,15 +12,15 @@ from specedge.benchmarks.tune import accepted_copies
 from specedge.bundle import Bundle, store
 from specedge.errors import ContextLengthError, SpecEdgeError
 from specedge.runtime.backend.sessions import Device
-from specedge.runtime.drafters.prompt_lookup import Lookup
+from specedge.runtime.drafters.suffix import Suffix
 from specedge.runtime.planning import cost_files
-from specedge.runtime.planning.known_costs import KnownCosts
+from specedge.runtime.planning.cost_files import PassCosts
 from virtual import table
 
 
 @pytest.fixture
 def key():
-    return cost_files.key_of(Bundle.read(store.embedded_folder()), Device(), Device(), "gqa")
+    return cost_files.cost_key(Bundle.read(store.embedded_folder()), Device(), Device(), "gqa")
 
 
 def fail():
@@ -28,18 +28,18 @@ def fail():
 
 
 def test_what_is_measured_first_serves_later_processes(key):
-    costs = KnownCosts(key)
+    costs = PassCosts(key)
     costs.complete(lambda: table(0.1))
-    later = KnownCosts(key)
+    later = PassCosts(key)
     later.complete(fail)
     assert later.table == costs.table == table(0.1)
 
 
 def test_tuned_costs_take_the_place_of_those_measured_at_load(key):
-    costs = KnownCosts(key)
+    costs = PassCosts(key)
     costs.complete(lambda: table(0.1))
-    costs.remember(table(0.2))
-    assert costs.table == KnownCosts(key).table == table(0.2)
+    costs.store(table(0.2))
+    assert costs.table == PassCosts(key).table == table(0.2)
 
 
 def test_where_nothing_can_be_written_a_process_keeps_its_first_measurement(key, monkeypatch):
@@ -48,26 +48,26 @@ def test_where_nothing_can_be_written_a_process_keeps_its_first_measurement(key,
 
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setattr(os, "replace", refuse)
-    costs = KnownCosts(key)
+    costs = PassCosts(key)
     costs.complete(lambda: table(0.1))
     costs.complete(fail)
     assert costs.table == table(0.1)
-    assert KnownCosts(key).table.origin == "assumed"
+    assert PassCosts(key).table.origin == "assumed"
 
 
 def test_a_damaged_file_is_measured_again_and_noted(key):
     cost_files.write(key, table()).write_text("{", "utf-8")
-    costs = KnownCosts(key)
+    costs = PassCosts(key)
     assert "is not used" in costs.note
     costs.complete(lambda: table(0.2))
-    assert KnownCosts(key).table == table(0.2)
+    assert PassCosts(key).table == table(0.2)
 
 
 def test_a_pipeline_that_was_not_loaded_assumes_costs_and_stores_none():
-    costs = KnownCosts()
+    costs = PassCosts()
     assert costs.table.origin == "assumed"
     with pytest.raises(SpecEdgeError, match="not stored"):
-        costs.remember(table())
+        costs.store(table())
     assert not store.costs_folder().exists()
 
 
@@ -110,12 +110,11 @@ def test_tuning_times_every_pass_within_the_context(pipeline, monkeypatch):
         assert mode.host > 0
         assert all(list(costs) == sorted(costs) for costs in mode.draft)
         assert 0.3 < mode.acceptance["model"] < 1
-        assert 0 < mode.acceptance["lookup"] < 1
         assert 0 < mode.acceptance["suffix"] < 1
         assert all(list(costs) == sorted(costs) for costs in mode.target)
 
 
-@pytest.mark.parametrize(("max_tokens", "accepted"), [(8, [1, 1, 1, 1]), (2, [1, 1, 1, 0])])
+@pytest.mark.parametrize(("max_tokens", "accepted"), [(8, [1, 1, 1, 1, 0]), (2, [1, 1, 1, 0])])
 def test_copies_are_judged_as_rounds_of_their_drafter_alone_would_test_them(max_tokens, accepted):
     text = [1, 2, 3, 4, 1, 2, 3, 4, 1, 2, 9]
-    assert list(accepted_copies(Lookup(), text, 6, max_tokens)) == accepted
+    assert list(accepted_copies(Suffix(), text, 6, max_tokens)) == accepted

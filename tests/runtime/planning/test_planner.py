@@ -6,9 +6,14 @@ import dataclasses
 
 import pytest
 
-from specedge.runtime.planning.acceptance import Acceptance
-from specedge.runtime.planning.choices import Kind, Offer
-from specedge.runtime.planning.planner import SHARE, STAKE, Planner
+from specedge.runtime.planning.planner import (
+    BUDGET_ROUNDS,
+    BUDGET_SHARE,
+    AcceptanceEstimate,
+    Offer,
+    Planner,
+    RoundKind,
+)
 from virtual import VirtualRequest, constant, seconds, table, untuned
 
 FIXED = (1, 2, 3, 4, 6, 8, 12, 16)
@@ -28,7 +33,7 @@ def test_a_draft_of_which_nothing_is_expected_costs_less_than_two_percent(draft,
 def test_a_promise_that_does_not_hold_costs_its_stake_and_little_more(draft, tokens):
     for costs in (table(draft, prior={"model": 0.9}), untuned(draft)):
         request = VirtualRequest(costs, constant(0.0), tokens=tokens)
-        assert request.seconds <= (1 + 2.5 * SHARE) * tokens + STAKE + 2
+        assert request.seconds <= (1 + 2.5 * BUDGET_SHARE) * tokens + BUDGET_ROUNDS + 2
 
 
 @pytest.mark.parametrize("costs", [table(1.0, prior={"model": 1.0}), table(1.0), untuned(1.0)])
@@ -59,13 +64,13 @@ def test_a_pair_that_was_never_tuned_soon_does_well(alpha):
 def test_text_that_switches_beats_every_fixed_setting():
     def accepts(drafter, place, rng):
         repeats = place // 100 % 2 == 0
-        chance = {"lookup": 0.97 if repeats else 0.05, "model": 0.7 if repeats else 0.1}
+        chance = {"suffix": 0.97 if repeats else 0.05, "model": 0.7 if repeats else 0.1}
         return rng.random() < chance[drafter]
 
-    costs = table(prior={"model": 0.5, "lookup": 0.3})
+    costs = table(prior={"model": 0.5, "suffix": 0.3})
     rounds = {"copies": lambda place: 16, "tokens": 800}
     auto = seconds(costs, accepts, seeds=6, **rounds)
-    for drafter in ("model", "lookup"):
+    for drafter in ("model", "suffix"):
         for k in (0, *FIXED):
             assert auto < seconds(costs, accepts, seeds=6, fixed=(drafter, k), **rounds), (
                 drafter,
@@ -86,7 +91,7 @@ def test_a_draft_that_gets_good_again_is_found_by_probes():
         return place < 300 or place >= 600
 
     request = VirtualRequest(table(reading=0.002), accepts, tokens=1500, prompt=0)
-    assert request.planner.kinds[Kind.PROBE] > 0
+    assert request.planner.kinds[RoundKind.PROBE] > 0
     assert ("model", 16) in request.choices[-20:]
 
 
@@ -94,8 +99,8 @@ def test_a_draft_that_gets_good_again_is_found_by_probes():
 def test_probes_never_lose_more_than_their_share(reading, tokens, least):
     request = VirtualRequest(table(reading=reading), constant(0.0), tokens=tokens)
     planner = request.planner
-    assert planner.kinds[Kind.PROBE] >= least
-    assert planner.lost <= STAKE + SHARE * planner.seconds
+    assert planner.kinds[RoundKind.PROBE] >= least
+    assert planner.lost <= BUDGET_ROUNDS + BUDGET_SHARE * planner.seconds
 
 
 def test_a_short_answer_to_a_long_prompt_never_waits_for_the_draft():
@@ -123,11 +128,11 @@ def test_a_draft_whose_context_is_full_is_not_asked_for_more():
 
 
 def test_a_chain_goes_on_where_the_copy_ends():
-    planner = Planner(table(prior={"model": 0.9, "lookup": 0.95}), greedy=True)
+    planner = Planner(table(prior={"model": 0.9, "suffix": 0.95}), greedy=True)
     offers = [
         Offer("model", room=99),
-        Offer("lookup", "lookup", ready=3),
-        Offer("chain", "lookup", ready=3, room=99),
+        Offer("suffix", "suffix", ready=3),
+        Offer("chain", "suffix", ready=3, room=99),
     ]
     choice = planner.choose(offers, 50)
     assert choice.drafter == "chain"
@@ -136,9 +141,9 @@ def test_a_chain_goes_on_where_the_copy_ends():
 
 def test_a_drafter_without_a_model_is_probed_too_unless_it_copies():
     tables = Offer("ngram", "ngram", ready=16)
-    copies = Offer("lookup", "lookup", ready=16)  # of which every round tells
+    copies = Offer("suffix", "suffix", ready=16)  # of which every round tells
     for offer, probes in ((tables, True), (copies, False)):
-        planner = Planner(table(prior={"ngram": 0.0, "lookup": 0.0}), greedy=True)
+        planner = Planner(table(prior={"ngram": 0.0, "suffix": 0.0}), greedy=True)
         kinds = set()
         for _ in range(200):
             choice = planner.choose([offer], 50)
@@ -155,7 +160,7 @@ def test_a_drafter_that_is_never_right_is_given_up_however_little_a_row_costs():
         choice = planner.choose([tables], 50)
         planner.record(choice, ["ngram"] * choice.num_draft_tokens, 0)
         drafted.append(choice.num_draft_tokens)
-    assert 0.02 * sum(drafted[-200:]) <= 200 * SHARE + 0.02
+    assert 0.02 * sum(drafted[-200:]) <= 200 * BUDGET_SHARE + 0.02
 
 
 def test_a_verify_pass_that_costs_as_much_as_its_rows_stops_speculation():
@@ -171,7 +176,7 @@ def test_probes_that_draft_nothing_end_with_the_budget():
         choice = planner.choose(offers, 50)
         planner.record(choice, [], 0)
         kinds.append(choice.kind)
-    assert kinds.count("probe") <= (STAKE + 100 * SHARE) / 0.16 + 1
+    assert kinds.count("probe") <= (BUDGET_ROUNDS + 100 * BUDGET_SHARE) / 0.16 + 1
     assert kinds[-1] == "plain"
 
 
@@ -181,11 +186,11 @@ def test_a_token_that_a_grammar_forced_tells_nothing_of_the_drafter():
         choice = planner.choose([Offer("model", room=16)], 50)
         assert choice.kind == "probe"
         planner.record(choice, ["grammar"], 1)
-    assert planner.known("model").rate == 0.0
+    assert planner.estimate("model").rate == 0.0
 
 
 def test_a_rate_begins_at_what_is_expected_and_old_tests_fade():
-    known = Acceptance(0.75)
+    known = AcceptanceEstimate(0.75)
     assert known.rate == 0.75
     for _ in range(100):
         known.record(0, True)
@@ -196,7 +201,7 @@ def test_a_rate_begins_at_what_is_expected_and_old_tests_fade():
 
 
 def test_positions_have_rates_of_their_own_and_follow_the_ones_before_until_tested():
-    known = Acceptance(0.5)
+    known = AcceptanceEstimate(0.5)
     assert known.rates(4) == [0.5] * 4
     for _ in range(40):
         known.record(0, True)
@@ -206,20 +211,20 @@ def test_positions_have_rates_of_their_own_and_follow_the_ones_before_until_test
 
 
 def test_rates_that_a_drafter_promises_are_trusted_as_far_as_they_came_true():
-    known = Acceptance()
-    assert known.trusted([1.0, 0.8]) == [0.5, 0.4]
+    known = AcceptanceEstimate()
+    assert known.calibrate([1.0, 0.8]) == [0.5, 0.4]
     for _ in range(60):
-        known.trust([0.9, 0.9], 2)
-    assert known.trusted([0.9]) == [0.9]
+        known.record_predictions([0.9, 0.9], 2)
+    assert known.calibrate([0.9]) == [0.9]
     for _ in range(60):
-        known.trust([0.5], 0)
-    assert known.trusted([0.9])[0] < 0.1
+        known.record_predictions([0.5], 0)
+    assert known.calibrate([0.9])[0] < 0.1
 
 
 def test_k_goes_as_far_as_the_rates_of_its_own_tokens_pay():
     planner = Planner(table(row=0.1), greedy=True)
     for _ in range(60):
-        planner.known("suffix").trust([0.9], 1)
+        planner.estimate("suffix").record_predictions([0.9], 1)
     offer = Offer("suffix", "suffix", ready=6, rates=[0.9, 0.9, 0.9, 0.05, 0.9, 0.9])
     assert planner.choose([offer], 50).num_draft_tokens == 3
 

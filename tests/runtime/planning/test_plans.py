@@ -15,10 +15,10 @@ from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import Draft
 from specedge.runtime.drafters.chain import Chain
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.drafters.prompt_lookup import Lookup
-from specedge.runtime.planning.explain import explain
-from specedge.runtime.planning.planner import SHARE, STAKE, Planner
-from specedge.runtime.planning.plans import Auto, Replay, recorded
+from specedge.runtime.drafters.suffix import Guess, Suffix
+from specedge.runtime.planning.explanation import explain
+from specedge.runtime.planning.planner import BUDGET_ROUNDS, BUDGET_SHARE, Planner
+from specedge.runtime.planning.plans import AutoPlan, ReplayPlan, summarize_rounds
 from specedge.sampling_options import Sampling
 from virtual import table
 
@@ -28,13 +28,17 @@ GREEDY = Sampling()
 class Copies:
     """Proposes what always follows in the text of a model, right or wrong."""
 
-    name = "lookup"
+    name = "suffix"
 
-    def __init__(self, token):
-        self.token = token
+    def __init__(self, token, length=5):
+        self.token, self.length = token, length
+
+    def guess(self, history, max_tokens):
+        count = min(max_tokens, self.length)
+        return Guess([self.token] * count, [], count, count)
 
     def propose(self, history, max_tokens, sampling, uniforms):
-        return Draft([self.token] * min(max_tokens, 5))
+        return Draft(self.guess(history, max_tokens).tokens)
 
     def truncate(self, length):
         pass
@@ -46,7 +50,7 @@ def run(plan, target, sampling=GREEDY, tokens=60, seed=1):
 
 
 def auto(costs, **drafters):
-    return Auto(Planner(costs, greedy=True), drafters)
+    return AutoPlan(Planner(costs, greedy=True), drafters)
 
 
 def test_rounds_record_what_was_chosen_for_them():
@@ -63,7 +67,7 @@ def test_an_unlike_draft_is_given_up_and_the_text_is_the_targets():
     plan = auto(table(), model=DraftModel(TableModel(hashed_distribution(2, 50))))
     rounds = run(plan, TableModel(hashed_distribution(1, 50)), tokens=100)
     plain = run(
-        Replay([("plain", 0, 100)], {"model": Copies(0)}),
+        ReplayPlan([("plain", 0, 100)], {"model": Copies(0)}),
         TableModel(hashed_distribution(1, 50)),
         tokens=100,
     )
@@ -92,12 +96,12 @@ def test_the_first_token_does_not_wait_for_a_draft_that_reads_longer_than_a_pass
 
 
 def test_a_copy_is_drafted_before_the_first_token_all_the_same():
-    costs = table(draft=0.1, reading=0.08, prior={"model": 0.98, "lookup": 0.98})
+    costs = table(draft=0.1, reading=0.08, prior={"model": 0.98, "suffix": 0.98})
     model = DraftModel(TableModel(hashed_distribution(1, 8)))
-    plan = auto(costs, lookup=Copies(3), chain=Chain(Copies(3), model))
+    plan = auto(costs, suffix=Copies(3), chain=Chain(Copies(3), model))
     decoder = SpeculativeDecoder(TableModel(lambda text: [0, 0, 0, 1]), plan, Stopwatch())
     first = next(decoder.rounds([1] * 40, GREEDY, 1, 40))
-    assert first.sources == ("lookup",) * 5
+    assert first.sources == ("suffix",) * 5
     assert first.num_draft_tokens == 5
     assert model.model.length == 0
 
@@ -107,14 +111,14 @@ class Counted(Copies):
 
     asked = 0
 
-    def propose(self, history, max_tokens, sampling, uniforms):
+    def guess(self, history, max_tokens):
         self.asked += 1
-        return super().propose(history, max_tokens, sampling, uniforms)
+        return super().guess(history, max_tokens)
 
 
 def test_where_nothing_pays_most_rounds_are_not_planned_anew():
     copies = Counted(7)
-    plan = auto(table(prior={"lookup": 0.0}, unit=5e-4), lookup=copies)
+    plan = auto(table(prior={"suffix": 0.0}, unit=5e-4), suffix=copies)
     rounds = run(plan, TableModel(lambda text: [1, 0, 0, 0, 0, 0, 0, 0]), tokens=200)
     assert {one.drafter for one in rounds} == {"plain"}
     assert 10 <= copies.asked <= 40
@@ -128,7 +132,12 @@ def test_a_round_may_lose_no_more_than_is_left(draft):
     planner, next_, over = plan.planner, plan.next, []
 
     def checked(history, left):
-        spare = STAKE + SHARE * planner.seconds + planner.gained + planner._reading
+        spare = (
+            BUDGET_ROUNDS
+            + BUDGET_SHARE * planner.seconds
+            + planner.gained
+            + planner._longest_reading
+        )
         step = next_(history, left)
         k, costs = step.num_draft_tokens, planner.last_costs
         most = costs.rounds[k] + costs.passes[k]
@@ -142,46 +151,45 @@ def test_a_round_may_lose_no_more_than_is_left(draft):
 
 def test_rounds_that_take_much_longer_than_planning_are_all_planned():
     copies = Counted(7)
-    plan = auto(table(prior={"lookup": 0.0}), lookup=copies)
+    plan = auto(table(prior={"suffix": 0.0}), suffix=copies)
     run(plan, TableModel(lambda text: [1, 0, 0, 0, 0, 0, 0, 0]), tokens=50)
     assert copies.asked == 50
 
 
 def test_copies_that_were_only_watched_are_used_once_they_prove_right():
     target = TableModel(lambda text: [0, 0, 0, 1])
-    plan = auto(table(row=0.2, prior={"lookup": 0.0}), lookup=Copies(3))
+    plan = auto(table(row=0.2, prior={"suffix": 0.0}), suffix=Copies(3))
     rounds = run(plan, target)
     assert rounds[0].drafter == "plain"
-    assert rounds[-2].drafter == "lookup"
+    assert rounds[-2].drafter == "suffix"
 
 
 def test_copies_that_are_wrong_lose_no_more_than_the_stake_and_are_hardly_used_after_it():
     target = TableModel(lambda text: [0, 0, 0, 1])
-    plan = auto(table(prior={"lookup": 0.5}), lookup=Copies(2))
+    plan = auto(table(prior={"suffix": 0.5}), suffix=Copies(2))
     rounds = run(plan, target, tokens=100)
-    assert plan.planner.gained > -1.5 * STAKE
+    assert plan.planner.gained > -1.5 * BUDGET_ROUNDS
     assert [one.drafter for one in rounds[40:]].count("plain") >= 50
 
 
 @pytest.mark.parametrize(("rate", "name"), [(0.95, "chain"), (0.3, "model")])
 def test_without_a_copy_the_model_may_lead_to_one_where_copies_are_accepted(rate, name):
     distribution = hashed_distribution(1, 8)
-    lookup, model = Copies(0), DraftModel(TableModel(distribution))
-    lookup.propose = lambda *_: Draft([])
-    drafters = {"model": model, "lookup": lookup, "chain": Chain(lookup, model)}
-    plan = auto(table(prior={"model": 0.9, "lookup": rate}), **drafters)
+    suffix, model = Copies(0, length=0), DraftModel(TableModel(distribution))
+    drafters = {"model": model, "suffix": suffix, "chain": Chain(suffix, model)}
+    plan = auto(table(prior={"model": 0.9, "suffix": rate}), **drafters)
     assert run(plan, TableModel(distribution))[0].drafter == name
 
 
 def test_a_shorter_planned_request_gives_the_beginning_of_a_longer_one():
     distributions = [cache(hashed_distribution(seed, 3)) for seed in (1, 2)]
-    costs = table(draft=0.12, row=0.04, reading=0.05, prior={"model": 0.8, "lookup": 0.9})
+    costs = table(draft=0.12, row=0.04, reading=0.05, prior={"model": 0.8, "suffix": 0.9})
 
     def run_for(count, seed):
-        lookup = Lookup(2, 3)
+        suffix = Suffix(min_match=2, max_match=3)
         model = DraftModel(TableModel(distributions[1], context_length=40), context_length=40)
-        drafters = {"model": model, "lookup": lookup, "chain": Chain(lookup, model)}
-        plan = Auto(Planner(costs, greedy=False), drafters)
+        drafters = {"model": model, "suffix": suffix, "chain": Chain(suffix, model)}
+        plan = AutoPlan(Planner(costs, greedy=False), drafters)
         rounds = run(plan, TableModel(distributions[0]), Sampling(1.0), count, seed)
         return [token for one in rounds for token in one.tokens][:count]
 
@@ -195,7 +203,11 @@ def test_a_replay_repeats_rounds_and_tokens_whatever_the_table(temperature):
     sampling = Sampling(temperature)
     drafters = {"model": DraftModel(TableModel(hashed_distribution(2, 8)))}
     first = run(auto(table(), **drafters), TableModel(hashed_distribution(1, 8)), sampling)
-    again = run(Replay(recorded(first), drafters), TableModel(hashed_distribution(1, 8)), sampling)
+    again = run(
+        ReplayPlan(summarize_rounds(first), drafters),
+        TableModel(hashed_distribution(1, 8)),
+        sampling,
+    )
     assert again == first
 
 
@@ -203,9 +215,9 @@ def test_a_replay_that_is_too_short_or_names_another_drafter_is_an_error():
     target = TableModel(hashed_distribution(1, 8))
     drafters = {"model": DraftModel(TableModel(hashed_distribution(1, 8)))}
     with pytest.raises(ReplayError, match="ends after 3 rounds"):
-        run(Replay([("model", 1, 2), ("plain", 0, 1)], drafters), target)
+        run(ReplayPlan([("model", 1, 2), ("plain", 0, 1)], drafters), target)
     with pytest.raises(ReplayError, match="rounds of 'tables'"):
-        Replay([("tables", 1, 2)], drafters)
+        ReplayPlan([("tables", 1, 2)], drafters)
 
 
 @pytest.mark.parametrize(
@@ -265,11 +277,11 @@ def test_an_explanation_names_costs_acceptance_choices_and_gain():
     rounds = run(plan, TableModel(distribution))
     text = "\n".join(explain(plan, rounds))
     for part in (
-        "specedge tune", "draft pass", "acceptance of model: 0.9", "round 1: model, K = 8:",
-        "tokens expected", "times the target alone", "times as fast", "0 probes",
+        "specedge tune", "draft pass", "acceptance rate of model: 0.9", "round 1: model, K = 8:",
+        "tokens expected", "times the speed of plain decoding", "times as fast", "0 probes",
     ):  # fmt: skip
         assert part in text
-    assert explain(Replay([("model", 1, 9)], {"model": Copies(0)}), []) == [
+    assert explain(ReplayPlan([("model", 1, 9)], {"model": Copies(0)}), []) == [
         "the rounds were given: "
     ]
 
@@ -296,15 +308,8 @@ def test_a_run_of_ones_own_drafter_at_a_fixed_k_can_be_replayed(pipeline):
     assert again.plan == run.plan
 
 
-@pytest.mark.parametrize("name", ["lookup", "suffix"])
-def test_any_drafter_that_copies_is_planned_by_how_often_its_own_tokens_were_accepted(name):
-    class Named(Copies):
-        pass
-
-    Named.name = name
-    copies = Named(3)
-    target = TableModel(lambda text: [0, 0, 0, 1])
-    plan = auto(table(row=0.2, prior={name: 0.0}), **{name: copies})
-    rounds = run(plan, target)
-    assert [rounds[0].drafter, rounds[-2].drafter] == ["plain", name]
-    assert list(plan.planner.acceptance) == [name]
+def test_suffix_decoding_is_planned_by_the_acceptance_of_its_own_tokens():
+    plan = auto(table(row=0.2, prior={"suffix": 0.0}), suffix=Copies(3))
+    rounds = run(plan, TableModel(lambda text: [0, 0, 0, 1]))
+    assert [rounds[0].drafter, rounds[-2].drafter] == ["plain", "suffix"]
+    assert list(plan.planner.acceptance) == ["suffix"]

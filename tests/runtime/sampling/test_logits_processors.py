@@ -11,7 +11,7 @@ from specedge.runtime.decoding.decoding import SpeculativeDecoder
 from specedge.runtime.decoding.timing import Stopwatch
 from specedge.runtime.decoding.verification import draw
 from specedge.runtime.drafters.draft_model import DraftModel
-from specedge.runtime.planning.plans import Fixed
+from specedge.runtime.planning.plans import FixedPlan
 from specedge.runtime.sampling.history import History
 from specedge.runtime.sampling.logits import Row
 from specedge.runtime.sampling.logits_processors import process_logits
@@ -128,7 +128,7 @@ def generate_of(
     target_distribution, draft_distribution, sampling, k, seed, draft_vocab=6, count=30
 ):
     drafter = DraftModel(TableModel(draft_distribution, draft_vocab), vocab_size=draft_vocab)
-    one = SpeculativeDecoder(TableModel(target_distribution), Fixed(drafter, k), Stopwatch())
+    one = SpeculativeDecoder(TableModel(target_distribution), FixedPlan(drafter, k), Stopwatch())
     rounds = list(one.rounds((0, 1), sampling, seed, count))
     return [token for round_ in rounds for token in round_.tokens][:count]
 

@@ -6,7 +6,7 @@ import pytest
 from fakes import Sure
 from specedge import Distribution, Draft
 from specedge.errors import DrafterError
-from specedge.runtime.drafters.checked import Checked
+from specedge.runtime.drafters.custom import CustomDrafter
 from specedge.runtime.sampling.history import History
 from specedge.sampling_options import Sampling
 
@@ -18,18 +18,18 @@ def distribution(*probs, ids=None):
 @pytest.mark.parametrize(
     ("draft", "message"),
     [
-        (Draft([0, 1, 2]), "proposed 3 tokens, 2 were asked for"),
+        (Draft([0, 1, 2]), "proposed 3 tokens, expected at most 2"),
         (Draft([3]), "token 3, which is not between 0 and 2"),
         (Draft([-1]), "token -1"),
-        (Draft(["a"]), "'a', which is no token"),
-        (Draft([1.0]), "1.0, which is no token"),
+        (Draft(["a"]), "'a', which is not a token id"),
+        (Draft([1.0]), "1.0, which is not a token id"),
         (Draft([0], [distribution(1.0), distribution(1.0)]), "1 tokens and 2 distributions"),
         (Draft([0], None, ["a", "b"]), "1 tokens and 2 sources"),
-        (Draft([0], [distribution(1.5, -0.5)]), "below 0"),
+        (Draft([0], [distribution(1.5, -0.5)]), "negative"),
         (Draft([0], [distribution(np.nan, 1.0)]), "add up to nan"),
         (Draft([0], [distribution(np.inf, 1.0)]), "add up to inf"),
-        (Draft([0], [distribution(0.0, 1.0)]), "to which its distribution gives nothing"),
-        (Draft([0], [distribution(0.1, 0.2, 0.3, 0.4)]), "over 4 tokens, not over 3"),
+        (Draft([0], [distribution(0.0, 1.0)]), "whose probability in its distribution is 0"),
+        (Draft([0], [distribution(0.1, 0.2, 0.3, 0.4)]), "over 4 tokens, expected 3"),
         (Draft([0], [distribution(0.5, 0.5, ids=[0])]), "over 2 tokens"),
         (Draft([0], [distribution(0.5, 0.5, ids=[1, 0])]), "do not ascend"),
         (Draft([0], [distribution(0.5, 0.5, ids=[0, 3])]), "do not ascend within"),
@@ -42,7 +42,7 @@ def test_a_drafter_that_breaks_a_rule_is_told_which(draft, message):
             return draft
 
     with pytest.raises(DrafterError, match=f"the drafter 'sure' .*({message})"):
-        Checked(Wrong(), 3).propose(History((0,)), 2, Sampling(1.0), np.zeros(2))
+        CustomDrafter(Wrong(), 3).propose(History((0,)), 2, Sampling(1.0), np.zeros(2))
 
 
 def test_numpys_integers_are_tokens():
@@ -50,5 +50,5 @@ def test_numpys_integers_are_tokens():
         def propose(self, history, max_tokens, sampling, uniforms):
             return Draft(list(np.array([1, 2])))
 
-    made = Checked(Numbers(), 3).propose(History((0,)), 2, Sampling(1.0), np.zeros(2))
+    made = CustomDrafter(Numbers(), 3).propose(History((0,)), 2, Sampling(1.0), np.zeros(2))
     assert [type(token) for token in made.tokens] == [int, int]

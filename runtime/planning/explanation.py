@@ -1,0 +1,101 @@
+"""Explanation of a request's plan: costs, acceptance rates, choices and gain, as lines of text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+
+from ..decoding.protocols import Plan, Round
+from .planner import Planner, RoundChoice, RoundKind
+from .plans import AutoPlan, summarize_rounds
+
+ORIGINS = {
+    "tune": "measured by 'specedge tune'",
+    "load": "measured when the bundle was first loaded here; 'specedge tune' measures more",
+    "assumed": "assumed, for models that were not loaded from a bundle",
+}
+MAX_CHANGES = 40  # choices that are listed; the rest are counted
+
+
+def explain(plan: Plan, rounds: Sequence[Round]) -> list[str]:
+    """Return the costs, acceptance rates, each change of choice with its reason, and the gain."""
+    if not isinstance(plan, AutoPlan):
+        return [f"the rounds were given: {_count(rounds)}"]
+    planner = plan.planner
+    return [
+        f"costs: {ORIGINS[planner.table.origin]}",
+        *_costs(planner),
+        *(_acceptance(planner, name) for name in sorted(planner.acceptance)),
+        *_changes(plan.changes),
+        f"rounds: {_count(rounds)}",
+        *_gain(planner),
+    ]
+
+
+def _costs(planner: Planner) -> list[str]:
+    costs = planner.last_costs
+    if costs is None:
+        return []
+    ks = [k for k in (0, 1, 2, 4, 8, 16) if k < len(costs.rounds)]
+    rounds = [f"{k}: {_ms(costs.rounds[k])}" for k in ks]
+    passes = [f"{k}: {_ms(costs.passes[k])}" for k in ks[1:]]
+    return [
+        f"  ms of a round's verify pass and host work, by K: {', '.join(rounds)}",
+        f"  ms of a round's draft passes, by K: {', '.join(passes)}; a token of prefill:"
+        f" {_ms(costs.reading)}",
+    ]
+
+
+def _acceptance(planner: Planner, name: str) -> str:
+    estimate = planner.acceptance[name]
+    return (
+        f"acceptance rate of {name}: {estimate.rate:.2f} at the end,"
+        f" {estimate.expected:.2f} expected at the start"
+    )
+
+
+def _changes(changes: Sequence[tuple[int, RoundChoice]]) -> list[str]:
+    lines = [f"round {number}: {_choice(choice)}" for number, choice in changes[:MAX_CHANGES]]
+    if len(changes) > MAX_CHANGES:
+        lines.append(f"{len(changes) - MAX_CHANGES} more changes")
+    return lines
+
+
+def _choice(choice: RoundChoice) -> str:
+    if choice.kind == RoundKind.PLAIN:
+        return "plain decoding, no draft promises a gain"
+    seconds = choice.seconds - choice.reading
+    speedup = choice.expected_tokens * choice.plain_seconds / seconds
+    setting = f"{choice.drafter}, K = {choice.num_draft_tokens}"
+    expected = f"{choice.expected_tokens:.2f} tokens expected in {_ms(seconds)} ms"
+    if choice.reading:
+        expected += f" after {_ms(choice.reading)} ms of catch-up"
+    if choice.kind == RoundKind.PROBE:
+        return f"{setting}: a probe, {expected}"
+    return f"{setting}: {expected}, {speedup:.2f} times the speed of plain decoding"
+
+
+def _count(rounds: Sequence[Round]) -> str:
+    def setting(planned: tuple[str, int, int]) -> tuple[str, int]:
+        return planned[:2]
+
+    groups = groupby(sorted(summarize_rounds(rounds), key=setting), key=setting)
+    counts = {key: sum(count for _, _, count in group) for key, group in groups}
+    ordered = sorted(counts.items(), key=lambda item: -item[1])
+    return ", ".join(
+        f"{count} of {name}" + (f" K = {k}" if k else "") for (name, k), count in ordered
+    )
+
+
+def _gain(planner: Planner) -> list[str]:
+    if planner.expected_speedup is None:
+        return []
+    return [
+        f"by these costs the rounds took {_ms(planner.seconds)} ms, plain decoding"
+        f" {_ms(planner.plain_seconds)} ms: {planner.expected_speedup:.2f} times as fast;"
+        f" {planner.kinds[RoundKind.PROBE]} probes lost {_ms(planner.lost)} ms"
+    ]
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g}"
