@@ -1,5 +1,6 @@
 """Documents name what exists: links, paths, commands and options; the README's snippet runs."""
 
+import itertools
 import re
 import unicodedata
 from pathlib import Path
@@ -129,7 +130,10 @@ def test_documented_fields_are_those_of_the_server(endpoint):
         "responses": (requests.parse_response, {"input": "a"}),
     }[endpoint]
     names = documented_fields()[endpoint]
-    assert {*fields.OPTIONS} <= names
+    known = itertools.chain(
+        *fields.OPTIONS.values(), fields.NEUTRAL[endpoint], fields.UNSUPPORTED_FIELDS[endpoint]
+    )
+    assert {*known} <= names
     codes = {}
     for name in names - body.keys():
         try:
