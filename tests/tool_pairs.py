@@ -61,14 +61,19 @@ class Writing(Pipeline):
 
 def tool_pair(name, slots=2, special=True):
     """A pair of a family; its marks are tokens, or else ordinary text."""
+    added = {"<think>": False} | (SPECIAL[name] if special else {})
+    return scripted_pair(TEMPLATES[name], added, slots)
+
+
+def scripted_pair(template, added=(), slots=1):
+    """A pair with a chat template that writes a text; `added` tokens are special or not."""
     pipeline = specedge.load(store.embedded_folder(), slots=slots)
     bundle = dataclasses.replace(
         pipeline.bundle,
-        chat_template=TEMPLATES[name],
+        chat_template=template,
         special_tokens={"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>"},
     ).at(pipeline.bundle.folder)
-    added = {"<think>": False} | (SPECIAL[name] if special else {})
-    tokenizer = renamed(pipeline.tokenizer, added)
+    tokenizer = renamed(pipeline.tokenizer, dict(added))
     first, *more = pipeline.slots.all
     more = [(slot.target, slot.draft) for slot in more]
     return Writing(bundle, tokenizer, first.target, first.draft, more=more)

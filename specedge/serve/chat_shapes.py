@@ -16,8 +16,10 @@ from specedge.version import __version__
 from .choices import OutputItem, ResponseChoice, new_id, sse_event, usage_of
 from .errors import ApiError
 from .job_queue import TextPiece
+from .output_parser import AnswerPart
+from .reasoning import ReasoningDelta
 from .requests import ParsedRequest
-from .tools.parser import AnswerPart, CallDelta
+from .tools.parser import CallDelta
 
 FINGERPRINT = f"specedge-{__version__}"
 MIN_LOGPROB = -9999.0  # instead of minus infinity, which JSON lacks; as in OpenAI's API
@@ -181,12 +183,7 @@ class ChatShaper(_ChunkShaper):
         self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
     ) -> Iterator[str]:
         """Yield a chunk for each part; the first has the spans and log-probabilities."""
-        deltas = [
-            {"tool_calls": [_call_delta(part)]}
-            if isinstance(part, CallDelta)
-            else {"content": part}
-            for part in parts
-        ]
+        deltas = [_delta_of(part) for part in parts]
         spans, logprobs = self._spans(piece), self._format_logprobs(piece.logprobs)
         token_ids = self._token_ids(piece.tokens)
         if not deltas and (spans or logprobs or token_ids):
@@ -208,6 +205,8 @@ class ChatShaper(_ChunkShaper):
 
     def _choice(self, index: int, choice: ResponseChoice) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": choice.text, "refusal": None}
+        if reasoning := choice.reasoning:
+            message |= _reasoning_fields(reasoning)
         if calls := choice.calls:
             message["content"] = choice.text or None
             message["tool_calls"] = [_call(call) for call in calls]
@@ -216,6 +215,17 @@ class ChatShaper(_ChunkShaper):
 
     def _format_logprobs(self, logprobs: list[TokenLogprobs]) -> dict[str, Any] | None:
         return self._logprobs.for_chat(logprobs) if self._has_logprobs else None
+
+
+def _delta_of(part: AnswerPart) -> dict[str, Any]:
+    if isinstance(part, CallDelta):
+        return {"tool_calls": [_call_delta(part)]}
+    return _reasoning_fields(part.text) if isinstance(part, ReasoningDelta) else {"content": part}
+
+
+def _reasoning_fields(text: str) -> dict[str, Any]:
+    """Return thinking by the names that vLLM, llama.cpp and OpenRouter give it."""
+    return {"reasoning_content": text, "reasoning": text}
 
 
 def _call(call: OutputItem) -> dict[str, Any]:

@@ -14,7 +14,9 @@ from specedge.runtime.text.assembler import FinishReason
 
 from .errors import ApiError
 from .job_queue import TextPiece
-from .tools.parser import AnswerPart, CallDelta, ToolCallParser
+from .output_parser import AnswerPart, OutputParser
+from .reasoning import ReasoningDelta
+from .tools.parser import CallDelta
 
 FINISH_REASONS = {
     FinishReason.END: "stop",
@@ -26,11 +28,17 @@ FINISH_REASONS = {
 
 @dataclass
 class OutputItem:
-    """An item of a choice: a text, or the arguments of a call of the function `name`."""
+    """An item of a choice: a text, thinking, or the arguments of a call of the function `name`."""
 
     text: str = ""
     id: str | None = None
     name: str | None = None
+    is_reasoning: bool = False
+
+    @property
+    def is_text(self) -> bool:
+        """Return True if the item is text for the user."""
+        return self.name is None and not self.is_reasoning
 
 
 @dataclass
@@ -38,8 +46,8 @@ class ResponseChoice:
     """A choice as it grows.
 
     Attributes:
-        parser: Parser of tool calls, None if the text cannot have any.
-        items: Text and calls so far.
+        parser: Parser of thinking and tool calls.
+        items: Text, thinking and calls so far.
         first_time: `time.perf_counter()` at the first piece.
         logprobs: Log-probabilities of the tokens so far.
         num_tokens: Number of tokens so far.
@@ -48,7 +56,7 @@ class ResponseChoice:
         finished: The generation, once it has ended.
     """
 
-    parser: ToolCallParser | None = None
+    parser: OutputParser = field(default_factory=OutputParser)
     items: list[OutputItem] = field(default_factory=list)
     first_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -59,11 +67,11 @@ class ResponseChoice:
 
     def parse(self, piece: TextPiece) -> list[AnswerPart]:
         """Return the parts that a piece completes."""
-        return [piece.text] if self.parser is None else self.parser.feed(piece.text)
+        return self.parser.feed(piece.text)
 
     def parse_end(self) -> list[AnswerPart]:
         """Return the remaining parts at the end of the text."""
-        return [] if self.parser is None else self.parser.end()
+        return self.parser.end()
 
     def add(self, parts: Sequence[AnswerPart], logprobs: Sequence[TokenLogprobs] = ()) -> None:
         """Append parts to the items."""
@@ -75,8 +83,13 @@ class ResponseChoice:
 
     @property
     def text(self) -> str:
-        """Return the text without the calls."""
-        return "".join(item.text for item in self.items if item.name is None)
+        """Return the text without thinking and calls."""
+        return "".join(item.text for item in self.items if item.is_text)
+
+    @property
+    def reasoning(self) -> str:
+        """Return the thinking."""
+        return "".join(item.text for item in self.items if item.is_reasoning)
 
     @property
     def calls(self) -> list[OutputItem]:
@@ -87,7 +100,7 @@ class ResponseChoice:
     def finish_reason(self) -> str:
         """Return the finish reason in OpenAI's terms."""
         reason = FINISH_REASONS[self.generation.finish_reason]
-        has_calls = self.parser is not None and self.calls and self.parser.is_complete
+        has_calls = self.calls and self.parser.is_complete
         return "tool_calls" if has_calls and reason == "stop" else reason
 
     @property
@@ -101,17 +114,23 @@ def continues_item(items: Sequence[OutputItem], part: AnswerPart) -> bool:
     """Return True if a part continues the last item."""
     if isinstance(part, CallDelta):
         return part.name is None
-    return bool(items) and items[-1].name is None
+    if not items or items[-1].name is not None:
+        return False
+    return items[-1].is_reasoning == isinstance(part, ReasoningDelta)
 
 
 def new_item(part: AnswerPart) -> OutputItem:
     """Return the item that a part begins, without its text."""
-    return OutputItem("", part.id, part.name) if isinstance(part, CallDelta) else OutputItem()
+    if isinstance(part, CallDelta):
+        return OutputItem("", part.id, part.name)
+    return OutputItem(is_reasoning=isinstance(part, ReasoningDelta))
 
 
 def part_text(part: AnswerPart) -> str:
     """Return the text of a part, or its share of a call's arguments."""
-    return part.arguments if isinstance(part, CallDelta) else part
+    if isinstance(part, CallDelta):
+        return part.arguments
+    return part.text if isinstance(part, ReasoningDelta) else part
 
 
 class ResponseShaper(Protocol):

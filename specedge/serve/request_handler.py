@@ -25,8 +25,8 @@ from .choices import ResponseChoice, ResponseShaper
 from .errors import ApiError
 from .job_queue import JobEvent, JobQueue, TextPiece, merge_events
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
+from .output_parser import AnswerPart
 from .requests import ParsedRequest, PreparedRequest, option_error
-from .tools.parser import AnswerPart
 
 T = TypeVar("T")
 
@@ -116,11 +116,8 @@ class RequestHandler:
                 self._prepared = await self._prepare()
         except Exception as error:
             raise self._api_error(error) from error
-        call_format = self._prepared.call_format
         self._choices = [
-            ResponseChoice(
-                None if call_format is None else call_format.parser(), prompt_tokens=prompt
-            )
+            ResponseChoice(self._prepared.parser(), prompt_tokens=prompt)
             for prompt in self._prepared.prompts
             for _ in range(self._request.num_choices_each)
         ]

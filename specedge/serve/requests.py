@@ -28,6 +28,14 @@ from .fields import (
     parse_options,
 )
 from .messages import Message, has_tool_calls, parse_messages
+from .output_parser import OutputParser
+from .reasoning import (
+    MAX_TAIL,
+    ReasoningParser,
+    ThinkingFormat,
+    grammar_after_thinking,
+    thinking_format_of,
+)
 from .response_format import ResponseFormat, parse_chat_format, parse_responses_format
 from .tools.call_format import CallFormat, call_format_of
 from .tools.declarations import ToolSet, parse_chat_tools, parse_responses_tools
@@ -124,12 +132,30 @@ class ParsedRequest:
 
 @dataclass(frozen=True)
 class PreparedRequest:
-    """Token ids of each prompt, options of the pipeline, and the format of calls, if any."""
+    """A request with token ids and options of the pipeline.
+
+    Attributes:
+        prompts: Token ids of each prompt.
+        options: Options of the pipeline's request.
+        call_format: The format of the text's calls, if it may have any.
+        visible_tokens: Special tokens whose names stay in the text.
+        thinking: The format of the text's thinking, if it may have any.
+        is_thinking: True if the text begins within thinking.
+    """
 
     prompts: list[list[int]]
     options: dict[str, Any]
     call_format: CallFormat | None = None
     visible_tokens: frozenset[int] = frozenset()
+    thinking: ThinkingFormat | None = None
+    is_thinking: bool = False
+
+    def parser(self) -> OutputParser:
+        """Return a parser for one text."""
+        thinking = self.thinking
+        reasoning = None if thinking is None else ReasoningParser(thinking, self.is_thinking)
+        calls = None if self.call_format is None else self.call_format.parser()
+        return OutputParser(reasoning, calls)
 
 
 def parse_chat(body: object, settings: ParserSettings) -> ParsedRequest:
@@ -372,7 +398,7 @@ def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
     chats: list[list[Message]] = request.prompts if request.is_chat else []
     if request.tools is None and not any(map(has_tool_calls, chats)):
         tokens = _tokenize(pipeline, request, request.prompts, options)
-        return PreparedRequest(tokens, options, None, visible)
+        return _with_thinking(pipeline, request, PreparedRequest(tokens, options, None, visible))
     call_format = call_format_of(
         pipeline.bundle, pipeline.tokenizer, request.tools, request.prompt_field
     )
@@ -381,7 +407,35 @@ def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
     prompts = [call_format.convert_messages(chat) for chat in chats]
     tokens = _tokenize(pipeline, request, prompts, options, call_format.template_tools)
     visible |= call_format.visible_tokens
-    return PreparedRequest(tokens, options, call_format if request.tools else None, visible)
+    prepared = PreparedRequest(tokens, options, call_format if request.tools else None, visible)
+    return _with_thinking(pipeline, request, prepared)
+
+
+def _with_thinking(
+    pipeline: Pipeline, request: ParsedRequest, prepared: PreparedRequest
+) -> PreparedRequest:
+    """Return the request with the format of its text's thinking, after which grammars begin."""
+    template, tokenizer = pipeline.bundle.chat_template, pipeline.tokenizer
+    if not request.is_chat or template is None:
+        return prepared
+    thinking = thinking_format_of(template, tokenizer)
+    (prompt,) = prepared.prompts
+    prompt_end = str(tokenizer.decode(prompt[-MAX_TAIL:], skip_special_tokens=False))
+    if thinking is None or thinking.is_closed(prompt_end):
+        return prepared
+    is_open, options = thinking.is_open(prompt_end), dict(prepared.options)
+    if grammar := grammar_after_thinking(options, thinking, tokenizer, is_open):
+        for name in GRAMMARS:
+            options.pop(name, None)
+        options["grammar"] = grammar
+    marks = _special_tokens(pipeline) & {tokenizer.token_to_id(mark) for mark in thinking.marks}
+    return dataclasses.replace(
+        prepared,
+        options=options,
+        thinking=thinking,
+        is_thinking=is_open,
+        visible_tokens=prepared.visible_tokens | marks,
+    )
 
 
 def _special_tokens(pipeline: Pipeline) -> frozenset[int]:

@@ -1,4 +1,4 @@
-"""Responses of /v1/responses: a message of one text, and function calls."""
+"""Responses of /v1/responses: reasoning, a message of one text, and function calls."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from .choices import (
 )
 from .errors import ApiError
 from .job_queue import TextPiece
+from .output_parser import AnswerPart
 from .requests import ParsedRequest
-from .tools.parser import AnswerPart
 
 _INCOMPLETE = {FinishReason.LENGTH, FinishReason.CONTEXT}
 _INCOMPLETE_DETAILS = {"reason": "max_output_tokens"}
@@ -35,7 +35,6 @@ class ResponsesShaper:
         self._sequence_number = 0
         self._ids: list[str] = []
         self._items: list[OutputItem] = []  # as far as events have reported them
-        self._may_call = request.tools is not None
         options = request.options
         self._fields: dict[str, Any] = {
             "id": new_id("resp"),
@@ -59,8 +58,6 @@ class ResponsesShaper:
     def begin(self) -> Iterator[str]:
         yield self._event("response.created", response=self._fields)
         yield self._event("response.in_progress", response=self._fields)
-        if not self._may_call:
-            yield from self._add_item(OutputItem())
 
     def piece(
         self, index: int, piece: TextPiece, parts: Sequence[AnswerPart], choice: ResponseChoice
@@ -76,7 +73,9 @@ class ResponsesShaper:
             yield from self._item_delta(item, text)
 
     def end(self, index: int, choice: ResponseChoice) -> Iterator[str]:
-        if not self._items:
+        if not self._items or (self._items[-1].is_reasoning and _status(choice) == "completed"):
+            if self._items:
+                yield from self._finish_item("completed")
             yield from self._add_item(OutputItem())
         yield from self._finish_item(_status(choice))
 
@@ -92,7 +91,9 @@ class ResponsesShaper:
     def body(self, choices: Sequence[ResponseChoice]) -> dict[str, Any]:
         (choice,) = choices
         status = _status(choice)
-        items = choice.items or [OutputItem()]
+        items = [*choice.items]
+        if not items or (items[-1].is_reasoning and status == "completed"):
+            items.append(OutputItem())
         statuses = ["completed"] * (len(items) - 1) + [status]
         usage = usage_of(choices, 1)
         return self._fields | {
@@ -118,11 +119,14 @@ class ResponsesShaper:
             item_json["content"] = []
         yield self._event("response.output_item.added", output_index=self._last, item=item_json)
         if item.name is None:
-            part = _text_part("")
+            part = _content_part(item, "")
             yield self._event("response.content_part.added", **self._content_location, part=part)
 
     def _item_delta(self, item: OutputItem, text: str) -> Iterator[str]:
-        if item.name is None:
+        if item.is_reasoning:
+            location = self._content_location
+            yield self._event("response.reasoning_text.delta", **location, delta=text)
+        elif item.name is None:
             delta = {"delta": text, "logprobs": []}
             yield self._event("response.output_text.delta", **self._content_location, **delta)
         elif text:
@@ -132,10 +136,15 @@ class ResponsesShaper:
     def _finish_item(self, status: str) -> Iterator[str]:
         """Yield the events that end the last item."""
         item, last = self._items[-1], self._last
-        if item.name is None:
+        if item.is_reasoning:
+            location = self._content_location
+            yield self._event("response.reasoning_text.done", **location, text=item.text)
+            part = _content_part(item, item.text)
+            yield self._event("response.content_part.done", **location, part=part)
+        elif item.name is None:
             location = self._content_location
             yield self._event("response.output_text.done", **location, text=item.text, logprobs=[])
-            part = _text_part(item.text)
+            part = _content_part(item, item.text)
             yield self._event("response.content_part.done", **location, part=part)
         else:
             yield self._event(
@@ -160,13 +169,17 @@ class ResponsesShaper:
 
     def _id(self, index: int, item: OutputItem) -> str:
         while len(self._ids) <= index:
-            self._ids.append(new_id("msg" if item.name is None else "fc"))
+            prefix = "rs" if item.is_reasoning else "msg" if item.name is None else "fc"
+            self._ids.append(new_id(prefix))
         return self._ids[index]
 
     def _item_json(self, index: int, item: OutputItem, status: str) -> dict[str, Any]:
         fields: dict[str, Any] = {"id": self._id(index, item), "status": status}
+        if item.is_reasoning:
+            content = [_content_part(item, item.text)]
+            return fields | {"type": "reasoning", "summary": [], "content": content}
         if item.name is None:
-            content = [_text_part(item.text)]
+            content = [_content_part(item, item.text)]
             return fields | {"type": "message", "role": "assistant", "content": content}
         call = {"call_id": item.id, "name": item.name, "arguments": item.text}
         return fields | {"type": "function_call"} | call
@@ -182,5 +195,7 @@ def _status(choice: ResponseChoice) -> str:
     return "incomplete" if is_cut else "completed"
 
 
-def _text_part(text: str) -> dict[str, Any]:
+def _content_part(item: OutputItem, text: str) -> dict[str, Any]:
+    if item.is_reasoning:
+        return {"type": "reasoning_text", "text": text}
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}

@@ -24,7 +24,7 @@ class CallDelta:
     arguments: str
 
 
-AnswerPart = str | CallDelta
+TextOrCall = str | CallDelta
 Calls = list[tuple[str, str]]  # names, and arguments as JSON
 
 
@@ -56,16 +56,16 @@ class ToolCallParser:
         """Return True if the last call has all of its arguments."""
         return self._arguments is None
 
-    def feed(self, text: str) -> list[AnswerPart]:
+    def feed(self, text: str) -> list[TextOrCall]:
         """Add more of the text; return the parts that it completes."""
         self._pending += text
         return list(self._parts(ended=False))
 
-    def end(self) -> list[AnswerPart]:
+    def end(self) -> list[TextOrCall]:
         """Return the remaining parts at the end of the text."""
         return list(self._parts(ended=True))
 
-    def _parts(self, ended: bool) -> Iterator[AnswerPart]:
+    def _parts(self, ended: bool) -> Iterator[TextOrCall]:
         while True:
             if not self._inside:
                 yield from self._text(ended)
@@ -111,7 +111,7 @@ class ToolCallParser:
     def _begins_calls(self, text: str) -> bool:
         return _parse_calls(self._family, text, self._names) is not None
 
-    def _text(self, ended: bool) -> Iterator[AnswerPart]:
+    def _text(self, ended: bool) -> Iterator[TextOrCall]:
         """Yield the pending text before a call, without white space that a call may follow."""
         position, is_call = self._find_call(ended)
         text, rest = self._pending[:position], self._pending[position:]
@@ -140,12 +140,12 @@ class ToolCallParser:
         held = next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
         return len(text) - held, False
 
-    def _emit(self, text: str) -> Iterator[AnswerPart]:
+    def _emit(self, text: str) -> Iterator[TextOrCall]:
         if text:
             self._has_output, self._after_call = True, False
             yield text
 
-    def _grammar_calls(self) -> Iterator[AnswerPart]:
+    def _grammar_calls(self) -> Iterator[TextOrCall]:
         """Yield the calls of a text that follows a grammar, as far as it goes."""
         while True:
             if self._arguments is None:

@@ -1,0 +1,39 @@
+"""Parser of generated text: thinking, then text and tool calls."""
+
+from __future__ import annotations
+
+from .reasoning import ReasoningDelta, ReasoningParser
+from .tools.parser import CallDelta, ToolCallParser
+
+AnswerPart = str | CallDelta | ReasoningDelta
+
+
+class OutputParser:
+    """Splits a text into parts by a parser of thinking and one of tool calls, as far as given."""
+
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, calls: ToolCallParser | None = None
+    ) -> None:
+        self._reasoning, self._calls = reasoning, calls
+
+    def feed(self, text: str) -> list[AnswerPart]:
+        """Add more of the text; return the parts that it completes."""
+        return self._parse_calls([text] if self._reasoning is None else self._reasoning.feed(text))
+
+    def end(self) -> list[AnswerPart]:
+        """Return the remaining parts at the end of the text."""
+        parts = self._parse_calls([] if self._reasoning is None else self._reasoning.end())
+        return [*parts, *(self._calls.end() if self._calls is not None else [])]
+
+    @property
+    def is_complete(self) -> bool:
+        """Return True if the last call has all of its arguments."""
+        return self._calls is None or self._calls.is_complete
+
+    def _parse_calls(self, parts: list[ReasoningDelta | str]) -> list[AnswerPart]:
+        if self._calls is None:
+            return [*parts]
+        found: list[AnswerPart] = []
+        for part in parts:
+            found += self._calls.feed(part) if isinstance(part, str) else [part]
+        return found

@@ -1,0 +1,201 @@
+"""Thinking: its markers in generated text, its switches, and grammars that begin after it."""
+
+import json
+
+import pytest
+
+openai = pytest.importorskip("openai", reason="needs the test extra")
+pytest.importorskip("uvicorn", reason="needs the serve extra")
+pytest.importorskip("llguidance", reason="needs the grammar extra")
+
+from served import MODEL, client, serving  # noqa: E402
+from specedge.serve.reasoning import (  # noqa: E402
+    FORMATS,
+    ReasoningDelta,
+    ReasoningParser,
+    ThinkingFormat,
+)
+from tool_pairs import scripted_pair  # noqa: E402
+
+MESSAGES = [{"role": "user", "content": "2+2?"}]
+ASKED = {"model": MODEL, "messages": MESSAGES, "max_tokens": 60, "temperature": 0}
+# As Qwen3's: thinks unless enable_thinking is false; history keeps reasoning_content.
+HYBRID = """{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' }}
+{%- if message.reasoning_content %}{{- '<think>\n' + message.reasoning_content + '\n</think>\n\n' }}
+{%- endif %}{{- message.content + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}
+{%- if enable_thinking is defined and not enable_thinking %}{{- '<think>\n\n</think>\n\n' }}
+{%- endif %}{%- endif %}"""
+# As DeepSeek-R1's: the prompt ends within the thinking.
+ALWAYS = HYBRID.partition("{%- if enable_thinking")[0] + "{{- '<think>\n' }}{%- endif %}"
+TOKENS = {"<think>": False, "</think>": False}
+
+
+@pytest.fixture(scope="module")
+def hybrid():
+    pipeline = scripted_pair(HYBRID, TOKENS)
+    with serving(pipeline, model=MODEL) as port, client(port) as ai:
+        yield pipeline, ai
+
+
+@pytest.fixture(scope="module")
+def always():
+    pipeline = scripted_pair(ALWAYS, TOKENS)
+    with serving(pipeline, model=MODEL) as port, client(port) as ai:
+        yield pipeline, ai
+
+
+def read(pieces, thinking, is_open=False):
+    parser = ReasoningParser(thinking, is_open)
+    parts = [part for piece in pieces for part in parser.feed(piece)] + parser.end()
+    reasoning = "".join(part.text for part in parts if isinstance(part, ReasoningDelta))
+    return reasoning, "".join(part for part in parts if isinstance(part, str))
+
+
+def cuts(text):
+    return [[text], [*text], *([text[:i], text[i:]] for i in range(1, len(text)))]
+
+
+@pytest.mark.parametrize("thinking", FORMATS)
+def test_thinking_is_split_off_wherever_the_text_is_cut(thinking):
+    opening, closing = thinking.opening, thinking.closing
+    cases = [
+        (f"{opening}\n2+2\n\nis < 5\n{closing}\n\n4 <t", False, ("2+2\n\nis < 5", "4 <t")),
+        (f"2+2{closing}4", True, ("2+2", "4")),
+        (f"2+2{closing[:-1]}", True, (f"2+2{closing[:-1]}", "")),
+        (f"4 {opening} no", False, ("", f"4 {opening} no")),
+        (f"{opening}{closing}4\n", False, ("", "4\n")),
+        (opening[:-1], False, ("", opening[:-1])),
+    ]
+    for text, is_open, expected in cases:
+        for pieces in cuts(text):
+            assert read(pieces, thinking, is_open) == expected
+
+
+def test_reasoning_and_content_are_separate(hybrid):
+    pipeline, ai = hybrid
+    pipeline.text = "<think>\nTwo and two.\n</think>\n\nFour."
+    message = ai.chat.completions.create(**ASKED).choices[0].message
+    assert (message.reasoning_content, message.reasoning) == ("Two and two.",) * 2
+    assert message.content == "Four."
+    deltas = [chunk.choices[0].delta for chunk in ai.chat.completions.create(stream=True, **ASKED)]
+    assert "".join(getattr(d, "reasoning_content", "") or "" for d in deltas) == "Two and two."
+    assert "".join(delta.content or "" for delta in deltas) == "Four."
+
+
+def test_thinking_is_switched_off_by_the_templates_variable(hybrid):
+    pipeline, ai = hybrid
+    pipeline.text = "Four."
+    prompts = {}
+    for name, body in {
+        "plain": {},
+        "on": {"chat_template_kwargs": {"enable_thinking": True}},
+        "off": {"chat_template_kwargs": {"enable_thinking": False}},
+        "none": {"reasoning_effort": "none"},
+    }.items():
+        message = ai.chat.completions.create(extra_body=body, **ASKED).choices[0].message
+        assert (message.content, getattr(message, "reasoning_content", None)) == ("Four.", None)
+        prompts[name] = pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
+    assert prompts["plain"] == prompts["on"]
+    assert prompts["off"] == prompts["none"] == prompts["plain"] + "<think>\n\n</think>\n\n"
+
+
+def test_reasoning_comes_back_to_the_template_from_history(hybrid):
+    pipeline, ai = hybrid
+    pipeline.text = "Yes."
+    history = [*MESSAGES, {"role": "assistant", "content": "4", "reasoning_content": "2+2"}]
+    ai.chat.completions.create(**ASKED | {"messages": [*history, *MESSAGES]})
+    prompt = pipeline.tokenizer.decode(pipeline.asked, skip_special_tokens=False)
+    assert "<think>\n2+2\n</think>\n\n4" in prompt
+
+
+def test_prompt_that_ends_within_thinking_begins_it(always):
+    pipeline, ai = always
+    pipeline.text = "Two and two.\n</think>\n\nFour."
+    message = ai.chat.completions.create(**ASKED).choices[0].message
+    assert (message.reasoning_content, message.content) == ("Two and two.", "Four.")
+    response = ai.responses.create(model=MODEL, input="2+2?", temperature=0)
+    assert [item.type for item in response.output] == ["reasoning", "message"]
+    assert response.output[0].content[0].text == "Two and two."
+    assert response.output_text == "Four."
+    with ai.responses.stream(model=MODEL, input="2+2?", temperature=0) as stream:
+        events = list(stream)
+    text = "".join(e.delta for e in events if e.type == "response.reasoning_text.delta")
+    assert text == "Two and two."
+    assert events[-1].response.output == stream.get_final_response().output
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+
+
+def test_text_that_is_cut_while_thinking_has_no_content(always):
+    pipeline, ai = always
+    pipeline.text = "Two and two and two and two.\n</think>\n\nFour."
+    choice = ai.chat.completions.create(**ASKED | {"max_tokens": 4}).choices[0]
+    assert choice.finish_reason == "length"
+    assert pipeline.text.startswith(choice.message.reasoning_content)
+    assert choice.message.content == ""
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"n": {"enum": [1, 2]}},
+    "required": ["n"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.parametrize(
+    "speculative", [{"off": True}, {"num_draft_tokens": 4}, {"drafter": "suffix"}]
+)
+def test_response_format_begins_after_thinking(always, speculative):
+    pipeline, ai = always
+    pipeline.text = None
+    form = {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA}}
+    close = pipeline.tokenizer.token_to_id("</think>")
+    choice = ai.chat.completions.create(
+        response_format=form,
+        extra_body={"speculative": speculative, "logit_bias": {str(close): 20}},
+        **ASKED,
+    ).choices[0]
+    assert json.loads(choice.message.content)["n"] in (1, 2)
+    assert choice.finish_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "constraint",
+    [{"regex": "a/b+"}, {"guided_choice": ["a/b"]}, {"grammar": 'start: x\nx: "a/b"'}],
+)
+def test_grammars_begin_after_thinking(always, constraint):
+    pipeline, ai = always
+    pipeline.text = None
+    close = pipeline.tokenizer.token_to_id("</think>")
+    body = constraint | {"logit_bias": {str(close): 20}}
+    message = ai.chat.completions.create(extra_body=body, **ASKED).choices[0].message
+    assert message.content.startswith("a/b")
+
+
+def test_thinking_that_is_off_leaves_the_grammar_as_it_is(hybrid):
+    pipeline, ai = hybrid
+    pipeline.text = None
+    body = {"regex": "a/b+", "reasoning_effort": "none"}
+    message = ai.chat.completions.create(extra_body=body, **ASKED).choices[0].message
+    assert message.content.startswith("a/b")
+
+
+def test_markers_that_are_text_work_as_well():
+    pipeline = scripted_pair(ALWAYS)
+    with serving(pipeline, model=MODEL) as port, client(port) as ai:
+        pipeline.text = "Two.</think>Four."
+        message = ai.chat.completions.create(**ASKED).choices[0].message
+        assert (message.reasoning_content, message.content) == ("Two.", "Four.")
+        pipeline.text = None
+        message = ai.chat.completions.create(extra_body={"regex": "(a/b)+"}, **ASKED).choices[0]
+    assert message.finish_reason in ("stop", "length")
+
+
+def test_marker_of_gemma_is_found_among_the_prompts_tokens():
+    gemma = ThinkingFormat("<|channel>thought\n", "<channel|>")
+    assert gemma.marks == ("<|channel>", "<channel|>")
+    assert gemma.is_open("<|turn>model\n<|channel>thought\n")
+    assert gemma.is_closed("<|channel>thought\n<channel|>")
