@@ -16,6 +16,7 @@ from .errors import ApiError
 from .job_queue import TextPiece
 from .output_parser import AnswerPart, OutputParser
 from .reasoning import ReasoningDelta
+from .tools.harmony import HarmonyParser
 from .tools.parser import CallDelta
 
 FINISH_REASONS = {
@@ -56,7 +57,7 @@ class ResponseChoice:
         finished: The generation, once it has ended.
     """
 
-    parser: OutputParser = field(default_factory=OutputParser)
+    parser: OutputParser | HarmonyParser = field(default_factory=OutputParser)
     items: list[OutputItem] = field(default_factory=list)
     first_time: float | None = None
     logprobs: list[TokenLogprobs] = field(default_factory=list)

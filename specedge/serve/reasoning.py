@@ -149,7 +149,7 @@ def grammar_after_thinking(
         tokenizer: The tokenizer, which may have tokens for the markers.
         is_open: True if the text begins within thinking; else it may begin with the opening.
     """
-    body = _lark_of(options)
+    body = lark_rules(options, "body__")
     if body is None:
         return None
     ids = {mark: tokenizer.token_to_id(mark) for mark in (thinking.opening, thinking.closing)}
@@ -165,17 +165,17 @@ def grammar_after_thinking(
     return "\n".join([f"start: {start}", *rules, r"SPACE__: /\s{1,4}/", body])
 
 
-def _lark_of(options: Mapping[str, Any]) -> str | None:
-    """Return rules in Lark's syntax, of which `body__` is the text that the options allow."""
+def lark_rules(options: Mapping[str, Any], name: str) -> str | None:
+    """Return rules in Lark's syntax, of which `name` is the text that the options allow."""
     if (schema := options.get("json_schema")) is not None:
         value = json.loads(schema) if isinstance(schema, str) else dict(schema)
         if "x-guidance" not in value:
             value["x-guidance"] = {"whitespace_pattern": WHITE_SPACE}
-        return f"body__: %json {json.dumps(value, ensure_ascii=False)}"
+        return f"{name}: %json {json.dumps(value, ensure_ascii=False)}"
     if (regex := options.get("regex")) is not None:
-        return f"body__: {_regex(regex)}"
+        return f"{name}: {_regex(regex)}"
     if (grammar := options.get("grammar")) is not None:
-        return re.sub(r"(?m)^start\b", "body__", str(grammar))
+        return re.sub(r"(?m)^start\b", name, str(grammar))
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,11 +34,14 @@ from .reasoning import (
     ReasoningParser,
     ThinkingFormat,
     grammar_after_thinking,
+    lark_rules,
     thinking_format_of,
 )
 from .response_format import ResponseFormat, parse_chat_format, parse_responses_format
 from .tools.call_format import CallFormat, call_format_of
 from .tools.declarations import ToolSet, parse_chat_tools, parse_responses_tools
+from .tools.harmony import MARKS as HARMONY_MARKS
+from .tools.harmony import HarmonyParser, after_analysis, final_rules, is_harmony
 
 DEFAULT_COMPLETION = 16  # tokens, as in OpenAI's API
 _CHAT_LIMITS = ("max_completion_tokens", "max_tokens", "n_predict")
@@ -141,6 +144,7 @@ class PreparedRequest:
         visible_tokens: Special tokens whose names stay in the text.
         thinking: The format of the text's thinking, if it may have any.
         is_thinking: True if the text begins within thinking.
+        is_harmony: True if the text has harmony's channels.
     """
 
     prompts: list[list[int]]
@@ -149,9 +153,14 @@ class PreparedRequest:
     visible_tokens: frozenset[int] = frozenset()
     thinking: ThinkingFormat | None = None
     is_thinking: bool = False
+    is_harmony: bool = False
 
-    def parser(self) -> OutputParser:
+    def parser(self) -> OutputParser | HarmonyParser:
         """Return a parser for one text."""
+        if self.is_harmony:
+            tools = None if self.call_format is None else self.call_format.tools
+            names = () if tools is None else tuple(f.name for f in tools.callable)
+            return HarmonyParser(names)
         thinking = self.thinking
         reasoning = None if thinking is None else ReasoningParser(thinking, self.is_thinking)
         calls = None if self.call_format is None else self.call_format.parser()
@@ -298,8 +307,6 @@ def _finish(fields: FieldReader, endpoint: str, request: ParsedRequest) -> Parse
     fields.refuse_unsupported(UNSUPPORTED_FIELDS[endpoint])
     fields.skip(*NEUTRAL[endpoint])
     fields.finish()
-    if request.tools is not None:
-        _check_no_grammar(request)
     return dataclasses.replace(
         request,
         num_choices_each=num_choices,
@@ -369,18 +376,6 @@ def _parse_truncation(fields: FieldReader, settings: ParserSettings) -> int | No
     return settings.context_length - 1 if limit == -1 else limit
 
 
-def _check_no_grammar(request: ParsedRequest) -> None:
-    """Raise ApiError if another grammar constrains a text that may call functions."""
-    if name := next((name for name in GRAMMARS if name in request.options), None):
-        is_format = name == "json_schema" and request.format_field
-        param = request.format_field if is_format else name
-        raise ApiError(
-            f"{param} and tools cannot both be given; leave one out, or set tool_choice to none",
-            param,
-            "invalid_value",
-        )
-
-
 def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
     """Render and tokenize the prompts of a request.
 
@@ -399,11 +394,13 @@ def prepare(pipeline: Pipeline, request: ParsedRequest) -> PreparedRequest:
     if request.tools is None and not any(map(has_tool_calls, chats)):
         tokens = _tokenize(pipeline, request, request.prompts, options)
         return _with_thinking(pipeline, request, PreparedRequest(tokens, options, None, visible))
-    call_format = call_format_of(
-        pipeline.bundle, pipeline.tokenizer, request.tools, request.prompt_field
-    )
-    grammar = {} if call_format.grammar is None else {"grammar": call_format.grammar}
-    options |= grammar
+    template, tokenizer = pipeline.bundle.chat_template or "", pipeline.tokenizer
+    text_rules = lark_rules(options, "inner__" if is_harmony(template) else "text__")
+    if text_rules is not None and is_harmony(template):
+        text_rules = final_rules(text_rules, "text__", tokenizer)
+    call_format = call_format_of(pipeline.bundle, tokenizer, request.tools, text_rules)
+    if call_format.grammar is not None:
+        options = _with_grammar(options, call_format.grammar)
     prompts = [call_format.convert_messages(chat) for chat in chats]
     tokens = _tokenize(pipeline, request, prompts, options, call_format.template_tools)
     visible |= call_format.visible_tokens
@@ -418,29 +415,46 @@ def _with_thinking(
     template, tokenizer = pipeline.bundle.chat_template, pipeline.tokenizer
     if not request.is_chat or template is None:
         return prepared
+    if is_harmony(template):
+        return _with_harmony(pipeline, prepared)
     thinking = thinking_format_of(template, tokenizer)
     (prompt,) = prepared.prompts
     prompt_end = str(tokenizer.decode(prompt[-MAX_TAIL:], skip_special_tokens=False))
     if thinking is None or thinking.is_closed(prompt_end):
         return prepared
-    is_open, options = thinking.is_open(prompt_end), dict(prepared.options)
+    is_open, options = thinking.is_open(prompt_end), prepared.options
     if grammar := grammar_after_thinking(options, thinking, tokenizer, is_open):
-        for name in GRAMMARS:
-            options.pop(name, None)
-        options["grammar"] = grammar
-    marks = _special_tokens(pipeline) & {tokenizer.token_to_id(mark) for mark in thinking.marks}
+        options = _with_grammar(options, grammar)
     return dataclasses.replace(
         prepared,
         options=options,
         thinking=thinking,
         is_thinking=is_open,
-        visible_tokens=prepared.visible_tokens | marks,
+        visible_tokens=prepared.visible_tokens | _special_tokens(pipeline, thinking.marks),
     )
 
 
-def _special_tokens(pipeline: Pipeline) -> frozenset[int]:
-    added = pipeline.tokenizer.get_added_tokens_decoder()
-    return frozenset(token for token, added_token in added.items() if added_token.special)
+def _with_harmony(pipeline: Pipeline, prepared: PreparedRequest) -> PreparedRequest:
+    """Return the request with harmony's channels in its text and in its grammar."""
+    options, tokenizer = prepared.options, pipeline.tokenizer
+    has_calls = prepared.call_format is not None and prepared.call_format.grammar is not None
+    rules = lark_rules(options, "body__" if has_calls else "inner__")
+    if rules is not None:
+        rules = rules if has_calls else final_rules(rules, "body__", tokenizer)
+        options = _with_grammar(options, after_analysis(rules, tokenizer))
+    visible = prepared.visible_tokens | _special_tokens(pipeline, HARMONY_MARKS)
+    return dataclasses.replace(prepared, options=options, visible_tokens=visible, is_harmony=True)
+
+
+def _with_grammar(options: Mapping[str, Any], grammar: str) -> dict[str, Any]:
+    """Return options with a grammar instead of those that they have."""
+    return {k: v for k, v in options.items() if k not in GRAMMARS} | {"grammar": grammar}
+
+
+def _special_tokens(pipeline: Pipeline, names: Collection[str] | None = None) -> frozenset[int]:
+    """Return the special tokens with some names, by default all."""
+    added = pipeline.tokenizer.get_added_tokens_decoder().items()
+    return frozenset(t for t, a in added if a.special and (names is None or a.content in names))
 
 
 def _with_text_biases(pipeline: Pipeline, request: ParsedRequest) -> dict[str, Any]:

@@ -37,7 +37,6 @@ def ai():
         ({"extra_body": {"regex": "(a"}}, "regex"),
         ({"extra_body": {"regex": "a" * 2**17}}, "regex"),
         ({"extra_body": {"regex": "a", "ignore_eos": True}}, "regex"),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].tool_call_id"),

@@ -6,7 +6,7 @@ openai = pytest.importorskip("openai", reason="needs the test extra")
 pytest.importorskip("uvicorn", reason="needs the serve extra")
 pytest.importorskip("llguidance", reason="needs the grammar extra")
 
-from served import MODEL, chat_pair, client, serving  # noqa: E402
+from served import MODEL, client, serving  # noqa: E402
 from tool_pairs import tool_pair  # noqa: E402
 from tool_templates import CLOCK, WEATHER  # noqa: E402
 
@@ -42,8 +42,6 @@ BAD = [
     ({"tool_choice": {"type": "function", "function": {"name": "rain"}}}, "tool_choice"),
     ({"tools": [], "tool_choice": "auto"}, "tool_choice"),
     ({"parallel_tool_calls": 1}, "parallel_tool_calls"),
-    ({"response_format": {"type": "json_object"}}, "response_format"),
-    ({"extra_body": {"regex": "a"}}, "regex"),
     ({"extra_body": {"ignore_eos": True}, "tool_choice": "required"}, "tools"),
     (
         {
@@ -67,14 +65,3 @@ def test_what_cannot_be_is_a_400_that_names_it(ai, change, param):
         ai.chat.completions.create(**ASKED | change)
     assert caught.value.param == param
     assert caught.value.type == "invalid_request_error"
-
-
-def test_a_template_without_a_known_format_is_a_400_that_names_tools():
-    with serving(chat_pair(1)) as port, client(port) as ai:
-        with pytest.raises(openai.BadRequestError, match="no supported format of calls") as one:
-            ai.chat.completions.create(**ASKED)
-        assert one.value.param == "tools"
-        call = {"type": "function_call", "call_id": "a", "name": "clock", "arguments": "{}"}
-        with pytest.raises(openai.BadRequestError, match="leave tools and calls out") as other:
-            ai.responses.create(model=MODEL, input=[call])
-        assert other.value.param == "input"

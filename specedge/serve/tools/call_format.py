@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -31,54 +32,59 @@ class CallFormat:
         tools: The functions, None if only earlier messages have calls.
         grammar: The grammar of the text, None if it is free.
         visible_tokens: Special tokens that mark calls, whose names stay in the text.
+        is_ambiguous: True if a text of the grammar may begin like a call and be none.
     """
 
     family: CallFamily
     tools: ToolSet | None
     grammar: str | None
     visible_tokens: frozenset[int]
+    is_ambiguous: bool = False
 
     @property
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Return the functions in the form that templates take."""
-        if self.tools is None:
+        if self.tools is None or not self.family.is_native:
             return None
         return [function.template_json for function in self.tools.functions]
 
     def convert_messages(self, messages: list[Message]) -> list[Message]:
-        """Return messages with ids of the kind that the template takes."""
+        """Return messages in the form that the template takes: its ids, or tools as text."""
+        if not self.family.is_native:
+            return explain_calls(messages, self.tools)
         return [_with_short_ids(m) for m in messages] if self.family.short_ids else messages
 
     def parser(self) -> ToolCallParser:
         """Return a parser for one text."""
         assert self.tools is not None
-        return ToolCallParser(self.tools, self.family, has_grammar=self.grammar is not None)
+        has_grammar = self.grammar is not None and not self.is_ambiguous
+        return ToolCallParser(self.tools, self.family, has_grammar=has_grammar)
 
 
 def call_format_of(
-    bundle: Bundle, tokenizer: Tokenizer, tools: ToolSet | None, prompt_field: str
+    bundle: Bundle, tokenizer: Tokenizer, tools: ToolSet | None, text_rules: str | None = None
 ) -> CallFormat:
     """Return the call format of a request.
 
+    Args:
+        bundle: The bundle with the chat template.
+        tokenizer: The bundle's tokenizer.
+        tools: The functions, None if only earlier messages have calls.
+        text_rules: Rules of a grammar of texts that are no calls; see `grammar_of`.
+
     Raises:
-        ApiError: The bundle's template has no supported call format.
+        ApiError: The tools make no grammar that can be compiled.
     """
     family = family_of(bundle.chat_template or "")
-    if family is None:
-        param = prompt_field if tools is None else "tools"
-        raise ApiError(
-            f"{param}: the chat template of {bundle.target.source.id} has no supported format of "
-            "calls (Hermes and Qwen's, Llama 3's, Mistral's); leave tools and calls out",
-            param,
-            "unsupported_value",
-        )
     added = tokenizer.get_added_tokens_decoder()
     special = {token for token, added_token in added.items() if added_token.special}
     ids = {mark: tokenizer.token_to_id(mark) for mark in family.marks}
     mark_tokens = {mark: token for mark, token in ids.items() if token is not None}
     other_tokens = sorted(added.keys() - special - {*mark_tokens.values(), *bundle.end_tokens})
     try:
-        grammar = None if tools is None else grammar_of(tools, family, mark_tokens, other_tokens)
+        grammar = None
+        if tools is not None:
+            grammar = grammar_of(tools, family, mark_tokens, other_tokens, text_rules)
     except RecursionError as error:
         raise ApiError("tools are nested too deeply", "tools", "invalid_value") from error
     if grammar is not None and len(grammar) > MAX_GRAMMAR:
@@ -88,7 +94,49 @@ def call_format_of(
             "invalid_value",
         )
     visible = frozenset(mark_tokens.values()) & special if tools is not None else frozenset()
-    return CallFormat(family, tools, grammar, frozenset(visible))
+    is_free = tools is None or not tools.is_call_required
+    is_ambiguous = is_free and text_rules is not None and not family.marked
+    return CallFormat(family, tools, grammar, frozenset(visible), is_ambiguous)
+
+
+def explain_calls(messages: list[Message], tools: ToolSet | None) -> list[Message]:
+    """Return messages that explain functions, calls and their results as text.
+
+    For templates that show none: the first message lists the functions, calls are text of the
+    assistant, and results are messages of the user.
+    """
+    converted: list[Message] = []
+    for message in messages:
+        if message["role"] == "tool":
+            text = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if converted and converted[-1]["role"] == "user":
+                converted[-1] = {**converted[-1], "content": f"{converted[-1]['content']}\n{text}"}
+                continue
+            message = {"role": "user", "content": text}
+        elif "tool_calls" in message:
+            calls = "\n".join(_call_text(call["function"]) for call in message["tool_calls"])
+            content = "\n".join(filter(None, (message["content"], calls)))
+            message = {k: v for k, v in message.items() if k != "tool_calls"} | {"content": content}
+        converted.append(message)
+    if tools is not None and converted:
+        functions = "\n".join(json.dumps(f.template_json["function"]) for f in tools.functions)
+        first, explanation = converted[0], f"{_EXPLANATION}<tools>\n{functions}\n</tools>"
+        converted[0] = {**first, "content": f"{explanation}\n\n{first['content']}"}
+    return converted
+
+
+_EXPLANATION = (
+    "You can call functions. To call one, write its name and its arguments as JSON:\n"
+    '<tool_call>\n{"name": "function", "arguments": {"key": "value"}}\n</tool_call>\n'
+    "The functions, with JSON schemas of their arguments:\n"
+)
+
+
+def _call_text(function: dict[str, Any]) -> str:
+    arguments = function["arguments"]
+    text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+    name = json.dumps(function["name"], ensure_ascii=False)
+    return f'<tool_call>\n{{"name": {name}, "arguments": {text}}}\n</tool_call>'
 
 
 def _with_short_ids(message: Message) -> Message:

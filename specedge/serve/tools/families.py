@@ -9,6 +9,27 @@ from dataclasses import dataclass
 
 HERMES, LLAMA = "<tool_call>", "<|python_tag|>"
 MISTRAL, ARGS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
+GEMMA_QUOTE = '<|"|>'
+_DEEPSEEK = "<｜tool▁calls▁begin｜>"
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Format of arguments that are pairs of keys and values instead of a JSON object.
+
+    Attributes:
+        before: Text before a key.
+        middle: Text between key and value.
+        after: Text after a value.
+        between: Text between two pairs.
+        quote: Text around strings; "" for raw text, None for JSON strings.
+    """
+
+    before: str
+    middle: str
+    after: str = ""
+    between: str = ""
+    quote: str | None = ""
 
 
 @dataclass(frozen=True)
@@ -31,10 +52,15 @@ class CallFamily:
         opening: Text before the first call.
         closing: Text after the last call.
         marks: Parts of these texts that may be special tokens.
-        arguments: Key of the arguments if a call is an object.
-        marked: False if a text that begins with a brace is a call, too.
-        parallel: False if there is at most one call.
+        arguments: Key of the arguments if a call is a JSON object.
+        marked: False if a text that begins with a brace or bracket is a call, too.
+        parallel: False if a text that follows a grammar has at most one call.
         short_ids: True if the template takes only ids of nine letters and digits.
+        syntax: Syntax of calls that `syntaxes` parses; "" for JSON objects.
+        end: Text with which the calls of that syntax end; "" if they end with the text.
+        pairs: Format of arguments that are no JSON object.
+        is_native: False if the template does not show tools, so that messages explain them.
+        others: Other texts that begin calls.
     """
 
     name: str
@@ -50,6 +76,11 @@ class CallFamily:
     marked: bool = True
     parallel: bool = True
     short_ids: bool = False
+    syntax: str = ""
+    end: str = ""
+    pairs: Pairs | None = None
+    is_native: bool = True
+    others: tuple[str, ...] = ()
 
     def header(self, names: Sequence[str]) -> re.Pattern[str]:
         """Return the pattern of the text before a call's arguments, as a grammar writes it."""
@@ -60,37 +91,159 @@ class CallFamily:
 
 _ID = "\0"  # stands for an id in `middle`
 _OBJECT = '{"name": "'
+_HERMES = CallFamily(
+    "Hermes",
+    HERMES,
+    before=f"{HERMES}\n{_OBJECT}",
+    middle='", "arguments": ',
+    after="}\n</tool_call>",
+    between="\n",
+    marks=(HERMES, "</tool_call>"),
+)
+_GENERIC = CallFamily(
+    "JSON",
+    HERMES,
+    before=_OBJECT,
+    middle='", "arguments": ',
+    after="}",
+    between="\n",
+    marked=False,
+    syntax="json",
+    others=("```json", "{", "["),
+)
+EXPLAINED = CallFamily(**{**vars(_HERMES), "name": "explained", "is_native": False})
+_XML = CallFamily(
+    "Qwen3-Coder",
+    HERMES,
+    before=f"{HERMES}\n<function=",
+    middle=">\n",
+    after="</function>\n</tool_call>",
+    between="\n",
+    marks=(HERMES, "</tool_call>"),
+    syntax="xml",
+    end="</tool_call>",
+    pairs=Pairs("<parameter=", ">\n", "\n</parameter>\n"),
+    others=("<function=",),
+)
+_GLM = CallFamily(
+    "GLM 4",
+    HERMES,
+    before=HERMES,
+    middle="\n",
+    after="</tool_call>",
+    between="\n",
+    marks=(HERMES, "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+    syntax="glm",
+    end="</tool_call>",
+    pairs=Pairs("<arg_key>", "</arg_key>\n<arg_value>", "</arg_value>\n"),
+)
+_LFM2 = CallFamily(
+    "LFM2",
+    "<|tool_call_start|>",
+    before="",
+    middle="(",
+    after=")",
+    between=", ",
+    opening="<|tool_call_start|>[",
+    closing="]<|tool_call_end|>",
+    marks=("<|tool_call_start|>", "<|tool_call_end|>"),
+    syntax="pythonic",
+    end="<|tool_call_end|>",
+    pairs=Pairs("", "=", between=", ", quote=None),
+)
+_PYTHONIC = CallFamily(
+    "pythonic",
+    LLAMA,
+    before="",
+    middle="(",
+    after=")",
+    between=", ",
+    opening="[",
+    closing="]",
+    marks=(LLAMA,),
+    marked=False,
+    syntax="pythonic",
+    pairs=Pairs("", "=", between=", ", quote=None),
+    others=("[",),
+)
+_GEMMA = CallFamily(
+    "Gemma 4",
+    "<|tool_call>",
+    before="<|tool_call>call:",
+    middle="{",
+    after="}<tool_call|>",
+    marks=("<|tool_call>", "<tool_call|>", GEMMA_QUOTE),
+    syntax="gemma",
+    end="<tool_call|>",
+    pairs=Pairs("", ":", between=",", quote=GEMMA_QUOTE),
+)
+_COMMAND = CallFamily(
+    "Command R",
+    "<|START_ACTION|>",
+    before='{"tool_call_id": "0", "tool_name": "',
+    middle='", "parameters": ',
+    after="}",
+    between=",\n    ",
+    opening="<|START_ACTION|>[\n    ",
+    closing="\n]<|END_ACTION|>",
+    marks=("<|START_ACTION|>", "<|END_ACTION|>"),
+    arguments="parameters",
+    syntax="json",
+    end="<|END_ACTION|>",
+)
+_HARMONY = CallFamily(
+    "harmony",
+    "<|channel|>commentary to=functions.",
+    before="<|channel|>commentary to=functions.",
+    middle=" <|constrain|>json<|message|>",
+    after="<|call|>",
+    marks=("<|channel|>", "<|constrain|>", "<|message|>", "<|call|>"),
+    arguments=None,
+    parallel=False,
+    syntax="harmony",
+)
+_LLAMA = CallFamily(
+    "Llama 3",
+    LLAMA,
+    before=_OBJECT,
+    middle='", "parameters": ',
+    after="}",
+    marks=(LLAMA,),
+    arguments="parameters",
+    marked=False,
+    parallel=False,
+)
 
 
-def family_of(template: str) -> CallFamily | None:
-    """Return the call format of a chat template, None if it has no supported one."""
+def family_of(template: str) -> CallFamily:
+    """Return the call format of a chat template.
+
+    A template that takes no tools gets calls in Hermes' format, which messages explain; one that
+    takes tools in a format that is unknown here gets JSON objects.
+    """
     if not re.search(r"\btools\b", template):
-        return None
+        return EXPLAINED
+    if "<|channel|>" in template and "<|message|>" in template:
+        return _HARMONY
     if MISTRAL in template:
         return _mistral(template)
-    if HERMES in template and not re.search("<function=|<arg_key>", template):
-        return CallFamily(
-            "Hermes",
-            HERMES,
-            before=f"{HERMES}\n{_OBJECT}",
-            middle='", "arguments": ',
-            after="}\n</tool_call>",
-            between="\n",
-            marks=(HERMES, "</tool_call>"),
-        )
+    if _DEEPSEEK in template:
+        return _deepseek(template)
+    known = {
+        "<|tool_call>": _GEMMA,
+        "<function=": _XML,
+        "<arg_key>": _GLM,
+        "<|tool_call_start|>": _LFM2,
+        "<|START_ACTION|>": _COMMAND,
+        "<|tool_call|>": _listed("<|/tool_call|>" if "<|/tool_call|>" in template else ""),
+        HERMES: _HERMES,
+    }
+    family = next((family for mark, family in known.items() if mark in template), None)
+    if family is not None:
+        return family
     if "<|start_header_id|>" in template and '"parameters": ' in template:
-        return CallFamily(
-            "Llama 3",
-            LLAMA,
-            before=_OBJECT,
-            middle='", "parameters": ',
-            after="}",
-            marks=(LLAMA,),
-            arguments="parameters",
-            marked=False,
-            parallel=False,
-        )
-    return None
+        return _LLAMA
+    return _PYTHONIC if re.search(r"\[func_name1\(", template) else _GENERIC
 
 
 def _mistral(template: str) -> CallFamily:
@@ -113,6 +266,43 @@ def _mistral(template: str) -> CallFamily:
         closing="]",
         marks=(MISTRAL,),
         short_ids=short,
+    )
+
+
+def _listed(end: str) -> CallFamily:
+    """Return the format of Granite 3 and Phi-4-mini, whose calls are a list of JSON objects."""
+    return CallFamily(
+        "Phi-4-mini" if end else "Granite 3",
+        "<|tool_call|>",
+        before=_OBJECT,
+        middle='", "arguments": ',
+        after="}",
+        between=", ",
+        opening="<|tool_call|>[",
+        closing=f"]{end}",
+        marks=("<|tool_call|>", *([end] if end else [])),
+        syntax="json",
+        end=end,
+    )
+
+
+def _deepseek(template: str) -> CallFamily:
+    begin, call_end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
+    separator, end = "<｜tool▁sep｜>", "<｜tool▁calls▁end｜>"
+    is_fenced = "```json" in template  # V3 and R1; V3.1 has the name first
+    return CallFamily(
+        "DeepSeek V3" if is_fenced else "DeepSeek V3.1",
+        _DEEPSEEK,
+        before=f"{begin}function{separator}" if is_fenced else begin,
+        middle="\n```json\n" if is_fenced else separator,
+        after=f"\n```{call_end}" if is_fenced else call_end,
+        between="\n" if is_fenced else "",
+        opening=_DEEPSEEK,
+        closing=end,
+        marks=(_DEEPSEEK, begin, call_end, separator, end),
+        arguments=None,
+        syntax="deepseek",
+        end=end,
     )
 
 

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from .declarations import FunctionTool, ToolSet
-from .families import CallFamily, lark_literal
+from .families import CallFamily, Pairs, lark_literal
 
 # White space of arguments as templates write it; a function's own setting has precedence.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 
 
 def grammar_of(
-    tools: ToolSet, family: CallFamily, tokens: dict[str, int], other_tokens: Sequence[int] = ()
+    tools: ToolSet,
+    family: CallFamily,
+    tokens: dict[str, int],
+    other_tokens: Sequence[int] = (),
+    text_rules: str | None = None,
 ) -> str | None:
     """Return the grammar of a text, None if it is free.
 
@@ -26,15 +31,19 @@ def grammar_of(
         family: The format of calls.
         tokens: Token ids of the family's marks that are special tokens.
         other_tokens: Added tokens that free text may have, which llguidance does not take for text.
+        text_rules: Rules of a text that is no call, of which the first is named `text__`.
     """
+    calls = _calls(tools, family, tokens)
     if tools.is_call_required:
-        return "\n".join(["start: calls", *_calls(tools, family, tokens)])
+        return "\n".join(["start: calls", *calls])
+    if text_rules is not None:
+        return "\n".join(["start: text__ | calls", text_rules, *calls])
     if not any(f.strict for f in tools.functions):
         return None
     marker, rules, num_read = re.escape(family.marker), [], 0
     other = f"<[{','.join(map(str, other_tokens))}]>" if other_tokens else None
     if not family.marked:
-        text = rf"/[^{{\s](?s:.*)/ & ~/{marker}(?s:.*)/"
+        text = rf"/[^{{\[\s](?s:.*)/ & ~/{marker}(?s:.*)/"
         more = f"({other} MORE?)*" if other else ""
         start = f"start: TEXT? {more} | {lark_literal(family.marker, tokens)}? calls"
         rules = ["MORE: /(?s:.+)/"] if other else []
@@ -66,10 +75,62 @@ def _calls(
     rules = [f"calls: first {more} {lark_literal(family.closing, tokens)}"]
     rules += [f"first: {call((family.opening + family.before)[num_read:])}"]
     rules += [f"call: {call(family.before)}"] if several else []
-    return rules + [
-        f"arguments_{i}: %json {_schema(function, tools.is_call_required)}"
-        for i, function in enumerate(tools.callable)
-    ]
+    for i, function in enumerate(tools.callable):
+        if family.pairs is None:
+            rules.append(f"arguments_{i}: %json {_schema(function, tools.is_call_required)}")
+        else:
+            rules += _pair_rules(f"arguments_{i}", function.parameters, family.pairs, tokens)
+    return rules
+
+
+def _pair_rules(
+    name: str, schema: Mapping[str, Any], pairs: Pairs, tokens: dict[str, int]
+) -> list[str]:
+    """Return the rules of arguments that are pairs of keys and values."""
+    properties = schema.get("properties")
+    properties = properties if isinstance(properties, dict) else {}
+    required = schema.get("required", [])
+    keys = sorted(properties, key=lambda key: key not in required)
+    rules, items = [], []
+    for i, key in enumerate(keys):
+        value = f"{name}_{i}"
+        before = lark_literal(pairs.before + key + pairs.middle, tokens)
+        after = lark_literal(pairs.after, tokens)
+        items.append(f"{before} {value} {after}".strip())
+        rules += _value_rules(value, properties[key], schema, pairs, tokens)
+    between = lark_literal(pairs.between, tokens)
+    tail = ""  # of optional pairs, each of which may be the last one
+    num_required = sum(key in required for key in keys)
+    for i in range(len(items) - 1, num_required - 1, -1):
+        separator = f"{between} " if i else ""
+        tail = f"({separator}{items[i]} {tail})?".replace("  ", " ")
+    body = f" {between} ".join(items[:num_required])
+    return [f"{name}: {body} {tail}".rstrip(), *rules]
+
+
+def _value_rules(
+    name: str,
+    value: Any,
+    schema: Mapping[str, Any],
+    pairs: Pairs,
+    tokens: dict[str, int],
+) -> list[str]:
+    """Return the rules of a value: raw or quoted text if it is a string, else JSON."""
+    declared = value if isinstance(value, dict) else {}
+    choices = declared.get("enum")
+    is_string = declared.get("type") == "string" or (
+        isinstance(choices, list) and all(isinstance(choice, str) for choice in choices)
+    )
+    if not is_string or pairs.quote is None:
+        definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+        return [f"{name}: %json {json.dumps(declared | definitions, ensure_ascii=False)}"]
+    quote = lark_literal(pairs.quote, tokens)
+    if isinstance(choices, list):
+        literals = " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
+        return [f"{name}: {quote} ({literals}) {quote}"]
+    # Text up to a character that begins the text behind it: "<" of a tag or a mark.
+    text = f"{name.upper()}: /[^<]+/"
+    return [f"{name}: {quote} {name.upper()}? {quote}", text]
 
 
 def _schema(function: FunctionTool, is_required: bool) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 from .declarations import ToolSet
 from .families import ARGS, CALL_ID, HERMES, LLAMA, MISTRAL, CallFamily
 from .scanner import CLOSING, CallScanner
+from .syntaxes import DECODER, Schemas, call_of, parse_syntax
 
 
 @dataclass(frozen=True)
@@ -37,11 +38,12 @@ class ToolCallParser:
     """
 
     def __init__(self, tools: ToolSet, family: CallFamily, has_grammar: bool) -> None:
-        self._names = [function.name for function in tools.callable]
-        self._family, self._has_grammar = family, has_grammar
-        self._max_calls = (
-            None if tools.parallel and family.parallel and tools.required_name is None else 1
-        )
+        self._schemas = {function.name: function.parameters for function in tools.callable}
+        self._names = list(self._schemas)
+        self._family = family
+        self._has_grammar = has_grammar and family.pairs is None
+        self._max_calls = None if tools.parallel and tools.required_name is None else 1
+        self._num_ends = 0  # texts of the family's end among the pending text, as parsed last
         self._header = family.header(self._names)
         self._pending = ""  # text that is not emitted yet
         self._pending_space = ""  # white space before it, dropped if a call follows
@@ -92,24 +94,41 @@ class ToolCallParser:
         Returns:
             The calls; none if more text is needed, None if the text is no call.
         """
+        if self._family.syntax:
+            return self._syntax_calls(ended)
         self._scan = self._scan or CallScanner(self._family, self._names, self._begins_calls)
         self._scan.read(self._pending)
         if self._scan.is_possible and not (self._scan.is_complete or ended):
             return []
-        result = (
-            _parse_calls(self._family, self._pending, self._names)
-            if self._scan.is_possible
-            else None
-        )
+        result = None
+        if self._scan.is_possible:
+            result = _parse_calls(self._family, self._pending, self._schemas)
         self._scan = None
+        if result is None and self._family.arguments is not None:  # complete calls before others
+            result = _dumped(parse_syntax(_JSON_CALLS, self._pending, self._schemas))
+        return self._take_calls(result)
+
+    def _syntax_calls(self, ended: bool) -> Calls | None:
+        """Take the calls at the start of the pending text, once their end is there."""
+        end = self._family.end
+        num_ends = self._pending.count(end) if end else 0
+        if not ended and num_ends == self._num_ends:
+            return []
+        self._num_ends = num_ends
+        result = _dumped(parse_syntax(self._family, self._pending, self._schemas))
+        if result is None and not ended:
+            return []  # the end may be within an argument
+        return self._take_calls(result)
+
+    def _take_calls(self, result: tuple[Calls, str] | None) -> Calls | None:
         if result is None:
             return None
         calls, self._pending = result
-        self._inside = False
+        self._inside, self._num_ends = False, 0
         return calls
 
     def _begins_calls(self, text: str) -> bool:
-        return _parse_calls(self._family, text, self._names) is not None
+        return _parse_calls(self._family, text, self._schemas) is not None
 
     def _text(self, ended: bool) -> Iterator[TextOrCall]:
         """Yield the pending text before a call, without white space that a call may follow."""
@@ -127,18 +146,22 @@ class ToolCallParser:
 
     def _find_call(self, ended: bool) -> tuple[int, bool]:
         """Return the position of a call or of a possible beginning, and True if it is a call."""
-        text, marker = self._pending, self._family.marker
-        if not self._family.marked:
-            rest = text.lstrip()
-            if not self._has_output and rest.startswith(("{", marker)):
+        text, family = self._pending, self._family
+        if not family.marked and (not self._has_output or self._after_call):
+            rest = text.lstrip(" \t\r\n;")
+            starts = (family.marker, *(family.others or ("{",)))
+            if rest.startswith(starts):
                 return len(text) - len(rest), True
-            may = not self._has_output and not ended and marker.startswith(rest)
-            return (0 if may else len(text)), False
-        if (at := text.find(marker)) >= 0:
-            return at, True
-        longest = 0 if ended else min(len(marker) - 1, len(text))
-        held = next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
-        return len(text) - held, False
+            if not ended and any(start.startswith(rest) for start in starts):
+                return 0, False
+        markers = [m for m in (family.marker, *family.others) if len(m) > 1]
+        if not family.marked and not family.syntax:
+            markers = []
+        positions = [at for marker in markers if (at := text.find(marker)) >= 0]
+        if positions:
+            return min(positions), True
+        num_held = 0 if ended else max((_overlap(text, m) for m in markers), default=0)
+        return len(text) - num_held, False
 
     def _emit(self, text: str) -> Iterator[TextOrCall]:
         if text:
@@ -192,14 +215,17 @@ class _Arguments:
         return len(text)
 
 
-def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is not JSON")
+def _overlap(text: str, marker: str) -> int:
+    """Return the length of the longest end of a text that begins a marker."""
+    longest = min(len(text), len(marker) - 1)
+    return next((n for n in range(longest, 0, -1) if text.endswith(marker[:n])), 0)
 
 
-_DECODER = json.JSONDecoder(parse_constant=_refuse)
+# Reads complete calls before one that is cut or broken.
+_JSON_CALLS = CallFamily("JSON", LLAMA, "", "", "", syntax="json", others=(HERMES, MISTRAL))
 
 
-def _parse_calls(family: CallFamily, text: str, names: Sequence[str]) -> tuple[Calls, str] | None:
+def _parse_calls(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str] | None:
     """Parse the calls at the start of a text.
 
     Returns:
@@ -208,31 +234,31 @@ def _parse_calls(family: CallFamily, text: str, names: Sequence[str]) -> tuple[C
     """
     try:
         if family.marker == HERMES:
-            return _read_hermes(text, names)
+            return _parse_hermes(text, schemas)
         if family.marker == LLAMA:
-            value = _DECODER.decode(text.removeprefix(LLAMA).strip())
-            calls = [_call(value, names, family.arguments)]
+            value = DECODER.decode(text.removeprefix(LLAMA).strip())
+            calls = [_dump(*call_of(value, schemas))]
         elif family.arguments is None:
-            calls = list(_read_args(text, names))
+            calls = list(_parse_marked(text, schemas))
         else:
-            value = _DECODER.decode(text.removeprefix(MISTRAL).strip())
-            calls = [_call(item, names, family.arguments) for item in _call_list(value)]
+            value = DECODER.decode(text.removeprefix(MISTRAL).strip())
+            calls = [_dump(*call_of(item, schemas)) for item in _call_list(value)]
     except (ValueError, RecursionError):
         return None
     return calls, ""
 
 
-def _read_hermes(text: str, names: Sequence[str]) -> tuple[Calls, str]:
+def _parse_hermes(text: str, schemas: Schemas) -> tuple[Calls, str]:
     """Parse one call, whose end tag may be missing at the end of the text."""
     start = len(text) - len(text.removeprefix(HERMES).lstrip())
-    value, end = _DECODER.raw_decode(text, start)
+    value, end = DECODER.raw_decode(text, start)
     rest = text[end:].lstrip()
     if rest and not rest.startswith(CLOSING):
         raise ValueError("no call")
-    return [_call(value, names, "arguments")], rest.removeprefix(CLOSING)
+    return [_dump(*call_of(value, schemas))], rest.removeprefix(CLOSING)
 
 
-def _read_args(text: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _parse_marked(text: str, schemas: Schemas) -> Iterator[tuple[str, str]]:
     """Yield calls whose names and arguments are between marks."""
     head = re.compile(
         rf"\s*{re.escape(MISTRAL)}\s*([\w-]+)(?:{re.escape(CALL_ID)}\w*)?{re.escape(ARGS)}\s*"
@@ -242,8 +268,8 @@ def _read_args(text: str, names: Sequence[str]) -> Iterator[tuple[str, str]]:
         match = head.match(text, at)
         if match is None:
             raise ValueError("no call")
-        value, at = _DECODER.raw_decode(text, match.end())
-        yield _call({"name": match[1], "arguments": value}, names, "arguments")
+        value, at = DECODER.raw_decode(text, match.end())
+        yield _dump(*call_of({"name": match[1], "arguments": value}, schemas))
 
 
 def _call_list(value: object) -> list[Any]:
@@ -252,12 +278,17 @@ def _call_list(value: object) -> list[Any]:
     return value
 
 
-def _call(value: object, names: Sequence[str], member: str | None) -> tuple[str, str]:
-    """Return the name and the arguments of a call; ValueError if there is no such function."""
-    call = value if isinstance(value, dict) else {}
-    name, arguments = call.get("name"), call.get(member)
-    if name not in names or not isinstance(arguments, dict):
-        raise ValueError("no call")
-    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 was read as infinite
-    text.encode()  # UnicodeEncodeError, a ValueError, where half a pair of surrogates is escaped
-    return str(name), text
+def _dumped(
+    result: tuple[Sequence[tuple[str, dict[str, Any]]], str] | None,
+) -> tuple[Calls, str] | None:
+    """Return parsed calls with their arguments as JSON, None if they cannot be written as it."""
+    try:
+        return None if result is None else ([_dump(*call) for call in result[0]], result[1])
+    except ValueError:
+        return None
+
+
+def _dump(name: str, arguments: dict[str, Any]) -> tuple[str, str]:
+    text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)  # 1e999 is parsed as infinity
+    text.encode()  # UnicodeEncodeError, a ValueError, for half a pair of surrogates
+    return name, text

@@ -1,0 +1,259 @@
+"""Syntaxes of calls that are no plain JSON objects: lenient parsers of whole calls."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .families import GEMMA_QUOTE, CallFamily
+
+Schemas = Mapping[str, dict[str, Any]]  # schemas of arguments by the names of functions
+Calls = list[tuple[str, dict[str, Any]]]
+NAMES, ARGUMENTS = ("name", "tool_name"), ("arguments", "parameters", "args")
+_LITERALS = {"true": True, "false": False, "null": None, "True": True, "False": False, "None": None}
+
+
+def parse_syntax(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str] | None:
+    """Parse the calls at the start of a text.
+
+    Returns:
+        The calls and the rest of the text; None if the text does not begin with a call.
+    """
+    try:
+        calls, rest = _PARSERS[family.syntax](family, text, schemas)
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        return None
+    return (calls, rest) if calls else None
+
+
+def refuse_constant(constant: str) -> None:
+    """Raise ValueError for NaN and Infinity."""
+    raise ValueError(f"{constant} is not JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=refuse_constant)
+
+
+def call_of(value: object, schemas: Schemas) -> tuple[str, dict[str, Any]]:
+    """Return the name and the arguments of a call that is a JSON object.
+
+    Arguments may be JSON text, empty or missing.
+
+    Raises:
+        ValueError: The value is no call of a function in `schemas`.
+    """
+    call = value if isinstance(value, dict) else {}
+    if isinstance(call.get("function"), dict):  # as in OpenAI's messages
+        call = call["function"]
+    name = next((call[key] for key in NAMES if isinstance(call.get(key), str)), None)
+    if name not in schemas:
+        raise ValueError("no call")
+    arguments = next((call[key] for key in ARGUMENTS if call.get(key) is not None), None)
+    return str(name), parse_arguments(arguments)
+
+
+def parse_arguments(arguments: object) -> dict[str, Any]:
+    """Return arguments as an object; they may be its JSON text, empty or missing."""
+    if isinstance(arguments, str):
+        arguments = DECODER.decode(arguments) if arguments.strip() else {}
+    arguments = {} if arguments is None else arguments
+    if not isinstance(arguments, dict):
+        raise ValueError("arguments are no object")
+    return arguments
+
+
+def _parse_json(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
+    """Parse JSON objects, or lists of these, in a row."""
+    position = _skip(text, 0, family.marker, "```json", "[TOOL_CALLS]")
+    calls: Calls = []
+    while position < len(text):
+        try:
+            if text[position] == "[" and calls == []:
+                position = _skip(text, position + 1)
+            value, end = DECODER.raw_decode(text, position)
+            calls.append(call_of(value, schemas))
+        except ValueError:
+            break
+        ends = ("```", "</tool_call>", family.end)
+        position = _skip(text, end, ";", ",", "]", *filter(None, ends), family.marker)
+    return calls, text[position:]
+
+
+def _skip(text: str, position: int, *marks: str) -> int:
+    """Return the position behind white space and marks."""
+    while position < len(text):
+        if text[position].isspace():
+            position += 1
+            continue
+        mark = next((mark for mark in marks if text.startswith(mark, position)), None)
+        if mark is None:
+            break
+        position += len(mark)
+    return position
+
+
+_FUNCTION = re.compile(
+    r"\s*(?:<tool_call>)?\s*<function=([^>\s]+)>(.*?)</function>\s*(?:</tool_call>)?", re.DOTALL
+)
+_PARAMETER = re.compile(r"<parameter=([^>\s]+)>\n?(.*?)(?:\n?</parameter>|$)", re.DOTALL)
+
+
+def _parse_xml(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
+    match = _FUNCTION.match(text)
+    if match is None or match[1] not in schemas:
+        raise ValueError("no call")
+    schema = schemas[match[1]]
+    pairs = _PARAMETER.findall(match[2])
+    return [(match[1], {k: _typed(v, schema, k) for k, v in pairs})], text[match.end() :]
+
+
+_GLM_CALL = re.compile(r"\s*<tool_call>\s*([^\s<]+)\s*(.*?)\s*</tool_call>", re.DOTALL)
+_GLM_PAIR = re.compile(r"<arg_key>\s*(.*?)\s*</arg_key>\s*<arg_value>(.*?)</arg_value>", re.DOTALL)
+
+
+def _parse_glm(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
+    match = _GLM_CALL.match(text)
+    if match is None or match[1] not in schemas:
+        raise ValueError("no call")
+    schema = schemas[match[1]]
+    pairs = _GLM_PAIR.findall(match[2])
+    return [(match[1], {k: _typed(v, schema, k) for k, v in pairs})], text[match.end() :]
+
+
+def _typed(text: str, schema: Mapping[str, Any], key: str) -> Any:
+    """Return the value of a raw text by the type of its property: a string, else JSON."""
+    properties = schema.get("properties")
+    declared = properties.get(key) if isinstance(properties, dict) else None
+    if isinstance(declared, dict) and declared.get("type") == "string":
+        return text
+    try:
+        return DECODER.decode(text.strip())
+    except ValueError:
+        return _LITERALS.get(text.strip(), text)
+
+
+def _parse_pythonic(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
+    """Parse a list of calls in Python's syntax, with names of constants of Python or JSON."""
+    start = _skip(text, 0, family.marker)
+    end = text.find(family.end) if family.end else -1
+    body, rest = (text[start:], "") if end < 0 else (text[start:end], text[end + len(family.end) :])
+    node = ast.parse(body.strip(), mode="eval").body
+    calls: Calls = []
+    for call in node.elts if isinstance(node, ast.List | ast.Tuple) else [node]:
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError("no call")
+        name = ast.unparse(call.func)
+        if name not in schemas:
+            raise ValueError("no call")
+        calls.append((name, {str(k.arg): _literal(k.value) for k in call.keywords}))
+    return calls, rest
+
+
+def _literal(node: ast.expr) -> Any:
+    if isinstance(node, ast.Name) and node.id in _LITERALS:
+        return _LITERALS[node.id]
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(item) for item in node.elts]
+    if isinstance(node, ast.Dict):
+        keys = [str(_literal(key)) for key in node.keys if key is not None]
+        return dict(zip(keys, map(_literal, node.values), strict=True))
+    value = ast.literal_eval(node)
+    if not isinstance(value, str | int | float | bool | None):
+        raise ValueError("no JSON value")
+    return value
+
+
+_DEEPSEEK_CALL = re.compile(
+    r"\s*<｜tool▁call▁begin｜>(.*?)<｜tool▁sep｜>(.*?)<｜tool▁call▁end｜>",
+    re.DOTALL,
+)
+_FENCED = re.compile(r"\s*([^\n]+)\n```json\n(.*?)\n?```\s*", re.DOTALL)
+
+
+def _parse_deepseek(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
+    position = _skip(text, 0, family.marker)
+    calls: Calls = []
+    while match := _DEEPSEEK_CALL.match(text, position):
+        name, arguments = match[1].strip(), match[2]
+        if fenced := _FENCED.fullmatch(arguments):
+            name, arguments = fenced[1].strip(), fenced[2]
+        if name not in schemas:
+            break
+        calls.append((name, parse_arguments(arguments)))
+        position = _skip(text, match.end())
+    return calls, text[_skip(text, position, family.end) :]
+
+
+def _parse_gemma(family: CallFamily, text: str, schemas: Schemas) -> tuple[Calls, str]:
+    match = re.compile(r"\s*<\|tool_call>\s*call:\s*([\w.-]+)\s*").match(text)
+    if match is None or match[1] not in schemas:
+        raise ValueError("no call")
+    reader = _GemmaReader(text, match.end())
+    arguments = reader.read()
+    if not isinstance(arguments, dict):
+        raise ValueError("no call")
+    return [(match[1], arguments)], text[_skip(text, reader.position, family.end) :]
+
+
+class _GemmaReader:
+    """Reader of Gemma 4's values: JSON without quotes around keys, with a token around strings."""
+
+    def __init__(self, text: str, position: int) -> None:
+        self._text, self.position = text, position
+
+    def read(self) -> Any:
+        for quote in (GEMMA_QUOTE, '"'):
+            if self._take(quote):
+                return self._until(quote)
+        if self._take("{"):
+            return self._object()
+        if self._take("["):
+            return self._list()
+        match = re.compile(r"[^,{}\[\]<]+").match(self._text, self.position)
+        if match is None:
+            raise ValueError("no value")
+        self.position = match.end()
+        text = match[0].strip()
+        try:
+            return DECODER.decode(text)
+        except ValueError:
+            return _LITERALS.get(text, text)
+
+    def _object(self) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        while not self._take("}"):
+            key = self._until(":").strip().strip('"').replace(GEMMA_QUOTE, "")
+            found[key] = self.read()
+            self._take(",")
+        return found
+
+    def _list(self) -> list[Any]:
+        found = []
+        while not self._take("]"):
+            found.append(self.read())
+            self._take(",")
+        return found
+
+    def _take(self, mark: str) -> bool:
+        self.position = _skip(self._text, self.position)
+        is_next = self._text.startswith(mark, self.position)
+        self.position += len(mark) if is_next else 0
+        return is_next
+
+    def _until(self, mark: str) -> str:
+        end = self._text.index(mark, self.position)
+        text, self.position = self._text[self.position : end], end + len(mark)
+        return text
+
+
+_PARSERS: dict[str, Callable[[CallFamily, str, Schemas], tuple[Calls, str]]] = {
+    "json": _parse_json,
+    "xml": _parse_xml,
+    "glm": _parse_glm,
+    "pythonic": _parse_pythonic,
+    "deepseek": _parse_deepseek,
+    "gemma": _parse_gemma,
+}
