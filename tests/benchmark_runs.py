@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from specedge.benchmarks.measure import PLAIN_SETTING, Measured, Prompt, Run, Setting, Text
-from specedge.benchmarks.summary import summarise
+from specedge.benchmarks.measure import (
+    PLAIN_SETTING,
+    BenchmarkPrompt,
+    BenchmarkRuns,
+    BenchmarkText,
+    Setting,
+    TimedRun,
+)
+from specedge.benchmarks.summary import summarize
 from specedge.runtime.requests.stats import Stats
 
-PROMPTS = [Prompt("code", "<script>alert('&')</script>", [1]), Prompt("code", "x", [1, 2])]
+PROMPTS = [
+    BenchmarkPrompt("code", "<script>alert('&')</script>", [1]),
+    BenchmarkPrompt("code", "x", [1, 2]),
+]
 ROUNDS = 100
 
 
@@ -44,9 +54,9 @@ def runs(draft, verify, accepted, sampling=0.0, rest=0.0, plain_host=0.0):
         run
         for i in range(2)
         for run in (
-            Run(PLAIN_SETTING, i, 1, plain),
-            Run(PLAIN_SETTING, i, 1, plain),
-            Run(Setting("model", 1), i, 1, model, speedup, speedup),
+            TimedRun(PLAIN_SETTING, i, 1, plain),
+            TimedRun(PLAIN_SETTING, i, 1, plain),
+            TimedRun(Setting("model", 1), i, 1, model, speedup, speedup),
         )
     ]
 
@@ -54,13 +64,13 @@ def runs(draft, verify, accepted, sampling=0.0, rest=0.0, plain_host=0.0):
 def measured(some):
     """These runs, with texts of 180 tokens that never loop."""
     settings = dict.fromkeys(run.setting for run in some)
-    text = Text(list(range(180)), 180)
-    return Measured(some, {(setting, i): text for setting in settings for i in range(2)})
+    text = BenchmarkText(list(range(180)), 180)
+    return BenchmarkRuns(some, {(setting, i): text for setting in settings for i in range(2)})
 
 
 def figures(found):
     """Its figures, plain decoding's and the model's, where alpha is 0.8."""
-    return summarise(found, PROMPTS, {0: [1.0, 0.6], 1: [0.8]}, None, True)
+    return summarize(found, PROMPTS, {0: [1.0, 0.6], 1: [0.8]}, None, True)
 
 
 LOSING = measured(runs(draft=0.5, verify=1.9, accepted=80))

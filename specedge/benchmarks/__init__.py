@@ -1,1 +1,1 @@
-"""Measuring a loaded pipeline."""
+"""Benchmarks of a loaded pipeline."""

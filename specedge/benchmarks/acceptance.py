@@ -1,8 +1,8 @@
-"""alpha the right way: what draft and target say along texts that the target wrote itself.
+"""Acceptance rate alpha along texts that the target generated.
 
-Leviathan et al. 2023 define alpha as the mean over such positions of the chance that a draft token
-is accepted. Here both models read plain decoding's own tokens and both distributions are compared
-at each place: no speculation is in it, so no K, no drafter and no luck of a test.
+Leviathan et al. 2023 define alpha as the mean probability over positions that a draft token is
+accepted. Both models read plain decoding's tokens and their distributions are compared at each
+position, so the result does not depend on K, the drafter or random numbers.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ ROWS = 16  # of logits at a time: a row may have 150,000 columns
 def acceptances(
     pipeline: Pipeline, prompt: Sequence[int], text: Sequence[int], sampling: Sampling
 ) -> list[float]:
-    """Return the chance that the draft model's token is accepted at each place of a text. [n]
+    """Return the probability that the draft model's token is accepted at each position. [n]
 
-    The sum over tokens of min(t, d); at temperature 0, 1 where both would take the same token and
-    else 0. Where the draft's context ends, so does the list; without a draft model it is empty.
-    Both caches are overwritten.
+    It is the sum over tokens of min(t, d); at temperature 0 it is 1 if both choose the same token
+    and otherwise 0. The list ends with the draft's context and is empty without a draft model. Both
+    caches are overwritten.
     """
     sizes = pipeline.bundle.draft
     if pipeline.draft is None or sizes is None:
@@ -43,11 +43,11 @@ def acceptances(
     targets = _rows(pipeline.target, read, len(prompt))
     drafts = _rows(model.model, model.readable(read[:room]), len(prompt))
     history = History(prompt)
-    found = []
+    rates = []
     for token, target, draft in zip(text, targets, drafts, strict=False):
-        found.append(_chances(target, draft, sampling, history))
+        rates.append(_chances(target, draft, sampling, history))
         history.extend([token])
-    return found
+    return rates
 
 
 def _chances(target: Row, draft: Row, sampling: Sampling, history: History) -> float:
@@ -59,12 +59,12 @@ def _chances(target: Row, draft: Row, sampling: Sampling, history: History) -> f
         drafted = probabilities(draft.array(), sampling, history, draft.ids).row(size)
     except OptionError:  # the draft knows none of the tokens that the options allow
         return 0.0
-    wanted = probabilities(target.array(), sampling, history).row(size)
-    return acceptance_probability(wanted, drafted)
+    expected = probabilities(target.array(), sampling, history).row(size)
+    return acceptance_probability(expected, drafted)
 
 
 def _rows(model: LanguageModel, tokens: Sequence[int], prompt_length: int) -> Iterator[Row]:
-    """The logits after each token, from the prompt's last one on."""
+    """Yield the logits from the prompt's last token on."""
     start = prompt_length - 1
     model.truncate(0)
     model.prefill(tokens[:start])

@@ -1,4 +1,4 @@
-"""Plain against speculative decoding of one prompt: the same path, with and without a draft."""
+"""Comparison of plain and speculative decoding of one prompt by the same code path."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from .totals import host_seconds_a_round, seconds_a_draft_pass, seconds_a_target
 
 @dataclass(frozen=True)
 class Comparison:
-    """Medians over repeats; `speedup` is the median of the paired ratios of seconds a new token,
-    without the prefill, which both share.
+    """Medians over repeats of plain and speculative decoding.
 
-    Costs are in seconds of a plain pass of the target, `target_seconds`: of one draft pass, of one
-    verify pass, and of what the host does in a round. None where no draft model ran; without a
-    pass for each draft token there is no prediction.
+    `speedup` is the median of the paired ratios of seconds per new token, without prefill. Costs
+    are relative to a plain pass of the target, which takes `target_seconds`: of a draft pass, of a
+    verify pass, and of the host's work per round. They are None without a draft model; the
+    prediction is None unless each draft token takes a pass.
     """
 
     plain: Generation
@@ -48,21 +48,22 @@ class Comparison:
 
     @property
     def same_tokens(self) -> bool:
-        """Return True if both gave the same tokens, as they must at temperature 0, and with Gumbel
-        coupling where passes are pass-length-invariant.
+        """True if both generated the same tokens.
+
+        They must at temperature 0, and with Gumbel coupling where passes are batch-invariant.
         """
         return self.plain.tokens == self.speculative.tokens
 
     @property
     def first_difference(self) -> int | None:
-        """The first new token that differs; the length of the shorter text if none before does."""
+        """Position of the first different token, or the length of the shorter text."""
         pairs = enumerate(zip(self.plain.tokens, self.speculative.tokens, strict=False))
         shorter = min(len(self.plain.tokens), len(self.speculative.tokens))
-        found = next((i for i, (one, other) in pairs if one != other), shorter)
-        return None if self.same_tokens else found
+        position = next((i for i, (token, other) in pairs if token != other), shorter)
+        return None if self.same_tokens else position
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values by the API's names."""
+        """Return plain values by the names of the API."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for name in ("plain", "speculative"):
             one = fields[name]
@@ -80,7 +81,14 @@ class Comparison:
 def compare(
     pipeline: Pipeline, prompt: str | Sequence[int], repeats: int, **request: Any
 ) -> Comparison:
-    """Time both, warm, in alternating order, `repeats` times. Takes the options of `generate`."""
+    """Time both in alternating order after a warm-up run.
+
+    Args:
+        pipeline: Loaded bundle.
+        prompt: Text or token ids.
+        repeats: Number of timed pairs.
+        **request: Options of `generate`.
+    """
     request["seed"] = 0 if request.get("seed") is None else request["seed"]
     num_draft_tokens = request.pop("num_draft_tokens", None)
 
@@ -94,10 +102,10 @@ def compare(
     for i in range(repeats):
         for first in (True, False) if i % 2 else (False, True):
             (plain if first else speculative).append(run(first))
-    return _summarise(plain[1:], speculative[1:], request)
+    return _summarize(plain[1:], speculative[1:], request)
 
 
-def _summarise(
+def _summarize(
     plain: list[Generation], speculative: list[Generation], request: dict[str, Any]
 ) -> Comparison:
     ratios = [pace(p.stats) / pace(s.stats) for p, s in zip(plain, speculative, strict=True)]
@@ -139,7 +147,7 @@ def _summarise(
 
 
 def _is_model(stats: Stats) -> bool:
-    """Whether each draft token took a pass of its own, as the formula has it."""
+    """Return True if each draft token took a pass, as the formula assumes."""
     return stats.num_draft_passes == stats.num_drafted
 
 

@@ -1,9 +1,9 @@
-"""Runs every setting of a benchmark on every prompt, in turn, and keeps what each run did.
+"""Timed runs of every setting of a benchmark on every prompt.
 
-A setting is a drafter and K; plain decoding is one of them. Within a repeat all settings take turns
-on a prompt, in an order that moves on from prompt to prompt and is reversed in every other repeat.
-A plain run comes before each few settings and after the last, and a setting's speed-up is over the
-mean of the two plain runs around it, so a machine that gets slower or faster favours none.
+A setting is a drafter and K, or plain decoding. Within a repeat all settings take turns on a
+prompt, in an order that is rotated for each prompt and reversed in every other repeat. Plain runs
+surround each group of settings, and a speed-up is relative to the mean of the two around it, so
+drift of the machine's speed favors no setting.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ Progress = Callable[[float], None]  # told which share of the work is done
 
 @dataclass(frozen=True)
 class Setting:
-    """A drafter, and K or "auto"."""
+    """Drafter and K, or "auto"."""
 
     drafter: str
     num_draft_tokens: int | str
 
     @property
     def options(self) -> dict[str, Any]:
-        """The request's options for it."""
+        """Options of the request."""
         if self == PLAIN_SETTING:
             return {"num_draft_tokens": 0}
         return {"drafter": self.drafter, "num_draft_tokens": self.num_draft_tokens}
@@ -44,8 +44,8 @@ PLAIN_SETTING = Setting(PLAIN, 0)
 
 
 @dataclass(frozen=True)
-class Prompt:
-    """Tokens to continue, and the set that they are of; `text` is shown to people."""
+class BenchmarkPrompt:
+    """Prompt as tokens, with its set and its text for display."""
 
     set_name: str
     text: str
@@ -53,9 +53,11 @@ class Prompt:
 
 
 @dataclass(frozen=True)
-class Run:
-    """One request. `speedup` is over the plain runs around it, in seconds a new token without the
-    prefill; `request_speedup` with it. Both are 1 for plain decoding.
+class TimedRun:
+    """Timed request.
+
+    `speedup` is relative to the plain runs around it, in seconds per new token without prefill;
+    `request_speedup` includes prefill. Both are 1 for plain decoding.
     """
 
     setting: Setting
@@ -67,67 +69,76 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Text:
-    """What a setting wrote for a prompt; tokens from `kept` on repeat themselves, and are left out
-    of every run that is timed.
-    """
+class BenchmarkText:
+    """Generated tokens, which are repetitive from index `kept` on and not timed from there."""
 
     tokens: list[int]
     kept: int
 
 
 @dataclass(frozen=True)
-class Measured:
-    """Every timed run, and what each setting wrote for each prompt (by its index)."""
+class BenchmarkRuns:
+    """All timed runs, and the text of each setting and prompt index."""
 
-    runs: list[Run]
-    texts: dict[tuple[Setting, int], Text]
+    runs: list[TimedRun]
+    texts: dict[tuple[Setting, int], BenchmarkText]
 
 
 def settings(drafters: Sequence[str], lengths: Sequence[int]) -> list[Setting]:
-    """Every drafter with every K; "auto" chooses its own."""
-    found = []
+    """Return every drafter with every K; "auto" has a single setting."""
+    combinations = []
     for drafter in dict.fromkeys(drafters):
         ks: Sequence[int | str] = [AUTO] if drafter == AUTO else list(dict.fromkeys(lengths))
-        found += [Setting(drafter, k) for k in ks]
-    return found
+        combinations += [Setting(drafter, k) for k in ks]
+    return combinations
 
 
 def measure(
     pipeline: Pipeline,
-    prompts: Sequence[Prompt],
-    some: Sequence[Setting],
+    prompts: Sequence[BenchmarkPrompt],
+    candidates: Sequence[Setting],
     repeats: int,
     progress: Progress = lambda share: None,
     **request: Any,
-) -> Measured:
-    """Run `some` settings and plain decoding, once to warm up and then `repeats` times.
+) -> BenchmarkRuns:
+    """Run plain decoding and settings once to warm up and then `repeats` times.
 
-    The run that warms up tells where a text begins to repeat itself. The timed runs, which write
-    the same text again, end there. `request` are options of `generate`; each prompt has a seed of
-    its own.
+    The warm-up run finds where a text begins to repeat itself; the timed runs, which generate the
+    same text, end there.
+
+    Args:
+        pipeline: Loaded bundle.
+        prompts: Prompts.
+        candidates: Settings other than plain decoding.
+        repeats: Timed runs of each setting and prompt.
+        progress: Receives the completed fraction.
+        **request: Options of `generate`; prompt i has seed + i.
     """
     seed = request.pop("seed", None) or 0
     total = len(prompts) * (repeats + 1)
-    texts: dict[tuple[Setting, int], Text] = {}
-    runs: list[Run] = []
+    texts: dict[tuple[Setting, int], BenchmarkText] = {}
+    runs: list[TimedRun] = []
     for turn in range(repeats + 1):
         for index, prompt in enumerate(prompts):
-            own = request | {"seed": seed + index, "ignore_eos": True}
+            options = request | {"seed": seed + index, "ignore_eos": True}
             if turn == 0:
-                for one in (PLAIN_SETTING, *some):
-                    tokens = _run(pipeline, prompt, one, own).tokens
-                    texts[one, index] = Text(tokens, max(1, length_before_loop(tokens)))
+                for setting in (PLAIN_SETTING, *candidates):
+                    tokens = _run(pipeline, prompt, setting, options).tokens
+                    texts[setting, index] = BenchmarkText(
+                        tokens, max(1, length_before_loop(tokens))
+                    )
             else:
-                runs += _cycle(pipeline, index, prompt, _order(some, index, turn), texts, own, turn)
+                runs += _cycle(
+                    pipeline, index, prompt, _order(candidates, index, turn), texts, options, turn
+                )
             progress((turn * len(prompts) + index + 1) / total)
-    return Measured(runs, texts)
+    return BenchmarkRuns(runs, texts)
 
 
 def length_before_loop(tokens: Sequence[int]) -> int:
-    """How many tokens come before the same 8 begin for the third time; all, if they never do.
+    """Return the number of tokens before the third repetition of 8 tokens in a row.
 
-    Acceptance and speed behind that say nothing about real text.
+    Acceptance rate and speed of repetitive text do not represent real text.
     """
     seen: Counter[tuple[int, ...]] = Counter()
     for start in range(len(tokens) - LOOP_LENGTH + 1):
@@ -138,51 +149,51 @@ def length_before_loop(tokens: Sequence[int]) -> int:
     return len(tokens)
 
 
-def _order(some: Sequence[Setting], index: int, turn: int) -> list[Setting]:
-    """The settings from another one on for each prompt, backwards in every other repeat."""
-    at = index % max(1, len(some))
-    turned = [*some[at:], *some[:at]]
+def _order(candidates: Sequence[Setting], index: int, turn: int) -> list[Setting]:
+    """Return the settings rotated by prompt, and reversed in every other repeat."""
+    at = index % max(1, len(candidates))
+    turned = [*candidates[at:], *candidates[:at]]
     return turned[::-1] if turn % 2 == 0 else turned
 
 
 def _cycle(
     pipeline: Pipeline,
     index: int,
-    prompt: Prompt,
+    prompt: BenchmarkPrompt,
     order: Sequence[Setting],
-    texts: dict[tuple[Setting, int], Text],
+    texts: dict[tuple[Setting, int], BenchmarkText],
     request: dict[str, Any],
     turn: int,
-) -> Iterator[Run]:
-    """Every setting once on one prompt, between plain runs."""
+) -> Iterator[TimedRun]:
+    """Yield a run of every setting on a prompt, between plain runs."""
 
     def run(setting: Setting) -> Stats:
         limit = {"max_new_tokens": texts[setting, index].kept}
         return _run(pipeline, prompt, setting, request | limit).stats
 
     before = run(PLAIN_SETTING)
-    yield Run(PLAIN_SETTING, index, turn, before)
+    yield TimedRun(PLAIN_SETTING, index, turn, before)
     for start in range(0, len(order), GROUP):
-        group = [(one, run(one)) for one in order[start : start + GROUP]]
+        group = [(setting, run(setting)) for setting in order[start : start + GROUP]]
         after = run(PLAIN_SETTING)
-        yield Run(PLAIN_SETTING, index, turn, after)
-        for one, stats in group:
+        yield TimedRun(PLAIN_SETTING, index, turn, after)
+        for setting, stats in group:
             rates = (pace, _request_pace)
             speedups = [(rate(before) + rate(after)) / 2 / rate(stats) for rate in rates]
-            yield Run(one, index, turn, stats, *speedups)
+            yield TimedRun(setting, index, turn, stats, *speedups)
         before = after
 
 
 def _run(
-    pipeline: Pipeline, prompt: Prompt, setting: Setting, request: dict[str, Any]
+    pipeline: Pipeline, prompt: BenchmarkPrompt, setting: Setting, request: dict[str, Any]
 ) -> Generation:
-    """One request, from empty caches: what an earlier one left in them would be time saved."""
+    """Run a request with empty caches, as reused tokens would save time."""
     pipeline.forget()
     return pipeline.generate(prompt.tokens, **request | setting.options)
 
 
 def pace(stats: Stats) -> float:
-    """Seconds a new token: sampled runs may end at different lengths."""
+    """Return seconds per new token: sampled texts may have different lengths."""
     return stats.decode_seconds / stats.num_new_tokens
 
 

@@ -1,4 +1,4 @@
-"""What a round, and a text of so many tokens, should cost by measured acceptance and costs."""
+"""Expected cost of rounds and texts for given acceptance rates and costs."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from specedge.runtime.planning.cost_table import RoundCosts
 def text_rounds(
     chances: Sequence[float], rounds: Sequence[float], num_tokens: int, greedy: bool
 ) -> float:
-    """What a text costs on average; `rounds[k]` is what a round of k draft tokens does, k = 0 to K.
+    """Return the expected cost of a text.
 
-    The i-th draft token of a round is accepted with `chances[i]` if those before it are. A round
-    drafts no more than is still wanted, of greedy tokens one fewer; what the last one yields beyond
-    that is lost: with short texts it counts. [K], [K + 1]
+    The i-th draft token of a round is accepted with probability `chances[i]` if those before it
+    are. A round drafts no more tokens than are still needed (one fewer for greedy decoding);
+    surplus tokens of the last round are lost, which matters for short texts.
+
+    Args:
+        num_tokens: Number of tokens of the text.
+        chances: Acceptance rates by position. [K]
+        rounds: Cost of a round of k draft tokens, k = 0 to K. [K + 1]
+        greedy: True for greedy decoding.
     """
     reached = [1.0, *accumulate(chances, mul), 0.0]
     cost = [0.0]
-    for wanted in range(1, num_tokens + 1):
-        k = min(len(rounds) - 1, wanted - 1 if greedy else wanted)
+    for missing in range(1, num_tokens + 1):
+        k = min(len(rounds) - 1, missing - 1 if greedy else missing)
         rest = sum(
-            (reached[n] - (reached[n + 1] if n < k else 0.0)) * cost[max(0, wanted - n - 1)]
+            (reached[n] - (reached[n + 1] if n < k else 0.0)) * cost[max(0, missing - n - 1)]
             for n in range(k + 1)
         )
         cost.append(rounds[k] + rest)
@@ -31,7 +37,7 @@ def text_rounds(
 
 
 def model_rounds(costs: RoundCosts, chances: Sequence[float]) -> list[float]:
-    """Return the seconds of a draft model's rounds of 0 to K tokens, one for each of `chances`."""
+    """Return the seconds of a draft model's rounds of 0 to K tokens."""
     expected = [1.0, *(1 + total for total in accumulate(accumulate(chances, mul)))]
     return [costs.plain + costs.token] + [
         costs.passes[k] + costs.rounds[k] + costs.token * expected[k]
@@ -42,7 +48,7 @@ def model_rounds(costs: RoundCosts, chances: Sequence[float]) -> list[float]:
 def predicted_speedup(
     chances: Sequence[float], texts: Iterable[tuple[int, RoundCosts]], greedy: bool
 ) -> float:
-    """A draft model's over all texts together: of each how many tokens it has, and its costs."""
+    """Return the speed-up of a draft model over texts of given lengths and costs."""
     plain = seconds = 0.0
     for num_tokens, costs in texts:
         plain += num_tokens * (costs.plain + costs.token)
@@ -53,6 +59,6 @@ def predicted_speedup(
 def known_chances(
     by_position: Sequence[float | None], overall: float | None, num_draft_tokens: int
 ) -> list[float]:
-    """The chance at each position; where none was tested, that of all together."""
-    known = [*by_position, *[None] * num_draft_tokens][:num_draft_tokens]
-    return [(overall or 0.0) if chance is None else chance for chance in known]
+    """Return acceptance rates by position, with the overall rate where none was tested."""
+    rates = [*by_position, *[None] * num_draft_tokens][:num_draft_tokens]
+    return [(overall or 0.0) if chance is None else chance for chance in rates]

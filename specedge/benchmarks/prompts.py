@@ -1,6 +1,7 @@
-"""The built-in prompts of `specedge bench`, written for it: code, prose, and text to repeat.
+"""Built-in prompts of `specedge bench`: code, prose, and text to repeat.
 
-Each is below 200 tokens of a tokenizer of 2,000 entries, so that contexts of 512 have room.
+Each has fewer than 200 tokens for a tokenizer of 2,000 entries, which leaves room in a context of
+512.
 """
 
 from __future__ import annotations
@@ -149,7 +150,7 @@ class Triangle(Shape):
 
 
 def _to_repeat(text: str) -> str:
-    """A text twice and its first third again, to the end of a line: the rest of it follows."""
+    """Return a text twice and its first third again, up to the end of a line."""
     end = text.index("\n", len(text) // 3)
     return f"{text}\n{text}\n{text[:end]}"
 

@@ -1,4 +1,4 @@
-"""From a benchmark's runs to its figures: pure arithmetic, so that a test can choose the runs."""
+"""Figures of a benchmark computed from its runs, without I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from specedge.runtime.requests.stats import Stats
 
 from ..theory.formulas import run_speedup
 from ..theory.formulas import speedup as theory_speedup
-from .measure import PLAIN_SETTING, Measured, Prompt, Run, Setting
+from .measure import PLAIN_SETTING, BenchmarkPrompt, BenchmarkRuns, Setting, TimedRun
 from .predictions import known_chances, predicted_speedup
 from .totals import (
     host_seconds_a_round,
@@ -29,25 +29,26 @@ from .totals import (
 
 @dataclass(frozen=True)
 class Figures:
-    """One setting on one set of prompts.
+    """Results of a setting on a set of prompts.
 
-    `speedup` is the median, over prompts and repeats, of the ratio of plain decoding's seconds a
-    token to the setting's, without the prefill; `low` and `high` are the quartiles, and
-    `request_speedup` counts the prefill. It `loses` where `speedup` is below 1. `overall_speedup`
-    is the ratio of all prompts' seconds together, of the repeats the median: what formulas predict.
+    `speedup` is the median over prompts and repeats of the ratio of seconds per token, plain
+    decoding to the setting, without prefill; `low` and `high` are the quartiles, and
+    `request_speedup` includes prefill. The setting `loses` if `speedup` is below 1.
+    `overall_speedup` is the ratio of the total seconds of all prompts (median of the repeats),
+    which formulas predict.
 
-    `*_seconds` are seconds a new token, of each prompt the median of its repeats.
-    The four acceptance rates are named as in `runtime.theory`; `alpha` is along the target's own
-    text and the draft model's, whatever the drafter.
+    `*_seconds` are seconds per new token, for each prompt the median of its repeats. The four
+    acceptance rates are named as in `specedge.theory`; `alpha` is that of the draft model along the
+    target's text, whatever the drafter.
 
     Costs are in plain passes of the target: c of a draft pass, v of a verify pass, o of the host's
-    work a round. A prediction is None where its formula does not hold: `theorem_3_8`, `run_level`
-    and `with_costs` are about a draft model and one K. `run_level` is theorem 3.8 with the tokens a
-    round that the run had in place of E; `with_costs` is E(alpha, K) / (K c + v + o) times a plain
-    round, whose host is not free either. `by_position` takes what positions and passes did in the
-    run itself. `held_out` is what the acceptance of every other prompt says of the rest, for which
-    `held_out_speedup` was measured; its costs are those of `specedge tune` if there are any, else
-    the run's. An error is predicted over measured `overall_speedup`, less 1.
+    work per round. A prediction is None if its formula does not apply: `theorem_3_8`, `run_level`
+    and `with_costs` assume a draft model and a fixed K. `run_level` is theorem 3.8 with the
+    measured tokens per round; `with_costs` is E(alpha, K) / (K c + v + o) times the cost of a plain
+    round, 1 + o. `by_position` uses the measured acceptance rates by position and passes.
+    `held_out` predicts half of the prompts from the other half, for which `held_out_speedup` was
+    measured, with the costs of `specedge tune` if available. An error is predicted over measured
+    `overall_speedup`, minus 1.
     """
 
     set_name: str
@@ -93,54 +94,59 @@ class Figures:
     loop_share: float
 
 
-def summarise(
-    measured: Measured,
-    prompts: Sequence[Prompt],
+def summarize(
+    measured: BenchmarkRuns,
+    prompts: Sequence[BenchmarkPrompt],
     alphas: Mapping[int, Sequence[float]],
     table: CostTable | None,
     greedy: bool,
 ) -> list[Figures]:
-    """The figures of every set and setting, plain decoding first.
+    """Return the figures of every set and setting, plain decoding first.
 
-    `alphas` has, by prompt, the chance at each place of the target's text that a draft token
-    is accepted; `table` is what `specedge tune` measured, if it did.
+    Args:
+        measured: Timed runs.
+        prompts: Prompts.
+        alphas: Acceptance rates along the target's text by prompt index.
+        table: RoundCosts measured by `specedge tune`, or None.
+        greedy: True for greedy decoding.
     """
-    found: list[Figures] = []
+    figures: list[Figures] = []
     for name in dict.fromkeys(prompt.set_name for prompt in prompts):
-        held = [i for i, prompt in enumerate(prompts) if prompt.set_name == name]
-        places = [chance for i in held for chance in alphas.get(i, ())]
-        alpha = fmean(places) if places else None
-        by_setting: dict[Setting, list[Run]] = {one: [] for one, _ in measured.texts}
+        indices = [i for i, prompt in enumerate(prompts) if prompt.set_name == name]
+        rates = [chance for i in indices for chance in alphas.get(i, ())]
+        alpha = fmean(rates) if rates else None
+        by_setting: dict[Setting, list[TimedRun]] = {setting: [] for setting, _ in measured.texts}
         for run in measured.runs:
-            if run.prompt in held:
+            if run.prompt in indices:
                 by_setting[run.setting].append(run)
         plain = by_setting[PLAIN_SETTING]
         for setting, runs in by_setting.items():
-            texts = [measured.texts[setting, i] for i in held]
+            texts = [measured.texts[setting, i] for i in indices]
             share = 1 - sum(t.kept for t in texts) / sum(len(t.tokens) for t in texts)
             lengths = {
-                i: (len(prompts[i].tokens), text.kept) for i, text in zip(held, texts, strict=True)
+                i: (len(prompts[i].tokens), text.kept)
+                for i, text in zip(indices, texts, strict=True)
             }
-            out = _held_out(setting, plain, runs, held, lengths, table, greedy)
-            found.append(_figures(name, setting, plain, runs, alpha, out, share))
-    return found
+            out = _held_out(setting, plain, runs, indices, lengths, table, greedy)
+            figures.append(_figures(name, setting, plain, runs, alpha, out, share))
+    return figures
 
 
 def losing(figures: Sequence[Figures]) -> list[str]:
-    """A line for each set in which some setting is slower than the target alone."""
+    """Return a line for each set in which a setting is slower than plain decoding."""
     lines = []
-    for name in dict.fromkeys(one.set_name for one in figures):
-        lost = [one for one in figures if one.set_name == name and one.loses]
+    for name in dict.fromkeys(row.set_name for row in figures):
+        lost = [row for row in figures if row.set_name == name and row.loses]
         by_drafter: dict[str, list[str]] = defaultdict(list)
-        for one in lost:
-            by_drafter[one.drafter].append(str(one.num_draft_tokens))
-        tries = [one for one in figures if one.set_name == name and one.drafter != PLAIN]
+        for row in lost:
+            by_drafter[row.drafter].append(str(row.num_draft_tokens))
+        tries = [row for row in figures if row.set_name == name and row.drafter != PLAIN]
         if tries and len(lost) == len(tries):
             lines.append(f"{name}: speculation LOSES with every setting; use plain decoding")
         elif lost:
             named = "; ".join(
-                one if ks == [AUTO] else f"{one} at K = {', '.join(ks)}"
-                for one, ks in by_drafter.items()
+                drafter if ks == [AUTO] else f"{drafter} at K = {', '.join(ks)}"
+                for drafter, ks in by_drafter.items()
             )
             lines.append(f"{name}: speculation LOSES with {named}")
     return lines
@@ -149,8 +155,8 @@ def losing(figures: Sequence[Figures]) -> list[str]:
 def _figures(
     name: str,
     setting: Setting,
-    plain: Sequence[Run],
-    runs: Sequence[Run],
+    plain: Sequence[TimedRun],
+    runs: Sequence[TimedRun],
     alpha: float | None,
     held_out: tuple[float, float] | None,
     loop_share: float,
@@ -197,7 +203,7 @@ def _figures(
 
 
 def _of_total(total: Stats) -> dict[str, Any]:
-    """What the runs of a setting took and did, all together."""
+    """Return the fields computed from the totals of a setting's runs."""
     tokens = total.num_new_tokens
     return {
         "seconds_per_token": total.decode_seconds / tokens,
@@ -224,55 +230,59 @@ def _by_theory(
     tokens_per_round: float,
     overall: float,
 ) -> dict[str, Any]:
-    """What the formulas make of one acceptance rate and the costs c, v and o, and by how much they
-    miss the speed-up; nothing where no draft model drafts a fixed K.
-    """
+    """Return predictions from alpha, c, v and o with their errors; None without a draft model."""
     k, (c, v, o) = setting.num_draft_tokens, costs
-    found: dict[str, float | None] = {"theorem_3_8": None, "run_level": None, "with_costs": None}
+    predictions: dict[str, float | None] = {
+        "theorem_3_8": None,
+        "run_level": None,
+        "with_costs": None,
+    }
     if (
         setting.drafter == DrafterName.MODEL
         and isinstance(k, int)
         and alpha is not None
         and c is not None
     ):
-        found["theorem_3_8"] = theory_speedup(alpha, k, c)
-        found["run_level"] = run_speedup(tokens_per_round, k, c)
-        found["with_costs"] = theory_speedup(alpha, k, c, v, o) * plain_round
-    return found | {f"{name}_error": _error(value, overall) for name, value in found.items()}
+        predictions["theorem_3_8"] = theory_speedup(alpha, k, c)
+        predictions["run_level"] = run_speedup(tokens_per_round, k, c)
+        predictions["with_costs"] = theory_speedup(alpha, k, c, v, o) * plain_round
+    return predictions | {
+        f"{name}_error": _error(value, overall) for name, value in predictions.items()
+    }
 
 
 def _held_out(
     setting: Setting,
-    plain: Sequence[Run],
-    runs: Sequence[Run],
+    plain: Sequence[TimedRun],
+    runs: Sequence[TimedRun],
     held: Sequence[int],
     lengths: Mapping[int, tuple[int, int]],
     table: CostTable | None,
     greedy: bool,
 ) -> tuple[float, float] | None:
-    """What every other prompt's acceptance says of the rest; and what was measured there."""
+    """Return the speed-up predicted from every other prompt, and the measured one."""
     k = setting.num_draft_tokens
     if setting.drafter != DrafterName.MODEL or not isinstance(k, int) or len(held) < 2:
         return None
     if table is not None and k > table.max_draft_tokens:
         return None
     first = {*held[::2]}
-    known = total_of([run for run in runs if run.prompt in first])
+    totals = total_of([run for run in runs if run.prompt in first])
     base = total_of([run for run in plain if run.prompt in first])
-    chances = known_chances(known.acceptance_by_position, known.accepted_over_tested, k)
+    chances = known_chances(totals.acceptance_by_position, totals.accepted_over_tested, k)
     texts = (
-        (new, table.at(length + new // 2, greedy) if table else _run_costs(known, base, k))
+        (new, table.at(length + new // 2, greedy) if table else _run_costs(totals, base, k))
         for length, new in (lengths[prompt] for prompt in held[1::2])
     )
     rest = overall_speedup([run for run in runs if run.prompt not in first])
     return predicted_speedup(chances, texts, greedy), rest
 
 
-def _run_costs(known: Stats, base: Stats, k: int) -> RoundCosts:
-    """Costs by what the runs of one K took; rounds of fewer tokens lie between it and plain."""
-    none, most = (seconds_a_target_pass(one) + host_seconds_a_round(one) for one in (base, known))
+def _run_costs(totals: Stats, base: Stats, k: int) -> RoundCosts:
+    """Return costs from the runs of one K, interpolated for shorter rounds."""
+    none, most = (seconds_a_target_pass(one) + host_seconds_a_round(one) for one in (base, totals))
     rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
-    draft = seconds_a_draft_pass(known) or 0.0
+    draft = seconds_a_draft_pass(totals) or 0.0
     return RoundCosts(rounds, [draft * i for i in range(k + 1)], 0.0)
 
 

@@ -1,4 +1,4 @@
-"""How many CPU threads are the fastest for a pair: small models lose more than they gain."""
+"""Fastest number of CPU threads: small models lose by many threads."""
 
 from __future__ import annotations
 
@@ -21,16 +21,21 @@ GAIN = 0.97  # of the time of one thread a core, from which on fewer are taken
 
 
 def fastest(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:
-    """The best of one thread a core, half as many, and so on; None for one a core.
+    """Return the fastest of one thread per core, half as many, and so on.
 
-    Each count has sessions of its own, and each text goes to all of them in turn.
+    Each number has its own sessions, and each text is run with all of them in turn.
+
+    Returns:
+        None if one thread per core is the fastest.
     """
-    found = Bundle.read(store.find_bundle(bundle))
+    manifest = Bundle.read(store.find_bundle(bundle))
     counts, cores = [], cpu_count()
     while cores:
         counts.append(cores)
         cores //= 2
-    size = sum(found.files[weights].size for weights in {m.weights for m in found.models.values()})
+    size = sum(
+        manifest.files[weights].size for weights in {m.weights for m in manifest.models.values()}
+    )
     if len(counts) == 1 or size > LARGE or has_pool():
         return None
     pipelines = {n: loading.load(bundle, threads=n, ops=ops) for n in counts}
@@ -45,7 +50,7 @@ def fastest(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:
 
 
 def _seconds(pipeline: Pipeline, text: str, k: int) -> float:
-    """Of a token, the prompt's reading included."""
+    """Return seconds per token, prefill included."""
     pipeline.forget()
     stats = pipeline.generate(text, NEW_TOKENS, num_draft_tokens=k, ignore_eos=True).stats
     return (stats.prefill_seconds + stats.decode_seconds) / stats.num_new_tokens

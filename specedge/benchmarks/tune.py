@@ -1,4 +1,4 @@
-"""Measurement for `specedge tune`: a loaded pair's costs, and the acceptance of its drafts."""
+"""Measurement of costs and acceptance rates for `specedge tune`."""
 
 from __future__ import annotations
 
@@ -46,9 +46,10 @@ Accepted = dict[str, list[bool]]  # by drafter, whether each token that it teste
 
 
 def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Measurement:
-    """Measure a full table, at several lengths of the caches, which are overwritten.
+    """Measure a full cost table at several lengths of the caches, which are overwritten.
 
-    Raises ContextLengthError for a pair in whose context no draft token fits.
+    Raises:
+        ContextLengthError: If the context has no room for a draft token.
     """
     context = min(model.context_length for model in pipeline.bundle.models.values())
     if context < MIN_CONTEXT:
@@ -88,15 +89,13 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
 
 
 def _run_texts(pipeline: Pipeline, progress: Progress) -> dict[str, Accepted]:
-    """Run built-in texts, with the draft model if there is one; return which tokens were accepted,
-    of it and of copies of the same text, by mode.
-    """
-    found: dict[str, Accepted] = {mode: {} for mode in MODES}
+    """Run built-in texts and return the accepted tokens by mode and drafter."""
+    accepted: dict[str, Accepted] = {mode: {} for mode in MODES}
     runs = list(product(TEXTS, MODES))
     for i, (text, mode) in enumerate(runs):
         prompt = _tokens(pipeline, text)[: pipeline.bundle.context_length // 2]
-        tokens = _run(pipeline, prompt, MODES[mode], i, found[mode])
-        found[mode].setdefault(DrafterName.SUFFIX, []).extend(
+        tokens = _run(pipeline, prompt, MODES[mode], i, accepted[mode])
+        accepted[mode].setdefault(DrafterName.SUFFIX, []).extend(
             accepted_copies(
                 Suffix(before_model=True),
                 [*prompt, *tokens],
@@ -105,13 +104,13 @@ def _run_texts(pipeline: Pipeline, progress: Progress) -> dict[str, Accepted]:
             )
         )
         progress((i + 1) / len(runs))
-    return found
+    return accepted
 
 
 def _run(
     pipeline: Pipeline, prompt: Sequence[int], temperature: float, seed: int, accepted: Accepted
 ) -> list[int]:
-    """Return a request's tokens, as many as fit into a time."""
+    """Return the tokens of a request, as many as fit into the time limit."""
     until = time.perf_counter() + TEXT_SECONDS
     with pipeline.stream(
         prompt,
@@ -136,8 +135,9 @@ def _run(
 def accepted_copies(
     drafter: Drafter, text: Sequence[int], start: int, max_tokens: int
 ) -> Iterator[bool]:
-    """Whether each token is accepted that a drafter alone would have tested, had it drafted up to
-    so many a round from `start` on.
+    """Return for each token whether a drafter's token would have been accepted.
+
+    The drafter drafts up to `max_tokens` per round from `start` on.
     """
     at = start
     while at < len(text):
@@ -149,6 +149,6 @@ def accepted_copies(
 
 
 def _tokens(pipeline: Pipeline, text: str) -> list[int]:
-    """A text's tokens, or any where a tokenizer knows none of it: costs do not depend on them."""
+    """Return a text's tokens, or arbitrary ones for a tokenizer without them."""
     ids = encode(pipeline.tokenizer, text)
     return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]

@@ -15,7 +15,7 @@ from specedge.request import AUTO, DrafterName, GenerationRequest
 from specedge.sampling_options import MAX_DRAFT_TOKENS
 
 if TYPE_CHECKING:
-    from specedge.benchmarks.measure import Measured, Prompt, Setting
+    from specedge.benchmarks.measure import BenchmarkPrompt, BenchmarkRuns, Setting
     from specedge.runtime.requests.pipeline import Pipeline
     from specedge.runtime.text.prompts import UserPrompt
 
@@ -179,14 +179,14 @@ def _prompts(
     pipeline: Pipeline,
     named_prompts: Sequence[tuple[str, UserPrompt]],
     special_tokens: bool = False,
-) -> list[Prompt]:
+) -> list[BenchmarkPrompt]:
     """Return prompts as tokens; raise PromptError before any of them runs."""
-    from specedge.benchmarks.measure import Prompt
+    from specedge.benchmarks.measure import BenchmarkPrompt
 
     tokenized = []
     for name, prompt in named_prompts:
         tokens = pipeline.prompts.tokens_of(prompt, special_tokens)
-        tokenized.append(Prompt(name, _text(pipeline, prompt), tokens))
+        tokenized.append(BenchmarkPrompt(name, _text(pipeline, prompt), tokens))
     return tokenized
 
 
@@ -203,11 +203,11 @@ def _text(pipeline: Pipeline, prompt: UserPrompt) -> str:
 
 def _measure(
     pipeline: Pipeline,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchmarkPrompt],
     settings: Sequence[Setting],
     repeats: int,
     request: dict[str, Any],
-) -> Measured:
+) -> BenchmarkRuns:
     from specedge.benchmarks.measure import measure
 
     with options.usage_errors(), terminal.progress_reports("measuring") as report:
@@ -216,14 +216,14 @@ def _measure(
 
 def _report(
     pipeline: Pipeline,
-    prompts: list[Prompt],
-    measured: Measured,
+    prompts: list[BenchmarkPrompt],
+    measured: BenchmarkRuns,
     request: dict[str, Any],
     conditions: dict[str, Any],
 ) -> Any:
     from specedge.benchmarks.acceptance import acceptances
     from specedge.benchmarks.measure import PLAIN_SETTING
-    from specedge.benchmarks.summary import losing, summarise
+    from specedge.benchmarks.summary import losing, summarize
     from specedge.cli.bench_output import BenchmarkReport
     from specedge.runtime.text.bad_words import sampling_of
 
@@ -234,7 +234,7 @@ def _report(
         text = measured.texts[PLAIN_SETTING, i]
         alphas[i] = acceptances(pipeline, prompt.tokens, text.tokens[: text.kept], sampling)
     table = pipeline.costs.table if pipeline.costs.table.origin == "tune" else None
-    figures = summarise(measured, prompts, alphas, table, sampling.greedy)
+    figures = summarize(measured, prompts, alphas, table, sampling.greedy)
     return BenchmarkReport(conditions, figures, losing(figures), prompts, measured.runs)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from specedge.benchmarks.measure import Prompt, Run
+from specedge.benchmarks.measure import BenchmarkPrompt, TimedRun
 from specedge.benchmarks.summary import Figures
 from specedge.cli.terminal import pluralize
 
@@ -22,8 +22,8 @@ class BenchmarkReport:
     facts: dict[str, Any]
     figures: list[Figures]
     losing: list[str]
-    prompts: list[Prompt]
-    runs: list[Run]
+    prompts: list[BenchmarkPrompt]
+    runs: list[TimedRun]
 
     @property
     def sets(self) -> list[str]:
@@ -46,7 +46,7 @@ def json_text(report: BenchmarkReport) -> str:
     return json.dumps(document, ensure_ascii=False, indent=1)
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: TimedRun) -> dict[str, Any]:
     """Return a run as JSON; `prompt` is an index of the prompts."""
     names = (
         *("num_prompt_tokens", "num_new_tokens", "num_rounds", "num_drafted", "num_accepted"),

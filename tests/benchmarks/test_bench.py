@@ -12,10 +12,16 @@ from benchmark_runs import LOSING, PROMPTS, figures, measured, runs
 from fakes import Counting, TableModel, hashed_distribution
 from specedge.benchmarks import acceptance as bench_acceptance
 from specedge.benchmarks import measure as bench
-from specedge.benchmarks.measure import PLAIN_SETTING, Prompt, Run, Setting, length_before_loop
+from specedge.benchmarks.measure import (
+    PLAIN_SETTING,
+    BenchmarkPrompt,
+    Setting,
+    TimedRun,
+    length_before_loop,
+)
 from specedge.benchmarks.predictions import known_chances, model_rounds, text_rounds
 from specedge.benchmarks.prompts import SETS
-from specedge.benchmarks.summary import losing, summarise
+from specedge.benchmarks.summary import losing, summarize
 from specedge.benchmarks.totals import overall_speedup
 from specedge.runtime.planning.cost_table import RoundCosts
 from specedge.runtime.requests.stats import Stats
@@ -77,7 +83,7 @@ class FakePipeline:
 
 def run_fake(tokens, num_settings=5, repeats=2, num_prompts=2):
     pipeline = FakePipeline(tokens)
-    prompts = [Prompt("code", "x", [i]) for i in range(num_prompts)]
+    prompts = [BenchmarkPrompt("code", "x", [i]) for i in range(num_prompts)]
     some = [Setting("model", k) for k in range(1, num_settings + 1)]
     return pipeline, bench.measure(pipeline, prompts, some, repeats, max_new_tokens=40, seed=7)
 
@@ -134,7 +140,7 @@ def test_no_row_of_a_cache_survives_from_an_earlier_run(pipeline, drafter, monke
         return made
 
     monkeypatch.setattr(counted, "generate", watched)
-    prompt = Prompt("code", "", pipeline.tokenizer.encode(SETS["code"][0]).ids)
+    prompt = BenchmarkPrompt("code", "", pipeline.tokenizer.encode(SETS["code"][0]).ids)
     some = bench.settings([drafter], [2])
     bench.measure(counted, [prompt], some, 2, max_new_tokens=12)
     assert lengths == [(0, 0)] * len(lengths)
@@ -252,14 +258,14 @@ def test_losing_is_said_plainly():
 
 def test_the_share_left_out_is_reported():
     found = measured(runs(draft=0.1, verify=1.2, accepted=80))
-    short = {key: bench.Text(text.tokens, 45) for key, text in found.texts.items()}
-    plain, _ = figures(bench.Measured(found.runs, short))
+    short = {key: bench.BenchmarkText(text.tokens, 45) for key, text in found.texts.items()}
+    plain, _ = figures(bench.BenchmarkRuns(found.runs, short))
     assert plain.loop_share == pytest.approx(0.75)
 
 
 def test_overall_a_text_that_takes_long_counts_more():
     some = [
-        Run(Setting("model", 1), prompt, repeat, Stats(other_seconds=seconds), ratio)
+        TimedRun(Setting("model", 1), prompt, repeat, Stats(other_seconds=seconds), ratio)
         for repeat in (1, 2, 3)
         for prompt, seconds, ratio in ((0, 9.0 * repeat, 1.0), (1, 1.0 * repeat, 3.0))
     ]
@@ -268,7 +274,7 @@ def test_overall_a_text_that_takes_long_counts_more():
 
 def test_each_set_has_figures_of_its_own():
     found = measured(runs(draft=0.1, verify=1.2, accepted=80))
-    sets = [Prompt("a", "", [1]), Prompt("b", "", [1])]
-    names = [one.set_name for one in summarise(found, sets, {0: [1.0], 1: [0.0]}, None, True)]
+    sets = [BenchmarkPrompt("a", "", [1]), BenchmarkPrompt("b", "", [1])]
+    names = [one.set_name for one in summarize(found, sets, {0: [1.0], 1: [0.0]}, None, True)]
     assert names == ["a", "a", "b", "b"]
     assert len(PROMPTS) == 2
