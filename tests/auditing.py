@@ -9,7 +9,7 @@ import numpy as np
 
 from fakes import TableModel, hashed_distribution
 from specedge.verification.budget import Budget, Clock
-from specedge.verification.subject import DecoderParts, Prompt, Subject
+from specedge.verification.subject import AuditPrompt, DecoderParts, Subject
 
 VOCAB_SIZE = 6
 CONTEXT = 96
@@ -36,7 +36,7 @@ def make_subject(parts=None, num_prompts=3, max_first_length=1):
     )
     sizes = SimpleNamespace(vocab_size=VOCAB_SIZE, context_length=CONTEXT, num_experts=0)
     by_role = {"target": sizes, "draft": sizes}
-    prompts = [Prompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
+    prompts = [AuditPrompt(f"prompt {i}", (i % 6, 1, i // 6, 2)) for i in range(num_prompts)]
     return Subject(
         target, draft, by_role, 3, 1e-6, prompts, max_first_length, parts or DecoderParts()
     )

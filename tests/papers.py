@@ -112,7 +112,6 @@ ACCEPTANCE = {  # G's table 3, (target and task, draft): alpha at temperature 0 
     ("LaMDA", "8B"): (0.75, 0.74),
 }
 
-LENIENCES = (1, 0.5, 0.3, 0.1)
 LENIENT_ACCEPTANCE = {  # G's table 5, EnDe at temperature 1: alpha for each of LENIENCES
     "unigram": (0.07, 0.10, 0.11, 0.16),
     "bigram": (0.19, 0.23, 0.25, 0.32),
@@ -125,22 +124,6 @@ LENIENT_BEST_PRINTED = (2.5, 3.1, 3.6, 5)  # the text of A.5: none of them follo
 GREEDY_LENIENT = ((0.75, 3.3033), (0.80, 3.8651), (0.87, 4.9070))  # alpha and speed-up at K = 8
 
 
-class Chinchilla(NamedTuple):
-    """A row of D's table 1: K = 4, batch 1, a draft of 4 billion parameters, 16 TPU v4."""
-
-    task: str
-    quality: tuple[float, float]  # ROUGE-2 or percent solved, plain and speculative
-    plain_ms: float
-    speculative_ms: float
-    printed: float
-    computed: float
-
-
-CHINCHILLA = (
-    Chinchilla("XSum, nucleus", (0.112, 0.114), 14.1, 7.52, 1.92, 1.875),  # a misprint
-    Chinchilla("XSum, greedy", (0.157, 0.156), 14.1, 7.00, 2.01, 2.014286),
-    Chinchilla("HumanEval", (45.1, 47.0), 14.1, 5.73, 2.46, 2.460733),
-)
 CHINCHILLA_DRAFT_MS = 1.8
 CHINCHILLA_ROUND_MS = {0: 14.1, 7: 28.6}  # read off D's figure 1, by K
 CHINCHILLA_BEST_K = {"XSum": (3, 3), "HumanEval": (6, 7)}  # read off D's figure 1

@@ -9,7 +9,6 @@ from click.testing import CliRunner
 
 pytest.importorskip("onnxruntime", reason="needs the cpu or gpu extra")
 
-from specedge.benchmarks import threads
 from specedge.benchmarks import tune as tuning
 from specedge.bundle import store
 from specedge.cli import cli
@@ -21,7 +20,7 @@ PROMPT = "def read_config(path):"
 def _quick(monkeypatch):
     monkeypatch.setattr(tuning, "SECONDS", 1e-9)
     monkeypatch.setattr(tuning, "TEXT_TOKENS", 24)
-    monkeypatch.setattr(threads, "fastest", lambda *_: None)
+    monkeypatch.setattr(tuning, "fastest_threads", lambda *_: None)
 
 
 def run(*arguments):

@@ -16,7 +16,7 @@ from specedge.runtime.requests.stream import Generation
 
 from ..theory.formulas import speedup
 from .measure import pace
-from .totals import host_seconds_a_round, seconds_a_draft_pass, seconds_a_target_pass
+from .summary import host_seconds_per_round, seconds_per_draft_pass, seconds_per_target_pass
 
 
 @dataclass(frozen=True)
@@ -110,13 +110,13 @@ def _summarize(
 ) -> Comparison:
     ratios = [pace(p.stats) / pace(s.stats) for p, s in zip(plain, speculative, strict=True)]
     base, ours = [one.stats for one in plain], [one.stats for one in speculative]
-    target = median(map(seconds_a_target_pass, base))
-    plain_host = median(map(host_seconds_a_round, base)) / target
-    host = median(map(host_seconds_a_round, ours)) / target
+    target = median(map(seconds_per_target_pass, base))
+    plain_host = median(map(host_seconds_per_round, base)) / target
+    host = median(map(host_seconds_per_round, ours)) / target
     exact = median(stats.exact_seconds / stats.num_rounds for stats in ours) / target
-    verify = median(map(seconds_a_target_pass, ours))
+    verify = median(map(seconds_per_target_pass, ours))
     stats = ours[0]
-    drafts = [seconds for seconds in map(seconds_a_draft_pass, ours) if seconds is not None]
+    drafts = [seconds for seconds in map(seconds_per_draft_pass, ours) if seconds is not None]
     draft_cost = median(drafts) / target if stats.num_draft_passes else None
     predicted = None
     k = speculative[0].num_draft_tokens

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, zip_longest
+from operator import mul
 from statistics import fmean, median
 from typing import Any
 
@@ -17,14 +19,6 @@ from specedge.runtime.requests.stats import Stats
 from ..theory.formulas import run_speedup
 from ..theory.formulas import speedup as theory_speedup
 from .measure import PLAIN_SETTING, BenchmarkPrompt, BenchmarkRuns, Setting, TimedRun
-from .predictions import known_chances, predicted_speedup
-from .totals import (
-    host_seconds_a_round,
-    overall_speedup,
-    seconds_a_draft_pass,
-    seconds_a_target_pass,
-    total_of,
-)
 
 
 @dataclass(frozen=True)
@@ -166,10 +160,10 @@ def _figures(
     low, middle, high = (float(q) for q in np.quantile(ratios, (0.25, 0.5, 0.75)))
     per_round = total.num_new_tokens / total.num_rounds
     k = setting.num_draft_tokens
-    unit, draft = seconds_a_target_pass(base), seconds_a_draft_pass(total)
+    unit, draft = seconds_per_target_pass(base), seconds_per_draft_pass(total)
     c = None if draft is None else draft / unit
-    v, o = seconds_a_target_pass(total) / unit, host_seconds_a_round(total) / unit
-    plain_round = 1 + host_seconds_a_round(base) / unit
+    v, o = seconds_per_target_pass(total) / unit, host_seconds_per_round(total) / unit
+    plain_round = 1 + host_seconds_per_round(base) / unit
     drafting = 0.0 if c is None else c * total.num_draft_passes / total.num_rounds
     by_position = per_round * plain_round / (drafting + v + o)
     predicted, out_measured = held_out or (None, None)
@@ -269,7 +263,7 @@ def _held_out(
     first = {*held[::2]}
     totals = total_of([run for run in runs if run.prompt in first])
     base = total_of([run for run in plain if run.prompt in first])
-    chances = known_chances(totals.acceptance_by_position, totals.accepted_over_tested, k)
+    chances = acceptance_chances(totals.acceptance_by_position, totals.accepted_over_tested, k)
     texts = (
         (new, table.at(length + new // 2, greedy) if table else _run_costs(totals, base, k))
         for length, new in (lengths[prompt] for prompt in held[1::2])
@@ -280,11 +274,132 @@ def _held_out(
 
 def _run_costs(totals: Stats, base: Stats, k: int) -> RoundCosts:
     """Return costs from the runs of one K, interpolated for shorter rounds."""
-    none, most = (seconds_a_target_pass(one) + host_seconds_a_round(one) for one in (base, totals))
+    none, most = (
+        seconds_per_target_pass(one) + host_seconds_per_round(one) for one in (base, totals)
+    )
     rounds = [none + (most - none) * i / max(1, k) for i in range(k + 1)]
-    draft = seconds_a_draft_pass(totals) or 0.0
+    draft = seconds_per_draft_pass(totals) or 0.0
     return RoundCosts(rounds, [draft * i for i in range(k + 1)], 0.0)
 
 
 def _error(predicted: float | None, measured: float | None) -> float | None:
     return None if predicted is None or measured is None else predicted / measured - 1
+
+
+_COUNTS = (
+    *("num_new_tokens", "num_rounds", "num_drafted", "num_tested", "num_accepted"),
+    *("num_draft_passes", "num_target_passes"),
+)
+_SECONDS = ("draft_seconds", "verify_seconds", "sampling_seconds")
+
+
+def total_of(runs: Sequence[TimedRun]) -> Stats:
+    """Return the sum over prompts of the median seconds and the counts of a run.
+
+    The counts of a prompt's runs are equal. The time of resolving near-ties is part of the other
+    seconds. Prefill, noise measurement and tokens by drafter are not included.
+    """
+    by_prompt: dict[int, list[Stats]] = defaultdict(list)
+    for run in runs:
+        by_prompt[run.prompt].append(run.stats)
+    total = Stats()
+    for alike in by_prompt.values():
+        first = alike[0]
+        sums = {name: getattr(total, name) + getattr(first, name) for name in _COUNTS}
+        for name in _SECONDS:
+            sums[name] = getattr(total, name) + median(getattr(each, name) for each in alike)
+        other = median(each.other_seconds + each.exact_seconds for each in alike)
+        total = Stats(
+            **sums,
+            other_seconds=total.other_seconds + other,
+            tested_by_position=_added(total.tested_by_position, first.tested_by_position),
+            accepted_by_position=_added(total.accepted_by_position, first.accepted_by_position),
+        )
+    return total
+
+
+def _added(counts: Sequence[int], more: Sequence[int]) -> list[int]:
+    return [first + other for first, other in zip_longest(counts, more, fillvalue=0)]
+
+
+def host_seconds_per_round(stats: Stats) -> float:
+    """Return seconds per round outside of the graphs."""
+    return (stats.sampling_seconds + stats.other_seconds) / stats.num_rounds
+
+
+def seconds_per_target_pass(stats: Stats) -> float:
+    """Return seconds per pass of the target."""
+    return stats.verify_seconds / stats.num_target_passes
+
+
+def seconds_per_draft_pass(stats: Stats) -> float | None:
+    """Return seconds per pass of the draft model; None without one."""
+    return stats.draft_seconds / stats.num_draft_passes if stats.num_draft_passes else None
+
+
+def overall_speedup(runs: Sequence[TimedRun]) -> float:
+    """Return the ratio of total seconds, plain decoding to the runs, median of the repeats.
+
+    Long texts have more weight, as in the formulas.
+    """
+    ours: dict[int, float] = defaultdict(float)
+    plain: dict[int, float] = defaultdict(float)
+    for run in runs:
+        ours[run.repeat] += run.stats.decode_seconds
+        plain[run.repeat] += run.stats.decode_seconds * run.speedup
+    return median(plain[repeat] / ours[repeat] for repeat in ours)
+
+
+def text_rounds(
+    chances: Sequence[float], rounds: Sequence[float], num_tokens: int, greedy: bool
+) -> float:
+    """Return the expected cost of a text.
+
+    The i-th draft token of a round is accepted with probability `chances[i]` if those before it
+    are. A round drafts no more tokens than are still needed (one fewer for greedy decoding);
+    surplus tokens of the last round are lost, which matters for short texts.
+
+    Args:
+        num_tokens: Number of tokens of the text.
+        chances: Acceptance rates by position. [K]
+        rounds: Cost of a round of k draft tokens, k = 0 to K. [K + 1]
+        greedy: True for greedy decoding.
+    """
+    reached = [1.0, *accumulate(chances, mul), 0.0]
+    cost = [0.0]
+    for missing in range(1, num_tokens + 1):
+        k = min(len(rounds) - 1, missing - 1 if greedy else missing)
+        rest = sum(
+            (reached[n] - (reached[n + 1] if n < k else 0.0)) * cost[max(0, missing - n - 1)]
+            for n in range(k + 1)
+        )
+        cost.append(rounds[k] + rest)
+    return cost[num_tokens]
+
+
+def model_rounds(costs: RoundCosts, chances: Sequence[float]) -> list[float]:
+    """Return the seconds of a draft model's rounds of 0 to K tokens."""
+    expected = [1.0, *(1 + total for total in accumulate(accumulate(chances, mul)))]
+    return [costs.plain + costs.token] + [
+        costs.passes[k] + costs.rounds[k] + costs.token * expected[k]
+        for k in range(1, len(chances) + 1)
+    ]
+
+
+def predicted_speedup(
+    chances: Sequence[float], texts: Iterable[tuple[int, RoundCosts]], greedy: bool
+) -> float:
+    """Return the speed-up of a draft model over texts of given lengths and costs."""
+    plain = seconds = 0.0
+    for num_tokens, costs in texts:
+        plain += num_tokens * (costs.plain + costs.token)
+        seconds += text_rounds(chances, model_rounds(costs, chances), num_tokens, greedy)
+    return plain / seconds
+
+
+def acceptance_chances(
+    by_position: Sequence[float | None], overall: float | None, num_draft_tokens: int
+) -> list[float]:
+    """Return acceptance rates by position, with the overall rate where none was tested."""
+    rates = [*by_position, *[None] * num_draft_tokens][:num_draft_tokens]
+    return [(overall or 0.0) if chance is None else chance for chance in rates]

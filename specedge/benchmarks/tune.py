@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import product
-from statistics import fmean
+from statistics import fmean, median
 from typing import cast
 
 import numpy as np
 
+from specedge.bundle import Bundle, store
+from specedge.cpu_count import cpu_count
 from specedge.errors import ContextLengthError
 from specedge.request import DrafterName
 from specedge.runtime.backend import self_test
 from specedge.runtime.backend.onnx_model import OrtModel
+from specedge.runtime.backend.sessions import has_pool
 from specedge.runtime.decoding.protocols import Drafter
 from specedge.runtime.drafters.suffix import Suffix, count_accepted
 from specedge.runtime.planning import measurement
@@ -25,6 +29,7 @@ from specedge.runtime.planning.measurement import (
     Models,
     Progress,
 )
+from specedge.runtime.requests import loading
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.runtime.sampling.history import History
 from specedge.runtime.text.tokenizing import encode
@@ -152,3 +157,48 @@ def _tokens(pipeline: Pipeline, text: str) -> list[int]:
     """Return a text's tokens, or arbitrary ones for a tokenizer without them."""
     ids = encode(pipeline.tokenizer, text)
     return [token for token in ids if token < pipeline.bundle.target.vocab_size] or [0]
+
+
+LARGE_WEIGHTS = 300_000_000  # bytes of weights, whose reading takes all cores anywhere
+_REPEATS = 5
+_NEW_TOKENS = 48
+_DRAFT_LENGTHS = (0, 4)
+GAIN = 0.97  # of the time of one thread a core, from which on fewer are taken
+
+
+def fastest_threads(bundle: str | os.PathLike[str] | None, ops: str) -> int | None:
+    """Return the fastest of one thread per core, half as many, and so on.
+
+    Each number has its own sessions, and each text is run with all of them in turn.
+
+    Returns:
+        None if one thread per core is the fastest.
+    """
+    manifest = Bundle.read(store.find_bundle(bundle))
+    counts, cores = [], cpu_count()
+    while cores:
+        counts.append(cores)
+        cores //= 2
+    size = sum(
+        manifest.files[weights].size for weights in {m.weights for m in manifest.models.values()}
+    )
+    if len(counts) == 1 or size > LARGE_WEIGHTS or has_pool():
+        return None
+    pipelines = {n: loading.load(bundle, threads=n, ops=ops) for n in counts}
+    seconds: dict[tuple[int, int], list[float]] = {
+        (n, k): [] for n in counts for k in _DRAFT_LENGTHS
+    }
+    for i in range(_REPEATS):
+        for n in counts[:: -1 if i % 2 else 1]:
+            for k in _DRAFT_LENGTHS:
+                seconds[n, k].append(_seconds_per_token(pipelines[n], TEXTS[i % len(TEXTS)], k))
+    times = {n: min(median(seconds[n, k]) for k in _DRAFT_LENGTHS) for n in counts}
+    best = min(times, key=lambda n: times[n])
+    return best if times[best] < GAIN * times[counts[0]] else None
+
+
+def _seconds_per_token(pipeline: Pipeline, text: str, k: int) -> float:
+    """Return seconds per token, prefill included."""
+    pipeline.forget()
+    stats = pipeline.generate(text, _NEW_TOKENS, num_draft_tokens=k, ignore_eos=True).stats
+    return (stats.prefill_seconds + stats.decode_seconds) / stats.num_new_tokens

@@ -36,11 +36,10 @@ def tune(
     """Measure the costs of a bundle on this machine, for '--num-draft-tokens auto'."""
     from rich.progress import TaskProgressColumn
 
-    from specedge.benchmarks import threads as counts
     from specedge.benchmarks import tune as tuning
 
     on_cpu = {device, draft_device or device} == {"cpu"}
-    fewer = counts.fastest(bundle, ops) if threads is None and on_cpu else None
+    fewer = tuning.fastest_threads(bundle, ops) if threads is None and on_cpu else None
     pipeline = options.load_pipeline(bundle, device, threads or fewer, ops, draft_device)
     pipeline.costs.check_writable()  # fail before measuring
     with progress_bar("measuring", 1.0, TaskProgressColumn()) as (update, _):

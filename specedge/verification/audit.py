@@ -27,7 +27,7 @@ from .defects import DEFECTS, Defect
 from .noise import CachedModel
 from .report import FAILED, SKIPPED, AuditReport, CheckResult, machine
 from .statistics import CONFIDENCE, POWER
-from .subject import Prompt, Subject, SubstituteDraft
+from .subject import AuditPrompt, Subject, SubstituteDraft
 
 # Prompts of several kinds: some have sure next tokens and others do not, for any model.
 BUILT_IN = (
@@ -250,7 +250,9 @@ DRAWN: dict[str, Check] = {
 }
 
 
-def make_subject(bundle: Bundle, settings: ExecutionSettings, prompts: list[Prompt]) -> Subject:
+def make_subject(
+    bundle: Bundle, settings: ExecutionSettings, prompts: list[AuditPrompt]
+) -> Subject:
     """Load the models, self-test the target as `load` does, and add the prompts."""
     target, draft = _open(bundle, settings)
     tolerance = max(
@@ -272,7 +274,7 @@ def _open(bundle: Bundle, settings: ExecutionSettings) -> tuple[OrtModel, Cached
     return target, models.get("draft") or SubstituteDraft(target.twin())
 
 
-def built_in_prompts(bundle: Bundle) -> list[Prompt]:
+def built_in_prompts(bundle: Bundle) -> list[AuditPrompt]:
     """Return the built-in prompts, cut to half the context."""
     return _prompts(bundle, ())
 
@@ -327,7 +329,7 @@ def _guarded(name: str, run: Callable[[], CheckResult]) -> CheckResult:
 
 def _prompts(
     bundle: Bundle, prompts: Sequence[UserPrompt], special_tokens: bool = False
-) -> list[Prompt]:
+) -> list[AuditPrompt]:
     """Tokenize the user's prompts, then the built-in ones, cut to half the context."""
     encoder = load_tokenizer(bundle)
     encoded, made = Prompts(bundle, encoder), []
@@ -336,11 +338,13 @@ def _prompts(
             tokens = encoded.tokens_of(prompt, special_tokens)
         except PromptError as error:
             raise PromptError(f"prompt {i}: {error}") from error
-        made.append(Prompt(f"your prompt {i}", tuple(tokens)))
+        made.append(AuditPrompt(f"your prompt {i}", tuple(tokens)))
     most = max(1, bundle.context_length // 2)
     for text in BUILT_IN:
         if tokens := encode(encoder, text)[:most]:
-            made.append(Prompt(repr(text if len(text) < 40 else text[:37] + "..."), tuple(tokens)))
+            made.append(
+                AuditPrompt(repr(text if len(text) < 40 else text[:37] + "..."), tuple(tokens))
+            )
     return made
 
 

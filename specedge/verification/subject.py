@@ -39,7 +39,7 @@ class DecoderParts:
 
 
 @dataclass(frozen=True)
-class Prompt:
+class AuditPrompt:
     """Tokens to continue, with the name that the report shows."""
 
     name: str
@@ -69,7 +69,7 @@ class Subject:
     sizes: Mapping[str, ModelEntry]
     num_draft_tokens: int
     tolerance: float
-    prompts: list[Prompt]
+    prompts: list[AuditPrompt]
     max_first_length: int = 1
     parts: DecoderParts = field(default_factory=DecoderParts)
     noise: dict[str, float] = field(default_factory=dict)
@@ -93,10 +93,13 @@ class Subject:
         return sorted({*range(1, most + 1), MAX_EXPORTED_DRAFT_TOKENS})
 
     @property
-    def greedy_prompts(self) -> list[Prompt]:
+    def greedy_prompts(self) -> list[AuditPrompt]:
         """Prompts of greedy texts; the last is long, so that caches hold a part of it."""
         most = max(1, min(2 * ROWS, self.sizes["target"].context_length // 2))
-        return [*self.prompts, Prompt("all prompts in a row", tuple(self.text("target", most)))]
+        return [
+            *self.prompts,
+            AuditPrompt("all prompts in a row", tuple(self.text("target", most))),
+        ]
 
     def time_passes(self, clock: Clock) -> None:
         """Measure the seconds of a step of the target with a draw: the median of 5."""

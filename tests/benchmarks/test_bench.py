@@ -19,10 +19,15 @@ from specedge.benchmarks.measure import (
     TimedRun,
     length_before_loop,
 )
-from specedge.benchmarks.predictions import known_chances, model_rounds, text_rounds
 from specedge.benchmarks.prompts import SETS
-from specedge.benchmarks.summary import losing, summarize
-from specedge.benchmarks.totals import overall_speedup
+from specedge.benchmarks.summary import (
+    acceptance_chances,
+    losing,
+    model_rounds,
+    overall_speedup,
+    summarize,
+    text_rounds,
+)
 from specedge.runtime.planning.cost_table import RoundCosts
 from specedge.runtime.requests.stats import Stats
 from specedge.runtime.sampling.history import History
@@ -208,7 +213,7 @@ def test_a_rounds_cost_has_the_hosts_work_for_each_token_that_it_yields():
     costs = RoundCosts([1.0, 1.1, 1.3], [0.0, 0.1, 0.2], reading=0.0, token=0.1)
     found = model_rounds(costs, [0.5, 0.5])
     assert found == pytest.approx([1.1, 1.2 + 0.15, 1.5 + 0.175])
-    assert known_chances([0.9, None], 0.6, 3) == [0.9, 0.6, 0.6]
+    assert acceptance_chances([0.9, None], 0.6, 3) == [0.9, 0.6, 0.6]
 
 
 def test_predictions_are_right_where_the_formulas_hold():

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from specedge.benchmarks import threads
+from specedge.benchmarks import tune
 from specedge.bundle import store
 from specedge.runtime.backend import sessions
 from specedge.runtime.requests import loading
@@ -29,22 +29,22 @@ class Loaded:
     [({4: 1.0, 2: 0.8, 1: 0.9}, 2), ({4: 1.0, 2: 0.99, 1: 1.5}, None), ({4: 1, 2: 2, 1: 3}, None)],
 )
 def test_fewer_threads_are_taken_where_they_are_clearly_faster(monkeypatch, seconds, best):
-    monkeypatch.setattr(threads, "cpu_count", lambda: 4)
+    monkeypatch.setattr(tune, "cpu_count", lambda: 4)
     monkeypatch.setattr(loading, "load", lambda bundle, threads, ops: Loaded(threads))
-    monkeypatch.setattr(threads, "_seconds", lambda loaded, text, k: seconds[loaded.count])
-    assert threads.fastest(store.embedded_folder(), "auto") == best
+    monkeypatch.setattr(tune, "_seconds_per_token", lambda loaded, text, k: seconds[loaded.count])
+    assert tune.fastest_threads(store.embedded_folder(), "auto") == best
 
 
 def test_nothing_is_tried_for_large_models_on_one_core_or_beside_a_shared_pool(monkeypatch):
     monkeypatch.setattr(loading, "load", lambda *_, **__: pytest.fail("loaded"))
-    monkeypatch.setattr(threads, "cpu_count", lambda: 1)
-    assert threads.fastest(store.embedded_folder(), "auto") is None
-    monkeypatch.setattr(threads, "cpu_count", lambda: 4)
-    monkeypatch.setattr(threads, "LARGE", 1)
-    assert threads.fastest(store.embedded_folder(), "auto") is None
-    monkeypatch.setattr(threads, "LARGE", 10**9)
+    monkeypatch.setattr(tune, "cpu_count", lambda: 1)
+    assert tune.fastest_threads(store.embedded_folder(), "auto") is None
+    monkeypatch.setattr(tune, "cpu_count", lambda: 4)
+    monkeypatch.setattr(tune, "LARGE_WEIGHTS", 1)
+    assert tune.fastest_threads(store.embedded_folder(), "auto") is None
+    monkeypatch.setattr(tune, "LARGE_WEIGHTS", 10**9)
     monkeypatch.setattr(sessions, "_pool_threads", [None])
-    assert threads.fastest(store.embedded_folder(), "auto") is None
+    assert tune.fastest_threads(store.embedded_folder(), "auto") is None
 
 
 def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
