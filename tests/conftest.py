@@ -99,12 +99,12 @@ def smollm2():
 def self_draft(pipeline):
     """Return the embedded target with itself as the draft model."""
     from specedge.runtime.backend.onnx_model import OrtModel
-    from specedge.runtime.backend.self_test import fitting
+    from specedge.runtime.backend.self_test import exact_device
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.pipeline import Pipeline
 
     bundle = pipeline.bundle
-    twin = OrtModel(bundle, bundle.target, fitting([bundle.target], Device()))
+    twin = OrtModel(bundle, bundle.target, exact_device([bundle.target], Device()))
     return Pipeline(bundle, pipeline.tokenizer, pipeline.target, twin)
 
 

@@ -158,7 +158,7 @@ def test_a_host_written_from_the_document_runs_a_smaller_draft(
     pipeline, models, context, k, sampling
 ):
     from specedge.runtime.backend.onnx_model import OrtModel
-    from specedge.runtime.backend.self_test import fitting
+    from specedge.runtime.backend.self_test import exact_device
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.pipeline import Pipeline
 
@@ -168,7 +168,7 @@ def test_a_host_written_from_the_document_runs_a_smaller_draft(
     whole = pipeline.bundle
     bundle = dataclasses.replace(whole, draft=dataclasses.replace(whole.draft, **smaller))
     bundle = bundle.at(whole.folder)
-    model = OrtModel(bundle, bundle.draft, fitting([bundle.draft], Device()))
+    model = OrtModel(bundle, bundle.draft, exact_device([bundle.draft], Device()))
     prompt = pipeline.tokenizer.encode(PROMPT).ids
     assert max(prompt) >= 700
     try:

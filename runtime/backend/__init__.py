@@ -1,1 +1,1 @@
-"""What runs a model: ONNX Runtime's sessions and buffers."""
+"""ONNX Runtime sessions, buffers and language models on devices."""

@@ -1,4 +1,4 @@
-"""What is loaded of a model once, whatever caches use it: a graph and its weights."""
+"""Session of a graph and its weights, shared by all caches of a model."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STAGED = ("tokens", "past_length", *SAMPLING_INPUTS)  # what the host writes bef
 
 
 class ModelSession:
-    """A graph of a model, ready to run: its passes are bound to buffers on its device."""
+    """Open graph of a model; passes are bound to buffers on its device."""
 
     def __init__(
         self,
@@ -65,28 +65,28 @@ class ModelSession:
         _check_contract(self._session, entry, self._signature, path)
 
     def _engine(self, bundle: Bundle, entry: GraphEntry, device: Device) -> Path | None:
-        """The graph's engine, where the device runs engines."""
+        """Return the path of the graph's engine if the device runs engines."""
         if not device.supports_engines:
             return None
         return engines.require(bundle, self.model, entry, device.platform(), device.name)
 
     @property
     def num_drafted(self) -> int:
-        """How many tokens a pass drafts, of a graph that does."""
+        """Draft tokens of one call of a draft graph."""
         return self._signature.num_drafted
 
     def cache(self) -> KeyValueCache:
-        """An empty cache for its passes."""
+        """Return an empty cache."""
         with self._translated():
             return KeyValueCache(self.model.cache_layout(self.ops), self.buffers)
 
     def bind(
         self, cache: KeyValueCache, length: int, num_logits: int, captured: bool = False
     ) -> BoundPass:
-        """A pass of `length` tokens over a cache, each of whose buffers is input and output.
+        """Bind a pass of `length` tokens over a cache, whose buffers are inputs and outputs.
 
-        A graph for any length gives logits of the last `num_logits` rows. What is `captured` a GPU
-        runs without its host, from the second time on.
+        A graph for any length gives logits of the last `num_logits` rows. A GPU replays a
+        `captured` pass as a CUDA graph from the second run on.
         """
         signature = self._signature
         with self._translated():
@@ -100,7 +100,7 @@ class ModelSession:
         return new
 
     def _array(self, tensor: TensorSpec, bound: BoundPass, length: int, num_logits: int) -> Any:
-        """A buffer of the cache, or an array of the pass's own."""
+        """Return a buffer of the cache, or allocate an array of the pass."""
         if tensor.buffer is not None:
             return bound.cache.arrays[tensor.buffer]
         shape = tensor.at(1, length, num_logits)
@@ -114,9 +114,9 @@ class ModelSession:
         return array
 
     def run(
-        self, bound: BoundPass, tokens: Sequence[int], told: Mapping[str, Any] | None = None
+        self, bound: BoundPass, tokens: Sequence[int], inputs: Mapping[str, Any] | None = None
     ) -> None:
-        """Read the tokens into the cache, and into what logits the pass has; `told` is what else
+        """Read the tokens into the cache, and into what logits the pass has; `inputs` is what else
         the graph is given, by role.
 
         Where the pass is longer it is padded: the rows behind theirs count for nothing.
@@ -125,7 +125,7 @@ class ModelSession:
         try:
             self.buffers.write(bound.arrays["tokens"], [*tokens, *padding])
             self.buffers.write(bound.arrays["past_length"], [bound.cache.length])
-            for role, values in (told or {}).items():
+            for role, values in (inputs or {}).items():
                 self.buffers.write(bound.arrays[role], values)
             self.buffers.run(self._session, bound.binding, bound.options)
             bound.cache.extend(tokens)
@@ -135,17 +135,17 @@ class ModelSession:
 
     @contextmanager
     def _translated(self) -> Iterator[None]:
-        """Turn what ONNX Runtime raises in a pass, memory for it included, into our errors."""
+        """Turn ONNX Runtime's errors of a pass, out of memory included, into ours."""
         what = f"a pass of {self.model.source.id}"
         with self._enough_memory(), translated_errors(what):
             yield
 
 
 class BoundPass:
-    """A binding for one number of tokens.
+    """Binding for one pass length.
 
-    `inputs` and `outputs` keep every array that is bound, by tensor name: the binding has their
-    addresses alone. `arrays` has them by role, and rows of weights, which are several, by name.
+    `inputs` and `outputs` keep every bound array by tensor name, as the binding has addresses
+    alone. `arrays` has them by role, and weight rows, which are several, by name.
     """
 
     def __init__(self, binding: Any, cache: KeyValueCache, options: Any, length: int) -> None:
@@ -159,8 +159,10 @@ class BoundPass:
 
 
 def choose_ops(model: ModelEntry, ops: str = "auto", device: Device | None = None) -> str:
-    """The op set to run. Those that compute in a type of their own are for other devices than the
-    CPU, which runs them if asked.
+    """Return the op set to run.
+
+    "auto" on the CPU never chooses an op set with a compute type of its own; those are for GPUs,
+    and the CPU runs them if asked.
     """
     if ops not in ("auto", *OP_SETS):
         raise ValueError(f"ops must be one of auto, {', '.join(OP_SETS)}, got {ops!r}")
@@ -171,20 +173,20 @@ def choose_ops(model: ModelEntry, ops: str = "auto", device: Device | None = Non
     if (found := model.op_set(ops)) is None:
         raise BundleError(
             f"{model.source.id} has no graphs in the op set '{ops}', only in "
-            f"{', '.join(model.parity)}; leave --ops out{_wanted(model, ops)}"
+            f"{', '.join(model.parity)}; leave --ops out{_export_hint(model, ops)}"
         )
     return found
 
 
 def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
-    """The op set to run on a GPU, or the one asked for, if it can."""
+    """Return the op set to run on a GPU, or the requested one if the GPU supports it."""
     fits = model.supports_engines if device.supports_engines else model.supports_gpu
-    able = [one for one in device.preferred_ops if one in model.parity and fits(one)]
-    if ops == "auto" and able:
-        return able[0]
-    if ops != "auto" and model.op_set(ops) in able:
+    supported = [one for one in device.preferred_ops if one in model.parity and fits(one)]
+    if ops == "auto" and supported:
+        return supported[0]
+    if ops != "auto" and model.op_set(ops) in supported:
         return str(model.op_set(ops))
-    found = f"only {', '.join(able)}" if able else f"none of {', '.join(model.parity)}"
+    found = f"only {', '.join(supported)}" if supported else f"none of {', '.join(model.parity)}"
     kind = QDQ if device.supports_engines and model.weights_dtype in QUANTIZED_DTYPES else "fp16"
     how = f"--compute {kind}" if model.dtype == "float32" else "--ops auto"
     raise DeviceError(
@@ -193,8 +195,8 @@ def _gpu_ops(model: ModelEntry, ops: str, device: Device) -> str:
     )
 
 
-def _wanted(model: ModelEntry, ops: str) -> str:
-    """The options of an export that give an op set, if there are any."""
+def _export_hint(model: ModelEntry, ops: str) -> str:
+    """Return the export options that give an op set, if there are any."""
     plain, _, kind = ops.partition("-")
     if kind in (("bf16",) if model.weights_dtype in QUANTIZED_DTYPES else ("fp32", QDQ)):
         return ""
@@ -208,7 +210,7 @@ def _wanted(model: ModelEntry, ops: str) -> str:
 
 
 def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path: Path) -> None:
-    """Refuse a graph whose inputs or outputs are not those that the manifest promises."""
+    """Refuse a graph whose inputs or outputs differ from the manifest."""
     if unknown := signature.unknown:
         raise BundleError(
             f"{path}: this specedge does not know what its input {unknown[0]} is for; use the "
@@ -219,8 +221,8 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
         (session.get_outputs(), signature.outputs),
     )
     for values, tensors in promised:
-        found = {value.name: _shown(value.type, value.shape) for value in values}
-        wanted = {tensor.name: _promised(tensor, entry) for tensor in tensors}
+        found = {value.name: _describe(value.type, value.shape) for value in values}
+        wanted = {tensor.name: _expected(tensor, entry) for tensor in tensors}
         for name in sorted(wanted.keys() | found.keys()):
             if found.get(name) != wanted.get(name):
                 raise BundleError(
@@ -229,12 +231,12 @@ def _check_contract(session: Any, entry: GraphEntry, signature: Signature, path:
                 )
 
 
-def _promised(tensor: TensorSpec, entry: GraphEntry) -> str:
+def _expected(tensor: TensorSpec, entry: GraphEntry) -> str:
     shape = tensor.at(entry.batch, entry.length or 0, 0)
-    return _shown(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
+    return _describe(f"tensor({ORT_TYPES.get(tensor.dtype, tensor.dtype)})", shape)
 
 
-def _shown(kind: str, shape: list[Any]) -> str:
-    """A type and shape; what may be any number is a name or nothing in the graph."""
+def _describe(kind: str, shape: list[Any]) -> str:
+    """Format a type and shape; sizes that may be any number are "any"."""
     sizes = ", ".join(str(size) if isinstance(size, int) and size else "any" for size in shape)
     return f"{kind} [{sizes}]"

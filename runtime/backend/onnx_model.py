@@ -1,4 +1,4 @@
-"""A language model on ONNX Runtime: passes over a cache in place, rollback by length."""
+"""Language model on ONNX Runtime: passes over a cache in place, rollback by length."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HALF = np.array([0.5])
 
 
 class OrtModel:
-    """One model of a bundle, with a cache of its own."""
+    """Model of a bundle with a cache of its own."""
 
     def __init__(
         self,
@@ -42,8 +42,9 @@ class OrtModel:
         graph: str = "decoder",
         session: ModelSession | None = None,
     ) -> None:
-        """Open one of the model's graphs, or take one that is open; one of a fixed shape takes
-        passes of its length alone.
+        """Open one of the model's graphs, or use `session`.
+
+        A fixed-shape graph runs passes of its length alone.
         """
         self._session = session or ModelSession(bundle, model, device, ops, graph)
         self.ops = self._session.ops
@@ -90,7 +91,7 @@ class OrtModel:
         return self._scores(bound, length - wanted, length)
 
     def _scores(self, bound: BoundPass, start: int, end: int) -> Logits:
-        """What a pass gives of some of its rows of logits."""
+        """Return some rows of a pass's logits."""
         fetch, arrays = self._session.buffers.fetch, bound.arrays
         if "best" not in arrays:
             return Logits(fetch(arrays["logits"])[0, start:end, : self._num_columns], self._ids)
@@ -111,30 +112,31 @@ class OrtModel:
         self._session.min_length = 2
 
     def warm_up(self, lengths: Iterable[int]) -> None:
-        """Run passes of T once, for a GPU to capture; the cache is then empty."""
+        """Run a pass of each length, for a GPU to capture; empties the cache."""
         for length in lengths:
             self.truncate(0)
             self.forward([0] * length)
         self.truncate(0)
 
     def read_longest(self) -> None:
-        """Take the memory that long prompts need, before others take what is left; the cache is
-        then empty.
-        """
+        """Allocate the memory of long prompts before other sessions do; empties the cache."""
         self.truncate(0)
         self.prefill([0] * min(self._chunk_length, self._session.model.context_length))
         self.truncate(0)
 
     def unroll(self, bundle: Bundle, model: ModelEntry, device: Device) -> str | None:
-        """Let it draft in one call where the bundle has graphs for that, memory for their own
-        copies of the weights is left, they draft what passes draft, and faster, as is measured; the
-        cache is then empty. What is to be said where such a graph cannot be run.
+        """Enable multi-step draft graphs that are correct and faster, as measured.
+
+        They need memory for their own copies of the weights. Empties the cache.
+
+        Returns:
+            A note if a graph cannot be run.
         """
         try:
             for name in filter(lambda one: model.has(one, self.ops), ONE_CALL):
                 session = ModelSession(bundle, model, device, self.ops, name)
                 call = self._call(session, name)
-                if call.measure(partial(self._drafted, _HALF)) and self._is_right(call):
+                if call.measure(partial(self._drafted, _HALF)) and self._drafts_equal_tokens(call):
                     self._draft_graphs.append(call)
         except SpecEdgeError as error:
             self.truncate(0)
@@ -147,8 +149,8 @@ class OrtModel:
             return GreedyDraftGraph(session, self.cache)
         return SampledDraftGraph(session, self.cache, self._ids)
 
-    def _is_right(self, call: DraftGraph) -> bool:
-        """Whether it drafts what passes draft; the cache is then empty."""
+    def _drafts_equal_tokens(self, call: DraftGraph) -> bool:
+        """Return True if a draft graph drafts the tokens of passes; empties the cache."""
         numbers = np.linspace(0.05, 0.95, call.num_steps)
         for sampling in call.examples:
             draft = call.draft([0], len(numbers), History([0]), sampling, numbers)
@@ -158,13 +160,13 @@ class OrtModel:
         return True
 
     def unroll_as(self, other: OrtModel) -> None:
-        """Draft as another model of the same weights does; the cache is then empty."""
+        """Enable the draft graphs of another model of the same weights; empties the cache."""
         self._draft_graphs = [call.over(self.cache) for call in other._draft_graphs]
         for call in self._draft_graphs:
             call.warm_up()
 
     def _drafted(self, uniforms: Floats, sampling: Sampling) -> list[int]:
-        """The tokens after token 0, by passes; the cache is then empty."""
+        """Return the draft tokens after token 0, by passes; empties the cache."""
         self.truncate(0)
 
         def next_row(drafted: list[int]) -> Row:
@@ -182,7 +184,7 @@ class OrtModel:
         sampling: Sampling,
         uniforms: Floats,
     ) -> Draft | None:
-        """In one call; None where passes are faster, or no call can."""
+        """Draft by a multi-step graph; None if passes are faster or no graph applies."""
         for call in self._draft_graphs:
             if call.supports(history, sampling) and call.is_faster(count, sampling):
                 return call.draft(tokens, count, history, sampling, uniforms)
@@ -205,17 +207,17 @@ class OrtModel:
         self.cache.truncate(length)
 
     def cache_rows(self, start: int, end: int) -> list[Array]:
-        """A copy of rows of every cache buffer. -> [H, end - start, D] each"""
+        """Copy a range of rows from every cache buffer. -> [H, end - start, D] each"""
         return self.cache.rows(start, end)
 
     def twin(self) -> OrtModel:
-        """The same model with a cache of its own; the weights are shared."""
+        """Return the same model with its own cache; the weights are shared."""
         twin = copy.copy(self)
         twin._forget_all()
         return twin
 
     def close(self) -> None:
-        """Give back the memory of its caches and, with its last twin, of its weights."""
+        """Free the caches and, with the last twin, the weights."""
         with self._session.buffers.release():
             self._drop()
 

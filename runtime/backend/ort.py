@@ -1,4 +1,4 @@
-"""ONNX Runtime itself: the module, and its exceptions as ours."""
+"""ONNX Runtime: its module, sessions, and translation of its errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,11 @@ from .memory import is_out_of_memory
 
 
 def onnxruntime() -> Any:
-    """The onnxruntime module, or an error that says how to install it."""
+    """Import the onnxruntime module.
+
+    Raises:
+        MissingExtraError: It is not installed or broken; the message has the command to install it.
+    """
     how = "pip install 'specedge[cpu]', or 'specedge[gpu]' for NVIDIA GPUs"
     try:
         with disabled_telemetry():
@@ -37,27 +41,28 @@ def onnxruntime() -> Any:
 
 
 def inference_session(source: Any, options: Any, providers: list[Any] | None = None) -> Any:
-    """A session, which has no threads of its own where the process's sessions share theirs.
+    """Open a session, in the shared thread pool if the process has one.
 
-    Raises what ONNX Runtime raises.
+    Raises:
+        Exception: What ONNX Runtime raises.
     """
     make = onnxruntime().InferenceSession
     try:
         return make(source, options, providers, enable_fallback=False)
     except Exception as error:
-        if not is_for_want_of_own_threads(error):
+        if not needs_shared_threads(error):
             raise
     options.use_per_session_threads = False
     return make(source, options, providers, enable_fallback=False)
 
 
-def is_for_want_of_own_threads(error: Exception) -> bool:
-    """Whether a session failed since, beside a shared pool, none has threads of its own."""
+def needs_shared_threads(error: Exception) -> bool:
+    """Return True if a session failed because the process shares one thread pool."""
     return "per_session_threads" in str(error)
 
 
 def _was_interrupted(error: BaseException | None) -> bool:
-    """Whether Ctrl-C is behind it: C++ that is interrupted while it loads says ImportError."""
+    """Return True if Ctrl-C caused an ImportError, as C++ modules report it."""
     while error is not None and not isinstance(error, KeyboardInterrupt):
         error = error.__cause__ or error.__context__
     return error is not None
@@ -65,35 +70,37 @@ def _was_interrupted(error: BaseException | None) -> bool:
 
 @contextmanager
 def translated_errors(what: str) -> Iterator[None]:
-    """Turn an exception of ONNX Runtime, and no other, into ours, or into a MemoryError."""
+    """Turn an exception of ONNX Runtime, and no other, into ours or a MemoryError."""
     try:
         yield
     except Exception as error:
-        if not is_of_onnxruntime(error):
+        if not is_onnxruntime_error(error):
             raise
         if is_out_of_memory(error):
             raise MemoryError from error
         raise SpecEdgeError(f"{what} failed in ONNX Runtime: {first_line(error)}") from error
 
 
-def is_of_onnxruntime(error: Exception) -> bool:
-    """Whether ONNX Runtime raised it: by its type, or, as some have built-in types, by its place.
+def is_onnxruntime_error(error: Exception) -> bool:
+    """Return True if ONNX Runtime raised an error: by its type, or for built-in types by its frame.
 
-    An app's signal handler runs inside a call, too, but in a frame of its own.
+    An app's signal handler also runs inside a call, but in a frame of its own.
     """
-    if _is_named_so(type(error).__module__):
+    if _is_onnxruntime_module(type(error).__module__):
         return True
     trace = error.__traceback__
     while trace and trace.tb_next:
         trace = trace.tb_next
-    return trace is not None and _is_named_so(trace.tb_frame.f_globals.get("__name__", ""))
+    return trace is not None and _is_onnxruntime_module(
+        trace.tb_frame.f_globals.get("__name__", "")
+    )
 
 
-def _is_named_so(module: str) -> bool:
+def _is_onnxruntime_module(module: str) -> bool:
     return module.partition(".")[0] == "onnxruntime"
 
 
 def first_line(error: Exception) -> str:
-    """The beginning of what an exception says."""
+    """Return the first line of an exception's message."""
     lines = str(error).strip().splitlines()
     return lines[0][:300] if lines else type(error).__name__

@@ -1,4 +1,4 @@
-"""What this machine's kernels give, seen before they are used: exports may be of another machine.
+"""Self-test of pass lengths and int8 products on this machine; exports may be from another one.
 
 T tokens a pass, K and N the sizes of a matrix.
 """
@@ -23,130 +23,150 @@ from .onnx_model import OrtModel
 from .ort import onnxruntime, translated_errors
 from .sessions import Device
 
-LONGEST = 18  # tokens of a pass that is tried; longer ones read prompts, or drafts if asked
+LONGEST = 18  # tokens of a pass that is tested; longer ones read prompts, or drafts if asked
 STEP = 7  # between tokens; equal ones choose the same experts, whose kernels then see many rows
 PASTS = (0, 512)  # rows of the cache before it, on a GPU, whose kernels may split long ones
-KNOWN = {
-    "int8-block": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
-    "int4": "MatMulNBits may have other sums at one row: onnxruntime issue 29853",
+KNOWN_CAUSES = {
+    "int8-block": "MatMulNBits may round differently at one row: onnxruntime issue 29853",
+    "int4": "MatMulNBits may round differently at one row: onnxruntime issue 29853",
 }
 EXPERTS = (
-    "sums of QMoE depend on the rows of an expert before ONNX Runtime "
-    f"{OLDEST_ONNXRUNTIME['experts']}; upgrade it, or take --ops onnx where the bundle has that"
+    "sums of QMoE depend on the number of rows of an expert before ONNX Runtime "
+    f"{OLDEST_ONNXRUNTIME['experts']}; upgrade it, or use --ops onnx if the bundle has it"
 )
 
 
-def settle(
+def verify_lengths(
     model: OrtModel,
-    facts: ModelEntry,
+    entry: ModelEntry,
     device: Device,
     longest: int,
     seconds: dict[int, float] | None = None,
 ) -> str | None:
-    """Let a target rely on the lengths of passes that keep rows' bits on its device, of those up to
-    `longest` on a GPU. What is to be said of others. `seconds` gets what each length took.
+    """Set the pass lengths at which a target is pass-length-invariant on its device.
 
-    Ends with an empty cache.
+    Empties the cache.
+
+    Args:
+        model: The target.
+        entry: Its manifest entry.
+        device: Its device.
+        longest: Longest length to test on a GPU.
+        seconds: Receives the seconds of each length.
+
+    Returns:
+        A note on lengths that are not invariant.
     """
     if device.is_cpu:
-        return run(model, facts, seconds)
-    return run_on_gpu(model, facts, longest, seconds)
+        return verify_cpu_lengths(model, entry, seconds)
+    return verify_gpu_lengths(model, entry, longest, seconds)
 
 
-def run(model: OrtModel, facts: ModelEntry, seconds: dict[int, float] | None = None) -> str | None:
-    """Pass the last of a few tokens again, in passes of each T that the export found to keep rows'
-    bits, and let the model rely on those alone that do so here. What is to be said of the others.
+def verify_cpu_lengths(
+    model: OrtModel, entry: ModelEntry, seconds: dict[int, float] | None = None
+) -> str | None:
+    """Test the lengths that the export recorded as invariant; keep those that are so here.
 
-    Where passes of two keep them and passes of one do not, here or at the export, single tokens are
-    padded to passes of two. Ends with an empty cache.
+    If passes of two tokens are invariant and passes of one are not, here or at the export, single
+    tokens are padded to passes of two. Empties the cache.
+
+    Returns:
+        A note on lengths that are not invariant.
     """
     recorded = model.invariant_lengths
-    tried = [t for t in recorded if t <= min(LONGEST, facts.context_length)]
-    if not tried:
+    tested = [t for t in recorded if t <= min(LONGEST, entry.context_length)]
+    if not tested:
         return None
     seconds = {} if seconds is None else seconds
-    lost = _lost(model, facts, tried, seconds)
-    if 2 in {*tried} - {*lost} and (1 in lost or 1 not in tried):
+    varying = _varying_lengths(model, entry, tested, seconds)
+    if 2 in {*tested} - {*varying} and (1 in varying or 1 not in tested):
         model.pad_single_tokens()
         recorded = tuple(sorted({1, *recorded}))
-        lost = _lost(model, facts, sorted({1, *tried}), seconds)
-    if not lost:
+        varying = _varying_lengths(model, entry, sorted({1, *tested}), seconds)
+    if not varying:
         model.invariant_lengths = recorded
         return None
-    kept = [t for t in recorded if t < min(lost)]
-    model.invariant_lengths = tuple(kept) if 1 in kept else ()
+    remaining = [t for t in recorded if t < min(varying)]
+    model.invariant_lengths = tuple(remaining) if 1 in remaining else ()
     return (
-        f"{facts.source.id}: on this machine passes of {', '.join(map(str, lost))} tokens give "
-        f"other last bits than longer ones ({_known(facts, model.ops)};"
-        f" ONNX Runtime {onnxruntime().__version__}), so drafts stay shorter than that"
+        f"{entry.source.id}: on this machine logits of passes of {', '.join(map(str, varying))} "
+        f"tokens differ in their last bits from those of longer passes "
+        f"({_known_cause(entry, model.ops)}; ONNX Runtime {onnxruntime().__version__}), so passes "
+        "with drafts are shorter"
     )
 
 
-def _lost(
-    model: OrtModel, facts: ModelEntry, lengths: list[int], seconds: dict[int, float]
+def _varying_lengths(
+    model: OrtModel, entry: ModelEntry, lengths: list[int], seconds: dict[int, float]
 ) -> list[int]:
-    """Return the T whose rows do not have the bits of the longest pass, ascending."""
-    held = [_held(model, lengths, seconds, step=step) for step in _steps(facts)]
-    invariant: set[int] = set.intersection(*held)
+    """Return the lengths whose rows differ from those of the longest pass, ascending."""
+    by_step = [_invariant_lengths(model, lengths, seconds, step=step) for step in _steps(entry)]
+    invariant: set[int] = set.intersection(*by_step)
     return sorted({*lengths} - invariant)
 
 
-def _steps(facts: ModelEntry) -> tuple[int, ...]:
-    """Return the steps between tokens to try: where they are all alike, experts are, too."""
-    return (STEP, 0) if facts.num_experts else (STEP,)
+def _steps(entry: ModelEntry) -> tuple[int, ...]:
+    """Return the steps between tokens to test: equal tokens choose equal experts."""
+    return (STEP, 0) if entry.num_experts else (STEP,)
 
 
-def longest_exact(model: OrtModel, facts: ModelEntry) -> int:
-    """Return the pass length up to which rows keep their bits here, of those that the export
-    recorded and `run` does not try: passes that read a prompt beside a draft may be so long.
+def longest_invariant_length(model: OrtModel, entry: ModelEntry) -> int:
+    """Return the longest pass length up to which rows are bitwise equal here, at least LONGEST.
 
-    At least LONGEST. Ends with an empty cache.
+    It tests lengths that the export recorded and `verify_cpu_lengths` does not: first passes that
+    read a prompt beside a draft. Empties the cache.
     """
-    recorded = facts.parity[model.ops].invariant_lengths
-    tried = [t for t in recorded if LONGEST <= t <= facts.context_length]
-    if len(tried) < 2 or LONGEST not in model.invariant_lengths:
+    recorded = entry.parity[model.ops].invariant_lengths
+    tested = [t for t in recorded if LONGEST <= t <= entry.context_length]
+    if len(tested) < 2 or LONGEST not in model.invariant_lengths:
         return LONGEST
-    held = set.intersection(*(_held(model, tried, {}, step=step) for step in _steps(facts)))
-    first_lost = min((t for t in tried if t not in held), default=tried[-1] + 1)
-    return max((t for t in tried if t < first_lost), default=LONGEST)
+    invariant = set.intersection(
+        *(_invariant_lengths(model, tested, {}, step=step) for step in _steps(entry))
+    )
+    first_varying = min((t for t in tested if t not in invariant), default=tested[-1] + 1)
+    return max((t for t in tested if t < first_varying), default=LONGEST)
 
 
-def _known(facts: ModelEntry, ops: str) -> str:
-    """What is known to give a row other bits among others."""
+def _known_cause(entry: ModelEntry, ops: str) -> str:
+    """Return the known cause of length-dependent rows."""
     installed, oldest = onnxruntime().__version__, OLDEST_ONNXRUNTIME["experts"]
     has_qmoe = (
-        facts.num_experts
-        and facts.weights_dtype in QUANTIZED_DTYPES
+        entry.num_experts
+        and entry.weights_dtype in QUANTIZED_DTYPES
         and attention_ops(ops) == "gqa"
     )
     if has_qmoe and packages.version_numbers(installed) < packages.version_numbers(oldest):
         return EXPERTS
-    return KNOWN.get(facts.weights_dtype, "as some kernels do")
+    return KNOWN_CAUSES.get(entry.weights_dtype, "as with some kernels")
 
 
-def run_on_gpu(
-    model: OrtModel, facts: ModelEntry, longest: int, seconds: dict[int, float] | None = None
+def verify_gpu_lengths(
+    model: OrtModel, entry: ModelEntry, longest: int, seconds: dict[int, float] | None = None
 ) -> str | None:
-    """Pass the last of a few tokens again in passes of every T that requests use, and let the model
-    rely on those whose rows have the bits of the longest. What is to be said of the others.
+    """Test every pass length of requests; rely on all of them if they are invariant.
 
-    Ends with an empty cache.
+    Empties the cache.
+
+    Returns:
+        A note on lengths that are not invariant.
     """
-    lengths = list(range(1, min(longest, facts.context_length) + 1))
-    pasts = {min(past, facts.context_length - lengths[-1]) for past in PASTS}
+    lengths = list(range(1, min(longest, entry.context_length) + 1))
+    pasts = {min(past, entry.context_length - lengths[-1]) for past in PASTS}
     seconds = {} if seconds is None else seconds
-    held = set.intersection(*(_held(model, lengths, seconds, past, caches=False) for past in pasts))
-    if not (lost := sorted({*lengths} - held)):
+    invariant = set.intersection(
+        *(_invariant_lengths(model, lengths, seconds, past, caches=False) for past in pasts)
+    )
+    if not (varying := sorted({*lengths} - invariant)):
         model.invariant_lengths = tuple(lengths)
         return None
     return (
-        f"{facts.source.id}: on this device passes of {', '.join(map(str, lost))} tokens give "
-        f"other last bits than those of {lengths[-1]}, so near-ties may be decided otherwise than "
-        "by the target alone; --exact decides as it does"
+        f"{entry.source.id}: on this device logits of passes of {', '.join(map(str, varying))} "
+        f"tokens differ in their last bits from those of {lengths[-1]}, so text may differ from "
+        "the target's at near-ties; --exact resolves them"
     )
 
 
-def _held(
+def _invariant_lengths(
     model: OrtModel,
     lengths: list[int],
     seconds: dict[int, float],
@@ -154,51 +174,60 @@ def _held(
     caches: bool = True,
     step: int = STEP,
 ) -> set[int]:
-    """The T whose rows, of logits and perhaps of caches, have the bits of the longest pass behind
-    `past` rows. Tokens are every `step`-th. `seconds` gets what each pass took.
+    """Return the lengths whose rows of logits, and of caches, equal those of the longest pass.
+
+    Args:
+        model: The model.
+        lengths: Pass lengths.
+        seconds: Receives the seconds of each length.
+        past: Cache rows before the passes.
+        caches: Also compare cache rows.
+        step: Difference of consecutive tokens.
     """
     longest = past + max(lengths)
     tokens = [step * i % model.vocab_size for i in range(longest)]
     model.truncate(0)
     model.prefill(tokens[:past])
-    wanted = model.forward(tokens[past:]).array().copy()
+    expected = model.forward(tokens[past:]).array().copy()
     rows = model.cache_rows(past, longest) if caches else []
-    held = {max(lengths)}
+    invariant = {max(lengths)}
     for length in lengths:
         start = longest - length
         model.truncate(start)
         begin = time.perf_counter()
-        found = model.forward(tokens[start:]).array()
+        logits = model.forward(tokens[start:]).array()
         seconds[length] = time.perf_counter() - begin
-        at = start - past
-        same = np.array_equal(found, wanted[at:])
-        again = model.cache_rows(start, longest) if caches else []
-        if same and all(np.array_equal(a, b[:, at:]) for a, b in zip(again, rows, strict=True)):
-            held.add(length)
+        offset = start - past
+        is_equal = np.array_equal(logits, expected[offset:])
+        new_rows = model.cache_rows(start, longest) if caches else []
+        pairs = zip(new_rows, rows, strict=True)
+        if is_equal and all(np.array_equal(new, old[:, offset:]) for new, old in pairs):
+            invariant.add(length)
     model.truncate(0)
-    return held
+    return invariant
 
 
-def fitting(models: Iterable[ModelEntry], device: Device) -> Device:
-    """The device as models need it: one on which sums of products of bytes are what they are.
+def exact_device(models: Iterable[ModelEntry], device: Device) -> Device:
+    """Return the device with options that make products of bytes exact for these models.
 
-    DeviceError where making both kinds unsigned does not help.
+    Raises:
+        DeviceError: No option makes them exact.
     """
-    rounded = next((model for model in models if model.weights_dtype in QUANTIZED_DTYPES), None)
-    if rounded is None or not device.is_cpu or _products_are_right(device):
+    quantized = next((model for model in models if model.weights_dtype in QUANTIZED_DTYPES), None)
+    if quantized is None or not device.is_cpu or _products_are_right(device):
         return device
     if _products_are_right(unsigned := replace(device, unsigned=True)):
         return unsigned
     raise DeviceError(
-        f"{rounded.source.id} has {rounded.weights_dtype} weights, and ONNX Runtime "
-        f"{onnxruntime().__version__} multiplies bytes wrongly on this processor (AVX2 without "
-        "VNNI saturates); upgrade ONNX Runtime, or export the pair with --precision fp32"
+        f"{quantized.source.id} has {quantized.weights_dtype} weights, and ONNX Runtime "
+        f"{onnxruntime().__version__} computes wrong int8 products on this processor (AVX2 "
+        "without VNNI saturates); upgrade ONNX Runtime, or export the pair with --precision fp32"
     )
 
 
 @cache
 def _products_are_right(device: Device) -> bool:
-    """Whether products of the largest bytes are NumPy's, by one row and by several."""
+    """Return True if products of extreme bytes equal NumPy's, for one row and several."""
     session = device.open(int8_products.PRODUCT_GRAPH)
-    with translated_errors("a product of bytes"):
+    with translated_errors("an int8 product"):
         return int8_products.are_exact(lambda x: session.run(None, {"x": x})[0])

@@ -1,4 +1,4 @@
-"""ONNX Runtime sessions on a device, and the thread pools that they use."""
+"""ONNX Runtime sessions on a device, and their thread pools."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .cuda import engines, sessions, tensorrt, tensorrt_rtx
 from .cuda.buffers import CudaBuffers
 from .cuda.execution import capture_lock
 from .memory import is_out_of_memory, return_freed_memory
-from .ort import first_line, is_for_want_of_own_threads, is_of_onnxruntime, onnxruntime
+from .ort import first_line, is_onnxruntime_error, needs_shared_threads, onnxruntime
 
 CUDA = "CUDAExecutionProvider"
 DEVICES = {  # and what ONNX Runtime calls them
@@ -36,25 +36,29 @@ DEVICES = {  # and what ONNX Runtime calls them
 
 @dataclass(frozen=True)
 class Device:
-    """What sessions run on, "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number, such
-    as "cuda:1"; with so many CPU threads, by default one a core that this process may use.
+    """Device that sessions run on.
 
-    The workers of a session's own pool spin after a pass, and would take the cores of the other
-    model's, so they are told to stop when a pass ends. `share_threads` makes one pool that serves
-    every session instead: faster where passes take a few milliseconds. It lives as long as its
-    process, in which no session can have a pool of its own from then on. `usual` is the number
-    where `threads` is None and no pool has another one yet; None: the default.
+    Worker threads of a session's own pool spin after a pass and would occupy the cores of the other
+    model's, so they are stopped at its end. `share_threads` uses one pool for every session
+    instead, which is faster for passes of a few milliseconds. It lives as long as the process, in
+    which no session can have its own pool from then on.
 
-    With `unsigned` products of bytes are of unsigned ones alone: right
-    on AVX2 without VNNI, which saturates else, and twice as slow where there is VNNI.
+    Attributes:
+        name: "cpu", "cuda", "tensorrt" or "rtx", of several GPUs with a number as in "cuda:1".
+        threads: CPU threads; None for one a core that this process may use.
+        share_threads: Share one thread pool in the process.
+        default_threads: CPU threads if `threads` is None and no pool exists.
+        unsigned: Convert int8 products to unsigned ones: exact on AVX2 without VNNI, which
+            saturates otherwise, and half as fast where there is VNNI.
 
-    Raises DeviceError for a device that there is none of, or a number of threads.
+    Raises:
+        DeviceError: The device or the number of threads does not exist.
     """
 
     name: str = "cpu"
     threads: int | None = None
     share_threads: bool = False
-    usual: int | None = None
+    default_threads: int | None = None
     unsigned: bool = False
 
     def __post_init__(self) -> None:
@@ -71,28 +75,28 @@ class Device:
             object.__setattr__(self, "threads", threads)
 
     @property
-    def kind(self) -> str:
-        """Its name without a number."""
+    def type(self) -> str:
+        """Name without a number."""
         return self.name.partition(":")[0]
 
     @property
     def index(self) -> int:
-        """Which of several GPUs it is."""
+        """Number of the GPU."""
         return int(self.name.partition(":")[2] or 0)
 
     @property
     def is_cpu(self) -> bool:
-        """Whether sessions share the host's memory."""
-        return self.kind == "cpu"
+        """True if sessions use host memory."""
+        return self.type == "cpu"
 
     @property
     def supports_engines(self) -> bool:
-        """Whether sessions are of engines, built ahead of time of graphs of fixed lengths."""
-        return self.kind in ("tensorrt", "rtx")
+        """True if sessions run engines, built from fixed-shape graphs."""
+        return self.type in ("tensorrt", "rtx")
 
     def platform(self, gpu: str | None = None) -> engines.EnginePlatform:
-        """What its engines hang on, for the GPU that is here or one that is named."""
-        if self.kind == "rtx":
+        """Return the platform of engines, for this machine's GPU or a named architecture."""
+        if self.type == "rtx":
             return tensorrt_rtx.platform(onnxruntime(), self.index, gpu)
         if gpu is not None:
             raise DeviceError(f"TensorRT builds for the GPU that is here alone, not for '{gpu}'")
@@ -100,29 +104,35 @@ class Device:
 
     @property
     def provider(self) -> str:
-        """What ONNX Runtime calls it."""
-        return DEVICES[self.kind]
+        """Name of ONNX Runtime's execution provider."""
+        return DEVICES[self.type]
 
     @property
     def preferred_ops(self) -> tuple[str, ...]:
-        """The op sets that it has kernels for, the fastest first; none of the CPU's own order."""
+        """Supported op sets of a GPU, the fastest first."""
         attentions = ("onnx",) if self.supports_engines else ("gqa", "onnx")
-        halves = tuple(f"{ops}-{kind}" for kind in HALF_DTYPES for ops in attentions)
+        halves = tuple(f"{ops}-{dtype}" for dtype in HALF_DTYPES for ops in attentions)
         if self.supports_engines:
             halves = (f"onnx-{QDQ}", *halves)
-        if self.kind == "rtx":  # which has no attention in float32
+        if self.type == "rtx":  # which has no attention in float32
             return halves
         return (*halves, "onnx-fp32", "onnx")
 
     def buffers(self, session: Any) -> Buffers:
-        """What a session's passes are bound to."""
+        """Return the buffers of a session."""
         if self.is_cpu:
             return HostBuffers()
         open_memory = partial(sessions.open_memory, self.provider, self.index)
         return CudaBuffers(session, self.index, None if self.supports_engines else open_memory)
 
     def open(self, path: Path) -> Any:
-        """A session for a graph, or an engine. MemoryError where ONNX Runtime has too little."""
+        """Open a session of a graph or an engine.
+
+        Raises:
+            MemoryError: ONNX Runtime ran out of memory.
+            DeviceError: The device cannot load it.
+            BundleError: This ONNX Runtime cannot load it.
+        """
         ort = onnxruntime()
         try:
             with self._no_capture():
@@ -130,7 +140,7 @@ class Device:
             return_freed_memory()
             return session
         except Exception as error:
-            if not is_of_onnxruntime(error):
+            if not is_onnxruntime_error(error):
                 raise
             if is_out_of_memory(error):
                 raise MemoryError from error
@@ -157,7 +167,7 @@ class Device:
         options = ort.SessionOptions()
         options.log_severity_level = 4  # failures arrive as exceptions
         if self.supports_engines:
-            compiler = tensorrt_rtx if self.kind == "rtx" else tensorrt
+            compiler = tensorrt_rtx if self.type == "rtx" else tensorrt
             return compiler.open_session(ort, path, self.index)
         if not self.is_cpu:
             return sessions.open_session(ort, path, self.name, self.provider, self.index, options)
@@ -168,14 +178,14 @@ class Device:
         options.enable_mem_pattern = False
         providers = ["CPUExecutionProvider"]
         if not self.share_threads:
-            options.intra_op_num_threads = self.threads or self.usual or default_threads()
+            options.intra_op_num_threads = self.threads or self.default_threads or default_threads()
             options.add_session_config_entry("session.force_spinning_stop", "1")
             try:
                 return ort.InferenceSession(path, options, providers, enable_fallback=False)
             except Exception as error:
-                if not is_for_want_of_own_threads(error):
+                if not needs_shared_threads(error):
                     raise
-        _make_pool(ort, self.threads, self.usual)
+        _make_pool(ort, self.threads, self.default_threads)
         options.use_per_session_threads = False
         return ort.InferenceSession(path, options, providers, enable_fallback=False)
 
@@ -185,19 +195,23 @@ _pool_lock = threading.Lock()
 
 
 def has_pool() -> bool:
-    """Whether the process's pool is made, as far as is known."""
+    """Return True if the process's thread pool is known to exist."""
     return bool(_pool_threads)
 
 
-def _make_pool(ort: Any, threads: int | None, usual: int | None) -> None:
-    """Make the process's pool, once. DeviceError where it has another number of threads."""
+def _make_pool(ort: Any, threads: int | None, fallback: int | None) -> None:
+    """Create the process's thread pool once.
+
+    Raises:
+        DeviceError: It exists with another number of threads.
+    """
     with _pool_lock:
         if not _pool_threads:
             try:
-                ort.set_global_thread_pool_sizes(threads or usual or default_threads(), 1)
-                _pool_threads.append(threads or usual)
+                ort.set_global_thread_pool_sizes(threads or fallback or default_threads(), 1)
+                _pool_threads.append(threads or fallback)
             except Exception as error:
-                if not is_of_onnxruntime(error):
+                if not is_onnxruntime_error(error):
                     raise
                 _pool_threads.append(None)  # the app has made it
         if threads is not None and threads != (made := _pool_threads[0]):

@@ -71,7 +71,7 @@ def build(
 def _compile(
     device: Device, graph: Path, target: Path, platform: engines.EnginePlatform, ops: str
 ) -> None:
-    if device.kind == "rtx":
+    if device.type == "rtx":
         tensorrt_rtx.compile_graph(onnxruntime(), graph, target, platform, device.index)
     else:
         tensorrt.compile_graph(onnxruntime(), graph, target, device.index, ops)

@@ -74,7 +74,7 @@ def load(
     costs = known() if asked.is_cpu and apart.is_cpu else None
     usual = (costs and costs.table.threads) or None
     target_on, draft_on = (
-        self_test.fitting(found.models.values(), replace(one, usual=usual))
+        self_test.exact_device(found.models.values(), replace(one, default_threads=usual))
         for one in (asked, apart)
     )
     draft = None if found.draft is None else _opened(found, found.draft, draft_on, ops)
@@ -87,7 +87,7 @@ def load(
         if other is not None and not draft_on.is_cpu:
             other.warm_up(range(1, 3))
     seconds: dict[int, float] = {}
-    notes = [self_test.settle(target, found.target, target_on, longest, seconds)]
+    notes = [self_test.verify_lengths(target, found.target, target_on, longest, seconds)]
     if draft is not None and not draft_on.is_cpu and not draft_on.supports_engines:
         for one in [draft] if target_on.is_cpu else [target, draft]:
             one.read_longest()
@@ -96,7 +96,7 @@ def load(
     exact_length = costs.table.exact_length
     if target_on.is_cpu:
         if not costs.is_measured and found.files[found.target.weights].size <= EXACT_BYTES:
-            exact_length = self_test.longest_exact(target, found.target)
+            exact_length = self_test.longest_invariant_length(target, found.target)
         longest = max(exact_length, self_test.LONGEST)
         target.invariant_lengths = tuple(t for t in target.invariant_lengths if t <= longest)
     for one, other in more:

@@ -88,7 +88,7 @@ def measure(pipeline: Pipeline, progress: Progress = lambda share: None) -> Meas
         measured.costs,
         greedy=modes["greedy"],
         sampled=modes["sampled"],
-        exact_length=self_test.longest_exact(target, bundle.target),
+        exact_length=self_test.longest_invariant_length(target, bundle.target),
     )
     return replace(measured, costs=costs)
 

@@ -42,18 +42,18 @@ def inspect(
 
 def _memory(bundle: Bundle, device: str, ops: str, as_json: bool) -> None:
     """Print the estimated peak memory, its parts, and the available memory."""
-    from specedge.runtime.backend.memory import left_bytes, shown
+    from specedge.runtime.backend.memory import available_bytes, format_bytes
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.loading import memory_of
 
     Device(device)  # raises DeviceError
-    need, left = memory_of(bundle, ops), left_bytes()
+    need, left = memory_of(bundle, ops), available_bytes()
     if as_json:
         click.echo(json.dumps({"peak": need.peak, "parts": need.parts, "free": left}))
         return
-    free = "unknown" if left is None else shown(left)
-    lines = {f"peak for {bundle.context_length} tokens": shown(need.peak), "available": free}
-    lines |= {f"  {name}": shown(size) for name, size in need.parts.items()}
+    free = "unknown" if left is None else format_bytes(left)
+    lines = {f"peak for {bundle.context_length} tokens": format_bytes(need.peak), "available": free}
+    lines |= {f"  {name}": format_bytes(size) for name, size in need.parts.items()}
     for name, text in lines.items():
         click.echo(f"{name:28}{text:>10}")
 

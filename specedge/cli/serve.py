@@ -177,7 +177,7 @@ def serve(
 
 
 def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
-    from specedge.runtime.backend.memory import shown
+    from specedge.runtime.backend.memory import format_bytes
     from specedge.runtime.requests.loading import memory_of
 
     slots, length = len(pipeline.slots.all), pipeline.bundle.context_length
@@ -186,6 +186,6 @@ def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:
     origin = "the embedded pair" if folder == store.embedded_folder() else f"bundle {folder}"
     return (
         f"specedge: {url} serves {name or pipeline.bundle.target.source.id} ({origin}) in "
-        f"{pluralize(slots, 'slot')} of {length} tokens and {shown(need.slot)} each; "
-        f"memory up to {shown(need.peak)}"
+        f"{pluralize(slots, 'slot')} of {length} tokens and {format_bytes(need.slot)} each; "
+        f"memory up to {format_bytes(need.peak)}"
     )

@@ -15,7 +15,7 @@ from specedge.bundle.manifest import ModelEntry, chunk_length
 from specedge.errors import DeviceError, MissingExtraError, PromptError, SpecEdgeError
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.backend.self_test import fitting, settle
+from specedge.runtime.backend.self_test import exact_device, verify_lengths
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.decoding.invariance import longest_held
 from specedge.runtime.text.prompts import Prompts, UserPrompt
@@ -83,7 +83,7 @@ class ExecutionSettings:
 
     def open(self, bundle: Bundle, model: ModelEntry, ops: str, graph: str = "decoder") -> OrtModel:
         """Open one graph of a model."""
-        device = fitting([model], self.device_of(bundle, model))
+        device = exact_device([model], self.device_of(bundle, model))
         return OrtModel(bundle, model, device, ops, graph)
 
     def device_of(self, bundle: Bundle, model: ModelEntry) -> Device:
@@ -270,7 +270,7 @@ def _open(bundle: Bundle, settings: ExecutionSettings) -> tuple[OrtModel, Cached
     models = {role: settings.open(bundle, m, settings.ops) for role, m in bundle.models.items()}
     target = models["target"]
     device = settings.device_of(bundle, bundle.target)
-    settle(target, bundle.target, device, bundle.num_draft_tokens + 1)
+    verify_lengths(target, bundle.target, device, bundle.num_draft_tokens + 1)
     return target, models.get("draft") or SubstituteDraft(target.twin())
 
 

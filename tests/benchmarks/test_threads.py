@@ -60,9 +60,9 @@ def test_a_pipeline_that_is_given_no_number_has_the_one_that_was_the_fastest():
         opened, real = [], sessions.Device.open
         sessions.Device.open = lambda device, path: opened.append(device) or real(device, path)
         assert loading.load(store.embedded_folder()).costs.table == table
-        assert [(device.threads, device.usual) for device in opened[-2:]] == [(None, 1)] * 2
+        assert [(d.threads, d.default_threads) for d in opened[-2:]] == [(None, 1)] * 2
         loading.load(store.embedded_folder(), threads=1)
-        assert [(device.threads, device.usual) for device in opened[-2:]] == [(1, None)] * 2
+        assert [(d.threads, d.default_threads) for d in opened[-2:]] == [(1, None)] * 2
         """
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -75,6 +75,6 @@ def test_a_number_that_nobody_asked_for_gives_way_to_a_pool_that_is_there():
         bundle = Bundle.read(store.embedded_folder())
         path = bundle.path(bundle.draft.graph("step", "onnx").file)
         Device(share_threads=True).open(path)
-        Device(share_threads=True, usual=1).open(path)
+        Device(share_threads=True, default_threads=1).open(path)
         """
     subprocess.run([sys.executable, "-c", code], check=True)

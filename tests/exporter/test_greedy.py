@@ -76,12 +76,12 @@ def test_ids_beyond_the_tokenizer_have_no_logits(pairs):
 
 def test_self_draft_of_any_architecture_gives_k_plus_one_tokens(pipeline, prompt):
     from specedge.runtime.backend.onnx_model import OrtModel
-    from specedge.runtime.backend.self_test import fitting
+    from specedge.runtime.backend.self_test import exact_device
     from specedge.runtime.backend.sessions import Device
     from specedge.runtime.requests.pipeline import Pipeline
 
     bundle = pipeline.bundle
-    twin = OrtModel(bundle, bundle.target, fitting([bundle.target], Device()))
+    twin = OrtModel(bundle, bundle.target, exact_device([bundle.target], Device()))
     own = Pipeline(bundle, pipeline.tokenizer, pipeline.target, twin)
     one = own.generate(prompt, LENGTH, num_draft_tokens=4, ignore_eos=True)
     assert [len(r.tokens) for r in one.rounds] == [5] * (LENGTH // 5)

@@ -137,7 +137,7 @@ def planted(monkeypatch):
 def one_call(monkeypatch):
     """A draft of K tokens by one call takes as long as one pass, and is what passes draft."""
     monkeypatch.setattr(DraftGraph, "_median", lambda self, run: 1.0)
-    monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
+    monkeypatch.setattr(OrtModel, "_drafts_equal_tokens", lambda self, call: True)
 
 
 @pytest.fixture

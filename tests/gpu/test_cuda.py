@@ -172,7 +172,7 @@ def test_the_steps_of_a_draft_copy_no_buffer(cuda, pipeline, at):
 def test_a_draft_that_one_call_makes_no_faster_takes_passes(cuda, pairs, planted, monkeypatch):
     seconds = cycle([K + 0.5, 1.0])
     monkeypatch.setattr(DraftGraph, "_median", lambda self, run: next(seconds))
-    monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
+    monkeypatch.setattr(OrtModel, "_drafts_equal_tokens", lambda self, call: True)
     with loaded(pairs("fp32-fp16")) as pipeline:
         assert not pipeline.draft._draft_graphs
         counts = cost_of_rounds(cuda, pipeline)
@@ -199,7 +199,7 @@ def test_which_settings_take_one_call_is_measured_for_those_that_fetch_rows_apar
 ):
     seconds = iter([1.0, 1.0, K + 0.5, 1.0, 1.0, 1.0])  # greedy, top-k, all tokens; by passes each
     monkeypatch.setattr(DraftGraph, "_median", lambda self, run: next(seconds))
-    monkeypatch.setattr(OrtModel, "_is_right", lambda self, call: True)
+    monkeypatch.setattr(OrtModel, "_drafts_equal_tokens", lambda self, call: True)
     with loaded(pairs("fp32-fp16")) as pipeline:
         few = cost_of_rounds(cuda, pipeline, temperature=0.9, top_k=20)
         assert few["graph_launches"] == few["passes"]

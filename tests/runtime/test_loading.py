@@ -52,7 +52,7 @@ def test_every_slot_relies_on_the_lengths_that_the_self_test_left(monkeypatch):
         model.invariant_lengths = (1, 2)
         return "wider passes have other bits here"
 
-    monkeypatch.setattr(self_test, "run", run)
+    monkeypatch.setattr(self_test, "verify_cpu_lengths", run)
     with specedge.load(slots=2) as pipeline:
         found = [slot.target.invariant_lengths for slot in pipeline.slots.all]
     assert found == [(1, 2), (1, 2)]

@@ -19,7 +19,7 @@ from specedge.bundle.op_sets import compute_dtype, is_qdq
 from specedge.diagnosis.doctor import why_not
 from specedge.errors import DeviceError
 
-from ..ort import first_line, inference_session, is_of_onnxruntime
+from ..ort import first_line, inference_session, is_onnxruntime_error
 from . import driver
 from .engines import EnginePlatform, cache_folder
 from .sessions import load_libraries
@@ -97,7 +97,7 @@ def compile_graph(ort: Any, graph: Path, target: Path, index: int, ops: str) -> 
     try:
         _session(ort, os.fspath(graph), build_options(index, ops, target))
     except Exception as error:
-        if not is_of_onnxruntime(error):
+        if not is_onnxruntime_error(error):
             raise
         raise DeviceError(
             f"{graph}: TensorRT cannot compile it ({first_line(error)}); choose another op set"

@@ -15,7 +15,7 @@ from specedge.diagnosis.doctor import why_not
 from specedge.diagnosis.packages import PLUG_IN
 from specedge.errors import DeviceError
 
-from ..ort import first_line, inference_session, is_of_onnxruntime
+from ..ort import first_line, inference_session, is_onnxruntime_error
 from .engines import EnginePlatform
 
 MODULE = "onnxruntime_ep_nv_tensorrt_rtx"
@@ -84,7 +84,7 @@ def compile_graph(
         compiler = ort.ModelCompiler(options, os.fspath(graph))
         compiler.compile_to_file(os.fspath(target))
     except Exception as error:
-        if not is_of_onnxruntime(error):
+        if not is_onnxruntime_error(error):
             raise
         raise DeviceError(
             f"{graph}: TensorRT-RTX cannot compile it ({first_line(error)}); it supports the op "
@@ -122,7 +122,7 @@ def _device(ort: Any, index: int) -> Any:
             f"rtx needs NVIDIA's plug-in {PLUG_IN}: pip install 'specedge[rtx]'"
         ) from error
     except Exception as error:
-        if not is_of_onnxruntime(error):
+        if not is_onnxruntime_error(error):
             raise
         raise DeviceError(why_not("rtx") or f"rtx: {first_line(error)}") from error
     if index >= len(supported):

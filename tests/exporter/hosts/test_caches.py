@@ -15,7 +15,7 @@ from specedge import int8_products
 from specedge.exporter import embed
 from specedge.exporter.hosts.round_graphs import fused_round
 from specedge.runtime.backend.ort import inference_session
-from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
 
 PROMPT = list(range(60, 72))
@@ -30,7 +30,7 @@ def bundle(request, pairs, tmp_path_factory):
 
 @pytest.fixture
 def host(bundle):
-    device = fitting(bundle.models.values(), Device())
+    device = exact_device(bundle.models.values(), Device())
     return Fused(device.open(bundle.path("round.onnx")), bundle)
 
 

@@ -15,7 +15,7 @@ from specedge.bundle import FIRST_FORMAT_WITH_HOSTS, MANIFEST, Bundle, store
 from specedge.cli.embed import embed as command
 from specedge.errors import ExportError
 from specedge.exporter import embed, export
-from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
 from specedge.verification.transcripts import LEAST_MARGIN, transcripts
 
@@ -38,7 +38,7 @@ def rounds(bundle):
 
 
 def sessions(bundle):
-    device = fitting(bundle.models.values(), Device())
+    device = exact_device(bundle.models.values(), Device())
     return {graph.name: device.open(bundle.path(graph.file)) for graph in rounds(bundle)}
 
 
@@ -48,7 +48,7 @@ def hosted(bundle):
     if "round" in opened:
         return Fused(opened["round"], bundle, bundle.end_tokens)
     decoder = bundle.path(bundle.target.graph("decoder", bundle.hosts.ops).file)
-    target = fitting([bundle.target], Device()).open(decoder)
+    target = exact_device([bundle.target], Device()).open(decoder)
     return Split((opened["draft"], target, opened["accept"]), bundle, 4, bundle.end_tokens)
 
 

@@ -12,7 +12,7 @@ import specedge
 from round_host import Fused, Split
 from specedge.exporter import export
 from specedge.exporter.hosts.round_graphs import accept_graph, draft_graph, fused_round
-from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
 
 SAMPLINGS = [
@@ -36,7 +36,7 @@ def hosts(tmp_path_factory):
         if key not in made:
             folder = tmp_path_factory.mktemp("rounds") / "bundle"
             shutil.copytree(bundle.folder, folder)
-            device = fitting([bundle.draft, bundle.target], Device())
+            device = exact_device([bundle.draft, bundle.target], Device())
 
             def opened(model, name):
                 ir.save(model, folder / name)

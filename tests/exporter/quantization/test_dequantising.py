@@ -12,7 +12,7 @@ from specedge.exporter import export
 from specedge.exporter.quantization import rounding
 from specedge.runtime.backend.model_session import choose_ops
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
 
 QDQ = "onnx-qdq"
@@ -70,7 +70,9 @@ def test_each_product_is_of_16_bits_and_of_a_widened_matrix(made):
 
 
 def test_logits_are_those_of_the_sets_for_the_cpu_but_for_what_rounds_inputs(made):
-    device = fitting(made.bundle.models.values(), Device())  # products of bytes saturate on some
+    device = exact_device(
+        made.bundle.models.values(), Device()
+    )  # products of bytes saturate on some
     for model in made.bundle.models.values():
         plain, qdq = (OrtModel(made.bundle, model, device, ops) for ops in ("onnx", QDQ))
         wanted, found = (one.forward(TOKENS).array() for one in (plain, qdq))

@@ -13,7 +13,7 @@ from checkpoints import make_model, make_tokenizer, save
 from specedge.errors import BundleError
 from specedge.exporter import embed, export
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
 
 INTEGERS = {TensorProto.INT4, TensorProto.INT8, TensorProto.UINT8}
@@ -59,7 +59,7 @@ def test_experts_are_read_by_the_node_that_an_op_set_has_for_them(bundle, ops, r
 
 @pytest.mark.slow
 def test_engines_get_what_the_cpu_computes_but_for_what_rounds_inputs(bundle):
-    device = fitting(bundle.models.values(), Device())
+    device = exact_device(bundle.models.values(), Device())
     for model in bundle.models.values():
         plain, qdq = (OrtModel(bundle, model, device, ops) for ops in ("onnx", "onnx-qdq"))
         wanted, found = (one.forward(TOKENS).array() for one in (plain, qdq))

@@ -5,7 +5,7 @@ import pytest
 
 from specedge.runtime.backend.cuda.fixed_shapes import FixedShapeModel
 from specedge.runtime.backend.onnx_model import OrtModel
-from specedge.runtime.backend.self_test import fitting
+from specedge.runtime.backend.self_test import exact_device
 from specedge.runtime.backend.sessions import Device
 from specedge.runtime.requests.pipeline import Pipeline
 
@@ -16,7 +16,7 @@ PROMPT = "def read_config(path):"
 def pair(request, pipeline):
     """The embedded pair on decoders, and on graphs of fixed lengths."""
     bundle = pipeline.bundle
-    device = fitting(bundle.models.values(), Device())
+    device = exact_device(bundle.models.values(), Device())
     made = []
     for kind in (OrtModel, FixedShapeModel):
         target, draft = (kind(bundle, m, device, request.param) for m in bundle.models.values())

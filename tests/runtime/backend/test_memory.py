@@ -28,7 +28,7 @@ MB = 10**6
 
 
 def model(name="some/target", **sizes):
-    known = {"packed": 800, "lying": 80, "opening": 200, "caches": 400, "passes": 20}
+    known = {"packed": 800, "unpacked": 80, "opening": 200, "caches": 400, "passes": 20}
     known = {part: MB * size for part, size in (known | sizes).items()}
     return ModelMemory(id=name, weights_dtype="float16", cache_dtype="float32", **known)
 
@@ -36,13 +36,13 @@ def model(name="some/target", **sizes):
 @pytest.fixture
 def need():
     """A pair that takes 1.3 GB opening and 1.6 GB running."""
-    small = dict.fromkeys(("packed", "lying", "opening", "caches", "passes"), 40)
+    small = dict.fromkeys(("packed", "unpacked", "opening", "caches", "passes"), 40)
     draft = model("some/draft", **small)
     return PairMemory(95 * MB, 5 * MB, model(), draft, context_length=4096)
 
 
 def leave(monkeypatch, megabytes):
-    monkeypatch.setattr(memory, "left_bytes", lambda: megabytes * MB)
+    monkeypatch.setattr(memory, "available_bytes", lambda: megabytes * MB)
 
 
 def graph(sizes, *nodes):
@@ -58,10 +58,12 @@ def graph(sizes, *nodes):
     return field(7, b"".join(parts))
 
 
-def held(content, is_narrow=False, is_wide=False):
-    """Packed and lying bytes of a graph's weights."""
+def held(content, is_16_bit=False, is_32_bit=False):
+    """Packed and unpacked bytes of a graph's weights."""
     found = [
-        one for weight in parse_weights(content) for one in memory._held(weight, is_narrow, is_wide)
+        one
+        for weight in parse_weights(content)
+        for one in memory._weight_bytes(weight, is_16_bit, is_32_bit)
     ]
     return [sum(size for size, packed in found if packed is kind) for kind in (True, False)]
 
@@ -90,18 +92,18 @@ def test_what_two_products_read_is_packed_twice_and_what_others_read_lies_once()
 def test_16_bits_that_are_multiplied_as_they_are_are_widened_on_the_cpu():
     content = graph({"a": 10, "b": 20}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
                     ("MatMul", "x", "w", "z"))  # fmt: skip
-    assert held(content, is_narrow=True) == [60, 0]
+    assert held(content, is_16_bit=True) == [60, 0]
 
 
 def test_32_bits_that_are_cast_to_16_are_held_once_however_they_are_cast():
     content = graph({"a": 40, "b": 80}, ("MatMul", "x", "a", "y"), ("Cast", "b", "w"),
                     ("MatMul", "x", "w", "z"))  # fmt: skip
-    assert held(content, is_narrow=True, is_wide=True) == [120, 0]
+    assert held(content, is_16_bit=True, is_32_bit=True) == [120, 0]
 
 
 def test_integers_that_are_widened_are_multiplied_in_blocks_with_a_scale_each():
     content = graph({"a": 32}, ("DequantizeLinear", "a", "s", "w"), ("MatMul", "x", "w", "y"))
-    assert held(content) == held(content, is_narrow=True) == [36, 0]
+    assert held(content) == held(content, is_16_bit=True) == [36, 0]
 
 
 def test_blocks_take_more_packed_than_in_their_file():
@@ -151,7 +153,7 @@ def passes(vocab, of_layer=4, **changes):
     given = {"capacity": 1024, "num_draft_tokens": 4, "slots": 1} | changes
     packed = [4 * 512 * vocab, *[4 * of_layer * MB] * 4]
     one = Mock(padded_vocab_size=vocab, weights_dtype="float32", cache=cache)
-    return memory._passes(one, packed, **given)
+    return memory._pass_bytes(one, packed, **given)
 
 
 def test_a_prompts_pass_has_scores_and_values_of_a_layer_but_no_logits():
@@ -173,7 +175,7 @@ def test_a_pair_that_fits_is_not_refused(need, monkeypatch):
     memory.check_memory(need)
     leave(monkeypatch, 1370)  # a tenth less than is predicted
     memory.check_memory(need)
-    monkeypatch.setattr(memory, "left_bytes", lambda: None)
+    monkeypatch.setattr(memory, "available_bytes", lambda: None)
     memory.check_memory(need)
 
 
@@ -202,20 +204,20 @@ def test_a_pair_that_cannot_fit_is_refused_with_figures_and_what_helps(
     assert (
         "some/target and its draft: loading needs about 1.6 GB (packed weights 840.0 MB" in message
     )
-    assert f"{memory.shown(megabytes * MB)} are free" in message
+    assert f"{memory.format_bytes(megabytes * MB)} are free" in message
     assert advice in message
 
 
 def test_an_advised_length_fits(need):
     for limit in range(900, 1700, 50):
-        shorter = need.shorter(limit * MB)
+        shorter = need.with_context_below(limit * MB)
         assert shorter is need or shorter.running <= limit * MB
 
 
 def test_what_is_there_is_not_advised_again(need):
     ready = replace(need.target, weights_dtype="int8", cache_dtype="float16")
-    assert ready.rounded() is ready
-    assert ready.halved() is ready
+    assert ready.with_int8_weights() is ready
+    assert ready.with_float16_caches() is ready
 
 
 def test_a_load_that_cannot_fit_opens_nothing(monkeypatch):
@@ -235,10 +237,10 @@ def test_a_groups_pages_of_files_are_free(tmp_path):
         ("memory.stat", "anon 500\ninactive_file 300\nactive_file 50\n"),
     ):
         (tmp_path / name).write_text(text, "utf-8")
-    assert memory.group_left_bytes(tmp_path) == 450
+    assert memory.available_cgroup_bytes(tmp_path) == 450
     (tmp_path / "memory.max").write_text("max\n", "utf-8")
     with pytest.raises(ValueError, match="max"):
-        memory.group_left_bytes(tmp_path)
+        memory.available_cgroup_bytes(tmp_path)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -50,7 +50,7 @@ def target(bundle):
 
 def test_where_rows_keep_their_bits_all_recorded_lengths_stay_and_nothing_is_said(bundle, target):
     recorded = target.invariant_lengths
-    assert self_test.run(target, bundle.target) is None
+    assert self_test.verify_cpu_lengths(target, bundle.target) is None
     assert target.invariant_lengths == recorded
     assert target.length == 0
 
@@ -60,7 +60,7 @@ def test_where_rows_keep_their_bits_all_recorded_lengths_stay_and_nothing_is_sai
 )
 def test_lengths_from_the_first_that_loses_bits_are_not_relied_on(bundle, target, lengths, kept):
     moved = Moved(target, lengths)
-    said = self_test.run(moved, bundle.target)
+    said = self_test.verify_cpu_lengths(moved, bundle.target)
     assert moved.invariant_lengths == kept
     assert said is not None
     assert bundle.target.source.id in said
@@ -82,7 +82,7 @@ def test_single_tokens_are_padded_to_two_where_passes_of_one_lose_bits(
     monkeypatch.setattr(ModelSession, "run", moved)
     model = OrtModel(bundle, bundle.target, Device())
     model.invariant_lengths = recorded
-    assert self_test.run(model, bundle.target) is None
+    assert self_test.verify_cpu_lengths(model, bundle.target) is None
     assert model.invariant_lengths == (1, 2, 3, 5, 9, 18)
     pairs, rows = model.forward([5, 6]).array().copy(), model.twin()
     assert rows.forward([5]).array().shape == (1, bundle.target.vocab_size)
@@ -130,7 +130,7 @@ def test_lengths_that_take_a_large_model_too_long_to_try_are_not_relied_on_until
     for _ in range(2):
         pipeline = loading.load()
         assert pipeline.max_first_length == self_test.LONGEST
-    assert self_test.longest_exact(pipeline.target, bundle.target) == 256
+    assert self_test.longest_invariant_length(pipeline.target, bundle.target) == 256
     table = dataclasses.replace(pipeline.costs.table, exact_length=256)
     pipeline.costs.store(table)
     assert loading.load().max_first_length == 256
@@ -138,7 +138,9 @@ def test_lengths_that_take_a_large_model_too_long_to_try_are_not_relied_on_until
 
 def test_lengths_that_were_tried_once_are_not_tried_by_later_loads(monkeypatch):
     loading.load()
-    monkeypatch.setattr(self_test, "longest_exact", lambda *_: pytest.fail("tried again"))
+    monkeypatch.setattr(
+        self_test, "longest_invariant_length", lambda *_: pytest.fail("tried again")
+    )
     assert loading.load().max_first_length == 256
 
 
@@ -150,10 +152,10 @@ def test_experts_are_tried_with_rows_that_choose_the_same_ones_too(
     moved = Moved(target, (5,), {0})
     recorded = target.invariant_lengths
     facts = dataclasses.replace(bundle.target, num_experts=num_experts)
-    said = self_test.run(moved, facts)
+    said = self_test.verify_cpu_lengths(moved, facts)
     assert moved.invariant_lengths == (recorded if kept is None else kept)
     assert (said is None) is (kept is None)
-    assert said is None or "(as some kernels do;" in said
+    assert said is None or "(as with some kernels;" in said
 
 
 @pytest.mark.parametrize(
@@ -164,12 +166,12 @@ def test_experts_are_tried_with_rows_that_choose_the_same_ones_too(
             8,
             "int8",
             "gqa",
-            "1.31; upgrade it, or take --ops onnx where the bundle has that",
+            "1.31; upgrade it, or use --ops onnx if the bundle has it",
         ),
-        ("1.30.2", 8, "int8", "onnx", "as some kernels do"),
-        ("1.30.2", 8, "float32", "gqa", "as some kernels do"),
-        ("1.30.2", 0, "int8", "gqa", "as some kernels do"),
-        ("1.31.0", 8, "int8", "gqa", "as some kernels do"),
+        ("1.30.2", 8, "int8", "onnx", "as with some kernels"),
+        ("1.30.2", 8, "float32", "gqa", "as with some kernels"),
+        ("1.30.2", 0, "int8", "gqa", "as with some kernels"),
+        ("1.31.0", 8, "int8", "gqa", "as with some kernels"),
         ("1.32.0", 8, "int4", "gqa", "onnxruntime issue 29853"),
     ],
 )
@@ -178,7 +180,7 @@ def test_experts_are_said_to_lose_bits_by_a_fault_of_the_versions_that_have_it(
 ):
     monkeypatch.setattr(onnxruntime, "__version__", version)
     facts = Mock(num_experts=num_experts, weights_dtype=dtype)
-    assert self_test._known(facts, ops).endswith(known)
+    assert self_test._known_cause(facts, ops).endswith(known)
 
 
 def test_integers_that_lose_their_rows_bits_do_not_speculate_unless_asked(bundle, target):
@@ -217,9 +219,9 @@ def test_a_processor_that_multiplies_bytes_wrongly_is_refused_for_integers_alone
     object.__setattr__(rounded, "weights_dtype", "int8")
     object.__setattr__(whole, "weights_dtype", "float16")
     try:
-        with pytest.raises(DeviceError, match="multiplies bytes wrongly on this processor"):
-            self_test.fitting([whole, rounded], Device())
-        assert self_test.fitting([whole], Device()) == Device()
+        with pytest.raises(DeviceError, match="computes wrong int8 products on this processor"):
+            self_test.exact_device([whole, rounded], Device())
+        assert self_test.exact_device([whole], Device()) == Device()
     finally:
         self_test._products_are_right.cache_clear()
 
@@ -233,7 +235,7 @@ def test_bytes_are_multiplied_unsigned_only_where_both_kinds_saturate(
         self_test, "_products_are_right", lambda device: device.unsigned or not saturates
     )
     device = Device(threads=1)
-    found = self_test.fitting(bundle.models.values(), device)
+    found = self_test.exact_device(bundle.models.values(), device)
     assert found == dataclasses.replace(device, unsigned=saturates)
 
 
