@@ -262,6 +262,12 @@ class Pipeline:
             lambda: self.stream(prompt, max_new_tokens, temperature, wait=wait, **options)
         )
 
+    def use_chat_template(self, template: str) -> None:
+        """Render chats with another template than the bundle's."""
+        folder = self.bundle.folder
+        self.bundle = replace(self.bundle, chat_template=template).at(folder)
+        self.prompts = Prompts(self.bundle, self.tokenizer)
+
     def forget(self) -> None:
         """Begin anew, for measurements, while nothing runs: the next request reads all of its
         prompt, and no output is remembered.

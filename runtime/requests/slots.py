@@ -84,6 +84,10 @@ class Slots:
             slot = self._leased(owner, prompt)
         return slot
 
+    def has_others(self, owner: object) -> bool:
+        """Return True if streams other than the owner have slots."""
+        return any(not slot.is_free and not slot.is_owned_by(owner) for slot in self.all)
+
     def give_back(self, owner: object) -> None:
         """Free the owner's slot, if it still has one."""
         for slot in self.all:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
@@ -71,6 +72,7 @@ class Stream:
         self._reading = threading.Lock()  # held by a reader, before it waits for a turn
         self._running = threading.Lock()  # held for a round
         self._cancelled = False
+        self._chunk_seconds: float | None = None  # of the turn, if it read a part of the prompt
 
     def __iter__(self) -> Iterator[str]:
         return self
@@ -93,7 +95,13 @@ class Stream:
                 self.cancel()
             if piece:
                 return piece
+            self._share_turns()
         raise StopIteration
+
+    def _share_turns(self) -> None:
+        """After a part of a long prompt, let other streams have turns for as long as it took."""
+        if self._chunk_seconds is not None and self._slots.has_others(self):
+            self._slots.turns.wait_for_others(self._chunk_seconds, lambda: self._cancelled)
 
     def __enter__(self) -> Stream:
         return self
@@ -178,7 +186,9 @@ class Stream:
             return ""
         if not self._slots.all:
             raise SpecEdgeError("this stream ended when its pipeline was closed")
+        start = time.perf_counter()
         round_ = next(self._rounds)
+        self._chunk_seconds = time.perf_counter() - start if round_ is None else None
         if round_ is None:
             return ""
         piece = self._text.feed(zip(round_.tokens, fates(round_), strict=True))

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+_IDLE_SECONDS = 0.01  # in which a stream that goes on takes its next turn
 
 
 class Turns:
@@ -17,6 +20,8 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self.num_begun = 0
+        self.busy_seconds = 0.0  # of turns that have ended
+        self._start = 0.0
         self._taken = False
         self._waiting: deque[threading.Lock] = deque()
 
@@ -25,6 +30,7 @@ class Turns:
             if not self._taken:
                 self._taken = True
                 self.num_begun += 1
+                self._start = time.perf_counter()
                 return
             turn = threading.Lock()
             turn.acquire()
@@ -61,6 +67,15 @@ class Turns:
         if interrupt is not None:
             raise interrupt
 
+    def wait_for_others(self, seconds: float, is_cancelled: Callable[[], bool]) -> None:
+        """Wait until others had turns for some seconds, or nobody takes one any more."""
+        end, num_seen = self.busy_seconds + seconds, -1
+        while self.busy_seconds < end and not is_cancelled():
+            if not self._taken and self.num_begun == num_seen:
+                return
+            num_seen = self.num_begun
+            threading.Event().wait(_IDLE_SECONDS)
+
     @property
     def is_taken(self) -> bool:
         """Return True while somebody has a turn."""
@@ -68,6 +83,9 @@ class Turns:
 
     def _hand_over(self) -> None:
         with self._lock:
+            now = time.perf_counter()
+            self.busy_seconds += now - self._start
+            self._start = now
             if self._waiting:
                 self.num_begun += 1
                 self._waiting.popleft().release()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import os
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -12,6 +14,7 @@ from specedge.bundle import store
 from specedge.cli import options
 from specedge.cli.terminal import pluralize, sanitize_line
 from specedge.errors import MissingExtraError
+from specedge.strict_json import JsonError, parse
 
 if TYPE_CHECKING:
     from specedge.runtime.requests.pipeline import Pipeline
@@ -34,10 +37,34 @@ KEY = "SPECEDGE_API_KEY"
     help="Port to listen on; 0 selects a free port.",
 )
 @click.option(
+    "--served-model-name",
     "--model-name",
+    "model_names",
     metavar="NAME",
-    help="Model name reported by the API.  [default: the target's id]",
+    multiple=True,
+    help="Model name reported by the API; further ones are aliases.  [default: the target's id]",
 )
+@click.option(
+    "--strict",
+    is_flag=True,
+    help="Refuse unknown fields of requests and other model names, instead of ignoring them.",
+)
+@click.option(
+    "--chat-template",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Use the chat template of this file.  [default: the bundle's]",
+)
+@click.option(
+    "--chat-template-kwargs",
+    metavar="JSON",
+    help="Variables of the chat template for all requests, such as '{\"enable_thinking\": false}'.",
+)
+@click.option(
+    "--reasoning-effort",
+    metavar="NAME",
+    help="Default of reasoning_effort: low, medium, high, or none to switch thinking off.",
+)
+@click.option("--access-log", is_flag=True, help="Log each request with its tokens and speeds.")
 @click.option(
     "--slots",
     type=click.IntRange(1),
@@ -79,13 +106,18 @@ KEY = "SPECEDGE_API_KEY"
     help="Maximum size of a request's body in bytes.",
 )
 @click.option(
+    "--allowed-origin",
     "--cors",
+    "cors",
     metavar="ORIGIN",
     multiple=True,
-    help="Allow requests from web pages of this origin; may be repeated.",
+    help="Allow requests from web pages of this origin, beside those of localhost; may be"
+    " repeated.",
 )
 @click.option(
+    "--allowed-host",
     "--allow-host",
+    "allow_host",
     metavar="NAME",
     multiple=True,
     help="Allow requests for this host name, and from its web pages; may be repeated. Required"
@@ -107,7 +139,12 @@ def serve(
     bundle: str | None,
     host: str,
     port: int,
-    model_name: str | None,
+    model_names: tuple[str, ...],
+    strict: bool,
+    chat_template: str | None,
+    chat_template_kwargs: str | None,
+    reasoning_effort: str | None,
+    access_log: bool,
     slots: int,
     max_length: int | None,
     queue: int,
@@ -130,6 +167,10 @@ def serve(
             f"{error.name} is not installed: pip install 'specedge[serve]'"
         ) from error
     key = os.environ.get(KEY) or None
+    variables = _template_variables(chat_template_kwargs, reasoning_effort)
+    if access_log:
+        logging.basicConfig(format="%(asctime)s %(message)s")
+        logging.getLogger("specedge.access").setLevel(logging.INFO)
     listening = server.listen(host, port)  # before the pair is loaded, which takes a while
     with listening, options.usage_errors():
         is_loopback = ipaddress.ip_address(listening.getsockname()[0]).is_loopback
@@ -137,7 +178,7 @@ def serve(
             raise click.UsageError(
                 f"other machines, and web pages by DNS rebinding, could use the server on "
                 f"{host}; set ${KEY}, or name the hosts that clients use with "
-                "--allow-host"
+                "--allowed-host"
             )
         if bundle is None:
             bundle = os.environ.get(store.VARIABLE) or None
@@ -146,8 +187,14 @@ def serve(
         pipeline = options.load_pipeline(
             folder, device, threads, ops, draft_device, slots, max_length
         )
+        if chat_template is not None:
+            pipeline.use_chat_template(Path(chat_template).read_text("utf-8"))
+        model_name, aliases = next(iter(model_names), None), model_names[1:]
         settings = app.ServerSettings(
             model=model_name,
+            aliases=aliases,
+            strict=strict,
+            template_variables=variables,
             max_waiting=queue,
             timeout=timeout,
             max_body=max_body,
@@ -174,6 +221,24 @@ def serve(
 
         server.serve(app.make_app(pipeline, settings), listening, grace, ready)
     click.echo("specedge: stopped", err=True)
+
+
+def _template_variables(text: str | None, effort: str | None) -> dict[str, Any]:
+    """Return the variables of the chat template for all requests."""
+    from specedge.serve.requests import thinking_variables
+
+    variables: dict[str, Any] = {}
+    if effort is not None:
+        variables = {"reasoning_effort": effort, **thinking_variables(effort != "none")}
+    if text is not None:
+        try:
+            value = parse(text)
+        except JsonError as error:
+            raise click.UsageError(f"--chat-template-kwargs is {error}") from error
+        if not isinstance(value, dict):
+            raise click.UsageError("--chat-template-kwargs must be a JSON object")
+        variables |= value
+    return variables
 
 
 def _started(url: str, name: str | None, pipeline: Pipeline, ops: str) -> str:

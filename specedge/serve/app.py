@@ -23,6 +23,7 @@ from starlette.routing import Route
 from specedge.runtime.requests.pipeline import Pipeline
 from specedge.sampling_options import SamplingFilters
 from specedge.strict_json import JsonError, parse
+from specedge.version import __version__
 
 from . import requests
 from .body_reader import BodyReader
@@ -32,10 +33,20 @@ from .errors import ApiError, client_error
 from .fields import DEFAULTS
 from .job_queue import JobQueue
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
-from .middleware import LOOPBACK, ApiKeyMiddleware, CountMiddleware, HostMiddleware, check_host
+from .middleware import (
+    ERROR,
+    LOOPBACK,
+    ORIGIN_PATTERN,
+    ApiKeyMiddleware,
+    HostMiddleware,
+    RequestLogMiddleware,
+    check_host,
+)
+from .reasoning import thinking_format_of
 from .request_handler import RequestHandler
 from .requests import ParsedRequest, ParserSettings
 from .responses_shape import ResponsesShaper
+from .tools.harmony import is_harmony
 
 T = TypeVar("T")
 
@@ -153,6 +164,10 @@ class _Server:
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._get_model),
             Route("/health", self._health),
+            Route("/version", self._version),
+            Route("/props", self._props),
+            Route("/tokenize", self._tokenize, methods=["POST"]),
+            Route("/detokenize", self._detokenize, methods=["POST"]),
             *(Route(path, _page_route(path)) for path in PAGE_FILES),
             Route("/metrics", self._metrics_text),
         ]
@@ -171,20 +186,21 @@ class _Server:
         key, origins = self._settings.api_key, self._settings.origins
         hosts = self._settings.hosts or (() if key else LOOPBACK)
         middleware = [
-            Middleware(CountMiddleware, metrics=self._metrics, paths=frozenset(paths)),
+            Middleware(RequestLogMiddleware, metrics=self._metrics, paths=frozenset(paths)),
             Middleware(
                 HostMiddleware, hosts=hosts, origins=origins, allow_any_origin=key is not None
             ),
         ]
-        if origins:
-            middleware.append(
-                Middleware(
-                    CORSMiddleware,
-                    allow_origins=list(origins),
-                    allow_methods=["GET", "POST"],
-                    allow_headers=["*"],
-                )
+        middleware.append(
+            Middleware(
+                CORSMiddleware,
+                allow_origins=list(origins),
+                allow_origin_regex=ORIGIN_PATTERN,
+                allow_methods=["GET", "POST"],
+                allow_headers=["*"],
+                expose_headers=["x-request-id", "x-specedge-ignored"],
             )
+        )
         return [*middleware, Middleware(ApiKeyMiddleware, key=key, open_paths=OPEN_PATHS)]
 
     def _generation_route(
@@ -219,7 +235,9 @@ class _Server:
         return request
 
     async def _list_models(self, http_request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._model_card()]})
+        names = (self._model, *self._settings.aliases)
+        cards = [self._model_card() | {"id": name, "root": self._model} for name in names]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def _get_model(self, http_request: Request) -> Response:
         if not self._has_model(name := http_request.path_params["name"]):
@@ -235,10 +253,21 @@ class _Server:
             "created": 0,
             "owned_by": "specedge",
             "context_length": bundle.context_length,
+            "max_model_len": bundle.context_length,
+            "capabilities": self._capabilities(),
             "default_sampling": self._defaults,
             "target": bundle.target.source.id,
             "draft": bundle.draft and bundle.draft.source.id,
         }
+
+    def _capabilities(self) -> list[str]:
+        """Return the capabilities of the model, by the names of Ollama's API and more."""
+        template = self._pipeline.bundle.chat_template
+        if template is None:
+            return ["completion", "logprobs", "structured_outputs"]
+        capabilities = ["completion", "chat", "tools", "logprobs", "structured_outputs"]
+        thinking = thinking_format_of(template, self._pipeline.tokenizer)
+        return [*capabilities, *(["thinking"] if thinking or is_harmony(template) else [])]
 
     def _has_model(self, name: object) -> bool:
         return name == self._model or name in self._settings.aliases
@@ -257,6 +286,48 @@ class _Server:
                 "waiting": jobs.num_waiting,
             }
         )
+
+    async def _version(self, http_request: Request) -> Response:
+        return JSONResponse({"version": __version__})
+
+    async def _props(self, http_request: Request) -> Response:
+        """Return what llama.cpp's /props has: the template and the defaults."""
+        bundle = self._pipeline.bundle
+        return JSONResponse(
+            {
+                "model": self._model_card(),
+                "chat_template": bundle.chat_template,
+                "special_tokens": {**bundle.special_tokens},
+                "total_slots": self._jobs.num_slots,
+                "default_generation_settings": {
+                    "n_ctx": bundle.context_length,
+                    "params": self._defaults,
+                },
+                "build_info": f"specedge {__version__}",
+            }
+        )
+
+    async def _tokenize(self, http_request: Request) -> Response:
+        """Return the tokens of a text or of messages, as vLLM and llama.cpp do."""
+        async with self._bodies.read(http_request) as body:
+            parse = partial(requests.parse_tokenize, _parse_json(body), self._parser_settings)
+            request, with_pieces = await _run_in(self._parser_pool, parse)
+        work = partial(requests.prepare, self._pipeline, request)
+        (tokens,) = (await _run_in(self._parser_pool, work)).prompts
+        pieces = [{"id": t, "piece": self._logprobs.decode([t])} for t in tokens]
+        fields = {"count": len(tokens), "max_model_len": self._pipeline.bundle.context_length}
+        return JSONResponse({"tokens": pieces if with_pieces else tokens, **fields})
+
+    async def _detokenize(self, http_request: Request) -> Response:
+        async with self._bodies.read(http_request) as body:
+            parse = partial(requests.parse_detokenize, _parse_json(body), self._parser_settings)
+            tokens = await _run_in(self._parser_pool, parse)
+        vocab_size = self._pipeline.bundle.target.vocab_size
+        if any(token >= vocab_size for token in tokens):
+            message = f"tokens must be between 0 and {vocab_size - 1}"
+            raise ApiError(message, "tokens", "invalid_value")
+        text = await _run_in(self._parser_pool, partial(self._logprobs.decode, tokens))
+        return JSONResponse({"prompt": text, "content": text})
 
     async def _metrics_text(self, http_request: Request) -> Response:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4")
@@ -312,4 +383,5 @@ async def _error_response(http_request: Request, error: Exception) -> Response:
         message = messages.get(error.status_code, error.detail)
         error = ApiError(message, code="not_found", status=error.status_code)
     api_error = client_error(error)  # the ASGI server logs unexpected errors
+    http_request.scope[ERROR] = api_error
     return JSONResponse(api_error.body, api_error.status, api_error.headers)

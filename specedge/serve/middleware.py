@@ -6,7 +6,12 @@ resolves to this machine can also read the responses; its requests have that nam
 
 from __future__ import annotations
 
+import asyncio
 import hmac
+import logging
+import re
+import secrets
+import time
 from collections.abc import Collection
 from urllib.parse import urlsplit
 
@@ -17,6 +22,16 @@ from .errors import ApiError
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+# Schemes of apps that embed a browser; no web page has them as its origin.
+APP_SCHEMES = ("app", "tauri", "vscode-webview", "file")
+ORIGIN_PATTERN = (
+    r"https?://(localhost|127\.0\.0\.1|\[::1\])(:\d+)?|(app|tauri|vscode-webview|file)://.*"
+)
+ERROR = "specedge.error"  # key of a request's scope: the error of its response
+REPORT = "specedge.report"  # key of a request's scope: tokens and speeds, for the access log
+_LOG = logging.getLogger("specedge")
+_ACCESS_LOG = logging.getLogger("specedge.access")
+_REQUEST_ID = re.compile(rb"[\w.:-]{1,64}")
 
 
 class HostMiddleware:
@@ -42,6 +57,7 @@ class HostMiddleware:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and (error := self._rejection(scope)):
+            scope[ERROR] = error
             await JSONResponse(error.body, error.status)(scope, receive, send)
             return
         await self._app(scope, receive, send)
@@ -51,7 +67,7 @@ class HostMiddleware:
         host, origin = headers.get(b"host", ""), headers.get(b"origin")
         if self._hosts and host and _host_name(f"//{host}") not in self._hosts:
             return ApiError(
-                f"the host {_excerpt(host)} is not allowed; start the server with --allow-host "
+                f"the host {_excerpt(host)} is not allowed; start the server with --allowed-host "
                 "NAME (an app: ServerSettings.hosts), or with an API key",
                 code="host_not_allowed",
                 status=403,
@@ -59,10 +75,13 @@ class HostMiddleware:
         if origin is None or self._allow_any_origin or origin in self._origins:
             return None
         is_same_origin = origin.lower() in (f"http://{host}".lower(), f"https://{host}".lower())
-        if is_same_origin or _host_name(origin) in self._hosts - {*LOOPBACK}:
+        if is_same_origin or _host_name(origin) in {*LOOPBACK, *self._hosts}:
+            return None
+        if origin.partition("://")[0] in APP_SCHEMES:
             return None
         return ApiError(
-            f"web pages of {_excerpt(origin)} may not use this server; start it with --cors ORIGIN",
+            f"web pages of {_excerpt(origin)} may not use this server; start it with "
+            "--allowed-origin ORIGIN",
             code="origin_not_allowed",
             status=403,
         )
@@ -105,31 +124,80 @@ class ApiKeyMiddleware:
             status=401,
             headers={"WWW-Authenticate": "Bearer"},
         )
+        scope[ERROR] = error
         await JSONResponse(error.body, error.status, error.headers)(scope, receive, send)
 
     def _has_key(self, scope: Scope) -> bool:
-        header = dict(scope["headers"]).get(b"authorization", b"")
-        return self._key is None or hmac.compare_digest(header, b"Bearer " + self._key.encode())
+        if self._key is None:
+            return True
+        headers = dict(scope["headers"])
+        bearer, key = headers.get(b"authorization", b""), headers.get(b"x-api-key", b"")
+        expected = self._key.encode()
+        return hmac.compare_digest(bearer, b"Bearer " + expected) or (
+            hmac.compare_digest(key, expected)
+        )
 
 
-class CountMiddleware:
-    """Middleware that counts requests by path, `paths` or "other", and status."""
+class RequestLogMiddleware:
+    """Middleware that counts and logs requests, and gives each an id.
+
+    A refused request is one line of the log, with the field that is wrong. The logger
+    "specedge.access" gets a line for each request, with its tokens and speeds. A request that is
+    cancelled before its response begins, by a shutdown, gets an error.
+
+    Args:
+        app: The application behind it.
+        metrics: The metrics of the server.
+        paths: Paths that are counted by name; others count as "other".
+    """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics, paths: Collection[str]) -> None:
         self._app, self._metrics, self._paths = app, metrics, paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
         statuses: list[int] = []
+        id_ = dict(scope["headers"]).get(b"x-request-id", b"")
+        id_ = id_ if _REQUEST_ID.fullmatch(id_) else f"req-{secrets.token_hex(12)}".encode()
+        start = time.perf_counter()
 
-        async def send_and_note(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 statuses.append(message["status"])
+                headers = [*message.get("headers", []), (b"x-request-id", id_)]
+                message = {**message, "headers": headers}
             await send(message)
 
         try:
-            await self._app(scope, receive, send_and_note)
+            await self._app(scope, receive, send_with_id)
+        except asyncio.CancelledError:
+            if statuses:
+                raise
+            error = shutdown_error()
+            await JSONResponse(error.body, error.status)(scope, receive, send_with_id)
         finally:
-            if scope["type"] == "http":
-                path = scope["path"] if scope["path"] in self._paths else "other"
-                status = scope.get(STATUS) or (str(statuses[0]) if statuses else DISCONNECTED)
-                self._metrics.requests.labels(path, status).inc()
+            status = scope.get(STATUS) or (str(statuses[0]) if statuses else DISCONNECTED)
+            self._metrics.requests.labels(self._path(scope), status).inc()
+            self._log(scope, id_.decode(), status, time.perf_counter() - start)
+
+    def _path(self, scope: Scope) -> str:
+        path = scope["path"]
+        return path if path in self._paths else "other"
+
+    def _log(self, scope: Scope, id_: str, status: str, seconds: float) -> None:
+        line = f"{scope['method']} {self._path(scope)} {status} {id_} {seconds:.3f} s"
+        if (error := scope.get(ERROR)) is not None and status.startswith("4"):
+            field = "" if error.param is None else f" [{_excerpt(error.param)}]"
+            _LOG.warning("refused %s%s: %s", line, field, _one_line(error.message))
+        _ACCESS_LOG.info("%s%s", line, scope.get(REPORT, ""))
+
+
+def shutdown_error() -> ApiError:
+    """Return the error of requests that a shutdown of the server cancels."""
+    return ApiError("the server is shutting down", code="server_shutdown", status=503)
+
+
+def _one_line(text: str) -> str:
+    return ascii(" ".join(text.split())[:300])[1:-1]

@@ -25,6 +25,7 @@ from .choices import ResponseChoice, ResponseShaper
 from .errors import ApiError
 from .job_queue import JobEvent, JobQueue, TextPiece, merge_events
 from .metrics import DISCONNECTED, STATUS, ServerMetrics
+from .middleware import REPORT, shutdown_error
 from .output_parser import AnswerPart
 from .requests import ParsedRequest, PreparedRequest, option_error
 
@@ -69,13 +70,23 @@ class RequestHandler:
         self._deadline = asyncio.get_running_loop().time() + timeout
         self._prepared = PreparedRequest([], {})
         self._choices: list[ResponseChoice] = []
+        self._has_begun = False  # to stream
         names = ", ".join(request.ignored)
         self._headers = {IGNORED_HEADER: names} if names else {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._jobs.admitted(self._request.num_choices):
             work = self._stream(scope, send) if self._request.stream else self._respond()
-            if body := await _while_connected(receive, work):
+            try:
+                body = await _while_connected(receive, work)
+            except asyncio.CancelledError:
+                if not self._has_begun:
+                    raise
+                await self._send_error(scope, send, shutdown_error())
+                return
+            finally:
+                scope[REPORT] = _report(self._choices)
+            if body:
                 await JSONResponse(body, headers=self._headers)(scope, receive, send)
 
     async def _respond(self) -> dict[str, Any]:
@@ -95,6 +106,7 @@ class RequestHandler:
         extra = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         headers = [*_STREAM_HEADERS, *extra]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
+        self._has_begun = True
         try:
             async with asyncio.timeout_at(self._deadline), aclosing(self._lines()) as lines:
                 async for line in lines:
@@ -102,13 +114,16 @@ class RequestHandler:
                 await _end(send)
             scope[STATUS] = "200"
         except Exception as error:
-            api_error = self._api_error(error)
-            scope[STATUS] = str(api_error.status)
-            with suppress(TimeoutError):  # a client that does not read is not waited for
-                async with asyncio.timeout(ERROR_TIMEOUT):
-                    for line in self._shaper.fail(api_error):
-                        await _write(send, line)
-                    await _end(send)
+            await self._send_error(scope, send, self._api_error(error))
+
+    async def _send_error(self, scope: Scope, send: Send, error: ApiError) -> None:
+        """End a stream with an error, unless the client does not read."""
+        scope[STATUS] = str(error.status)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(ERROR_TIMEOUT):
+                for line in self._shaper.fail(error):
+                    await _write(send, line)
+                await _end(send)
 
     async def _prepare_prompts(self) -> None:
         try:
@@ -212,6 +227,19 @@ class RequestHandler:
         if isinstance(error, DrafterError):
             return ApiError(str(error), "speculative.drafter", "invalid_value")
         return errors.logged_error(error)
+
+
+def _report(choices: list[ResponseChoice]) -> str:
+    """Return the tokens and the speeds of a request, for the access log."""
+    stats = [choice.finished.stats for choice in choices if choice.finished is not None]
+    if not stats:
+        return ""
+    prompt, new = sum(s.num_prompt_tokens for s in stats), sum(s.num_new_tokens for s in stats)
+    reused, seconds = sum(s.num_reused_tokens for s in stats), sum(s.decode_seconds for s in stats)
+    tested, accepted = sum(s.num_tested for s in stats), sum(s.num_accepted for s in stats)
+    speed = f", {new / seconds:.1f} tokens/s" if seconds else ""
+    rate = f", acceptance rate {accepted / tested:.2f}" if tested else ""
+    return f", {prompt} prompt tokens ({reused} cached), {new} new{speed}{rate}"
 
 
 _EMPTY_PIECE = TextPiece([], [])  # stands for the end of a text

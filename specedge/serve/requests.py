@@ -282,6 +282,44 @@ def parse_response(body: object, settings: ParserSettings) -> ParsedRequest:
     return _finish(fields, "responses", request)
 
 
+def parse_tokenize(body: object, settings: ParserSettings) -> tuple[ParsedRequest, bool]:
+    """Parse the body of a /tokenize request.
+
+    Returns:
+        A request with the prompt, and True if the response has the text of each token.
+    """
+    fields = _reader(body, settings)
+    messages = fields.take("messages")
+    prompt = fields.take("prompt", "content")
+    add_special = fields.take("add_special_tokens", "add_special")
+    if messages is not None:
+        template = _parse_template(fields, settings)
+        tools = parse_chat_tools(fields)
+        parsed = parse_messages(messages, "messages", fields.ignored)
+        request = ParsedRequest([parsed], {}, "messages", template=template, tools=tools)
+    else:
+        if not isinstance(prompt, str):
+            message = f"prompt must be text, got {excerpt(prompt)}"
+            raise ApiError(message, "prompt", "invalid_type")
+        add_special = add_special is not False
+        request = ParsedRequest([prompt], {}, "prompt", add_special_tokens=add_special)
+    with_pieces = fields.take_flag("with_pieces") or fields.take_flag("return_token_strs")
+    fields.skip("model", "parse_special")
+    fields.finish()
+    return request, with_pieces
+
+
+def parse_detokenize(body: object, settings: ParserSettings) -> list[int]:
+    """Parse the body of a /detokenize request; return its tokens."""
+    fields = _reader(body, settings)
+    tokens: list[int] = fields.take_list("tokens", "a list of token ids")
+    if not all(type(token) is int and token >= 0 for token in tokens):
+        raise fields.error("tokens", f"tokens must be token ids, got {excerpt(tokens)}")
+    fields.skip("model")
+    fields.finish()
+    return tokens
+
+
 def _reader(body: object, settings: ParserSettings) -> FieldReader:
     return FieldReader(body, ignored=None if settings.strict else IgnoredFields())
 

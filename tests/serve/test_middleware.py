@@ -52,7 +52,9 @@ def test_only_named_origins_may_ask_from_a_web_page(pair):
         ("/health", "localhost.evil.example", None, "host_not_allowed"),
         ("/v1/models", "[::1", None, "host_not_allowed"),
         ("/v1/models", "localhost:8000", "https://evil.example", "origin_not_allowed"),
-        ("/v1/models", "localhost:8000", "http://localhost:3000", "origin_not_allowed"),
+        ("/v1/models", "localhost:8000", "http://localhost:3000", None),
+        ("/v1/models", "localhost:8000", "app://obsidian.md", None),
+        ("/v1/models", "localhost:8000", "vscode-webview://a1", None),
         ("/v1/models", "localhost:8000", "null", "origin_not_allowed"),
     ],
 )

@@ -126,7 +126,7 @@ def test_the_key_of_the_environment_is_asked_for():
 
 
 def test_on_a_loopback_address_without_a_key_it_answers_for_localhost_and_for_named_hosts():
-    with served("--allow-host", "pair.example") as (_, port, _):
+    with served("--allowed-host", "pair.example") as (_, port, _):
         hosts = (f"localhost:{port}", "pair.example", "evil.example")
         found = [ask(port, "GET", "/v1/models", Host=host)[0] for host in hosts]
     assert found == [200, 200, 403]
@@ -141,11 +141,11 @@ def test_a_reachable_address_needs_a_key_or_a_list_of_hosts(host):
     assert result.returncode == 1
     said = result.stderr.strip().splitlines()[-1]
     assert "$SPECEDGE_API_KEY" in said
-    assert "--allow-host" in said
+    assert "--allowed-host" in said
 
 
 def test_listed_hosts_alone_are_served_without_a_key_behind_a_mapped_port():
-    with served("--host", "0.0.0.0", "--allow-host", "pair.example") as (process, port, _):
+    with served("--host", "0.0.0.0", "--allowed-host", "pair.example") as (process, port, _):
         assert (
             "anyone who reaches 0.0.0.0 can use the server; set $SPECEDGE_API_KEY"
             in process.stderr.readline()
