@@ -25,7 +25,7 @@ from specedge.sampling_options import SamplingFilters
 from specedge.strict_json import JsonError, parse
 from specedge.version import __version__
 
-from . import requests
+from . import anthropic, requests
 from .body_reader import BodyReader
 from .chat_shapes import ChatShaper, CompletionShaper, LogprobFormatter
 from .choices import ResponseShaper
@@ -155,6 +155,7 @@ class _Server:
             ("/v1/chat/completions", requests.parse_chat, ChatShaper),
             ("/v1/completions", requests.parse_completion, CompletionShaper),
             ("/v1/responses", requests.parse_response, ResponsesShaper),
+            (anthropic.PATH, anthropic.parse_message_request, anthropic.MessagesShaper),
         )
         routes = [
             Route(path, self._generation_route(parser, shaper), methods=["POST"])
@@ -164,6 +165,7 @@ class _Server:
             Route("/v1/models", self._list_models),
             Route("/v1/models/{name:path}", self._get_model),
             Route("/health", self._health),
+            Route(f"{anthropic.PATH}/count_tokens", self._count_tokens, methods=["POST"]),
             Route("/version", self._version),
             Route("/props", self._props),
             Route("/tokenize", self._tokenize, methods=["POST"]),
@@ -307,6 +309,15 @@ class _Server:
             }
         )
 
+    async def _count_tokens(self, http_request: Request) -> Response:
+        """Return the number of prompt tokens of a request of Anthropic's API."""
+        async with self._bodies.read(http_request) as body:
+            work = partial(self._parse, body, anthropic.parse_message_request)
+            request = await _run_in(self._parser_pool, work)
+        prepare = partial(requests.prepare, self._pipeline, request)
+        (tokens,) = (await _run_in(self._parser_pool, prepare)).prompts
+        return JSONResponse({"input_tokens": len(tokens)})
+
     async def _tokenize(self, http_request: Request) -> Response:
         """Return the tokens of a text or of messages, as vLLM and llama.cpp do."""
         async with self._bodies.read(http_request) as body:
@@ -384,4 +395,6 @@ async def _error_response(http_request: Request, error: Exception) -> Response:
         error = ApiError(message, code="not_found", status=error.status_code)
     api_error = client_error(error)  # the ASGI server logs unexpected errors
     http_request.scope[ERROR] = api_error
-    return JSONResponse(api_error.body, api_error.status, api_error.headers)
+    is_anthropic = http_request.url.path.startswith(anthropic.PATH)
+    body = anthropic.error_body(api_error) if is_anthropic else api_error.body
+    return JSONResponse(body, api_error.status, api_error.headers)

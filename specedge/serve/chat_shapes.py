@@ -174,7 +174,7 @@ class ChatShaper(_ChunkShaper):
 
     prefix, object_name, chunk_name = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def begin(self) -> Iterator[str]:
+    def begin(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
         for i in range(self._request.num_choices):
             delta = self._delta({"role": "assistant", "content": ""})
             yield self._chunk(delta | {"index": i}, None)
@@ -249,7 +249,7 @@ class CompletionShaper(_ChunkShaper):
         self._lengths = Counter[int]()  # characters of each choice's tokens so far
         self._begun: set[int] = set()  # choices of which a chunk was sent
 
-    def begin(self) -> Iterator[str]:
+    def begin(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
         yield from ()
 
     def piece(

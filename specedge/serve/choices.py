@@ -137,7 +137,7 @@ def part_text(part: AnswerPart) -> str:
 class ResponseShaper(Protocol):
     """Format of one endpoint's responses: a whole body, or lines of server-sent events."""
 
-    def begin(self) -> Iterator[str]:
+    def begin(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
         """Yield the lines before any text."""
 
     def piece(

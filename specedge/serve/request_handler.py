@@ -138,7 +138,7 @@ class RequestHandler:
         ]
 
     async def _lines(self) -> AsyncGenerator[str]:
-        for line in self._shaper.begin():
+        for line in self._shaper.begin(self._choices):
             yield line
         async with aclosing(self._events()) as events:
             async for index, event in events:

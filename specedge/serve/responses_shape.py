@@ -55,7 +55,7 @@ class ResponsesShaper:
             **request.echoed,
         }
 
-    def begin(self) -> Iterator[str]:
+    def begin(self, choices: Sequence[ResponseChoice]) -> Iterator[str]:
         yield self._event("response.created", response=self._fields)
         yield self._event("response.in_progress", response=self._fields)
 

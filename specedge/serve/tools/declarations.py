@@ -11,7 +11,7 @@ from ..errors import UNSUPPORTED, ApiError
 from ..fields import FieldReader, excerpt
 
 MAX_FUNCTIONS = 128
-_NAME = re.compile(r"[a-zA-Z0-9_-]{1,64}")
+_NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
 _CHOICES = ("none", "auto", "required")
 
 
@@ -108,7 +108,7 @@ def _parse_function(
     fields = function_fields(tool)
     name = fields.take_typed("name", str, "a name")
     if name is None or not _NAME.fullmatch(name):
-        message = f"name must be 1 to 64 letters, digits, _ and -, got {excerpt(name)}"
+        message = f"name must be 1 to 128 letters, digits, _ and -, got {excerpt(name)}"
         raise fields.error("name", message)
     description = fields.take_typed("description", str, "text") or ""
     parameters = _parse_parameters(fields)
