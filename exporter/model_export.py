@@ -1,4 +1,4 @@
-"""One model into its folder of a bundle: measured, traced, written, and compared with PyTorch."""
+"""Export of one model: loaded, traced, written, and verified against PyTorch."""
 
 from __future__ import annotations
 
@@ -34,6 +34,7 @@ from .graph.rewrites import remove_transposes
 from .graph.weights import FILE, WeightsFile
 from .libraries import first_line
 from .progress import Progress
+from .request import ExportRequest
 from .tracing import geometry, tracer
 from .tracing.attention import LayerAttention
 from .tracing.geometry import Geometry
@@ -47,7 +48,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModelExport:
-    """A model on its way into a folder; `num_tokens` ids are real."""
+    """Model during its export; `num_tokens` ids are real."""
 
     role: str
     loaded: LoadedModel
@@ -68,54 +69,61 @@ def export_model(
     checkpoint: Checkpoint,
     context_length: int,
     num_tokens: int,
-    num_draft_tokens: int,
-    ops: str,
+    request: ExportRequest,
     folder: Path,
     progress: Progress,
-    draft_layers: int | None = None,
-    tolerance: float | None = None,
-    head: Sequence[int] | None = None,
+    draft_ids: Sequence[int] | None = None,
 ) -> tuple[list[ModelEntry], FileEntry]:
-    """Write one model's files into a new folder and compare them with it; its weights' hash, too.
+    """Write one checkpoint's graphs and weights to a new folder and verify them against PyTorch.
 
-    With `draft_layers` the model's first layers become a draft, the second of two: its graphs lie
-    beside the model's and read the same weights. `ops` is "auto" or the op set wanted. The last
-    model's logits are of the tokens `head` alone, if it is given. Raises ExportError.
+    With a self-draft its first layers become a second model, whose graphs read the same weights.
+
+    Args:
+        checkpoint: Target or draft model.
+        context_length: Positions of the graphs.
+        num_tokens: Real token ids.
+        request: Options of the export.
+        folder: Folder of the model in the bundle.
+        progress: Gets notes and the steps' times.
+        draft_ids: Tokens of the last model's pruned LM head; None for all.
+
+    Returns:
+        The models' manifest entries, and the entry of the weights file.
+
+    Raises:
+        ExportError: The model cannot be exported, or its graphs differ from it.
     """
-    role = checkpoint.role
+    role, num_draft_layers = checkpoint.role, request.num_draft_layers
     folder.mkdir()
     licenses.copy_licenses(role, checkpoint.folder, checkpoint.source.license, folder, progress)
-    gc.collect()  # what the model before this one left in cycles
+    gc.collect()  # of the previous model's reference cycles
     with progress.step(f"Loading the {role}"):
         loaded = loader.load(checkpoint, progress)
     sources = [checkpoint.source]
     with tracer.explain_refusal(checkpoint):
-        if draft_layers is None and head is not None:
-            loaded = draft_vocabulary.prune_head(loaded, head)
+        if num_draft_layers is None and draft_ids is not None:
+            loaded = draft_vocabulary.prune_head(loaded, draft_ids)
         _note_rotary(role, loaded, context_length, progress)
-        parts = [
-            measure_model(
-                role, loaded, context_length, num_draft_tokens, num_tokens, folder, progress
-            )
-        ]
-        if draft_layers is not None:
-            parts.append(cut_draft(parts[0], draft_layers, num_draft_tokens, head))
-            sources.append(self_draft.source(checkpoint.source, draft_layers))
+        k = request.num_draft_tokens
+        parts = [measure_model(role, loaded, context_length, k, num_tokens, folder, progress)]
+        if num_draft_layers is not None:
+            parts.append(cut_draft(parts[0], num_draft_layers, k, draft_ids))
+            sources.append(self_draft.source(checkpoint.source, num_draft_layers))
         sizes = [reference.num_parameters(part.model) for part in parts]
-        written, file = write_models(parts, ops)
+        written, file = write_models(parts, request.ops)
         references = [_references(part) for part in parts]
         loaded.sources.close()  # from here on ONNX Runtime reads the weights
-        gone = LoadedModel(torch.nn.Module(), loaded.dtype, WeightSources())
-        parts = [replace(part, loaded=gone) for part in parts]
+        released = LoadedModel(torch.nn.Module(), loaded.dtype, WeightSources())
+        parts = [replace(part, loaded=released) for part in parts]
         del loaded
         gc.collect()
         reports = [
-            _compared(part, wanted, found, tolerance)
-            for part, wanted, found in zip(parts, written, references, strict=True)
+            _verify_all(part, op_sets, results, request.tolerance)
+            for part, op_sets, results in zip(parts, written, references, strict=True)
         ]
-    experts = [found[0].num_experts for found in references]
+    experts = [results[0].num_experts for results in references]
     kinds = [checkpoint.kind] * len(parts)
-    return list(map(_described, parts, sources, kinds, sizes, experts, reports)), file
+    return list(map(_model_entry, parts, sources, kinds, sizes, experts, reports)), file
 
 
 def measure_model(
@@ -128,9 +136,9 @@ def measure_model(
     progress: Progress,
     prefix: str = "",
 ) -> ModelExport:
-    """Run the model to see what it keeps and what each of its layers does.
+    """Measure the shape of a model's caches, and observe its layers.
 
-    `prefix` is what its files begin with where another model has the same folder.
+    `prefix` begins its files' names if another model has the same folder.
     """
     unread = loaded.sources.reading(loaded.model, only_shapes=True)
     with progress.step(f"Loading the {role}"), unread:
@@ -147,7 +155,7 @@ def cut_draft(
     num_draft_tokens: int,
     head: Sequence[int] | None = None,
 ) -> ModelExport:
-    """The target's first layers as a model in the same folder, perhaps with a cut head."""
+    """Return the target's first layers as a model of the same folder."""
     try:
         loaded = self_draft.keep_layers(target.loaded, num_layers)
         loaded = loaded if head is None else draft_vocabulary.prune_head(loaded, head)
@@ -166,7 +174,7 @@ def cut_draft(
 
 
 def write_models(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], FileEntry]:
-    """Trace and write models that share one folder: the op sets each has, and the weights' hash."""
+    """Trace and write models that share one folder; return their op sets, and the weights' hash."""
     wanted, first = OPS if ops == "auto" else (ops,), parts[0]
     with WeightsFile(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
         written = [list(_each(p, wanted, partial(_write_graphs, p, stored))) for p in parts]
@@ -176,7 +184,7 @@ def write_models(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], F
 
 
 def _each(part: ModelExport, wanted: Sequence[str], do: Callable[[str], T]) -> dict[str, T]:
-    """Do something for each op set; one that cannot be is left out with a note, if any can."""
+    """Call `do` for each op set; note the op sets that fail, and raise if all do."""
     done: dict[str, T] = {}
     refused: dict[str, ExportError] = {}
     for ops in wanted:
@@ -194,7 +202,7 @@ def _each(part: ModelExport, wanted: Sequence[str], do: Callable[[str], T]) -> d
 
 
 def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
-    """Trace a model in an op set and write its files. Raises ExportError where it cannot be."""
+    """Trace a model in an op set and write its files. Raises ExportError."""
     if ops == "gqa":
         for layer in part.layers:
             if reason := layer.obstacle():
@@ -214,7 +222,7 @@ def _write_graphs(part: ModelExport, stored: WeightsFile, ops: str) -> None:
         graphs.write_graphs(traced, part.folder, part.lengths, ops)
 
 
-def _described(
+def _model_entry(
     part: ModelExport,
     source: CheckpointSource,
     kind: str,
@@ -260,11 +268,11 @@ def _note_rotary(role: str, loaded: LoadedModel, context_length: int, progress: 
         )
 
 
-def _compared(
+def _verify_all(
     part: ModelExport, written: list[str], references: list[Reference], tolerance: float | None
 ) -> dict[str, ParityReport]:
-    """Compare each op set that was written; the files of others go."""
-    reports = _each(part, written, partial(_compare, part, references, tolerance))
+    """Verify each op set that was written, and remove the files of those that fail."""
+    reports = _each(part, written, partial(_verify, part, references, tolerance))
     for ops in {*OPS} - reports.keys():
         for length in part.lengths:
             for file in (length.file(ops), length.source.file(ops)):
@@ -272,7 +280,7 @@ def _compared(
     return reports
 
 
-def _compare(
+def _verify(
     part: ModelExport, references: list[Reference], tolerance: float | None, ops: str
 ) -> ParityReport:
     who, progress = f"{part.role} ({ops})", part.progress
@@ -280,7 +288,7 @@ def _compare(
     with progress.step(f"Comparing the {who}", runner.num_stages) as advance:
         report, differing = parity.verify(part.role, references, runner, tolerance, advance)
     if differing:
-        progress.note(f"{who}: {', '.join(differing)} give other last bits than decoder")
+        progress.note(f"{who}: {', '.join(differing)} are not bitwise equal to the decoder")
     expected = checks.compared_lengths(runner)
     missing = sorted({*expected} - {*report.invariant_lengths})
     if missing == [1]:
@@ -290,7 +298,7 @@ def _compare(
         )
     elif missing:
         progress.note(
-            f"{who}: passes of {', '.join(map(str, missing))} tokens give other last bits than "
-            "wider ones, so near-ties may be decided otherwise than by the target alone"
+            f"{who}: passes of {', '.join(map(str, missing))} tokens are not bitwise "
+            "equal to longer ones, so near-ties may be decided differently than by the target alone"
         )
     return report

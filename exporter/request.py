@@ -1,41 +1,115 @@
-"""Options of an export, validated before anything is read."""
+"""Request of an export, validated before anything is read."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
 
+from specedge.bundle import store
 from specedge.bundle.op_sets import CACHE_TYPES, COMPUTE_TYPES, OPS, QDQ
-from specedge.bundle.precision import PRECISION_CHOICES, QUANTIZED_DTYPES, ROUNDINGS
+from specedge.bundle.precision import GPTQ, PRECISION_CHOICES, QUANTIZED_DTYPES, ROUNDINGS
 from specedge.errors import ExportError
 from specedge.option_specs import check_integer
 from specedge.sampling_options import MAX_EXPORTED_DRAFT_TOKENS
 
+from .checkpoint import self_draft
+
+NO_DRAFT = "none"  # as a draft's name: no draft model
+PathOrName: TypeAlias = str | os.PathLike[str]
+
 
 @dataclass(frozen=True)
 class ExportRequest:
-    """Options of an export, the same for both models."""
+    """Checkpoints, destination and options of an export.
 
-    num_draft_tokens: int
-    max_length: int | None
-    ops: str
-    tolerance: float | None
-    precision: str
-    draft_precision: str | None  # None where it is to be chosen
-    calibration: str | None
-    draft_vocab: int | None
-    compute: str | None
-    cache: str | None
-    rounding: str
-    bits: float | None  # None for 4
+    Args:
+        draft: Folder or hub id of the draft model; "self:N" for the target's own first N layers,
+            which share its weights file; None or "none" for no draft model: the bundle then drafts
+            by suffix decoding.
+        target: Folder or hub id of the target model.
+        output: Folder of the bundle; None for one in the user's data folder, which becomes the
+            default bundle.
+        num_draft_tokens: Most draft tokens of a round.
+        max_length: Most tokens of a text; None for the models' own, up to 4096.
+        ops: Op set of the graphs, "onnx" or "gqa"; "auto" for each that the models support.
+        tolerance: Float32 errors may be this share of an output's largest value, however large
+            PyTorch's own float32 errors are; None to bound them by PyTorch's.
+        precision: Precision of the target. "fp32" stores weights in the checkpoint's own type and
+            computes in float32; "fp16" and "bf16" convert matrices to that type first; "int8",
+            "int8-block" and "int4" quantize weights, and their inputs to 8 bits. "int8" has one
+            scale per channel, which verifies fastest, the others are block-wise (block 32).
+        draft_precision: Precision of the draft model; None for the fastest measured here that keeps
+            nine tenths of its acceptance rate (a tiny draft model has the target's).
+        draft_vocab: Tokens of a reduced draft vocabulary, the most frequent ones of the calibration
+            text: no other token is drafted, all are read, and passes are cheaper.
+        compute: Additional op sets that compute in "fp16", "bf16" or, over quantized weights,
+            "fp32", for devices that support it: "onnx-fp16" beside "onnx". They read the same
+            weights, and are functions of their own. "qdq" is fp16 with quantized weights in the
+            form that TensorRT takes; block-wise weights are stored once more for it. The draft
+            model then has the target's precision.
+        cache: Additional op sets with caches of half the size, "fp16": "gqa-kv16" beside "gqa".
+            They are functions of their own as well.
+        calibrate: Text file of the calibration set; None for the built-in text.
+        rounding: "gptq", or "nearest", which takes less time, for "int8" and "int4".
+        bits: Average bits per weight of "int4" in the layers, from 4 to 8: with more than 4 the
+            last matrices of MLPs have 8.
+        draft_revision: Branch, tag or commit of the draft model on the hub.
+        target_revision: Branch, tag or commit of the target model on the hub.
+        adapter: LoRA adapter to merge into the target, a folder or a hub id.
+        draft_adapter: LoRA adapter to merge into the draft model.
+
+    Raises:
+        ValueError: An option is invalid.
+        SpecEdgeError: Options exclude each other.
+    """
+
+    draft: PathOrName | None
+    target: PathOrName
+    output: PathOrName | None = None
+    num_draft_tokens: int = 4
+    max_length: int | None = None
+    ops: str = "auto"
+    tolerance: float | None = None
+    precision: str = "fp32"
+    draft_precision: str | None = None
+    draft_vocab: int | None = None
+    compute: str | None = None
+    cache: str | None = None
+    calibrate: PathOrName | None = None
+    rounding: str = GPTQ
+    bits: float | None = None
+    draft_revision: str | None = None
+    target_revision: str | None = None
+    adapter: PathOrName | None = None
+    draft_adapter: PathOrName | None = None
 
     @property
-    def kinds(self) -> tuple[str, ...]:
+    def draft_name(self) -> str | None:
+        """Name of the draft model; None without one."""
+        name = NO_DRAFT if self.draft is None else os.fspath(self.draft)
+        return None if name == NO_DRAFT else name
+
+    @property
+    def num_draft_layers(self) -> int | None:
+        """N of a self-draft "self:N"; None for a separate draft model, or without one."""
+        name, adapter = self.draft_name, self.adapter_of("draft")
+        if name is None:
+            return None
+        return self_draft.parse_num_layers(name, self.draft_revision, adapter)
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the bundle."""
+        if self.output is not None:
+            return Path(self.output)
+        return store.default_destination(self.draft_name, os.fspath(self.target))
+
+    @property
+    def op_set_suffixes(self) -> tuple[str, ...]:
         """Suffixes of the names of additional op sets."""
         return tuple(kind for kind in (self.compute, CACHE_TYPES.get(self.cache or "")) if kind)
-
-    def of(self, role: str) -> str:
-        """Return a model's precision, as far as it is known without the weights."""
-        return (self.draft_precision if role == "draft" else None) or self.precision
 
     @property
     def average_bits(self) -> float:
@@ -43,11 +117,21 @@ class ExportRequest:
         return 4.0 if self.bits is None else self.bits
 
     @property
-    def chooses(self) -> bool:
+    def selects_draft_precision(self) -> bool:
         """True if the draft's precision is measured on this device, not given for another one."""
         return self.draft_precision is None and self.compute is None
 
+    def precision_of(self, role: str) -> str:
+        """Return a model's precision, as far as it is known without the weights."""
+        return (self.draft_precision if role == "draft" else None) or self.precision
+
+    def adapter_of(self, role: str) -> str | None:
+        """Return the name of a model's adapter."""
+        adapter = self.draft_adapter if role == "draft" else self.adapter
+        return None if adapter is None else os.fspath(adapter)
+
     def __post_init__(self) -> None:
+        """Check the options."""
         for precision in (self.precision, self.draft_precision):
             if precision not in (*PRECISION_CHOICES, None):
                 raise ValueError(
@@ -55,7 +139,7 @@ class ExportRequest:
                 )
         if self.ops not in ("auto", *OPS):
             raise ValueError(f"ops must be auto, onnx or gqa, got {self.ops!r}")
-        self._check_compute({self.of("target"), self.of("draft")})
+        self._check_compute({self.precision_of("target"), self.precision_of("draft")})
         if self.cache not in (*CACHE_TYPES, None):
             raise ValueError(f"cache must be {', '.join(CACHE_TYPES)}, got {self.cache!r}")
         if self.rounding not in ROUNDINGS:
@@ -73,26 +157,50 @@ class ExportRequest:
             check_integer("draft_vocab", self.draft_vocab, 1)
         if self.tolerance is not None and not 0 < self.tolerance < float("inf"):
             raise ValueError(f"tolerance must be above 0 and finite, got {self.tolerance}")
+        self._check_draft()
+        if self.output is not None and not os.fspath(self.output):
+            raise ExportError("--output is empty; name a folder")
+
+    def _check_draft(self) -> None:
+        """Refuse options of a separate draft model for a self-draft, or without a draft model."""
+        if self.draft_name is not None:
+            is_own_precision = self.draft_precision not in (None, self.precision)
+            if self.num_draft_layers is not None and is_own_precision:
+                raise ExportError(
+                    "a self-draft has the target's precision; leave --draft-precision out"
+                )
+            return
+        options = {
+            "--draft-precision": self.draft_precision,
+            "--draft-vocab": self.draft_vocab,
+            "--draft-revision": self.draft_revision,
+            "--draft-adapter": self.draft_adapter,
+        }
+        for option, value in options.items():
+            if value is not None:
+                raise ExportError(
+                    f"{option} needs a draft model; give --draft, or leave {option} out"
+                )
 
     def _check_compute(self, precisions: set[str]) -> None:
         if self.compute not in (*COMPUTE_TYPES, None):
             raise ValueError(
                 f"compute must be one of {', '.join(COMPUTE_TYPES)}, got {self.compute!r}"
             )
-        rounded = sorted(precisions & {*QUANTIZED_DTYPES})
-        if self.compute == "fp32" and not rounded:
+        quantized = sorted(precisions & {*QUANTIZED_DTYPES})
+        if self.compute == "fp32" and not quantized:
             raise ValueError(
                 "all graphs of these precisions compute in fp32; leave compute out, or give a "
                 f"precision of {', '.join(QUANTIZED_DTYPES)}"
             )
-        if self.compute == "bf16" and rounded:
+        if self.compute == "bf16" and quantized:
             raise ValueError(
-                f"weights in {rounded[0]} cannot be widened to bf16: ONNX Runtime multiplies them "
-                "with fp32 and fp16 alone"
+                f"weights in {quantized[0]} cannot be dequantized to bf16: ONNX Runtime multiplies "
+                "them with fp32 and fp16 alone"
             )
-        if self.compute == QDQ and not rounded:
+        if self.compute == QDQ and not quantized:
             raise ValueError(
-                f"compute {QDQ} is for weights that are integers; give a precision of "
+                f"compute {QDQ} is for quantized weights; give a precision of "
                 f"{', '.join(QUANTIZED_DTYPES)}, or compute in fp16"
             )
         if self.compute == QDQ and self.ops == "gqa":
