@@ -1,13 +1,13 @@
 """Logits of the rows that are asked for alone: the bits that they have among all."""
 
 import json
+import shutil
 
 import numpy as np
 import onnx_ir as ir
 import pytest
 
-from checkpoints import make_config, make_model
-from comparing import measure, model_of, traced
+from comparing import computed, measure, model_of, traced
 from specedge.bundle.gpu_signatures import ONE_CALL
 from specedge.errors import ExportError, ParityError
 from specedge.exporter import export
@@ -19,7 +19,7 @@ from specedge.exporter.verification.runner import FillNoise, PassAction, ReadRow
 LENGTH = 9
 
 
-@pytest.fixture(scope="module", params=["float32", "int8"])
+@pytest.fixture(scope="module", params=["float32", pytest.param("int8", marks=pytest.mark.slow)])
 def bundle(request, pairs, tmp_path_factory):
     if request.param == "float32":
         return pairs.bundle("gpt2")
@@ -75,12 +75,18 @@ def layers_behind(graph):
     return [node.op_type for node in nodes[at + 1 :]]
 
 
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    """Model, its graphs by op set, and its references."""
+    model = model_of("llama")
+    runners = {ops: traced(model, tmp_path_factory.mktemp(ops), ops) for ops in ("onnx", "gqa")}
+    return model, runners, computed(model, runners["onnx"])
+
+
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
-def test_the_last_layers_matrices_behind_attention_are_not_computed_for_a_prompt(
-    kind, ops, tmp_path
-):
-    runner = traced(make_model(make_config(kind, context=96)), tmp_path, ops)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("gpt2", marks=pytest.mark.slow)])
+def test_prefill_skips_the_last_layers_matrices_behind_attention(kind, ops, llama, tmp_path):
+    runner = llama[1][ops] if kind == "llama" else traced(model_of(kind), tmp_path, ops)
     behind = layers_behind(ir.load(runner.path("decoder")).graph)
     assert behind.count("MatMul") == {"llama": 3, "gpt2": 2}[kind] + 1
 
@@ -118,15 +124,17 @@ def first_rows(graph, node):
 
 @pytest.mark.parametrize("ops", ["onnx", "gqa"])
 @pytest.mark.parametrize("fault", [wrong_axis, off_by_one, all_rows, first_rows])
-def test_other_rows_than_those_that_are_asked_for_are_no_parity(fault, ops, tmp_path):
-    model = model_of("llama")
-    runner = traced(model, tmp_path, ops)
+def test_logits_of_wrong_rows_are_refused(fault, ops, llama, tmp_path):
+    model, runners, references = llama
+    folder = shutil.copytree(runners[ops].folder, tmp_path / "model")
+    runner = Runner(folder, list(runners[ops].lengths.values()), runners[ops].geometry, ops)
     changed = ir.load(runner.path("decoder"))
     (node,) = (n for n in changed.graph if n.outputs[0].name == "logits_from.rows")
     fault(changed.graph, node)
     ir.save(changed, runner.path("decoder"))
+    runner = Runner(folder, list(runner.lengths.values()), runner.geometry, ops)
     with pytest.raises((ParityError, ExportError), match=r"logits|cannot run decoder"):
-        measure(model, Runner(tmp_path, list(runner.lengths.values()), runner.geometry, ops))
+        measure(model, runner, references=references)
 
 
 def test_the_manifest_says_what_the_decoder_takes(bundle):

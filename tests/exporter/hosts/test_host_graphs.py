@@ -137,15 +137,15 @@ def test_an_older_manifest_with_hosts_is_refused(folder):
         Bundle.read(folder)
 
 
-@pytest.mark.parametrize("layout", ["fused", "split"])
-def test_a_draft_of_the_targets_own_layers_has_its_graphs_too(pairs, tmp_path, layout):
+def test_self_draft_has_host_graphs(pairs, tmp_path):
     output = tmp_path / "self"
     export("self:1", pairs.checkpoint("gpt2")[1], output, draft_precision="fp32")
-    bundle = embed(output, layout=layout)
-    wanted = specedge.load(output).generate(
-        PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model"
-    )
-    assert hosted(bundle).generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
+    for layout in ("fused", "split"):
+        bundle = embed(output, layout=layout)
+        wanted = specedge.load(output).generate(
+            PROMPT, 24, 1.0, seed=2, num_draft_tokens=4, drafter="model"
+        )
+        assert hosted(bundle).generate(PROMPT, 24, 1.0, seed=2)[0] == wanted.tokens
 
 
 def test_no_draft_tokens_are_refused(folder):
@@ -153,7 +153,7 @@ def test_no_draft_tokens_are_refused(folder):
         embed(folder, num_draft_tokens=[0])
 
 
-@pytest.mark.parametrize("layout", ["fused", "split"])
+@pytest.mark.parametrize("layout", ["fused", pytest.param("split", marks=pytest.mark.slow)])
 def test_golden_transcripts_replay_token_for_token_and_no_decision_is_near(tmp_path, layout):
     bundle = embed(
         output=tmp_path / "hosted", num_draft_tokens=[2, 4], layout=layout, golden=transcripts

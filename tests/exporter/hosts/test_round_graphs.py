@@ -68,8 +68,8 @@ def bundle(request, pairs):
 EVERY_LAYOUT = pytest.mark.parametrize("layout", ["fused", "split"])
 
 
-def check(host, pipeline, sampling):
-    for seed in range(3):
+def check(host, pipeline, sampling, num_seeds=1):
+    for seed in range(num_seeds):
         prompt = np.random.default_rng(seed).integers(0, 200, 5 + 7 * seed).tolist()
         wanted = pipeline.generate(
             prompt, 40, seed=seed, num_draft_tokens=4, drafter="model", **sampling
@@ -86,10 +86,11 @@ def test_rounds_in_graphs_write_what_the_loop_writes(bundle, hosts, layout, ops,
     check(*hosts(layout, bundle, 4, ops), sampling)
 
 
+@pytest.mark.slow
 @EVERY_LAYOUT
 def test_rounds_of_every_pair_write_what_the_loop_writes(exported, hosts, layout):
     for sampling in (SAMPLINGS[0], SAMPLINGS[1], SAMPLINGS[-1]):
-        check(*hosts(layout, exported, 4, "auto"), sampling)
+        check(*hosts(layout, exported, 4, "auto"), sampling, num_seeds=3)
 
 
 @pytest.fixture(

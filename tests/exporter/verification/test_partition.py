@@ -7,10 +7,10 @@ import onnxruntime as ort
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from comparing import measure, model_of, traced
+from comparing import computed, measure, model_of, traced
 from specedge.bundle.precision import FLOAT32
 from specedge.errors import ParityError
-from specedge.exporter.checkpoint.lazy_weights import BufferPool, WeightSources
+from specedge.exporter.checkpoint.lazy_weights import BufferPool
 from specedge.exporter.graph import graphs
 from specedge.exporter.graph.weights import FILE
 from specedge.exporter.tracing import geometry
@@ -21,13 +21,10 @@ from specedge.exporter.verification.subgraph import open_session, unpacked_optio
 from specedge.int8_products import UNSIGNED_OPTION
 
 
-def compared_again(model, runner):
-    """What a comparison finds of files that were changed since they were run."""
+def verify_again(model, runner):
+    """Verify files that were changed since they were run."""
     runner = Runner(runner.folder, list(runner.lengths.values()), runner.geometry)
-    references = reference.compute_references(
-        "target", model, WeightSources(), runner.geometry, 512
-    )
-    return parity.verify("target", references, runner)
+    return parity.verify("target", computed(model, runner), runner)
 
 
 @pytest.mark.slow(after_first=True)
@@ -80,7 +77,7 @@ def test_a_layer_of_a_file_with_other_bits_is_found_in_parts_too(
     scale = node.attributes["scale"].as_float()
     node.attributes["scale"] = ir.AttrFloat32("scale", scale * (1 + 1e-6))
     ir.save(step, tmp_path / "step.onnx")
-    assert compared_again(model, runner)[1] == ["step"]
+    assert verify_again(model, runner)[1] == ["step"]
 
 
 @pytest.mark.slow
@@ -108,7 +105,7 @@ def test_a_file_that_reads_another_layers_weights_is_found(tmp_path, in_parts):
             node.replace_input_with(1, b if node.inputs[1] is a else a)
     ir.save(step, tmp_path / "step.onnx")
     with pytest.raises(ParityError, match="differs"):
-        compared_again(model, runner)
+        verify_again(model, runner)
 
 
 def test_of_large_models_the_start_and_the_end_are_compared():

@@ -22,6 +22,7 @@ OFTEN_AND_SELDOM = [
 ]
 ANY = ["scale off by 1%", "shifted position", "swapped heads", "stale row"]
 PLANTED = {
+    "qwen2": ["no bias of queries", "no bias of keys", "no bias of values"],
     "gemma2": [
         *ANY,
         "scale off by 0.1%",
@@ -31,7 +32,6 @@ PLANTED = {
         "epsilon tenfold",
         "epsilon of one norm tenfold",
     ],
-    "qwen2": ["no bias of queries", "no bias of keys", "no bias of values"],
     "llama": [
         "scale of one layer off by 0.1%",
         "feed-forward matrix off by 0.1%",

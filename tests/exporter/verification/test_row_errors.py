@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from comparing import measure, model_of, traced
+from comparing import computed, measure, model_of, traced
 from specedge.bundle import precision
 from specedge.errors import ParityError
 from specedge.exporter.checkpoint.lazy_weights import WeightSources
@@ -115,9 +115,10 @@ def test_a_tolerance_is_recorded_and_excuses_no_other_model(tmp_path):
     found = measure(model, runner, tolerance=0.01)
     assert found.tolerance == found.bound(precision.FLOAT32) == 0.01
     model.model.norm.weight.data *= 1.001
+    references = computed(model, runner)
     for tolerance in (None, 0.01):
         with pytest.raises(ParityError, match="both in float64"):
-            measure(model, runner, tolerance)
+            measure(model, runner, tolerance, references)
 
 
 def test_a_large_vocabulary_has_shorter_passes_and_stretches():
