@@ -137,35 +137,38 @@ def check_costs(
         ExportError: This machine has too little memory for the export.
     """
     with tracer.explain_refusal(checkpoint):
-        found = estimate_costs(checkpoint.config, context_length, num_draft_tokens)
-    if found is None:
+        estimate = estimate_costs(checkpoint.config, context_length, num_draft_tokens)
+    if estimate is None:
         return
     graphs = graph_files(num_draft_tokens, context_length)
-    wanted = [one for one in OPS if ops == one or (ops == "auto" and found.may_be(one))]
-    if found.exporting > (held := system_memory().total):
+    op_sets = [
+        op_set for op_set in OPS if ops == op_set or (ops == "auto" and estimate.may_be(op_set))
+    ]
+    if estimate.exporting > (held := system_memory().total):
         raise ExportError(
-            f"{checkpoint.role} {checkpoint.name} has {found.num_parameters / 1e9:.1f} billion "
-            f"parameters; comparing one layer's experts takes {_gigabytes(found.exporting)} of "
+            f"{checkpoint.role} {checkpoint.name} has {estimate.num_parameters / 1e9:.1f} billion "
+            f"parameters; comparing one layer's experts takes {_gigabytes(estimate.exporting)} of "
             f"memory where this machine has {_gigabytes(held)}; give a smaller model, or export "
             "on a larger machine"
         )
-    costs = (describe_costs(found, one, graphs) for one in wanted)
+    costs = (describe_costs(estimate, op_set, graphs) for op_set in op_sets)
+    layer = estimate.mixtures[0]
     progress.note(
-        f"{checkpoint.role}: {found.mixtures[0].chosen} of {found.mixtures[0].number} experts a "
-        f"token, {_gigabytes(found.weights)} of weights in float32, exported in "
-        f"{_gigabytes(found.exporting)} of memory; {'; '.join(costs)}"
+        f"{checkpoint.role}: {layer.chosen} of {layer.number} experts a token, "
+        f"{_gigabytes(estimate.weights)} of weights in float32, exported in "
+        f"{_gigabytes(estimate.exporting)} of memory; {'; '.join(costs)}"
     )
 
 
-def describe_costs(found: CostEstimate, ops: str, graphs: list[GraphFile]) -> str:
+def describe_costs(estimate: CostEstimate, ops: str, graphs: list[GraphFile]) -> str:
     """Describe the costs of an op set: per token, and each graph's memory."""
     peaks: dict[str, list[str]] = defaultdict(list)
     for graph in graphs:
-        peaks[_gigabytes(found.peak(graph, ops))].append(graph.name)
+        peaks[_gigabytes(estimate.peak(graph, ops))].append(graph.name)
     held = " and ".join(f"{size} for {', '.join(names)}" for size, names in peaks.items())
     return (
-        f"{ops} reads {_gigabytes(found.read(ops))} and computes "
-        f"{found.operations(ops) / 1e9:.3g} GFLOP a token, in memory of {held}"
+        f"{ops} reads {_gigabytes(estimate.read(ops))} and computes "
+        f"{estimate.operations(ops) / 1e9:.3g} GFLOP a token, in memory of {held}"
     )
 
 
@@ -175,8 +178,10 @@ def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> C
         model = tracer.meta_model(config)
     except ExportError:  # why, is said when it is loaded
         return None
-    own = [module for module in model.modules() if type(module).__name__ == "Llama4TextMoe"]
-    if not own and not find_experts(model):
+    llama4_modules = [
+        module for module in model.modules() if type(module).__name__ == "Llama4TextMoe"
+    ]
+    if not llama4_modules and not find_experts(model):
         return None
     with torch.no_grad(), quiet(), count_experts(model) as chosen:
         model(input_ids=torch.zeros(1, 2, dtype=torch.long, device="meta"), use_cache=True)
@@ -184,7 +189,10 @@ def estimate_costs(config: Any, context_length: int, num_draft_tokens: int) -> C
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     return CostEstimate(
         shape=shape,
-        mixtures=[*map(_llama4, own), *(_mixture(module, k) for module, k in chosen.items())],
+        mixtures=[
+            *map(_llama4, llama4_modules),
+            *(_mixture(module, k) for module, k in chosen.items()),
+        ],
         num_parameters=sum(p.numel() for p in model.parameters()),
         num_looked_up=0 if table.weight is head.weight else table.weight.numel(),
         num_heads=config.get_text_config().num_attention_heads,

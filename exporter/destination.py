@@ -48,9 +48,9 @@ def _check(output: Path) -> None:
         raise ExportError(f"{output} is a file; name a folder with --output")
     if around := next((p for p in output.parents if (p / MANIFEST).is_file()), None):
         raise ExportError(f"{output} is inside the bundle {around}; name another with --output")
-    place = next(p for p in output.parents if p.exists())
-    if not place.is_dir() or not os.access(place, os.W_OK | os.X_OK):
-        raise ExportError(f"{place} cannot be written to; name another place with --output")
+    existing = next(p for p in output.parents if p.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        raise ExportError(f"{existing} cannot be written to; name another place with --output")
 
 
 def _holds_something_else(output: Path) -> bool:

@@ -35,25 +35,25 @@ TRIED = {"transformers": ("5.17", "5.23"), "torch": ("2.13", "2.13"), "onnxscrip
 
 def describe_error(error: BaseException) -> str:
     """Describe an error inside these libraries: the exception's name, and the versions."""
-    said = first_line(error)
+    message = first_line(error)
     name = type(error).__name__
-    return f"{name if said == name else f'{name}: {said}'}; {describe_versions()}"
+    return f"{name if message == name else f'{name}: {message}'}; {describe_versions()}"
 
 
 def translate_internal_errors(
-    kind: type[SpecEdgeError], what: str
+    kind: type[SpecEdgeError], context: str
 ) -> contextlib.AbstractContextManager[None]:
     """Translate errors inside these libraries, with their versions."""
-    return translate_errors(kind, f"{what} (", ")", said=describe_error)
+    return translate_errors(kind, f"{context} (", ")", describe=describe_error)
 
 
 def describe_versions() -> str:
     """Describe the installed and the tested versions."""
-    found = (
+    packages = (
         f"{package} {metadata.version(package)} (tried: {' to '.join(dict.fromkeys(tried))})"
         for package, tried in TRIED.items()
     )
-    return "with " + ", ".join(found)
+    return "with " + ", ".join(packages)
 
 
 def make_wrapper_tensor(kind: type[torch.Tensor], like: torch.Tensor) -> Any:
@@ -145,8 +145,8 @@ def dynamic_rotary_modules(model: torch.nn.Module) -> Iterator[tuple[Any, str | 
     They are recognized by `rope_type`, a string or one for each type of layers (5.17 to 5.23).
     """
     for module in model.modules():
-        found = getattr(module, "rope_type", None)
-        kinds = found if isinstance(found, dict) else {None: found}
+        rope_type = getattr(module, "rope_type", None)
+        kinds = rope_type if isinstance(rope_type, dict) else {None: rope_type}
         for layer_type, kind in kinds.items():
             if isinstance(kind, str) and ("dynamic" in kind or kind == "longrope"):
                 yield module, layer_type
@@ -179,8 +179,8 @@ def rename_keys(config: PreTrainedConfig, keys: list[str]) -> dict[str, str]:
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     model = build_multimodal_model(config)
-    found = get_model_conversion_mapping(model)
-    renamings = [one for one in found if isinstance(one, WeightRenaming)]
+    conversions = get_model_conversion_mapping(model)
+    renamings = [conversion for conversion in conversions if isinstance(conversion, WeightRenaming)]
     prefix, state = model.base_model_prefix, model.state_dict()
     return {key: rename_source_key(key, renamings, [], prefix, state)[0] for key in keys}
 
@@ -200,12 +200,12 @@ def build_decoder(config: PreTrainedConfig) -> Any:
 
 def build_multimodal_model(config: PreTrainedConfig) -> Any:
     """Build the multimodal model of a config on the meta device (5.17 to 5.23)."""
-    found = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
-    if found is None:
+    model_class = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
+    if model_class is None:
         raise CheckpointError(f"{config.model_type} is no multimodal model ({describe_versions()})")
-    what = f"transformers cannot build a {config.model_type} model of its config"
-    with translate_internal_errors(CheckpointError, what), torch.device("meta"), quiet():
-        return found(copy.deepcopy(config)).eval()
+    context = f"transformers cannot build a {config.model_type} model of its config"
+    with translate_internal_errors(CheckpointError, context), torch.device("meta"), quiet():
+        return model_class(copy.deepcopy(config)).eval()
 
 
 def is_encoder(config: PreTrainedConfig) -> bool:

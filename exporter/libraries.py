@@ -58,7 +58,7 @@ def translate_errors(
     after: str = "",
     *,
     of: tuple[type[Exception], ...] = (Exception,),
-    said: Callable[[Exception], str] | None = None,
+    describe: Callable[[Exception], str] | None = None,
 ) -> Iterator[None]:
     """Translate other libraries' errors to an error of specedge with a one-line message."""
     try:
@@ -66,7 +66,7 @@ def translate_errors(
     except SpecEdgeError:
         raise
     except of as error:
-        raise kind(f"{before}{(said or first_line)(error)}{after}") from error
+        raise kind(f"{before}{(describe or first_line)(error)}{after}") from error
 
 
 def first_line(error: BaseException) -> str:

@@ -93,10 +93,10 @@ def _mapped() -> int:
 
 def _untouched(addresses: list[int]) -> Iterator[tuple[int, int]]:
     """Yield bounds of large file mappings at these addresses that have no modified page."""
-    for found in psutil.Process().memory_maps(grouped=False):
-        start, end = (int(address, 16) for address in found.addr.split("-"))
-        of_a_file = found.path.startswith("/") and "x" not in found.perms
+    for mapping in psutil.Process().memory_maps(grouped=False):
+        start, end = (int(address, 16) for address in mapping.addr.split("-"))
+        of_a_file = mapping.path.startswith("/") and "x" not in mapping.perms
         is_own = any(start <= address < end for address in addresses)
-        is_unchanged = not found.anonymous and not found.swap
+        is_unchanged = not mapping.anonymous and not mapping.swap
         if is_own and of_a_file and end - start >= LARGE and is_unchanged:
             yield start, end

@@ -175,19 +175,19 @@ def cut_draft(
 
 def write_models(parts: list[ModelExport], ops: str) -> tuple[list[list[str]], FileEntry]:
     """Trace and write models that share one folder; return their op sets, and the weights' hash."""
-    wanted, first = OPS if ops == "auto" else (ops,), parts[0]
+    op_sets, first = OPS if ops == "auto" else (ops,), parts[0]
     with WeightsFile(first.folder, first.loaded.dtype, first.loaded.sources) as stored:
-        written = [list(_each(p, wanted, partial(_write_graphs, p, stored))) for p in parts]
+        written = [list(_each(p, op_sets, partial(_write_graphs, p, stored))) for p in parts]
         with first.progress.step(f"Writing the {first.role}", stored.size) as advance:
             stored.finish(advance)
     return written, stored.file
 
 
-def _each(part: ModelExport, wanted: Sequence[str], do: Callable[[str], T]) -> dict[str, T]:
+def _each(part: ModelExport, op_sets: Sequence[str], do: Callable[[str], T]) -> dict[str, T]:
     """Call `do` for each op set; note the op sets that fail, and raise if all do."""
     done: dict[str, T] = {}
     refused: dict[str, ExportError] = {}
-    for ops in wanted:
+    for ops in op_sets:
         try:
             done[ops] = do(ops)
         except ExportError as error:
@@ -230,7 +230,7 @@ def _model_entry(
     num_experts: int,
     reports: dict[str, ParityReport],
 ) -> ModelEntry:
-    place = part.folder.name
+    folder = part.folder.name
     cache = CacheLayout(FLOAT32.cache, part.shape.capacity, part.shape.layers)
     return ModelEntry(
         source=source,
@@ -243,9 +243,9 @@ def _model_entry(
         dtype=FLOAT32.compute,
         weights_dtype=part.loaded.dtype,
         cache=cache,
-        weights=f"{place}/{FILE}",
+        weights=f"{folder}/{FILE}",
         signatures=signatures(cache, part.shape.padded_vocab_size),
-        graphs=tuple(length.entry(place, one) for one in reports for length in part.lengths),
+        graphs=tuple(length.entry(folder, ops) for ops in reports for length in part.lengths),
         parity=reports,
         quantization={},
     )

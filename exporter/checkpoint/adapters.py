@@ -90,8 +90,10 @@ def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
             wrapped = peft.get_peft_model(model, config)  # type: ignore[arg-type]
             result: Any = peft.set_peft_model_state_dict(wrapped, weights)
     lacking = [key for key in result.missing_keys if "lora_" in key or "modules_to_save" in key]
-    if found := [*result.unexpected_keys, *lacking]:
-        raise CheckpointError(f"{where} does not fit the model, which differs in {found[0]}{cure}")
+    if mismatches := [*result.unexpected_keys, *lacking]:
+        raise CheckpointError(
+            f"{where} does not fit the model, which differs in {mismatches[0]}{cure}"
+        )
     lock = threading.Lock()
     for layer in [m for m in wrapped.modules() if isinstance(m, peft.tuners.lora.LoraLayer)]:
         base = layer.get_base_layer()
@@ -130,7 +132,7 @@ def _read_saved(model: nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Load modules that the adapter replaces whole, so that peft can copy into them."""
     whole = {key.replace(".base_layer", "").rpartition(".")[0] for key in weights}
     for name, module in model.named_modules():
-        if name and any(place.endswith(f".{name}") for place in whole):
+        if name and any(module_name.endswith(f".{name}") for module_name in whole):
             for key, parameter in module.named_parameters(recurse=False):
                 full = materialize(parameter.detach()).to(torch.float32, copy=True)
                 setattr(module, key, nn.Parameter(full, requires_grad=False))
@@ -152,10 +154,10 @@ def _check(where: str, folder: Path, model: str) -> None:
         kind, base = str(config["peft_type"]), config.get("base_model_name_or_path")
     if kind != "LORA":
         raise CheckpointError(f"{where} is a {kind} adapter; only LoRA adapters can be merged")
-    if found := [name for name in _BEYOND if config.get(name)]:
+    if unsupported := [name for name in _BEYOND if config.get(name)]:
         raise CheckpointError(
-            f"{where} has {found[0]}, which cannot be merged matrix by matrix; merge it with peft, "
-            "merge_and_unload(), and export that checkpoint"
+            f"{where} has {unsupported[0]}, which cannot be merged matrix by matrix; merge it "
+            "with peft, merge_and_unload(), and export that checkpoint"
         )
     if str(config.get("init_lora_weights")).lower().startswith(_ALTERING):
         raise CheckpointError(

@@ -79,8 +79,8 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     path, gguf = folders.split_gguf_name(name)
     local = path.is_dir()
     if not local and (path.exists() or folders.is_path_like(name)):
-        what = "is a file, not a folder" if path.exists() else "does not exist"
-        raise CheckpointError(f"{where} {what}; give a checkpoint's folder or a hub id")
+        problem = "is a file, not a folder" if path.exists() else "does not exist"
+        raise CheckpointError(f"{where} {problem}; give a checkpoint's folder or a hub id")
     if local and revision is not None:
         raise CheckpointError(f"{where} is a folder, which has no revisions; leave it out")
 
@@ -96,8 +96,8 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
     weights = choose(folder, files)
     shown = name if remote else (path / gguf if gguf else path).resolve().name
     published, config, tokenizer, raw = _read(role, name, folder, remote, weights, files)
-    found = adapters.find(f"{role} adapter", adapter, name) if adapter is not None else None
-    shown = f"{shown} + {found.source}" if found else shown
+    lora = adapters.find(f"{role} adapter", adapter, name) if adapter is not None else None
+    shown = f"{shown} + {lora.source}" if lora else shown
     commit = remote.revision if remote else None
     return Checkpoint(
         role=role,
@@ -115,7 +115,7 @@ def find(role: str, name: str, revision: str | None, adapter: str | None = None)
         generation=folders.read_json_object(where, folder / "generation_config.json"),
         weights=weights,
         remote=remote,
-        adapter=found,
+        adapter=lora,
     )
 
 
@@ -138,16 +138,16 @@ def _read(
         return config, text, _load_tokenizer(where, folder, files), raw
     path = folder / weights[0]
     weight_files.check_unsplit(where, path.name)
-    with tempfile.TemporaryDirectory() as made:
-        alone = Path(made)  # what is beside the file is no concern of it
+    with tempfile.TemporaryDirectory() as temporary:
+        alone = Path(temporary)  # what is beside the file is no concern of it
         if remote is not None and not path.exists():
             path = alone / path.name
             hub.fetch_header(remote, path.name, alone)
         gguf_files.check_memory(where, path)
         if remote is not None:
             remote.growth = gguf_files.expansion(where, path)
-        whole, what = str(path.absolute()), f"{where}: {path.name}"
-        config = _pretrained(AutoConfig.from_pretrained, what, alone, gguf_file=whole)
+        whole, description = str(path.absolute()), f"{where}: {path.name}"
+        config = _pretrained(AutoConfig.from_pretrained, description, alone, gguf_file=whole)
         gguf_files.apply_rope_scaling(where, path, config)
         text = text_decoder.decoder_config(where, config)
         return config, text, _load_tokenizer(where, alone, None, gguf_file=whole), {}
@@ -182,14 +182,14 @@ def _load_tokenizer(where: str, folder: Path, files: set[str] | None, **options:
         raise CheckpointError(
             f"{where} has no tokenizer; put its tokenizer.json beside config.json"
         )
-    what = f"{where}: its tokenizer"
-    tokenizer = _pretrained(AutoTokenizer.from_pretrained, what, folder, **options)
+    description = f"{where}: its tokenizer"
+    tokenizer = _pretrained(AutoTokenizer.from_pretrained, description, folder, **options)
     if not getattr(tokenizer, "is_fast", False):
         raise CheckpointError(f"{where} has no tokenizer that the tokenizers library can run")
     return tokenizer
 
 
-def _pretrained(load: Callable[..., Any], what: str, folder: Path, **options: str) -> Any:
+def _pretrained(load: Callable[..., Any], description: str, folder: Path, **options: str) -> Any:
     with quiet():
         try:
             return load(folder, local_files_only=True, trust_remote_code=False, **options)
@@ -197,4 +197,4 @@ def _pretrained(load: Callable[..., Any], what: str, folder: Path, **options: st
             text = first_line(error)
             if "trust_remote_code" in str(error):
                 text = "it needs the repository's own code, which specedge never runs"
-            raise CheckpointError(f"{what} cannot be read: {text}") from error
+            raise CheckpointError(f"{description} cannot be read: {text}") from error

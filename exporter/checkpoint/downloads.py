@@ -31,10 +31,10 @@ def fetch(
 ) -> None:
     """Download a file to the cache and a snapshot's `folder`; `advance` gets byte counts."""
     url = huggingface_hub.hf_hub_url(name, file, revision=revision)
-    found = huggingface_hub.get_hf_file_metadata(url)
-    by_xet = found.xet_file_data is not None and importlib.util.find_spec("hf_xet") is not None
-    if (not by_xet or constants.HF_HUB_DISABLE_XET) and found.etag and found.size:
-        _fetch_rest(url, folder.parents[1] / "blobs" / found.etag, found.size, advance)
+    metadata = huggingface_hub.get_hf_file_metadata(url)
+    by_xet = metadata.xet_file_data is not None and importlib.util.find_spec("hf_xet") is not None
+    if (not by_xet or constants.HF_HUB_DISABLE_XET) and metadata.etag and metadata.size:
+        _fetch_rest(url, folder.parents[1] / "blobs" / metadata.etag, metadata.size, advance)
     huggingface_hub.hf_hub_download(name, file, revision=revision, tqdm_class=progress_bar(advance))
 
 

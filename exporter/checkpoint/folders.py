@@ -72,8 +72,8 @@ def base_checkpoint(role: str, name: str, folder: Path) -> str | None:
     config = read_json_object(f"{role} {name}", folder / "config.json")
     base = base[0] if isinstance(base, list) and base else base
     for origin in (base, config.get("_name_or_path")):
-        own = isinstance(origin, str) and Path(origin).absolute() == folder.absolute()
-        if isinstance(origin, str) and origin not in ("", name) and not own:
+        is_itself = isinstance(origin, str) and Path(origin).absolute() == folder.absolute()
+        if isinstance(origin, str) and origin not in ("", name) and not is_itself:
             return printable_line(origin)
     return None
 

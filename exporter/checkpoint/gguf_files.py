@@ -45,17 +45,17 @@ def apply_rope_scaling(where: str, file: Path, config: Any) -> None:
     reader = _reader(where, file)
     scales = [tensor for tensor in reader.tensors if _is_scale(tensor)]
     names = [tensor.name for tensor in scales]
-    found = [*_scaling_fields(reader), *(f"it has {name}" for name in names)]
-    if names == ["rope_freqs.weight"] and len(found) == 1 and config.model_type == "llama":
+    scalings = [*_scaling_fields(reader), *(f"it has {name}" for name in names)]
+    if names == ["rope_freqs.weight"] and len(scalings) == 1 and config.model_type == "llama":
         factors = np.array(scales[0].data, np.float64).reshape(-1)
         config.rope_parameters, unscaled = _llama3(config, factors.max()), config.rope_parameters
         if _are(factors, config.rope_parameters):
             return
         config.rope_parameters = unscaled
-    if found:
+    if scalings:
         raise CheckpointError(
             f"{where}: {file.name} scales its positions in a way that transformers does not read "
-            f"({found[0]}); give the checkpoint it was made from"
+            f"({scalings[0]}); give the checkpoint it was made from"
         )
 
 
@@ -107,10 +107,10 @@ def load(file: Path, config: Any) -> tuple[Any, dict[str, Any]]:
 
 def count_unused(where: str, file: Path, model: torch.nn.Module) -> int:
     """Count the file's weights that the model has no place for, unreported by transformers."""
-    own = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
+    tensors = {id(tensor): tensor.numel() for tensor in model.state_dict(keep_vars=True).values()}
     scales = [tensor for tensor in _reader(where, file).tensors if _is_scale(tensor)]
-    told = sum(int(tensor.n_elements) for tensor in scales)
-    return max(0, sum(_tensors(where, file).values()) - told - sum(own.values()))
+    num_scales = sum(int(tensor.n_elements) for tensor in scales)
+    return max(0, sum(_tensors(where, file).values()) - num_scales - sum(tensors.values()))
 
 
 def _is_scale(tensor: Any) -> bool:
@@ -125,12 +125,14 @@ def _scaling_fields(reader: Any) -> list[str]:
         "rope.scaling.attn_factor": 1,
         "rope.scale_linear": 1,
     }
-    found = []
+    descriptions = []
     for key, field in reader.fields.items():
         name, value = key.partition(".")[2], field.contents()
         if name in plain and value != plain[name]:
-            found.append(f"its {key} is {value if isinstance(value, str) else f'{value:.4g}'}")
-    return found
+            descriptions.append(
+                f"its {key} is {value if isinstance(value, str) else f'{value:.4g}'}"
+            )
+    return descriptions
 
 
 def _llama3(config: Any, factor: float) -> dict[str, Any]:
@@ -172,6 +174,6 @@ def _reader(where: str, file: Path) -> Any:
         raise MissingExtraError(
             f"{where} is a GGUF file, which takes another package: pip install gguf accelerate"
         ) from error
-    what = f"{where}: {file.name} is no GGUF file that can be read ("
-    with translate_errors(CheckpointError, what, ")"), quiet():
+    prefix = f"{where}: {file.name} is no GGUF file that can be read ("
+    with translate_errors(CheckpointError, prefix, ")"), quiet():
         return gguf.GGUFReader(file)

@@ -90,14 +90,14 @@ def check_space(snapshots: list[Snapshot], destination: Path) -> None:
     bundle = sum(s.growth * size for s in snapshots for size in s.weights.values())
     disks: dict[int, tuple[Path, float]] = {}
     for path, need in ((Path(constants.HF_HUB_CACHE), download), (destination, bundle)):
-        place = next(p for p in (path, *path.parents) if p.exists())
-        _, before = disks.get(place.stat().st_dev, (place, 0))
-        disks[place.stat().st_dev] = (place, before + need)
-    for place, need in disks.values():
-        if need > (free := shutil.disk_usage(place).free):
+        existing = next(p for p in (path, *path.parents) if p.exists())
+        _, before = disks.get(existing.stat().st_dev, (existing, 0))
+        disks[existing.stat().st_dev] = (existing, before + need)
+    for existing, need in disks.values():
+        if need > (free := shutil.disk_usage(existing).free):
             raise CheckpointError(
                 f"{download / 1e9:.1f} GB are to be downloaded and {bundle / 1e9:.1f} GB written "
-                f"to the bundle, and {place} has {free / 1e9:.1f} GB free; free some, or set "
+                f"to the bundle, and {existing} has {free / 1e9:.1f} GB free; free some, or set "
                 "HF_HOME or --output to a larger disk"
             )
 
@@ -131,8 +131,8 @@ def _small_files(
 ) -> Path:
     """Fetch a repository's small files and return their folder."""
     patterns = {"allow_patterns": [*_SMALL, *others], "ignore_patterns": _FOLDERS}
-    found = huggingface_hub.snapshot_download(name, revision=revision, **patterns, **options)
-    return Path(found)
+    folder = huggingface_hub.snapshot_download(name, revision=revision, **patterns, **options)
+    return Path(folder)
 
 
 def _cached(
@@ -190,10 +190,10 @@ def _refusal(role: str, name: str, revision: str | None, error: Exception) -> st
 def _told(snapshot: Snapshot, file: str) -> contextlib.AbstractContextManager[None]:
     """Translate download errors to one line."""
 
-    def said(error: Exception) -> str:
+    def describe(error: Exception) -> str:
         return _refusal(snapshot.role, snapshot.name, snapshot.revision, error) or (
             f"{snapshot.role} {snapshot.name}: {file} cannot be downloaded "
             f"({first_line(error)}); run the export again to go on where it stopped"
         )
 
-    return translate_errors(CheckpointError, "", said=said)
+    return translate_errors(CheckpointError, "", describe=describe)

@@ -56,11 +56,11 @@ class LazyTensor(torch.Tensor):
         mapped: bool = False,
     ) -> LazyTensor:
         """Create one with the shape, strides and type of `like`, which may be a meta tensor."""
-        made: LazyTensor = make_wrapper_tensor(cls, like)
-        made.read, made.stored, made.mapped = read, stored or like.dtype, mapped
+        result: LazyTensor = make_wrapper_tensor(cls, like)
+        result.read, result.stored, result.mapped = read, stored or like.dtype, mapped
         # No address of real memory is so large, so it can be told from all others.
-        made.origin = next(_origins) << 48 if origin is None else origin
-        return made
+        result.origin = next(_origins) << 48 if origin is None else origin
+        return result
 
     def data_ptr(self) -> int:
         """Return an identity in place of an address: equal for the same values."""
@@ -105,10 +105,10 @@ def in_stored_type(tensor: LazyTensor) -> torch.Tensor:
 
 def cast_lazily(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
     """Cast to a narrower type when read; reading raises CheckpointError on overflow."""
-    known = tensor.read
+    read_wide = tensor.read
 
     def read() -> torch.Tensor:
-        wide = known()
+        wide = read_wide()
         narrow = wide.to(dtype)
         if torch.isinf(narrow).any() and not torch.isinf(wide).any():
             raise CheckpointError(
@@ -153,7 +153,7 @@ def _joined(func: Any, args: Any, kwargs: Any) -> LazyTensor:
 
 def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
     tensor, *rest = args
-    found = func(_meta(tensor), *rest, **kwargs)
+    views = func(_meta(tensor), *rest, **kwargs)
     # A copy that was never made may lack the strides that a view needs.
     do = _aten.reshape.default if func in _SHAPES else func
     mapped = tensor.mapped and func in _VIEWS
@@ -166,6 +166,6 @@ def _viewed(func: Any, args: Any, kwargs: Any) -> Any:
 
         return LazyTensor(like, read, tensor.stored, tensor.origin, mapped)
 
-    if isinstance(found, torch.Tensor):
-        return view(found)
-    return [view(one, i) for i, one in enumerate(found)]
+    if isinstance(views, torch.Tensor):
+        return view(views)
+    return [view(part, i) for i, part in enumerate(views)]

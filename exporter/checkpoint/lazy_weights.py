@@ -61,8 +61,8 @@ class WeightSources:
 
         Raises ExportError for a view that cannot be resolved.
         """
-        place = bisect.bisect_right(self._addresses, array.ctypes.data) - 1
-        start = self._addresses[place] if place >= 0 else 0
+        index = bisect.bisect_right(self._addresses, array.ctypes.data) - 1
+        start = self._addresses[index] if index >= 0 else 0
         placeholder, matrix = self._behind.get(start, (None, None))
         offset = (array.ctypes.data - start) // 4
         if placeholder is None or matrix is None or offset >= _span(placeholder):
@@ -141,9 +141,9 @@ def _like(
     axis = cut[0] if cut else 0
     first, rest = divmod(offset, strides[axis])
     expected = [
-        math.prod([4 * strides[axis], *(array.shape[j] for j in axes[place + 1 :])])
+        math.prod([4 * strides[axis], *(array.shape[j] for j in axes[position + 1 :])])
         for axis, axes in enumerate(seen)
-        for place in range(len(axes))
+        for position in range(len(axes))
     ]
     order = [i for axes in seen for i in axes]
     if (

@@ -18,8 +18,8 @@ LARGEST = 1_000_000  # bytes; what is larger is no text that anyone reads
 
 def stated_license(folder: Path) -> str | None:
     """Return the license named in a README's front matter."""
-    facts = front_matter(folder)
-    names = facts.get("license_name") or facts.get("license")
+    metadata = front_matter(folder)
+    names = metadata.get("license_name") or metadata.get("license")
     if isinstance(names, list):
         return ", ".join(map(str, names)) or None
     return str(names) if names else None
@@ -29,10 +29,10 @@ def front_matter(folder: Path) -> dict[str, Any]:
     """Read the YAML front matter of a README; empty if it cannot be read."""
     try:
         head, _, rest = (folder / "README.md").read_text("utf-8").partition("---\n")
-        facts = yaml.safe_load(rest.partition("\n---")[0]) if not head.strip() else None
+        metadata = yaml.safe_load(rest.partition("\n---")[0]) if not head.strip() else None
     except (OSError, ValueError, RecursionError, yaml.YAMLError):
         return {}
-    return facts if isinstance(facts, dict) else {}
+    return metadata if isinstance(metadata, dict) else {}
 
 
 def is_license_file(name: str, size: int) -> bool:

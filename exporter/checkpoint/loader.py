@@ -90,10 +90,10 @@ def _model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any,
 
 def _check_loaded(where: str, model: torch.nn.Module, info: Any) -> None:
     if other := sorted(info["mismatched_keys"]):
-        key, found, wanted = other[0]
+        key, stored_shape, expected_shape = other[0]
         raise CheckpointError(
-            f"{where}: {key} is {list(found)} in its files and {list(wanted)} by its config; "
-            "give the files and the config of one model"
+            f"{where}: {key} is {list(stored_shape)} in its files and {list(expected_shape)} by "
+            "its config; give the files and the config of one model"
         )
     if lacking := sorted(map(str, info["missing_keys"])):
         raise CheckpointError(f"{where} lacks weights, such as {lacking[0]}; download it again")
@@ -119,26 +119,26 @@ def _lazy(tensor: torch.Tensor) -> torch.Tensor:
 
 def _round(model: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast matrices to a type when they are read; tied matrices stay tied."""
-    known: dict[int, torch.nn.Parameter] = {}
+    replacements: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, LazyTensor) and parameter.stored != dtype:
-                if id(parameter) not in known:
+                if id(parameter) not in replacements:
                     tensor = cast_lazily(parameter, dtype)
-                    known[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
-                module._parameters[name] = known[id(parameter)]
+                    replacements[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+                module._parameters[name] = replacements[id(parameter)]
 
 
 def _put_placeholders(model: torch.nn.Module, sources: WeightSources) -> None:
     """Replace large matrices by placeholders, smaller ones by their values; ties are kept."""
-    known: dict[int, torch.nn.Parameter] = {}
+    replacements: dict[int, torch.nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if isinstance(parameter, LazyTensor):
-                if id(parameter) not in known:
+                if id(parameter) not in replacements:
                     tensor = sources.placeholder(in_stored_type(parameter))
-                    known[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
-                module._parameters[name] = known[id(parameter)]
+                    replacements[id(parameter)] = torch.nn.Parameter(tensor, requires_grad=False)
+                module._parameters[name] = replacements[id(parameter)]
         for name, buffer in module._buffers.items():
             if isinstance(buffer, LazyTensor):
                 module._buffers[name] = buffer.read().to(buffer.dtype, copy=True)

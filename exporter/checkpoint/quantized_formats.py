@@ -39,9 +39,9 @@ _EXACT = 100  # powers of two up to this one times any number of eight bits are 
 def method(raw: Mapping[str, Any]) -> str | None:
     """Return the quantization method of a config.json; None if weights are not quantized."""
     asked = _asked(raw)
-    config = next((found for found in asked if isinstance(found, dict)), None)
+    config = next((candidate for candidate in asked if isinstance(candidate, dict)), None)
     if config is None:
-        return "unknown" if any(found is not None for found in asked) else None
+        return "unknown" if any(candidate is not None for candidate in asked) else None
     if config.get("load_in_4bit") or config.get("load_in_8bit"):
         return "bitsandbytes"
     return str(config.get("quant_method") or "unknown")
@@ -89,7 +89,7 @@ def _asked(raw: Mapping[str, Any]) -> list[Any]:
 
 def _block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
     """Return rows and columns per fp8 scale, 0 for all; None for an unknown layout."""
-    config = next((found for found in _asked(raw) if isinstance(found, dict)), {})
+    config = next((candidate for candidate in _asked(raw) if isinstance(candidate, dict)), {})
     if config.get("fmt", "e4m3") not in ("e4m3", "float8_e4m3fn"):
         return None
     block = config.get("weight_block_size")
@@ -101,12 +101,12 @@ def _block(raw: Mapping[str, Any]) -> tuple[int, int] | None:
 
 
 def _all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    found = dict(state)
+    result = dict(state)
     for key in state:
         name = key.removesuffix("_blocks")
         if name == key:
             continue
-        blocks, scales = found.pop(key), found.pop(f"{name}_scales", None)
+        blocks, scales = result.pop(key), result.pop(f"{name}_scales", None)
         if (
             scales is None
             or (blocks.dtype, scales.dtype) != (torch.uint8, torch.uint8)
@@ -115,8 +115,8 @@ def _all_mxfp4(where: str, state: dict[str, torch.Tensor]) -> dict[str, torch.Te
             raise CheckpointError(f"{where}: {key} and its scales do not fit; download it again")
         matrix = dequantize_mxfp4(blocks, scales)
         # gpt-oss keeps its experts [E, R, C], and multiplies from the left.
-        found[name] = matrix.transpose(1, 2) if matrix.ndim == 3 else matrix
-    return found
+        result[name] = matrix.transpose(1, 2) if matrix.ndim == 3 else matrix
+    return result
 
 
 def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
@@ -140,11 +140,11 @@ def dequantize_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor
 def _all_fp8(
     where: str, state: dict[str, torch.Tensor], block: tuple[int, int]
 ) -> dict[str, torch.Tensor]:
-    found = dict(state)
+    result = dict(state)
     for key, tensor in state.items():
         if tensor.dtype not in FP8:
             continue
-        scales = found.pop(f"{key}_scale_inv", None)
+        scales = result.pop(f"{key}_scale_inv", None)
         if scales is None:
             raise CheckpointError(f"{where} lacks {key}_scale_inv; download it again")
         sizes = [n or whole for n, whole in zip(block, tensor.shape[-2:], strict=False)]
@@ -154,8 +154,8 @@ def _all_fp8(
                 f"{where}: {key}_scale_inv is {[*scales.shape]}, a layout of scales that is not "
                 f"known for {[*tensor.shape]}; give the checkpoint it was made from"
             )
-        found[key] = dequantize_fp8(tensor, scales, sizes)
-    return found
+        result[key] = dequantize_fp8(tensor, scales, sizes)
+    return result
 
 
 def dequantize_fp8(matrix: torch.Tensor, scales: torch.Tensor, block: list[int]) -> torch.Tensor:

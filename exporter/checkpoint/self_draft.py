@@ -84,11 +84,11 @@ def keep_layers(loaded: LoadedModel, num_layers: int) -> LoadedModel:
 
 def _layers(model: nn.Module, num_layers: int) -> nn.ModuleList:
     """Return the outermost list with one module per layer."""
-    found: dict[str, nn.ModuleList] = {}
+    candidates: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        inner = any(name.startswith(f"{outer}.") for outer in found)
+        inner = any(name.startswith(f"{outer}.") for outer in candidates)
         if isinstance(module, nn.ModuleList) and len(module) == num_layers and not inner:
-            found[name] = module
-    if len(found) != 1:
-        raise ExportError(f"its {num_layers} layers are in {len(found)} lists, not in one")
-    return next(iter(found.values()))
+            candidates[name] = module
+    if len(candidates) != 1:
+        raise ExportError(f"its {num_layers} layers are in {len(candidates)} lists, not in one")
+    return next(iter(candidates.values()))

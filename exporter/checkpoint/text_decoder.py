@@ -29,9 +29,9 @@ def decoder_config(where: str, config: Any) -> Any:
     """Return the config of the text decoder in a config. Raises CheckpointError."""
     about = f"{where} ({config.model_type})"
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        what = "is an encoder-decoder" if config.is_encoder_decoder else "attends to an encoder"
+        problem = "is an encoder-decoder" if config.is_encoder_decoder else "attends to an encoder"
         raise CheckpointError(
-            f"{about} {what}, and cross-attention cannot be exported; give a decoder alone"
+            f"{about} {problem}, and cross-attention cannot be exported; give a decoder alone"
         )
     text = _text_config(about, config)
     encoder = internals.is_encoder(config) or internals.is_encoder(text)
@@ -60,13 +60,13 @@ def decoder_tensors(published: Any, config: Any, tensors: dict[str, T]) -> dict[
     if config is published:
         return tensors
     places = _places(published, config)
-    found = {}
+    selected = {}
     for key, name in internals.rename_keys(published, list(tensors)).items():
-        for place, own in places.items():
-            if name.startswith(f"{place}."):
-                found[f"{own}{name[len(place) + 1 :]}"] = tensors[key]
+        for prefix, decoder_prefix in places.items():
+            if name.startswith(f"{prefix}."):
+                selected[f"{decoder_prefix}{name[len(prefix) + 1 :]}"] = tensors[key]
                 break
-    return found
+    return selected
 
 
 def _text_config(about: str, config: Any) -> Any:
@@ -93,15 +93,17 @@ def _text_config(about: str, config: Any) -> Any:
 def _places(published: Any, config: Any) -> dict[str, str]:
     """Map prefixes of the text decoder and its LM head in the whole model to its own."""
     whole, text = internals.build_multimodal_model(published), internals.build_decoder(config)
-    wanted = whole.config.get_text_config()
-    found = {n: m for n, m in whole.named_modules() if getattr(m, "config", None) is wanted}
-    place = next(iter(found), "")
-    if isinstance(found.get(place), type(text)):
-        return {place: ""}
+    text_config = whole.config.get_text_config()
+    candidates = {
+        n: m for n, m in whole.named_modules() if getattr(m, "config", None) is text_config
+    }
+    prefix = next(iter(candidates), "")
+    if isinstance(candidates.get(prefix), type(text)):
+        return {prefix: ""}
     head, own_head = _place_of_head(whole), _place_of_head(text)
-    if not place or not head:
+    if not prefix or not head:
         return {}
-    return {place: f"{text.base_model_prefix}.", head: f"{own_head}."}
+    return {prefix: f"{text.base_model_prefix}.", head: f"{own_head}."}
 
 
 def _place_of_head(model: Any) -> str:

@@ -42,14 +42,15 @@ def select_files(where: str, folder: Path, names: set[str]) -> list[str]:
             return [single]
         if index in names:
             return shards(folder / index)
-    found = sorted(name for name in names if name.endswith(".gguf"))
-    if len(found) > 1:
+    gguf_files = sorted(name for name in names if name.endswith(".gguf"))
+    if len(gguf_files) > 1:
         name = where.partition(" ")[2]
-        shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        shown = ", ".join(gguf_files[:3]) + (", ..." if len(gguf_files) > 3 else "")
         raise CheckpointError(
-            f"{where} has {len(found)} GGUF files ({shown}); give one, as {name}/{found[0]}"
+            f"{where} has {len(gguf_files)} GGUF files ({shown}); give one of them, such as "
+            f"{name}/{gguf_files[0]}"
         )
-    return found
+    return gguf_files
 
 
 def check_unsplit(where: str, name: str) -> None:
@@ -110,12 +111,12 @@ def stored_dtype(where: str, state: dict[str, torch.Tensor]) -> str:
     return _DTYPES[kind]
 
 
-def check_names(where: str, state: dict[str, torch.Tensor], own: Iterable[str]) -> None:
+def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterable[str]) -> None:
     """Refuse tensors of an unknown quantized format. Raises CheckpointError.
 
     `own` are the names of the model's tensors: a model may have scales of its own.
     """
-    forms = [form for form in _FORMS if not any(form in f"{name}$" for name in own)]
+    forms = [form for form in _FORMS if not any(form in f"{name}$" for name in model_names)]
     for key, tensor in state.items():
         if any(form in f"{key}$" for form in forms):
             raise CheckpointError(

@@ -24,15 +24,15 @@ def add_best_logits(model: ModelEntry, folder: Path) -> ModelEntry:
 
     It goes beside the decoder in the bundle's `folder`.
     """
-    entries, known = list(model.graphs), dict(model.signatures)
+    entries, signatures = list(model.graphs), dict(model.signatures)
     for ops in filter(model.supports_gpu, model.parity):
         decoder = model.graph("decoder", ops)
         file = decoder.file.replace("decoder", SCORED)
         signature = op_set_signature("best_logits", ops)
-        known[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
+        signatures[signature] = with_best(model.signatures[decoder.signature], model.num_columns)
         entries.append(GraphEntry(SCORED, ops, 1, None, signature, file))
         ir.save(_scored(ir.load(folder / decoder.file), model), folder / file)
-    return replace(model, graphs=tuple(entries), signatures=known)
+    return replace(model, graphs=tuple(entries), signatures=signatures)
 
 
 def _scored(decoder: ir.Model, model: ModelEntry) -> ir.Model:

@@ -48,7 +48,7 @@ def add_draft_loops(
     They go beside the draft's decoder in the bundle's `folder`. `ids` are the tokens of a pruned
     head's columns.
     """
-    entries, known = list(draft.graphs), dict(draft.signatures)
+    entries, signatures = list(draft.graphs), dict(draft.signatures)
     for ops in filter(draft.supports_gpu, draft.parity):
         decoder = draft.graph("decoder", ops)
         for name, kind in _SIGNATURES.items():
@@ -56,15 +56,15 @@ def add_draft_loops(
             signature = one_call(
                 name, draft.signatures[decoder.signature], draft.num_columns, num_draft_tokens
             )
-            known[op_set_signature(kind, ops)] = signature
+            signatures[op_set_signature(kind, ops)] = signature
             entries.append(GraphEntry(name, ops, 1, None, op_set_signature(kind, ops), file))
             path = folder / decoder.file
             part = GraphTemplate(path.parent, path.name, shares_bytes=True)
             graph = _graph(draft, part, signature, num_draft_tokens, ids)
-            made = ir.Model(graph, ir_version=IR_VERSION)
-            passes.RemoveUnusedNodesPass()(made)
-            ir.save(made, folder / file)
-    return replace(draft, graphs=tuple(entries), signatures=known)
+            loop = ir.Model(graph, ir_version=IR_VERSION)
+            passes.RemoveUnusedNodesPass()(loop)
+            ir.save(loop, folder / file)
+    return replace(draft, graphs=tuple(entries), signatures=signatures)
 
 
 def _graph(
@@ -77,24 +77,24 @@ def _graph(
     nodes = GraphBuilder(UNROLLED)
     inputs = {t.name: nodes.input(t.name, *_type(t.dtype, t.shape)) for t in signature.inputs}
     fed, length = inputs.pop("input_ids"), inputs.pop("past_length")
-    told = {name: inputs.pop(name) for name in SAMPLING_INPUTS if name in inputs}
-    chooser = _Drawn(nodes, draft, told) if told else _Likeliest(nodes)
-    place = nodes("Add", length, _count(nodes, fed))
+    sampling_inputs = {name: inputs.pop(name) for name in SAMPLING_INPUTS if name in inputs}
+    chooser = _Drawn(nodes, draft, sampling_inputs) if sampling_inputs else _Likeliest(nodes)
+    next_length = nodes("Add", length, _count(nodes, fed))
     last = nodes.stored(ir.tensor(np.array([-1]), name="last"), "last")
-    drafted, made = list[ir.Value](), dict[str, ir.Value]()
+    drafted, outputs = list[ir.Value](), dict[str, ir.Value]()
     buffers, rewrite = dict(inputs), MatMulNBitsRewriter(nodes).rewrite
     for i in range(k):
-        given = {"input_ids": fed, "past_length": length, "logits_from": last}
-        step = decoder.copy(nodes, f"step.{i}", given | buffers, rewrite)
+        step_inputs = {"input_ids": fed, "past_length": length, "logits_from": last}
+        step = decoder.copy(nodes, f"step.{i}", step_inputs | buffers, rewrite)
         column = chooser.column(_row(nodes, step.pop("logits"), draft))
         fed = column if ids is None else nodes("Gather", np.array(ids), column)
         drafted.append(fed)
         buffers = {name: step[name.replace("past_key_values", "present")] for name in buffers}
-        made |= {step_output(i, name): value for name, value in step.items()}
-        length = nodes("Add", place, i) if i else place
-    made |= chooser.outputs(drafted)
+        outputs |= {step_output(i, name): value for name, value in step.items()}
+        length = nodes("Add", next_length, i) if i else next_length
+    outputs |= chooser.outputs(drafted)
     for t in signature.outputs:
-        nodes.output(t.name, made[t.name], *_type(t.dtype, t.shape))
+        nodes.output(t.name, outputs[t.name], *_type(t.dtype, t.shape))
     share_embeddings(nodes.graph)
     return nodes.graph
 
@@ -201,8 +201,8 @@ class TokenSampler:
         (columns,) = nodes.others(values)
         kept = self._kept(values)
         weights = nodes("ScatterElements", self._zeros, columns, kept, axis=1)
-        place, total = self._place(weights, uniform, "LessOrEqual")
-        column = nodes("Where", self._is_drawn, place, _first(nodes, columns, 1))
+        position, total = self._place(weights, uniform, "LessOrEqual")
+        column = nodes("Where", self._is_drawn, position, _first(nodes, columns, 1))
         weight = nodes("GatherElements", weights, column, axis=1)
         count = nodes("ReduceSum", self._ones(nodes("Greater", kept, 0.0)), [1])
         best = (_first(nodes, x, num_best(self._size)) for x in (kept, columns))

@@ -63,14 +63,14 @@ def op_set_signature(kind: str, ops: str) -> str:
 
 def graph_files(num_draft_tokens: int, context_length: int, prefix: str = "") -> list[GraphFile]:
     """Return all graph files of a model; `prefix` separates models that share a folder."""
-    found = [
+    files = [
         GraphFile("decoder", None),
         GraphFile("step", 1),
         GraphFile("catchup", 2),
         GraphFile("verify", num_draft_tokens + 1),
         GraphFile("prefill", min(PREFILL_LENGTH, context_length), logits=False),
     ]
-    return [replace(length, prefix=prefix) for length in found]
+    return [replace(length, prefix=prefix) for length in files]
 
 
 def strip_metadata(model: ir.Model) -> None:
@@ -179,14 +179,14 @@ def check_devices(model: ir.Model) -> None:
             raise ExportError(f"the traced graph has a {node.op_type} node in double precision")
 
 
-def write_graphs(model: ir.Model, folder: Path, wanted: list[GraphFile], ops: str) -> None:
+def write_graphs(model: ir.Model, folder: Path, files: list[GraphFile], ops: str) -> None:
     """Save one file for each length; all of them read the one weights file beside them.
 
     Fuses nodes in place if the op set has operators for that.
     """
     if fusion.is_fused(ops):
         fusion.fuse(model)
-    for length in wanted:
+    for length in files:
         variant = model.clone() if length.length is None else _fixed(model, length)
         isolate_norm_sums(variant.graph)
         check_devices(variant)

@@ -98,16 +98,16 @@ def _centre_biases(graph: ir.Graph) -> None:
 
 def _bias(node: ir.Node) -> ir.Value | None:
     """Return the position bias that a node adds to scores, [B, H, 1, S]."""
-    made = None
+    bias = None
     if node.op_type == "GroupQueryAttention" and len(node.inputs) > 10:
         sum_ = producer(node.inputs[10], "Add")
-        made = node.inputs[10] if sum_ is None else sum_.inputs[0]  # whose other input is zeros
+        bias = node.inputs[10] if sum_ is None else sum_.inputs[0]  # whose other input is zeros
     elif node.op_type == "Attention" and len(node.inputs) > 3:
         chosen = producer(node.inputs[3], "Where")
-        made = None if chosen is None else chosen.inputs[1]
-    if made is None or made.dtype != _WIDE or made.shape is None:
+        bias = None if chosen is None else chosen.inputs[1]
+    if bias is None or bias.dtype != _WIDE or bias.shape is None:
         return None
-    return made if len(made.shape) == 4 and made.shape[-1] != 1 else None
+    return bias if len(bias.shape) == 4 and bias.shape[-1] != 1 else None
 
 
 def _is_lookup(node: ir.Node, ids: ir.Value) -> bool:
@@ -133,7 +133,7 @@ def _embedded(lookup: ir.Node) -> ir.Value:
     while len(users := [user for user, _ in value.uses()]) == 1:
         (user,) = users
         scaled = user.op_type == "Mul" and all(
-            made is not None and made.producer() is not None for made in user.inputs
+            operand is not None and operand.producer() is not None for operand in user.inputs
         )
         if user.op_type != "Cast" and not scaled:
             break
@@ -212,8 +212,8 @@ class _Casts:
             return self.narrow(source) if narrowed else _cast(self._graph, value, self.kind, name)
         # What floats it reads, and so what it makes, are the weight's, or the scales of integers.
         inputs = [x if x is None or not _is_float(x) else self.narrow(x) for x in node.inputs]
-        made = ir.node(node.op_type, inputs, dict(node.attributes))
-        return _put(self._graph, node, made, value, self.kind, name)
+        narrow_node = ir.node(node.op_type, inputs, dict(node.attributes))
+        return _put(self._graph, node, narrow_node, value, self.kind, name)
 
 
 def _cast(graph: ir.Graph, value: ir.Value, kind: ir.DataType, name: str | None) -> ir.Value:

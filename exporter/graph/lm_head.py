@@ -35,9 +35,9 @@ def add_logits_from(graph: ir.Graph) -> None:
     for user, index in list(value.uses()):
         if user in users:
             user.replace_input_with(index, rows)
-    for made in (rows, *(output for user in users for output in user.outputs)):
-        if made.shape is not None:
-            made.shape = ir.Shape([made.shape[0], "R", made.shape[2]])
+    for output in (rows, *(output for user in users for output in user.outputs)):
+        if output.shape is not None:
+            output.shape = ir.Shape([output.shape[0], "R", output.shape[2]])
 
 
 def remove_logits_from(graph: ir.Graph) -> None:
@@ -53,7 +53,7 @@ def remove_logits_from(graph: ir.Graph) -> None:
 def _narrowest(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
     """Find the first value that logits depend on alone, and the nodes between."""
     ways, users = {graph.outputs[0]}, set[ir.Node]()
-    found: tuple[ir.Value, set[ir.Node]] | None = None
+    narrowest: tuple[ir.Value, set[ir.Node]] | None = None
     for node in reversed(graph):
         if ways.isdisjoint(node.outputs):
             continue
@@ -65,9 +65,9 @@ def _narrowest(graph: ir.Graph) -> tuple[ir.Value, set[ir.Node]]:
         ways = ways - {*node.outputs} | read
         (value, *others) = ways
         if not others and value.shape is not None:
-            found = value, {*users}
-    assert found is not None
-    return found
+            narrowest = value, {*users}
+    assert narrowest is not None
+    return narrowest
 
 
 def _by_rows(node: ir.Node) -> bool:

@@ -154,8 +154,8 @@ class GraphTemplate:
         """Copy the nodes, except those that `rewrite` replaces; return the outputs by name."""
         graph = self._model.clone().graph
         for name, value in list(graph.initializers.items()):
-            own = value.dtype == ir.DataType.INT8 and not self._shares_bytes
-            key = f"{prefix if own else self._file.with_suffix('')}.{name}"
+            is_unshared = value.dtype == ir.DataType.INT8 and not self._shares_bytes
+            key = f"{prefix if is_unshared else self._file.with_suffix('')}.{name}"
             if key not in self._constants:
                 self._constants[key] = nodes.stored(self._placed(value), key)
             value.replace_all_uses_with(self._constants[key])
@@ -168,13 +168,13 @@ class GraphTemplate:
         for node in own_nodes:
             if self._is_known(node):
                 continue
-            made = rewrite(node) if rewrite is not None else None
-            if made is None:
+            replacement = rewrite(node) if rewrite is not None else None
+            if replacement is None:
                 nodes.put(node, prefix)
                 continue
             (gone,) = node.outputs
-            gone.replace_all_uses_with(made)
-            outputs |= {name: made for name, value in outputs.items() if value is gone}
+            gone.replace_all_uses_with(replacement)
+            outputs |= {name: replacement for name, value in outputs.items() if value is gone}
         return outputs
 
     def _is_known(self, node: ir.Node) -> bool:

@@ -77,8 +77,8 @@ def _merge_reshapes(node: ir.Node) -> None:
 def _reshape(graph: ir.Graph, before: ir.Node, value: ir.Value, dims: list[int]) -> ir.Value:
     """Reshape the rows of a value, [B, T, ...]. -> [B, T, *dims]"""
     name = f"{value.name}.as{len(dims)}"
-    wanted = add_constant(graph, np.array([0, 0, *dims], np.int64), f"{name}.dims")
-    reshaped = insert_node(before, "Reshape", [value, wanted], name, value)
+    shape = add_constant(graph, np.array([0, 0, *dims], np.int64), f"{name}.dims")
+    reshaped = insert_node(before, "Reshape", [value, shape], name, value)
     assert value.shape is not None
     reshaped.shape = ir.Shape([*value.shape[:2], *dims])
     return reshaped

@@ -72,11 +72,11 @@ def _multiplies(node: ir.Node, table: ir.Value) -> bool:
 def _replace(node: ir.Node, blocks: MatMulNBitsRewriter) -> None:
     output, name = node.outputs[0], node.outputs[0].name
     widened = node.inputs[1]
-    made = blocks.rewrite(node)
-    assert made is not None
+    product = blocks.rewrite(node)
+    assert product is not None
     output.name = f"{name}.plain"
-    made.name = name
-    output.replace_all_uses_with(made, replace_graph_outputs=True)
+    product.name = name
+    output.replace_all_uses_with(product, replace_graph_outputs=True)
     graph = node.graph
     assert graph is not None
     graph.remove(node, safe=True)
@@ -91,8 +91,8 @@ def _drop(value: ir.Value | None) -> None:
     inputs = list(node.inputs)
     assert node.graph is not None
     node.graph.remove(node, safe=True)
-    for given in inputs:
-        _drop(given)
+    for operand in inputs:
+        _drop(operand)
 
 
 def _as_multiplied(table: ir.Value) -> ir.Value | None:
@@ -121,11 +121,11 @@ def _look_up(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
     width = -(-size // BLOCK) * BLOCK
     taken = nodes("Cast", nodes("Gather", rows, ids), to=kind)
     centred = nodes("Sub", taken, np.array(128, kind.numpy()))
-    found = nodes("Reshape", centred, [*kept, width])
+    rows_found = nodes("Reshape", centred, [*kept, width])
     if width > size:
-        found = nodes("Slice", found, [0], [size], [-1])
-    found.shape, found.dtype = output.shape, output.dtype
-    output.replace_all_uses_with(found)
+        rows_found = nodes("Slice", rows_found, [0], [size], [-1])
+    rows_found.shape, rows_found.dtype = output.shape, output.dtype
+    output.replace_all_uses_with(rows_found)
     assert node.graph is not None
     node.graph.remove([cast, node], safe=True)
 
@@ -159,24 +159,24 @@ class MatMulNBitsRewriter:
         sizes = {"K": rows, "N": columns, "bits": 8, "block_size": BLOCK}
         sizes["accuracy_level"] = _IN_BYTES
         inputs = [node.inputs[0], *self._made[source, scales]]
-        found = ir.node("MatMulNBits", inputs, sizes, domain="com.microsoft")
+        product = ir.node("MatMulNBits", inputs, sizes, domain="com.microsoft")
         output = node.outputs[0]
-        found.outputs[0].type, found.outputs[0].shape = output.type, output.shape
+        product.outputs[0].type, product.outputs[0].shape = output.type, output.shape
         node.replace_input_with(1, None)
-        self._nodes.put(found, str(node.name))
-        return found.outputs[0]
+        self._nodes.put(product, str(node.name))
+        return product.outputs[0]
 
     def _blocks(
         self, source: ir.Value, scales: ir.Value, rows: int, columns: int, turn: bool
     ) -> tuple[ir.Value, ir.Value]:
         """Convert a matrix [K, N], or [N, K] untransposed, to bytes [N, blocks, 32] and scales."""
         nodes, count = self._nodes, -(-rows // BLOCK)
-        found = nodes("Transpose", source, perm=[1, 0]) if turn else source
-        found = nodes("BitwiseXor", nodes("Cast", found, to=ir.DataType.UINT8), _ZERO)
+        blocks = nodes("Transpose", source, perm=[1, 0]) if turn else source
+        blocks = nodes("BitwiseXor", nodes("Cast", blocks, to=ir.DataType.UINT8), _ZERO)
         if padding := count * BLOCK - rows:
-            found = nodes("Pad", found, [0, 0, 0, padding], _ZERO)
-        found = nodes("Reshape", found, [columns, count, BLOCK])
-        return found, nodes("Expand", nodes("Unsqueeze", scales, [1]), [columns, count])
+            blocks = nodes("Pad", blocks, [0, 0, 0, padding], _ZERO)
+        blocks = nodes("Reshape", blocks, [columns, count, BLOCK])
+        return blocks, nodes("Expand", nodes("Unsqueeze", scales, [1]), [columns, count])
 
 
 def _shape(value: ir.Value) -> list[int]:

@@ -79,14 +79,14 @@ class WeightsFile:
         graph = model.graph
         fold_transposes(graph)
         share_tied_embedding(graph)
-        known: dict[ir.ExternalTensor, ir.Value] = {}
+        stored: dict[ir.ExternalTensor, ir.Value] = {}
         for value in list(_large(graph)):
-            place = self._put(_array(value), value.name or "")
-            if place in known:
-                value.replace_all_uses_with(known[place])
+            location = self._put(_array(value), value.name or "")
+            if location in stored:
+                value.replace_all_uses_with(stored[location])
             else:
                 shape = ir.Shape(_array(value).shape)
-                known[place] = _stored(graph, value, view_tensor(place, shape, value.name))
+                stored[location] = _stored(graph, value, view_tensor(location, shape, value.name))
         fold_reshapes(graph)
         cast_gathered_rows(graph)
         drop_unused(graph)

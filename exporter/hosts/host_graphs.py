@@ -70,19 +70,19 @@ def embed(
         BundleError: The bundle is damaged.
         ExportError: The graphs cannot be made; nothing is changed then.
     """
-    found = Bundle.read(store.find_bundle(bundle))
-    store.verify_large_files(found)
+    source = Bundle.read(store.find_bundle(bundle))
+    store.verify_large_files(source)
     making = _Making([*num_draft_tokens], layout, golden)
     if output is None:
-        if found.folder.resolve() == store.embedded_folder().resolve():
+        if source.folder.resolve() == store.embedded_folder().resolve():
             raise ExportError("the embedded pair is a part of specedge; give --output FOLDER")
-        return making.write(found)
+        return making.write(source)
     with destination(Path(output)) as work:
-        for name in (MANIFEST, *found.files):
+        for name in (MANIFEST, *source.files):
             (work / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(found.path(name), work / name)
-        made = making.write(Bundle.read(work))
-    return made.at(Path(output))
+            shutil.copy(source.path(name), work / name)
+        result = making.write(Bundle.read(work))
+    return result.at(Path(output))
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,8 @@ class _Making:
         ops = {role: model.cpu_ops for role, model in bundle.models.items()}
         if bundle.draft is None:
             self._check_plain()
-        own = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
-        ks = sorted({*self.num_draft_tokens} or {own})
+        default_k = PLAIN_K if bundle.draft is None else bundle.num_draft_tokens
+        ks = sorted({*self.num_draft_tokens} or {default_k})
         check_integer("num_draft_tokens", ks[0], 1)
         if room := [k for k in ks if k > bundle.num_draft_tokens]:
             raise ExportError(
@@ -107,16 +107,16 @@ class _Making:
             )
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout is one of {', '.join(LAYOUTS)}, got {self.layout!r}")
-        made = None
+        host_graphs = None
         if bundle.draft is None:
             model = plain_round(bundle.folder, bundle, ops["target"])
-            made = [_Made(model, "round.onnx", "round", PLAIN_K)]
+            host_graphs = [_Made(model, "round.onnx", "round", PLAIN_K)]
         elif self.layout != "split":
-            made = _fused(bundle, ks, ops, self.layout == "auto")
-        made = made or _split(bundle, ops)
+            host_graphs = _fused(bundle, ks, ops, self.layout == "auto")
+        host_graphs = host_graphs or _split(bundle, ops)
         text = tokenizer_graphs(bundle.path(bundle.tokenizer))
         if not isinstance(text, str):
-            made += [_Made(model, f"{name}.onnx", name) for name, model in text.items()]
+            host_graphs += [_Made(model, f"{name}.onnx", name) for name, model in text.items()]
         has_integers = any(
             model.weights_dtype in QUANTIZED_DTYPES for model in bundle.models.values()
         )
@@ -124,7 +124,7 @@ class _Making:
         kind = "experts" if _has_experts(bundle, ops) else kind
         hosts = HostFiles(
             ops["target"],
-            tuple(map(_entry, made)),
+            tuple(map(_entry, host_graphs)),
             GOLDEN if self.golden else None,
             text if isinstance(text, str) else None,
             BYTES_OPTIONS if has_integers else SESSION_OPTIONS,
@@ -132,7 +132,7 @@ class _Making:
             OLDEST_ONNXRUNTIME[kind],
         )
         others = {GOLDEN: self.golden(bundle, ks)} if self.golden else {}
-        return _write(bundle, hosts, made, others)
+        return _write(bundle, hosts, host_graphs, others)
 
     def _check_plain(self) -> None:
         """Refuse options that need a draft model."""
@@ -147,8 +147,8 @@ class _Making:
 def _has_experts(bundle: Bundle, ops: Mapping[str, str]) -> bool:
     """Return True if a model has quantized experts, which QMoE reads."""
     files = (model.graph("decoder", ops[role]).file for role, model in bundle.models.items())
-    found = (weight for file in files for weight in weights_of(bundle, file))
-    return any("QMoE" in readers for weight in found for _, readers in weight.forms)
+    weights = (weight for file in files for weight in weights_of(bundle, file))
+    return any("QMoE" in readers for weight in weights for _, readers in weight.forms)
 
 
 def _fused(
@@ -176,19 +176,21 @@ def _split(bundle: Bundle, ops: Mapping[str, str]) -> list[_Made]:
 
 
 def _file(bundle: Bundle, num_draft_tokens: int) -> str:
-    own = num_draft_tokens == bundle.num_draft_tokens
-    return "round.onnx" if own else f"round-{num_draft_tokens}.onnx"
+    is_default = num_draft_tokens == bundle.num_draft_tokens
+    return "round.onnx" if is_default else f"round-{num_draft_tokens}.onnx"
 
 
-def _write(bundle: Bundle, hosts: HostFiles, made: list[_Made], texts: Mapping[str, str]) -> Bundle:
+def _write(
+    bundle: Bundle, hosts: HostFiles, graphs: list[_Made], texts: Mapping[str, str]
+) -> Bundle:
     """Write the graphs, then the manifest, which never lists files that do not exist."""
     old = {*bundle.hosts.files} if bundle.hosts else set()
     files = {name: file for name, file in bundle.files.items() if name not in old}
     without = replace(bundle, hosts=None, files=files)
     try:
         with tempfile.TemporaryDirectory(dir=bundle.folder, prefix=".embed-") as work:
-            for one in made:
-                ir.save(one.model, Path(work, one.file))
+            for graph in graphs:
+                ir.save(graph.model, Path(work, graph.file))
             for name, text in texts.items():
                 Path(work, name).write_text(text, "utf-8")
             described = {name: file_entry(Path(work, name)) for name in hosts.files}
@@ -213,10 +215,10 @@ def _put(manifest: str, work: Path, folder: Path) -> None:
     os.replace(work / MANIFEST, folder / MANIFEST)
 
 
-def _entry(made: _Made) -> HostGraph:
-    graph = made.model.graph
+def _entry(host_graph: _Made) -> HostGraph:
+    graph = host_graph.model.graph
     signature = Signature(*(tuple(map(_tensor, x)) for x in (graph.inputs, graph.outputs)))
-    return HostGraph(made.name, made.num_draft_tokens, signature, made.file)
+    return HostGraph(host_graph.name, host_graph.num_draft_tokens, signature, host_graph.file)
 
 
 def _tensor(value: ir.Value) -> TensorSpec:

@@ -52,16 +52,16 @@ def plain_round(root: Path, bundle: Bundle, ops: str) -> ir.Model:
     fed = nodes("Slice", tokens, nodes("Sub", length, draft_length), [END], [1])
     inputs = {"input_ids": fed, "past_length": length, "logits_from": nodes.constant([-1])}
     part = GraphTemplate(root, target.graph("decoder", ops).file)
-    made = part.copy(nodes, "target", inputs | buffers)
-    logits = vocabulary_logits(nodes, made["logits"], target, 1)
+    outputs = part.copy(nodes, "target", inputs | buffers)
+    logits = vocabulary_logits(nodes, outputs["logits"], target, 1)
     row = sampling_nodes.token_weights(
         nodes, logits, settings.seen, target.vocab_size, settings, is_one=True
     )
     token = sampling_nodes.choose_token(nodes, row, nodes("Slice", uniforms, [-1], [END]), settings)
-    found = nodes("Concat", *[token] * (PLAIN_K + 1), axis=0)
-    nodes.output("next_tokens", nodes("Reshape", found, [-1]), INT, ["R"])
+    next_tokens = nodes("Concat", *[token] * (PLAIN_K + 1), axis=0)
+    nodes.output("next_tokens", nodes("Reshape", next_tokens, [-1]), INT, ["R"])
     nodes.output("num_accepted", nodes("Mul", limit, 0), INT, [1])
-    add_cache_outputs(nodes, "target", buffers, made)
+    add_cache_outputs(nodes, "target", buffers, outputs)
     return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
 
@@ -92,7 +92,7 @@ class _Round:
         tokens = nodes("Concat", *(step.token for step in steps), axis=0)
         distributions = nodes("Concat", *(step.weights for step in steps), axis=0)
         seen = nodes("Concat", self._settings.seen, *(step.seen for step in steps), axis=0)
-        rows, made = self._verify(tokens, seen)
+        rows, outputs = self._verify(tokens, seen)
         judged = sampling_nodes.accept_tokens(
             nodes, tokens, distributions, rows, self._limit, tests, last, self._settings
         )
@@ -100,7 +100,7 @@ class _Round:
         for i, step in enumerate(steps[:-1]):
             add_cache_outputs(nodes, f"draft.{i}", self._caches["draft"], step.made)
         add_cache_outputs(nodes, "draft", self._caches["draft"], steps[-1].made)
-        add_cache_outputs(nodes, "target", self._caches["target"], made)
+        add_cache_outputs(nodes, "target", self._caches["target"], outputs)
         return ir.Model(nodes.graph, ir_version=IR_VERSION)
 
     def _draft(self, uniforms: list[ir.Value]) -> list[DraftStep]:
@@ -138,11 +138,11 @@ class _Round:
         inputs = {"input_ids": fed, "past_length": self._target_length}
         inputs |= {"logits_from": nodes.constant([-1 - k])} | self._caches["target"]
         part = GraphTemplate(self._root, target.graph("decoder", self._ops["target"]).file)
-        made = part.copy(nodes, "target", inputs)
-        logits = vocabulary_logits(nodes, made["logits"], target, k + 1)
+        outputs = part.copy(nodes, "target", inputs)
+        logits = vocabulary_logits(nodes, outputs["logits"], target, k + 1)
         return sampling_nodes.token_weights(
             nodes, logits, seen, target.vocab_size, self._settings
-        ), made
+        ), outputs
 
 
 @dataclass(frozen=True)
@@ -171,11 +171,11 @@ def draft_step(
     """Feed tokens [1, N] to a copy of the draft model and choose the next one."""
     fed = _known(nodes, tokens, bundle.draft_model, bundle.target.vocab_size)
     last = nodes.constant([-1])
-    made = copy({"input_ids": fed, "past_length": length, "logits_from": last} | buffers)
-    row = _draft_row(nodes, made["logits"], bundle, settings)
+    outputs = copy({"input_ids": fed, "past_length": length, "logits_from": last} | buffers)
+    row = _draft_row(nodes, outputs["logits"], bundle, settings)
     token = sampling_nodes.choose_token(nodes, row, uniform, settings)
     return DraftStep(
-        token, row.weights, sampling_nodes.mark_seen(nodes, settings.seen, token), made
+        token, row.weights, sampling_nodes.mark_seen(nodes, settings.seen, token), outputs
     )
 
 
@@ -195,13 +195,13 @@ def check_fused(bundle: Bundle) -> str | None:
 
 def cache_inputs(nodes: GraphBuilder, role: str, model: ModelEntry) -> dict[str, ir.Value]:
     """Add inputs for a model's buffers, by the names in its own graphs."""
-    found = {}
+    inputs = {}
     for i, layer in enumerate(model.cache.layers):
         for kind, size in (("key", layer.key_size), ("value", layer.value_size)):
             shape = [1, layer.heads, model.cache.capacity, size]
             name = f"past_key_values.{i}.{kind}"
-            found[name] = nodes.input(f"{role}.{name}", FLOAT, shape)
-    return found
+            inputs[name] = nodes.input(f"{role}.{name}", FLOAT, shape)
+    return inputs
 
 
 def output_name(name: str) -> str:
@@ -226,10 +226,10 @@ def add_round_outputs(
 
     tokens [K, 1], accepted [1], next_token [1, 1]
     """
-    place = nodes("Unsqueeze", accepted, [1])
-    found = nodes("Concat", tokens, next_token, axis=0)
-    found = nodes("ScatterElements", found, place, next_token, axis=0)
-    nodes.output("next_tokens", nodes("Reshape", found, [-1]), INT, ["R"])
+    position = nodes("Unsqueeze", accepted, [1])
+    next_tokens = nodes("Concat", tokens, next_token, axis=0)
+    next_tokens = nodes("ScatterElements", next_tokens, position, next_token, axis=0)
+    nodes.output("next_tokens", nodes("Reshape", next_tokens, [-1]), INT, ["R"])
     nodes.output("num_accepted", accepted, INT, [1])
 
 
@@ -237,10 +237,10 @@ def vocabulary_logits(
     nodes: GraphBuilder, logits: ir.Value, model: ModelEntry, rows: int
 ) -> ir.Value:
     """Slice logits [1, R, C] to the vocabulary. -> [R, V]"""
-    found = nodes("Reshape", logits, [rows, model.padded_vocab_size])
+    rows_of_logits = nodes("Reshape", logits, [rows, model.padded_vocab_size])
     if model.padded_vocab_size <= model.vocab_size:
-        return found
-    return nodes("Slice", found, [0], [model.vocab_size], [1])
+        return rows_of_logits
+    return nodes("Slice", rows_of_logits, [0], [model.vocab_size], [1])
 
 
 def _known(nodes: GraphBuilder, tokens: ir.Value, draft: ModelEntry, vocab_size: int) -> ir.Value:

@@ -97,8 +97,8 @@ def seen_before_each(nodes: GraphBuilder, tokens: ir.Value, settings: SamplingIn
     places = nodes("Where", is_on, tokens, 0)
     zeros = nodes("Mul", nodes("Cast", places, to=FLOAT), 0.0)
     rows = nodes("Add", nodes("Mul", before, 0.0), zeros)
-    own = nodes("ScatterElements", rows, places, nodes("Add", zeros, 1.0), axis=1)
-    seen = nodes("CumSum", nodes("Concat", before, own, axis=0), np.array(0))
+    marked = nodes("ScatterElements", rows, places, nodes("Add", zeros, 1.0), axis=1)
+    seen = nodes("CumSum", nodes("Concat", before, marked, axis=0), np.array(0))
     return nodes("Greater", seen, 0.0)
 
 
@@ -212,8 +212,8 @@ def _nucleus(
     if not is_one:  # the rows that have fewer candidates than another
         is_wanted = nodes("And", is_wanted, nodes("Greater", values, 0.0))
     kept, last = (nodes("Cast", x, to=FLOAT) for x in (nodes("Less", places, at), is_wanted))
-    found = nodes.others(values)[0]
-    return nodes("ScatterElements", kept, found, last, axis=1, reduction="max")
+    columns = nodes.others(values)[0]
+    return nodes("ScatterElements", kept, columns, last, axis=1, reduction="max")
 
 
 def _totals(nodes: GraphBuilder, rows: ir.Value) -> ir.Value:

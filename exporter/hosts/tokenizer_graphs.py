@@ -56,11 +56,13 @@ def tokenizer_graphs(tokenizer_file: Path) -> dict[str, ir.Model] | str:
         return "the tokenizer has ids without a token, or a token with a line break"
     special = {token["id"] for token in settings["added_tokens"] if token["special"]}
     models = {"encode": _encode(settings), "decode": _decode(settings, tokens, special)}
-    found = {name: _opened(model, extensions.get_library_path()) for name, model in models.items()}
+    sessions = {
+        name: _opened(model, extensions.get_library_path()) for name, model in models.items()
+    }
     # What a user writes is text, even where it spells a special token.
     tokenizer.encode_special_tokens = True
     added = [token["content"] for token in settings["added_tokens"]]
-    return _difference(tokenizer, found["encode"], found["decode"], added) or models
+    return _difference(tokenizer, sessions["encode"], sessions["decode"], added) or models
 
 
 def _opened(model: ir.Model, library: str) -> ort.InferenceSession:
@@ -100,25 +102,25 @@ def _decode(settings: dict[str, Any], tokens: list[str], special: set[int]) -> i
 def _model(
     op_type: str,
     attributes: dict[str, Any],
-    given: tuple[str, list[int | str]],
-    made: tuple[str, list[int | str]],
+    model_input: tuple[str, list[int | str]],
+    model_output: tuple[str, list[int | str]],
 ) -> ir.Model:
     types = {"text": ir.DataType.STRING, "tokens": ir.DataType.INT64}
     value, output = (
         ir.Value(name=name, shape=ir.Shape(shape), type=ir.TensorType(types[name]))
-        for name, shape in (given, made)
+        for name, shape in (model_input, model_output)
     )
     node = ir.node(op_type, [value], attributes, domain=DOMAIN, outputs=[output], name=op_type)
     opsets = {"": OPSET, DOMAIN: 1}
-    graph = ir.Graph([value], [output], nodes=[node], opset_imports=opsets, name=made[0])
+    graph = ir.Graph([value], [output], nodes=[node], opset_imports=opsets, name=model_output[0])
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
 def _characters() -> dict[int, str]:
     """Return the character of each byte in a token: printable ones are themselves (GPT-2)."""
-    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in own]
-    return {byte: chr(byte) for byte in own} | {b: chr(256 + i) for i, b in enumerate(others)}
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {b: chr(256 + i) for i, b in enumerate(others)}
 
 
 def _difference(
@@ -131,12 +133,12 @@ def _difference(
     long = "".join(HARD_TEXTS)
     long *= -(-_LONG // len(long))
     for text in (*HARD_TEXTS, *(f"a {token} b" for token in added), long):
-        wanted = tokenizer.encode(text).ids
-        (found,) = encode.run(None, {"text": np.array([text])})
+        expected = tokenizer.encode(text).ids
+        (actual,) = encode.run(None, {"text": np.array([text])})
         shown = text if len(text) < 60 else text[:57] + "..."
-        if found[0].tolist() != wanted:
+        if actual[0].tolist() != expected:
             return f"onnxruntime-extensions gives other tokens for {shown!a}"
-        if _decoded(decode, wanted) != tokenizer.decode(wanted):
+        if _decoded(decode, expected) != tokenizer.decode(expected):
             return f"onnxruntime-extensions gives another text for the tokens of {shown!a}"
     # Half a character is U+FFFD here and bytes there, and text ends at NUL there.
     texts = {i: tokenizer.decode([i]) for i in range(tokenizer.get_vocab_size())}
@@ -149,5 +151,5 @@ def _difference(
 
 
 def _decoded(decode: ort.InferenceSession, tokens: list[int]) -> str:
-    (found,) = decode.run(None, {"tokens": np.array(tokens, np.int64)})
-    return str(found[0])
+    (text,) = decode.run(None, {"tokens": np.array(tokens, np.int64)})
+    return str(text[0])

@@ -14,7 +14,7 @@ from specedge.errors import PairError
 TokenizerSettings = dict[str, Any]
 
 _CURE = "choose a draft of the target's family"
-_PARTS = {"normalizer": "normaliser", "pre_tokenizer": "pre-tokeniser"}
+_PARTS = {"normalizer": "normalizer", "pre_tokenizer": "pre-tokenizer"}
 _RULES = {"post_processor": "adds other special tokens to a prompt", "decoder": "decodes otherwise"}
 
 
@@ -30,8 +30,8 @@ def compare(target: TokenizerSettings, draft: TokenizerSettings) -> list[str]:
                 f"draft and target have another {name}: {_example(ours, theirs)}; {_CURE}"
             )
     notes = [
-        f"the draft {what}; the target's rule"
-        for key, what in _RULES.items()
+        f"the draft {difference}; the target's rule"
+        for key, difference in _RULES.items()
         if target.get(key) != draft.get(key)
     ]
     return _added_differences(target, draft, added) + notes
@@ -61,13 +61,13 @@ def _same_vocabulary(ours: dict[str, tuple[Any, ...]], theirs: dict[str, tuple[A
         (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)),
         key=lambda t: (min(v[t][0] for v in (ours, theirs) if t in v), t),
     )
-    said = [
+    texts = [
         f"is {' with score '.join(map(str, v[token]))}" if token in v else "does not exist"
         for v in (ours, theirs)
     ]
     raise PairError(
-        f"draft and target have different vocabularies: {token!r} {said[0]} in the target's "
-        f"({len(ours)} ordinary tokens) and {said[1]} in the draft's ({len(theirs)}); {_CURE}"
+        f"draft and target have different vocabularies: {token!r} {texts[0]} in the target's "
+        f"({len(ours)} ordinary tokens) and {texts[1]} in the draft's ({len(theirs)}); {_CURE}"
     )
 
 
@@ -77,16 +77,16 @@ def _same_model(ours: TokenizerSettings, theirs: TokenizerSettings) -> None:
         at = next(
             (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
         )
-        said = [m[at] if at < len(m) else "none" for m in (a, b)]
+        merges = [m[at] if at < len(m) else "none" for m in (a, b)]
         raise PairError(
-            f"draft and target have different merges: number {at} is {said[0]} in the target's "
-            f"and {said[1]} in the draft's; {_CURE}"
+            f"draft and target have different merges: number {at} is {merges[0]} in the target's "
+            f"and {merges[1]} in the draft's; {_CURE}"
         )
     for key in sorted((ours.keys() | theirs.keys()) - {"merges", "vocab"}):
         # None, false and "" all mean that there is no such thing.
         if (x := ours.get(key) or None) != (y := theirs.get(key) or None):
             raise PairError(
-                f"draft and target tokenise differently: {key}, {_example(x, y)}; {_CURE}"
+                f"draft and target tokenize differently: {key}, {_example(x, y)}; {_CURE}"
             )
 
 
@@ -123,10 +123,12 @@ def _added_differences(
             kinds.setdefault("with other flags", []).append(f"{id_} {ours}")
     if not kinds:
         return []
-    said = (f"{len(found)} {kind} (such as {found[0]})" for kind, found in kinds.items())
+    descriptions = (
+        f"{len(examples)} {kind} (such as {examples[0]})" for kind, examples in kinds.items()
+    )
     return [
-        f"added tokens differ, which costs speed at most: {', '.join(said)}; the bundle has the "
-        "target's"
+        f"added tokens differ, which costs speed at most: {', '.join(descriptions)}; the bundle "
+        "has the target's"
     ]
 
 

@@ -72,20 +72,20 @@ def write_tokenizer(text: TextMetadata, target: Checkpoint, folder: Path) -> Non
     path.write_text(text.tokenizer, "utf-8")
     shipped = Tokenizer.from_file(str(path))
     for sample in SAMPLES:
-        found, wanted = shipped.encode(sample).ids, target.tokenizer(sample)["input_ids"]
-        if found != wanted:
+        actual, expected = shipped.encode(sample).ids, target.tokenizer(sample)["input_ids"]
+        if actual != expected:
             raise ExportError(
-                f"the tokenizer's file gives {found[:8]} for {sample!r}, "
-                f"transformers {wanted[:8]}; this tokenizer does more than its file says"
+                f"the tokenizer's file gives {actual[:8]} for {sample!r}, "
+                f"transformers {expected[:8]}; this tokenizer does more than its file says"
             )
 
 
 def end_tokens(checkpoint: Checkpoint) -> tuple[int, ...]:
     """Return the end tokens: from the generation config, else the config."""
-    found = checkpoint.generation.get("eos_token_id")
-    if found is None:
-        found = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
-    values = [] if found is None else found if isinstance(found, list) else [found]
+    stated = checkpoint.generation.get("eos_token_id")
+    if stated is None:
+        stated = getattr(checkpoint.config.get_text_config(), "eos_token_id", None)
+    values = [] if stated is None else stated if isinstance(stated, list) else [stated]
     if bad := [value for value in values if type(value) is not int]:
         where = f"{checkpoint.role} {checkpoint.name}"
         raise ExportError(f"{where}: eos_token_id has {bad[0]!r}, which is no token id")
@@ -149,34 +149,36 @@ def vocab_sizes(num_tokens: int, rows: Sequence[int], progress: Progress) -> lis
 def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress) -> int:
     """Return the positions that a model has, or as many as were requested."""
     config = checkpoint.config.get_text_config()
-    found = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
-    if not found and limit is None:
+    stated = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
+    if not stated and limit is None:
         raise ExportError(
             f"{checkpoint.role} {checkpoint.name} does not say how long its context is; "
             "give --max-length"
         )
-    own = found[0] if found else limit
-    assert own is not None
+    positions = stated[0] if stated else limit
+    assert positions is not None
     if limit is None:
-        if own > DEFAULT_CONTEXT:
+        if positions > DEFAULT_CONTEXT:
             progress.note(
-                f"the context of {checkpoint.name} is cut from {own} to {DEFAULT_CONTEXT} tokens "
-                "to save memory; --max-length changes that"
+                f"the context of {checkpoint.name} is reduced from {positions} to "
+                f"{DEFAULT_CONTEXT} tokens to save memory; --max-length changes that"
             )
-        return min(own, DEFAULT_CONTEXT)
-    own = max(own, _stretched(config, own))
-    if limit > own:
-        progress.note(f"{checkpoint.name} has {own} positions, fewer than --max-length {limit}")
-    return min(own, limit)
+        return min(positions, DEFAULT_CONTEXT)
+    positions = max(positions, _stretched(config, positions))
+    if limit > positions:
+        progress.note(
+            f"{checkpoint.name} has {positions} positions, fewer than --max-length {limit}"
+        )
+    return min(positions, limit)
 
 
-def _stretched(config: Any, own: int) -> int:
+def _stretched(config: Any, positions: int) -> int:
     """Return the positions that scaled rotary factors support, beyond those in the config."""
     rope = getattr(config, "rope_parameters", None) or {}
     factor = rope.get("factor")
     if rope.get("rope_type") not in ("dynamic", "yarn") or not isinstance(factor, int | float):
-        return own
-    return int(factor * rope.get("original_max_position_embeddings", own))
+        return positions
+    return int(factor * rope.get("original_max_position_embeddings", positions))
 
 
 def _settings(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -58,11 +58,11 @@ _current: list[TracedPass] = []
 
 
 @contextlib.contextmanager
-def active_pass(one: TracedPass) -> Iterator[TracedPass]:
+def active_pass(traced_pass: TracedPass) -> Iterator[TracedPass]:
     """Make a pass the one that the registered functions see."""
-    _current.append(one)
+    _current.append(traced_pass)
     try:
-        yield one
+        yield traced_pass
     finally:
         _current.pop()
 
@@ -183,8 +183,8 @@ def _check(
     softcap: float | None,
 ) -> None:
     """Refuse attention options that no graph can represent. Raises ExportError."""
-    given = {name for name, value in options.items() if value is not None and value is not False}
-    if unknown := sorted(given - _HARMLESS):
+    names = {name for name, value in options.items() if value is not None and value is not False}
+    if unknown := sorted(names - _HARMLESS):
         raise ExportError(f"the model's attention has {unknown[0]}, which no graph can hold yet")
     if mask is None:
         raise ExportError(
@@ -280,8 +280,8 @@ def _observed(
     now: TracedPass, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor
 ) -> LayerAttention:
     windows = {window for window, _ in now.masks.values()}
-    known = now.masks.get(id(mask))
-    window = known[0] if known else windows.pop() if len(windows) == 1 else OTHER_MASK
+    mask_entry = now.masks.get(id(mask))
+    window = mask_entry[0] if mask_entry else windows.pop() if len(windows) == 1 else OTHER_MASK
     sizes = query.shape[1], key.shape[1], key.shape[3], value.shape[3]
     written = now.written and key is now.written[0] and value is now.written[1]
     return LayerAttention(window, *sizes, as_cached=bool(written))
@@ -325,7 +325,7 @@ def detect_window(mask: torch.Tensor, queries: torch.Tensor) -> int | None:
     width = int(widths.max())
     for window in (None, width):
         lowest = queries - (window or mask.shape[1])
-        wanted = (keys <= queries[:, None]) & (keys > lowest[:, None])
-        if torch.equal(mask, wanted):
+        windowed = (keys <= queries[:, None]) & (keys > lowest[:, None])
+        if torch.equal(mask, windowed):
             return window
     return OTHER_MASK

@@ -82,13 +82,13 @@ class ExpertsModule:
             return None
         generator = torch.Generator("cpu").manual_seed(0)
         inner = 20 * torch.randn(_PROBED, 4, 2, generator=generator, device="cpu")
-        wanted = self.activation(inner)
+        expected = self.activation(inner)
         alphas = {1.0, *self._numbers("alpha", "swiglu_alpha")}
         limits = (None, *self._numbers("limit", "swiglu_limit"))
         for alpha, beta, limit in itertools.product(alphas, (0.0, 1.0), limits):
-            found = Swiglu(alpha, beta, limit)
-            if torch.allclose(found(*inner.unbind(-1)), wanted, rtol=_CLOSE, atol=_CLOSE):
-                return found
+            candidate = Swiglu(alpha, beta, limit)
+            if torch.allclose(candidate(*inner.unbind(-1)), expected, rtol=_CLOSE, atol=_CLOSE):
+                return candidate
         return None
 
     def _in_turn(self, first: torch.Tensor) -> torch.Tensor:
@@ -98,8 +98,8 @@ class ExpertsModule:
         return first.unflatten(1, (-1, 1 + self.gated))
 
     def _numbers(self, *names: str) -> list[float]:
-        found = (getattr(self._module, name, None) for name in names)
-        return [float(number) for number in found if isinstance(number, int | float)]
+        values = (getattr(self._module, name, None) for name in names)
+        return [float(number) for number in values if isinstance(number, int | float)]
 
 
 def find_experts(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -49,8 +49,8 @@ def eager_functions(model: torch.nn.Module) -> Iterator[None]:
     Falcon's steps add ALiBi's biases a second time (transformers 5.23), which its fused attention,
     the default, does not.
     """
-    own = any(type(module).__name__ == "FalconAttention" for module in model.modules())
-    steps = internals.implementation(model, "attn", "sdpa" if own else "eager")
+    is_falcon = any(type(module).__name__ == "FalconAttention" for module in model.modules())
+    steps = internals.implementation(model, "attn", "sdpa" if is_falcon else "eager")
     with steps, internals.implementation(model, "experts", "eager"):
         yield
 

@@ -104,16 +104,18 @@ def _check_optimum(model: torch.nn.Module, layers: tuple[CacheLayer, ...]) -> No
             f"optimum cannot be imported ({internals.describe_error(error)})"
         ) from error
     try:
-        known = NormalizedConfigManager.get_normalized_config_class(model.config.model_type)(
+        normalized = NormalizedConfigManager.get_normalized_config_class(model.config.model_type)(
             model.config
         )
-        num_layers = known.num_layers
+        num_layers = normalized.num_layers
     except (KeyError, AttributeError):
         return
     if num_layers != len(layers):
         raise ExportError(
             f"one pass fills {len(layers)} cache layers, the config says {num_layers}"
         )
-    heads = known.num_key_value_heads if known.has_attribute("num_key_value_heads") else None
+    heads = (
+        normalized.num_key_value_heads if normalized.has_attribute("num_key_value_heads") else None
+    )
     if isinstance(heads, int) and any(layer.heads != heads for layer in layers):
         raise ExportError(f"one pass fills {layers[0].heads} heads, the config says {heads}")

@@ -33,14 +33,14 @@ def patch_rotary(
         for name, child in list(parent.named_children()):
             code = sys.modules[type(child).__module__]
             names = internals.rotary_functions(code)
-            found = _swapped(child, code, names, positions) if names else None
-            if found is None:
+            replacement = _swapped(child, code, names, positions) if names else None
+            if replacement is None:
                 continue
-            table, functions = found
-            for place, value in ((parent, {name: table}), (code, functions)):
+            table, functions = replacement
+            for owner, value in ((parent, {name: table}), (code, functions)):
                 for n, new in value.items():
-                    stack.callback(setattr, place, n, getattr(place, n))
-                    setattr(place, n, new)
+                    stack.callback(setattr, owner, n, getattr(owner, n))
+                    setattr(owner, n, new)
 
 
 def _swapped(
@@ -145,19 +145,19 @@ def _applies_halves(apply: Any, table: _RotaryTable) -> bool:
         a, b = x.chunk(2, -1)
         return torch.cat((a * cos - b * sin, b * cos + a * sin), -1)
 
-    given = (torch.cat((part, part), -1)[None] for part in (cos, sin))
-    return _gives((rotated(q), rotated(k)), apply, q, k, *given)
+    tables = (torch.cat((part, part), -1)[None] for part in (cos, sin))
+    return _gives((rotated(q), rotated(k)), apply, q, k, *tables)
 
 
-def _gives(wanted: tuple[torch.Tensor, ...], apply: Any, *given: torch.Tensor) -> bool:
+def _gives(expected: tuple[torch.Tensor, ...], apply: Any, *given: torch.Tensor) -> bool:
     """Return True if a function, perhaps with another signature, returns these results."""
     try:
-        found = apply(*given)
+        results = apply(*given)
     except Exception:
         return False
     return all(
         a.shape == b.shape and torch.allclose(a, b, rtol=0, atol=_CLOSE)
-        for a, b in zip(found, wanted, strict=True)
+        for a, b in zip(results, expected, strict=True)
     )
 
 

@@ -62,9 +62,9 @@ class TraceableModel(torch.nn.Module):
 def observe(model: torch.nn.Module, geometry: Geometry) -> list[LayerAttention]:
     """Observe each attention call of the model, in order."""
     whole = TraceableModel(model, geometry.context_length, "none", [])
-    what = f"{model.config.model_type} models cannot be run for tracing"
+    context = f"{model.config.model_type} models cannot be run for tracing"
     with (
-        internals.translate_internal_errors(ExportError, what),
+        internals.translate_internal_errors(ExportError, context),
         quiet(),
         registered_functions(model),
     ):
@@ -175,8 +175,8 @@ def observe_config(config: Any, context_length: int, num_draft_tokens: int) -> l
 
 def meta_model(config: Any) -> Any:
     """Build the decoder of a config on the meta device. Raises ExportError."""
-    what = f"transformers cannot build a {config.model_type} model of its config"
-    with internals.translate_internal_errors(ExportError, what):
+    context = f"transformers cannot build a {config.model_type} model of its config"
+    with internals.translate_internal_errors(ExportError, context):
         model = internals.build_decoder(config)
     for module, layer_type in list(internals.dynamic_rotary_modules(model)):
         internals.freeze_frequencies(module, layer_type)

@@ -84,21 +84,24 @@ def full_depth_check(runner: Runner, part: Reference, judge: ErrorCheck) -> Chec
 
 def subset_reference(runner: Runner, part: Reference) -> tuple[Reference, Check]:
     """Return the reference of the kept layers for a segment, filled in by one pass of them."""
-    own = replace(
+    subset = replace(
         part,
         history=lambda i: part.history(runner.kept[i]),
         caches=[],
         caches_float32=[part.caches_float32[i] for i in runner.kept],
     )
     actions: list[Action] = [
-        FillCaches(own.history),
-        FillNoise(own.start, runner.geometry.capacity),
+        FillCaches(subset.history),
+        FillNoise(subset.start, runner.geometry.capacity),
         PassAction(
-            "decoder", own.tokens, own.start, then=functools.partial(setattr, own, "logits")
+            "decoder",
+            subset.tokens,
+            subset.start,
+            then=functools.partial(setattr, subset, "logits"),
         ),
-        ReadRows(own.start, own.end, own.caches),
+        ReadRows(subset.start, subset.end, subset.caches),
     ]
-    return own, (actions, lambda results: None)
+    return subset, (actions, lambda results: None)
 
 
 def segment_check(
@@ -110,9 +113,9 @@ def segment_check(
     compared with the decoder's, and the file is removed from the list.
     """
 
-    def compared(start: int, length: int, keep: bool, found: np.ndarray) -> np.ndarray | None:
-        _compare_logits(part, judge, found[:length], start)
-        return found if keep else None
+    def compared(start: int, length: int, keep: bool, actual: np.ndarray) -> np.ndarray | None:
+        _compare_logits(part, judge, actual[:length], start)
+        return actual if keep else None
 
     actions: list[Action] = [
         FillCaches(part.history),
@@ -145,20 +148,20 @@ def segment_check(
     return actions, decide
 
 
-def _compare_logits(part: Reference, judge: ErrorCheck, found: np.ndarray, start: int) -> None:
-    rows = slice(start - part.start, start - part.start + len(found))
+def _compare_logits(part: Reference, judge: ErrorCheck, actual: np.ndarray, start: int) -> None:
+    rows = slice(start - part.start, start - part.start + len(actual))
     largest = float(np.abs(part.logits).max())
-    wanted, float32 = part.logits[rows], part.logits_float32[rows]
-    judge.compare("logits", "logits", found, wanted, float32, start, largest)
+    expected, float32 = part.logits[rows], part.logits_float32[rows]
+    judge.compare("logits", "logits", actual, expected, float32, start, largest)
 
 
 def _compare_caches(
     names: list[str], part: Reference, judge: ErrorCheck, rows: list[np.ndarray]
 ) -> None:
     caches = zip(names, rows, part.caches, part.caches_float32, strict=True)
-    for name, found, wanted, float32 in caches:
+    for name, actual, expected, float32 in caches:
         present = name.replace("past_key_values", "present")
-        judge.compare("cache", present, found, wanted, float32, part.start)
+        judge.compare("cache", present, actual, expected, float32, part.start)
 
 
 def invariance_check(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) -> Check:
@@ -173,8 +176,8 @@ def invariance_check(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) 
         ReadRows(0, len(tokens)),
     ]
 
-    def same_logits(start: int, found: np.ndarray) -> bool:
-        return np.array_equal(found, wide[0][start:][: len(found)])
+    def same_logits(start: int, actual: np.ndarray) -> bool:
+        return np.array_equal(actual, wide[0][start:][: len(actual)])
 
     places: list[range] = []
     for length in lengths:
@@ -193,8 +196,8 @@ def invariance_check(runner: Runner, tokens: np.ndarray, held: dict[int, bool]) 
         caches, rest = results[2], iter(results[3:])
         for length, starts in zip(lengths, places, strict=True):
             _, *same, rows = itertools.islice(rest, len(starts) + 2)
-            wanted = [cache[:, starts[0] :] for cache in caches]
-            held[length] = all(same) and all(map(np.array_equal, rows, wanted))
+            expected = [cache[:, starts[0] :] for cache in caches]
+            held[length] = all(same) and all(map(np.array_equal, rows, expected))
 
     return actions, decide
 
@@ -228,8 +231,8 @@ def fixed_shape_check(
     assert length.length is not None
     size = length.length
     start = max(0, min(8, len(tokens) - size))
-    given = tokens[start:][:size]
-    tokens = np.pad(given, (0, size - len(given)))
+    real_tokens = tokens[start:][:size]
+    tokens = np.pad(real_tokens, (0, size - len(real_tokens)))
     stale = FillNoise(start, start + size)
 
     def decide(results: list[Any]) -> None:
@@ -259,6 +262,6 @@ def _twice(
 
 def _same(results: list[Any]) -> bool:
     """Return True if both passes of `_twice` are bitwise equal; a file may have no logits."""
-    wanted, wanted_rows, _, logits, rows = results[:5]
+    expected, wanted_rows, _, logits, rows = results[:5]
     same = all(map(np.array_equal, rows, wanted_rows))
-    return same and (logits is None or np.array_equal(logits, wanted))
+    return same and (logits is None or np.array_equal(logits, expected))

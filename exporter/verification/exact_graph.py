@@ -68,8 +68,8 @@ class ExactGraph:
             for name in inputs & {*node.input} - values.keys():
                 values[name] = given(name)
             given_here = [values[n] if n else None for n in node.input]
-            found = self._evaluate(index, node, given_here, watch)
-            for name, value in zip(node.output, found, strict=False):
+            results = self._evaluate(index, node, given_here, watch)
+            for name, value in zip(node.output, results, strict=False):
                 if name in outputs:
                     yield name, _array(value)
                 if left[name]:
@@ -95,8 +95,8 @@ class ExactGraph:
         """Evaluate one node."""
         if node.op_type == "Attention":
             inputs = visible_inputs(node, inputs)
-        if own := IMPLEMENTATIONS.get(node.op_type):
-            return own(attributes(node), *inputs)
+        if implementation := IMPLEMENTATIONS.get(node.op_type):
+            return implementation(attributes(node), *inputs)
         evaluator = self._evaluators.get(index) or self._evaluator(node)
         if index is not None:
             self._evaluators[index] = evaluator
@@ -191,9 +191,9 @@ def _alike(arrays: list[Array | None]) -> list[Array | None]:
     return arrays
 
 
-def cast_arrays(arrays: list[Array | None], found: type, wanted: type) -> list[Array | None]:
+def cast_arrays(arrays: list[Array | None], old: type, new: type) -> list[Array | None]:
     """Cast the arrays of one type to another."""
-    return [x.astype(wanted) if x is not None and x.dtype == found else x for x in arrays]
+    return [x.astype(new) if x is not None and x.dtype == old else x for x in arrays]
 
 
 def _product(x: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:

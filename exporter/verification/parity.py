@@ -49,13 +49,13 @@ def verify(
     )
     judge = ErrorCheck(role, "the exact result", tolerance, ratio=ratio)
     held, differing = _run(parts, runner, judge, advance)
-    own = [_largest(p.logits_float32, p.logits) for p in parts]
+    logits_errors = [_largest(p.logits_float32, p.logits) for p in parts]
     caches = [c for p in parts for c in map(_largest, p.caches_float32, p.caches)]
     parity = ParityReport(
         structure_error=difference,
         logits_error=judge.worst["logits"],
         cache_error=judge.worst["cache"],
-        float32_logits_error=max(own),
+        float32_logits_error=max(logits_errors),
         float32_cache_error=max(caches),
         error_ratio=judge.ratio,
         tolerance=tolerance,

@@ -77,21 +77,21 @@ class PartitionedGraph:
         graph.value_info.extend(self._types[name] for name in inner if name in self._types)
         computed = self._behind([name for name in part.constants if not self._is_given(name)])
         graph.node.extend([*computed, *part.nodes])
-        made = {node.output[0] for node in computed}
+        computed_names = {node.output[0] for node in computed}
         names = [*part.constants, *(name for node in computed for name in node.input)]
-        for name in dict.fromkeys(name for name in names if name not in made):
+        for name in dict.fromkeys(name for name in names if name not in computed_names):
             stored = self._stored.get(name)
             graph.initializer.append(stored or _given(name, self.shape(name), self._type(name)))
         return model.SerializeToString()
 
     def _behind(self, constants: list[str]) -> list[onnx.NodeProto]:
         """Return the nodes that compute constants from stored ones, in order."""
-        found: dict[str, onnx.NodeProto] = {}
+        nodes: dict[str, onnx.NodeProto] = {}
         for name in constants:
             if (node := self._computed.get(name)) is not None:
-                found |= {x.output[0]: x for x in self._behind([node.input[0]])}
-                found[name] = node
-        return [*found.values()]
+                nodes |= {x.output[0]: x for x in self._behind([node.input[0]])}
+                nodes[name] = node
+        return [*nodes.values()]
 
     @contextlib.contextmanager
     def computed(self, index: int, memory: BufferPool) -> Iterator[dict[str, np.ndarray]]:
@@ -142,18 +142,18 @@ class PartitionedGraph:
         """
         part = self.parts[index]
         places: dict[str, int] = {}
-        found: list[object] = []
+        descriptions: list[object] = []
         for node in part.nodes:
             for name in (*node.input, *node.output):
                 if name and name not in places:
                     places[name] = len(places)
-                    found.append(self._kind(name, index))
+                    descriptions.append(self._kind(name, index))
             bare = onnx.NodeProto(op_type=node.op_type, domain=node.domain)
             bare.attribute.extend(node.attribute)
             bare.input.extend(str(places.get(name, "")) for name in node.input)
             bare.output.extend(str(places.get(name, "")) for name in node.output)
-            found.append(bare.SerializeToString(deterministic=True))
-        return tuple(found), list(places)
+            descriptions.append(bare.SerializeToString(deterministic=True))
+        return tuple(descriptions), list(places)
 
     def _kind(self, name: str, index: int) -> object:
         """Describe a value in a subgraph without its name; weights by their shape."""
@@ -166,8 +166,8 @@ class PartitionedGraph:
         if _layer(name):
             return kind
         # What many layers read, one of two masks perhaps, goes by its name; so do inputs.
-        made_in, place = self._made.get(name, (0, 0))
-        origin = name if name in self._shared or not made_in else (index - made_in, place)
+        made_in, position = self._made.get(name, (0, 0))
+        origin = name if name in self._shared or not made_in else (index - made_in, position)
         return kind, origin, name in part.outputs
 
     def weights(self, index: int) -> tuple[object, ...]:
@@ -231,10 +231,10 @@ class PartitionedGraph:
         later = {value.name for value in self._model.graph.output}  # read, behind a part
         for i, part in reversed([*enumerate(self.parts)]):
             reads = {n for x in part.nodes for n in x.input if n and not self._is_constant(n)}
-            made = [name for node in part.nodes for name in node.output]
-            self._made |= {name: (i, place) for place, name in enumerate(made)}
-            part.inputs = sorted(reads - {*made})
-            part.outputs = sorted(later & {*made} - {""})
+            produced = [name for node in part.nodes for name in node.output]
+            self._made |= {name: (i, position) for position, name in enumerate(produced)}
+            part.inputs = sorted(reads - {*produced})
+            part.outputs = sorted(later & {*produced} - {""})
             later |= reads
             for name in part.inputs:
                 readers[name].add(part.layer)
@@ -248,7 +248,7 @@ def _layer(name: str) -> str:
 
 def _given(name: str, shape: list[int], dtype: torch.dtype) -> onnx.TensorProto:
     """Return a constant that the caller passes in; its location in a file is not read."""
-    kind = next(kind for kind, known in TORCH_TYPES.items() if known == dtype)
+    kind = next(kind for kind, dtype_ in TORCH_TYPES.items() if dtype_ == dtype)
     tensor = onnx.TensorProto(name=name, data_type=kind, dims=shape)
     tensor.data_location = onnx.TensorProto.EXTERNAL
     size = math.prod(shape) * dtype.itemsize
@@ -283,24 +283,24 @@ def find_representatives(splits: Mapping[str, PartitionedGraph]) -> Representati
             if forms[end - 1] != forms[start - 1]:
                 continue
             if {*forms[end:start]} <= {*forms[:end], *forms[start:]}:
-                found = {file: _names(split, end, start) for file, split in splits.items()}
-                names = {file: given for file, given in found.items() if given is not None}
-                if names.keys() == found.keys():
+                mappings = {file: _names(split, end, start) for file, split in splits.items()}
+                names = {file: mapping for file, mapping in mappings.items() if mapping is not None}
+                if names.keys() == mappings.keys():
                     return RepresentativeParts(end, start, names)
     return None
 
 
 def _form(splits: Mapping[str, PartitionedGraph], index: int) -> tuple[object, ...]:
     """Return a subgraph's form in every file, with weights that the decoder does not read."""
-    found: list[object] = []
+    forms: list[object] = []
     (decoder, *_) = splits.values()
     for split in splits.values():
         if index < len(split.parts):
-            weights, wanted = split.weights(index), decoder.weights(index)
-            found.append((split.form(index)[0], weights if weights != wanted else None))
+            weights, decoder_weights = split.weights(index), decoder.weights(index)
+            forms.append((split.form(index)[0], weights if weights != decoder_weights else None))
         else:
-            found.append(None)
-    return tuple(found)
+            forms.append(None)
+    return tuple(forms)
 
 
 def _names(split: PartitionedGraph, end: int, start: int) -> dict[str, str] | None:
@@ -308,8 +308,8 @@ def _names(split: PartitionedGraph, end: int, start: int) -> dict[str, str] | No
     if start >= len(split.parts):
         return {}
     left_out = {name for part in split.parts[end:start] for name in part.outputs}
-    wanted = {name for part in split.parts[start:] for name in part.inputs} & left_out
-    given, made = (split.form(index - 1)[1] for index in (end, start))
-    if not wanted <= {*made}:
+    read = {name for part in split.parts[start:] for name in part.inputs} & left_out
+    before, after = (split.form(index - 1)[1] for index in (end, start))
+    if not read <= {*after}:
         return None
-    return {name: given[made.index(name)] for name in wanted}
+    return {name: before[after.index(name)] for name in read}

@@ -99,10 +99,10 @@ def compute_references(
     Raises ParityError for a model whose logits are meaningless in float32.
     """
     random = np.random.default_rng(0)
-    found: list[Reference] = []
+    references: list[Reference] = []
     for start, end in compared_positions(geometry, num_parameters(model)):
         tokens = random.integers(0, num_tokens, end - start)
-        history = _rows_before(start, found, geometry)
+        history = _rows_before(start, references, geometry)
         left_out = 0
         for _ in range(TRIES):
             part, near = _reference(model, sources, tokens, start, history, geometry)
@@ -116,10 +116,10 @@ def compute_references(
                 f"{role}: its routers choose by less than float32's error for {near.sum()} of "
                 f"{len(tokens)} tokens, {TRIES} times; such choices cannot be compared"
             )
-        found.append(replace(part, left_out=left_out))
+        references.append(replace(part, left_out=left_out))
         advance(end - start)
-    _check_float32(role, found)
-    return found
+    _check_float32(role, references)
+    return references
 
 
 def num_parameters(model: torch.nn.Module) -> int:
@@ -154,19 +154,21 @@ def _reference(
     """Compute one segment, and the positions of near-ties in routing."""
     logits: list[np.ndarray] = []
     near_logits: list[np.ndarray] = []
-    own: list[np.ndarray] = []
+    pytorch_errors: list[np.ndarray] = []
     with _computing(model, sources, exact=True) as choices:
         caches = _passes(model, tokens, start, history, geometry, choices, logits.append)
     exact = np.concatenate([part[0] for part in logits])
 
-    def compare(found: np.ndarray) -> None:
-        rows = exact[sum(map(len, near_logits)) :][: found.shape[1]]
-        off = row_errors(found, rows)
+    def compare(rounded_cachesrounded_logits: np.ndarray) -> None:
+        rows = exact[sum(map(len, near_logits)) :][: rounded_cachesrounded_logits.shape[1]]
+        off = row_errors(rounded_cachesrounded_logits, rows)
         near_logits.append(off.max(0))
-        own.append(off[0])
+        pytorch_errors.append(off[0])
 
     with _computing(model, sources, exact=False) as rounded:
-        found = _passes(model, tokens, start, history, geometry, rounded, compare, ROUNDINGS)
+        rounded_caches = _passes(
+            model, tokens, start, history, geometry, rounded, compare, ROUNDINGS
+        )
     reference = Reference(
         tokens.copy(),
         start,
@@ -176,9 +178,9 @@ def _reference(
         float32_error_bounds(np.concatenate(near_logits), exact),
         [
             float32_error_bounds(row_errors(a, b).max(0), b[0])
-            for a, b in zip(found, caches, strict=True)
+            for a, b in zip(rounded_caches, caches, strict=True)
         ],
-        np.concatenate(own),
+        np.concatenate(pytorch_errors),
         choices.num_experts,
     )
     return reference, near_routing_ties(choices, rounded, len(tokens))
@@ -302,12 +304,14 @@ def near_routing_ties(
 ) -> np.ndarray:
     """Return the positions whose routing margin is near float32's error. [n]"""
     near = np.zeros(num_positions, bool)
-    for (positions, wanted, k), (_, found, _) in zip(exact.scores, rounded.scores, strict=True):
-        if k < wanted.shape[1]:
+    for (positions, exact_scores, k), (_, rounded_scores, _) in zip(
+        exact.scores, rounded.scores, strict=True
+    ):
+        if k < exact_scores.shape[1]:
             with np.errstate(invalid="ignore"):
-                moved = np.abs(found.reshape(-1, *wanted.shape) - wanted)
+                moved = np.abs(rounded_scores.reshape(-1, *exact_scores.shape) - exact_scores)
                 noise = np.nan_to_num(moved, posinf=0).max((0, 2))
-                ordered = -np.sort(-wanted, axis=1)
+                ordered = -np.sort(-exact_scores, axis=1)
                 margin = np.nan_to_num(ordered[:, k - 1] - ordered[:, k], nan=np.inf)
             part = near[positions]
             part |= (margin < 2 * FLOAT32.multiple * noise).reshape(len(part), -1).any(1)

@@ -20,24 +20,24 @@ TINY = 1e-6  # of the largest value of an output: what a row of zeros is relativ
 STRUCTURE = 1e-3
 
 
-def row_scales(wanted: np.ndarray) -> np.ndarray:
+def row_scales(expected: np.ndarray) -> np.ndarray:
     """Return the largest magnitude of each row. [..., n, D] -> [..., n]"""
-    sizes = np.abs(wanted).max(-1)
+    sizes = np.abs(expected).max(-1)
     return np.maximum(sizes, max(TINY * float(sizes.max(initial=0)), 1e-30))
 
 
-def row_errors(found: np.ndarray, wanted: np.ndarray) -> np.ndarray:
+def row_errors(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     """Return the largest difference in each row, infinite where it is not finite. -> [..., n]"""
     with np.errstate(invalid="ignore", over="ignore"):
-        error = np.abs(found - wanted).max(-1)
+        error = np.abs(actual - expected).max(-1)
     return np.where(np.isfinite(error), error, np.inf)
 
 
 def float32_error_bounds(error: np.ndarray, exact: np.ndarray) -> np.ndarray:
     """Return float32's relative `error` of each row, at least the median. [..., n] -> [..., n]"""
-    found = error / row_scales(exact)
-    usual = np.median(found, axis=-1, keepdims=True)
-    return np.maximum(found, usual) + FLOAT32.floor / FLOAT32.multiple
+    relative = error / row_scales(exact)
+    usual = np.median(relative, axis=-1, keepdims=True)
+    return np.maximum(relative, usual) + FLOAT32.floor / FLOAT32.multiple
 
 
 @dataclass
@@ -60,8 +60,8 @@ class ErrorCheck:
         self,
         kind: str,
         name: str,
-        found: np.ndarray,
-        wanted: np.ndarray,
+        actual: np.ndarray,
+        expected: np.ndarray,
         float32: np.ndarray,
         start: int = 0,
         largest: float | None = None,
@@ -70,13 +70,13 @@ class ErrorCheck:
 
         `largest` is the largest value of the whole output, if these are some rows of it.
         """
-        if found.shape != wanted.shape:
+        if actual.shape != expected.shape:
             raise ParityError(
                 f"{self.role}: {name} from position {start} on has the shape "
-                f"{list(found.shape)}, not {list(wanted.shape)} as {self.wanted}"
+                f"{list(actual.shape)}, not {list(expected.shape)} as {self.wanted}"
             )
-        size = largest or float(np.abs(wanted).max(initial=1e-30))
-        error, scale = row_errors(found, wanted), row_scales(wanted)
+        size = largest or float(np.abs(expected).max(initial=1e-30))
+        error, scale = row_errors(actual, expected), row_scales(expected)
         self.worst[kind] = max(self.worst.get(kind, 0.0), float(error.max(initial=0)) / size)
         self.row = max(self.row, float((error / scale).max(initial=0)))
         ratio = error / scale / float32
@@ -84,16 +84,16 @@ class ErrorCheck:
         over = error / size / self.tolerance if self.tolerance else ratio / self.multiple
         if over.max(initial=0) <= 1:
             return
-        place = np.unravel_index(over.argmax(), over.shape)
-        *head, row = map(int, place)
+        worst = np.unravel_index(over.argmax(), over.shape)
+        *head, row = map(int, worst)
         where = f"{name}{f' head {head[0]}' if head else ''} at position {start + row}"
         if self.tolerance:
             reason = (
-                f"{error[place] / size:.1e} of the largest value, --tolerance is {self.tolerance:g}"
+                f"{error[worst] / size:.1e} of the largest value, --tolerance is {self.tolerance:g}"
             )
         else:
             reason = (
-                f"{error[place] / scale[place]:.1e} of the row's largest value, allowed are "
-                f"{self.multiple:g} times float32's own {float32[place]:.1e}"
+                f"{error[worst] / scale[worst]:.1e} of the row's largest value, allowed are "
+                f"{self.multiple:g} times float32's own {float32[worst]:.1e}"
             )
         raise ParityError(f"{self.role}: {where} differs from {self.wanted} by {reason}")

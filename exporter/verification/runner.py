@@ -151,13 +151,15 @@ class Runner:
                 for i in _order(through if left_out else actions, bool(stage.caches)):
                     action, shorter = actions[i], i >= len(through)
                     if isinstance(action, PassAction):
-                        made = stage.run(action.name, action.packed, passes[i])
+                        outputs = stage.run(action.name, action.packed, passes[i])
                         if action.told:
-                            action.told(made)
+                            action.told(outputs)
                         if self.left_out is not None and shorter:
                             stands_for = self.left_out.names[action.name]
-                            made |= {name: made[x] for name, x in stands_for.items() if x in made}
-                        passes[i] |= made
+                            outputs |= {
+                                name: outputs[x] for name, x in stands_for.items() if x in outputs
+                            }
+                        passes[i] |= outputs
                         if (logits := passes[i].pop("logits", None)) is None:
                             continue
                         results[i] = action.then(logits[0]) if action.then else logits[0]
@@ -171,7 +173,9 @@ class Runner:
                     else:
                         at = {name: index[name] for name in stage.caches}
                         places = {n: kept[i] for n, i in at.items()} if shorter else at
-                        stage.fill({name: action.history(place) for name, place in places.items()})
+                        stage.fill(
+                            {name: action.history(index_) for name, index_ in places.items()}
+                        )
                 advance(1)
         return results
 
@@ -182,15 +186,15 @@ class Runner:
 
     def can_run(self) -> bool:
         """Load every file as well; return False if ONNX Runtime lacks nothing but kernels."""
-        found = True
+        has_kernels = True
         for name in self.lengths:
             try:
                 self._check_file(name)
             except ExportError as error:
                 if type(error.__cause__).__name__ != "NotImplemented":
                     raise
-                found = False
-        return found
+                has_kernels = False
+        return has_kernels
 
     def _check_file(self, name: str) -> None:
         options = unpacked_options()
@@ -204,8 +208,8 @@ class Runner:
         decoder, memory = self._splits["decoder"], BufferPool()
         for i, part in enumerate(decoder.parts):
             caches = {n: shape for n, shape in self._shapes.items() if n in part.inputs}
-            with decoder.computed(i, memory) as given:
-                values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in given.items()}
+            with decoder.computed(i, memory) as constants:
+                values = {n: ort.OrtValue.ortvalue_from_numpy(v) for n, v in constants.items()}
                 open_ = functools.partial(self._open_part, i, values)
                 stage = SubgraphSession(caches, self._dtype, open_)
                 try:
@@ -214,7 +218,7 @@ class Runner:
                     stage.close()
 
     def _open_part(
-        self, index: int, given: dict[str, ort.OrtValue], name: str, packed: bool
+        self, index: int, constants: dict[str, ort.OrtValue], name: str, packed: bool
     ) -> ort.InferenceSession | None:
         split = self._splits[name]
         if index >= len(split.parts):
@@ -224,8 +228,8 @@ class Runner:
         options.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(self.folder)
         )
-        for constant in given.keys() & set(split.parts[index].constants):
-            options.add_initializer(constant, given[constant])
+        for constant in constants.keys() & set(split.parts[index].constants):
+            options.add_initializer(constant, constants[constant])
         return self._load(name, options, split.model(index))
 
     def _load(

@@ -89,12 +89,12 @@ def _pass(
     first, end = part.start + at, min(part.start + rows.stop, part.end)
     for name, value in graph.run(given, alone or (lambda node, inputs: None)):
         if name == "logits":
-            found, wanted, float32 = value[0], part.logits[rows], part.logits_float32[rows]
+            actual, expected, float32 = value[0], part.logits[rows], part.logits_float32[rows]
         else:
             i = names.index(name.replace("present", "past_key_values"))
-            found = value[0][:, first:end]
-            wanted, float32 = part.caches[i][:, rows], part.caches_float32[i][:, rows]
-        judge.compare("structure", name, found, wanted, float32, first)
+            actual = value[0][:, first:end]
+            expected, float32 = part.caches[i][:, rows], part.caches_float32[i][:, rows]
+        judge.compare("structure", name, actual, expected, float32, first)
 
 
 class NodeCheck:
@@ -115,18 +115,22 @@ class NodeCheck:
         if node.op_type not in FUSED or (self._once and kind in self._kinds):
             return
         self._kinds.add(kind)
-        given = cast_arrays(inputs, np.float64, np.float32)
-        cut = visible_inputs(node, given)
+        arrays = cast_arrays(inputs, np.float64, np.float32)
+        cut = visible_inputs(node, arrays)
         exact = self._graph.node(node, cast_arrays(cut, np.float32, np.float64))[0]
         heads = attributes(node).get("num_heads", 1)
-        found, exact = (_by_head(x, heads)[:, : self._length] for x in (_run(node, given), exact))
+        actual, exact = (_by_head(x, heads)[:, : self._length] for x in (_run(node, arrays), exact))
         random = np.random.default_rng(0)
-        own = np.zeros(exact.shape[:2])
+        float32_errors = np.zeros(exact.shape[:2])
         for _ in range(ORDERS):
             rounded = self._graph.node(node, _reordered(node, cut, random))[0]
-            own = np.maximum(own, row_errors(_by_head(rounded, heads)[:, : self._length], exact))
+            float32_errors = np.maximum(
+                float32_errors, row_errors(_by_head(rounded, heads)[:, : self._length], exact)
+            )
         name = f"{node.op_type} {node.name or node.output[0]}"
-        self._judge.compare("fused", name, found, exact, float32_error_bounds(own, exact))
+        self._judge.compare(
+            "fused", name, actual, exact, float32_error_bounds(float32_errors, exact)
+        )
 
 
 def _reordered(
@@ -172,12 +176,12 @@ def _by_head(output: Array, heads: int) -> Array:
 
 def _run(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
     """Return the first output of a single node in ONNX Runtime."""
-    given = inputs_by_name(node, inputs)
+    feeds = inputs_by_name(node, inputs)
     values = [
         onnx.helper.make_tensor_value_info(
             n, onnx.helper.np_dtype_to_tensor_dtype(x.dtype), x.shape
         )
-        for n, x in given.items()
+        for n, x in feeds.items()
     ]
     kind = onnx.TensorProto.FLOAT
     results = [onnx.helper.make_tensor_value_info(n, kind, None) for n in node.output if n]
@@ -186,4 +190,4 @@ def _run(node: onnx.NodeProto, inputs: list[Array | None]) -> Array:
     model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
     with translate_errors(ExportError, f"ONNX Runtime cannot run {node.op_type}: "):
         session = open_session(model.SerializeToString(), ort.SessionOptions())
-        return np.asarray(session.run([node.output[0]], given)[0])
+        return np.asarray(session.run([node.output[0]], feeds)[0])

@@ -66,7 +66,7 @@ class SubgraphSession:
         with translate_errors(ExportError, f"ONNX Runtime cannot run {file}: "):
             session.run_with_iobinding(binding)
         outputs = zip(names, binding.get_outputs(), strict=True)
-        return {name: made.numpy() for name, made in outputs if caches[name] is None}
+        return {name: output.numpy() for name, output in outputs if caches[name] is None}
 
     def fill(self, rows: Values) -> None:
         """Write [H, n, D] rows to the caches."""

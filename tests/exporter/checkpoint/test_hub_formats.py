@@ -98,7 +98,7 @@ def test_a_gguf_file_too_large_for_memory_is_refused_before_it_is_fetched(gguf_s
 
 def test_several_gguf_files_need_a_choice(gguf_server):
     (gguf_server.folder / NAME / "model-Q4_0.gguf").write_bytes(b"unread")
-    assert f"give one, as {NAME}/model-Q4_0.gguf" in refusal()
+    assert f"give one of them, such as {NAME}/model-Q4_0.gguf" in refusal()
     assert find(name=f"{NAME}/{GGUF}").weights == [GGUF]
     assert "has no model-Q2_K.gguf" in refusal(name=f"{NAME}/model-Q2_K.gguf")
 

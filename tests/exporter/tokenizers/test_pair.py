@@ -66,8 +66,8 @@ def fall_back(value):
     [
         (swap_tokens, "vocabularies: 'a' is"),
         (swap_merges, "merges: number"),
-        (prefix_space, "pre-tokeniser"),
-        (lowercase, "normaliser"),
+        (prefix_space, "pre-tokenizer"),
+        (lowercase, "normalizer"),
         (fall_back, "byte_fallback"),
     ],
 )
