@@ -147,14 +147,14 @@ def check_costs(
     if estimate.exporting > (held := system_memory().total):
         raise ExportError(
             f"{checkpoint.role} {checkpoint.name} has {estimate.num_parameters / 1e9:.1f} billion "
-            f"parameters; comparing one layer's experts takes {_gigabytes(estimate.exporting)} of "
-            f"memory where this machine has {_gigabytes(held)}; give a smaller model, or export "
+            f"parameters; verifying one layer's experts takes {_gigabytes(estimate.exporting)} of "
+            f"memory, and this machine has {_gigabytes(held)}; give a smaller model, or export "
             "on a larger machine"
         )
     costs = (describe_costs(estimate, op_set, graphs) for op_set in op_sets)
     layer = estimate.mixtures[0]
     progress.note(
-        f"{checkpoint.role}: {layer.chosen} of {layer.number} experts a token, "
+        f"{checkpoint.role}: {layer.chosen} of {layer.number} experts per token, "
         f"{_gigabytes(estimate.weights)} of weights in float32, exported in "
         f"{_gigabytes(estimate.exporting)} of memory; {'; '.join(costs)}"
     )
@@ -168,7 +168,7 @@ def describe_costs(estimate: CostEstimate, ops: str, graphs: list[GraphFile]) ->
     held = " and ".join(f"{size} for {', '.join(names)}" for size, names in peaks.items())
     return (
         f"{ops} reads {_gigabytes(estimate.read(ops))} and computes "
-        f"{estimate.operations(ops) / 1e9:.3g} GFLOP a token, in memory of {held}"
+        f"{estimate.operations(ops) / 1e9:.3g} GFLOP per token, in memory of {held}"
     )
 
 

@@ -43,7 +43,9 @@ def _check(output: Path) -> None:
     if output == Path.cwd():
         raise ExportError("--output is the folder you are in; name another one")
     if _holds_something_else(output):
-        raise ExportError(f"{output} is not empty and no bundle; name another folder with --output")
+        raise ExportError(
+            f"{output} is not empty and not a bundle; name another folder with --output"
+        )
     if _is_no_folder(output):
         raise ExportError(f"{output} is a file; name a folder with --output")
     if around := next((p for p in output.parents if (p / MANIFEST).is_file()), None):
@@ -102,7 +104,7 @@ def _make_parents(parent: Path) -> list[Path]:
     try:
         parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ExportError(f"{parent} cannot be made: {error.strerror}") from error
+        raise ExportError(f"{parent} cannot be created: {error.strerror}") from error
     return missing
 
 

@@ -202,7 +202,9 @@ def build_multimodal_model(config: PreTrainedConfig) -> Any:
     """Build the multimodal model of a config on the meta device (5.17 to 5.23)."""
     model_class = auto.MODEL_FOR_MULTIMODAL_LM_MAPPING.get(type(config), None)
     if model_class is None:
-        raise CheckpointError(f"{config.model_type} is no multimodal model ({describe_versions()})")
+        raise CheckpointError(
+            f"{config.model_type} is not a multimodal model ({describe_versions()})"
+        )
     context = f"transformers cannot build a {config.model_type} model of its config"
     with translate_internal_errors(CheckpointError, context), torch.device("meta"), quiet():
         return model_class(copy.deepcopy(config)).eval()

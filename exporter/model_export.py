@@ -167,8 +167,8 @@ def cut_draft(
             raise ExportError(f"that leaves caches of {len(draft.shape.layers)} layers")
     except Exception as error:
         raise ExportError(
-            f"the target cannot be cut to {self_draft.PREFIX}{num_layers}: {first_line(error)}; "
-            "give another --draft"
+            f"the target cannot be truncated to {self_draft.PREFIX}{num_layers}: "
+            f"{first_line(error)}; give another --draft"
         ) from error
     return draft
 
@@ -263,7 +263,7 @@ def _references(part: ModelExport) -> list[Reference]:
 def _note_rotary(role: str, loaded: LoadedModel, context_length: int, progress: Progress) -> None:
     if freeze_rotary(loaded.model, context_length):
         progress.note(
-            f"{role}: its rotary factors are those of texts of {context_length} tokens at "
+            f"{role}: its rotary factors are those of a context of {context_length} tokens at "
             "every position; a smaller --max-length may choose others"
         )
 

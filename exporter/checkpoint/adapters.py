@@ -101,7 +101,7 @@ def merge(adapter: Adapter, model: Any, progress: Progress) -> Any:
     license = folders.printable_line(licenses.stated_license(adapter.folder)) or "none stated"
     base = folders.printable_line(str(config.base_model_name_or_path or "a model it does not name"))
     progress.note(
-        f"{where}, trained on {base}, is merged into its model, in float32; its licence: {license}"
+        f"{where}, trained on {base}, is merged into its model, in float32; its license: {license}"
     )
     return _untied(wrapped.unload())
 

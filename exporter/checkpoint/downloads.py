@@ -86,8 +86,8 @@ def _fetch_rest(url: str, blob: Path, size: int, advance: Callable[[int], None])
             part.unlink()
             advance(-size)
     raise CheckpointError(
-        f"{url} was downloaded twice, and both times its SHA-256 was not the one that the hub "
-        "says; try again later"
+        f"{url} was downloaded twice, each time with a SHA-256 that differs from the "
+        "hub's; try again later"
     )
 
 

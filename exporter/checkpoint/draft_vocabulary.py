@@ -28,8 +28,8 @@ def lm_head(model: nn.Module) -> nn.Linear:
     head = model.get_output_embeddings()  # type: ignore[operator]
     if type(head) is not nn.Linear:
         raise ExportError(
-            f"the draft's head is {type(head).__name__}, not one matrix, so it cannot be cut; "
-            "leave --draft-vocab out"
+            f"the draft's LM head is {type(head).__name__}, not one matrix, so it cannot be "
+            "pruned; leave --draft-vocab out"
         )
     return head
 

@@ -62,7 +62,7 @@ def check_layout(role: str, name: str, folder: Path, files: set[str]) -> None:
             f"from; {cure}"
         )
     raise CheckpointError(
-        f"{where} has no {weight_files.SAFE[0]}; give a folder with a whole checkpoint"
+        f"{where} has no {weight_files.SAFE[0]}; give a folder with a complete checkpoint"
     )
 
 

@@ -30,7 +30,7 @@ def check_memory(where: str, file: Path) -> None:
     need, free = 4 * sum(_tensors(where, file).values()) + ROOM, system_memory().available
     if need > free:
         raise CheckpointError(
-            f"{where} takes {need / 1e9:.1f} GB of memory, as a GGUF file is widened to float32 "
+            f"{where} takes {need / 1e9:.1f} GB of memory, as a GGUF file is dequantized as a "
             f"whole, and {free / 1e9:.1f} GB are free; give the checkpoint with safetensors that "
             "it was made from, which is read piece by piece"
         )
@@ -54,7 +54,7 @@ def apply_rope_scaling(where: str, file: Path, config: Any) -> None:
         config.rope_parameters = unscaled
     if scalings:
         raise CheckpointError(
-            f"{where}: {file.name} scales its positions in a way that transformers does not read "
+            f"{where}: {file.name} has a rotary scaling that transformers does not read "
             f"({scalings[0]}); give the checkpoint it was made from"
         )
 

@@ -152,7 +152,7 @@ def _cached(
         offline = isinstance(reason, errors.OfflineModeIsEnabled)
         why = "HF_HUB_OFFLINE is set" if offline else first_line(reason)
         raise CheckpointError(
-            f"{role} {name} is no folder here, and the hub cannot be reached ({why}); "
+            f"{role} {name} is no local folder, and the hub cannot be reached ({why}); "
             "connect to the network, or give a local folder"
         ) from reason
     sizes = {file: (folder / file).stat().st_size for file in weights}

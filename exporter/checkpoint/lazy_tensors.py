@@ -112,7 +112,8 @@ def cast_lazily(tensor: LazyTensor, dtype: torch.dtype) -> LazyTensor:
         narrow = wide.to(dtype)
         if torch.isinf(narrow).any() and not torch.isinf(wide).any():
             raise CheckpointError(
-                f"a weight of {float(wide.abs().max()):.3g} is beyond {dtype}; take another type"
+                f"a weight of {float(wide.abs().max()):.3g} exceeds the range of {dtype}; choose "
+                "another type"
             )
         return narrow
 

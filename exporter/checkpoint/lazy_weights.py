@@ -155,7 +155,7 @@ def _like(
     ):
         raise ExportError(
             f"its graph takes {list(array.shape)} of a matrix {list(matrix.shape)} in a way that "
-            "cannot be followed to the checkpoint"
+            "cannot be resolved to the checkpoint"
         )
     part = matrix.narrow(axis, first, lengths[axis]).reshape([array.shape[i] for i in order])
     part = part.permute([order.index(i) for i in sorted(order)])

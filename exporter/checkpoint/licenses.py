@@ -56,7 +56,7 @@ def copy_licenses(
         taken.add(name.lower())
     if not taken and license is None:
         progress.note(
-            f"{role}: its checkpoint states no licence; ask its authors what you may do with it"
+            f"{role}: its checkpoint states no license; ask its authors what you may do with it"
         )
 
 

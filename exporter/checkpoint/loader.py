@@ -51,7 +51,7 @@ def load(checkpoint: Checkpoint, progress: Progress) -> LoadedModel:
     if checkpoint.dtype is not None:
         _round(model, getattr(torch, checkpoint.dtype))
         dtype = checkpoint.dtype
-        progress.note(f"{checkpoint.role}: its matrices are rounded to {dtype}")
+        progress.note(f"{checkpoint.role}: its matrices are converted to {dtype}")
     model.eval().requires_grad_(False)
     sources = WeightSources()
     _put_placeholders(model, sources)
@@ -76,7 +76,7 @@ def _model(where: str, checkpoint: Checkpoint, progress: Progress) -> tuple[Any,
     weight_files.check_names(where, state, empty.state_dict())
     dtype = weight_files.stored_dtype(where, state)
     if any(tensor.dtype == torch.float64 for tensor in state.values()):
-        progress.note(f"{checkpoint.role}: its weights in float64 are rounded to float32")
+        progress.note(f"{checkpoint.role}: its weights in float64 are converted to float32")
     model, info = type(empty).from_pretrained(
         None,
         config=empty.config,
@@ -104,7 +104,7 @@ def _note_left_out(role: str, names: list[str], progress: Progress) -> None:
     """Note tensors that the model has no place for, except buffers of old versions."""
     if names := [name for name in names if not name.endswith(_NEEDLESS)]:
         progress.note(
-            f"{role}: the model has no place for {len(names)} of its tensors, such as "
+            f"{role}: the model does not use {len(names)} of its tensors, such as "
             f"{folders.printable_line(names[0])}, which are left out"
         )
 
@@ -153,13 +153,13 @@ def _note_format(where: str, checkpoint: Checkpoint, model: Any, progress: Progr
         how = None if kind in gguf_files.FLOATS else kind
         if count := gguf_files.count_unused(where, file, model):
             progress.note(
-                f"{role}: the model has no place for {count} numbers of its GGUF file, which are "
+                f"{role}: the model does not use {count} weights of its GGUF file, which are "
                 "left out"
             )
     if how is not None:
         progress.note(
-            f"{role}: its weights are stored in {how} and widened to what they stand for; "
-            f"the {role} is this quantised model"
+            f"{role}: its weights are stored in {how} and dequantized; "
+            f"the {role} is the quantized model"
         )
     if file.suffix == ".bin":
         progress.note(

@@ -58,7 +58,7 @@ def check(where: str, raw: Mapping[str, Any], names: set[str], original: str | N
         return
     name = _NAMES.get(how, f"the method '{how[:40]}'")
     cure = f"{original}, which it was made from" if original else "the checkpoint it was made from"
-    raise CheckpointError(f"{where} is quantised with {name}, which is not supported; give {cure}")
+    raise CheckpointError(f"{where} is quantized with {name}, which is not supported; give {cure}")
 
 
 def expansion(raw: Mapping[str, Any]) -> float:
@@ -151,8 +151,8 @@ def _all_fp8(
         blocks = [-(-whole // n) for n, whole in zip(sizes, tensor.shape[-2:], strict=False)]
         if scales.numel() != 1 and [*scales.shape] != [*tensor.shape[:-2], *blocks]:
             raise CheckpointError(
-                f"{where}: {key}_scale_inv is {[*scales.shape]}, a layout of scales that is not "
-                f"known for {[*tensor.shape]}; give the checkpoint it was made from"
+                f"{where}: {key}_scale_inv is {[*scales.shape]}, an unknown layout of "
+                f"scales for {[*tensor.shape]}; give the checkpoint it was made from"
             )
         result[key] = dequantize_fp8(tensor, scales, sizes)
     return result

@@ -46,7 +46,7 @@ def decoder_config(where: str, config: Any) -> Any:
         )
     if text is not config and not _places(config, text):
         raise CheckpointError(
-            f"{about} has its text decoder where it is not known "
+            f"{about} has its text decoder in an unknown place "
             f"({internals.describe_versions()}); give another model"
         )
     return text
@@ -74,12 +74,13 @@ def _text_config(about: str, config: Any) -> Any:
         text = config.get_text_config()
     except ValueError as error:
         raise CheckpointError(
-            f"{about} has several text models, and which to take is not known; give a decoder alone"
+            f"{about} has several text models, and it is unclear which to export; give a "
+            "decoder alone"
         ) from error
     if text is config:
         return config
     if not isinstance(text, PreTrainedConfig):
-        raise CheckpointError(f"{about} has a text part that is no config; download it again")
+        raise CheckpointError(f"{about} has an invalid text config; download it again")
     for name in _SAID_BY_THE_WHOLE:
         if getattr(config, name, None) is not None:
             setattr(text, name, getattr(config, name))

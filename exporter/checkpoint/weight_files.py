@@ -21,7 +21,7 @@ from .lazy_weights import FLOATS
 
 SAFE = ("model.safetensors", "model.safetensors.index.json")
 PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json")
-# What quantised weights and adapters consist of; $ is a name's end.
+# What quantized weights and adapters consist of; $ is a name's end.
 _FORMS = ("_scale_inv$", "_scales$", ".qweight$", ".qzeros$", "lora_")
 _DTYPES = {
     torch.float16: "float16",
@@ -120,8 +120,8 @@ def check_names(where: str, state: dict[str, torch.Tensor], model_names: Iterabl
     for key, tensor in state.items():
         if any(form in f"{key}$" for form in forms):
             raise CheckpointError(
-                f"{where}: {key} is a part of a weight that is stored in another form, which is "
-                "not supported; give the checkpoint it was made from"
+                f"{where}: {key} is a part of a weight in an unsupported format; "
+                "give the checkpoint it was made from"
             )
         if tensor.is_floating_point() and tensor.dtype not in FLOATS:
             raise _refused(where, key, tensor.dtype)
@@ -138,7 +138,7 @@ def check_types(where: str, parameters: Iterable[tuple[str, torch.Tensor]]) -> N
 def _refused(where: str, name: str, kind: torch.dtype) -> CheckpointError:
     return CheckpointError(
         f"{where}: {name} is stored in {str(kind).removeprefix('torch.')}, and its config.json "
-        "does not say how to dequantise it; give the checkpoint it was made from"
+        "does not say how to dequantize it; give the checkpoint it was made from"
     )
 
 

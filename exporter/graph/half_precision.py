@@ -56,7 +56,7 @@ def convert_caches(model: ir.Model, kind: ir.DataType) -> None:
     for value in graph.outputs[1:]:
         if value.dtype != kind:
             raise ExportError(
-                f"a {value.producer().op_type} node makes its caches, which stay in "  # type: ignore[union-attr]
+                f"a {value.producer().op_type} node computes the caches in "  # type: ignore[union-attr]
                 f"{value.dtype}; leave --cache out"
             )
     _end(model, kind)
@@ -67,7 +67,7 @@ def _begun(graph: ir.Graph, kind: ir.DataType) -> _Casts:
     for value in graph.inputs:
         if value.dtype == _WIDE:
             value.dtype = kind
-    _centre_biases(graph)
+    _center_biases(graph)
     return _Casts(graph, kind)
 
 
@@ -78,7 +78,7 @@ def _end(model: ir.Model, kind: ir.DataType) -> None:
     drop_unused(model.graph)
 
 
-def _centre_biases(graph: ir.Graph) -> None:
+def _center_biases(graph: ir.Graph) -> None:
     """Shift position biases, such as ALiBi's, to 0 at the first new token.
 
     Softmax is invariant to that, and 16 bits resolve positions near it.
@@ -88,12 +88,12 @@ def _centre_biases(graph: ir.Graph) -> None:
         past = next(value for value in graph.inputs if value.name == "past_length")
         here = ir.node("Gather", [bias, past], {"axis": -1})
         less = ir.node("Sub", [bias, here.outputs[0]])
-        name = f"{bias.name}.centred"
-        centred = _put(graph, bias.producer(), less, bias, _WIDE, name)
+        name = f"{bias.name}.centered"
+        centered = _put(graph, bias.producer(), less, bias, _WIDE, name)
         _put(graph, bias.producer(), here, bias, _WIDE, f"{bias.name}.here")
         here.outputs[0].shape = None
         for user, index in users:
-            user.replace_input_with(index, centred)
+            user.replace_input_with(index, centered)
 
 
 def _bias(node: ir.Node) -> ir.Value | None:

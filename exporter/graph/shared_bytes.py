@@ -120,8 +120,8 @@ def _look_up(node: ir.Node, rows: ir.Value, nodes: GraphBuilder) -> None:
     assert isinstance(size, int)
     width = -(-size // BLOCK) * BLOCK
     taken = nodes("Cast", nodes("Gather", rows, ids), to=kind)
-    centred = nodes("Sub", taken, np.array(128, kind.numpy()))
-    rows_found = nodes("Reshape", centred, [*kept, width])
+    centered = nodes("Sub", taken, np.array(128, kind.numpy()))
+    rows_found = nodes("Reshape", centered, [*kept, width])
     if width > size:
         rows_found = nodes("Slice", rows_found, [0], [size], [-1])
     rows_found.shape, rows_found.dtype = output.shape, output.dtype

@@ -165,7 +165,7 @@ def _fused(
     except ExportError as error:
         if or_none:
             return None
-        raise ExportError(f"{error}; take --layout split") from error
+        raise ExportError(f"{error}; use --layout split") from error
 
 
 def _split(bundle: Bundle, ops: Mapping[str, str]) -> list[_Made]:

@@ -92,7 +92,7 @@ def seen_before_each(nodes: GraphBuilder, tokens: ir.Value, settings: SamplingIn
 
     The first column alone if no penalty applies. [K, 1] -> [K + 1, V or 1]
     """
-    is_on = _is_penalised(nodes, settings)
+    is_on = _has_penalty(nodes, settings)
     before = nodes("Cast", _some(nodes, settings.seen, is_on), to=FLOAT)
     places = nodes("Where", is_on, tokens, 0)
     zeros = nodes("Mul", nodes("Cast", places, to=FLOAT), 0.0)
@@ -114,16 +114,16 @@ def token_weights(
 
     `is_one` says that R is 1, which takes fewer nodes.
     """
-    logits = _penalised(nodes, logits, seen, settings)
+    logits = _penalize(nodes, logits, seen, settings)
     likeliest = nodes("ArgMax", logits, axis=1)
     return TokenWeights(likeliest, _weights(nodes, logits, vocab_size, settings, is_one))
 
 
-def _penalised(
+def _penalize(
     nodes: GraphBuilder, logits: ir.Value, seen: ir.Value, settings: SamplingInputs
 ) -> ir.Value:
     """Apply the penalty where it is not 1."""
-    is_on = _is_penalised(nodes, settings)
+    is_on = _has_penalty(nodes, settings)
     some, seen = (_some(nodes, x, is_on) for x in (logits, seen))
     changed = apply_penalty(nodes, some, seen, settings.penalty)
     rest = nodes("Slice", logits, _end(nodes, is_on), [END], [1])
@@ -140,7 +140,7 @@ def apply_penalty(
     return nodes("Where", seen, nodes("Min", changed, float(_LIMITS.max)), logits)
 
 
-def _is_penalised(nodes: GraphBuilder, settings: SamplingInputs) -> ir.Value:
+def _has_penalty(nodes: GraphBuilder, settings: SamplingInputs) -> ir.Value:
     return nodes("Not", nodes("Equal", settings.penalty, 1.0))
 
 

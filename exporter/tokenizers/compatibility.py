@@ -27,7 +27,7 @@ def compare(target: TokenizerSettings, draft: TokenizerSettings) -> list[str]:
         ours, theirs = (_without_offsets(x.get(key)) for x in (target, draft))
         if ours != theirs:
             raise PairError(
-                f"draft and target have another {name}: {_example(ours, theirs)}; {_CURE}"
+                f"draft and target have different {name}s: {_example(ours, theirs)}; {_CURE}"
             )
     notes = [
         f"the draft {difference}; the target's rule"

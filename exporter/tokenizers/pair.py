@@ -152,7 +152,7 @@ def context_length(checkpoint: Checkpoint, limit: int | None, progress: Progress
     stated = [v for n in _POSITIONS if isinstance(v := getattr(config, n, None), int) and v > 0]
     if not stated and limit is None:
         raise ExportError(
-            f"{checkpoint.role} {checkpoint.name} does not say how long its context is; "
+            f"{checkpoint.role} {checkpoint.name} does not state its context length; "
             "give --max-length"
         )
     positions = stated[0] if stated else limit

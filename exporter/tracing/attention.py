@@ -185,7 +185,7 @@ def _check(
     """Refuse attention options that no graph can represent. Raises ExportError."""
     names = {name for name, value in options.items() if value is not None and value is not False}
     if unknown := sorted(names - _HARMLESS):
-        raise ExportError(f"the model's attention has {unknown[0]}, which no graph can hold yet")
+        raise ExportError(f"the model's attention has {unknown[0]}, which is not supported")
     if mask is None:
         raise ExportError(
             "the model's attention does not take its mask from transformers "
@@ -245,7 +245,7 @@ def _grouped(
     now.calls += 1
     cache, now.cache = now.cache, None
     if cache is None:
-        raise ExportError("two layers share one cache, which gqa cannot do; give --ops onnx")
+        raise ExportError("two layers share one cache, which gqa does not support; give --ops onnx")
     batch, heads, _, size = query.shape
     rows = [
         torch.index_select(t.transpose(1, 2).reshape(batch, -1, t.shape[1] * size), 1, now.rows)

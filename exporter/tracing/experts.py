@@ -129,7 +129,7 @@ def prepare_experts(
         """Compute the experts. [T, H], [T, k], [T, k] -> [T, H]"""
         if getattr(module, "has_post_expert_norm", False):
             raise ExportError(
-                "its experts' outputs go through a norm each, which no graph holds yet"
+                "its experts' outputs are normalized one by one, which is not supported"
             )
         if current_pass().ops == "none":
             return torch.zeros_like(rows)

@@ -52,7 +52,7 @@ def measure_geometry(
         recurrent = f": they are recurrent, with {_STATE}" if internals.is_stateful(model) else ""
         raise ExportError(
             f"{model.config.model_type} models keep no KV cache{recurrent}; "
-            "specedge takes decoders with attention alone"
+            "specedge exports decoders with attention alone"
         )
     layers = tuple(_layer(model.config.model_type, i, layer) for i, layer in enumerate(kept))
     _check_optimum(model, layers)

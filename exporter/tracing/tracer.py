@@ -158,8 +158,8 @@ def check_config(config: Any, context_length: int, num_draft_tokens: int, ops: s
         model = meta_model(config)
         if any(p.ndim == 3 for p in model.parameters()) and not experts.find_experts(model):
             raise ExportError(
-                "its experts do not go through transformers' interface, and pick rows in a way "
-                "that no graph can hold"
+                "its experts do not go through transformers' interface, and gather rows "
+                "in an unsupported way"
             ) from error
         return
     reasons = filter(None, (layer.obstacle() for layer in layers))

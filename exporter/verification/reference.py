@@ -113,8 +113,8 @@ def compute_references(
             left_out += int(near.sum())
         else:
             raise ParityError(
-                f"{role}: its routers choose by less than float32's error for {near.sum()} of "
-                f"{len(tokens)} tokens, {TRIES} times; such choices cannot be compared"
+                f"{role}: its routers decide by less than float32's error for {near.sum()} of "
+                f"{len(tokens)} tokens, {TRIES} times; such near-ties cannot be compared"
             )
         references.append(replace(part, left_out=left_out))
         advance(end - start)

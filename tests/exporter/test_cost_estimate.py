@@ -85,9 +85,9 @@ def test_no_graph_of_a_published_model_takes_much_more_than_its_weights(name):
 def test_what_a_token_costs_is_said(monkeypatch):
     note = announced("Mixtral 8x7B", 200 * GB, monkeypatch)
     assert note == (
-        "target: 2 of 8 experts a token, 186.8 GB of weights in float32, exported in 17.41 GB of "
-        "memory; onnx reads 186.3 GB and computes 93.1 GFLOP a token, in memory of 307.1 GB for "
-        "decoder, step, catchup, verify, prefill; gqa reads 51 GB and computes 48 GFLOP a token, "
+        "target: 2 of 8 experts per token, 186.8 GB of weights in float32, exported in 17.41 GB of "
+        "memory; onnx reads 186.3 GB and computes 93.1 GFLOP per token, in memory of 307.1 GB for "
+        "decoder, step, catchup, verify, prefill; gqa reads 51 GB and computes 48 GFLOP per token, "
         "in memory of 188 GB for decoder and 187.9 GB for step, catchup, verify, prefill"
     )
 
@@ -105,7 +105,7 @@ def test_of_an_op_set_that_caches_rule_out_nothing_is_said(monkeypatch):
 def test_what_this_machine_cannot_hold_is_refused_with_the_figure(
     name, memory, figure, monkeypatch
 ):
-    with pytest.raises(ExportError, match=f"{figure} of memory where this machine has {memory} GB"):
+    with pytest.raises(ExportError, match=f"{figure} of memory, and this machine has {memory} GB"):
         announced(name, memory * GB, monkeypatch)
 
 
@@ -118,5 +118,5 @@ def test_it_is_refused_before_its_weights_are_read(tmp_path, monkeypatch):
     folder = save(make_model(ARCHITECTURES["mixtral"][1]()), tokenizer, tmp_path / "target")
     (folder / "model.safetensors").write_bytes(b"nothing that could be read")
     has(1000, monkeypatch)
-    with pytest.raises(ExportError, match="where this machine has 1e-06 GB"):
+    with pytest.raises(ExportError, match="and this machine has 1e-06 GB"):
         export("self:1", folder, tmp_path / "bundle")

@@ -152,7 +152,7 @@ def test_tensors_without_a_place_in_the_model_are_told(tmp_path):
     loaded, notes = load(folder)
     assert same(loaded, model)
     assert notes == (
-        "target: the model has no place for 2 of its tensors, such as model.extra.weight, "
+        "target: the model does not use 2 of its tensors, such as model.extra.weight, "
         "which are left out"
     )
 

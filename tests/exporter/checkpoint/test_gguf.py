@@ -17,7 +17,7 @@ from specedge.exporter import Progress, export
 from specedge.exporter.checkpoint import checkpoints, gguf_files, loader
 
 ONES = np.ones(8, np.float32)
-LEFT_OUT = "target: the model has no place for 8 numbers of its GGUF file, which are left out"
+LEFT_OUT = "target: the model does not use 8 weights of its GGUF file, which are left out"
 
 
 def find(path):
@@ -44,7 +44,7 @@ def test_a_gguf_file_gives_the_numbers_that_it_stands_for(kind, dtype, tmp_path)
     assert state.keys() == numbers.keys()
     for name, array in numbers.items():
         assert np.array_equal(state[name].numpy(), array.astype(np.float32)), name
-    said = f"stored in {kind.name} and widened"
+    said = f"stored in {kind.name} and dequantized"
     assert any(said in note for note in progress.notes) == (dtype == "float32")
 
 
@@ -60,7 +60,7 @@ def test_a_gguf_file_is_exported_by_its_path_or_its_folder(tmp_path):
     assert bundle.target.architecture == "qwen2"
     assert bundle.target.weights_dtype == "float32"
     assert bundle.end_tokens == (0,)
-    assert any("target is this quantised model" in note for note in progress.notes)
+    assert any("target is this quantized model" in note for note in progress.notes)
     import specedge
 
     text = specedge.load(tmp_path / "bundle").generate("import json", max_new_tokens=8)

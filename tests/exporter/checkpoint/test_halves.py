@@ -23,7 +23,7 @@ def test_the_bundle_is_the_model_with_matrices_in_that_type(tmp_path, name, dtyp
     for made in bundle.models.values():
         assert made.weights_dtype == dtype
         assert bundle.files[made.weights].size < 2.2 * made.num_parameters
-    assert f"target: its matrices are rounded to {dtype}" in progress.notes
+    assert f"target: its matrices are converted to {dtype}" in progress.notes
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
@@ -41,6 +41,8 @@ def test_a_number_beyond_half_precision_is_one_line_that_names_the_other_type(tm
         return model
 
     _, folder = saved(tmp_path, change)
-    with pytest.raises(CheckpointError, match=r"1e\+06 is beyond torch.float16; take another"):
+    with pytest.raises(
+        CheckpointError, match=r"1e\+06 exceeds the range of torch.float16; choose another"
+    ):
         export(folder, folder, tmp_path / "b", precision="fp16", ops="onnx")
     assert not (tmp_path / "b").exists()

@@ -147,7 +147,7 @@ def test_a_part_of_a_placeholder_is_that_part_of_its_matrix(shape):
     assert torch.equal(known.find(array[3]), stored[3])
     assert known.find(np.zeros(shape, np.float32)) is None
     for cut in (array[1:, 1:], array[::2], array[:, ::3], array[::-1]):
-        with pytest.raises(ExportError, match="cannot be followed to the checkpoint"):
+        with pytest.raises(ExportError, match="cannot be resolved to the checkpoint"):
             known.find(cut)
 
 
@@ -157,7 +157,7 @@ def exported(request, tmp_path_factory):
     target = make(folder, request.param, torch.bfloat16)
     progress = Progress()
     bundle = export(target, target, folder / "bundle", draft_precision="fp32", progress=progress)
-    assert all("states no licence" in note for note in progress.notes)
+    assert all("states no license" in note for note in progress.notes)
     return target, bundle, progress
 
 
@@ -217,7 +217,7 @@ def test_float64_weights_are_rounded_to_float32_and_that_is_said(tmp_path):
     progress = Progress()
     loaded = loader.load(checkpoints.find("target", str(folder), None), progress)
     assert loaded.dtype == "float32"
-    assert progress.notes == ["target: its weights in float64 are rounded to float32"]
+    assert progress.notes == ["target: its weights in float64 are converted to float32"]
 
 
 def test_an_output_matrix_that_is_stored_twice_is_tied(tmp_path):

@@ -29,7 +29,7 @@ def test_licence_files_are_copied_listed_and_shown(pairs, tmp_path):
     result = CliRunner().invoke(cli, ["export", "--max-length", "32", *map(str, options)])
     assert result.exit_code == 0, result.stderr
     assert "target: licence llama3.2, target/LICENSE, target/NOTICE.txt\n" in result.stderr
-    assert "note: draft: its checkpoint states no licence" in result.stderr
+    assert "note: draft: its checkpoint states no license" in result.stderr
     assert "note: target" not in result.stderr.replace("note: target: its logits", "")
     bundle = Bundle.read(tmp_path / "bundle")
     assert bundle.path("target/LICENSE").read_text("utf-8") == "Terms"

@@ -1,4 +1,4 @@
-"""Quantised weights: mxfp4 and fp8 are widened to what they stand for, others refused by name."""
+"""Quantised weights: mxfp4 and fp8 are dequantized, others refused by name."""
 
 import pytest
 import torch
@@ -88,13 +88,13 @@ def test_gpt_oss_in_mxfp4_is_widened_and_exported(tmp_path):
     assert same(loaded, model)
     assert loaded.dtype == "bfloat16"
     assert "stored in mxfp4 and widened" in notes
-    assert "the target is this quantised model" in notes
+    assert "the target is this quantized model" in notes
     progress = Progress()
     bundle = export(folder, folder, tmp_path / "bundle", max_length=64, progress=progress)
     assert bundle.target.weights_dtype == "bfloat16"
     size = 2 * sum(parameter.numel() for parameter in model.parameters())
     assert size <= bundle.files["target/weights.bin"].size < 1.1 * size  # both op sets' in one
-    assert any("draft is this quantised model" in note for note in progress.notes)
+    assert any("draft is this quantized model" in note for note in progress.notes)
 
 
 def test_mxfp4_blocks_without_their_scales_are_refused(tmp_path):
@@ -165,7 +165,7 @@ def test_fp8_scales_of_another_layout_are_refused_as_such(shape, tmp_path):
         load(folder)
         return
     message = refusal(folder)
-    assert f"{key} is {list(shape)}, a layout of scales that is not known" in message
+    assert f"{key} is {list(shape)}, an unknown layout of scales" in message
     assert "give the checkpoint it was made from" in message
 
 

@@ -90,7 +90,7 @@ def test_both_models_agree_with_pytorch_in_every_op_set(made):
         assert len(model.cache.layers) == layers
         assert list(model.parity) == (["onnx", "gqa"] if made.kind == "gpt2" else ["onnx"])
         assert all(found.num_positions == CONTEXT for found in model.parity.values())
-    assert not [n for n in made.progress.notes if "licence" in n or "no gqa" in n]
+    assert not [n for n in made.progress.notes if "license" in n or "no gqa" in n]
 
 
 def test_the_drafts_logits_are_the_targets_hidden_state_normed_and_headed(made):

@@ -89,7 +89,7 @@ def test_a_text_decoder_that_is_not_found_in_the_whole_is_refused(monkeypatch):
     monkeypatch.setattr(
         text_decoder.internals, "build_multimodal_model", lambda c: whole(c).model.vision_tower
     )
-    with pytest.raises(CheckpointError, match=r"where it is not known \(with transformers"):
+    with pytest.raises(CheckpointError, match=r"in an unknown place \(with transformers"):
         text_decoder.decoder_config("target x", LlavaConfig())
 
 

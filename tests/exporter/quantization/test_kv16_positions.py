@@ -60,7 +60,7 @@ def test_a_report_has_nothing_against_far_positions_that_are_told_apart(right):
 @pytest.mark.slow
 def test_a_report_sees_what_goes_wrong_far_from_the_beginning_alone(tmp_path, monkeypatch):
     """Biases that 16 bits hold as they come: near position 1,000 those of neighbours are one."""
-    monkeypatch.setattr(half_precision, "_centre_biases", lambda graph: None)
+    monkeypatch.setattr(half_precision, "_center_biases", lambda graph: None)
     progress = Progress()
     said, noted = late(export_alibi(tmp_path, progress=progress), progress)
     assert said == ["near position 1024"] * 2

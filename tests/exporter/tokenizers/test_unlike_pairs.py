@@ -29,7 +29,7 @@ class Made:
         progress = Progress()
         self.bundle = export(*make(folder), folder / "bundle", ops="gqa", progress=progress)
         self.notes = [
-            note for note in progress.notes if "bitwise" not in note and "licence" not in note
+            note for note in progress.notes if "bitwise" not in note and "license" not in note
         ]
         self.pipeline = specedge.load(self.bundle.folder)
 

@@ -161,7 +161,7 @@ def test_experts_with_a_norm_each_are_refused():
     module = make_experts("mixtral")
     module.has_post_expert_norm = True
     block = Block(module, "onnx")
-    with registered_functions(block), pytest.raises(ExportError, match="go through a norm each"):
+    with registered_functions(block), pytest.raises(ExportError, match="are normalized one by one"):
         block(*inputs(2))
 
 
